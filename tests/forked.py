@@ -1,18 +1,24 @@
 """Starts a launch's workers by a fork of a process that has imported torch, in the place of torchrun's engine.
 
 A worker that begins as a new interpreter imports torch, the package and, for the optimizer, torch's compiler, which
-takes seconds. It is `worker.main` in both ways. Tests of what the engine does are marked `engine`.
+takes seconds. It is `worker.main` in both ways. Tests of what the engine does are marked `engine`. A user's program
+that launches workers is such a fork, too (`run_program`), and its workers are forks of it.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
 
 from ranks import PRELOAD
 
@@ -23,10 +29,9 @@ from ddp.run.launch.loopback import ON_LOOPBACK, OneHost
 from ddp.run.launch.report import Failure
 
 
-def run_workers(arguments: Sequence[str], *, workers: int, threads: int | None) -> Ended:
+def run_workers(arguments: Sequence[str], *, workers: int, threads: int | None, context: Any = None) -> Ended:
     """Does what `ddp.run.launch.engine.run_workers` does, but for signals."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, "ddp.run.launch.worker"])
+    context = context or _server()
     rendezvous = OneHost("forked")
     meeting = rendezvous.next_rendezvous().bootstrap_store_info
     shared = {
@@ -66,14 +71,48 @@ def run_workers(arguments: Sequence[str], *, workers: int, threads: int | None) 
     return Ended(None, failures)
 
 
-def _work(words: list[str], variables: dict[str, str], folder: Path, outputs: list[Connection]) -> None:
-    """Becomes a worker: its environment, folder, output and threads are those that the engine would give it."""
+def run_program(file: Path, folder: Path, *, timeout_s: float = 120) -> CompletedProcess[str]:
+    """Runs a program of Python, as `python FILE` in a folder does; what it launches is forked."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        outputs = [Connection(os.dup(stream.fileno())) for stream in (out, err)]
+        process = _server().Process(target=_program, args=(file, dict(os.environ), folder, outputs))
+        process.start()
+        process.join(timeout_s)
+        process.kill()
+        process.join()
+        out.seek(0), err.seek(0)
+        return CompletedProcess(file, process.exitcode, out.read(), err.read())
+
+
+def _server() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD, "ddp.run.launch.worker"])
+    return context
+
+
+def _program(file: Path, variables: dict[str, str], folder: Path, outputs: list[Connection]) -> None:
+    """Becomes an interpreter that runs a program."""
+    _become(variables, folder, outputs)
+    from ddp.run.launch import from_python
+
+    from_python.run_workers = partial(run_workers, context=multiprocessing.get_context("fork"))  # type: ignore[assignment]
+    sys.argv, sys.path[0] = [str(file)], str(file.parent)
+    runpy.run_path(str(file), run_name="__main__")
+
+
+def _become(variables: dict[str, str], folder: Path, outputs: list[Connection]) -> None:
+    """Takes over the environment, folder and output of another process."""
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(folder)
     for number, output in zip((1, 2), outputs, strict=True):
         os.dup2(output.fileno(), number)
         output.close()
+
+
+def _work(words: list[str], variables: dict[str, str], folder: Path, outputs: list[Connection]) -> None:
+    """Becomes a worker: its environment, folder, output and threads are those that the engine would give it."""
+    _become(variables, folder, outputs)
     import torch
 
     from ddp.run.launch.worker import leave, main

@@ -10,6 +10,7 @@ traceback; a rank that does not end in time fails the test.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import re
@@ -26,7 +27,8 @@ import cloudpickle
 
 PRELOAD = [
     *("torch", "torch.distributed", "ddp.run.build.stages", "ddp.replica.drop_in.data_parallel", "ddp.train.fit"),
-    "torch._dynamo",  # a second's import, for which torch's optimizers ask
+    "torch._dynamo",  # two seconds' import, for which torch's optimizers ask
+    *("pytest", "matplotlib.figure"),  # a fifth and half of a second: many tests run in ranks, and draw curves
 ]
 
 
@@ -147,6 +149,7 @@ def run_cases(cases: Sequence[Callable[[Any], None]], comm: Any, names: Sequence
 def _run(payload: bytes, variables: dict[str, str], sender: Connection) -> None:
     os.environ.update(variables)
     faulthandler.enable()  # a rank that dies of a signal says where
+    gc.freeze()  # the collector need not look at what the server has imported
     import torch
 
     torch.set_num_threads(1)

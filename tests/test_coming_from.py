@@ -6,13 +6,13 @@ import ast
 import inspect
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import run_program
 from ranks import run_ranks
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -141,9 +141,7 @@ def test_fit_makes_the_steps_of_the_global_batch(ranks: list[list[dict[str, Any]
 
 def test_a_script_starts_its_workers(folder: Path) -> None:
     (folder / "train.py").write_text(FIT)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "train.py"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    done = run_program(folder / "train.py", folder)
     assert done.returncode == 0, done.stderr
     evaluation = ast.literal_eval(done.stdout.splitlines()[-1])
     promised = re.search(r"# \{'test_loss': (0\.\d)…, 'test_accuracy': (0\.\d)…\}", FIT)

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import forked
 import pytest
 import torch
 import yaml
@@ -88,6 +89,10 @@ class Command:
     def is_running(self) -> bool:
         return self._is_running.is_set()
 
+    def fork(self) -> None:
+        """Starts workers from now on as tests do that are not marked `engine`."""
+        self._monkeypatch.setattr("ddp.run.launch.command_line.run_workers", forked.run_workers)
+
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
@@ -114,13 +119,13 @@ def finish(process: subprocess.Popen[str]) -> Ended:
 
 
 def workers(run_dir: Path) -> dict[int, int]:
-    """Rank → process id of the run's living workers. A zombie has no command line."""
+    """Rank → process id of the run's living workers, each of which holds a log open."""
     found = {}
-    for process in Path("/proc").glob("[0-9]*"):
+    for file in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
-            words = (process / "cmdline").read_text().split("\0")
-            if "ddp.run.launch.worker" in words and str(run_dir) in words:
-                found[int(words[words.index("--rank") + 1])] = int(process.name)
+            log = file.readlink()
+            if log.parent == run_dir / "logs" and log.name.startswith("rank-"):
+                found[int(log.stem.removeprefix("rank-"))] = int(file.parent.parent.name)
     return found
 
 
@@ -277,7 +282,6 @@ def train_in_worker(run_dir: Path) -> None:
     run(from_plain(yaml.safe_load((run_dir / "config.yaml").read_text())), run_dir)
 
 
-@pytest.mark.engine
 def test_three_ways_in_give_the_same_bits(finished: Finished, tmp_path: Path) -> None:
     expected = final_model(finished.run_dirs[2])
 
@@ -324,6 +328,8 @@ def test_stopped_twice_killed_and_resumed_a_run_ends_with_the_same_bits(
     assert 5 <= first < NUM_STEPS
     assert (run_dir / "checkpoints" / f"step-{first:08d}").is_dir()
 
+    command.fork()  # because no further parent of this process is asked to stop
+
     def interrupt_one_worker() -> None:
         wait_for_step(first + 5, run_dir, command)
         os.kill(workers(run_dir)[1], signal.SIGINT)
@@ -363,7 +369,7 @@ def test_a_run_saves_when_its_terminal_closes_and_under_nohup_goes_on(finished: 
     master, terminal = os.openpty()
     os.set_blocking(master, False)
     streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
-    closed = subprocess.Popen(["setsid", "-c", *TRAIN, *LONG_JOB], cwd=tmp_path, **streams)
+    closed = subprocess.Popen(["setsid", "-c", *TRAIN, *LONG_JOB, "cluster.workers=1"], cwd=tmp_path, **streams)
     os.close(terminal)
     run_dir, kept_dir = tmp_path / "runs" / "mine", tmp_path / "runs" / "kept"
     with Path("/dev/full").open("w") as full:
@@ -440,7 +446,6 @@ def children(parent: int) -> list[int]:
 # --------------------------------------------------------------------------------------------------- a worker fails
 
 
-@pytest.mark.engine
 def test_a_killed_worker_ends_the_run_in_seconds_and_is_named(command: Command) -> None:
     run_dir = command.folder / "runs" / "mine"
     killed_at_s = []

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked import run_program
 
 from ddp.__main__ import main as ask
 from ddp.collectives.catalog import ALL_REDUCE, SCHEDULES
@@ -24,7 +25,10 @@ README = (ROOT / "README.md").read_text()
 FEATURES = (ROOT / "docs" / "features.md").read_text()
 PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
 SHORT = ["max_steps=2", "report.log_every=1"]
-SMALL = {"data=synthetic": ["data.num_samples=128"], "recipe=gpt": ["model.width=12", "model.depth=1"]}
+SMALL = {
+    "data=synthetic": ["data.num_samples=128", "data.image_size=8"],
+    "recipe=gpt": ["model.width=12", "model.depth=1"],
+}
 
 
 def commands() -> list[str]:
@@ -34,11 +38,9 @@ def commands() -> list[str]:
 
 
 def run(command: str, folder: Path) -> str:
-    """Runs a program of Python, or what torchrun would run."""
-    words = [sys.executable, *shlex.split(command)[1:]]
-    if "torchrun" in command:
-        there = [str(ROOT / word) if word.endswith(".py") else word for word in words[1:]]
-        words = [words[0], "-m", "torch.distributed.run", *there, *SHORT]
+    """Runs what torchrun would run."""
+    there = [str(ROOT / word) if word.endswith(".py") else word for word in shlex.split(command)[1:]]
+    words = [sys.executable, "-m", "torch.distributed.run", *there, *SHORT]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
@@ -93,12 +95,16 @@ def python_of(page: str) -> list[str]:
 
 
 def test_python_examples(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(python_of(README)[-1])
-    said = [run("python mine.py", tmp_path) for _ in range(2)]
-    assert ast.literal_eval(said[0].splitlines()[-1])["test_loss"] < 0.1
-    assert "all of the run's steps are done" in said[1] and said[1].splitlines()[-1] == said[0].splitlines()[-1]
-    (tmp_path / "step.py").write_text(*python_of(FEATURES))
-    assert run("python step.py", tmp_path).strip() == "[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]"
+    def said_by(name: str, program: str) -> list[str]:
+        (tmp_path / name).write_text(program)
+        done = run_program(tmp_path / name, tmp_path)
+        assert done.returncode == 0, done
+        return done.stdout.splitlines()
+
+    first, again = (said_by("mine.py", python_of(README)[-1]) for _ in range(2))
+    assert ast.literal_eval(first[-1])["test_loss"] < 0.1
+    assert "all of the run's steps are done" in "\n".join(again) and again[-1] == first[-1]
+    assert said_by("step.py", *python_of(FEATURES)) == ["[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]"]
 
 
 def functions_of(code: str) -> dict[str, str]:

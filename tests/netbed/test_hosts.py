@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from ddp.run.launch.command_line import main
+
 ROOT = Path(__file__).parents[2]
 TOOL = [sys.executable, str(ROOT / "scripts" / "netbed" / "hosts.py")]
 NAME = f"test{os.getpid()}"
@@ -206,26 +208,30 @@ main()
 """
 
 
-def test_hosts_without_a_shared_disk_fetch_their_own_data_and_resume_what_rank_0_has(tmp_path: Path) -> None:
+def test_hosts_without_a_shared_disk_fetch_their_own_data_and_resume_what_rank_0_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run began on one host, and goes on on two."""
     script = tmp_path / "train.py"
     script.write_text(TRAINING)
     hosts = [tmp_path / f"{NAME}-h{host}" for host in range(2)]
     for folder in (*hosts, tmp_path / "disk"):
         folder.mkdir()
+    job = ["data=synthetic", "data.num_samples=64", "model=mlp", "run.name=mine"]
+    monkeypatch.chdir(hosts[0])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "")  # `main` sets it; this takes it back
+    monkeypatch.setattr(sys, "argv", ["train.py", *job, "max_steps=2"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+
     bed("up", 2)
-
-    def train(*settings: object) -> tuple[int, str]:
-        job = [script, tmp_path, "data=synthetic", "data.num_samples=64", "model=mlp", "run.name=mine", *settings]
-        words = command("run", "--timeout", 100, "--env", f"PYTHONPATH={ROOT}", *job)
-        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150)
-        return done.returncode, done.stdout
-
-    status, said = train("max_steps=2")
-    assert status == 0, said
+    words = command("run", "--timeout", 100, "--env", f"PYTHONPATH={ROOT}", script, tmp_path, *job)
+    words += ["max_steps=3", "resume=auto"]
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150)
+    assert done.returncode == 0 and "continuing after step 2" in done.stdout, done.stdout
     assert [(folder / "prepared").read_text() for folder in hosts] == ["once ", "once "]
-    assert [len(list(folder.glob("runs/mine/checkpoints/step-*"))) for folder in hosts] == [2, 0]
-    status, said = train("max_steps=3", "resume=auto")
-    assert status == 0 and "continuing after step 2" in said, said
+    assert [len(list(folder.glob("runs/mine/checkpoints/step-*"))) for folder in hosts] == [3, 0]
 
 
 def test_an_interrupted_benchmark_takes_its_bed_down() -> None:

@@ -110,7 +110,7 @@ def test_ranks_of_a_host_share_the_work(world_size: int, num_per_host: int) -> N
 
 
 def by_hand() -> None:
-    comm = ddp.init(abort_s=30, shared_memory=False)
+    comm = ddp.init(abort_s=30, shared_memory=False, algorithm="ring")
     for kind in (BucketedDataParallel, ddp.DistributedDataParallel):
         for name, hook in HOOKS.items():
             not_finite(kind, hook())

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forked import run_program
 from ranks import without_gloo
 
 from recipes.tutorial.tools.chapters import parse
@@ -27,10 +26,7 @@ each_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: 
 
 
 def test_a_chapter_runs_from_anywhere(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, CHAPTERS[-1]], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = run_program(CHAPTERS[-1], tmp_path)
     assert done.returncode == 0 and done.stdout and not done.stderr
 
 

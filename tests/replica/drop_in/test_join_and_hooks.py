@@ -54,7 +54,7 @@ def uneven_inputs(comm: ddp.Communicator) -> None:
     """Rank r has 3 + 2r batches, then 5 − r; rank 0 runs out first, then last."""
     for divides_by_all in (True, False):
         for counts in ([3, 5, 7], [5, 4, 3], [4, 4, 4], [0, 2, 0]):
-            for kw in ({}, TINY, {"find_unused_parameters": True}):
+            for kw in (TINY, {}, {"find_unused_parameters": True})[: 3 if counts[0] == 3 else 1]:
                 ours = ddp.DistributedDataParallel(net(), **kw)
                 theirs = nn.parallel.DistributedDataParallel(
                     net(), find_unused_parameters="find_unused_parameters" in kw
