@@ -47,7 +47,7 @@ def test_an_installed_package_trains_from_any_folder(tmp_path: Path) -> None:
 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    settings = ["max_steps=2", "run.name=a", "cluster.threads_per_worker=1"]
+    settings = ["max_steps=2", "run.name=a", "cluster.workers=1"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [str(python), "-m", "ddp", "train", *settings]
     done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=60)
@@ -84,7 +84,7 @@ def test_the_command_works_from_any_folder_without_activating_anything(tmp_path:
     assert (elsewhere / "ring.svg").is_file()
     refused = run("../the clone/scripts/ddp", "draw", "rong", "3")
     assert refused.returncode == 2 and refused.stderr.startswith("'../the clone/scripts/ddp' draw: there is no")
-    assert run("../link", "bench_step", "--models", "x").stderr.startswith("../link bench_step: model 'x' is unknown")
+    assert run("../link", "draw", "rong", "3").stderr.startswith("../link draw: there is no")
 
     mended = run("bash", "-c", "source ../the*/scripts/_setup.sh; let_torchvision_be_imported")
     assert (mended.returncode, mended.stderr) == (0, "")
