@@ -9,6 +9,7 @@ import os
 import pickle
 import re
 import resource
+import runpy
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import yaml
@@ -26,7 +27,7 @@ from ranks import without_gloo
 
 import ddp
 from ddp.errors import ConfigError, PeerLost, WorkersFailed
-from ddp.run.launch.command_line import _quoted_paths, options_first, translated
+from ddp.run.launch.command_line import _quoted_paths, main, options_first, translated
 from ddp.run.launch.from_python import launch
 from ddp.run.launch.report import Failure, Report, describe_failures
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare
@@ -57,6 +58,32 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+class Command(Protocol):
+    """Runs recipes/train.py's `main` in this process; returns status and what it printed."""
+
+    def __call__(self, *arguments: str, standin: str = "train") -> tuple[Any, str, str]: ...
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    """Saves the seconds in which an interpreter would import torch: for tests that send it no signal."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "")  # `main` sets it; this takes it back
+    monkeypatch.setitem(sys.modules, "ddp.run.build.stages", None)  # the next line replaces it; this takes it back
+    runpy.run_path(str(ROOT / "tests" / "standin" / "sitecustomize.py"))
+
+    def run(*arguments: str, standin: str = "train") -> tuple[Any, str, str]:
+        for name, value in surroundings(standin).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, *capfd.readouterr()
+
+    return run
+
+
 def wait_for(condition: Callable[[], bool], *, limit_s: float = 150.0) -> None:
     deadline_s = time.monotonic() + limit_s
     while not condition():
@@ -80,8 +107,8 @@ def seen(run_dir: Path, rank: int) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------ the recipes
 
 
-def test_sweep_runs_each_world_size_in_a_folder_of_its_own(tmp_path: Path) -> None:
-    status, out, err = finish(start([*TRAIN, "-m", "cluster.workers=1,2", "cluster.threads_per_worker=1"], tmp_path))
+def test_sweep_runs_each_world_size_in_a_folder_of_its_own(tmp_path: Path, command: Command) -> None:
+    status, out, err = command("-m", "cluster.workers=1,2", "cluster.threads_per_worker=1")
     assert (status, err) == (0, "")
     assert "this is rank 0" in out and "this is rank 1" not in out
     assert "starting 1 worker for runs/sweep-" in out
@@ -117,19 +144,21 @@ def test_signal_to_the_parent_or_to_one_worker_ends_in_the_documented_status(tmp
         assert json.loads((runs[name] / "summary.json").read_text())["stopped_by"] == word
 
 
-def test_a_worker_that_raises_is_the_last_thing_seen_and_its_run_is_not_overwritten(tmp_path: Path) -> None:
-    status, _, err = finish(start([*TRAIN, "run.name=mine"], tmp_path, standin="raise"))
+def test_a_worker_that_raises_is_the_last_thing_seen_and_its_run_is_not_overwritten(
+    tmp_path: Path, command: Command
+) -> None:
+    status, _, err = command("run.name=mine", standin="raise")
     assert status == 1
     assert err.splitlines()[-2] == "ArithmeticError: scripted"
     assert re.fullmatch(r"in your code: .*sitecustomize.py, line \d+, in run: raise error", err.splitlines()[-1])
     assert "rank 1 on host" in err and "failed at step 7:" in err
     assert err.count("Traceback") == 1, "the parent adds none of its own"
 
-    status, _, err = finish(start([*TRAIN, "run.name=mine"], tmp_path))
+    status, _, err = command("run.name=mine")
     assert (status, err.count("\n")) == (2, 1)
     assert err.startswith("error: run.name=mine:") and "resume=auto" in err
 
-    status, _, err = finish(start([*TRAIN, "run.name=mine", "resume=auto"], tmp_path))
+    status, _, err = command("run.name=mine", "resume=auto")
     assert (status, err) == (0, "")
     assert not list((tmp_path / "runs" / "mine" / "logs").glob("error-*")), "the old failure is forgotten"
 
@@ -142,8 +171,10 @@ def test_a_worker_that_raises_is_the_last_thing_seen_and_its_run_is_not_overwrit
         (["seed=404", "run.name=a"], "starting 2 workers for runs/a/ …\n", "data.root=data: no such data"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(arguments: list[str], said: str, words: str, tmp_path: Path) -> None:
-    status, out, err = finish(start([*TRAIN, *arguments], tmp_path))
+def test_bad_input_is_one_line_and_leaves_nothing(
+    arguments: list[str], said: str, words: str, tmp_path: Path, command: Command
+) -> None:
+    status, out, err = command(*arguments)
     assert (status, out, err.count("\n")) == (2, said, 1)
     assert err.startswith("error: ") and words in err
     assert [path for path in tmp_path.rglob("*") if path.name != "runs"] == []
