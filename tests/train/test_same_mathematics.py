@@ -38,7 +38,7 @@ def cnn() -> nn.Module:
 
 
 def gpt() -> nn.Module:
-    return GPT(vocab_size=19, context=6, width=32, depth=2, heads=2)
+    return GPT(vocab_size=19, context=6, width=32, depth=1, heads=2)
 
 
 def samples(kind: str) -> TensorSet:
