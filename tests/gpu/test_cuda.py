@@ -13,6 +13,7 @@ import ddp
 from ddp import gpu
 from ddp.comm.transport.gloo import StagedGlooTransport
 from ddp.comm.transport.nccl import NcclTransport
+from ddp.comm.wire_format import BLOCK, wire_format
 from ddp.data.loading.loader import TrainLoader
 from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import ConfigError
@@ -181,3 +182,27 @@ def test_batches_are_copied_ahead_and_whole(kind: str) -> None:
         batches_copied_ahead(kind)
     else:
         run_ranks(batches_copied_ahead, 1, kind)
+
+
+def wires_on_the_device(kind: str) -> None:
+    begin(kind)
+    peaks = torch.rand(1 << 14, 1, generator=torch.Generator().manual_seed(0)) + 1  # of one scale in 25, a rounded
+    blocks = torch.cat([peaks, torch.linspace(-1, 1, BLOCK - 1).expand(len(peaks), -1)], dim=1)  # 1/127 loses a bit
+    numbers = torch.cat([blocks.flatten(), torch.linspace(-1e-30, 1e-30, 77), torch.zeros(23)])
+    for name in ("bf16", "fp16", "int8", "int8_stochastic"):
+        wire, found = wire_format(name), []
+        for where in ("cpu", kind):
+            there = numbers.to(where, copy=True)
+            once, again = (torch.zeros(wire.length(len(there)), dtype=wire.dtype, device=where) for _ in range(2))
+            wire.encode(there, once)
+            wire.decode(once, there)
+            wire.encode(there, again)
+            assert torch.equal(once, again), f"{name} on {where}"
+            wire.add(again, there)
+            found.append(there.cpu())
+        off = (found[0] - found[1]).abs().max().item()
+        assert off <= 2 * 2 / 127 * (1 + 1e-6), f"{name}: {off}"  # twice a whole number that was rounded elsewhere
+
+
+def test_wires_change_no_bit_when_they_round_again(kind: str) -> None:
+    run_ranks(wires_on_the_device, 1, kind)
