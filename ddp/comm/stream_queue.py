@@ -173,6 +173,8 @@ class StreamQueue(CallQueue):
         super().abandon(reason)
         if not is_over:
             self._abort()
+        self._flights.put(None)
+        self._lookout.join(LET_GO_S)  # a thread that is inside CUDA when the interpreter exits would abort the process
 
     # --- the lookout -------------------------------------------------------------------------------------------------
 
