@@ -193,7 +193,7 @@ def static_graphs(comm: ddp.Communicator) -> None:
                     comm,
                     Recomputed(reentrant=reentrant, times=times, unused=unused),
                     lambda replica: replica(torch.randn(3, 4).requires_grad_()).square().sum(),
-                    steps=4,
+                    steps=3,
                     theirs={"static_graph": True},
                     static_graph=True,
                     **kw,
@@ -660,7 +660,8 @@ def all_forwards_then_all_backwards(comm: ddp.Communicator) -> None:
             alone = copy.deepcopy(nets)
             ours = [ddp.DistributedDataParallel(net, **kw) for net in nets]
             theirs = [nn.parallel.DistributedDataParallel(copy.deepcopy(net)) for net in nets]
-            for order in itertools.permutations(range(3 if way == "layers" else 2)):
+            orders = list(itertools.permutations(range(3 if way == "layers" else 2)))
+            for order in orders if kw is TINY else orders[::5]:
                 x = torch.randn(3, 2, dtype=torch.float64) + comm.rank
                 for pair in (ours, alone, theirs) if way == "critic" else (ours, alone):
                     for net in pair:
