@@ -207,7 +207,7 @@ class BucketedDataParallel(Replica):
             for reduction in ended.end():
                 ended.launch(reduction)
             totals = ended.finish()
-            if former.is_unread:
+            if former is not ended and former.is_unread:
                 former.conclude(is_late=True)
                 ended.error = ended.error or former.error
         self._last, self.backward = ended, self._new_backward(ended)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from types import SimpleNamespace
 from typing import Any
@@ -186,4 +187,11 @@ def _sleep(cycles: int) -> None:
     """Keeps the current stream busy for as long as a GPU of 2 GHz takes for so many cycles."""
     index = current_device()
     number = load().batch(index, load().stream(index), b"sleep", 0, None, None, None)
-    threading.Timer(cycles / 2e9, lambda: (load().end_batch(number), load().forget_batch(number))).start()
+
+    def sleep() -> None:
+        load().before_batch(number)
+        time.sleep(cycles / 2e9)
+        load().end_batch(number)
+        load().forget_batch(number)
+
+    threading.Thread(target=sleep, daemon=True).start()
