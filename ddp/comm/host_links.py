@@ -7,6 +7,7 @@ transport keeps apart what differs in anything that the length of a message depe
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
@@ -126,7 +127,9 @@ class HostLinks:
         reduction: Reduction = SUM,
         longest: int | None = None,
     ) -> None:
-        segment_numel = max(1, self._settings.segment_bytes // buffers[0].element_size())
+        # What is enqueued is not cut: on a GPU more commands cost more than an overlap of additions and transfers wins.
+        segment_bytes = sys.maxsize if self._is_enqueued else self._settings.segment_bytes
+        segment_numel = max(1, segment_bytes // buffers[0].element_size())
         if reduction.wire is not None:
             segment_numel = -(-segment_numel // reduction.wire.unit) * reduction.wire.unit
         places = tuple(map(tuple, bounds))

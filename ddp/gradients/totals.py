@@ -58,7 +58,8 @@ class Totals(NamedTuple):
     Attributes:
         loss_sum: sum of the losses of all samples (or tokens) of the step. One rank's part is a scalar tensor, so that
             a GPU need not be waited for; the sum over ranks is a float.
-        num_items: number of these samples (or tokens), an int; or the sum of their weights, if that is not whole.
+        num_items: number of these samples (or tokens), an int; or the sum of their weights, if that is not whole. One
+            rank's part may be a scalar on a GPU.
         num_stopping: number of ranks that want to stop after this step.
         num_ending: number of ranks that have no batch for the next step.
         parts: what was measured; None for nothing.
@@ -68,7 +69,7 @@ class Totals(NamedTuple):
     """
 
     loss_sum: float | Tensor = 0.0
-    num_items: float = 0
+    num_items: float | Tensor = 0
     num_stopping: int = 0
     num_ending: int = 0
     parts: Parts | None = None
@@ -78,23 +79,33 @@ class Totals(NamedTuple):
     @property
     def mean_loss(self) -> float:
         """The loss as a mean over all samples (or tokens)."""
-        return float(self.loss_sum) / (self.num_items or 1)
+        return float(self.loss_sum) / (self.items_on_host or 1)
+
+    @property
+    def items_on_host(self) -> float:
+        """The number of samples (or tokens) on the host, which may wait for it."""
+        return count_of(float(self.num_items)) if isinstance(self.num_items, Tensor) else self.num_items
 
     @property
     def divisor(self) -> int:
         """The whole number, from 1 up, that sums over ranks are divided by on their way."""
-        return max(1, round(self.num_items))
+        return max(1, round(self.items_on_host))
 
     @property
     def rest(self) -> float:
         """The factor on them afterwards: 1.0 if the count is whole, and in a step without samples."""
-        return self.divisor / (self.num_items or 1)
+        return self.divisor / (self.items_on_host or 1)
 
     def write(self, tail: Tensor) -> None:
         """Writes this rank's part into a tail, [NUM_TOTALS]."""
-        numbers = [self.num_items // BASE, self.num_items % BASE, self.num_stopping, self.num_ending]
-        tail[1:].copy_(_sent(numbers, tail))
         tail[0] = self.loss_sum
+        votes = self.num_stopping, self.num_ending
+        if isinstance(self.num_items, Tensor):
+            items = self.num_items.double()
+            tail[1:3].copy_(torch.stack([items // BASE, items % BASE]))
+            tail[3:].copy_(_sent(votes, tail))
+        else:
+            tail[1:].copy_(_sent([self.num_items // BASE, self.num_items % BASE, *votes], tail))
 
     @classmethod
     def read(cls, tail: Sequence[float]) -> Totals:

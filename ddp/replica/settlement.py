@@ -198,7 +198,7 @@ class Settlement:
             return Parts()
         if not self._measures:
             return self._totals.parts or Parts()
-        return Parts.of(self._square / self._totals.loss_scale**2, self._totals.num_items)
+        return Parts.of(self._square / self._totals.loss_scale**2, self._totals.items_on_host)
 
     def judge_hidden(self) -> None:
         """Adds, where verdicts travel apart, what a hook has hidden: that a gradient was not finite."""
@@ -307,7 +307,7 @@ class Settlement:
         if not self._layout.verdicts_ride or has_count:
             return 1
         if totals is not None and self._totals is not None:
-            return (totals.num_items or 1) * self._totals.loss_scale
+            return (totals.items_on_host or 1) * self._totals.loss_scale
         return int(self._divide_by)
 
     def _refuse(self) -> None:

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from ddp.comm.objects import all_gather_object
 from ddp.data.loading.source import digest_of
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
+from ddp.gradients.totals import count_of
 from ddp.process.log import log
 from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.streams import preserved
@@ -162,6 +163,7 @@ class FirstLook:
                 (whole, count), *both = (
                     sum_and_count(task, task.loss(module, copy.deepcopy(each))) for each in (batch, *parts)
                 )
+                count, *counts = (count_of(float(number)) for number in (count, *(number for _, number in both)))
                 _check_metrics(task, module, copy.deepcopy(batch))
                 warn_of_probabilities(task, copy.deepcopy(module), copy.deepcopy(batch))
                 if (first := _cut(batch, num_samples, 1)) is not None:
@@ -171,7 +173,6 @@ class FirstLook:
         except Exception as error:  # if training fails like this, too, the user sees it there
             log.info("the first batch was not looked at: %s", error)
             return
-        counts = [number for _, number in both]
         losses = [float(loss) for loss, _ in both]
         _judge(task, float(whole), losses, num_samples, counts, tolerance=_tolerance(module))
         is_whole = all(isinstance(each, int) for each in (count, *counts))

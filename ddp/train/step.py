@@ -27,6 +27,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from ddp import gpu
 from ddp.data.orders.sampler import Micro, StepPlan
 from ddp.errors import ConfigError
 from ddp.gradients.totals import Parts, Totals, count_of
@@ -97,7 +98,7 @@ def train_step(
         step=state.step,
         epoch=plan.epoch,
         loss=totals.mean_loss,
-        num_items=totals.num_items,
+        num_items=totals.items_on_host,
         num_samples=plan.size,
         parts=totals.parts,
         gradient_norm=math.nan if agreement is None else agreement.length,
@@ -182,7 +183,7 @@ def _backward(
             (loss_sum if scale == 1 else loss_sum * scale).backward()
         if totals.measure and not is_last:  # then the first micro-batch is this rank's part
             square = (gradient_norm(model.parameters()) / scale).square()
-            totals = totals._replace(parts=Parts.of(square, num_items), measure=False)
+            totals = totals._replace(parts=Parts.of(square, float(num_items)), measure=False)
     if model.num_steps == num_averaged:
         model.raise_pending()
         raise ConfigError(
@@ -192,7 +193,7 @@ def _backward(
     return totals
 
 
-def _forward(state: TrainState, rules: StepRules, micro: Micro, batch: Any) -> tuple[Tensor, float]:
+def _forward(state: TrainState, rules: StepRules, micro: Micro, batch: Any) -> tuple[Tensor, float | Tensor]:
     """Returns the loss of a micro-batch, as a sum, and the number of items in it."""
     model, device = state.model, state.comm.device
     # bfloat16 weights take the user's inputs under autocast alone; other weights are looked at in their own type
@@ -210,8 +211,10 @@ def _forward(state: TrainState, rules: StepRules, micro: Micro, batch: Any) -> t
         raise
 
 
-def sum_and_count(task: Task, returned: Any) -> tuple[Tensor, float]:
+def sum_and_count(task: Task, returned: Any) -> tuple[Tensor, float | Tensor]:
     """Returns the sum and the count that `task.loss` has returned, once they have the right form.
+
+    A count on a GPU stays there, so that the host need not wait; its value is not looked at.
 
     Raises:
         ConfigError: it is not a scalar tensor and a finite number from 0 up.
@@ -226,7 +229,9 @@ def sum_and_count(task: Task, returned: Any) -> tuple[Tensor, float]:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise ConfigError(f"{name_of(task)}.loss returned {shape} as its loss: return a scalar, such as losses.sum()")
-    number = count.item() if isinstance(count, Tensor) and count.numel() == 1 else count
+    is_scalar = isinstance(count, Tensor) and count.numel() == 1
+    stays = is_scalar and count.device.type == gpu.KIND
+    number = 0 if stays else count.item() if is_scalar else count
     if not isinstance(number, (int, float, np.number)) or not 0 <= number < math.inf:
         raise ConfigError(
             f"{name_of(task)}.loss returned the count {number!r}: return the number of terms in the sum, or the sum of "
@@ -237,7 +242,7 @@ def sum_and_count(task: Task, returned: Any) -> tuple[Tensor, float]:
             f"{name_of(task)}.loss returned a loss that depends on no parameter that is trained: compute it from the "
             "model's outputs, without detach() or item(), and leave some parameters with requires_grad=True"
         )
-    return loss.squeeze(), count_of(float(number))
+    return loss.squeeze(), count.detach().squeeze() if stays else count_of(float(number))
 
 
 @runtime_checkable
