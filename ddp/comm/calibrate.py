@@ -30,11 +30,13 @@ from functools import partial
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from ddp import gpu
 from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Goal, Recv, Schedule, Send
 from ddp.collectives.simulate import Link, Network
+from ddp.comm.device_group import DeviceGroup
 from ddp.comm.flat_collectives import FlatCollectives
 from ddp.comm.host_links import HostLinks
 from ddp.comm.host_reduce import HostGroup, NoSharedMemory
@@ -72,7 +74,8 @@ class Measured:
     """The figures of one layout of ranks; the same on all of them.
 
     Attributes:
-        ordinary: an all-reduce of any tensor in the host's memory; None where no ranks share memory.
+        ordinary: an all-reduce of any tensor in the host's memory; None where no ranks share memory. In the memory of
+            GPUs, all tensors are allocated.
         allocated: the same for a tensor that lies in that memory.
     """
 
@@ -101,7 +104,9 @@ def calibrate(collectives: FlatCollectives, settings: Settings) -> Measured:
             mine |= timed(small, IN_A_ROW, device=device)
             mine |= timed({f"{name} beta": exchange(1, BULK_BYTES)}, device=device)
     if collectives.group is not None:
-        mine |= _in_memory(collectives.group, max(map(len, hosts)))
+        mine |= _in_memory(collectives.group, max(map(len, hosts)), device)
+    if collectives.device_group is not None:
+        mine |= _in_memory(collectives.device_group, links.world_size, device)
     return figures(agreed(mine, links.gather_bytes), hosts)
 
 
@@ -111,7 +116,7 @@ def figures(times: Mapping[str, float], hosts: Hosts) -> Measured:
     one_link = inside or between or Link(0.0, 0.0)  # a link that does not exist is the other one
     network = Network(hosts, inside or one_link, between or one_link, times["adding"] / BULK_BYTES)
     ordinary, allocated = _curve(times, "ordinary"), _curve(times, "allocated")
-    return Measured(network, ordinary, allocated or ordinary)
+    return Measured(network, ordinary or allocated, allocated or ordinary)
 
 
 # --- times -----------------------------------------------------------------------------------------------------------
@@ -173,11 +178,12 @@ def _link(times: Mapping[str, float], name: str) -> Link | None:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def _in_memory(group: HostGroup, largest_host: int) -> Times:
-    """Times all-reduces among the ranks of this host, of an ordinary tensor and of one that they share."""
+def _in_memory(group: HostGroup | DeviceGroup, largest_host: int, device: torch.device) -> Times:
+    """Times all-reduces among the ranks of this host, of a tensor that they share, and of one that they need not."""
     sizes = [nbytes for nbytes in MEMORY_BYTES if nbytes * largest_host <= MEMORY_IN_ALL]
-    cpu, reduce = torch.device("cpu"), partial(group.all_reduce, op="sum", sequence=0)
-    tensors = {"ordinary": torch.zeros(sizes[-1] // 4, dtype=torch.float32, device=cpu)}
+    reduce, tensors = partial(group.all_reduce, op="sum", sequence=0), dict[str, Tensor]()
+    if isinstance(group, HostGroup):
+        tensors["ordinary"] = torch.zeros(sizes[-1] // 4, dtype=torch.float32, device=device)
     try:
         tensors["allocated"] = group.allocate(sizes[-1] // 4, torch.float32, sequence=0)
     except NoSharedMemory:  # on all ranks of the host alike
@@ -185,7 +191,7 @@ def _in_memory(group: HostGroup, largest_host: int) -> Times:
     times: Times = {}
     for nbytes in sizes:
         runs = {f"{kind} {nbytes}": partial(reduce, tensor[: nbytes // 4]) for kind, tensor in tensors.items()}
-        times |= timed(runs, IN_A_ROW if nbytes <= 1 << 20 else 1, device=cpu)
+        times |= timed(runs, IN_A_ROW if nbytes <= 1 << 20 else 1, device=device)
     if "allocated" in tensors:
         group.free(tensors["allocated"])
     return times

@@ -52,6 +52,7 @@ class CallQueue:
         error: what ended the communicator, if anything has.
         neighbour: the rank that a collective is said to wait for first.
         runners: what is in flight on these ends in `abandon`.
+        release: ends waits of a GPU for peers of which NCCL knows nothing.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class CallQueue:
         self._runner = Runner(f"ddp-collectives-{rank}", device)
         self._beside = Runner(f"ddp-chain-{rank}", device)  # for what a chain does not wait for
         self.runners = [self._runner, self._beside]
+        self.release: Callable[[], None] = lambda: None
         self._turn = threading.Lock()  # held while a collective runs
         self._running = Call(0, "start-up")
         self._chain: int | None = None  # the thread in which one runs

@@ -129,7 +129,7 @@ def take(device: torch.device, backend: str) -> Means:
         try:
             if not gpu.cuda.is_initialized():
                 gpu.cuda.set_device(device)
-            return means._replace(gpu=f"{_host()} {_uuid(device)}")
+            return means._replace(gpu=f"{_host()} {uuid_of(device)}")
         except RuntimeError as error:  # the driver's
             problem = f"device={device} does not begin ({first_line(error)}); mend that, or use device=cpu"
     return means._replace(problem=problem)
@@ -140,7 +140,7 @@ def _host() -> str:
     return os.environ.get("NCCL_HOSTID") or boot_id() or socket.gethostname()
 
 
-def _uuid(device: torch.device) -> str:
+def uuid_of(device: torch.device) -> str:
     """Returns the GPU's UUID; of a build that does not tell it, the number by which this process is shown it."""
     shown = f"{device.index} of {os.environ.get('CUDA_VISIBLE_DEVICES', 'all')}"
     return str(getattr(gpu.cuda.get_device_properties(device), "uuid", shown))

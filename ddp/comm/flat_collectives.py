@@ -1,6 +1,7 @@
 """Every collective on a flat tensor, by the fastest means that connect this rank with the others.
 
     memory          all ranks share a host's memory                      `host_reduce.py`
+                    or the memory of its GPUs                            `device_group.py`
     cross host      memory inside each host, links between the hosts     `cross_host.py`
     links           a schedule over the transport                        `host_links.py`
 
@@ -32,6 +33,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +42,7 @@ from ddp.collectives.catalog import ALL_REDUCE, SCHEDULES, all_reduce_schedules
 from ddp.collectives.placed import Hosts, rooted
 from ddp.collectives.schedule import Expression, Schedule, canonical, offsets
 from ddp.comm.cross_host import CrossHost
+from ddp.comm.device_group import DeviceGroup
 from ddp.comm.flat import bounds_of
 from ddp.comm.host_links import HostLinks, by_size
 from ddp.comm.host_memory import NoSharedMemory
@@ -146,6 +149,7 @@ class FlatCollectives:
         hosts: the ranks of every host.
         group: this host's ranks in memory, if it has several and they share it.
         cross_host: connects the memories of several hosts, where ranks of a host share memory.
+        device_group: all ranks in the memory of their GPUs, if they share it.
 
     Attributes:
         routes: every route that an all-reduce can take here, by name.
@@ -158,11 +162,13 @@ class FlatCollectives:
         hosts: Hosts,
         group: HostGroup | None = None,
         cross_host: CrossHost | None = None,
+        device_group: DeviceGroup | None = None,
     ) -> None:
         self.rank, self.world_size = links.rank, links.world_size
         self.links, self.hosts, self.group, self.cross_host = links, hosts, group, cross_host
+        self.device_group = device_group
         self._shares_memory = group is not None or cross_host is not None
-        self.routes = possible_routes(hosts, shared_memory=self._shares_memory)
+        self.routes = possible_routes(hosts, shared_memory=self._shares_memory or device_group is not None)
         self.slices = list(range(self.world_size))
         if cross_host is not None and cross_host.slices is not None:
             self.slices = cross_host.slices
@@ -170,8 +176,10 @@ class FlatCollectives:
 
     # --- what is reachable here --------------------------------------------------------------------------------------
 
-    def memory_of(self, flat: Tensor) -> HostGroup | None:
+    def memory_of(self, flat: Tensor) -> HostGroup | DeviceGroup | None:
         """Returns the memory in which all ranks reach such a tensor, if they share any."""
+        if self.device_group is not None and not flat.is_cpu:
+            return self.device_group if self.device_group.find(flat) else None
         return self.group if self.cross_host is None and flat.is_cpu else None
 
     def offers(self, algorithm: str) -> bool:
@@ -193,8 +201,9 @@ class FlatCollectives:
         if not is_one(reduction.before):
             flat.mul_(reduction.before)
         if route.schedule is None:
-            assert self.group is not None  # `Plan.route` refuses a tensor that this memory cannot reach
-            self.group.all_reduce(flat, reduction.op, divide_by=int(reduction.divide_by), sequence=sequence)
+            memory = self.memory_of(flat)
+            assert memory is not None  # `Plan.route` refuses a tensor that no memory can reach
+            memory.all_reduce(flat, reduction.op, divide_by=_divisor(reduction), sequence=sequence)
         elif route.in_memory:
             assert self.cross_host is not None
             self.cross_host.all_reduce(flat, route.schedule, reduction, sequence=sequence)
@@ -216,7 +225,7 @@ class FlatCollectives:
         if not is_one(reduction.before):
             flat.mul_(reduction.before)
         if memory := self.memory_of(flat):
-            memory.reduce_scatter(flat, bounds, reduction.op, divide_by=int(reduction.divide_by), sequence=sequence)
+            memory.reduce_scatter(flat, bounds, reduction.op, divide_by=_divisor(reduction), sequence=sequence)
             return _finished(mine, reduction._replace(divide_by=1))
         undivided = reduction._replace(divide_by=1)  # a schedule takes partial sums that it passes on for complete ones
         if not by_rank and (cross_host := self._slicing(flat)):
@@ -304,9 +313,9 @@ class FlatCollectives:
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, sequence: int) -> Tensor:
         """Returns [numel] zeros, in the host's memory where its ranks share it."""
-        if self.group is not None:
+        if (memory := self.device_group or self.group) is not None:
             try:
-                return self.group.allocate(numel, dtype, sequence=sequence)
+                return memory.allocate(numel, dtype, sequence=sequence)
             except NoSharedMemory as error:  # on all ranks of the host alike
                 log.warning("a buffer of %d %s is not shared with the neighbours: %s", numel, dtype, error)
         try:
@@ -321,19 +330,25 @@ class FlatCollectives:
         """Gives memory from `allocate` back, from any thread and at any time."""
         if tensor.data_ptr() in self._unshared:
             self._unshared.discard(tensor.data_ptr())
-        elif self.group is not None:
-            self.group.free(tensor)
+        elif (memory := self.device_group or self.group) is not None:
+            memory.free(tensor)
 
     def close(self) -> None:
         """Gives the memory back."""
         if self.cross_host is not None:
             self.cross_host.close()
-        if self.group is not None:
-            self.group.close()
+        for memory in (self.group, self.device_group):
+            if memory is not None:
+                memory.close()
 
     def _slicing(self, flat: Tensor) -> CrossHost | None:
         """Returns the connection of the hosts' memories, if such a tensor goes through it in slices."""
         return self.cross_host if self.cross_host is not None and self.cross_host.slices and flat.is_cpu else None
+
+
+def _divisor(reduction: Reduction) -> Any:
+    """Returns what sums in memory are divided by: a whole number, or what only a GPU knows."""
+    return reduction.divide_by if isinstance(reduction.divide_by, Tensor) else int(reduction.divide_by)
 
 
 def _finished(result: Tensor, reduction: Reduction) -> Tensor:

@@ -43,7 +43,7 @@ from torch import Tensor
 from ddp.comm.flat import dtype_name
 from ddp.comm.host_memory import Entry, HostMemory, Region, entry
 from ddp.comm.host_memory import NoSharedMemory as NoSharedMemory
-from ddp.comm.reduction import COMBINE
+from ddp.comm.reduction import COMBINE, is_one
 from ddp.comm.transport.edge import TransportError
 from ddp.comm.transport.shared_memory import LINE_BYTES, copy_bytes
 from ddp.errors import CollectiveMismatch
@@ -79,7 +79,7 @@ class _Arithmetic:
             self._combine(leaves[here], leaves[other], out=leaves[here])
         here, other = self._steps[-1]
         self._combine(leaves[here], leaves[other], out=out)
-        _divide(out, divide_by)
+        divide(out, divide_by)
 
     def beside(self, leaves: Sequence[Tensor], out: Tensor, scratch: Sequence[Tensor], divide_by: int) -> None:
         """Adds up the leaves into `out`, which is none of them, without changing them.
@@ -91,13 +91,14 @@ class _Arithmetic:
         for here, other in self._steps:
             term, total = sums.get(other, leaves[other]), scratch[here // 2] if here else out
             sums[here] = self._combine(sums.get(here, leaves[here]), term, out=total)
-        _divide(out, divide_by)
+        divide(out, divide_by)
 
 
-def _divide(out: Tensor, divide_by: int) -> None:
-    if divide_by == 1:
+def divide(out: Tensor, divide_by: int | Tensor) -> None:
+    """Divides in place; by a scalar's tensor where only a GPU knows the divisor."""
+    if is_one(divide_by):
         return
-    if divide_by.bit_count() == 1 and not out.is_complex():
+    if not isinstance(divide_by, Tensor) and divide_by.bit_count() == 1 and not out.is_complex():
         out.mul_(1 / divide_by)  # a power of two: the same bits, in less than half the time
     else:
         out.div_(divide_by)

@@ -1,7 +1,8 @@
 """`algorithm="auto"`: which route an all-reduce takes.
 
     one host, memory shared     "shared_memory", at once: it is faster than every schedule at every size
-    one host's GPUs             "all_to_all", at once: each reaches every other, and two rounds are the fewest
+    one host's GPUs             "shared_memory" for what `allocate` has given, if the ranks were told to share memory
+                                "all_to_all", at once: each reaches every other, and two rounds are the fewest
     anything else               the model predicts what every route costs; the cheapest routes are timed, as many as fit
                                 into `TRIAL_S`; the fastest one is taken
 
@@ -208,10 +209,12 @@ class Plan:
             ConfigError: the route uses the host's memory, and the tensor is elsewhere.
         """
         asked = self.algorithm if algorithm == "auto" else algorithm
-        if asked == "auto":
-            asked = self._choose(flat.nbytes, wire)
+        of_gpus = self._collectives.device_group is not None
+        is_beside = of_gpus and self._collectives.memory_of(flat) is None  # `allocate` has not given it
+        if asked == "auto" or (is_beside and asked == IN_MEMORY):
+            asked = self._choose(flat.nbytes, wire, in_memory=not is_beside)
         route = self._routes.get(asked) or cheapest(self.ranking(flat.nbytes, wire=wire), asked).route
-        if route.in_memory and not flat.is_cpu:
+        if route.in_memory and not flat.is_cpu and not of_gpus:
             raise ConfigError(f"a tensor on {flat.device}: this communicator's are on the CPU; move it there")
         return route
 
@@ -240,15 +243,15 @@ class Plan:
         checks.size(nbytes)
         return self._queue.run(self._queue.number(question, how=(nbytes,)), answer)
 
-    def _choose(self, nbytes: int, wire: Narrow | None = None) -> str:
-        if IN_MEMORY in self._routes:
+    def _choose(self, nbytes: int, wire: Narrow | None = None, *, in_memory: bool = True) -> str:
+        if IN_MEMORY in self._routes and in_memory:
             return IN_MEMORY
         if self._is_direct:
             return DIRECT
         key = str(nbytes) if wire is None else f"{nbytes} {wire}"
         if key not in self.choices:
             size = size_of_trial(nbytes)
-            ranking = self.ranking(size, wire=wire)
+            ranking = [each for each in self.ranking(size, wire=wire) if in_memory or each.route.schedule]
             candidates = affordable(ranking)
             predicted = {choice.route.name: choice.predicted_s for choice in ranking}
             times = self._trial(size, candidates, wire) if len(candidates) > 1 else predicted
@@ -339,6 +342,7 @@ class Plan:
             runs = {
                 each.route.name: partial(self._collectives.all_reduce, flat, each.route, reduction)
                 for each in candidates
+                if each.route.schedule or self._collectives.device_group is None  # whose memory the tensor is not in
             }
             self._trials[nbytes, wire] = agreed(timed(runs, in_a_row, device=device), gather)
         return self._trials[nbytes, wire]

@@ -181,6 +181,7 @@ class StreamQueue(CallQueue):
     def look_at(self, flight: Flight, patience: Patience) -> None:
         """Keeps the deadline of a collective that the GPU has come to, and has not ended."""
         if self.error is not None:  # and so aborted
+            self.release()
             return
         if culprit := self._watchdog.hopeless_because():
             self._fail(TransportError(flight.peer, f"rank {culprit[0]}: {culprit[1]}", timed_out=True))

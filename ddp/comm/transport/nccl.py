@@ -14,9 +14,7 @@ By itself, torch's thread would end the process then; `TORCH_NCCL_ASYNC_ERROR_HA
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,10 +26,11 @@ from ddp import gpu
 from ddp.comm.meeting.private_store import for_torch, part_of
 from ddp.comm.transport.edge import GiveUpCheck, Pending, Transfer, Transport, TransportError
 from ddp.errors import first_line
+from ddp.process.environment import variable_set
 
 ProcessGroupNCCL: Any = getattr(dist, "ProcessGroupNCCL", None)  # None: a build of torch without NCCL
 NO_DEADLINE = timedelta(days=3650)  # deadlines are kept outside
-ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # note "errors"
 
 
 class NcclTransport(Transport):
@@ -53,7 +52,7 @@ class NcclTransport(Transport):
         options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = NO_DEADLINE
         try:
-            with _errors_are_ours(), gpu.cuda.device(device):
+            with variable_set(ERRORS, "0"), gpu.cuda.device(device):
                 self._backend = ProcessGroupNCCL(for_torch(store), rank, world_size, options)
                 self._backend.eager_connect_single_device(device)
                 self._meet_all()
@@ -118,17 +117,3 @@ class _Batch:
         """Makes the current stream wait; the host goes on."""
         if self._work is not None:
             self._work.wait()
-
-
-@contextmanager
-def _errors_are_ours() -> Iterator[None]:
-    """Lets torch's thread leave errors alone, in the communicators that are made meanwhile (note "errors")."""
-    before = os.environ.get(ERRORS)
-    os.environ[ERRORS] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[ERRORS]
-        else:
-            os.environ[ERRORS] = before
