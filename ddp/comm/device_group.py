@@ -104,6 +104,7 @@ class DeviceGroup:
         self._hopeless_because, self._is_watched = hopeless_because, is_watched
         self._others = [(self.index + distance) % self.size for distance in range(1, self.size)]
         self._regions: dict[int, Region] = {}  # by the address of this rank's plane
+        self._is_closed = False
         self._agree(self._obstacle())
         first = self.allocate(self.size, torch.int64)
         self._barrier = self._regions[first.data_ptr()].handle
@@ -168,7 +169,8 @@ class DeviceGroup:
 
     def free(self, tensor: Tensor) -> None:
         """Gives back what `allocate` gave, once the GPU is through all that was enqueued. From any thread."""
-        if tensor.numel() and self._regions.pop(tensor.untyped_storage().data_ptr(), None) is None:
+        region = self._regions.pop(tensor.untyped_storage().data_ptr(), None)
+        if region is None and tensor.numel() and not self._is_closed:
             raise ConfigError("free takes a tensor that allocate has given, once")
 
     def find(self, flat: Tensor) -> Region | None:
@@ -181,6 +183,7 @@ class DeviceGroup:
 
     def close(self) -> None:
         """Ends this rank's part. Tensors from `allocate` stay usable, as ordinary memory."""
+        self._is_closed = True
         self._regions.clear()
 
     # --- how they are done -------------------------------------------------------------------------------------------

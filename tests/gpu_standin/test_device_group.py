@@ -91,6 +91,10 @@ def bits(share: bool) -> None:
         comm.free(whole)
     with pytest.raises(ConfigError, match="free takes a tensor that allocate has given, once"):
         comm.free(whole)
+    late = comm.allocate(10, torch.float32)
+    ddp.shutdown()
+    comm.free(late)  # as a finalizer does, at any time
+    assert late.add_(1).tolist() == [1.0] * 10
 
 
 @pytest.mark.parametrize(("size", "share"), [(2, False), (3, False), (4, False), (2, True)])
