@@ -204,7 +204,7 @@ class Backward:
             self.stepper.begin(layout, creates_graph=self.creates_graph)
         if layout.is_learned:
             self._set_up()
-            expected = self.usage.expected(layout)
+            expected = self._settlement.usage.expected(layout)
             for reduction in self.reductions:
                 if unexpected := reduction.expect(expected):
                     self._settlement.keep(unexpected)  # the bucket may be sent before backward has ended

@@ -71,8 +71,9 @@ class Usage:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
 
-    def begin(self, layout: Layout) -> None:
-        """Begins the settlement of a backward."""
+    def begin(self, layout: Layout) -> Usage:
+        """Begins a backward. Returns what answers for it, even once the next one has begun (note "late")."""
+        return self
 
     def expected(self, layout: Layout) -> Mapping[int, int] | None:
         """Returns how many gradients the running backward will compute, by the parameter's id; None: one of each."""
@@ -148,11 +149,12 @@ class Settlement:
     """Settles one backward.
 
     Attributes:
+        usage: says which gradients this backward is to have.
         error: found by `settle`; every rank raises it before its next forward.
     """
 
     def __init__(self, comm: Communicator, layout: Layout, share: Share, reducer: Reducer, usage: Usage) -> None:
-        self._comm, self._layout, self._reducer, self._usage = comm, layout, reducer, usage
+        self._comm, self._layout, self._reducer, self.usage = comm, layout, reducer, usage.begin(layout)
         self._totals, self._divide_by, self._has_samples = share
         self._numbers: HostCopy | None = None  # totals and verdicts, where the host has not waited for them
         self._measures = share.totals is not None and share.totals.measure and share.has_samples
@@ -160,7 +162,6 @@ class Settlement:
         self._kept: dict[Slot, Tensor | None] = {}  # what `p.grad` was before its slot was overwritten
         self._undefined: list[Slot] = []  # reached by autograd, but without a gradient
         self._missing: Sequence[Slot] = ()
-        usage.begin(layout)
         self.error: UnusedParameters | None = None
 
     def keep(self, slots: Iterable[Slot]) -> None:
@@ -188,7 +189,7 @@ class Settlement:
         self._missing, self._undefined = missing, [slot for slot in self._undefined if slot not in set(missing)]
         self._mine = Verdicts()
         if self._has_samples:
-            has_unused = self._usage.must_compare(self._layout, missing, computed)
+            has_unused = self.usage.must_compare(self._layout, missing, computed)
             self._mine = Verdicts(has_unused, bool(self._undefined), parts=self._parts())
         self._mine.write(self._layout.verdicts)
 
@@ -230,9 +231,9 @@ class Settlement:
             return True
         self._divide_on_device()
         self._numbers = self._comm.to_host(layout.totals, layout.verdicts)
-        if self._usage.never:
-            self._give_back(slot for slot in layout.slots if slot.name in self._usage.never)
-        varies = self._totals is None and (self._usage.varies or self._reducer.may_hide)
+        if self.usage.never:
+            self._give_back(slot for slot in layout.slots if slot.name in self.usage.never)
+        varies = self._totals is None and (self.usage.varies or self._reducer.may_hide)
         return varies or creates_graph or bool(layout.sparse)
 
     def conclude(self, *, is_late: bool = False) -> Totals:
@@ -255,15 +256,15 @@ class Settlement:
         if verdicts.has_non_finite:
             self._refuse()
         if verdicts.has_unused or verdicts.has_undefined:
-            used_by_none = self._usage.used_by_none(layout, self._missing, self._undefined, verdicts)
+            used_by_none = self.usage.used_by_none(layout, self._missing, self._undefined, verdicts)
             if is_late:
-                self._usage.varies = True
+                self.usage.varies = True
             else:
                 self._give_back(used_by_none)
-        elif self._usage.never and not is_late:
-            self._give_back(slot for slot in layout.slots if slot.name in self._usage.never)
+        elif self.usage.never and not is_late:
+            self._give_back(slot for slot in layout.slots if slot.name in self.usage.never)
         if verdicts.has_unused:
-            self.error = self._usage.complaint(self._missing if self._has_samples else None)
+            self.error = self.usage.complaint(self._missing if self._has_samples else None)
         for slot in layout.sparse:
             reduce_sparse(self._comm, slot, divide_by=int(self._divide_by) / totals.rest)
         self._kept.clear()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from gpu_standin import cuda, device
 from ranks import run_cases, run_ranks
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import ddp
 from ddp.comm.communicator import Communicator
+from ddp.errors import UnusedParameters
 
 SLEEP = 4_000_000  # clock cycles: some 2 ms
 DTYPES = [
@@ -109,6 +111,26 @@ def gradients_are_the_mean(comm: Communicator) -> None:
                 torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
 
 
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.mostly = nn.Linear(64, 8), nn.Linear(64, 8)
+        self.takes_both = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.always(x) + self.mostly(x) if self.takes_both else self.always(x)
+
+
+def another_graph_in_one_step_alone_is_told(comm: Communicator) -> None:
+    model = Branches().to(comm.device)
+    replica = ddp.DistributedDataParallel(model, static_graph=True)
+    with pytest.raises(UnusedParameters, match=r"rank 0: none\n  rank 1: mostly\.weight"):
+        for step in range(5):
+            model.takes_both = comm.rank == 0 or step != 2
+            replica(batch(comm.rank, step)).square().sum().backward()
+    assert step == (3 if comm.enqueues else 2)
+
+
 def groups_may_overlap(comm: Communicator) -> None:
     comm.subgroup([0])
     both = comm.subgroup([0, 1])
@@ -122,7 +144,7 @@ def a_rank_may_be_late(comm: Communicator) -> None:
 
 CASES: list[Callable[[Communicator], None]] = [
     *(collectives_wait_for_what_they_read, two_streams_share_no_scratch, gradients_are_the_mean),
-    *(groups_may_overlap, a_rank_may_be_late),
+    *(another_graph_in_one_step_alone_is_told, groups_may_overlap, a_rank_may_be_late),
 ]
 
 

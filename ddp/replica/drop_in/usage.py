@@ -10,6 +10,7 @@ shows how many there are: it launches all buckets at its end, and later steps kn
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
@@ -59,11 +60,15 @@ class StaticGraph(Usage):
         super().__init__(comm)
         self._graphs: dict[frozenset[int], _Graph] = {}  # by the ids of the parameters
         self.never: Set[str] = frozenset()
+        self._graph, self._is_first = _Graph(), False
+        self._changed: list[str] = []
 
-    def begin(self, layout: Layout) -> None:
-        self._graph = self._graphs.setdefault(frozenset(layout.slot_of), _Graph())
-        self.never, self._is_first = self._graph.never or frozenset(), False
-        self._changed: list[str] = []  # what is not as in the first step
+    def begin(self, layout: Layout) -> StaticGraph:
+        step = copy.copy(self)
+        step._graph = self._graphs.setdefault(frozenset(layout.slot_of), _Graph())
+        step.never, step._is_first = step._graph.never or frozenset(), False
+        step._changed = []  # what is not as in the first step
+        return step
 
     def expected(self, layout: Layout) -> Mapping[int, int]:
         times = self._graph.times
