@@ -30,7 +30,7 @@ from ddp.comm.meeting.rendezvous import Opened, answered, on_this_host, open_sto
 from ddp.comm.meeting.secret import secret
 from ddp.comm.opening import WARN_S, open_communicator
 from ddp.comm.settings import Settings
-from ddp.errors import ConfigError, PeerLost, first_line, said
+from ddp.errors import CommunicatorBroken, ConfigError, PeerLost, first_line, said
 from ddp.process.clock import LONGEST_S, Patience
 from ddp.process.log import follow_rank, log
 from ddp.process.memory import keep_large_blocks
@@ -252,6 +252,9 @@ def shutdown(*, failed: str = "") -> None:
     Args:
         failed: why this rank stops early. Then the others are told, and nothing is waited for: what may still be in
             flight ends with the process.
+
+    Raises:
+        PeerLost: a collective that was enqueued on a GPU has failed since, so that its results mean nothing.
     """
     if os.getpid() != _session.pid:  # a forked child, which is none of the ranks
         return
@@ -265,10 +268,15 @@ def shutdown(*, failed: str = "") -> None:
         _end(comm, failed)
     if world is None:
         return
+    num_calls = world.num_calls
     try:
-        if not failed and not world.is_broken:
+        if not failed:
             world.barrier()  # nobody takes the store away while others still need it
+    except CommunicatorBroken:
+        pass  # the program has been told before
     except PeerLost as lost:
+        if lost.sequence <= num_calls:
+            raise
         log.warning("at the end: %s", lost)  # this rank has all that it wanted
     finally:
         ends_well = not failed and not world.is_broken

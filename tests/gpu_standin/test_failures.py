@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from gpu_standin import device, nccl
+from gpu_standin import cuda, device, nccl
 from ranks import RankFailed, collect, start_ranks
 from torch import nn
 
@@ -29,7 +29,8 @@ def train(how: str) -> tuple[float, str]:
         for step in range(10_000):
             if step == 3:
                 began_s = time.monotonic()
-                if how == "nobody comes":
+                if how.startswith("nobody comes"):
+                    cuda.synchronize()  # so that the step before has ended
                     nccl.FAULTS.peer_never_comes = True
                 elif how == "NCCL fails" and comm.rank == 0:
                     nccl.FAULTS.error = "unhandled system error"
@@ -39,6 +40,8 @@ def train(how: str) -> tuple[float, str]:
             loss.backward()
             if how in ("dies", "nobody comes"):
                 loss.item()
+            elif how == "nobody comes, and that was all" and step == 3:
+                ddp.shutdown()
     took_s = time.monotonic() - began_s
     with pytest.raises(CommunicatorBroken):
         comm.all_reduce(torch.ones(3, device=comm.device))
@@ -68,7 +71,8 @@ TOGETHER = [  # they wait, and too many at once would be late
     {
         "raises": "lost rank 1 .*: it failed: ValueError: mine",
         "sleeps": "lost rank 1 .*: it is alive, but has not come to this collective",
-        "NCCL fails": "unhandled system error",
+        "nobody comes, and that was all": "the GPU has waited for 8 s",
+    "NCCL fails": "unhandled system error",
     },
 ]
 
