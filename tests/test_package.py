@@ -133,6 +133,8 @@ def test_importing_ddp_and_its_data_leaves_torch_for_later() -> None:
 import sys
 import ddp, ddp.data
 assert not {"torch", "numpy"} & set(sys.modules)
+from ddp.run.launch.from_python import _pickled
+assert _pickled(print, (), {}) and "torch" not in sys.modules, "workers would wait for its import"
 assert all(getattr(ddp.data, name).__name__ == name for name in ddp.data.__all__)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

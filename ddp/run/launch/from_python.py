@@ -209,6 +209,9 @@ def _dumped(value: Any) -> bytes:
     """Returns what another process makes the value of again; tensors are on the CPU there."""
     import cloudpickle
 
+    if "torch" not in sys.modules:  # then there are no tensors, and the workers need not wait for its import here
+        return bytes(cloudpickle.dumps(value))
+
     from ddp import gpu
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
