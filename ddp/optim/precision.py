@@ -140,6 +140,8 @@ class MasterWeights:
     def take_in(self) -> None:
         """Gives the masters the elements of parameters that somebody has changed since they were rounded."""
         for parameter, master in self.of.items():
+            if parameter.grad is None:
+                master.grad = None  # no rank has one, which on a GPU is known only after `take_gradients`
             if not self._watched and self._seen[parameter] == _version(parameter):
                 continue
             if parameter.dtype != torch.bfloat16:  # by `parameter.data = …`

@@ -131,6 +131,34 @@ def another_graph_in_one_step_alone_is_told(comm: Communicator) -> None:
     assert step == (3 if comm.enqueues else 2)
 
 
+class GivesNoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, _: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+class WithoutGradient(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.without = nn.Linear(64, 2), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return GivesNoGradient.apply(self.linear(x), self.without)  # type: ignore[no-any-return]
+
+
+def what_has_no_gradient_does_not_decay(comm: Communicator) -> None:
+    for precision in ("fp32", "bf16_pure"):
+        model = WithoutGradient().to(comm.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1.0)
+        how = {"loss": nn.functional.cross_entropy, "global_batch": 4, "max_steps": 2, "precision": precision}
+        ddp.fit(model, (torch.ones(8, 64), torch.ones(8).long()), optimizer, folder=None, **how)
+        assert model.without.eq(1).all(), precision
+
+
 def groups_may_overlap(comm: Communicator) -> None:
     comm.subgroup([0])
     both = comm.subgroup([0, 1])
@@ -144,7 +172,8 @@ def a_rank_may_be_late(comm: Communicator) -> None:
 
 CASES: list[Callable[[Communicator], None]] = [
     *(collectives_wait_for_what_they_read, two_streams_share_no_scratch, gradients_are_the_mean),
-    *(another_graph_in_one_step_alone_is_told, groups_may_overlap, a_rank_may_be_late),
+    *(another_graph_in_one_step_alone_is_told, what_has_no_gradient_does_not_decay),
+    *(groups_may_overlap, a_rank_may_be_late),
 ]
 
 
