@@ -248,9 +248,10 @@ class Communicator(Verbs):
         if self.rank not in ranks:
             return None
         watchdog = self._watchdog.among(ranks, channel)
-        transport = links.transport.among(ranks, channel, watchdog.hopeless_because)
-        named = [self._world_ranks[rank] for rank in ranks]
+        named, place = [self._world_ranks[rank] for rank in ranks], ranks.index(self.rank)
+        among = partial(links.transport.among, ranks, channel, watchdog.hopeless_because)
         try:
+            transport = watchdog.while_watched(among, (place + 1) % len(ranks)) if self.enqueues else among()
             group = Communicator(transport, self.settings, watchdog=watchdog, world_ranks=named, channels=channels)
         except BaseException as error:
             watchdog.leave()

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from ddp.collectives.schedule import Algorithm, Recv, Round, Send
-from ddp.comm.reduction import COMBINE, SUM, Reduction, is_one
+from ddp.comm.reduction import COMBINE, SUM, Reduction, divided_, is_one
 from ddp.comm.transport.edge import Pending, Transfer, Transport
 
 Offsets = tuple[int, ...]  # where a buffer's chunks begin, in elements; the last entry is its length
@@ -249,7 +249,7 @@ class _Lane:
                 self._take(arrived, self._part(piece), add=piece.add)
         if not is_one(self._divide_by):
             for piece in self._step.sums:
-                self._part(piece).div_(self._divide_by)
+                divided_(self._part(piece), self._divide_by)
         if self._wire is not None and self._is_shared and self._step.unsent:
             self._rounded(self._step.unsent)
 

@@ -47,7 +47,7 @@ from ddp.comm.flat import bounds_of
 from ddp.comm.host_links import HostLinks, by_size
 from ddp.comm.host_memory import NoSharedMemory
 from ddp.comm.host_reduce import HostGroup
-from ddp.comm.reduction import SUM, Reduction, is_one
+from ddp.comm.reduction import SUM, Reduction, divided_, is_one, scaled_
 from ddp.errors import ConfigError
 from ddp.process.log import log
 
@@ -199,7 +199,7 @@ class FlatCollectives:
     def all_reduce(self, flat: Tensor, route: Route, reduction: Reduction = SUM, sequence: int = 0) -> None:
         """Combines `flat` over all ranks by the given route, in place."""
         if not is_one(reduction.before):
-            flat.mul_(reduction.before)
+            scaled_(flat, reduction.before)
         if route.schedule is None:
             memory = self.memory_of(flat)
             assert memory is not None  # `Plan.route` refuses a tensor that no memory can reach
@@ -210,7 +210,7 @@ class FlatCollectives:
         else:
             self.links.run(route.schedule, flat, reduction=reduction)
         if not is_one(reduction.after):
-            flat.mul_(reduction.after)
+            scaled_(flat, reduction.after)
 
     def reduce_scatter(
         self, flat: Tensor, bounds: Sequence[int], reduction: Reduction, sequence: int, *, by_rank: bool = False
@@ -223,7 +223,7 @@ class FlatCollectives:
         number = self.rank if by_rank else self.slices[self.rank]
         mine = flat[bounds[number] : bounds[number + 1]]
         if not is_one(reduction.before):
-            flat.mul_(reduction.before)
+            scaled_(flat, reduction.before)
         if memory := self.memory_of(flat):
             memory.reduce_scatter(flat, bounds, reduction.op, divide_by=_divisor(reduction), sequence=sequence)
             return _finished(mine, reduction._replace(divide_by=1))
@@ -237,7 +237,7 @@ class FlatCollectives:
     def reduce(self, flat: Tensor, root: int, reduction: Reduction) -> None:
         """Combines `flat` over all ranks into the root's; the others' is undefined then."""
         if not is_one(reduction.before):
-            flat.mul_(reduction.before)
+            scaled_(flat, reduction.before)
         self.links.run(rooted(SCHEDULES["tree_reduce"], root), flat, reduction=reduction._replace(divide_by=1))
         if self.rank == root:
             _finished(flat, reduction)
@@ -245,7 +245,7 @@ class FlatCollectives:
     def sum_in_host(self, flat: Tensor, reduction: Reduction, sequence: int) -> None:
         """Combines `flat` over the ranks that share this host's memory, in place."""
         if not is_one(reduction.before):
-            flat.mul_(reduction.before)
+            scaled_(flat, reduction.before)
         if self.group is not None and flat.is_cpu:
             self.group.all_reduce(flat, reduction.op, divide_by=int(reduction.divide_by), sequence=sequence)
             reduction = reduction._replace(divide_by=1)
@@ -354,5 +354,5 @@ def _divisor(reduction: Reduction) -> Any:
 def _finished(result: Tensor, reduction: Reduction) -> Tensor:
     """Divides a result that nobody has divided yet, and makes up for smaller terms."""
     if not is_one(reduction.divide_by):
-        result.div_(reduction.divide_by)
-    return result if is_one(reduction.after) else result.mul_(reduction.after)
+        divided_(result, reduction.divide_by)
+    return result if is_one(reduction.after) else scaled_(result, reduction.after)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.schedule import Goal, Schedule, offsets
 from ddp.comm.execute import Program, Scratch, execute, program
-from ddp.comm.reduction import SUM, Reduction, is_one
+from ddp.comm.reduction import SUM, Reduction, divided_, is_one
 from ddp.comm.settings import Settings
 from ddp.comm.transport.edge import Transport, TransportError
 from ddp.comm.transport.nccl import NcclTransport
@@ -64,7 +64,7 @@ class HostLinks:
         """
         if self.world_size == 1:  # nothing travels, and nobody adds to it
             if not is_one(reduction.divide_by):
-                flat.div_(reduction.divide_by)
+                divided_(flat, reduction.divide_by)
             return
         unit, shrink = (1, 1) if reduction.wire is None else (reduction.wire.unit, reduction.wire.shrink)
         if bounds is None:

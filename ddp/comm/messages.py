@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import threading
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ddp import gpu
 from ddp.comm.call_queue import CallQueue
 from ddp.comm.flat import dtype_name, flatten, write_back
 from ddp.comm.transport.edge import Pending, Transfer, Transport, TransportError
@@ -118,10 +120,13 @@ class Posting:
         self._transport = transport
         self._sends: list[Transfer] = []
         self._receives: list[Transfer] = []
+        self._ready: list[torch.cuda.Event] = []  # of a GPU, from when on tensors may be read and written
         self._pending: Pending | None = None
         self._error: TransportError | None = None
 
     def add(self, direction: Direction, transfer: Transfer) -> None:
+        if transfer.data.device.type == gpu.KIND and not self._transport.has_tags:
+            self._ready.append(gpu.cuda.current_stream(transfer.data.device).record_event())
         (self._sends if direction == "to" else self._receives).append(transfer)
 
     def post(self) -> None:
@@ -129,6 +134,8 @@ class Posting:
         if self.is_posted:
             return
         self.is_posted = True
+        for event in self._ready:
+            event.wait()  # the current stream waits
         try:
             self._pending = self._transport.post(self._sends, self._receives)
         except TransportError as error:

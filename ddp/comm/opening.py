@@ -39,7 +39,6 @@ from ddp.comm.transport.gloo import GlooConnections, GlooTransport, StagedGlooTr
 from ddp.comm.transport.nccl import NcclTransport
 from ddp.comm.watch.watchdog import SILENCE_S, Watchdog
 from ddp.errors import ConfigError, PeerLost, first_line, said
-from ddp.process.helper_thread import within
 
 CODE_BYTES = 32
 WARN_S = 10.0
@@ -70,6 +69,7 @@ def open_communicator(
     Raises:
         ConfigError: on every rank: see `agreed_backend`.
         PeerLost: a rank could not be reached, or is none of this launch.
+        RuntimeError: NCCL failed on this rank.
     """
     settings = replace(settings, generation=generation)
     abort_s, connect_s = settings.abort_s, min(settings.abort_s, SILENCE_S)  # everyone has just been here
@@ -96,15 +96,14 @@ def open_communicator(
         try:
             agree = partial(agreed_backend, store, rank, ranks or everyone, take(settings.device, settings.backend))
             backend = answered(agree, within_s=abort_s)
-            transport = within(abort_s, over_nccl) if backend == "nccl" else answered(over_gloo, within_s=abort_s)
-        except TimeoutError as error:
-            why = f"NCCL has not connected the ranks within {abort_s:g} s"
-            raise watchdog.find_culprit((rank + 1) % world_size, why) from error
+            transport = None if backend == "nccl" else answered(over_gloo, within_s=abort_s)
         except (PeerLost, ConfigError):
             raise
         except RuntimeError as error:
             suspect = error.peer if isinstance(error, TransportError) else (rank + 1) % world_size
             raise watchdog.find_culprit(suspect, first_line(error)) from error
+        if transport is None:
+            transport = watchdog.while_watched(over_nccl, (rank + 1) % world_size)
         return Communicator(transport, settings, watchdog=watchdog, world_ranks=ranks)
     except BaseException as error:
         watchdog.fail(f"{type(error).__name__}: {said(error)}")

@@ -98,7 +98,10 @@ def init(
     _end_what_failed()
     if dist.group.WORLD is not None and (first := _known(dist.group.WORLD)) is not None:
         asked = None if device in (None, "auto") else device_named(device)
-        return first if asked is None else communicator_of(dist.group.WORLD, asked)
+        comm = first if asked is None else communicator_of(dist.group.WORLD, asked)
+        if asked is not None and asked.index not in (None, comm.device.index):
+            raise ConfigError(f"device={device}: this process's communicator is on {comm.device}; shut it down first")
+        return comm
     keep_large_blocks()
     _session.generation += 1
     _session.handled = sys.exception()
@@ -249,6 +252,9 @@ def shutdown(*, failed: str = "") -> None:
     If it is called while an exception is being raised (`finally: ddp.shutdown()`), this rank counts as stopping early.
     The same holds inside an `except` block, because the two cannot be told apart here.
 
+    Raises:
+        PeerLost: on GPUs, a collective that was enqueued has not ended, so that its results mean nothing.
+
     Args:
         failed: why this rank stops early. Then the others are told, and nothing is waited for: what may still be in
             flight ends with the process.
@@ -275,7 +281,7 @@ def shutdown(*, failed: str = "") -> None:
     except CommunicatorBroken:
         pass  # the program has been told before
     except PeerLost as lost:
-        if lost.sequence <= num_calls:
+        if lost.sequence <= num_calls:  # what was enqueued before never came
             raise
         log.warning("at the end: %s", lost)  # this rank has all that it wanted
     finally:

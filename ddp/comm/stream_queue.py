@@ -22,6 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -36,8 +37,11 @@ from ddp.comm.watch.watchdog import Watchdog
 from ddp.comm.work import Work, done, hold_current_stream
 from ddp.errors import CommunicatorBroken, PeerLost, first_line
 from ddp.process.clock import Patience, now_s
+from ddp.process.helper_thread import within
+from ddp.process.log import log
 
 POLL_S = 0.002
+ABORT_S = 60.0  # longest wait for NCCL to end
 SLOW_S = 1.0  # a collective that takes longer is looked at more closely
 
 
@@ -59,6 +63,13 @@ class Flight:
 
     def is_over(self) -> bool:
         return self.ended is not None and self.ended.query()
+
+    def is_surely_over(self) -> bool:
+        """Returns False also if the GPU has failed, so that it does not answer."""
+        try:
+            return self.is_over()
+        except RuntimeError:
+            return False
 
 
 class StreamWork(Work[Result]):
@@ -104,7 +115,7 @@ class StreamQueue(CallQueue):
         self._flight: Flight | None = None  # that is being enqueued
         self._last: Flight | None = None
         self._failure: BaseException | None = None  # found by the lookout, and not raised yet
-        self._is_aborted = False
+        self._is_aborted, self._abort_once = False, threading.Lock()
         self._flights: SimpleQueue[Flight | None] = SimpleQueue()
         known = weakref.ref(self), self._flights
         self._lookout = threading.Thread(target=_look_out, args=known, name=f"ddp-lookout-{rank}", daemon=True)
@@ -143,8 +154,8 @@ class StreamQueue(CallQueue):
 
     def refuse_if_broken(self) -> None:
         """Raises what the lookout has found, once; later CommunicatorBroken."""
-        if (failure := self._failure) is not None:
-            self._failure = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
             raise failure
         super().refuse_if_broken()
 
@@ -154,22 +165,27 @@ class StreamQueue(CallQueue):
         return failure if isinstance(failure, PeerLost) else super()._lost(error)
 
     def _abort(self) -> None:
-        if not self._is_aborted:
-            self._is_aborted = True
-            self._transport.abort()
+        with self._abort_once:
+            is_first, self._is_aborted = not self._is_aborted, True
+        if is_first:
+            with suppress(TimeoutError):
+                within(ABORT_S, self._transport.abort)
 
     def close(self) -> None:
         self._flights.put(None)
         self._lookout.join()
         if self.error is None:
-            self._transport.close()
+            with suppress(TimeoutError):
+                within(ABORT_S, self._transport.close)
         super().close()
 
     def abandon(self, reason: str = "") -> None:
         patience, last = Patience(0.0 if reason else LET_GO_S), self._last
-        while last is not None and not last.is_over() and self.error is None and patience.left_s():
+        while last is not None and not last.is_surely_over() and self.error is None and patience.left_s():
             time.sleep(POLL_S)
-        is_over = last is None or last.is_over()
+        is_over = last is None or last.is_surely_over()
+        if self._failure is not None:
+            log.error("%s", self._failure)
         super().abandon(reason)
         if not is_over:
             self._abort()
@@ -180,7 +196,8 @@ class StreamQueue(CallQueue):
 
     def look_at(self, flight: Flight, patience: Patience) -> None:
         """Keeps the deadline of a collective that the GPU has come to, and has not ended."""
-        if self.error is not None:  # and so aborted
+        if self.error is not None:
+            self._abort()  # unless that was done, because somebody else has found the error
             self.release()
             return
         if culprit := self._watchdog.hopeless_because():
@@ -205,6 +222,7 @@ class StreamQueue(CallQueue):
         self.error = self.error or error
         self._failure = self._failure or error
         self._watchdog.fail(f"{type(error).__name__}: {first_line(error)}")
+        self._abort()
 
     def _fail(self, error: TransportError) -> None:
         try:
@@ -229,7 +247,7 @@ def _look_out(queue: weakref.ref[StreamQueue], flights: SimpleQueue[Flight | Non
                     here.look_at(flight, patience)
                 del here
                 time.sleep(POLL_S)
-        except RuntimeError as error:  # the GPU itself has failed: no event ends any more
+        except Exception as error:  # the GPU itself has failed, say: no event ends any more
             if (here := queue()) is not None:
                 here.lose(error)
                 del here

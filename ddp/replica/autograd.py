@@ -17,6 +17,7 @@ which takes seconds, even where nobody compiles.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -51,9 +52,13 @@ def watch_backward(outputs: Any, begin: Callable[[], bool], end: Callable[[], No
         True if there is any output that a backward could begin at.
     """
 
+    lock = threading.Lock()  # autograd reaches outputs on several devices in several threads
+
     @uncompiled
     def observe(_gradient: Tensor) -> None:
-        if begin():
+        with lock:
+            has_begun = begin()
+        if has_begun:
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
     in_graph = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]

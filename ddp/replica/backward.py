@@ -152,6 +152,7 @@ class Backward:
         index_of: by a parameter's id, the reduction that its gradient belongs to.
         error: found by this backward; every rank raises it before its next forward.
         is_unread: it has ended, and nobody has called `conclude`.
+        gave_back: `conclude` has given parameters gradients that they had before.
         streams: those of a GPU on which gradients have become ready.
         began_s, ended_s: when backward began and ended.
     """
@@ -179,7 +180,7 @@ class Backward:
         self.index_of: dict[int, int] = {}
         self.creates_graph = False
         self.error: UnusedParameters | None = None
-        self.is_unread = False
+        self.is_unread = self.gave_back = False
         self.streams: set[torch.cuda.Stream] = set()
         self._waited, self.began_s, self.ended_s = waited, 0.0, 0.0
         self._seen: list[Tensor] = []  # parameters in the order of their gradients, as long as no order is known
@@ -389,6 +390,7 @@ class Backward:
         self.is_unread = False
         totals = self._settlement.conclude(is_late=is_late)
         self.state, self.error = State.DONE, self.error or self._settlement.error
+        self.gave_back = self._settlement.gave_back
         return totals
 
     def _learn(self) -> None:
@@ -472,21 +474,23 @@ def listen(replica: Listener, parameters: Iterable[nn.Parameter]) -> None:
             listener.backward.move_in(parameter)
             on_gradient(parameter)
 
-    # Of a model on several GPUs, autograd has a thread for each.
-    lock = threading.RLock()
+    # Autograd has a thread for each GPU, and one for the CPU.
+    lock, parameters = threading.RLock(), list(parameters)
+    any_on_gpu = any(parameter.device.type == gpu.KIND for parameter in parameters)
 
     @uncompiled
-    def on_gpu_gradient(parameter: Tensor) -> None:
+    def on_any_gradient(parameter: Tensor) -> None:
         if (listener := of_replica()) is not None:
             with lock:
-                listener.backward.streams.add(gpu.cuda.current_stream(parameter.device))
+                if parameter.device.type == gpu.KIND:
+                    listener.backward.streams.add(gpu.cuda.current_stream(parameter.device))
                 on_gradient(parameter)  # large ones, too: a command for each would cost more than their memory
 
     for parameter in parameters:
         if (parameter.is_floating_point() or parameter.is_complex()) and not parameter.is_inference():
             observer = on_large_gradient if parameter.nbytes >= LARGE_BYTES else on_gradient
-            if parameter.device.type == gpu.KIND:
-                observer = on_gpu_gradient
+            if any_on_gpu:
+                observer = on_any_gradient
             needs_gradient = parameter.requires_grad
             # torch refuses a parameter that is frozen at the moment, but it may be unfrozen later
             handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(observer)

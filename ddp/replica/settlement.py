@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from ddp.comm.communicator import Communicator
 from ddp.comm.host_copy import HostCopy
 from ddp.comm.objects import all_gather_object
-from ddp.comm.reduction import OnDevice
+from ddp.comm.reduction import OnDevice, scaled_
 from ddp.errors import UnusedParameters
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.layout import Layout
@@ -162,6 +162,7 @@ class Settlement:
         self._kept: dict[Slot, Tensor | None] = {}  # what `p.grad` was before its slot was overwritten
         self._undefined: list[Slot] = []  # reached by autograd, but without a gradient
         self._missing: Sequence[Slot] = ()
+        self.gave_back = False  # gradients that parameters had before
         self.error: UnusedParameters | None = None
 
     def keep(self, slots: Iterable[Slot]) -> None:
@@ -261,6 +262,7 @@ class Settlement:
                 self.usage.varies = True
             else:
                 self._give_back(used_by_none)
+                self.gave_back = bool(used_by_none)
         elif self.usage.never and not is_late:
             self._give_back(slot for slot in layout.slots if slot.name in self.usage.never)
         if verdicts.has_unused:
@@ -278,7 +280,7 @@ class Settlement:
                 buckets[0].gradients.div_(count)
             if self._reducer.averages:
                 for bucket in buckets:
-                    bucket.gradients.mul_(self._comm.world_size / count)
+                    scaled_(bucket.gradients, self._comm.world_size / count)
         if self._reducer.may_hide:
             hidden = layout.verdicts[Verdicts._fields.index("has_non_finite")] > 0
             for bucket in buckets:

@@ -31,6 +31,7 @@ from ddp.process.environment import variable_set
 ProcessGroupNCCL: Any = getattr(dist, "ProcessGroupNCCL", None)  # None: a build of torch without NCCL
 NO_DEADLINE = timedelta(days=3650)  # deadlines are kept outside
 ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # note "errors"
+BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"  # with which the host would wait
 
 
 class NcclTransport(Transport):
@@ -41,7 +42,7 @@ class NcclTransport(Transport):
         device: this rank's.
 
     Raises:
-        TransportError: NCCL could not connect the ranks.
+        RuntimeError: NCCL could not connect the ranks.
     """
 
     has_tags = False
@@ -51,13 +52,10 @@ class NcclTransport(Transport):
         self._store, self._last = store, None
         options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = NO_DEADLINE
-        try:
-            with variable_set(ERRORS, "0"), gpu.cuda.device(device):
-                self._backend = ProcessGroupNCCL(for_torch(store), rank, world_size, options)
-                self._backend.eager_connect_single_device(device)
-                self._meet_all()
-        except RuntimeError as error:
-            raise TransportError((rank + 1) % world_size, first_line(error)) from error
+        with variable_set(ERRORS, "0"), variable_set(BLOCKING, "0"), gpu.cuda.device(device):
+            self._backend = ProcessGroupNCCL(for_torch(store), rank, world_size, options)
+            self._backend.eager_connect_single_device(device)
+            self._meet_all()
 
     def _meet_all(self) -> None:
         """Exchanges a byte with every rank, because the first exchange of a pair connects it, and blocks the host."""

@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
@@ -25,9 +26,11 @@ from ddp.comm.watch.board import Board, Wait
 from ddp.comm.watch.call import Call, Envelope
 from ddp.comm.watch.status import STALE_S, Culprit, StatusSnapshot
 from ddp.errors import PeerLost
-from ddp.process.clock import now_s
-from ddp.process.helper_thread import within
+from ddp.process.clock import Patience, now_s
+from ddp.process.helper_thread import HelperThread, within
 from ddp.process.log import log
+
+Result = TypeVar("Result")
 
 INTERVAL_S = 0.5
 SILENCE_S = 60.0  # a library that keeps the interpreter lock for this long looks like a dead process
@@ -157,6 +160,37 @@ class Watchdog:
         if (is_gone or is_silent) and not store.check([key]):  # the word may have come just before
             raise self.find_culprit(rank)
         return False
+
+    def while_watched(self, make: Callable[[], Result], peer: int) -> Result:
+        """Returns what `make` returns, which blocks in a library until all ranks have come. Another thread calls it.
+
+        Args:
+            peer: the rank that is waited for first.
+
+        Raises:
+            PeerLost: a rank has failed, is gone, or did not come within the deadline.
+            RuntimeError: whatever `make` raises, if no other rank is the cause.
+        """
+        call, helper, patience = Call(0, "start-up"), HelperThread("ddp-set-up"), Patience(self._abort_s)
+        future = helper.submit(make)
+        helper.end()
+        self.begin(call, peer)
+        try:
+            while not future.done():
+                if culprit := self.hopeless_because():
+                    raise self.find_culprit(culprit[0], culprit[1])
+                if not patience.left_s():
+                    raise self.find_culprit(peer, f"the ranks are not connected after {self._abort_s:g} s")
+                self._stopped.wait(POLL_S)
+            return future.result()
+        except PeerLost:
+            raise
+        except RuntimeError as error:
+            if (lost := self.find_lost(call, peer)) is not None:
+                raise lost from error
+            raise
+        finally:
+            self.end()
 
     # --- after a wait has failed -------------------------------------------------------------------------------------
 
