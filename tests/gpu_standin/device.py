@@ -10,7 +10,7 @@ from types import FrameType
 from typing import NamedTuple
 
 import torch
-from gpu_standin import cuda, nccl, symmetric
+from gpu_standin import cuda, nccl
 from gpu_standin.build import ON_HOST_WAIT, load
 
 import ddp
@@ -35,8 +35,6 @@ def install(num_devices: int = 1, *, first_device: int = 0) -> None:
         num_devices: as many are visible to this process.
         first_device: which of the host's devices the first of them is.
     """
-    from torch.distributed import _symmetric_memory
-
     from ddp import gpu
     from ddp.comm.transport import nccl as transport
 
@@ -48,8 +46,6 @@ def install(num_devices: int = 1, *, first_device: int = 0) -> None:
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     gpu.KIND, gpu.cuda = cuda.KIND, cuda
     transport.ProcessGroupNCCL = nccl.ProcessGroupNCCL
-    _symmetric_memory.empty, _symmetric_memory.rendezvous = symmetric.empty, symmetric.rendezvous
-    _symmetric_memory._SymmetricMemory = symmetric  # of which `set_group_info` is used
 
 
 @ON_HOST_WAIT

@@ -122,6 +122,17 @@ def messages(comm: Communicator) -> None:
         theirs.add_(mine)
 
 
+def messages_from_a_side_stream(comm: Communicator) -> None:
+    side = cuda.Stream()
+    mine, theirs = torch.ones(3000, device=comm.device), torch.ones(3000, device=comm.device)
+    side.wait_stream(cuda.current_stream())
+    with cuda.stream(side):
+        mine.add_(1)
+        sent = comm.send(mine, 1 - comm.rank, async_op=True)
+    comm.recv(theirs, 1 - comm.rank)
+    sent.wait()
+
+
 # ---- training
 
 
@@ -232,7 +243,8 @@ def sharded(comm: Communicator) -> None:
 
 CASES: list[Callable[[Communicator], None]] = [
     *(verbs, verbs_in_flight, verbs_on_two_streams, a_tensor_is_dropped, a_work_is_forgotten, a_wait_in_another_thread),
-    *(messages, naive, bucketed, drop_in, without_overlap, wires, hooks, synchronised_batch_norm, totals_ride_along),
+    *(messages, messages_from_a_side_stream, naive, bucketed, drop_in),
+    *(without_overlap, wires, hooks, synchronised_batch_norm, totals_ride_along),
     *(steps_in_backward, steps_on_a_side_stream, a_forward_on_two_streams, sharded, the_loader, a_fit),
 ]
 
