@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol, SupportsInt, runtime_checkable
+from typing import Literal, NamedTuple, SupportsInt
 
 import torch
 from torch import Tensor
@@ -24,12 +24,12 @@ COMBINE: dict[str, Callable[..., Tensor]] = {
 """By operation, the function of two tensors; its `out` may be one of them."""
 
 
-@runtime_checkable
-class OnDevice(Protocol):
+class OnDevice:
     """A divisor that a GPU finds out, so that the host need not wait for it."""
 
     def on_device(self) -> Tensor | None:
-        """Returns it as a scalar, on the current stream; None if the host knows it."""
+        """Returns it as a scalar, on the current stream; None if it is the host that is to know."""
+        return None
 
 
 class Reduction(NamedTuple):
@@ -89,7 +89,7 @@ def reduction_of(
     if op == "mean":
         op, divide_by = "sum", num_ranks
     divisor: int | Tensor
-    if isinstance(divide_by, int) or not isinstance(divide_by, OnDevice) or (known := divide_by.on_device()) is None:
+    if not isinstance(divide_by, OnDevice) or (known := divide_by.on_device()) is None:
         divisor = int(divide_by)
     elif wire == "fp16":  # whose numbers may overflow; no power of two can be chosen without knowing the divisor
         return Reduction(op, 1, wire_format(wire), known.reciprocal())

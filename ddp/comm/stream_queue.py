@@ -131,9 +131,9 @@ class StreamQueue(CallQueue):
             self._stream.wait_stream(gpu.cuda.current_stream(self._device))
             peer = self.neighbour if call.message is None else call.message.peer
             flight = self._flight = self._last = Flight(call, peer, self._stream.record_event(), collective)
-            self._flights.put(flight)
             with gpu.cuda.stream(self._stream):
                 try:
+                    self._flights.put(flight)  # in here, where Ctrl-C ends it, too
                     result = self._run_now(call, collective, True)
                     flight.keeps.append(result)
                 except BaseException:
@@ -174,6 +174,8 @@ class StreamQueue(CallQueue):
     def close(self) -> None:
         self._flights.put(None)
         self._lookout.join()
+        if self._failure is not None:
+            log.error("%s", self._failure)
         if self.error is None:
             with suppress(TimeoutError):
                 within(ABORT_S, self._transport.close)

@@ -22,6 +22,7 @@ totals and verdicts travel apart, in messages of their own: totals before the fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 
 from ddp import gpu
+from ddp.comm.reduction import OnDevice
 
 BASE = 4096
 
@@ -111,6 +113,8 @@ class Totals(NamedTuple):
     def read(cls, tail: Sequence[float]) -> Totals:
         """Reads the sums over ranks from the numbers of a tail, [NUM_TOTALS]."""
         loss_sum, high, low, num_stopping, num_ending = tail
+        if not math.isfinite(high + low):  # a count on a GPU that nobody has looked at
+            return cls(math.nan, 0, round(num_stopping), round(num_ending))
         return cls(loss_sum, count_of(round(high) * BASE + low), round(num_stopping), round(num_ending))
 
 
@@ -163,7 +167,7 @@ class Verdicts(NamedTuple):
 NUM_TOTALS, NUM_VERDICTS = 5, 6
 
 
-class GlobalCount:
+class GlobalCount(OnDevice):
     """The whole divisor of all ranks' sums, times the loss scale, as a value that can be read once totals are complete.
 
     It is handed to collectives that divide by it. They read it when they run, after the one that carries the totals.

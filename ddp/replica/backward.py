@@ -152,7 +152,6 @@ class Backward:
         index_of: by a parameter's id, the reduction that its gradient belongs to.
         error: found by this backward; every rank raises it before its next forward.
         is_unread: it has ended, and nobody has called `conclude`.
-        gave_back: `conclude` has given parameters gradients that they had before.
         streams: those of a GPU on which gradients have become ready.
         began_s, ended_s: when backward began and ended.
     """
@@ -180,7 +179,7 @@ class Backward:
         self.index_of: dict[int, int] = {}
         self.creates_graph = False
         self.error: UnusedParameters | None = None
-        self.is_unread = self.gave_back = False
+        self.is_unread = False
         self.streams: set[torch.cuda.Stream] = set()
         self._waited, self.began_s, self.ended_s = waited, 0.0, 0.0
         self._seen: list[Tensor] = []  # parameters in the order of their gradients, as long as no order is known
@@ -390,7 +389,6 @@ class Backward:
         self.is_unread = False
         totals = self._settlement.conclude(is_late=is_late)
         self.state, self.error = State.DONE, self.error or self._settlement.error
-        self.gave_back = self._settlement.gave_back
         return totals
 
     def _learn(self) -> None:

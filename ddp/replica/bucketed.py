@@ -136,10 +136,6 @@ class BucketedDataParallel(Replica):
         self._raise_known()
 
     @property
-    def gave_back(self) -> bool:
-        return self._last.gave_back
-
-    @property
     def totals(self) -> Totals:
         self._read()
         return self._totals

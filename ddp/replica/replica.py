@@ -175,11 +175,6 @@ class Replica(nn.Module, ABC):
         """Raises the error that the last backward has recorded, on every rank. On a GPU it may wait. Collective."""
 
     @property
-    def gave_back(self) -> bool:
-        """True if reading the last step's totals has given parameters gradients that they had before."""
-        return False
-
-    @property
     def totals(self) -> Totals:
         """The last step's totals, summed over all ranks. On a GPU the host may wait for them. Collective."""
         return self._totals

@@ -162,7 +162,6 @@ class Settlement:
         self._kept: dict[Slot, Tensor | None] = {}  # what `p.grad` was before its slot was overwritten
         self._undefined: list[Slot] = []  # reached by autograd, but without a gradient
         self._missing: Sequence[Slot] = ()
-        self.gave_back = False  # gradients that parameters had before
         self.error: UnusedParameters | None = None
 
     def keep(self, slots: Iterable[Slot]) -> None:
@@ -262,7 +261,6 @@ class Settlement:
                 self.usage.varies = True
             else:
                 self._give_back(used_by_none)
-                self.gave_back = bool(used_by_none)
         elif self.usage.never and not is_late:
             self._give_back(slot for slot in layout.slots if slot.name in self.usage.never)
         if verdicts.has_unused:

@@ -69,8 +69,6 @@ class Replicated:
             norm = self._gradient_norm()
             [[length]] = model.comm.to_host(norm).read()  # where collectives are enqueued, the one wait for the GPU
             model.raise_pending()
-            if model.comm.enqueues and model.gave_back:
-                norm = self._gradient_norm()  # of the others
             totals = model.totals
             if not math.isfinite(totals.mean_loss):
                 raise Diverged(_diverged(step, "loss", totals.mean_loss))
