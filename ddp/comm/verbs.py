@@ -386,6 +386,8 @@ class Verbs:
         votes = torch.tensor([flag], dtype=torch.uint8, device=self.device)
         algorithm = IN_MEMORY if IN_MEMORY in self._collectives.routes else "recursive_doubling"
         self.all_reduce(votes, "max", algorithm=algorithm, label=label)
+        if votes.is_cpu:
+            return bool(votes.item())
         return bool(HostCopy([votes], self.device, self._queue.refuse_if_broken).read()[0][0])
 
 
