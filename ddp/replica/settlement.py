@@ -128,7 +128,8 @@ class Usage:
         uses = torch.full((len(slots),), Use.GRADIENT, dtype=torch.uint8, device=self._comm.device)
         uses[[slot.index for slot in undefined]] = Use.UNDEFINED
         uses[[slot.index for slot in missing]] = Use.NONE
-        return list(map(Use, self._comm.all_reduce(uses, "max", label="parameters used by any rank").tolist()))
+        self._comm.all_reduce(uses, "max", label="parameters used by any rank")
+        return [Use(int(use)) for use in self._comm.to_host(uses).read()[0]]
 
 
 class Share(NamedTuple):

@@ -222,9 +222,8 @@ class TrafficHint(Callback):
             return ""
         # The rank that waits least is the one that the others wait for, too; it waits for the network alone.
         figures = torch.tensor([self._wait_s, -self._step_s], dtype=torch.float64, device="cpu").to(comm.device)
-        wait_s, step_s = (
-            comm.all_reduce(figures, "min", label="times of a step").mul_(figures.new_tensor([1, -1])).tolist()
-        )
+        comm.all_reduce(figures, "min", label="times of a step")
+        wait_s, step_s = (abs(seconds) for seconds in comm.to_host(figures).read()[0])
         ask = partial(predicted, comm, buckets)
         if replica.compression is not None:
             return too_dear(repr(replica.compression.hook), ask(hook=replica.compression.hook), ask(), step_s - wait_s)

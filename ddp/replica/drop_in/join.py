@@ -83,7 +83,8 @@ class Joining(Inputs):
         """
         flags = torch.zeros(self._comm.world_size, dtype=torch.uint8, device=self._comm.device)
         flags[self._comm.rank] = has_inputs
-        active = self._comm.all_reduce(flags, "max", label="join: who has inputs").nonzero().flatten().tolist()
+        self._comm.all_reduce(flags, "max", label="join: who has inputs")
+        active = [rank for rank, is_active in enumerate(self._comm.to_host(flags).read()[0]) if is_active]
         if self._throws and 0 < len(active) < self._comm.world_size:
             exhausted = sorted(set(range(self._comm.world_size)) - set(active))
             what = f"Detected at least one rank that exhausted inputs: rank(s) {exhausted}"

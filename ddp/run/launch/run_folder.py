@@ -27,7 +27,7 @@ from ddp.process import files
 from ddp.process.arguments import setting_for
 from ddp.process.log import log
 from ddp.run.settings.address import check_trust, own_parts
-from ddp.run.settings.checks import check_gpus, resolve
+from ddp.run.settings.checks import resolve
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain, settings_of
 
@@ -52,8 +52,6 @@ def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None, 
     _refuse_planted(run_dir)
     _try_writing(run_dir)
     resolve(config, local_workers=local_workers, num_shards=_earlier_num_shards(config, run_dir))
-    if local_workers is None:
-        check_gpus(config)
     position, dealt = check(config)
     for stale in (run_dir / "summary.json", *run_dir.glob("logs/error-rank-*.json")):
         stale.unlink(missing_ok=True)  # they tell how the attempt that is being resumed ended

@@ -32,6 +32,7 @@ from ddp.run.launch.from_python import launch
 from ddp.run.launch.report import Failure, Report, describe_failures
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare
 from ddp.run.launch.torchrun import _asked_for, prepared
+from ddp.run.settings.checks import check_gpus
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
 
@@ -537,10 +538,9 @@ def test_only_who_starts_the_workers_knows_which_gpus_they_see(
     monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
     config = from_plain({**plain, "cluster": {"workers": 2}})
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
-        prepare(config, tmp_path)
-    assert len(checked) == (not refused)
-    prepare(config, tmp_path, local_workers=2, is_restart=True)  # a launcher may show each worker another one
-    assert checked[-1] is config
+        check_gpus(config)
+    prepare(config, tmp_path, local_workers=2)  # a launcher may show each worker another one
+    assert checked == [config]
 
 
 def test_a_trial_leaves_no_run_also_if_it_was_killed(checked: list[Config], tmp_path: Path) -> None:
