@@ -43,7 +43,7 @@ from torch import Tensor
 from ddp.comm.flat import dtype_name
 from ddp.comm.host_memory import Entry, HostMemory, Region, entry
 from ddp.comm.host_memory import NoSharedMemory as NoSharedMemory
-from ddp.comm.reduction import COMBINE, is_one
+from ddp.comm.reduction import COMBINE, divided_, is_one
 from ddp.comm.transport.edge import TransportError
 from ddp.comm.transport.shared_memory import LINE_BYTES, copy_bytes
 from ddp.errors import CollectiveMismatch
@@ -101,7 +101,7 @@ def divide(out: Tensor, divide_by: int | Tensor) -> None:
     if not isinstance(divide_by, Tensor) and divide_by.bit_count() == 1 and not out.is_complex():
         out.mul_(1 / divide_by)  # a power of two: the same bits, in less than half the time
     else:
-        out.div_(divide_by)
+        divided_(out, divide_by)
 
 
 # --- plans: what is prepared once for many calls ---------------------------------------------------------------------

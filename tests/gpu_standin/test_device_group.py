@@ -17,6 +17,7 @@ import ddp
 from ddp.collectives.schedule import offsets
 from ddp.comm.communicator import Communicator
 from ddp.comm.device_group import DeviceGroup
+from ddp.comm.reduction import OnDevice
 from ddp.comm.session import communicator_of
 from ddp.errors import ConfigError, PeerLost
 from ddp.process.log import log
@@ -37,7 +38,7 @@ def values(comm: Communicator, numel: int, dtype: torch.dtype) -> Tensor:
     return (torch.randn(numel, generator=generator, dtype=torch.float64) * 20).to(dtype)
 
 
-class OnDevice:
+class Given(OnDevice):
     def __init__(self, number: int) -> None:
         self._number = torch.full((), float(number), dtype=torch.float64, device="standin")
 
@@ -84,7 +85,7 @@ def bits(share: bool) -> None:
         assert not whole.any()
         for numel in LENGTHS:
             given, place = values(comm, numel, dtype), slice(numel, 2 * numel)
-            ours = all_verbs(comm, whole[place].copy_(given), OnDevice(3))
+            ours = all_verbs(comm, whole[place].copy_(given), Given(3))
             theirs = all_verbs(cpu, like[place].copy_(given), 3)
             for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
                 assert torch.equal(one.cpu(), other), (dtype, numel, number)

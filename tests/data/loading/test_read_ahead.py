@@ -213,7 +213,7 @@ class Streams:
     current: Any = "step's"
 
     def __init__(self, name: Any) -> None:
-        self.name = name
+        self.name = self.device = name
 
     def __enter__(self) -> None:
         Streams.current = self
