@@ -151,7 +151,7 @@ class Settlement:
 
     Attributes:
         usage: says which gradients this backward is to have.
-        error: found by `settle`; every rank raises it before its next forward.
+        error: found by `conclude`; every rank raises it before its next forward.
     """
 
     def __init__(self, comm: Communicator, layout: Layout, share: Share, reducer: Reducer, usage: Usage) -> None:

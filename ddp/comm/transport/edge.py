@@ -11,9 +11,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
+
+NO_DEADLINE = timedelta(days=3650)  # for a library's own wait, where a thread beside it keeps the deadline
 
 Gather = Callable[[bytes], list[bytes]]
 """An all-gather of bytes: returns everyone's, by rank."""

@@ -36,12 +36,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp import gpu
-from ddp.comm.transport.edge import GiveUpCheck, Pending, Transfer, TransportError
+from ddp.comm.transport.edge import NO_DEADLINE, GiveUpCheck, Pending, Transfer, TransportError
 from ddp.errors import first_line
 from ddp.process.clock import Patience
 
 WATCH_EVERY_S = 0.25
-NO_DEADLINE, AT_ONCE = timedelta(days=3650), timedelta(milliseconds=1)
+AT_ONCE = timedelta(milliseconds=1)
 NOBODY_SENDS = (1 << 31) - 1  # a tag that nothing else has
 
 

@@ -15,7 +15,6 @@ By itself, torch's thread would end the process then; `TORCH_NCCL_ASYNC_ERROR_HA
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,12 +23,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ddp import gpu
 from ddp.comm.meeting.private_store import for_torch, part_of
-from ddp.comm.transport.edge import GiveUpCheck, Pending, Transfer, Transport, TransportError
+from ddp.comm.transport.edge import NO_DEADLINE, GiveUpCheck, Pending, Transfer, Transport, TransportError
 from ddp.errors import first_line
 from ddp.process.environment import variable_set
 
 ProcessGroupNCCL: Any = getattr(dist, "ProcessGroupNCCL", None)  # None: a build of torch without NCCL
-NO_DEADLINE = timedelta(days=3650)  # deadlines are kept outside
 ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # note "errors"
 BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"  # with which the host would wait
 
