@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -79,8 +80,17 @@ def place_of(options: argparse.Namespace) -> Place:
     return Place(None if options.netbed is None else Bed.parse(options.netbed), options.beside)
 
 
-def run(options: argparse.Namespace, jobs: Sequence[Job], kind: type[Cell], where: Place) -> None:
+def run(
+    options: argparse.Namespace,
+    jobs: Sequence[Job],
+    kind: type[Cell],
+    where: Place,
+    merge: Callable[[list[Any]], Sequence[Cell]] = list,
+) -> None:
     """Runs jobs, and shows their cells, which are of this kind.
+
+    Args:
+        merge: makes the cells that are shown out of those of all jobs.
 
     Raises:
         ConfigError: a rank found that an option cannot work.
@@ -90,12 +100,12 @@ def run(options: argparse.Namespace, jobs: Sequence[Job], kind: type[Cell], wher
         with strangers(options.beside if here.rank == 0 and where.bed is None else 0):
             cells = [cell for job in jobs for cell in job()]
         if here.rank == 0:
-            _finish(cells, options)
+            _finish(merge(cells), options)
         return
     load = os.getloadavg()[0]
     with strangers(options.beside):
         cells = _on_this_host(jobs, options) if where.bed is None else _on_bed(where.bed, options.name, kind)
-    _finish(cells, options)
+    _finish(merge(cells), options)
     print(f"load average of the machine before the run: {load:.1f}")
 
 

@@ -23,7 +23,7 @@ from ddp.errors import ConfigError
 from ddp.units import format_size, format_time, three_digits, written
 
 AnyCell = TypeVar("AnyCell", bound=Cell)
-WORDS = ("case", "algorithm", "model", "variant", "method")
+WORDS = ("case", "algorithm", "model", "variant", "method", "job", "strategy")
 """Columns that hold words; all others hold numbers."""
 NEAR = 0.3
 """A prediction is near if it is within this share of what was measured."""
@@ -35,7 +35,7 @@ def print_report(cells: Sequence[Cell], console: Console) -> None:
     """Prints a table for each place, without empty columns, and what its cells say together; then the legend."""
     shown: dict[str, str] = {}
     for place, group in _by_place(cells).items():
-        rows = [cell.columns() for cell in group]
+        rows = [row for cell in group for row in cell.rows()]
         table = Table(title=place)
         titles = [title for title in rows[0] if any(row[title] for row in rows)]
         shown |= {title: group[0].legend[title] for title in titles}
@@ -92,7 +92,7 @@ def from_json(text: str, kind: type[AnyCell]) -> list[AnyCell]:
 # ------------------------------------------------------------------------------------------------------------ picture
 
 
-def draw_plot(cells: Sequence[Cell], picture: Path) -> None:
+def draw_plot(cells: Sequence[Any], picture: Path) -> None:
     """Draws times over sizes for collectives, or steps relative to the step without communication; a panel a place.
 
     Raises:
@@ -107,7 +107,7 @@ def draw_plot(cells: Sequence[Cell], picture: Path) -> None:
     if not places:
         raise ConfigError("nothing to draw: a barrier has no size")
     most = max(map(len, places.values()))
-    width = 8.0 if isinstance(cells[0], CollectiveCell) else 2.0 + 1.3 * max(3, most)
+    width = 8.0 if isinstance(cells[0], CollectiveCell) else 2.0 + 0.43 * len(cells[0].drawn) * max(3, most)
     figure, panels = pyplot.subplots(
         len(places), 1, figsize=(width, 4.0 * len(places)), squeeze=False, sharey=True, layout="constrained"
     )
@@ -123,7 +123,7 @@ def draw_plot(cells: Sequence[Cell], picture: Path) -> None:
     pyplot.close(figure)
 
 
-COLOURS = ("#1b2a52", "#e08a1e", "#c8ccd4", "#b3243b", "#2f8f6b", "#6fa8dc")
+COLOURS = ("#1b2a52", "#e08a1e", "#c8ccd4", "#b3243b", "#2f8f6b", "#6fa8dc", "#7a5c99")
 """Of unequal darkness, so that they differ without colour too."""
 
 
@@ -146,11 +146,13 @@ def _draw_times(axes: Any, cells: Sequence[Any]) -> None:
 
 
 def _draw_steps(axes: Any, cells: Sequence[Any]) -> None:
-    """Draws bars for ours, torch and alone, relative to alone."""
-    for number, (name, colour) in enumerate(zip(("ours", "torch", "alone"), COLOURS, strict=False)):
+    """Draws bars for those that `drawn` of a cell names, relative to alone."""
+    names = cells[0].drawn
+    width = 0.81 / len(names)
+    for number, (name, colour) in enumerate(zip(names, COLOURS, strict=False)):
         heights = [cell.ratio(name, "alone") or math.nan for cell in cells]
-        x = [place + 0.27 * (number - 1) for place in range(len(cells))]
-        bars = axes.bar(x, heights, 0.25, color=colour, label=name)
+        x = [place + width * (number - (len(names) - 1) / 2) for place in range(len(cells))]
+        bars = axes.bar(x, heights, 0.93 * width, color=colour, label=name)
         if name != "alone":
             axes.bar_label(bars, fmt="%.2f", fontsize=8)
     axes.set_ylabel("step ÷ step without communication")

@@ -226,8 +226,8 @@ class Training:
             assert isinstance(self.replica, DistributedDataParallel)
             self.replica.step_in_backward(_optimizer)  # which leaves the other optimizer no gradient to step with
 
-    def _set_up(self, replica: nn.Module, batch: Batch) -> None:
-        self.replica, self._batch, self._optimizer = replica, batch, _optimizer(replica.parameters())
+    def _set_up(self, replica: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self.replica, self._batch, self._optimizer = replica, batch, optimizer or _optimizer(replica.parameters())
         self.loss, self.num_steps = torch.zeros(()), LEAST_STEPS  # of a turn
 
     def step(self) -> None:

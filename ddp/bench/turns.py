@@ -29,7 +29,7 @@ TURN_S, MOST_REPETITIONS = 0.2, 200
 
 @dataclass(frozen=True, kw_only=True)
 class Cell(ABC):
-    """Is one line of a report: what ran (`name`), and where (`place`, the title of its table).
+    """Is one line of a report, or a few: what ran (`name`), and where (`place`, the title of its table).
 
     Attributes:
         legend: by titles of columns, what they show.
@@ -42,6 +42,10 @@ class Cell(ABC):
     @abstractmethod
     def columns(self) -> dict[str, str]:
         """Returns the line by titles of columns; "" for what was not measured."""
+
+    def rows(self) -> list[dict[str, str]]:
+        """Returns all lines of the cell."""
+        return [self.columns()]
 
 
 STEP = "ms per step, median over turns, on the slowest rank"
@@ -59,6 +63,11 @@ class TimedCell(Cell):
 
     rival: ClassVar[str]
     turns_s: Mapping[str, Sequence[float]]
+
+    @property
+    def drawn(self) -> Sequence[str]:
+        """Returns the rivals whose bars a picture shows."""
+        return "ours", self.rival, "alone"
 
     def median_s(self, one: str) -> float | None:
         """Returns the median over turns, or None if that rival took no part."""

@@ -146,11 +146,11 @@ def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
-def add_models(parser: Parser) -> None:
+def add_models(parser: Parser, default: str = "digits-cnn,resnet18-32px") -> None:
     """Adds which models are trained."""
     parser.add_argument(
         "--models",
-        default="digits-cnn,resnet18-32px",
+        default=default,
         metavar="MODEL,MODEL,…",
         help=f"all, or some of {', '.join(WORKLOADS)}, or your own by MODULE:NAME (default: %(default)s)",
     )

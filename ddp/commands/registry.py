@@ -24,6 +24,7 @@ COMMANDS = {
     "exercise": "checks your solution of an exercise of recipes/tutorial",
     "tutorial": "writes the read-along, prose beside code, as pages for a browser",
     "bench_step": "times training steps beside torch's DistributedDataParallel",
+    "bench_strategies": "times and counts training by each strategy beside torch's classes",
     "bench_collectives": "times collectives beside torch.distributed's on Gloo",
 }
 """The name of a module, whose `main` takes the other words and returns the exit status → what it does."""
@@ -44,6 +45,7 @@ examples:
   python -m ddp exercise 02                                            checks your solution in 02_ring.py
   python -m ddp tutorial --html site/                                  the read-along, as pages for a browser
   python -m ddp bench_step --models digits-cnn,mine:Net                your own model beside torch's class
+  python -m ddp bench_strategies --workers 2,4                         step, memory and bytes of each strategy
   python -m ddp bench_collectives --workers 2 --sizes 64KB
 
 python -m ddp COMMAND --help lists the options of a command."""

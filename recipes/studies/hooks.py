@@ -32,7 +32,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from time import thread_time
 from typing import Any, ClassVar
 
@@ -42,6 +41,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from ddp.bench.command import add_options, place_of, run
+from ddp.bench.counts import bytes_sent
 from ddp.bench.place import HERE, Place, refuse_unknown, split
 from ddp.bench.step import Training, make
 from ddp.bench.turns import PROGRESS, STEP, Cell, num_repetitions, slowest, take_turns
@@ -267,13 +267,6 @@ class Clocked:
                 self.encoding_s -= thread_time() - start_s
 
         return outside
-
-
-def bytes_sent() -> int:
-    """Returns what has left this host so far, by all interfaces but the loopback."""
-    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
-    counts = {name.strip(): counters.split() for name, counters in (line.split(":", 1) for line in lines)}
-    return sum(int(of_one[8]) for name, of_one in counts.items() if name != "lo")
 
 
 def main() -> None:

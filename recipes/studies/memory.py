@@ -5,10 +5,8 @@ Each variant has a launch of its own, so that no other's memory counts for it:
     import everything, join torch.distributed               ── before
     build the model, wrap it, make its batch, some steps    ── peak − before, of the worker where that is highest
 
-Memory is the proportional set size (PSS): what k processes have mapped counts 1/k for each, where RSS would count a
-neighbour's gradients in full. A thread samples it every few milliseconds, while torch computes without the
-interpreter's lock; a shorter peak can hide between two samples. The communicator is made after "before", so its memory
-is ours and not everyone's. For scale, "alone" is the same training without communication: parameters, gradients,
+`ddp/bench/counts.py` says how memory is counted. The communicator is made after "before", so its memory is ours and
+not everyone's. For scale, "alone" is the same training without communication: parameters, gradients,
 momentum and activations.
 
     python recipes/studies/memory.py --models mlp-25m,gpt-10m --variants ours,torch,alone
@@ -22,17 +20,16 @@ import argparse
 import contextlib
 import gc
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import psutil
 import torch
 import torch._dynamo
 import torch.distributed as dist
 
 from ddp.bench.command import add_options, place_of, run
+from ddp.bench.counts import can_count_memory, sampling
 from ddp.bench.place import HERE, Place, refuse_unknown, split
 from ddp.bench.step import VARIANTS, TimeSteps, Training, make
 from ddp.bench.turns import Cell
@@ -42,7 +39,6 @@ from ddp.commands.command import respond
 from ddp.errors import ConfigError
 from ddp.process.arguments import Parser
 
-REST_S = 0.001
 NUM_STEPS = 6
 
 
@@ -105,32 +101,6 @@ def _together(take: Callable[[], int]) -> int:
     return taken
 
 
-@contextlib.contextmanager
-def sampling() -> Iterator[Callable[[], int]]:
-    """Samples the memory of this process while the block runs.
-
-    Yields:
-        a function that returns the most bytes that a sample found since its last call, that moment included.
-    """
-    process, is_over, peak = psutil.Process(), threading.Event(), 0
-
-    def sample() -> None:
-        nonlocal peak
-        while not is_over.wait(REST_S):
-            peak = max(peak, process.memory_full_info().pss)
-
-    def take() -> int:
-        nonlocal peak
-        taken, peak = max(peak, process.memory_full_info().pss), 0
-        return taken
-
-    thread = threading.Thread(target=sample, daemon=True)
-    thread.start()
-    yield take
-    is_over.set()
-    thread.join()
-
-
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, workers="2", least=1)
@@ -146,7 +116,7 @@ def answer(options: argparse.Namespace) -> str:
     refuse_unknown("variant", variants, VARIANTS)
     if where.bed is not None:
         raise ConfigError("memory is measured on this host: leave --netbed out")
-    if not hasattr(psutil.Process().memory_full_info(), "pss"):
+    if not can_count_memory():
         raise ConfigError("memory is measured as PSS, which Linux alone counts")
     jobs = [MeasureMemory(model, variant, where) for model in models for variant in variants]
     run(options, jobs, MemoryCell, where)

@@ -1,0 +1,301 @@
+"""Times and counts training by each strategy on one job, beside torch's classes.
+
+| strategy        | what a step is                                                                                   |
+|-----------------|--------------------------------------------------------------------------------------------------|
+| mirrored        | every rank has all parameters and state, and makes the whole update (`strategies/replicated.py`) |
+| sharded         | each rank updates a slice, and gives it to all (`strategies/sharded.py`)                         |
+| by_hand         | `ddp.BucketedDataParallel`, and then the optimizer: what `mirrored` does, without the word       |
+| torch           | `torch.nn.parallel.DistributedDataParallel` on Gloo, with gradient_as_bucket_view=True           |
+| torch_zero      | the same with torch's `ZeroRedundancyOptimizer`: each rank updates some of the tensors           |
+| alone           | no communication; all ranks compute at the same time, and each makes the whole update            |
+
+All have the same optimizer: torch's fused AdamW, or LAMB (`ddp/optim/lamb.py`). The first three find the norm of the
+global gradient in every step, as `ddp.fit` does; the others do not.
+
+Times are those of turns in one launch (ddp/bench/step.py, where a repetition is one step). The bytes of parameters and
+state are counted there, too, and on a bed the bytes that leave a host. Memory is measured in a launch of its own for
+each strategy, so that no other's counts for it:
+
+    import everything, join torch.distributed               ── before
+    build the model, its optimizer and strategy, some steps ── peak − before, summed over the ranks of the host
+
+`scripts/ddp bench_strategies` is the command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from typing import ClassVar, cast
+
+import torch
+import torch._dynamo  # torch's optimizers ask for it, and it counts for nobody
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddp.bench.counts import bytes_in, bytes_sent, sampling, spans_of
+from ddp.bench.place import HERE, Place
+from ddp.bench.step import Training, make
+from ddp.bench.turns import OVER_TURNS, STEP, TimedCell, announce, slowest, take_turns
+from ddp.bench.workloads import Batch, workload
+from ddp.comm.communicator import Communicator
+from ddp.comm.objects import all_gather_object
+from ddp.comm.session import init, shutdown
+from ddp.errors import ConfigError
+from ddp.optim.lamb import LAMB
+from ddp.replica.bucketed import BucketedDataParallel
+from ddp.strategies.replicated import Replicated
+from ddp.strategies.sharded import Sharded
+from ddp.strategies.strategy import step
+from ddp.units import three_digits, written
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-4, fused=True),
+    "lamb": partial(LAMB, lr=1e-4),
+}
+KINDS: dict[str, type[Replicated]] = {"mirrored": Replicated, "sharded": Sharded}
+OF_TORCH: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "torch": partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True),
+    "torch_zero": partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True),
+    "alone": lambda module: module,
+}
+WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {"by_hand": BucketedDataParallel, **OF_TORCH}
+STRATEGIES = (*KINDS, *WRAPS)
+NUM_STEPS = 4  # of which the first makes the state, and the second has the layout of buckets that stays
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyCell(TimedCell):
+    """Holds the figures of one job, by strategy: a line for each.
+
+    Attributes:
+        peak: bytes above "before" of all ranks of a host.
+        held: bytes of parameters and optimizer state on a host, where that is most.
+        sent: bytes that leave a host in a step, where that is most, for each sample of the global batch; on a bed.
+    """
+
+    rival: ClassVar[str] = "torch"
+    legend: ClassVar[Mapping[str, str]] = {
+        "job": "what is trained, and the optimizer",
+        "strategy": "who holds the model, and who updates it (ddp/bench/strategies.py)",
+        "step": STEP,
+        "÷ sharded": "step ÷ that of sharded, median over turns",
+        "÷ by_hand": "the same of the class by hand",
+        "over alone": "step ÷ alone − 1: what communication adds; each of alone's workers makes the whole update",
+        "torch ÷": "torch's class ÷ step: above 1, it is faster than torch's class",
+        "over turns": OVER_TURNS,
+        "peak": "MiB above what the workers of a host had before the model, together; shared memory counts once",
+        "÷ mirrored": "peak ÷ that of mirrored",
+        "held": "MiB of parameters and optimizer state on a host",
+        "sent": "bytes that leave a host for each sample of the global batch",
+    }
+    peak: Mapping[str, int] = field(default_factory=dict)
+    held: Mapping[str, int] = field(default_factory=dict)
+    sent: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def drawn(self) -> Sequence[str]:
+        return list(self.turns_s)
+
+    def rows(self) -> list[dict[str, str]]:
+        """Returns a line for each strategy, by titles of columns."""
+        return [self._row(one) for one in dict.fromkeys((*self.turns_s, *self.peak))]
+
+    def columns(self) -> dict[str, str]:
+        return self.rows()[0]
+
+    def _row(self, one: str) -> dict[str, str]:
+        over_alone, ratios = self.ratio(one, "alone"), self.ratios("torch", one)
+        peaks = self.peak.get(one), self.peak.get("mirrored")
+        return {
+            "job": self.name,
+            "strategy": one,
+            "step": written(three_digits, self.median_s(one), 1e3),
+            "÷ sharded": written("{:.3f}".format, self.ratio(one, "sharded")),
+            "÷ by_hand": written("{:.3f}".format, self.ratio(one, "by_hand")),
+            "over alone": written("{:+.1%}".format, None if over_alone is None else over_alone - 1),
+            "torch ÷": written(three_digits, self.ratio("torch", one)),
+            "over turns": f"{three_digits(min(ratios))} – {three_digits(max(ratios))}" if ratios else "",
+            "peak": written("{:.1f}".format, peaks[0], 1 / MIB),
+            "÷ mirrored": written("{:.2f}".format, peaks[0] / peaks[1] if peaks[0] and peaks[1] else None),
+            "held": written("{:.1f}".format, self.held.get(one), 1 / MIB),
+            "sent": written("{:,.0f}".format, self.sent.get(one)),
+        }
+
+
+def merged(cells: Iterable[StrategyCell]) -> list[StrategyCell]:
+    """Returns one cell for each job and place, with all that is known of it."""
+    found: dict[tuple[str, str], StrategyCell] = {}
+    for cell in cells:
+        known = found.setdefault((cell.place, cell.name), cell)
+        found[cell.place, cell.name] = replace(
+            known,
+            turns_s={**known.turns_s, **cell.turns_s},
+            peak={**known.peak, **cell.peak},
+            held={**known.held, **cell.held},
+            sent={**known.sent, **cell.sent},
+        )
+    return list(found.values())
+
+
+# --- One strategy trains a model -------------------------------------------------------------------------------------
+
+
+class StrategyTraining(Training):
+    """Trains a module by one strategy. The constructor is collective."""
+
+    def __init__(self, name: str, optimizer: str, module: nn.Module, batch: Batch) -> None:
+        self.module, self._strategy = module, None
+        make_optimizer, parameters = OPTIMIZERS[optimizer], module.parameters()
+        if name in KINDS:
+            self._strategy = KINDS[name](module, make_optimizer(parameters))
+            self._set_up(self._strategy.model, batch, self._strategy.optimizer)
+        elif name == "torch_zero":
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # here, because torch warns of what it imports
+
+            sharded = ZeroRedundancyOptimizer(parameters, cast("type[Optimizer]", make_optimizer))
+            self._set_up(WRAPS[name](module), batch, sharded)
+        else:
+            self._set_up(WRAPS[name](module), batch, make_optimizer(parameters))
+        self._sent, self._num_counted = 0, 0
+
+    def _update(self) -> None:
+        if self._strategy is None:
+            self._optimizer.step()
+        else:
+            step(self._strategy)
+
+    def turn_s(self, comm: Communicator) -> float:
+        comm.barrier()
+        before = bytes_sent()
+        took_s = super().turn_s(comm)
+        comm.barrier()
+        self._sent, self._num_counted = self._sent + bytes_sent() - before, self._num_counted + self.num_steps
+        return took_s
+
+    def sent(self) -> float:
+        """Returns the bytes that have left this host in a step."""
+        return self._sent / self._num_counted
+
+    def held(self) -> list[Tensor]:
+        """Returns parameters and state on this rank."""
+        inner = getattr(self._optimizer, "optim", self._optimizer)  # of torch's ZeroRedundancyOptimizer: this rank's
+        state = (value for each in inner.state.values() for value in each.values() if isinstance(value, Tensor))
+        return [*self.module.parameters(), *state]
+
+
+# --- Jobs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TimeStrategies:
+    """Times a step by each strategy. A call runs on every rank, in the environment of torchrun or `ddp.launch`.
+
+    Attributes:
+        optimizer: one of `OPTIMIZERS`.
+        strategies: those of `STRATEGIES` that take turns.
+    """
+
+    model: str
+    optimizer: str = "adamw"
+    strategies: tuple[str, ...] = STRATEGIES
+    num_turns: int = 9
+    place: Place = HERE
+
+    def __call__(self) -> list[StrategyCell]:
+        """Returns one cell, the same on all ranks."""
+        torch.set_num_threads(1)
+        comm = init(device="cpu")
+        cell = self._measure(comm)
+        announce(cell)
+        gc.collect()  # ddp/bench/step.py, note "replicas first"
+        shutdown()
+        return [cell]
+
+    def _measure(self, comm: Communicator) -> StrategyCell:
+        module, batch = make(self.model, rank=comm.rank)
+        trainings = {
+            name: StrategyTraining(name, self.optimizer, copy.deepcopy(module), batch) for name in self.strategies
+        }
+        for training in trainings.values():
+            training.find_pace()
+        turns_s = take_turns({name: partial(each.turn_s, comm) for name, each in trainings.items()}, self.num_turns)
+        for name, training in trainings.items():
+            if not training.loss.isfinite():
+                raise RuntimeError(
+                    f"{self.model}, {name}: the loss is {training.loss.item()}; such steps are not timed"
+                )
+        samples = _total(len(batch[0]))
+        return StrategyCell(
+            place=self.place.title(comm.world_size, len(comm.hosts)),
+            name=f"{self.model}, {self.optimizer}",
+            turns_s=turns_s,
+            held={name: _held(each.held(), comm) for name, each in trainings.items()},
+            sent={name: slowest([each.sent()])[0] / samples for name, each in trainings.items() if self.place.bed},
+        )
+
+
+@dataclass(frozen=True)
+class MeasureStrategy:
+    """Measures the memory of one strategy. A call runs on every rank of one host, as that of `TimeStrategies`."""
+
+    model: str
+    optimizer: str
+    strategy: str
+    place: Place = HERE
+
+    def __call__(self) -> list[StrategyCell]:
+        """Returns one cell, the same on all ranks."""
+        torch.set_num_threads(1)
+        with torch.device("meta"), contextlib.suppress(ConfigError):  # one of the user's own may need numbers
+            workload(self.model).make()  # imports what it needs, torchvision say, and takes no memory for numbers
+        dist.init_process_group("gloo")
+        peak = self._measure()
+        place = self.place.title(dist.get_world_size())
+        gc.collect()  # ddp/bench/step.py, note "replicas first"
+        shutdown()
+        dist.destroy_process_group()
+        return [StrategyCell(place=place, name=f"{self.model}, {self.optimizer}", turns_s={}, peak=peak)]
+
+    def _measure(self) -> dict[str, int]:
+        """Returns the peak of all ranks above "before", which rank 0 samples."""
+        pids: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(pids, os.getpid())
+        with sampling(*pids) if dist.get_rank() == 0 else contextlib.nullcontext(lambda: 0) as take:
+            before = _together(take)
+            if self.strategy not in OF_TORCH:
+                init(device="cpu")
+            training = StrategyTraining(self.strategy, self.optimizer, *make(self.model, rank=dist.get_rank()))
+            for _ in range(NUM_STEPS):
+                training.step()
+            peak = _together(take) - before
+        return {self.strategy: _total(peak)}
+
+
+def _together(take: Callable[[], int]) -> int:
+    """Takes the peak once all ranks are here, and lets none go on before it is taken."""
+    dist.barrier()
+    taken = take()
+    dist.barrier()
+    return taken
+
+
+def _total(number: int) -> int:
+    """Returns the sum over all ranks. Collective."""
+    total = torch.tensor(number)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def _held(tensors: Iterable[Tensor], comm: Communicator) -> int:
+    """Returns the bytes of these tensors of all ranks of a host, where that is most. Collective."""
+    found = all_gather_object(comm, spans_of(tensors))
+    return max(bytes_in(chain.from_iterable(found[rank] for rank in host)) for host in comm.hosts)
