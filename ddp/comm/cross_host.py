@@ -95,9 +95,17 @@ class CrossHost:
         Args:
             bounds: as in `reduce_scatter`.
         """
-        self._run("all_gather", flat, bounds, SUM)
+        self.gather_across(flat, bounds)
         if self._group is not None:
             self._group.all_gather(flat, bounds[:: len(self._hosts)], sequence=sequence)
+
+    def gather_across(self, flat: Tensor, bounds: Sequence[int]) -> None:
+        """Gives each rank the slices of its counterparts, which lie beside its own, in place.
+
+        Args:
+            bounds: as in `reduce_scatter`.
+        """
+        self._run("all_gather", flat, bounds, SUM)
 
     def barrier(self, *, sequence: int) -> None:
         """Returns once every rank has called it."""

@@ -234,6 +234,17 @@ class FlatCollectives:
             self.links.run(by_size("reduce_scatter", flat.nbytes, self.world_size), flat, bounds, undivided)
         return _finished(mine, reduction)
 
+    def reduce_scatter_on_hosts(
+        self, flat: Tensor, bounds: Sequence[int], reduction: Reduction, sequence: int
+    ) -> Tensor:
+        """Combines slices as `reduce_scatter` does, and gives each rank those of its counterparts, too, in place."""
+        mine = self.reduce_scatter(flat, bounds, reduction, sequence)
+        if cross_host := self._slicing(flat):
+            cross_host.gather_across(flat, bounds)
+        elif len(self.hosts) > 1:  # of one rank each
+            self.all_gather(flat, bounds, sequence)
+        return mine
+
     def reduce(self, flat: Tensor, root: int, reduction: Reduction) -> None:
         """Combines `flat` over all ranks into the root's; the others' is undefined then."""
         if not is_one(reduction.before):

@@ -1,4 +1,4 @@
-"""Memory that all ranks of a host see, and their loader processes: what a cache of samples lies in.
+"""Memory that all ranks of a host see, and their loader processes: for a cache of samples, and for central storage.
 
 It has no name, so it ends with the last process that has mapped it, however that ends. Unlike the memory of
 `Communicator.allocate`, it is one region for all. No collective looks after it: its users agree who writes what.
@@ -23,14 +23,20 @@ def shared_by_host(comm: Communicator, num_bytes: int) -> Tensor:
 
     Where they cannot share, each rank has memory of its own, which its child processes share with it.
     """
+    if (memory := memory_of_host(comm, num_bytes)) is None:
+        log.warning("the workers of a host cannot share memory, so each of them has a cache of its own")
+        return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+    memory.forget()
+    return memory.bytes
+
+
+def memory_of_host(comm: Communicator, num_bytes: int) -> SharedMemory | None:
+    """Returns zeroed memory that all ranks of a host map; None on all ranks if those of one cannot. Collective."""
     for kind in KINDS:
         memory = _mapped(comm, kind, num_bytes)
         if not comm.agree_any(memory is None):
-            assert memory is not None
-            memory.forget()
-            return memory.bytes
-    log.warning("the workers of a host cannot share memory, so each of them has a cache of its own")
-    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+            return memory
+    return None
 
 
 def _mapped(comm: Communicator, kind: Kind, num_bytes: int) -> SharedMemory | None:

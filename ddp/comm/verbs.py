@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 
 
 class Terms(TypedDict, total=False):
-    """The keywords of `reduce_scatter_`, for the type checker."""
+    """The keywords of both reductions of flat tensors, for the type checker."""
 
     divide_by: SupportsInt
     wire: WireName | None
@@ -47,6 +47,12 @@ class How(Terms, total=False):
     """The keywords of `all_reduce`, for the type checker."""
 
     algorithm: str
+
+
+class ScatterTerms(Terms, total=False):
+    """The keywords of `reduce_scatter_`, for the type checker."""
+
+    on_hosts: bool
 
 
 class Verbs:
@@ -150,15 +156,15 @@ class Verbs:
 
     @overload
     def reduce_scatter_(
-        self, flat: Tensor, bounds: Sequence[int], op: Op = "sum", *, async_op: Now = False, **how: Unpack[Terms]
+        self, flat: Tensor, bounds: Sequence[int], op: Op = "sum", *, async_op: Now = False, **how: Unpack[ScatterTerms]
     ) -> Tensor: ...
     @overload
     def reduce_scatter_(
-        self, flat: Tensor, bounds: Sequence[int], op: Op = "sum", *, async_op: Later, **how: Unpack[Terms]
+        self, flat: Tensor, bounds: Sequence[int], op: Op = "sum", *, async_op: Later, **how: Unpack[ScatterTerms]
     ) -> Work[Tensor]: ...
     @overload
     def reduce_scatter_(
-        self, flat: Tensor, bounds: Sequence[int], op: Op = "sum", *, async_op: bool, **how: Unpack[Terms]
+        self, flat: Tensor, bounds: Sequence[int], op: Op = "sum", *, async_op: bool, **how: Unpack[ScatterTerms]
     ) -> Tensor | Work[Tensor]: ...
     def reduce_scatter_(
         self,
@@ -168,6 +174,7 @@ class Verbs:
         *,
         divide_by: SupportsInt = 1,
         wire: WireName | None = None,
+        on_hosts: bool = False,
         async_op: bool = False,
         label: str = "",
     ) -> Tensor | Work[Tensor]:
@@ -178,16 +185,21 @@ class Verbs:
         Args:
             flat: [numel], contiguous.
             bounds: world_size + 1 ascending positions: where each slice begins, and where the last one ends.
+            on_hosts: every host gets the whole result: a rank also has the slices of its counterparts, the ranks in its
+                place on the other hosts, which lie beside its own. Not with a wire format, nor where hosts differ in
+                size.
             op, divide_by, wire, async_op, label: as in `all_reduce`.
         """
         checks.on(self.device, flat)
         checks.slices(flat, bounds, self.world_size)
         checks.reduction(op, flat.dtype, divide_by, wire)
-        call = self._queue.number("reduce_scatter_", op, flat, label, how=(*bounds, wire))
+        call = self._queue.number("reduce_scatter_", op, flat, label, how=(*bounds, wire, on_hosts))
 
         def run() -> Tensor:
             wide, narrow = widened(flat, wire)
             reduction = reduction_of(op, wide.dtype, self.world_size, divide_by, narrow)
+            if on_hosts:
+                return self._collectives.reduce_scatter_on_hosts(wide, bounds, reduction, call.sequence)
             mine = self._collectives.reduce_scatter(wide, bounds, reduction, call.sequence)
             number = self.slices[self.rank]
             return mine if wide is flat else flat[bounds[number] : bounds[number + 1]].copy_(mine)

@@ -45,7 +45,7 @@ class Slot:
 
     def __init__(self, index: int, name: str, parameter: nn.Parameter) -> None:
         self.index, self.name, self.parameter = index, name, parameter
-        self.strides = _strides_in_bucket(parameter)
+        self.strides = strides_in_bucket(parameter)
         self.view: Tensor | None = None
 
     def move_in(self) -> None:
@@ -205,7 +205,7 @@ def _copy(view: Tensor, gradient: Tensor) -> None:
         view.copy_(gradient)
 
 
-def _strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
+def strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
     """Returns the parameter's own strides if it has no gaps: autograd adds in place only where layouts agree."""
     is_as_it_lies = parameter.is_contiguous() or is_dense(parameter)
     return (parameter if is_as_it_lies else torch.empty(parameter.shape, device="meta")).stride()

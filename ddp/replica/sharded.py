@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple, SupportsInt
 from weakref import WeakKeyDictionary
@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
+from ddp.comm.verbs import ScatterTerms
 from ddp.comm.work import Work
 from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket, Slot, span
 from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import InFlight, Reducer
-from ddp.optim.norms import BLOCK_NUMEL, num_blocks
+from ddp.optim.norms import BLOCK_NUMEL, in_memory_order, num_blocks
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.setting import WireName
 
@@ -80,6 +81,11 @@ class ShardedDataParallel(BucketedDataParallel):
         """The layout of the last step."""
         return self._layouts.current
 
+    def slice_of(self, bucket: Bucket) -> tuple[int, int]:
+        """Returns where this rank's slice of a bucket begins, and where it ends."""
+        bounds, number = bounds_of(bucket, self.comm), self.comm.slices[self.comm.rank]
+        return bounds[number], bounds[number + 1]
+
     def _plain_reducer(self) -> Reducer:
         return ReduceScatter(self.comm, self.wire)
 
@@ -89,7 +95,12 @@ class ReduceScatter(Reducer):
 
     Args:
         wire: the format in which buckets travel between hosts.
+
+    Attributes:
+        on_hosts: as in `Communicator.reduce_scatter_`.
     """
+
+    on_hosts = False
 
     def __init__(self, comm: Communicator, wire: WireName | None) -> None:
         self._comm, self._wire = comm, wire
@@ -98,9 +109,8 @@ class ReduceScatter(Reducer):
         if self._wire is not None:
             bucket.clear_padding()
         bounds, wire = bounds_of(bucket, self._comm), self._wire
-        work = self._comm.reduce_scatter_(
-            bucket.flat, bounds, divide_by=divide_by, wire=wire, async_op=async_op, label=label
-        )
+        how: ScatterTerms = {"divide_by": divide_by, "wire": wire, "on_hosts": self.on_hosts, "label": label}
+        work = self._comm.reduce_scatter_(bucket.flat, bounds, async_op=async_op, **how)
         return work if isinstance(work, Work) else None
 
 
@@ -130,6 +140,27 @@ class Part(NamedTuple):
     blocks_of_whole: range
 
 
+def parts_of(model: ShardedDataParallel, layout: Layout) -> list[Part]:
+    """Returns the parts that this rank updates, in the order of the layout's parameters, whose memory is dense."""
+    counts = [num_blocks(parameter.numel()) for parameter in layout.parameters]
+    starts = [0, *accumulate(counts)]
+    parts: dict[int, Part] = {}
+    for bucket in layout.buckets:
+        for slot, start, begin, end in parts_in(bucket, *model.slice_of(bucket)):
+            blocks = range(starts[slot.index], starts[slot.index + 1])
+            skipped = (begin - start) // BLOCK_NUMEL
+            parts[slot.index] = Part(
+                slot.parameter,
+                begin - start,
+                end - start,
+                nn.Parameter(in_memory_order(slot.parameter.detach())[begin - start : end - start]),
+                bucket.flat[begin:end],
+                blocks[skipped : skipped + num_blocks(end - begin)],
+                blocks,
+            )
+    return [parts[index] for index in sorted(parts)]
+
+
 class ParameterSlices:
     """The parameters of a layout side by side, and the parts that this rank updates. Collective to make.
 
@@ -139,30 +170,14 @@ class ParameterSlices:
         num_blocks: of all parameters.
     """
 
-    def __init__(self, comm: Communicator, layout: Layout) -> None:
-        self._comm, self.layout, self.buckets = comm, layout, layout.buckets
-        counts = [num_blocks(parameter.numel()) for parameter in layout.parameters]
-        starts = [0, *accumulate(counts)]
-        self.num_blocks = starts[-1]
-        self._flats = [comm.allocate(len(bucket.gradients), bucket.flat.dtype) for bucket in layout.buckets]
+    def __init__(self, model: ShardedDataParallel, layout: Layout) -> None:
+        self._comm, self.layout, self.buckets = model.comm, layout, layout.buckets
+        self._flats = [self._comm.allocate(len(bucket.gradients), bucket.flat.dtype) for bucket in layout.buckets]
         for flat in self._flats:
-            weakref.finalize(self, comm.free, flat).atexit = False
-        parts: dict[int, Part] = {}
-        for bucket, flat in self._of_buckets():
-            for slot, start, begin, end in slice_of(bucket, bounds_of(bucket, comm), comm.slices[comm.rank]):
-                blocks = range(starts[slot.index], starts[slot.index + 1])
-                skipped = (begin - start) // BLOCK_NUMEL
-                parts[slot.index] = Part(
-                    slot.parameter,
-                    begin - start,
-                    end - start,
-                    nn.Parameter(flat[begin:end]),
-                    bucket.flat[begin:end],
-                    blocks[skipped : skipped + num_blocks(end - begin)],
-                    blocks,
-                )
-        self.parts = [parts[index] for index in sorted(parts)]
+            weakref.finalize(self, self._comm.free, flat).atexit = False
         self.take_in()
+        self.parts = parts_of(model, layout)
+        self.num_blocks = sum(num_blocks(parameter.numel()) for parameter in layout.parameters)
 
     @torch.no_grad()
     def take_in(self) -> None:
@@ -194,11 +209,11 @@ class ParameterSlices:
         return zip(self.buckets, self._flats, strict=True)
 
 
-def slice_of(bucket: Bucket, bounds: Sequence[int], number: int) -> Iterator[tuple[Slot, int, int, int]]:
+def parts_in(bucket: Bucket, first: int, last: int) -> Iterator[tuple[Slot, int, int, int]]:
     """Yields each parameter that a slice has a part of: its slot and start, and where the part begins and ends."""
     start = 0
     for slot in bucket.slots:
-        begin, end = max(bounds[number], start), min(bounds[number + 1], start + slot.parameter.numel())
+        begin, end = max(first, start), min(last, start + slot.parameter.numel())
         if begin < end:
             yield slot, start, begin, end
         start += span(slot.parameter)

@@ -27,12 +27,13 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from ddp import gpu
 from ddp.comm.objects import all_gather_object
 from ddp.errors import ConfigError
+from ddp.gradients.layout import Layout
 from ddp.optim.lamb import LAMB
 from ddp.optim.lars import LARC, LARS
 from ddp.optim.layerwise import Layerwise, Measured, clipped_step, laid_out_like
 from ddp.optim.norms import block_norms, in_memory_order, total_norm, whole_norms, wide
 from ddp.replica.replica import Replica
-from ddp.replica.sharded import ParameterSlices, Part, ShardedDataParallel, bounds_of, slice_of
+from ddp.replica.sharded import ParameterSlices, Part, ShardedDataParallel, bounds_of, parts_in
 from ddp.strategies.replicated import Replicated
 
 ELEMENTWISE = (SGD, Adam, AdamW, LARS, LARC, LAMB)
@@ -98,7 +99,7 @@ class Sharded(Replicated):
         norms = block_norms((part.gradient for part in parts), dtype)
         everyone = torch.zeros(slices.num_blocks, dtype=torch.float64, device=self._comm.device)
         everyone[self._index(part.blocks for part in parts)] = norms.to(everyone)
-        self._comm.all_reduce(everyone, label=f"step {self.model.num_steps}, norms of gradients")
+        self._sum(everyone, "norms of gradients")
         return total_norm(everyone.to(dtype))
 
     @torch.no_grad()
@@ -107,11 +108,19 @@ class Sharded(Replicated):
         self._take_in()
         for part in slices.parts:
             part.weights.grad = None if part.whole.grad is None else part.gradient
-        for mine, given in zip(self._of_parts.param_groups, self.optimizer.param_groups, strict=True):
-            mine.update({key: value for key, value in given.items() if key != "params"})
+        self._take_settings()
         clipped_step(self._of_parts, [part.weights for part in slices.parts], norm, self._clip_norm)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it
         slices.gather(step=self.model.num_steps)
+
+    def _sum(self, found: Tensor, what: str) -> None:
+        """Adds up what each rank has found out about its parts."""
+        self._comm.all_reduce(found, label=f"step {self.model.num_steps}, {what}")
+
+    def _take_settings(self) -> None:
+        """Gives the optimizer of the parts the settings that the groups have now."""
+        for mine, given in zip(self._of_parts.param_groups, self.optimizer.param_groups, strict=True):
+            mine.update({key: value for key, value in given.items() if key != "params"})
 
     def _optimizer_state(self) -> dict[str, Any]:
         """Returns the whole state on rank 0; elsewhere the settings alone."""
@@ -138,7 +147,7 @@ class Sharded(Replicated):
             self._slices.take_in()
             return self._slices
         whole = self.optimizer.state if self._slices is None else self._gathered(keep=True)
-        self._slices, self._groups = ParameterSlices(self._comm, layout), groups
+        self._slices, self._groups = self._slices_of(layout), groups
         self._of_parts = self._optimizer_of(self._slices.parts)
         mine = {part.whole for part in self._slices.parts}
         # Of parameters that need no gradient now, every rank keeps all.
@@ -147,13 +156,16 @@ class Sharded(Replicated):
         self._take_in()
         return self._slices
 
+    def _slices_of(self, layout: Layout) -> ParameterSlices:
+        return ParameterSlices(self.model, layout)
+
     def _take_in(self) -> None:
         """Takes over the optimizer's state as it is now: what it has of a whole parameter is cut."""
         assert self._slices is not None
         for part in self._slices.parts:
             state = self.optimizer.state.setdefault(part.whole, {})
             for name, value in state.items():
-                if _is_large(value, part.whole, name) and value.shape != part.weights.shape:
+                if is_large(value, part.whole, name) and value.shape != part.weights.shape:
                     state[name] = _cut(value, part)
             self._of_parts.state[part.weights] = state  # the same dict, so that each has what the other changes
 
@@ -183,7 +195,7 @@ class Sharded(Replicated):
         for measured, parts in zip(waiting, units, strict=True):
             if measured.norms is not None:
                 norms[self._index(part.blocks for part in parts)] = measured.norms.to(norms)
-        self._comm.all_reduce(norms, label=f"step {self.model.num_steps}, norms of weights and updates")
+        self._sum(norms, "norms of weights and updates")
         found: list[Tensor | None] = []
         for measured, parts in zip(waiting, units, strict=True):
             if measured.norms is None:
@@ -214,7 +226,7 @@ class Sharded(Replicated):
         parts = {layout.slot_of[id(part.whole)].index: part for part in self._slices.parts}
         mine = {  # small values, and the types of large ones
             index: {
-                name: value.dtype if _is_large(value, part.weights, name) else value
+                name: value.dtype if is_large(value, part.weights, name) else value
                 for name, value in state.get(part.weights, {}).items()
             }
             for index, part in parts.items()
@@ -235,7 +247,7 @@ class Sharded(Replicated):
             }
             for name, dtype in sorted(kinds, key=str):
                 flat = torch.zeros(bounds[-1], dtype=dtype, device=self._comm.device)
-                for slot, _, begin, end in slice_of(bucket, bounds, self._comm.slices[self._comm.rank]):
+                for slot, _, begin, end in parts_in(bucket, *self.model.slice_of(bucket)):
                     if about[slot.index].get(name) == dtype:
                         flat[begin:end] = state[parts[slot.index].weights][name]
                 self._comm.all_gather_(flat, bounds, label=f"{name} of {bucket.label}")
@@ -252,7 +264,7 @@ class Sharded(Replicated):
         return defaultdict(dict, {**frozen, **whole} if keep else {})
 
 
-def _is_large(value: Any, like: Tensor, name: str) -> bool:
+def is_large(value: Any, like: Tensor, name: str) -> bool:
     """Returns True for a state that has an element for each element of its parameter."""
     return isinstance(value, Tensor) and value.shape == like.shape and name != "step"
 

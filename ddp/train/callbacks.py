@@ -403,13 +403,16 @@ class EMA(Callback):
         if not self.averaged.n_averaged:
             yield
             return
+        # Their memory is exchanged, and not written to: with central storage other ranks have it, too.
         parameters = list(state.model.module.parameters())
-        before = [parameter.detach().clone() for parameter in parameters]
-        _copy(parameters, list(self.averaged.module.parameters()))
+        before = [parameter.data for parameter in parameters]
+        for parameter, average in zip(parameters, self.averaged.module.parameters(), strict=True):
+            parameter.data = average.detach().to(parameter)
         try:
             yield
         finally:
-            _copy(parameters, before)
+            for parameter, data in zip(parameters, before, strict=True):
+                parameter.data = data
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.averaged is None else dict(self.averaged.state_dict())

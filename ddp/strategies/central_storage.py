@@ -1,0 +1,337 @@
+"""Central storage: the ranks of a host have one copy of the parameters and of the optimizer's state, in shared memory.
+
+    backward    each bucket is added up in slices: a rank gets the mean gradient of its slice
+    agree       each rank measures its slice; the ranks of the host add up what they have found
+    update      each rank updates its slice in the memory that all of them compute with; then they wait for each other
+
+So a host holds parameters and state once, and nothing is gathered. It is `tf.distribute`'s strategy of this name, where
+variables lie on the CPU, and the sharded one (`sharded.py`) with a barrier in the place of its all-gather. On several
+hosts the slices of gradients cross between counterparts, and each host keeps a copy.
+
+Note "in blocks". An update is several passes over its numbers. Each block of them, with its gradient and its states,
+goes through all passes while it is in the cache: so in main memory each number is read once and written once, also
+where gradients are clipped. torch's optimizers are given blocks as if these were tensors, and do just that.
+
+Note "whole". No rank writes before `agree` has ended, which every rank comes to after its backward; and none begins
+the next forward before all have written. So nobody computes, evaluates or saves with half an update. If a rank dies
+between the two, the others raise PeerLost, and `state_dict` refuses what may be half a step.
+
+The bits are those of the sharded strategy, and of replicas on one host.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddp.comm.objects import all_gather_object
+from ddp.errors import CommunicatorBroken, ConfigError
+from ddp.gradients.layout import Layout
+from ddp.optim.layerwise import STRETCH_NUMEL, Layerwise, clipped_step, laid_out_like
+from ddp.optim.norms import BLOCK_NUMEL, in_memory_order, num_blocks
+from ddp.process.log import log
+from ddp.replica.central import CentralDataParallel
+from ddp.replica.replica import Replica
+from ddp.replica.sharded import ParameterSlices, Part, parts_of
+from ddp.strategies.host_store import PARAMETERS, HostStore
+from ddp.strategies.sharded import Sharded, is_large
+
+
+class Block(NamedTuple):
+    """Elements of a part that go through an update together.
+
+    Attributes:
+        start, stop: of the whole parameter, in the order of memory.
+        weights, gradient: [stop − start].
+    """
+
+    part: Part
+    start: int
+    stop: int
+    weights: nn.Parameter
+    gradient: Tensor
+
+
+class Stretch:
+    """Blocks that fit a cache together.
+
+    Attributes:
+        by_group: the weights of the blocks, by group of the optimizer.
+        is_placed: all their large states lie in the host's store.
+    """
+
+    def __init__(self, num_groups: int) -> None:
+        self.blocks: list[Block] = []
+        self.by_group: list[list[nn.Parameter]] = [[] for _ in range(num_groups)]
+        self.numel, self.is_placed = 0, False
+
+
+class HostSlices(ParameterSlices):
+    """The parameters of a layout in the host's store, and the parts that this rank updates."""
+
+    def __init__(self, model: CentralDataParallel, layout: Layout, store: HostStore) -> None:
+        self._store, self.layout, self.buckets = store, layout, layout.buckets
+        self.parts = []  # none yet
+        self.take_in()
+        if moved := [slot.name for slot in layout.slots if slot.strides != slot.parameter.stride()]:
+            raise ConfigError(
+                f"{moved[0]} has another memory format than when strategy='central_storage' was made: convert the "
+                "model before"
+            )
+        self.parts = parts_of(model, layout)
+        self.num_blocks = sum(num_blocks(parameter.numel()) for parameter in layout.parameters)
+
+    @torch.no_grad()
+    def take_in(self) -> None:
+        """Moves parameters that somebody has moved out back to the store: each rank its parts."""
+        for parameter in self._store.moved_out():
+            view = self._store.view(PARAMETERS, parameter)
+            if self._store.is_first and (not self.parts or id(parameter) not in self.layout.slot_of):
+                view.copy_(parameter)
+            for part in self.parts:
+                if part.whole is parameter:
+                    part.weights.copy_(share_of(part.start, part.stop, view, parameter))
+            parameter.data = view
+
+
+class CentralStorage(Sharded):
+    """Updates this rank's slices of what all ranks of the host share. Every method is collective.
+
+    Parameters lie in the host's memory from the beginning until `finish`, which gives each rank its own again. So code
+    that changes a parameter in place in between changes it for all ranks of the host: let one of them run it.
+
+    Args:
+        model: a module, which is wrapped in a `CentralDataParallel`; or such a replica.
+        optimizer, how: as in `Sharded`. From the first step on, its state has whole tensors, of those parameters that
+            this rank has a part of.
+
+    Raises:
+        ConfigError: as `Sharded`; or the ranks of a host cannot share memory, or tensors are on a GPU.
+    """
+
+    model: CentralDataParallel
+    _store: HostStore | None = None
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, **how: Any) -> None:
+        super().__init__(model, optimizer, **how)
+        self._store = HostStore(self._comm, [parameter for _, parameter in self.model._replicated_parameters()])
+        self._stretches: list[Stretch] = []
+        self._names: dict[int, list[str]] = {}  # by a parameter's id, of its large states
+        self._settings: list[dict[str, Any]] = []  # of the groups, as these names were found
+        self._taken: dict[Tensor, dict[str, Any]] = {}  # by a block's weights, the whole state that it has taken over
+        self._is_whole = True
+        self._flag = torch.zeros(1)
+
+    def _replica(self, model: nn.Module) -> Replica:
+        if isinstance(model, Replica) and not isinstance(model, CentralDataParallel):
+            raise ConfigError(
+                f"strategy='central_storage' with a model in a {type(model).__name__}: give the bare module"
+            )
+        return model if isinstance(model, Replica) else CentralDataParallel(model)
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self._is_whole:
+            raise CommunicatorBroken(
+                f"the update of step {self.model.num_steps} broke off, and other ranks' parts of it may be missing: "
+                "nothing was saved; go on from the last checkpoint"
+            )
+        return super().state_dict()
+
+    def finish(self, *, alone: bool = False) -> None:
+        if (store := self._store) is None:
+            return
+        if not self._is_whole:
+            log.warning("the parameters may be those of half a step: go on from the last checkpoint")
+        if self._slices is not None and not alone:
+            self.optimizer.state = self._gathered(keep=True)
+        private = {name: store.private(name) for name in store.names}
+        for parameter in store.parameters:
+            parameter.data = private[PARAMETERS][id(parameter)]
+            for name, value in self.optimizer.state.get(parameter, {}).items():
+                if name in private and value is store.view(name, parameter):
+                    self.optimizer.state[parameter][name] = private[name][id(parameter)]
+        self._store = self._slices = None
+        self._of_parts, self._places, self._stretches, self._taken = self.optimizer, {}, [], {}
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _step(self, norm: Tensor) -> None:
+        optimizer = self._of_parts
+        self._take_settings()
+        self._is_whole = False
+        for stretch in self._stretches:
+            for block in stretch.blocks:
+                block.weights.grad = None if block.part.whole.grad is None else block.gradient
+            for group, weights in zip(optimizer.param_groups, stretch.by_group, strict=True):
+                group["params"] = weights
+            clipped_step(optimizer, [block.weights for block in stretch.blocks], norm, self._clip_norm)
+            if not stretch.is_placed:
+                self._place(stretch)
+        self._tell()
+        self._sum(self._flag, "all parts are updated")
+        self._is_whole = True
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it
+
+    def _sum(self, found: Tensor, what: str) -> None:
+        self._comm.sum_in_host(found.view(-1), label=f"step {self.model.num_steps}, {what}")  # every host has the same
+
+    # --- blocks ------------------------------------------------------------------------------------------------------
+
+    def _slices_of(self, layout: Layout) -> HostSlices:
+        assert self._store is not None
+        return HostSlices(self.model, layout, self._store)
+
+    def _optimizer_of(self, parts: Sequence[Part]) -> Optimizer:
+        mine, self._taken, self._settings = super()._optimizer_of(parts), {}, []
+        groups = self.optimizer.param_groups
+        by_group: list[list[Part]] = [[] for _ in groups]
+        number = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
+        for part in parts:
+            if id(part.whole) in number:
+                by_group[number[id(part.whole)]].append(part)
+        self._stretches = [Stretch(len(groups))]
+        for index, each in enumerate(by_group):
+            for block in blocks_of(each, whole=isinstance(mine, Layerwise)):
+                stretch = self._stretches[-1]
+                if not isinstance(mine, Layerwise) and stretch.numel + len(block.weights) > STRETCH_NUMEL:
+                    self._stretches.append(stretch := Stretch(len(groups)))
+                stretch.blocks.append(block)
+                stretch.by_group[index].append(block.weights)
+                stretch.numel += len(block.weights)
+        return mine
+
+    # --- the state ---------------------------------------------------------------------------------------------------
+
+    def _take_in(self) -> None:
+        """Takes over the optimizer's state as it is now: what is new of a whole parameter is moved to the store."""
+        store = self._store
+        assert store is not None
+        groups = self.optimizer.param_groups
+        settings = [{key: group[key] for key in group if key not in ("params", "lr", "initial_lr")} for group in groups]
+        if settings != self._settings:
+            self._settings, self._taken = settings, {}
+            for group in groups:
+                names = large_states(self.optimizer, group)
+                self._names |= dict.fromkeys(map(id, group["params"]), names)
+                for name in names:
+                    if name not in store.names:
+                        store.add(name)
+        moved: dict[Tensor, dict[str, Tensor]] = {}
+        for stretch in self._stretches:
+            for block in stretch.blocks:
+                whole = block.part.whole
+                state: dict[str, Any] = self.optimizer.state[whole]
+                views = {name: store.view(name, whole) for name in self._names[id(whole)] if is_tensor(state, name)}
+                if self._taken.get(block.weights) is state and all(state[name] is view for name, view in views.items()):
+                    continue
+                places = {name: share_of(block.start, block.stop, whole, view) for name, view in views.items()}
+                for name, place in places.items():
+                    if state[name] is not views[name]:
+                        place.copy_(share_of(block.start, block.stop, whole, state[name]))
+                self._of_parts.state[block.weights] = {
+                    key: places[key] if key in places else copy.deepcopy(value) for key, value in state.items()
+                }
+                self._taken[block.weights], moved[whole], stretch.is_placed = state, views, False
+        for parameter, views in moved.items():
+            self.optimizer.state[parameter].update(views)
+
+    def _place(self, stretch: Stretch) -> None:
+        """Moves large states that the optimizer has just made for these blocks to the store."""
+        assert self._store is not None
+        stretch.is_placed = True
+        for block in stretch.blocks:
+            state = self._of_parts.state[block.weights]
+            for name in self._names[id(block.part.whole)]:
+                if not is_tensor(state, name):  # a parameter without a gradient, so far
+                    stretch.is_placed = False
+                    continue
+                place = share_of(block.start, block.stop, block.part.whole, self._store.view(name, block.part.whole))
+                if state[name].data_ptr() != place.data_ptr():
+                    place.copy_(state[name])
+                    state[name] = place
+
+    def _tell(self) -> None:
+        """Gives the user's optimizer the state as it is now, by whole parameter."""
+        assert self._store is not None
+        for stretch in self._stretches:
+            for block in stretch.blocks:
+                if block.start == block.part.start:
+                    whole, names = block.part.whole, self._names[id(block.part.whole)]
+                    for key, value in self._of_parts.state[block.weights].items():
+                        is_in_store = key in names and isinstance(value, Tensor)
+                        self.optimizer.state[whole][key] = self._store.view(key, whole) if is_in_store else value
+
+    def _gathered(self, *, keep: bool, on_cpu: bool = False) -> defaultdict[Tensor, dict[str, Any]]:
+        """Returns the state of whole parameters, on the ranks that keep it. Collective.
+
+        Large values are where they were; small ones are those of a rank that has a part.
+        """
+        assert self._slices is not None and self._store is not None
+        layout, store = self._slices.layout, self._store
+        mine: dict[int, dict[str, Any]] = {}
+        for part in self._slices.parts:
+            state, names = self.optimizer.state.get(part.whole, {}), self._names.get(id(part.whole), [])
+            views = {name: store.view(name, part.whole) for name in names}
+            small = {key: IN_STORE if value is views.get(key, ...) else value for key, value in state.items()}
+            mine[layout.slot_of[id(part.whole)].index] = small
+        about: dict[int, dict[str, Any]] = {}
+        for found in all_gather_object(self._comm, mine):
+            about.update(found)
+        whole: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        if keep:
+            whole |= {each: state for each, state in self.optimizer.state.items() if id(each) not in layout.slot_of}
+            for slot in layout.slots:
+                if state := about.get(slot.index):
+                    whole[slot.parameter] = {
+                        key: store.view(key, slot.parameter) if value == IN_STORE else value
+                        for key, value in state.items()
+                    }
+        return whole
+
+
+IN_STORE = "in the store"
+
+
+def is_tensor(state: Mapping[str, Any], name: str) -> bool:
+    """Returns True if there is a state of this name, and it is a tensor."""
+    return isinstance(state.get(name), Tensor)
+
+
+def share_of(start: int, stop: int, like: Tensor, value: Tensor) -> Tensor:
+    """Returns some elements of a value that has a parameter's shape, in the parameter's order of memory."""
+    return in_memory_order(laid_out_like(like, value))[start:stop]
+
+
+def blocks_of(parts: Sequence[Part], *, whole: bool) -> Iterator[Block]:
+    """Yields the blocks of parts; if `whole`, each part is one."""
+    for part in parts:
+        if whole:
+            yield Block(part, part.start, part.stop, part.weights, part.gradient)
+            continue
+        for begin in range(0, len(part.weights), BLOCK_NUMEL):
+            weights = part.weights.detach()[begin : begin + BLOCK_NUMEL]
+            start = part.start + begin
+            gradient = part.gradient[begin : begin + BLOCK_NUMEL]
+            yield Block(part, start, start + len(weights), nn.Parameter(weights), gradient)
+
+
+def large_states(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the states that have an element for each element of a parameter.
+
+    The optimizer itself tells: a copy of it makes a step of one small tensor with the settings of the group.
+    """
+    tried, parameter = copy.copy(optimizer), nn.Parameter(torch.zeros(2, 3))
+    parameter.grad = torch.zeros(2, 3)
+    tried.state, tried.param_groups = defaultdict(dict), [{**group, "params": [parameter]}]
+    if isinstance(tried, Layerwise):
+        tried.step(gradient_factor=1.0)
+    else:
+        tried.step()
+    return [name for name, value in tried.state[parameter].items() if is_large(value, parameter, name)]

@@ -1,0 +1,121 @@
+"""The memory of central storage: one copy of the parameters, and of each large state of the optimizer, on a host.
+
+    parameters    ┌ weight ────┬ bias ┬ weight ─────────┬ … ┐    one memory, mapped by all ranks of the host
+    exp_avg       ┌ weight ────┬ bias ┬ weight ─────────┬ … ┐    another one, laid out alike
+    exp_avg_sq    ┌ weight ────┬ bias ┬ weight ─────────┬ … ┐
+
+Each parameter has the same place in all of them, in the order of registration, so no place depends on a bucket or on
+the number of ranks. Pages that nobody writes to, such as the states of frozen parameters, take no memory.
+
+At the end every rank maps the same memory once more, privately. Then it has tensors of its own, as it would have after
+a copy, and yet only the pages that it writes to are copied, by the system.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from ddp.comm.communicator import Communicator
+from ddp.comm.host_share import memory_of_host
+from ddp.comm.transport.shared_memory import SharedMemory
+from ddp.errors import ConfigError
+from ddp.gradients.bucket import ALIGNMENT_BYTES, strides_in_bucket
+
+PARAMETERS = "parameters"
+
+
+class HostStore:
+    """Tensors that are laid out like the parameters. Collective to make, and to be given another name.
+
+    Args:
+        parameters: on the CPU; equal on all ranks. They lie in the store then.
+
+    Attributes:
+        is_first: this rank is the first one of its host.
+
+    Raises:
+        ConfigError: there is no such memory.
+    """
+
+    def __init__(self, comm: Communicator, parameters: Sequence[nn.Parameter]) -> None:
+        self._comm, self.parameters = comm, list(parameters)
+        sizes = [-(-each.numel() * each.element_size() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for each in parameters]
+        starts = [0, *accumulate(sizes)]
+        self._places = dict(zip(map(id, self.parameters), starts, strict=False))
+        self._num_bytes = max(starts[-1], ALIGNMENT_BYTES)
+        self._strides = {id(each): strides_in_bucket(each) for each in parameters}
+        self._memories: dict[str, SharedMemory] = {}
+        self._descriptors: dict[str, int] = {}
+        self._views: dict[tuple[str, int], Tensor] = {}
+        self.is_first = any(host[0] == comm.rank for host in comm.hosts)
+        self.add(PARAMETERS)
+        if self.is_first:
+            with torch.no_grad():
+                for parameter in self.parameters:
+                    self.view(PARAMETERS, parameter).copy_(parameter)
+        comm.agree_any(False)  # they are there
+        for parameter in self.parameters:
+            parameter.data = self.view(PARAMETERS, parameter)
+
+    @property
+    def names(self) -> list[str]:
+        """Returns what there is a memory for: `PARAMETERS`, and the states that were added."""
+        return list(self._memories)
+
+    @property
+    def memory(self) -> SharedMemory:
+        """Returns the memory of the parameters, whose path stays open until `private`."""
+        return self._memories[PARAMETERS]
+
+    def add(self, name: str) -> None:
+        """Makes zeros for a state of this name. Collective."""
+        comm, memory = self._comm, memory_of_host(self._comm, self._num_bytes)
+        if memory is None:
+            raise ConfigError(
+                f"strategy='central_storage': there are no {self._num_bytes} bytes for {name} of all workers of a host "
+                "(the log says why); take strategy='sharded', or a smaller model"
+            )
+        self._descriptors[name] = os.open(memory.path, os.O_RDWR | os.O_CLOEXEC)
+        comm.agree_any(False)  # all have opened it
+        memory.forget()
+        memory.path = f"/proc/{os.getpid()}/fd/{self._descriptors[name]}"
+        self._memories[name] = memory
+
+    def view(self, name: str, parameter: Tensor) -> Tensor:
+        """Returns a parameter's place, shaped like it, with a storage of its own."""
+        key = name, id(parameter)
+        if key not in self._views:
+            self._views[key] = self._laid_out(self._memories[name].buffer, parameter)
+        return self._views[key]
+
+    def moved_out(self) -> Iterator[nn.Parameter]:
+        """Yields the parameters that somebody has given other memory."""
+        for parameter in self.parameters:
+            view = self.view(PARAMETERS, parameter)
+            if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():
+                yield parameter
+
+    def private(self, name: str) -> dict[int, Tensor]:
+        """Returns, by a parameter's id, its values as they are now, in memory that the system copies when written to.
+
+        To be called once, by name, when no rank writes to the store any more.
+        """
+        descriptor = self._descriptors.pop(name)
+        buffer = mmap.mmap(descriptor, self._num_bytes, flags=mmap.MAP_PRIVATE)
+        os.close(descriptor)
+        return {id(parameter): self._laid_out(buffer, parameter) for parameter in self.parameters}
+
+    def _laid_out(self, buffer: mmap.mmap, parameter: Tensor) -> Tensor:
+        with torch.inference_mode(False):
+            if not parameter.numel():
+                return torch.empty_like(parameter).detach()
+            place = self._places[id(parameter)]
+            flat = torch.frombuffer(buffer, dtype=parameter.dtype, count=parameter.numel(), offset=place)
+            return flat.as_strided(parameter.shape, self._strides[id(parameter)])
+
