@@ -1,0 +1,420 @@
+"""A region: parameters in shared memory at which other jobs of the host may look while they are trained.
+
+    the run        region = Region("mine", …)     begin, end: around each update; close
+    another job    look("mine")                   a copy of parameters and buffers, as they were between two updates
+
+Whoever looks writes nothing, and the run never waits for them. A copy never has numbers of two updates, because a
+sequence number stands beside them (a seqlock; Boehm, "Can seqlocks get along with programming language memory models?",
+MSPC 2012):
+
+    writer    the number becomes odd     all ranks update     it becomes even again
+    reader    is it even?                copy                 is it the same? otherwise once more
+
+Note "order". All of this needs that nobody sees a new parameter before the odd number, or the even number before a new
+parameter. An x86 core shows its stores in their order, and loads in theirs. One of ARM need not, so that a fence stands
+on both sides: a lock is released and taken again. ARM performs all that comes before a release before it, all that
+comes after an acquire after it, and does not exchange a release with a later acquire. What other ranks store comes
+between the two numbers by the barriers of the host, which are made of the same instructions. The number is eight
+aligned bytes, which are stored at once.
+
+Where a region is found:
+
+    /dev/shm/ddp-region-UID-NAME/     only its user can enter; held (`process/files.py`) for as long as it is kept
+        region.json                   which process keeps it, where its memory is, and where each tensor lies there
+
+The memory has no name, and is opened as /proc/PID/fd/N, for reading only. The link there has a random part, so that
+nothing else is taken for it. A killed process leaves a folder that nobody keeps: the next run of this name takes it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import difflib
+import errno
+import json
+import mmap
+import os
+import re
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddp.comm.transport.shared_memory import LINE_BYTES, Life, SharedMemory
+from ddp.errors import CheckpointError, ConfigError
+from ddp.process.clock import Patience
+from ddp.process.files import ANYTHING, hold, json_object, user_name, why_shared, write_whole
+from ddp.units import counted
+
+LONGEST_LOOK_S = 30.0
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
+_ENTRY = "region.json"
+_SEQUENCE, _STEP = 0, 1  # words of the header, behind which the buffers stand
+_CLOSED = -1  # a sequence number that no other follows
+_POLL_S = 50e-6
+
+
+class _Place(NamedTuple):
+    """Says where a tensor lies: in which memory, from which byte on, and in which form."""
+
+    memory: str
+    start: int
+    num_bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class _Fence:
+    """Keeps what a thread loads and stores before it from what it does afterwards: see the note "order"."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def __call__(self) -> None:
+        self._lock.release()
+        self._lock.acquire()
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
+
+
+class Region:
+    """Publishes parameters and buffers under a name, until it is closed or the process ends. Used by one thread.
+
+    Args:
+        memory: in which the parameters lie. Its path can still be opened.
+        tensors: by key of the state dict, what lies there.
+        buffers: by key, the buffers of this rank, which are copied at the end of each update.
+        about: plain values for whoever looks.
+        step: number of the last update.
+
+    Raises:
+        ConfigError: no region can be called so, or another run keeps one of this name.
+        OSError: there is not enough memory.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        memory: SharedMemory,
+        tensors: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        about: Mapping[str, Any],
+        *,
+        step: int = 0,
+    ) -> None:
+        starts, size = {}, LINE_BYTES
+        for key, buffer in buffers.items():
+            starts[key] = size
+            size += -(-buffer.nbytes // LINE_BYTES) * LINE_BYTES
+        self._pid, self._fence, self._buffers = os.getpid(), _Fence(), buffers
+        with contextlib.ExitStack() as until_closed:
+            folder = until_closed.enter_context(_kept_folder(name))
+            header = SharedMemory.create("memfd", size)
+            until_closed.callback(header.forget)
+            parameters = os.open(memory.path, os.O_RDONLY | os.O_CLOEXEC)
+            until_closed.callback(os.close, parameters)
+            self._words = memoryview(header.buffer).cast("q")
+            self._copies = {
+                key: header.bytes[start : start + buffers[key].nbytes].view(buffers[key].dtype).view(buffers[key].shape)
+                for key, start in starts.items()
+            }
+            self._note(step)
+            places = {key: _place("parameters", memory, tensor) for key, tensor in tensors.items()}
+            places |= {key: _place("header", header, tensor) for key, tensor in self._copies.items()}
+            entry = {
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "namespace": _pid_namespace(),
+                "header": _described(int(Path(header.path).name), size),
+                "parameters": _described(parameters, memory.bytes.numel()),
+                "tensors": places,
+                "about": dict(about),
+            }
+            until_closed.callback((folder / _ENTRY).unlink, missing_ok=True)
+            write_whole(folder / _ENTRY, json.dumps(entry))
+            atexit.register(self.close)
+            until_closed.callback(atexit.unregister, self.close)
+            self._until_closed = until_closed.pop_all()
+
+    def begin(self) -> None:
+        """Tells whoever looks to wait. From its return on, parameters may change."""
+        if self._words[_SEQUENCE] != _CLOSED:
+            self._words[_SEQUENCE] += 1
+            self._fence()
+
+    def end(self, step: int) -> None:
+        """Shows the parameters, which no rank changes any more, and copies the buffers.
+
+        Args:
+            step: number of this update.
+        """
+        if self._words[_SEQUENCE] != _CLOSED:
+            self._note(step)
+            self._fence()
+            self._words[_SEQUENCE] += 1
+
+    def close(self) -> None:
+        """Ends it for whoever looks. In a forked child of the process that keeps it, does nothing."""
+        if self._pid == os.getpid():
+            self._words[_SEQUENCE] = _CLOSED
+            self._until_closed.close()
+
+    @torch.no_grad()
+    def _note(self, step: int) -> None:
+        for key, copy in self._copies.items():
+            copy.copy_(self._buffers[key])
+        self._words[_STEP] = step
+
+
+def _place(name: str, memory: SharedMemory, tensor: Tensor) -> _Place:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    num_bytes = (last + 1) * tensor.element_size() if tensor.numel() else 0
+    start = tensor.data_ptr() - memory.address if num_bytes else 0
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return _Place(name, start, num_bytes, dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _described(descriptor: int, num_bytes: int) -> tuple[int, str, int]:
+    """Returns by what another process finds the memory behind a descriptor, and knows it again."""
+    return descriptor, _link(os.getpid(), descriptor), num_bytes
+
+
+def _link(pid: int, descriptor: int) -> str:
+    return str(Path(f"/proc/{pid}/fd/{descriptor}").readlink()).removesuffix(" (deleted)")
+
+
+def _pid_namespace() -> str:
+    return str(Path("/proc/self/ns/pid").readlink())
+
+
+# --- another job -----------------------------------------------------------------------------------------------------
+
+
+class Look(NamedTuple):
+    """Parameters and buffers at one moment.
+
+    Attributes:
+        step: number of the last update before it.
+        weights: the state dict, in memory of its own.
+        about: what the run has told.
+    """
+
+    step: int
+    weights: dict[str, Tensor]
+    about: dict[str, Any]
+
+
+def look(name: str) -> Look:
+    """Returns a copy of what a region has now.
+
+    Raises:
+        ConfigError: no region can be called so.
+        CheckpointError: there is none of this name, it cannot be opened, or it has just ended.
+    """
+    entry = _entry(name)
+    pid: int = entry["pid"]
+    with contextlib.closing(Life(pid)) as life:
+        try:
+            mapped = {each: np.frombuffer(_mapped(pid, *entry[each]), np.uint8) for each in ("header", "parameters")}
+        except OSError as error:
+            raise _unreachable(name, entry, error, has_ended=not life.goes_on()) from error
+        form = {key: _place_in(each) for key, each in entry["tensors"].items()}
+        copies = {place: torch.empty(place.num_bytes, dtype=torch.uint8) for place in form.values()}
+        pairs = [
+            (copy.numpy(), mapped[place.memory][place.start : place.start + place.num_bytes])
+            for place, copy in copies.items()
+        ]
+        words, fence = mapped["header"][:LINE_BYTES].view(np.int64), _Fence()
+        patience, num_torn = Patience(LONGEST_LOOK_S), 0
+        while True:
+            before = int(words[_SEQUENCE])
+            if before % 2 == 0:
+                fence()
+                for mine, theirs in pairs:
+                    np.copyto(mine, theirs)
+                step = int(words[_STEP])
+                fence()
+                if words[_SEQUENCE] == before:
+                    break
+                num_torn += 1
+            elif before == _CLOSED or not life.goes_on():
+                raise _ended(name, entry, by_itself=before == _CLOSED)
+            else:
+                time.sleep(_POLL_S)
+            if not patience.left_s():
+                raise _never_whole(name, entry, num_torn)
+    weights = {
+        key: copies[place].view(getattr(torch, place.dtype)).as_strided(place.shape, place.stride)
+        for key, place in form.items()
+    }
+    return Look(step, weights, entry["about"])
+
+
+def _place_in(entry: Sequence[Any]) -> _Place:
+    memory, start, num_bytes, dtype, shape, stride = entry
+    return _Place(memory, start, num_bytes, dtype, tuple(shape), tuple(stride))
+
+
+def _mapped(pid: int, descriptor: int, link: str, num_bytes: int) -> mmap.mmap:
+    """Maps memory of another process, to be read.
+
+    Raises:
+        OSError: it cannot be reached from here, or is there no more.
+    """
+    if _link(pid, descriptor) != link:
+        raise FileNotFoundError(errno.ENOENT, f"is no longer {link}", f"/proc/{pid}/fd/{descriptor}")
+    opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(opened, num_bytes, prot=mmap.PROT_READ)
+    finally:
+        os.close(opened)
+
+
+# --- where regions are found -----------------------------------------------------------------------------------------
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError unless a region can be called so."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(f"region={name!r:.120}: take letters, digits, '.', '_' and '-', 100 at most, no sign first")
+
+
+def _home() -> Path:
+    """Returns the folder of all regions of the host: one in memory, so that no file outlives the processes there."""
+    memory = Path("/dev/shm")
+    return memory if os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+
+
+def _folder(name: str) -> Path:
+    check_name(name)
+    return _home() / f"ddp-region-{os.geteuid()}-{name}"
+
+
+@contextlib.contextmanager
+def _kept_folder(name: str) -> Iterator[Path]:
+    """Makes the folder of a region, which no other process has until the block ends.
+
+    Raises:
+        ConfigError: another process has it.
+    """
+    folder, held = _folder(name), None
+    while held is None:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if why := why_shared(folder, folder.lstat(), rights=ANYTHING):
+            raise ConfigError(f"region={name}: {why}, and only you should: take another name")
+        try:
+            held = hold(folder)
+        except FileNotFoundError:  # the process that had it has just removed it
+            continue
+        except ConfigError as error:
+            raise _kept(name, folder) from error
+    try:
+        if held.count > 1:
+            raise _kept(name, folder)
+        yield folder
+    finally:
+        held.close()
+        with contextlib.suppress(OSError):  # another process has it by now
+            folder.rmdir()
+
+
+def _kept(name: str, folder: Path) -> ConfigError:
+    try:
+        entry = _read(folder)
+        keeper = f"{_keeper(entry)}{_of_run(entry)}"
+    except (OSError, ValueError):
+        keeper = "a run that is just beginning"
+    return ConfigError(f"region={name} is kept by {keeper}: wait until it has ended, or take another name")
+
+
+def _entry(name: str) -> dict[str, Any]:
+    """Returns the content of region.json.
+
+    Raises:
+        CheckpointError: there is none, or others could have written it.
+    """
+    folder = _folder(name)
+    try:
+        why = why_shared(folder, folder.lstat(), rights=ANYTHING)
+        entry = _read(folder)
+    except (OSError, ValueError) as error:
+        raise _nobody(name) from error
+    if why:
+        raise CheckpointError(f"region={name}: {why}, and only you should: remove it")
+    return entry
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    return json_object((folder / _ENTRY).read_text())
+
+
+def _is_kept(folder: Path) -> bool:
+    """Returns True if a process keeps the region in this folder, as far as this process can see."""
+    try:
+        entry = _read(folder)
+        return all(_link(entry["pid"], entry[each][0]) == entry[each][1] for each in ("header", "parameters"))
+    except (OSError, ValueError):
+        return False
+
+
+def _keeper(entry: Mapping[str, Any]) -> str:
+    return f"process {entry['pid']} on host {entry['host']}"
+
+
+def _of_run(entry: Mapping[str, Any]) -> str:
+    run = entry["about"].get("run_dir")
+    return f", the run in {run}," if run else ""
+
+
+def _instead(entry: Mapping[str, Any]) -> str:
+    run = entry["about"].get("run_dir")
+    return f"load its last checkpoint, ddp.load({run!r}, 'latest')" if run else "start it again"
+
+
+def _nobody(name: str) -> CheckpointError:
+    """Returns the error for a name that no process of this user keeps."""
+    mine, others = [], []
+    for folder in _home().glob("ddp-region-*"):
+        with contextlib.suppress(OSError):  # it has just been removed
+            uid, _, called = folder.name.removeprefix("ddp-region-").partition("-")
+            if uid == str(os.geteuid()):
+                mine += [called] if _is_kept(folder) else []
+            elif called == name:
+                others.append(user_name(folder.lstat().st_uid))
+    if others:
+        return CheckpointError(f"region={name} is that of {others[0]}, and only its own user can look at it")
+    near = sorted(mine, key=lambda each: difflib.SequenceMatcher(None, name, each).ratio(), reverse=True)
+    kept = f"; {'those kept are' if len(near) > 1 else 'the only one kept is'} {', '.join(near)}" if near else ""
+    remedy = f"a run publishes one with strategy=central_storage strategy.region={name}, until it ends"
+    return CheckpointError(f"region={name}: nobody keeps it on this host{kept}: {remedy}")
+
+
+def _unreachable(name: str, entry: Mapping[str, Any], error: OSError, *, has_ended: bool) -> CheckpointError:
+    """Returns the error for memory that cannot be opened."""
+    if entry["namespace"] == _pid_namespace() and (isinstance(error, FileNotFoundError) or has_ended):
+        return _nobody(name)
+    where = f"the memory of {_keeper(entry)} cannot be opened from here ({error.strerror})"
+    return CheckpointError(f"region={name}: {where}: look from the same container")
+
+
+def _ended(name: str, entry: Mapping[str, Any], *, by_itself: bool) -> CheckpointError:
+    how = "has just ended" if by_itself else "was killed in the midst of an update"
+    return CheckpointError(f"region={name}: {_keeper(entry)} {how}: {_instead(entry)}")
+
+
+def _never_whole(name: str, entry: Mapping[str, Any], num_torn: int) -> CheckpointError:
+    what = f"{_keeper(entry)} has been in the midst of an update: does it go on?"
+    if num_torn:
+        what = f"an update has overtaken {counted(num_torn, 'look')}: leave a core to whoever looks"
+    return CheckpointError(f"region={name}: for {LONGEST_LOOK_S:g} s, {what} If not, {_instead(entry)}")

@@ -1,0 +1,330 @@
+"""A region: whoever looks gets the numbers of one moment, and is told why where there are none."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from ddp.comm.transport.shared_memory import SharedMemory
+from ddp.errors import CheckpointError, ConfigError
+from ddp.process.memory import ask_for_signal
+from ddp.strategies import region
+from ddp.strategies.region import Region, look
+
+NUMEL = 1 << 15
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A name that no other test run has; of a region that was ended well, nothing is left."""
+    name = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    yield name
+    assert not list(Path("/dev/shm").glob(f"ddp-region-*{name}"))
+
+
+def shared(tensors: dict[str, Tensor]) -> tuple[SharedMemory, dict[str, Tensor]]:
+    """Copies tensors side by side into memory that can be shared, each at a multiple of 64 bytes."""
+    memory = SharedMemory.create("memfd", sum(-(-each.nbytes // 64) * 64 for each in tensors.values()))
+    found: dict[str, Tensor] = {}
+    start = 0
+    for key, each in tensors.items():
+        inside = memory.bytes[start : start + each.nbytes].view(each.dtype)
+        found[key] = inside.as_strided(each.shape, each.stride()).copy_(each.detach())
+        start += -(-each.nbytes // 64) * 64
+    return memory, found
+
+
+def one(name: str, *, about: dict[str, Any] | None = None) -> tuple[Region, Tensor, Tensor]:
+    """Returns a region of two numbers, one a parameter, one a buffer."""
+    memory, found = shared({"weight": torch.zeros(1)})
+    buffer = torch.zeros(1)
+    return Region(name, memory, found, {"buffer": buffer}, about or {}), found["weight"], buffer
+
+
+def update(kept: Region, weight: Tensor, buffer: Tensor, step: int, *, half: Callable[[], None] = lambda: None) -> None:
+    """Makes all numbers those of a step."""
+    buffer.fill_(step)
+    kept.begin()
+    weight.fill_(step)
+    half()
+    kept.end(step)
+
+
+def numbers(found: region.Look) -> set[float]:
+    return {found.step, *(value for each in found.weights.values() for value in each.flatten()[:: NUMEL - 1].tolist())}
+
+
+class Odd(nn.Module):
+    """Has tensors of several types and forms, and two keys for one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.norm = nn.BatchNorm2d(4)
+        self.first = nn.Linear(4, 4, dtype=torch.bfloat16)
+        self.second = nn.Linear(4, 4, dtype=torch.float64)
+        self.tied = self.second
+        self.none = nn.Parameter(torch.empty(0, 3))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("wave", torch.tensor(1 + 2j))
+
+
+def test_a_look_is_the_state_dict_in_memory_of_its_own(name: str) -> None:
+    torch.manual_seed(0)
+    module = Odd()
+    state = module.state_dict()
+    memory, inside = shared(dict(module.named_parameters()))
+    tensors = {**inside, **{key.replace("second", "tied"): inside[key] for key in inside if "second" in key}}
+    buffers = dict(module.named_buffers())
+    kept = Region(name, memory, tensors, buffers, {"run_dir": None, "sizes": [1, 2]}, step=7)
+    found = look(name)
+    assert (found.step, found.about) == (7, {"run_dir": None, "sizes": [1, 2]})
+    for key, value in state.items():
+        assert found.weights[key].equal(value) and found.weights[key].dtype == value.dtype, key
+        assert found.weights[key].stride() == value.stride(), key
+    assert found.weights.keys() == state.keys()
+    assert found.weights["second.weight"].data_ptr() == found.weights["tied.weight"].data_ptr()
+    torch.save(found.weights, io.BytesIO())
+
+    module.norm(torch.randn(2, 4, 3, 3))
+    earlier, later = {key: each.clone() for key, each in found.weights.items()}, look(name).weights
+    assert later["norm.running_mean"].equal(earlier["norm.running_mean"])  # until the next update ends
+    kept.begin()
+    inside["conv.weight"].fill_(5)
+    kept.end(8)
+    later = look(name).weights
+    assert later["norm.running_mean"].equal(buffers["norm.running_mean"]) and later["norm.num_batches_tracked"] == 1
+    assert (later["conv.weight"] == 5).all() and all(found.weights[key].equal(each) for key, each in earlier.items())
+    nn.Module.load_state_dict(Odd(), later)
+    kept.close()
+    kept.close()
+
+
+# --- one moment ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["before", "after the parameters", "after the step"])
+def test_a_copy_that_an_update_overtakes_is_made_again(
+    name: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, weight, buffer = one(name)
+    update(kept, weight, buffer, 1)
+    copied, num_copies = np.copyto, 0
+
+    def copyto(mine: Any, theirs: Any) -> None:
+        nonlocal num_copies
+        num_copies += 1
+        if num_copies == 2 and when == "after the parameters":
+            update(kept, weight, buffer, 2)
+        if num_copies == 1 and when == "before":
+            update(kept, weight, buffer, 2)
+        copied(mine, theirs)
+        if num_copies == 2 and when == "after the step":
+            kept.begin()
+            weight.fill_(2)
+            threading.Timer(0.02, lambda: (buffer.fill_(2), kept.end(2))).start()
+
+    monkeypatch.setattr(np, "copyto", copyto)
+    assert numbers(look(name)) == {2}
+    assert num_copies == 4
+    kept.close()
+
+
+def keep_updating(name: str, numel: int) -> None:
+    """Makes all numbers those of the next step, again and again, until it is killed."""
+    memory, found = shared({"first": torch.zeros(numel), "second": torch.zeros(numel, dtype=torch.float64)})
+    buffer = torch.zeros(3)
+    kept, step = Region(name, memory, found, {"buffer": buffer}, {}), 0
+    while True:
+        time.sleep(0.0005)
+        step += 1
+        buffer.fill_(step)
+        kept.begin()
+        for each in found.values():
+            each.fill_(step)
+        kept.end(step)
+
+
+def begun(name: str, work: Callable[..., None], *args: Any) -> int:
+    """Returns a child that keeps a region, and is killed with this process; `work(name, …)` is all that it does."""
+    if not (pid := os.fork()):
+        try:
+            ask_for_signal(signal.SIGKILL)
+            work(name, *args)
+        finally:
+            os._exit(1)
+    deadline_s = time.monotonic() + 30
+    while not region._is_kept(region._folder(name)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    return pid
+
+
+def look_while_it_is_updated(name: str, num_looks: int) -> int:
+    pid = begun(name, keep_updating, NUMEL)
+    steps = set()
+    for _ in range(num_looks):
+        found = look(name)
+        assert numbers(found) == {found.step}
+        steps.add(found.step)
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    for _ in range(2):  # of a process that has ended, and of none
+        with pytest.raises(CheckpointError, match="nobody keeps it on this host"):
+            look(name)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+    kept, *_ = one(name)  # what the killed one has left is no obstacle
+    assert look(name).step == 0
+    kept.close()
+    return len(steps)
+
+
+def test_no_look_has_half_an_update(name: str) -> None:
+    [num_steps] = run_ranks(look_while_it_is_updated, 1, name, 200)
+    assert num_steps > 50
+
+
+def update_half(name: str) -> None:
+    update(*one(name, about={"run_dir": "runs/mine"}), 1, half=lambda: time.sleep(600))
+
+
+def look_at_half_an_update(name: str) -> None:
+    pid = begun(name, update_half)
+    region.LONGEST_LOOK_S = 0.05
+    says = rf"for 0.05 s, process {pid} on host .* midst of an update: .* ddp.load\('runs/mine', 'latest'\)"
+    with pytest.raises(CheckpointError, match=says):
+        while True:  # it may not have begun the update yet
+            look(name)
+    region.LONGEST_LOOK_S = 30
+    threading.Timer(0.05, os.kill, (pid, signal.SIGKILL)).start()
+    with pytest.raises(CheckpointError, match=rf"process {pid} .* was killed in the midst of an update: load its last"):
+        look(name)
+    os.waitpid(pid, 0)
+    one(name)[0].close()
+
+
+def test_an_update_that_never_ends_is_told(name: str) -> None:
+    run_ranks(look_at_half_an_update, 1, name)
+
+
+def test_what_ends_or_goes_too_fast_while_it_is_looked_at_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, weight, buffer = one(name)
+    monkeypatch.setattr(region, "LONGEST_LOOK_S", 0.05)
+    monkeypatch.setattr(np, "copyto", lambda *_: update(kept, weight, buffer, 1))
+    with pytest.raises(CheckpointError, match=r"an update has overtaken [0-9]+ looks: leave a core .* start it again"):
+        look(name)
+    monkeypatch.setattr(np, "copyto", lambda *_: kept.close())
+    with pytest.raises(CheckpointError, match=f"process {os.getpid()} .* has just ended"):
+        look(name)
+    update(kept, weight, buffer, 2)
+    with pytest.raises(CheckpointError, match="nobody keeps it"):
+        look(name)
+
+
+# --- who keeps it ----------------------------------------------------------------------------------------------------
+
+
+def keep_until_the_end(name: str, exits: bool) -> None:
+    kept, *_ = one(name, about={"run_dir": "runs/first"})
+    with pytest.raises(ConfigError, match=f"is kept by process {os.getpid()} .*, the run in runs/first,: wait"):
+        one(name)
+    if not (pid := os.fork()):
+        kept.close()  # a child that has inherited it
+        says = ""
+        try:
+            one(name)
+        except ConfigError as error:
+            says = str(error)
+        os._exit(0 if f"process {os.getppid()} on host" in says else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert look(name).step == 0
+    atexit._run_exitfuncs() if exits else kept.close()
+    with pytest.raises(CheckpointError, match="nobody keeps it"):
+        look(name)
+
+
+@pytest.mark.parametrize("exits", [False, True])
+def test_one_process_keeps_a_name_until_it_closes_it_or_exits(name: str, exits: bool) -> None:
+    run_ranks(keep_until_the_end, 1, name, exits)
+
+
+def test_names_that_are_kept_are_told_the_nearest_first(name: str) -> None:
+    kept = [one(f"{prefix}-{name}")[0] for prefix in ("circles", "digits", "digests")]
+    with pytest.raises(CheckpointError) as told:
+        look(f"digitz-{name}")
+    said = str(told.value)
+    places = [said.index(f" {prefix}-{name}") for prefix in ("digits", "digests", "circles")]
+    assert places == sorted(places) and f"strategy.region=digitz-{name}" in said
+    for each in kept:
+        each.close()
+
+
+def test_what_is_not_this_user_s_or_not_of_this_container_is_told(name: str) -> None:
+    folder = Path(f"/dev/shm/ddp-region-{os.geteuid()}-{name}")
+    other = folder.with_name(f"ddp-region-4321-{name}")
+    other.mkdir()
+    try:
+        if os.geteuid() == 0:
+            os.chown(other, 4321, 4321)
+            with pytest.raises(CheckpointError, match="is that of user 4321, and only its own user can look at it"):
+                look(name)
+        folder.mkdir()
+        folder.chmod(0o777)
+        with pytest.raises(ConfigError, match=f"others may enter {folder}"):
+            one(name)
+        (folder / "region.json").write_text("{}")
+        with pytest.raises(CheckpointError, match=f"others may enter {folder}"):
+            look(name)
+        (folder / "region.json").unlink()
+        folder.chmod(0o700)
+    finally:
+        other.rmdir()
+    kept, *_ = one(name)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    entry = json.loads((folder / "region.json").read_text())
+    for pid, namespace in ((1 << 30, "pid:[1]"), (os.getppid(), "pid:[1]")):
+        (folder / "region.json").write_text(json.dumps({**entry, "pid": pid, "namespace": namespace}))
+        with pytest.raises(CheckpointError, match=rf"process {pid} on .* cannot be opened from here \(.*: look from"):
+            look(name)
+    for changed in ({"pid": os.getppid()}, {"header": [entry["header"][0], "/memfd:ddp-1-0", 64]}):
+        (folder / "region.json").write_text(json.dumps({**entry, **changed}))
+        with pytest.raises(CheckpointError, match="nobody keeps it"):
+            look(name)
+    (folder / "region.json").write_text("{")
+    with pytest.raises(CheckpointError, match="nobody keeps it"):
+        look(name)
+    kept.close()
+
+
+def test_memory_is_mapped_to_be_read_only(name: str) -> None:
+    kept, *_ = one(name)
+    entry = json.loads((region._folder(name) / "region.json").read_text())
+    for which in ("header", "parameters"):
+        with pytest.raises(TypeError, match="modify a readonly"):
+            region._mapped(entry["pid"], *entry[which])[0] = 1
+    kept.close()
+
+
+@pytest.mark.parametrize("bad", ["", "a/b", "..", "-x", "ä", "x" * 101, 3])
+def test_names_that_cannot_be_used(bad: Any) -> None:
+    for use in (one, look):
+        with pytest.raises(ConfigError, match=rf"region={re.escape(repr(bad)[:9])}.*: take letters, digits"):
+            use(bad)
