@@ -114,4 +114,4 @@ if __name__ == "__main__":
 #
 # ## Next
 #
-# That is all of data-parallel training. `docs/engines.md` has a program for each engine; `docs/reading.md` leads on.
+# `16_central_storage.py`: what the ranks of a host need only once. `docs/engines.md` has a program for each engine.

@@ -142,6 +142,7 @@ SUBJECTS = {  # chapter → the functions that it is about
         "data/orders/order.py: Blocks.samples, _windows, Checksum.of",
     ],
     "15_who_starts_it": ["comm/meeting/place.py: _placed, _meeting, _port_of, _starter"],
+    "16_central_storage": ["comm/host_share.py: shared_by_host, _mapped"],
 }
 
 
