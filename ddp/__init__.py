@@ -151,7 +151,10 @@ def __getattr__(name: str) -> Any:
     if name in _NAMESPACES:
         return importlib.import_module(f"ddp.{name}")
     if name not in _HOMES:
-        raise AttributeError(f"module 'ddp' has no attribute {name!r}")
+        from ddp.setting import strategy_hint  # which takes longer than all of this module
+
+        hint = strategy_hint(name, 'strategy="{}", of ddp.fit') if name[:1].isupper() else ""  # of a class
+        raise AttributeError(f"module 'ddp' has no attribute {name!r}.{hint}".removesuffix("."))
     drawn = random.getstate()  # importing rich draws a number, which would be missing in the user's program
     try:
         return getattr(importlib.import_module(_HOMES[name]), name)

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ddp.errors import ConfigError
-from ddp.setting import Precision, StrategyName, WireName, check_values, setting
+from ddp.setting import Precision, StrategyName, WireName, check_values, setting, strategy_hint
 
 ONE_EVALUATION = "goes by evaluations, of which there is one, at the end"
 
@@ -103,12 +103,18 @@ class Averaging(Buckets):
     """Says how gradients are averaged, and which rank updates which parameters.
 
     Attributes:
-        strategy: "sharded": each rank updates a slice of the parameters, and holds the optimizer's state of that alone.
+        strategy: the word for who holds parameters and optimizer state (`strategies/choice.py`).
         hook: sends less than all of the gradients between hosts, such as `ddp.gradients.PowerSGD(4)`.
     """
 
-    strategy: StrategyName = "replicated"
+    strategy: StrategyName = "auto"
     hook: Any = None  # ddp.gradients.Hook, which imports torch
+
+    def __post_init__(self) -> None:
+        words = get_args(StrategyName)
+        if self.strategy not in words and (hint := strategy_hint(self.strategy)):
+            raise ConfigError(f"strategy={self.strategy!r:.60}: take one of {', '.join(words)}.{hint}")
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)

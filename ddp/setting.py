@@ -9,6 +9,7 @@ The command line, its errors, --help and docs/settings.md read these lines, and 
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import field, fields, is_dataclass
@@ -25,7 +26,36 @@ WireName = Literal[Narrow, "fp32"]
 Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]
 Scaling = Literal["none", "linear", "sqrt", "legw"]
 Uneven = Literal["join", "stop_all", "raise"]
-StrategyName = Literal["replicated", "sharded"]
+StrategyName = Literal["auto", "one_device", "mirrored", "multi_worker", "sharded"]
+
+CALLED_ELSEWHERE = {  # word, or a sentence → what guides call it, in lower case, without "_" and "strategy"
+    "auto": "replicated ddp ddpspawn ddpfork ddpnotebook distributeddataparallel horovod default",
+    "one_device": "onedevice singledevice",
+    "mirrored": "mirrored dp dataparallel",
+    "multi_worker": "multiworker multiworkermirrored collectiveallreduce",
+    "sharded": "sharded zero zero1 zeroredundancyoptimizer ddpsharded",
+    "central_storage": "centralstorage",
+    "Parameters are whole on every rank here; sharded cuts the optimizer's state alone": (
+        "fsdp fsdp2 fullyshard fullyshardeddataparallel deepspeed zero2 zero3"
+    ),
+    "Parameter servers are not here yet: all ranks agree in every step": "parameterserver parameterservers ps",
+    "TPUs are not supported": "tpu xla",
+}
+
+
+def strategy_hint(word: object, say: str = "{}") -> str:
+    """Returns a sentence, with a space before it, for a word or an object that is a strategy elsewhere; or "".
+
+    Args:
+        say: where the word of ours belongs.
+    """
+    name = word if isinstance(word, str) else type(word).__name__
+    letters = re.sub("[^a-z0-9]|strategy", "", name.lower())
+    found = next((ours for ours, theirs in CALLED_ELSEWHERE.items() if letters in theirs.split()), "")
+    if found in get_args(StrategyName):
+        return f" Did you mean {say.format(found)}?"
+    return f" {found}." if " " in found else ""
+
 
 LARGEST = 3.4e38  # of float32
 

@@ -45,7 +45,7 @@ def grouped(
             given[argument] = policy(**{name: given.pop(name) for name in names})
     averaging = {name: given.pop(name) for name in ("wire", "hook", "verify_every") if name in given}
     if averaging:
-        given["strategy"] = ddp.Averaging(strategy=given.pop("strategy", "replicated"), **averaging)
+        given["strategy"] = ddp.Averaging(strategy=given.pop("strategy", "auto"), **averaging)
     kept = {item.name for item in fields(ddp.Folder)} & given.keys()
     folder = {name: given.pop(name) for name in kept}
     if "checkpoint_every_steps" in given:

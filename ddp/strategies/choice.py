@@ -1,6 +1,9 @@
-"""From a model and settings to a replica, and the strategy that trains it."""
+"""From a word to a replica and the strategy that trains it: `STRATEGIES` is the table of the words."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,13 +21,116 @@ from ddp.process.log import log
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.drop_in.data_parallel import DistributedDataParallel
 from ddp.replica.drop_in.in_backward import refusal
+from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.settlement import produces_sparse_gradient
 from ddp.replica.sharded import ShardedDataParallel
-from ddp.setting import Precision
+from ddp.setting import Precision, StrategyName
 from ddp.strategies.replicated import Replicated
 from ddp.strategies.sharded import Sharded
 from ddp.strategies.strategy import Strategy
+
+# --- The words -------------------------------------------------------------------------------------------------------
+
+
+class Setup(NamedTuple):
+    """Says what a run is to train on which processes: by its settings, before these start; or as a rank finds it.
+
+    Attributes:
+        num_hosts: of settings: 2 if there are several.
+        shares_memory: the ranks of a host share its memory.
+        device: the kind of it.
+        is_naive: the replica has no buckets.
+        is_sparse: a layer of the model has sparse gradients.
+    """
+
+    world_size: int
+    num_hosts: int
+    shares_memory: bool
+    device: str
+    precision: Precision
+    is_naive: bool
+    is_sparse: bool
+
+
+class Refusal(NamedTuple):
+    """Says which setups are refused.
+
+    Attributes:
+        holds: the setup is one of them.
+        reason: the end of a sentence, with the remedy; {0} is the setup.
+    """
+
+    holds: Callable[[Setup], bool]
+    reason: str
+
+
+SEVERAL_RANKS = Refusal(
+    lambda setup: setup.world_size > 1,
+    "is for one worker, and there are {0.world_size}; take one worker, or strategy=auto",
+)
+SEVERAL_HOSTS = Refusal(
+    lambda setup: setup.num_hosts > 1,
+    "is for the workers of one host, and there are several hosts; take strategy=multi_worker",
+)
+NO_BUCKETS = Refusal(
+    lambda setup: setup.is_naive, "needs replica.kind=bucketed, whose buckets it cuts into slices; leave one out"
+)
+MASTER_WEIGHTS = Refusal(
+    lambda setup: setup.precision == "bf16_pure",
+    "precision=bf16_pure has master weights, which are not cut into slices; take precision=bf16, or strategy=auto",
+)
+SPARSE_GRADIENTS = Refusal(
+    lambda setup: setup.is_sparse, "a layer has sparse gradients, which no slice can hold; take strategy=auto"
+)
+OF_SLICES = (NO_BUCKETS, MASTER_WEIGHTS, SPARSE_GRADIENTS)
+"""Refused where each rank updates a slice."""
+
+
+class Row(NamedTuple):
+    """Says what a word of `strategy` stands for.
+
+    Attributes:
+        replica: what a module is wrapped in: which gradients a rank gets.
+        update: the strategy's class: what a rank updates, and which state it holds.
+        refuses: setups that it cannot train.
+    """
+
+    replica: type[BucketedDataParallel]
+    update: type[Replicated]
+    refuses: Sequence[Refusal] = ()
+
+
+# fmt: off
+STRATEGIES: dict[StrategyName, Row] = {
+    "auto":         Row(BucketedDataParallel, Replicated),
+    "one_device":   Row(BucketedDataParallel, Replicated, (SEVERAL_RANKS,)),
+    "mirrored":     Row(BucketedDataParallel, Replicated, (SEVERAL_HOSTS,)),
+    "multi_worker": Row(BucketedDataParallel, Replicated),
+    "sharded":      Row(ShardedDataParallel, Sharded, OF_SLICES),
+}
+# fmt: on
+
+
+def refuse(word: StrategyName, setup: Setup) -> None:
+    """Raises ConfigError, with the remedy, if a strategy cannot train this."""
+    for each in STRATEGIES[word].refuses:
+        if each.holds(setup):
+            raise ConfigError(f"strategy={word}: {each.reason.format(setup)}")
+
+
+def update_of(replica: Replica) -> type[Replicated]:
+    """Returns the class of the strategy for a replica: the last row's of the table that has a replica of this kind."""
+    rows = reversed(STRATEGIES.values())
+    return next((row.update for row in rows if isinstance(replica, row.replica)), Replicated)  # the latter: a naive one
+
+
+def same_bits_as(word: StrategyName) -> StrategyName:
+    """Returns the first word with the same update, and so with the same bits on the same processes."""
+    return next(each for each, row in STRATEGIES.items() if row.update is STRATEGIES[word].update)
+
+
+# --- The replica -----------------------------------------------------------------------------------------------------
 
 
 def ranks_of(model: nn.Module) -> Communicator:
@@ -47,8 +153,15 @@ def ranks_of(model: nn.Module) -> Communicator:
     return comm
 
 
-def replica_of(model: nn.Module, optimizer: Optimizer, comm: Communicator, averaging: Averaging) -> Replica:
-    """Returns the model as a replica on the rank's device; of the drop-in class where gradients are sparse.
+def replica_of(
+    model: nn.Module,
+    optimizer: Optimizer,
+    comm: Communicator,
+    averaging: Averaging,
+    *,
+    precision: Precision = "fp32",
+) -> Replica:
+    """Returns the model as a replica on the rank's device.
 
     Raises:
         ConfigError: the model cannot be trained here, or not by this optimizer.
@@ -80,13 +193,14 @@ def replica_of(model: nn.Module, optimizer: Optimizer, comm: Communicator, avera
             len(left_out),
             left_out[0],
         )
-    sharded = averaging.strategy == "sharded"
+    word, row = averaging.strategy, STRATEGIES[averaging.strategy]
+    if isinstance(model, Replica) and word != "auto" and update_of(model) is not row.update:
+        raise ConfigError(
+            f"strategy={word} with a model in a {name}: give ddp.fit the bare module; or, for some of the ranks, a "
+            f"{row.replica.__name__}(module, comm=…) of {row.replica.__module__}"
+        )
+    refuse(word, setup_of(model, comm, precision))
     if isinstance(model, Replica):
-        if sharded and not isinstance(model, ShardedDataParallel):
-            raise ConfigError(
-                f"strategy='sharded' with a model in a {name}: give ddp.fit the bare module; or, for some of the "
-                "ranks, a ShardedDataParallel(module, comm=…) of ddp.replica.sharded"
-            )
         for key in ("wire", "hook", "bucket_cap_mb", "first_bucket_mb"):
             if (given := getattr(averaging, key)) != getattr(Averaging, key):
                 takes_it = isinstance(model, BucketedDataParallel)
@@ -102,17 +216,42 @@ def replica_of(model: nn.Module, optimizer: Optimizer, comm: Communicator, avera
     if isinstance(averaging.hook, Hook):
         check_momentum(averaging.hook, optimizer)
     model.to(comm.device)  # in place, so that the optimizer's parameters are still the model's
-    is_sparse = any(produces_sparse_gradient(layer) for layer in model.modules())
-    if is_sparse and sharded:
-        raise ConfigError("strategy='sharded': a layer has sparse gradients, which no slice can hold; leave it out")
-    kind = ShardedDataParallel if sharded else DistributedDataParallel if is_sparse else BucketedDataParallel
+    return wrapped(model, comm, averaging)
+
+
+def setup_of(model: nn.Module, comm: Communicator, precision: Precision) -> Setup:
+    """Returns the setup that a rank finds."""
+    return Setup(
+        world_size=comm.world_size,
+        num_hosts=len(comm.hosts),
+        shares_memory=comm.host_partition.num_hosts == len(comm.hosts),  # else each rank counts as a host there
+        device=comm.device.type,
+        precision=precision,
+        is_naive=isinstance(model, NaiveDataParallel),
+        is_sparse=has_sparse_gradients(model),
+    )
+
+
+def has_sparse_gradients(model: nn.Module) -> bool:
+    """Returns True if a layer of the model has sparse gradients."""
+    return any(produces_sparse_gradient(layer) for layer in model.modules())
+
+
+def wrapped(module: nn.Module, comm: Communicator, averaging: Averaging, **how: Any) -> BucketedDataParallel:
+    """Returns a module of this device as the strategy's replica; of the drop-in class where gradients are sparse.
+
+    Args:
+        how: further arguments of the replica.
+    """
+    kind = DistributedDataParallel if has_sparse_gradients(module) else STRATEGIES[averaging.strategy].replica
     replica: BucketedDataParallel = kind(
-        model,
+        module,
         comm=comm,
         wire=averaging.wire,
         hook=averaging.hook,
         bucket_cap_mb=averaging.bucket_cap_mb,
         first_bucket_mb=averaging.first_bucket_mb,
+        **how,
     )
     replica.verify_replicas(every=averaging.verify_every)
     return replica
@@ -134,11 +273,7 @@ def strategy_for(
     Raises:
         ConfigError: precision, wire format, optimizer and replica do not go together.
     """
-    match replica:
-        case ShardedDataParallel():
-            chosen: type[Replicated] = Sharded
-        case _:
-            chosen = Replicated
+    chosen = update_of(replica)
     if precision != "bf16_pure":
         if replica.wire == "fp32" and all(parameter.dtype.itemsize >= 4 for parameter in replica.parameters()):
             raise ConfigError("wire='fp32': all gradients are float32 already; leave it out")

@@ -156,7 +156,7 @@ def inputs_of(given: Given, comm: Communicator) -> Inputs:
     source, held_out = held_out_of(
         source, given.validation_data, given.test_data, collate=collate, seed=given.batches.seed
     )
-    replica = replica_of(given.model, given.optimizer, comm, given.strategy)
+    replica = replica_of(given.model, given.optimizer, comm, given.strategy, precision=given.precision)
     schedule, scheduler = schedules_of(given.schedule, given.optimizer, task=task, is_evaluated=held_out.is_evaluated)
     return Inputs(task, source, held_out, replica, schedule, scheduler)
 

@@ -83,7 +83,7 @@ def fit(
     schedule: RateSchedule | LRScheduler | TorchSchedule | None = None,
     clip_norm: float | None = None,
     precision: Precision = "fp32",
-    strategy: StrategyName | Averaging = "replicated",
+    strategy: StrategyName | Averaging = "auto",
     folder: str | Path | Folder | None = Folder(),
     callbacks: Sequence[Callback] = (),
     **mistyped: Never,
@@ -132,8 +132,9 @@ def fit(
         clip_norm: largest norm of the global gradient.
         precision: "fp32"; "bf16" or "fp16" for autocast, where "fp16" scales the loss; "bf16_pure" for bfloat16
             parameters with float32 master weights (`ddp/optim/precision.py`).
-        strategy: "replicated", or "sharded": each rank updates a slice of the parameters, and holds the optimizer's
-            state of that alone. Or a `ddp.Averaging`, which also says how gradients travel.
+        strategy: "auto": every rank holds all, and makes the same update; "one_device", "mirrored" (on one host) and
+            "multi_worker" are guides' names for it. "sharded": each rank updates a slice of the parameters, and holds
+            the optimizer's state of that alone. Or a `ddp.Averaging`, which also says how gradients travel.
         folder: of the run: checkpoints/ (the last and the best), metrics.jsonl, summary.json, curves.png. Unless given,
             a new one below runs/. None: nothing is written. A `ddp.Folder` also resumes, and says what is kept.
         callbacks: objects of `ddp.Callback`, run after those of fit, such as `ddp.EMA()` and

@@ -7,6 +7,7 @@ Files of a run that were written before hold the old keys; `translated` brings t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -25,7 +26,11 @@ KEYS = {
 }
 """Old key → new key."""
 
-VALUES: dict[str, dict[Any, Any]] = {"strategy": {True: "sharded", False: "replicated"}, "replica.wire": {"none": None}}
+_AUTO, _SHARDED = {"name": "auto"}, {"name": "sharded"}
+VALUES: dict[str, dict[Any, Any]] = {
+    "strategy": {True: _SHARDED, False: _AUTO, "sharded": _SHARDED, "replicated": _AUTO},
+    "replica.wire": {"none": None},
+}
 """New key → old value → new value."""
 
 _ARGUMENTS = {
@@ -77,7 +82,7 @@ def translated(plain: Mapping[str, Any]) -> dict[str, Any]:
     for key, values in VALUES.items():
         holder, last = _holder(tree, key)
         if holder is not None and isinstance(value := holder.get(last), (str, bool)) and value in values:
-            holder[last] = values[value]
+            holder[last] = copy(values[value])
     return tree
 
 

@@ -17,6 +17,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import ddp
+from ddp.comm.flat_collectives import HostPartition
 from ddp.data.orders.sampler import TrainSampler
 from ddp.data.samples import TensorSet
 from ddp.errors import CheckpointError, ConfigError
@@ -209,6 +210,21 @@ def test_a_resumed_run_keeps_its_own_optimizer_settings_and_refuses_another_opti
             restore(load(store.folder), state, identity={})
         assert all(bool((parameter == 7.0).all()) for parameter in state.model.parameters()), "nothing was changed"
         assert (state.step, state.sampler.state.consumed) == (0, 0)
+
+
+@pytest.mark.parametrize("then", ["replicated", {"name": "auto"}])
+def test_another_strategy_has_the_same_bits_on_one_host(
+    then: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    state, store = in_one_process(40)[0], CheckpointStore(tmp_path)
+    save_checkpoint(store, state, identity={"strategy": then})  # the word is of an older version
+    restore(load(store.folder), state, identity={"strategy": {"name": "sharded"}})
+    assert not caplog.records
+    monkeypatch.setattr(state.comm, "host_partition", HostPartition([0, 1], [0, 0], 1))
+    restore(load(store.folder), state, identity={"strategy": {"name": "auto"}})
+    assert not caplog.records
+    restore(load(store.folder), state, identity={"strategy": {"name": "sharded"}})
+    assert caplog.messages[0].endswith("an uninterrupted run: strategy.name was auto, is sharded")
 
 
 def in_one_process(num_samples: int) -> tuple[TrainState, TensorSet]:

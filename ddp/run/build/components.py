@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -32,14 +32,14 @@ from ddp.errors import ConfigError
 from ddp.gradients import DenseStart, Hook, PowerSGD, RandomK, Sign, TopK
 from ddp.models.gpt import GPT
 from ddp.models.images import CNN, MLP, resnet
-from ddp.replica.bucketed import BucketedDataParallel
+from ddp.policies import Averaging, Buckets
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
-from ddp.replica.sharded import ShardedDataParallel
 from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.run.settings import config as settings
 from ddp.run.settings.address import called, check_arguments, from_address, is_address, told
 from ddp.run.settings.config import Config
+from ddp.strategies.choice import wrapped
 from ddp.train.callbacks import EMA, Callback, EarlyStopping
 from ddp.train.tasks.cross_entropy import ByteModel, Classification, LanguageModel
 from ddp.train.tasks.task import LossFunction, Task, as_task
@@ -367,19 +367,18 @@ def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Repli
     """Returns the module as a replica. `evaluate` and checkpoints synchronise its buffers, and no forward does."""
     module = synchronised(config, module)
     if config.replica.kind == "naive":
-        replica: Replica = NaiveDataParallel(module, comm=comm, broadcast_buffers=False)
-    else:
-        replica = (ShardedDataParallel if config.strategy == "sharded" else BucketedDataParallel)(
-            module,
-            comm=comm,
-            broadcast_buffers=False,
-            bucket_cap_mb=config.replica.bucket_cap_mb,
-            first_bucket_mb=config.replica.first_bucket_mb,
-            wire=config.replica.wire,
-            hook=make_hook(config),
-        )
-    replica.verify_replicas(every=config.replica.verify_every)
-    return replica
+        replica = NaiveDataParallel(module, comm=comm, broadcast_buffers=False)
+        replica.verify_replicas(every=config.replica.verify_every)
+        return replica
+    buckets = {item.name: getattr(config.replica, item.name) for item in fields(Buckets)}
+    averaging = replace(strategy_of(config), hook=make_hook(config), **buckets)
+    return wrapped(module, comm, averaging, broadcast_buffers=False)
+
+
+def strategy_of(config: Config) -> Averaging:
+    """Returns who holds parameters and optimizer state; how gradients travel is said to the replica."""
+    chosen = asdict(config.strategy)
+    return Averaging(strategy=chosen.pop("name"), **chosen)
 
 
 # --- A model of the user's own ---------------------------------------------------------------------------------------

@@ -36,7 +36,9 @@ from ddp.run.build.load import load_initial_weights
 from ddp.run.build.sampling import batches_of, check_dealing, noted, sampler_for
 from ddp.run.settings import config as settings
 from ddp.run.settings.address import origins
+from ddp.run.settings.checks import check_strategy
 from ddp.run.settings.config import Config, folder_of
+from ddp.strategies.choice import same_bits_as
 from ddp.train.arguments import Given
 from ddp.train.callbacks import EARLY
 from ddp.train.checkpoint import check_optimizer
@@ -69,6 +71,7 @@ def check(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
             f"loader.cache=true: data={config.data.name} hand out whole batches, which need no cache; leave it out"
         )
     model = components.synchronised(config, components.make_model_without_memory(config, splits))
+    check_strategy(config, model)
     optimizer = optimization.make_optimizer(config, model)
     if (which := _start_of(config, Path(config.run.dir))) is not None:
         checkpoint = load(which, names=["model", "position"])
@@ -153,6 +156,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
             schedule=optimization.make_schedule(config, sizes),
             clip_norm=config.clip_norm,
             precision=config.precision,
+            strategy=components.strategy_of(config),
             folder=folder_of(config, run_dir),
             callbacks=components.make_callbacks(config),
             stop=stop,
@@ -168,7 +172,8 @@ def bits_depend_on(config: Config, splits: Splits) -> dict[str, Any]:
     facts = {"sample_shape": splits.sample_shape and list(splits.sample_shape), "num_classes": splits.num_classes}
     synchronised = {"sync_batchnorm": True} if config.replica.sync_batchnorm else {}
     reading = {"max_unreadable": config.loader.max_unreadable, "debug": config.loader.debug}
-    chosen = {key: plain[key] for key in (*keys, "epochs", "max_steps", "strategy")}
+    chosen = {key: plain[key] for key in (*keys, "epochs", "max_steps")}
+    chosen["strategy"] = {"name": same_bits_as(config.strategy.name)}
     chosen |= {"callbacks": config.callbacks} if config.callbacks else {}
     return {**chosen, "loader": reading, **facts, **synchronised}
 

@@ -50,7 +50,7 @@ from ddp.run.launch.engine import run_workers
 from ddp.run.launch.report import Report, describe_failures
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare, settings_text, unwritable
 from ddp.run.settings.address import is_address
-from ddp.run.settings.checks import check_gpus
+from ddp.run.settings.checks import check_gpus, check_strategy
 from ddp.run.settings.config import CHOICES, OWN, Config, choose, plain_defaults
 from ddp.run.settings.page import page
 from ddp.run.settings.reader import chosen_in, from_plain, key_of_option, unknown_choice, unknown_key
@@ -86,6 +86,7 @@ def main() -> NoReturn:
             with bad_input_to(print_error), only_writer(run_dir):
                 config = continued(_checked(composed, overrides), overrides, run_dir)
                 check_gpus(config)
+                check_strategy(config)
                 if settings.mode is RunMode.MULTIRUN:
                     config.run.group = config.run.group or Path(settings.sweep.dir).name
                 print(f"starting {counted(config.cluster.workers, 'worker')} for {shown(run_dir)}/ …", flush=True)

@@ -30,6 +30,7 @@ from ddp.run.settings.address import check_trust, own_parts
 from ddp.run.settings.checks import resolve
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain, settings_of
+from ddp.train.moved import translated
 
 
 def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None, is_restart: bool = False) -> None:
@@ -216,7 +217,7 @@ def _earlier_settings(config: Config, run_dir: Path) -> Path | None:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Returns the content of the config.yaml of an earlier run.
+    """Returns the content of the config.yaml of an earlier run, with the keys of today.
 
     Raises:
         ConfigError: it is damaged.
@@ -238,4 +239,4 @@ def read_settings(path: Path) -> dict[str, Any]:
             f"{path} is damaged: {' '.join(str(error).split())}. The checkpoints do not need it: start a run "
             f"from them with resume={path.parent / 'checkpoints'} run.name=NEW, and give its settings again"
         ) from error
-    return plain
+    return translated(plain)

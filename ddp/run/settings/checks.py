@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddp.collectives.catalog import ALL_REDUCE, BETWEEN_HOSTS, all_reduce_schedules
 from ddp.errors import ConfigError, did_you_mean
@@ -18,6 +19,9 @@ from ddp.run.settings import config as settings
 from ddp.run.settings.address import is_address, own_parts
 from ddp.run.settings.config import Config, folder_of
 from ddp.setting import out_of_bounds
+
+if TYPE_CHECKING:
+    from torch import nn
 
 SHARDINGS = ("auto", "file", "sample", "full_shuffle", "off")
 
@@ -144,13 +148,9 @@ def _choice_problems(config: Config) -> Iterator[str]:
     match config.optim:
         case settings.Sgd(nesterov=True, momentum=0):
             yield "optim.nesterov=true: needs momentum; set optim.momentum=0.9, or optim.nesterov=false"
-    if config.strategy == "sharded" and config.replica.kind == "naive":
-        yield "strategy=sharded: needs replica.kind=bucketed, whose buckets it cuts into slices; leave one out"
     wire = config.replica.wire
     if wire is not None and config.replica.kind == "naive":
         yield f"replica.wire={wire}: needs replica.kind=bucketed, whose buckets travel in it; leave one out"
-    if config.precision == "bf16_pure" and config.strategy == "sharded":
-        yield "precision=bf16_pure: has master weights, which are not sharded; take bf16, or leave strategy=sharded out"
     if config.precision == "bf16_pure" and (wire or "").startswith("int8"):
         yield f"replica.wire={wire}: takes fp32 gradients, and those of precision=bf16_pure are bf16; leave one out"
     if config.precision != "bf16_pure" and wire == "fp32":
@@ -291,6 +291,31 @@ def check_gpus(config: Config) -> None:
             f"backend=nccl: needs a GPU of its own for each of the {workers} workers here, and there are {num_gpus}; "
             f"take backend=gloo, or cluster.workers={num_gpus}"
         )
+
+
+def check_strategy(config: Config, model: nn.Module | None = None) -> None:
+    """Raises ConfigError if the strategy cannot train this; its table is `strategies/choice.py::STRATEGIES`.
+
+    Args:
+        model: None: it is not known yet.
+    """
+    if config.strategy.name == "auto":
+        return
+    from ddp import gpu  # this late, as in `check_gpus`
+    from ddp.strategies.choice import Setup, has_sparse_gradients, refuse
+
+    workers = config.cluster.workers
+    on_gpu = config.device == gpu.KIND or (config.device == "auto" and gpu.cuda.device_count() > 0)
+    setup = Setup(
+        world_size=workers,
+        num_hosts=1 if config.cluster.local_workers in (None, workers) else 2,
+        shares_memory=config.comm.shared_memory,
+        device=gpu.KIND if on_gpu else "cpu",
+        precision=config.precision,
+        is_naive=config.replica.kind == "naive",
+        is_sparse=model is not None and has_sparse_gradients(model),
+    )
+    refuse(config.strategy.name, setup)
 
 
 def most_workers() -> int:

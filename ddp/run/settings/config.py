@@ -8,9 +8,10 @@
 A new setting is one line, `name: type = setting(default, "meaning", at_least=1)`, with its bounds. The command line,
 its errors, --help and docs/settings.md take it from here.
 
-Five groups offer a choice: `data`, `model`, `optim`, `schedule`, `hook`. Each is a base dataclass of shared fields; a
-choice that has fields of its own is a subclass. The `name` of a choice is the word on the command line. `CHOICES` is
-the table of all of them. Data and models of the user's own have an address as their name: see `address.py`.
+Six groups offer a choice: `strategy`, `data`, `model`, `optim`, `schedule`, `hook`. Each is a base dataclass of shared
+fields; a choice that has fields of its own is a subclass. The `name` of a choice is the word on the command line.
+`CHOICES` is the table of all of them. Data and models of the user's own have an address as their name: see
+`address.py`.
 
 Components never see these classes: `components.py` and `optimizer.py` take them apart into plain arguments.
 """
@@ -39,7 +40,14 @@ TokenType = Literal["uint8", "uint16", "int32", "uint32"]
 TrackerName = Literal["tensorboard", "csv", "mlflow", "wandb"]
 
 
-# ------------------------------------------------------------------------------------------------ the five groups
+# ------------------------------------------------------------------------------------------------- the six groups
+
+
+@dataclass(kw_only=True, slots=True)
+class StrategyChoice:
+    """Who holds parameters and optimizer state."""
+
+    name: StrategyName
 
 
 @dataclass(kw_only=True, slots=True)
@@ -312,6 +320,16 @@ class PowerSgdChoice(HookChoice):
 
 
 _ALL: dict[str, list[tuple[Any, str]]] = {
+    "strategy": [
+        (StrategyChoice(name="auto"), "every worker holds all, and makes the same update; on any number of hosts"),
+        (StrategyChoice(name="one_device"), "the same, with one worker"),
+        (StrategyChoice(name="mirrored"), "the same, with the workers of one host"),
+        (StrategyChoice(name="multi_worker"), "the same as auto, by the name that guides have for several hosts"),
+        (
+            StrategyChoice(name="sharded"),
+            "each worker updates a slice of the parameters, and holds its optimizer state alone (ZeRO 1)",
+        ),
+    ],
     "data": [
         (Images(name="digits"), "1,797 scanned digits of 8×8 pixels; scikit-learn brings them"),
         (Images(name="mnist"), "70,000 digits of 28×28 pixels; downloaded once (11 MB)"),
@@ -509,10 +527,6 @@ class Config(Training):
     )
     trust: bool = setting(False, "run code that the files of a run to be resumed name, also if others may write them")
     trial: bool = setting(False, "three steps, one evaluation and one save only, of which no file but logs is kept")
-    strategy: StrategyName = setting(
-        "replicated",
-        "sharded: each worker updates a slice of the parameters, and holds its optimizer state alone (ZeRO 1)",
-    )
     loss: str = setting(
         "auto", "auto: what the data are for; or MODULE:NAME of a function of outputs and targets, or of a ddp.Task"
     )
@@ -538,6 +552,7 @@ class Config(Training):
     ema: Ema = field(default_factory=Ema)
     evaluate: Evaluation = field(default_factory=Evaluation)
     loader: Reading = field(default_factory=Reading)
+    strategy: StrategyChoice = field(default_factory=lambda: choose("strategy", "auto"))
     data: Data = field(default_factory=lambda: choose("data", "digits"))
     model: Model = field(default_factory=Cnn)
     optim: Optim = field(default_factory=lambda: choose("optim", "adamw"))

@@ -18,6 +18,7 @@ from ddp.errors import ConfigError, did_you_mean, nearest
 from ddp.run.settings.address import is_address
 from ddp.run.settings.checks import validate
 from ddp.run.settings.config import CHOICES, OWN, Config, choose, plain_defaults
+from ddp.setting import strategy_hint
 from ddp.train.moved import KEYS, VALUES, meaning, translated
 
 
@@ -58,7 +59,7 @@ def unknown_key(
     moved = KEYS.get(key, "")
     foreign = (moved if moved in homes else meaning(last).setting) if homes else ""
     if True in VALUES.get(moved, {}):  # it was a switch
-        foreign = f"{moved}={VALUES[moved][True]}"
+        foreign = f"{moved}={VALUES[moved][True]['name']}"
     guesses = [foreign] if foreign else _called(last, homes)
     if not guesses and (likely := nearest(last, names)):
         guesses = [above + likely]
@@ -107,6 +108,8 @@ def unknown_choice(group: str, name: str) -> ConfigError:
     if group in OWN and "." in name:
         remedy = f"for one of your own write a colon before its name: {group}={':'.join(name.rsplit('.', 1))}"
         return ConfigError(f"unknown choice {group}={name}; {remedy}")
+    if group == "strategy" and (hint := strategy_hint(name, "strategy={}")):
+        return ConfigError(f"unknown choice strategy={name}.{hint} Valid: {', '.join(CHOICES[group])}")
     return unknown_key(f"{group}={name}", CHOICES[group], what="choice")
 
 

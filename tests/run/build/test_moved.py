@@ -17,7 +17,7 @@ from ddp.data.samples import Splits
 from ddp.errors import ConfigError
 from ddp.replica.sharded import ShardedDataParallel
 from ddp.run.build.stages import bits_depend_on
-from ddp.run.settings.config import Config
+from ddp.run.settings.config import CHOICES, Config, choose
 from ddp.run.settings.reader import _homes, from_plain
 from ddp.train.arguments import Given, inputs_of, sampler_for, settings_of
 from ddp.train.checkpoint import changes
@@ -31,13 +31,17 @@ OF_THE_HOST = ("world_size", "device", "all_reduce", "buckets", "torch", "cpu", 
 def test_settings_of_an_older_run_are_read_and_are_those_of_today() -> None:
     config = from_plain(OLD["config"])
     assert asdict(config) == asdict(from_plain(OLD["start"]))
-    assert (config.strategy, config.replica.wire, config.evaluate.batch) == ("replicated", None, 256)
+    assert (config.strategy.name, config.replica.wire, config.evaluate.batch) == ("auto", None, 256)
     assert from_plain(asdict(config)) == config
     changed: dict[str, Any] = json.loads(json.dumps(OLD["config"]))
     changed["optim"]["sharded"], changed["replica"]["wire"], changed["log_every"] = True, "bf16", 7
+    for word, now in (("replicated", "auto"), ("sharded", "sharded")):  # as after `optim.sharded` had gone
+        later: dict[str, Any] = json.loads(json.dumps(OLD["config"])) | {"strategy": word}
+        del later["optim"]["sharded"]
+        assert from_plain(later).strategy == choose("strategy", now)
     changed["data"]["debug"], changed["data"]["max_unreadable"], changed["loader"]["evaluation_batch"] = True, 3, 9
     config = from_plain(changed)
-    assert (config.strategy, config.replica.wire, config.report.log_every) == ("sharded", "bf16", 7)
+    assert (config.strategy.name, config.replica.wire, config.report.log_every) == ("sharded", "bf16", 7)
     assert (config.loader.debug, config.loader.max_unreadable, config.evaluate.batch) == (True, 3, 9)
 
 
@@ -46,9 +50,12 @@ def test_a_run_that_goes_on_with_equal_settings_is_told_of_no_change() -> None:
     now = bits_depend_on(config, Splits(train=(), test=(), sample_shape=(1, 8, 8), num_classes=10))
     same = {key: then[key] for key in (*OF_THE_HOST, "training_samples")}
     assert changes(translated(then), {**now, **same}) == []
-    config.strategy = "sharded"
-    now = bits_depend_on(config, Splits(train=(), test=(), sample_shape=(1, 8, 8), num_classes=10))
-    assert changes(translated(then), {**now, **same}) == ["strategy was replicated, is sharded"]
+    for word, told in (("multi_worker", []), ("sharded", ["strategy.name was auto, is sharded"])):
+        config.strategy = choose("strategy", word)
+        now = bits_depend_on(config, Splits(train=(), test=(), sample_shape=(1, 8, 8), num_classes=10))
+        moved = {**then, "strategy": "replicated", "optim": now["optim"]}  # as after `optim.sharded` had gone
+        for earlier in (then, moved):
+            assert changes(translated(earlier), {**now, **same}) == told
 
 
 def test_a_run_from_python_that_goes_on_is_told_of_no_change() -> None:
@@ -82,7 +89,7 @@ def test_a_run_from_python_that_goes_on_is_told_of_no_change() -> None:
 def test_keys_that_have_moved_are_there_and_are_named() -> None:
     homes = _homes({})
     for old, new in KEYS.items():
-        assert new in homes or new.partition(".")[0] in ("evaluation", "scheduler")  # of an identity
+        assert new in homes or new in CHOICES or new.partition(".")[0] in ("evaluation", "scheduler")  # of an identity
         assert old not in homes
     with pytest.raises(ConfigError, match=r"unknown key optim.sharded. Did you mean strategy=sharded\?"):
         raise unknown("optim.sharded")
