@@ -92,6 +92,25 @@ def chosen_device(
     return torch.device(gpu.KIND, own)
 
 
+def show_only(devices: Sequence[int]) -> None:
+    """Lets this process, and those that it starts, see only these of the GPUs that it sees; before it uses any.
+
+    Args:
+        devices: numbers among those that CUDA_VISIBLE_DEVICES names, if that is set; each once.
+
+    Raises:
+        ConfigError: one of them is not there, or the process has begun to use GPUs.
+    """
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = shown.split(",") if shown is not None else list(map(str, range(max(devices) + 1)))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[each] for each in devices if each < len(names))
+    if (found := gpu.cuda.device_count()) != len(devices):  # CUDA leaves out what is not there, and all behind it
+        raise ConfigError(
+            f"cluster.devices={list(devices)}: torch finds {found} of these, where CUDA_VISIBLE_DEVICES is "
+            f"{shown or 'not set'}; take GPUs that are there, or leave it out"
+        )
+
+
 class Means(NamedTuple):
     """Says what one rank has for the exchange of tensors.
 

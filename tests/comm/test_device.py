@@ -26,6 +26,8 @@ from ddp.comm.device import Means, agreed_backend, chosen_device, device_of, tak
 from ddp.comm.settings import CPU
 from ddp.comm.transport import nccl
 from ddp.errors import ConfigError
+from ddp.run.build import stages
+from ddp.run.settings.reader import from_plain
 from ddp.strategies import choice
 
 
@@ -54,6 +56,41 @@ class Gpus:
         if uuid == "broken":
             raise RuntimeError("CUDA error: unknown error\nCompile with …")
         return SimpleNamespace(uuid=uuid) if uuid else SimpleNamespace()
+
+
+@pytest.mark.parametrize(
+    ("devices", "before", "after"),
+    [
+        ([0, 1], None, "0,1"),
+        ([3, 1], None, "3,1"),
+        ([1, 0], "2,0,3", "0,2"),
+        ([2], "GPU-a,GPU-b,GPU-c", "GPU-c"),
+        ([0, 4], None, ""),
+        ([0, 2], "3,1", ""),
+        ([0], "", ""),
+    ],
+)
+def test_a_worker_sees_only_the_gpus_that_are_named(
+    devices: list[int], before: str | None, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if before is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
+
+    def visible() -> int:  # of four, as CUDA and torch read the variable
+        names = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+        return next((at for at, name in enumerate(names) if name not in {*"0123", "GPU-c"}), len(names))
+
+    def then(_: int) -> None:  # what a worker does next
+        raise InterruptedError(os.environ["CUDA_VISIBLE_DEVICES"])
+
+    monkeypatch.setattr("torch.cuda.device_count", visible)
+    monkeypatch.setattr("torch.set_num_threads", then)
+    config = from_plain({"cluster": {"devices": devices}})
+    refused = r"=\[.*\]: torch finds [01] of these, where CUDA_VISIBLE_DEVICES is .*; take GPUs that are there, or"
+    ended = pytest.raises(InterruptedError, match=f"^{after}$") if after else pytest.raises(ConfigError, match=refused)
+    with ended, stages.joined(config):
+        pass
 
 
 # --- one rank's choice -----------------------------------------------------------------------------------------------

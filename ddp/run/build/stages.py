@@ -21,6 +21,7 @@ from torch import nn
 
 from ddp import gpu, streams
 from ddp.comm.communicator import Communicator
+from ddp.comm.device import show_only
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.session import init, shutdown
 from ddp.data.samples import Splits, WholeBatches
@@ -96,6 +97,8 @@ def run(config: Config, run_dir: Path) -> None:
 @contextmanager
 def joined(config: Config) -> Iterator[Communicator]:
     """Yields the communicator of the run's workers; tells them at the end if this one has failed."""
+    if config.cluster.devices is not None:
+        show_only(config.cluster.devices)
     torch.set_num_threads(config.cluster.threads_per_worker or 1)
     torch.use_deterministic_algorithms(config.deterministic)
     components.add_own_algorithm(config)

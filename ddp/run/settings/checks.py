@@ -19,6 +19,7 @@ from ddp.run.settings import config as settings
 from ddp.run.settings.address import is_address, own_parts
 from ddp.run.settings.config import Config, folder_of
 from ddp.setting import out_of_bounds
+from ddp.units import counted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -267,6 +268,11 @@ def _device_problems(config: Config) -> Iterator[str]:
     """Yields a device and a backend that do not go together."""
     if config.backend == "nccl" and config.device == "cpu":
         yield "backend=nccl: works with GPU memory only, but device=cpu; take backend=gloo, or device=cuda"
+    devices = config.cluster.devices
+    if devices is not None and config.device == "cpu":
+        yield f"cluster.devices={devices}: names GPUs, but device=cpu uses none; leave one of them out"
+    if devices is not None and (not devices or min(devices) < 0 or len(set(devices)) < len(devices)):
+        yield f"cluster.devices={devices}: must be numbers from 0 up, each once, as [0,1]; leave it out for all GPUs"
 
 
 def check_gpus(config: Config) -> None:
@@ -275,17 +281,21 @@ def check_gpus(config: Config) -> None:
     Workers of a launcher may each see other ones; so `comm/device.py` checks these, once they have met.
 
     Raises:
-        ConfigError: there is none, or not one for each where NCCL needs that.
+        ConfigError: there is none, or not all that are named, or not one for each where NCCL needs that.
     """
-    nccl = config.backend == "nccl"
-    if not nccl and config.device != "cuda":
+    nccl, devices = config.backend == "nccl", config.cluster.devices
+    if not nccl and config.device != "cuda" and devices is None:
         return
     from ddp import gpu  # this late, because it imports torch, which takes a second
 
     num_gpus, workers = gpu.cuda.device_count(), config.cluster.workers
+    if devices is not None and max(devices) >= num_gpus:
+        seen = f"{counted(num_gpus, 'GPU')} here, counted from 0" if num_gpus else "no GPU here"
+        raise ConfigError(f"cluster.devices={devices}: torch sees {seen}; take others, or leave it out")
     if not num_gpus:
         key = "backend=nccl" if nccl else "device=cuda"
         raise ConfigError(f"{key}: torch sees no GPU here; take device=cpu backend=gloo")
+    num_gpus = num_gpus if devices is None else len(devices)
     if nccl and workers > num_gpus:
         raise ConfigError(
             f"backend=nccl: needs a GPU of its own for each of the {workers} workers here, and there are {num_gpus}; "

@@ -428,6 +428,9 @@ class Cluster:
     threads_per_worker: int | None = setting(
         None, "CPU threads of a worker; null: cores ÷ workers of the host", at_least=1
     )
+    devices: list[int] | None = setting(
+        None, "numbers of the GPUs of each host that its workers see, as [0,1]; null: all that are visible"
+    )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -525,6 +525,10 @@ def test_prepare_records_what_it_resolved_and_resume_keeps_the_shards(checked: l
         ({"backend": "nccl"}, 2, ""),
         ({"device": "cuda"}, 1, ""),
         ({}, 0, ""),
+        ({"cluster": {"devices": [0]}}, 0, r"cluster.devices=\[0\]: torch sees no GPU here; take others, or leave it"),
+        ({"cluster": {"devices": [2, 0]}}, 2, r"=\[2, 0\]: torch sees 2 GPUs here, counted from 0; take others, or"),
+        ({"cluster": {"devices": [2]}, "backend": "nccl"}, 3, "each of the 2 workers here, and there are 1; take"),
+        ({"cluster": {"devices": [2, 0]}, "backend": "nccl"}, 3, ""),
     ],
 )
 def test_only_who_starts_the_workers_knows_which_gpus_they_see(
@@ -536,7 +540,7 @@ def test_only_who_starts_the_workers_knows_which_gpus_they_see(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
-    config = from_plain({**plain, "cluster": {"workers": 2}})
+    config = from_plain({**plain, "cluster": {"workers": 2, **plain.get("cluster", {})}})
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
         check_gpus(config)
     prepare(config, tmp_path, local_workers=2)  # a launcher may show each worker another one

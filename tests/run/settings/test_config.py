@@ -119,6 +119,7 @@ def test_a_batch_can_grow_with_the_workers(tmp_path: Path) -> None:
 BAD = {
     "cluster.workers": [0, -1, 10_000],
     "cluster.threads_per_worker": [0],
+    "cluster.devices": [[], [-1], [0, 1, 0]],
     "batch.global_size": [0, 1],
     "batch.num_shards": [1, 65],
     "batch.micro_size": [0],
@@ -166,6 +167,11 @@ def test_impossible_value_names_key_and_value(key: str, value: object) -> None:
         ({"data": {"name": "standard_library"}}, "model=cnn: does not read the text of data=standard_library"),
         ({"data": {"name": "image_folder"}}, "data.path=null"),
         ({"backend": "nccl", "device": "cpu"}, "backend=nccl"),
+        (
+            {"cluster": {"devices": [0]}, "device": "cpu"},
+            "cluster.devices=[0]: names GPUs, but device=cpu uses none; leave one of them out",
+        ),
+        ({"cluster": {"devices": ["a"]}}, "cluster.devices[0]=a: expected a whole number"),
         ({"optim": {"name": "sgd", "momentum": 0.0}}, "optim.nesterov=true"),
         ({"schedule": {"name": "step", "milestones": [0.7, 0.2]}}, "schedule.milestones"),
         ({"resume": "x", "init_from": {"path": "y"}}, "init_from.path=y"),
