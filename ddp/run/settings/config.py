@@ -45,7 +45,7 @@ TrackerName = Literal["tensorboard", "csv", "mlflow", "wandb"]
 
 @dataclass(kw_only=True, slots=True)
 class StrategyChoice:
-    """Who holds parameters and optimizer state."""
+    """The strategy: who holds parameters and optimizer state."""
 
     name: StrategyName
 
