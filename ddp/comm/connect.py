@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -21,6 +20,7 @@ from ddp.comm.flat_collectives import IN_MEMORY, FlatCollectives
 from ddp.comm.host_links import HostLinks
 from ddp.comm.host_memory import HostMemory, NoSharedMemory, tried
 from ddp.comm.host_reduce import HostGroup
+from ddp.comm.meeting.place import host_name
 from ddp.comm.settings import CPU, Settings
 from ddp.comm.transport.edge import Gather, GiveUpCheck, gathered, never_hopeless
 from ddp.comm.transport.nccl import NcclTransport
@@ -98,7 +98,7 @@ class Joined(NamedTuple):
 
     Attributes:
         hosts: the ranks of every host.
-        names: by rank, the name of its host.
+        names: by rank, the name of its host, with its task in the description of a cluster.
         pids: by rank of this host, its process, where that can be known here.
         shares_memory: the ranks of every host with several are in its memory together.
         group: this host's memory; None where the rank is alone, or nobody shares any.
@@ -148,7 +148,7 @@ def join(
         paths = gathered(gather, path)
         if rank != ranks[0] and (path := paths[ranks[0]]):
             memory, problem = tried(lambda: _mapped(SharedMemory.attach(path, num_bytes)))
-        about = gathered(gather, [socket.gethostname(), problem, _processors()])
+        about = gathered(gather, [host_name(), problem, _processors()])
     finally:
         if memory is not None:
             memory.forget()

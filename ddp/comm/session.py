@@ -7,6 +7,7 @@ or nothing: then it is a world of one. `opening.py` connects the ranks.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -38,6 +39,7 @@ from ddp.setting import Additions
 
 ABORT_S = 600.0
 ANSWER_S = 3.0  # wait for a store that has answered before
+LAST_S = 10.0  # longest wait of the rank that serves the store for the others, which have come to the last barrier
 POLL_S = 0.05
 
 
@@ -197,7 +199,7 @@ def _opened(group: dist.ProcessGroup | None, settings: Settings, *, warn_s: floa
     else:
         store = _own_part(group, warn_s=warn_s, abort_s=settings.abort_s)
     if is_world := group is dist.group.WORLD:
-        follow_rank(dist.get_rank(), dist.get_world_size())
+        follow_rank(dist.get_rank(), dist.get_world_size(), (place() or Place("", 0, 1)).role)
     comm = open_communicator(
         store,
         settings.generation,
@@ -287,8 +289,23 @@ def shutdown(*, failed: str = "") -> None:
     finally:
         ends_well = not failed and not world.is_broken
         _end(world, failed)
-        if _session.owned_store is not None and ends_well:
+        if (store := _session.owned_store) is not None and ends_well:
             _end_torch_distributed()
+            with contextlib.suppress(PeerLost):  # this rank has all that it wanted
+                answered(partial(_leave, store, world.rank, world.world_size), within_s=LAST_S)
+
+
+def _leave(store: Store, rank: int, world_size: int) -> None:
+    """Says that this rank needs the store no more. Returns at once, but where it is served: there once all said so.
+
+    Otherwise the client of a rank that is a little later would find the server gone, and print that.
+    """
+    with contextlib.suppress(DistError):
+        store.set(f"leaves/{rank}", "")
+        patience, everyone = Patience(LAST_S), [f"leaves/{other}" for other in range(world_size)]
+        serves = _session.met is not None and _session.met[1].server is not None
+        while serves and not store.check(everyone) and patience.left_s():
+            time.sleep(POLL_S)
 
 
 def _end_torch_distributed(*, failed: bool = False) -> None:
@@ -387,7 +404,8 @@ def _met(here: Place, *, warn_s: float, abort_s: float) -> Store:
             if store is None:
                 _session.met = here, open_store(here, warn_s=warn_s, abort_s=abort_s)
                 store = _session.met[1].store
-            return rendezvous(part_of(store, "ddp"), here.rank, here.world_size, warn_s=warn_s, abort_s=abort_s)
+            part, ranks = part_of(store, "ddp"), (here.rank, here.world_size)
+            return rendezvous(part, *ranks, warn_s=warn_s, abort_s=abort_s, tasks=here.tasks)
         except (ConfigError, PeerLost):
             if not has_met_here or (store is not None and _answers(store)) or not patience.left_s():
                 raise

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ddp.comm.meeting.place import is_rank
+from ddp.comm.meeting.place import is_rank, refuse_evaluator
 from ddp.process.arguments import program
 from ddp.run.launch import command_line as launcher
 from ddp.run.launch import torchrun as under_torchrun
@@ -21,6 +21,8 @@ def main(settings: Sequence[str]) -> NoReturn:
 def train() -> NoReturn:
     """Trains as the command line says, as the rank that this process is, or else with workers of its own; ends it."""
     with launcher.bad_input_to(launcher.exit_with_error):
+        launcher.join_cluster(sys.argv[1:])
+        refuse_evaluator("train")
         as_asked = under_torchrun.main if is_rank() else launcher.main
     as_asked()
     raise AssertionError("training ends the process")

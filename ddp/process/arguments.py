@@ -110,13 +110,17 @@ def train_command(*settings: str) -> str:
 
 
 def typed_settings(*without: str) -> list[str]:
-    """Returns the settings of this process's command line, except those of some keys, and of Hydra's own."""
+    """Returns the settings of this process's command line, except those of some keys, and of Hydra's own.
+
+    A key stands for all keys below it, too.
+    """
     settings = [argument.lstrip("+") for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")]
     # The launcher quotes paths, and will do so again.
     settings = [
         re.sub(r'^(data\.(?:(?:test_|validation_)?path|target|text)=)"(.*)"$', r"\1\2", each) for each in settings
     ]
-    return [each for each in settings if not each.startswith(("hydra.", *(f"{key}=" for key in without)))]
+    keys = tuple(f"{key}{end}" for key in without for end in "=.")
+    return [each for each in settings if not each.startswith(("hydra.", *keys))]
 
 
 def _bare(setting: str) -> str:

@@ -21,10 +21,10 @@ log = logging.getLogger("ddp")
 class _RankFilter(logging.Filter):
     """Adds `rank` and `world_size` to everything that is logged, and keeps most of it from terminals."""
 
-    rank, world_size = 0, 1
+    rank, world_size, role = 0, 1, ""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.rank, record.world_size = self.rank, self.world_size
+        record.rank, record.world_size, record.role = self.rank, self.world_size, self.role
         above = log.parent.handlers if log.parent and log.propagate else []
         is_for_all = self.rank == 0 and record.levelno >= logging.WARNING
         if is_for_all or not any(map(_is_terminal, above)):
@@ -45,15 +45,16 @@ _rank_filter = _RankFilter()
 log.addFilter(_rank_filter)
 
 
-def follow_rank(rank: int, world_size: int) -> None:
-    """Makes every later log line carry this rank."""
-    _rank_filter.rank, _rank_filter.world_size = rank, world_size
+def follow_rank(rank: int, world_size: int, role: str = "") -> None:
+    """Makes every later log line carry this rank, and the task of a cluster that it is, such as worker:1."""
+    _rank_filter.rank, _rank_filter.world_size, _rank_filter.role = rank, world_size, f" {role}" if role else ""
     rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 
 def add_handler(handler: logging.Handler, level: int = logging.INFO) -> None:
     """Formats `handler` with time and rank and attaches it to the package's logger."""
-    handler.setFormatter(logging.Formatter("%(asctime)s rank %(rank)s/%(world_size)s %(levelname)s  %(message)s"))
+    who = "%(asctime)s rank %(rank)s/%(world_size)s%(role)s"
+    handler.setFormatter(logging.Formatter(f"{who} %(levelname)s  %(message)s"))
     handler.setLevel(level)
     log.addHandler(handler)
     log.setLevel(min(level, log.level or level))

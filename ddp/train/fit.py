@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddp import gpu
 from ddp.comm.communicator import Communicator
+from ddp.comm.meeting.place import refuse_evaluator
 from ddp.comm.objects import on_rank_zero
 from ddp.data.loading.cache import cache_of
 from ddp.data.loading.iterable import ENDLESS, IterableSampler
@@ -152,6 +153,7 @@ def fit(
     """
     given = {name: value for name, value in locals().items() if name != "mistyped"}
     arguments.refuse_unknown(mistyped, given)
+    refuse_evaluator("ddp.fit")
     return train(Given(**given))
 
 

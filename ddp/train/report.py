@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ddp.comm.meeting.place import roles
 from ddp.policies import Training
 from ddp.process.arguments import program, shown
 from ddp.process.files import json_object, whole_file, write_whole
@@ -31,6 +32,7 @@ def summary_of(state: TrainState, meters: Meters, given: Training, *, seconds: f
         "main_metric": state.main_metric,
         "higher_is_better": state.higher_is_better,
         "world_size": comm.world_size,
+        **({"roles": by_rank} if len(by_rank := roles()) == comm.world_size else {}),
         "threads_per_worker": torch.get_num_threads(),
         "device": str(comm.device),
         "all_reduce": comm.plan.describe(),

@@ -9,13 +9,16 @@
 | srun, submitit        | SLURM_PROCID, …_STEP_NUM_TASKS | SLURM_LOCALID, …_STEP_TASKS_PER_NODE | rank 0's host      |
 | Flux                  | FLUX_TASK_RANK, FLUX_JOB_SIZE  | FLUX_TASK_LOCAL_ID                   | MASTER_ADDR, _PORT |
 | MPICH, Intel MPI      | PMI_RANK, PMI_SIZE             | MPI_LOCALRANKID, MPI_LOCALNRANKS     | note "meeting"     |
-| TensorFlow's          | TF_CONFIG                      | TF_CONFIG                            | rank 0's address   |
+| none, TensorFlow's    | cluster.spec, TF_CONFIG        | the same                             | rank 0's address   |
 | Spark, barrier stage  | BarrierTaskContext             |                                      | rank 0's host      |
 
 The first row that is set counts. Without any, this process is a world of its own. If variables show several processes
 and yet not which of them this one is, each would train alone, so that is refused. One row may say that this process is
 alone where another one shows more: independent programs in one step of Slurm's say so by RANK=0 and WORLD_SIZE=1, and
 so does what is left of torchrun's ranks, and keeps its LOCAL_RANK. It counts, and one sentence tells.
+
+A description of the whole cluster (`cluster_spec.py`) needs no launcher. On the command line, `cluster.spec` counts
+before every launcher that says that this process is alone, and beside any other one it is refused.
 
 PyTorchJob sets RANK and WORLD_SIZE alone. Where a row lacks what is said of the host, the ranks count
 (`rendezvous.py::on_this_host`).
@@ -34,18 +37,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import math
 import os
 import re
+import socket
 import sys
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ddp.comm.meeting import cluster_spec
+from ddp.comm.meeting.cluster_spec import Cluster, Task
 from ddp.comm.meeting.secret import FOLDER
 from ddp.errors import ConfigError
+from ddp.process.arguments import program
 from ddp.process.log import log
 
 LOOPBACK = "127.0.0.1"
@@ -62,6 +68,7 @@ class Place(NamedTuple):
         launcher: name of the launcher that started the ranks.
         local_rank, local_world_size: its number among the ranks of its host, and how many these are; None: unknown.
         address, port: where rank 0 keeps the store; "" and 0 if torch.distributed has one, or nobody needs one.
+        tasks: by rank, the task that the description of a cluster has for it; empty without one.
     """
 
     launcher: str
@@ -71,6 +78,12 @@ class Place(NamedTuple):
     local_world_size: int | None = None
     address: str = ""
     port: int = 0
+    tasks: tuple[Task, ...] = ()
+
+    @property
+    def role(self) -> str:
+        """The task that this process is, as "worker:1"; "" without a description of the cluster."""
+        return str(self.tasks[self.rank]) if self.tasks else ""
 
     @property
     def on_host(self) -> tuple[int, int] | None:
@@ -179,7 +192,10 @@ def _in_barrier_stage() -> Place | None:
 def _told_by(environment: Mapping[str, str]) -> Place | None:
     env = {name: value for name, value in environment.items() if value}
     launcher = _launcher(env)
-    found = _from_tensorflow(env) if launcher is None else _placed(launcher, env)
+    if launcher is not None and _own is not None:
+        _refuse_launcher(launcher, env)
+        launcher = None
+    found = _described(env) if launcher is None else _placed(launcher, env)
     if launcher is not _TORCHRUN and (found is None or found.world_size == 1):
         _refuse_half_a_place(env, is_placed=found is not None)
     if found is None:
@@ -202,10 +218,12 @@ def launcher_serves() -> bool:
 def is_rank() -> bool:
     """Returns True in a process that is to work as one rank.
 
-    A world of one is none unless torchrun's variables say so: a single task of srun may start workers of its own.
+    A world of one is none unless torchrun's variables or `cluster.spec` say so: a single task of srun may start workers
+    of its own.
     """
     found = place()
-    return found is not None and (found.world_size > 1 or found.launcher == _TORCHRUN.name)
+    says_so = (_TORCHRUN.name, cluster_spec.SETTING)
+    return found is not None and (found.world_size > 1 or found.launcher in says_so)
 
 
 def refuse_workers(what: str, *, instead: str) -> None:
@@ -214,6 +232,79 @@ def refuse_workers(what: str, *, instead: str) -> None:
         by = "RANK" if found.launcher == _TORCHRUN.name else found.launcher  # which many others set as well
         rank = f"rank {found.rank} of {found.world_size} already, as {by} says"
         raise ConfigError(f"{what}: this process is {rank}: {instead}")
+
+
+# --- the description of a cluster, whose tasks are started by hand ---------------------------------------------------
+
+
+_own: Cluster | None = None
+"""That of this process's command line."""
+
+
+def take_cluster(spec: Mapping[str, Any], task: str | None) -> None:
+    """Makes this process the task of a cluster that its command line describes: see `cluster_spec.from_settings`."""
+    global _own
+    _own = cluster_spec.from_settings(spec, task, os.environ.get(cluster_spec.VARIABLE, ""))
+
+
+def refuse_evaluator(what: str) -> None:
+    """Raises ConfigError in the evaluator of a cluster, which is no rank, because `what` trains."""
+    described = None
+    with contextlib.suppress(ConfigError):  # whoever needs the place is told
+        described = _cluster(os.environ)
+    if described is not None and described.rank is None:
+        raise ConfigError(
+            f"{what}: this process is {described.task}, as {described.source} says, which trains nothing; run here "
+            f"what follows the others' training: {program()} evaluate RUN, or {program()} evaluate region=NAME"
+        )
+
+
+def roles() -> list[str]:
+    """Returns the tasks that the ranks are, such as "worker:1", by rank; empty without a description of the cluster."""
+    with contextlib.suppress(ConfigError):  # whoever needs the place is told
+        return [str(task) for task in (place() or Place("", 0, 1)).tasks]
+    return []
+
+
+def host_name() -> str:
+    """Returns the name of this host, and which task of a cluster this process is, if it is one: "node7 as worker:1"."""
+    name = socket.gethostname()
+    with contextlib.suppress(ConfigError):
+        here = place()
+        return f"{name} as {here.role}" if here is not None and here.role else name
+    return name
+
+
+def _cluster(env: Mapping[str, str]) -> Cluster | None:
+    if _own is not None:
+        return _own
+    text = env.get(cluster_spec.VARIABLE, "")
+    return cluster_spec.from_variable(text) if text else None
+
+
+def _described(env: Mapping[str, str]) -> Place | None:
+    """Returns the place of this process in the cluster that is described; the chief is rank 0."""
+    cluster = _cluster(env)
+    if cluster is None or (rank := cluster.rank) is None:
+        return None
+    if (world_size := len(cluster.ranks)) == 1:
+        return Place(cluster.source, 0, 1, tasks=cluster.ranks) if cluster is _own else None
+    hosts = [task.host for task in cluster.ranks]
+    on_host = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
+    return Place(cluster.source, rank, world_size, *on_host, hosts[0], cluster.ranks[0].port, cluster.ranks)
+
+
+def _refuse_launcher(launcher: _Launcher, env: Mapping[str, str]) -> None:
+    """Raises ConfigError if a launcher has given a place to a process whose command line describes the cluster."""
+    if launcher is _TORCHRUN or _number(env, launcher.world_size) != 1:
+        told = f"{launcher.rank}={env[launcher.rank]} and {launcher.world_size}={env[launcher.world_size]}"
+        raise ConfigError(
+            f"{cluster_spec.SETTING}: {launcher.name} has placed this process already ({told}): leave "
+            f"{cluster_spec.SETTING} out, or start each task by itself"
+        )
+
+
+# --- the variables of a launcher -------------------------------------------------------------------------------------
 
 
 def _launcher(env: Mapping[str, str]) -> _Launcher | None:
@@ -337,32 +428,6 @@ def _tasks_on_this_node(env: Mapping[str, str]) -> int | None:
     counts = _tasks_of_nodes(env)
     node = _number(env, "SLURM_NODEID")
     return counts[node] if 0 <= node < len(counts) else None
-
-
-def _from_tensorflow(env: Mapping[str, str]) -> Place | None:
-    """Returns the place of a worker of `tf.distribute.MultiWorkerMirroredStrategy`; the chief is rank 0."""
-    if "TF_CONFIG" not in env:
-        return None
-    try:
-        told = json.loads(env["TF_CONFIG"])
-        cluster, task = told.get("cluster", {}), told.get("task", {})
-        workers = [(kind, i, each) for kind in ("chief", "worker") for i, each in enumerate(cluster.get(kind, []))]
-        others = [kind for kind in cluster if kind not in ("chief", "worker") and cluster[kind]]
-        hosts = [address.rpartition(":")[0] for *_, address in workers]
-        ports = [int(address.rpartition(":")[2]) for *_, address in workers]
-        mine = (task.get("type"), int(task.get("index", -1)))
-        if not all(hosts) or not all(0 < port < 1 << 16 for port in ports):
-            raise ValueError("a worker has an address HOST:PORT")
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ConfigError(f"TF_CONFIG={env['TF_CONFIG']}: cannot be read ({error}); {HOW_TO_START}") from error
-    if len(workers) + len(others) < 2:
-        return None
-    ranks = [rank for rank, (*each, _) in enumerate(workers) if tuple(each) == mine]
-    if not ranks:
-        raise ConfigError(f"TF_CONFIG: its task {mine[0]} {mine[1]} is no worker of its cluster; {HOW_TO_START}")
-    rank = ranks[0]
-    before, on_host = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
-    return Place("TF_CONFIG", rank, len(workers), before, on_host, hosts[0], ports[0])
 
 
 def _number(env: Mapping[str, str], name: str, default: int = 0) -> int:

@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 from torch.distributed import DistError, HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
+from ddp.comm.meeting.cluster_spec import Task
 from ddp.comm.meeting.place import Place, launcher_serves
 from ddp.comm.meeting.private_store import Folder, part_of, sealed
 from ddp.comm.meeting.secret import VARIABLE, private_part, secret
@@ -51,7 +52,9 @@ def answered(work: Callable[[], Result], *, within_s: float) -> Result:
     raise PeerLost(0, "unknown", 0, 0, "start-up", reason) from late
 
 
-def rendezvous(store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: float) -> Store:
+def rendezvous(
+    store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: float, tasks: Sequence[Task] = ()
+) -> Store:
     """Returns a part of the store that belongs to this session of the ranks alone, once all of them have come.
 
     A store may outlive the processes that wrote to it: torchrun's serves one attempt after the other, and a process may
@@ -64,13 +67,20 @@ def rendezvous(store: Store, rank: int, world_size: int, *, warn_s: float, abort
 
     A rank that has gone does not answer a new roster, so all have come once all answers to one roster are there.
 
+    Args:
+        tasks: by rank, what the description of a cluster calls it; empty without one.
+
     Raises:
         PeerLost: a rank did not come within `abort_s`; connecting to it would wait in silence.
+        ConfigError: two processes have come as this rank, and the other one has met the ranks, or will.
     """
-    return answered(partial(_meet, store, rank, world_size, warn_s=warn_s, abort_s=abort_s), within_s=abort_s)
+    meet = partial(_meet, store, rank, world_size, warn_s=warn_s, abort_s=abort_s, tasks=tasks)
+    return answered(meet, within_s=abort_s)
 
 
-def _meet(store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: float) -> Store:
+def _meet(
+    store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: float, tasks: Sequence[Task]
+) -> Store:
     token, tokens = secrets.token_hex(8), [""] * world_size
     patience, has_warned, roster, pause_s = Patience(abort_s), False, "", 0.001
     everyone = range(world_size)
@@ -92,21 +102,30 @@ def _meet(store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: f
                 store.set(seen[rank], "")
                 if store.check(seen):
                     return part_of(store, name)
+            if store.get(f"here/{rank}").decode() != token:
+                raise ConfigError(f"two processes have come as {_named([rank], tasks)}: start each once")
             left_s = patience.left_s()
             if not left_s or (abort_s - left_s > warn_s and not has_warned):
                 missing = [other for other, key in enumerate(seen) if not store.check([key])] or [0]
+                who, twice = _named(missing, tasks), ""
+                if tokens[rank:][:1] not in ([], [""], [token]):  # of a session that goes on without this process
+                    twice = f"; another process has come as {_named([rank], tasks)} before this one"
                 if not left_s:
                     same = f", with the same {VARIABLE}" if secret() else ""
-                    reason = f"of {world_size} ranks, {missing} did not come within {abort_s:g} s"
-                    reason = f"{reason}. Was each started{same}?"
-                    raise PeerLost(missing[0], "unknown", 0, 0, "start-up", reason)
+                    reason = f"of {world_size} ranks, {who} did not come within {abort_s:g} s{twice}. Was each started"
+                    raise PeerLost(missing[0], "unknown", 0, 0, "start-up", f"{reason}{same}?")
                 has_warned = True
-                log.warning("start-up has waited %.0f s for rank(s) %s of %d", warn_s, missing, world_size)
+                log.warning("start-up has waited %.0f s for rank(s) %s of %d%s", warn_s, who, world_size, twice)
             time.sleep(min(left_s, pause_s))
             pause_s = min(2 * pause_s, POLL_S)
     except DistError as error:
         reason = f"the store that it keeps is out of reach ({first_line(error)})"
         raise PeerLost(0, "unknown", 0, 0, "start-up", reason) from error
+
+
+def _named(ranks: Sequence[int], tasks: Sequence[Task]) -> str:
+    """Returns these ranks in words, as the tasks that they are where a cluster is described."""
+    return ", ".join(f"{tasks[rank]} at {tasks[rank].address}" for rank in ranks if tasks) or str(list(ranks))
 
 
 def on_this_host(here: Place, store: Store, *, within_s: float) -> tuple[int, int]:
@@ -156,9 +175,11 @@ def _served(place: Place, timeout_s: float) -> Store:
     try:
         return TCPStore(place.address, place.port, timeout=timedelta(seconds=timeout_s), **choices)
     except DistError as error:
+        where = f"MASTER_ADDR={place.address}, MASTER_PORT={place.port}"
+        where = f"{place.role} at {place.address}:{place.port}" if place.tasks else where
         raise ConfigError(
-            f"MASTER_ADDR={place.address}, MASTER_PORT={place.port}: rank 0 cannot serve the store of the ranks there "
-            f"({first_line(error)}); give all ranks an address of rank 0's host, and a port that is free there"
+            f"{where}: rank 0 cannot serve the store of the ranks there ({first_line(error)}); give all ranks an "
+            "address of rank 0's host, and a port that is free there, and start rank 0 once"
         ) from error
 
 
@@ -185,6 +206,8 @@ def _reached(place: Place, *, warn_s: float, abort_s: float) -> Store:
     connecting = threading.Thread(target=connect, name="ddp-connect", daemon=True)
     connecting.start()
     where = f"{place.address}:{place.port}"
+    if place.tasks:
+        where = f"{where} as {place.tasks[0]}"
     if not over.wait(min(warn_s, abort_s)):
         log.warning("start-up has waited %.0f s for rank 0, which keeps the store of the ranks at %s", warn_s, where)
         over.wait(max(0.0, abort_s - warn_s))

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -29,6 +28,7 @@ from typing import NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from ddp.comm.meeting.place import host_name
 from ddp.comm.transport.shared_memory import Life
 from ddp.comm.watch.call import Call, Envelope
 from ddp.comm.watch.status import Status, StatusSnapshot
@@ -74,7 +74,7 @@ class Board:
         self.posted: Mapping[str, int] = {}
         self.in_flight: Mapping[Envelope, object] = {}
         self.lives: dict[int, Life] = {}
-        self._status = Status(rank, socket.gethostname(), os.getpid())
+        self._status = Status(rank, host_name(), os.getpid())
         self._published = self.last_wait.call
         self._last_change: dict[int, tuple[int, float]] = {}  # rank → its tick, and when that was new
         self._observed_s = self.awake_since_s = now_s()

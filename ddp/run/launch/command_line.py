@@ -38,8 +38,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
+from ddp.comm.meeting.place import take_cluster
 from ddp.errors import USER_ERRORS, ConfigError, first_line
 from ddp.process.arguments import program, setting_for, shown, train_command
 from ddp.process.files import json_object
@@ -85,6 +86,8 @@ def main() -> NoReturn:
         try:
             with bad_input_to(print_error), only_writer(run_dir):
                 config = continued(_checked(composed, overrides), overrides, run_dir)
+                if config.cluster.spec or config.cluster.task:
+                    raise ConfigError("cluster.spec: every task needs it on its command line, and not in a file")
                 check_gpus(config)
                 check_strategy(config)
                 if settings.mode is RunMode.MULTIRUN:
@@ -200,8 +203,41 @@ def _offer_settings() -> None:
 
 def _free_keys(overrides: Sequence[str]) -> list[str]:
     """Marks the keys of mappings whose keys are the user's as new to Hydra."""
-    free = ("init_from.rename", "model.args", "data.args", "optim.args")
+    free = ("init_from.rename", "model.args", "data.args", "optim.args", "cluster.spec")
     return [f"++{override}" if override.startswith(free) else override for override in overrides]
+
+
+def join_cluster(arguments: Sequence[str]) -> None:
+    """Makes this process the task of the cluster that the command line describes, if it describes one.
+
+    Every task reads this before they meet; the other settings are composed by rank 0 alone.
+
+    Raises:
+        ConfigError: the description cannot be right; see `comm/meeting/cluster_spec.py`.
+    """
+    words = [each.lstrip("+") for each in arguments if each.lstrip("+").startswith(("cluster.spec", "cluster.task"))]
+    if not words:
+        return
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    spec: dict[str, Any] = {}
+    task = None
+    for override in OverridesParser.create().parse_overrides(words):
+        key, value = override.key_or_group, cast(Any, override.value())
+        if override.is_sweep_override():
+            raise ConfigError(f"{override.input_line}: addresses stand in brackets: {key}='[HOST:PORT,HOST:PORT]'")
+        if key == "cluster.spec":
+            spec.update(value or {})
+        elif key.startswith("cluster.spec."):
+            spec[key.removeprefix("cluster.spec.")] = value
+        elif key == "cluster.task":
+            task = None if value is None else str(value)
+    take_cluster(spec, task)
+
+
+def is_of_task(argument: str) -> bool:
+    """Returns True for the setting that says which task of a cluster a process is, and so is not the run's."""
+    return argument.lstrip("+").startswith("cluster.task=")
 
 
 HYDRAS = {"-m", "--multirun", "-c", "--cfg", "-p", "--package", "--resolve", "-i", "--info"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from ddp.comm.meeting.place import host_name
 from ddp.errors import USER_ERRORS, CommunicatorBroken, PeerLost, said, with_causes
 from ddp.process.arguments import shown
 from ddp.process.files import make_folder, read_own, write_whole
@@ -39,7 +39,7 @@ class Report:
     is_secondary: bool = False
     is_user_error: bool = False
     user_line: str = ""
-    host: str = field(default_factory=socket.gethostname)
+    host: str = field(default_factory=host_name)
     time_s: float = field(default_factory=time.time)
 
     @classmethod

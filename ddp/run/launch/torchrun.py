@@ -29,7 +29,15 @@ from ddp.comm.meeting.place import Place, place
 from ddp.errors import ConfigError, PeerLost, first_line
 from ddp.process.memory import collect_later
 from ddp.process.terminal import keep_writing, tolerant
-from ddp.run.launch.command_line import bad_input_to, composed, exit_with_error, options_first, print_error
+from ddp.run.launch.command_line import (
+    bad_input_to,
+    composed,
+    exit_with_error,
+    is_of_task,
+    join_cluster,
+    options_first,
+    print_error,
+)
 from ddp.run.launch.engine import CUBLAS_WORKSPACE
 from ddp.run.launch.report import Report
 from ddp.run.launch.run_folder import forget_trial, only_writer, prepare
@@ -46,10 +54,12 @@ def main() -> NoReturn:
     os.environ["MKL_CBWR"] = "AUTO"  # before torch is imported; see ddp/run/launch/engine.py
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACE
     with bad_input_to(exit_with_error):
+        join_cluster(sys.argv[1:])
         here = place()
     if here is None:
         exit_with_error("no launcher has started this process: use torchrun --nproc-per-node N, or recipes/train.py")
-    follow_parent(os.getppid(), grace_s=ORPHAN_GRACE_S)
+    if not here.tasks:  # those are started by hand, in a shell that may end before them
+        follow_parent(os.getppid(), grace_s=ORPHAN_GRACE_S)
     sent, _store = _received(here)  # which this process may serve, as long as it lives
 
     import torch
@@ -58,7 +68,7 @@ def main() -> NoReturn:
     assert config.cluster.threads_per_worker is not None
     torch.set_num_threads(config.cluster.threads_per_worker)  # torchrun has set OMP_NUM_THREADS=1
     terminal = tolerant(os.dup(2), like=sys.stderr)
-    status = train_in_this_process(config, run_dir, rank=here.rank)
+    status = train_in_this_process(config, run_dir, rank=here.rank, role=here.role)
     if config.trial and here.rank == 0:
         forget_trial(run_dir)
     report = Report.read(run_dir / "logs", rank=here.rank) if status else None
@@ -92,7 +102,7 @@ def _received(here: Place) -> tuple[dict[str, Any], Any]:
     try:
         opened = open_store(here, warn_s=WARN_S, abort_s=ABORT_S)
         job = part_of(opened.store, "ddp.run.launch.command_line")
-        attempt = rendezvous(job, rank, world_size, warn_s=WARN_S, abort_s=ABORT_S)
+        attempt = rendezvous(job, rank, world_size, warn_s=WARN_S, abort_s=ABORT_S, tasks=here.tasks)
         local_rank, local_workers = on_this_host(here, attempt, within_s=ABORT_S)
         if world_size == local_workers:  # on one host, no process outside of it has to reach the ranks
             os.environ.update({name: interface for name, interface in ON_LOOPBACK.items() if name not in os.environ})
@@ -155,7 +165,7 @@ def _asked_for(*, world_size: int, local_workers: int) -> tuple[Config, Path]:
     """Returns the run that the command line asks for."""
     for option in {"-m", "--multirun", "-h", "--help"} & set(sys.argv[1:]):
         raise ConfigError(f"{option} is for one process, and here are {world_size}: start it without a launcher")
-    overrides = options_first(sys.argv[1:])
+    overrides = [each for each in options_first(sys.argv[1:]) if not is_of_task(each)]  # which is rank 0's alone
     for override in overrides:
         key, _, value = override.partition("=")
         if key == "cluster.workers" and value != str(world_size):

@@ -82,9 +82,9 @@ def main(argv: Sequence[str]) -> int:
     return train(from_plain(yaml.safe_load(content)), options.run_dir, rank=options.rank)
 
 
-def train(config: Config, run_dir: Path, *, rank: int) -> int:
+def train(config: Config, run_dir: Path, *, rank: int, role: str = "") -> int:
     """Trains as this rank of the run; returns the exit status (0, also after an agreed stop)."""
-    take_log(run_dir / "logs", rank=rank, world_size=config.cluster.workers)
+    take_log(run_dir / "logs", rank=rank, world_size=config.cluster.workers, role=role)
 
     def work() -> None:
         from ddp.run.build.stages import run  # after the log is taken, because importing torch may print
@@ -174,7 +174,7 @@ class _LogFile(logging.FileHandler):
         return to_append(Path(self.baseFilename))
 
 
-def take_log(logs: Path, *, rank: int, world_size: int) -> None:
+def take_log(logs: Path, *, rank: int, world_size: int, role: str = "") -> None:
     """Sends this process's output to `logs`/rank-R.log; rank 0 keeps the terminal and logs to both.
 
     File descriptors are redirected, so that the output of C++ and of child processes goes there, too.
@@ -188,7 +188,7 @@ def take_log(logs: Path, *, rank: int, world_size: int) -> None:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
     faulthandler.enable()  # a crash in C++ leaves its Python stack in the log
-    follow_rank(rank, world_size)
+    follow_rank(rank, world_size, role)
     add_handler(_LogFile(path))
     if rank == 0:
         add_handler(_Terminal(), logging.WARNING)

@@ -424,6 +424,12 @@ class Cluster:
     """The processes that train."""
 
     workers: int = setting(2, "number of workers, the world size", at_least=1)
+    spec: dict[str, Any] = setting(
+        {},
+        "addresses of the tasks of a cluster, by job, each of which is started by hand, as {chief: [HOST:PORT], "
+        "worker: [HOST:PORT, …]}: docs/engines.md",
+    )
+    task: str | None = setting(None, "which of these tasks this process is, as worker:0")
     local_workers: int | None = None  # of these, on this host; set by the launcher
     threads_per_worker: int | None = setting(
         None, "CPU threads of a worker; null: cores ÷ workers of the host", at_least=1

@@ -62,7 +62,6 @@ TWO_HOSTS = open_mpi(3, 4, local_size=2)
         ({}, None),
         (BATCH_SCRIPT, None),
         ({"LOCAL_RANK": "0", "WORLD_SIZE": "1", "PET_NNODES": "1", "PET_NPROC_PER_NODE": "1"}, None),
-        (tensorflow("worker", 0, worker=["h:1"]), None),
         ({"RANK": "1", "WORLD_SIZE": "2", **MEET}, Place("torchrun", 1, 2, None, None, "a", 2000)),
         (FLUX, Place("Flux", 1, 2, 1, None, "a", 2000)),
         (ALONE, Place("torchrun", 0, 1)),
@@ -75,8 +74,6 @@ TWO_HOSTS = open_mpi(3, 4, local_size=2)
         ({**SRUN, **open_mpi(0, 1, local_size=1)}, Place("Open MPI", 0, 1, 0, 1)),
         ({**SRUN, **mpich(1, 2), **MEET}, Place("mpiexec", 1, 2, 1, 2, "a", 2000)),
         ({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "7", **MEET}, Place("srun", 3, 7, 1, 2, "a", 2000)),
-        (tensorflow("worker", 1, worker=WORKERS), Place("TF_CONFIG", 1, 3, 1, 2, "h", 1)),
-        (tensorflow("worker", 1, chief=["c:9"], worker=WORKERS), Place("TF_CONFIG", 2, 4, 1, 2, "c", 9)),
     ],
 )
 def test_each_launcher_s_variables_are_understood(environment: dict[str, str], expected: Place | None) -> None:
@@ -119,12 +116,6 @@ def test_ranks_without_a_meeting_place_meet_at_a_port_of_the_job_s(environment: 
         (TWO_HOSTS, "OMPI_COMM_WORLD_SIZE=4, but MASTER_ADDR is not set: give all ranks MASTER_ADDR"),
         ({**SRUN, "WORLD_SIZE": "2"}, "WORLD_SIZE=2: srun says 7; leave it out, or set RANK, too"),
         ({**SRUN, "RANK": "0"}, "RANK=0: srun says 3; leave it out, or set WORLD_SIZE, too"),
-        (tensorflow("ps", 0, worker=["h:1"], ps=["h:2"]), "TF_CONFIG: its task ps 0 is no worker of its cluster"),
-        ({"TF_CONFIG": "{"}, "TF_CONFIG={: cannot be read"),
-        ({"TF_CONFIG": '{"cluster": {"worker": ["h", "g"]}}'}, "cannot be read"),
-        ({"TF_CONFIG": '{"cluster": {"worker": {"0": "h:1", "1": "g:1"}}}'}, "a worker has an address HOST:PORT"),
-        ({"TF_CONFIG": '{"cluster": {"worker": ["h:1", "g:1"]}}'}, "its task None -1 is no worker of its cluster"),
-        ({"TF_CONFIG": '{"task": {"index": Infinity}}'}, "cannot be read"),
     ],
 )
 def test_half_a_place_is_refused_in_one_sentence(environment: dict[str, str], words: str) -> None:

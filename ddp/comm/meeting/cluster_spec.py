@@ -1,0 +1,212 @@
+"""Reads the description of a cluster: which tasks it has, at which addresses, and which of them this process is.
+
+    TF_CONFIG='{"cluster": {"chief": ["a:4711"], "worker": ["b:4711"]}, "task": {"type": "worker", "index": 0}}'
+    scripts/ddp train cluster.spec.chief=[a:4711] cluster.spec.worker=[b:4711] cluster.task=worker:0
+
+| job       | its tasks                                                                   |
+|-----------|-----------------------------------------------------------------------------|
+| chief     | one, which is rank 0                                                        |
+| worker    | the ranks that follow; the first one is rank 0 where there is no chief      |
+| ps        | refused: a parameter server is for a strategy that has such                 |
+| evaluator | no rank, and need not be listed: it evaluates what the others train         |
+
+The tasks of a job are a list of addresses HOST:PORT, or a mapping from their indices to addresses. The ranks meet at
+the address of rank 0. From the other addresses they know which ranks share a host, and whom to name as missing.
+
+`TF_CONFIG` is TensorFlow's (https://www.tensorflow.org/guide/distributed_training#tf_config). Its fields for platforms
+and for TensorFlow's own connections mean nothing here. An unknown field is refused, because behind it may be the
+cluster, without which each process would train alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ddp.errors import ConfigError, did_you_mean
+
+TRAINS = ("chief", "worker")
+JOBS = (*TRAINS, "ps", "evaluator")
+VARIABLE, SETTING = "TF_CONFIG", "cluster.spec"
+IGNORED = ("environment", "rpc_layer", "job", "service", "session_master", "eval_session_master", "model_dir")
+ADDRESS = re.compile(r"([^\s:/\[\]]+|\[[\w:.%]+\]):(\d{1,5})")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One process of a cluster, as "worker:1"; its address is "" where the description does not list it."""
+
+    job: str
+    index: int
+    address: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.job}:{self.index}"
+
+    @property
+    def host(self) -> str:
+        """The host of its address."""
+        return self.address.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        """The port of its address."""
+        return int(self.address.rpartition(":")[2])
+
+
+class Cluster(NamedTuple):
+    """A cluster, as one process sees it.
+
+    Attributes:
+        source: where it is described: TF_CONFIG or cluster.spec.
+        ranks: the tasks that train, by rank.
+        task: this process.
+    """
+
+    source: str
+    ranks: tuple[Task, ...]
+    task: Task
+
+    @property
+    def rank(self) -> int | None:
+        """The rank of this process; None: it is the evaluator."""
+        return self.ranks.index(self.task) if self.task in self.ranks else None
+
+
+def from_variable(text: str) -> Cluster | None:
+    """Returns the cluster in `TF_CONFIG`; None if it lists no task, and this process may be alone.
+
+    Raises:
+        ConfigError: it is malformed, or contradicts itself; the message names the field.
+    """
+    spec, task = _variable(text)
+    tasks = _tasks(f"{VARIABLE}.cluster", spec)
+    if not tasks and (task is None or (task.job in TRAINS and task.index == 0)):
+        return None
+    return _cluster(VARIABLE, f"{VARIABLE}.cluster", tasks, f"{VARIABLE}.task", task)
+
+
+def from_settings(spec: Mapping[str, Any], task: str | None, variable: str = "") -> Cluster:
+    """Returns the cluster that `cluster.spec` describes, and in it the task `cluster.task`, such as "worker:1".
+
+    Args:
+        variable: `TF_CONFIG`, which says what the settings leave out.
+
+    Raises:
+        ConfigError: as above; or the two contradict.
+    """
+    tasks, mine, (their_spec, their_task) = _tasks(SETTING, spec), _named(task), _variable(variable or "{}")
+    theirs = _tasks(f"{VARIABLE}.cluster", their_spec)
+    if tasks and theirs and tasks != theirs:
+        raise ConfigError(f"{SETTING}: is {_list(tasks)}, but {VARIABLE}.cluster is {_list(theirs)}: leave one out")
+    if mine and their_task and mine != their_task:
+        raise ConfigError(f"cluster.task={mine}: but {VARIABLE}.task is {their_task}: leave one out")
+    if not tasks and not theirs and not (mine and mine.job == "evaluator"):
+        raise ConfigError(f"cluster.task={task}: of which cluster? Give {SETTING}, too, or {VARIABLE}")
+    return _cluster(SETTING, SETTING, tasks or theirs, "cluster.task", mine or their_task)
+
+
+def _cluster(source: str, key: str, tasks: Sequence[Task], task_key: str, task: Task | None) -> Cluster:
+    """Returns the cluster of these tasks; `key` and `task_key` name the fields in errors."""
+    if task is None:
+        raise ConfigError(f"{task_key} is missing: which of {_list(tasks)} is this process?")
+    ranks = tuple(each for each in tasks if each.job in TRAINS)
+    if task.job == "evaluator":
+        return Cluster(source, ranks, task)
+    found = next((each for each in tasks if str(each) == str(task)), None)
+    if found is None:
+        raise ConfigError(f"{task_key}={task}: is no task of {key}, which has {_list(tasks) or 'none'}")
+    if any(each.job == "ps" for each in tasks):
+        raise ConfigError(
+            f"{key}.ps: is for a strategy with parameter servers, and in all others the workers keep the parameters: "
+            "leave the job out, or take strategy=sharded or central_storage, which spread what they keep"
+        )
+    return Cluster(source, ranks, found)
+
+
+def _variable(text: str) -> tuple[Any, Task | None]:
+    """Returns the cluster in the text of `TF_CONFIG`, as it stands there, and the task."""
+    try:
+        told = json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{VARIABLE}={text:.60}: cannot be read ({error})") from error
+    if not isinstance(told, Mapping):
+        raise ConfigError(f"{VARIABLE}={text:.60}: must have the fields cluster and task")
+    known = ("cluster", "task", *IGNORED)
+    for field in told:
+        if field not in known:
+            hint = did_you_mean(field, known)
+            raise ConfigError(f"{VARIABLE}.{field}: unknown field.{hint} Leave it out; known are {', '.join(known)}")
+    task = told.get("task") or {}
+    if not isinstance(task, Mapping):
+        raise ConfigError(f"{VARIABLE}.task={task!r:.60}: must have the fields type and index")
+    if not task:
+        return told.get("cluster") or {}, None
+    job, index = task.get("type"), str(task.get("index"))
+    if job not in JOBS:
+        raise ConfigError(f"{VARIABLE}.task.type={job}: must be one of {', '.join(JOBS)}")
+    if not re.fullmatch(r"\d{1,9}", index):
+        raise ConfigError(f"{VARIABLE}.task.index={index:.20}: must be a whole number from 0 up")
+    return told.get("cluster") or {}, Task(job, int(index))
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object of JSON's; refuses one that has a field twice, of which JSON takes the last."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r} is there twice")
+        found[name] = value
+    return found
+
+
+def _named(task: str | None) -> Task | None:
+    """Returns the task of the setting `cluster.task`."""
+    if task is None:
+        return None
+    read = re.fullmatch(rf"({'|'.join(JOBS)}):(\d{{1,9}})", task)
+    if read is None:
+        raise ConfigError(f"cluster.task={task}: must be JOB:INDEX, as worker:0, where JOB is one of {', '.join(JOBS)}")
+    return Task(read[1], int(read[2]))
+
+
+def _tasks(key: str, spec: Any) -> list[Task]:
+    """Returns the tasks of all jobs, in the order of `JOBS`; `key` names the field in errors."""
+    if not isinstance(spec, Mapping):
+        raise ConfigError(f"{key}={spec!r:.60}: must be a mapping, as {{worker: [HOST:PORT, …]}}")
+    for job in spec:
+        if job not in JOBS:
+            hint = did_you_mean(job, JOBS)
+            raise ConfigError(f"{key}.{job}: unknown job.{hint} Choose from {', '.join(JOBS)}")
+    tasks = [task for job in JOBS for task in _tasks_of_job(f"{key}.{job}", job, spec.get(job))]
+    if len([task for task in tasks if task.job == "chief"]) > 1:
+        raise ConfigError(f"{key}.chief: has more than one address; let the others be workers")
+    at: dict[str, Task] = {}
+    for task in tasks:
+        if (other := at.setdefault(task.address, task)) is not task:
+            raise ConfigError(f"{key}.{task.job}: {task} has the address of {other}, {task.address}; give it its own")
+    return tasks
+
+
+def _tasks_of_job(key: str, job: str, listed: Any) -> list[Task]:
+    if isinstance(listed, Mapping):
+        of_index = {str(index): address for index, address in listed.items()}
+        indices = [str(index) for index in range(len(listed))]
+        if sorted(of_index) != sorted(indices):
+            raise ConfigError(f"{key}: has the tasks {', '.join(map(str, listed))}; number them from 0 without a gap")
+        listed = [of_index[index] for index in indices]
+    if listed is not None and not isinstance(listed, (list, tuple)):
+        raise ConfigError(f"{key}={listed!s:.60}: must be a list, as [HOST:PORT, …]")
+    for index, address in enumerate(listed or ()):
+        read = ADDRESS.fullmatch(address) if isinstance(address, str) else None
+        if read is None or not 0 < int(read[2]) < 1 << 16:
+            raise ConfigError(f"{key}[{index}]={address!s:.60}: must be an address HOST:PORT")
+    return [Task(job, index, address) for index, address in enumerate(listed or ())]
+
+
+def _list(tasks: Sequence[Task]) -> str:
+    """Returns the tasks in words."""
+    return ", ".join(f"{task} at {task.address}" if task.address else str(task) for task in tasks)

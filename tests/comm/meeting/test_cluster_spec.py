@@ -1,0 +1,214 @@
+"""The description of a cluster: as TF_CONFIG and as settings, which rank each of its tasks is, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+import ddp
+from ddp.comm.meeting import place as places
+from ddp.comm.meeting.cluster_spec import Cluster, Task, from_settings, from_variable
+from ddp.comm.meeting.place import (
+    Place,
+    host_name,
+    is_rank,
+    place,
+    refuse_evaluator,
+    take_cluster,
+)
+from ddp.commands import train
+from ddp.errors import ConfigError
+
+WORKERS = ["h:1", "h:2", "g:3"]
+TASKS = tuple(Task("worker", index, address) for index, address in enumerate(WORKERS))
+CHIEF = Task("chief", 0, "c:9")
+IPV6 = Task("worker", 0, "[fe80::1]:80")
+
+
+def tf_config(task: Mapping[str, Any] | None, cluster: Mapping[str, Any], **fields: Any) -> str:
+    return json.dumps({"cluster": cluster, **({} if task is None else {"task": task}), **fields})
+
+
+def worker(index: int | str) -> dict[str, Any]:
+    return {"type": "worker", "index": index}
+
+
+@pytest.fixture(autouse=True)
+def no_cluster_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "_own", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{}", None),
+        (tf_config(None, {}), None),
+        (tf_config(worker(0), {}), None),
+        (tf_config(worker(1), {"worker": WORKERS}), Place("TF_CONFIG", 1, 3, 1, 2, "h", 1, TASKS)),
+        (tf_config(worker("2"), {"worker": WORKERS}), Place("TF_CONFIG", 2, 3, 0, 1, "h", 1, TASKS)),
+        (
+            tf_config(worker(1), {"worker": WORKERS, "chief": ["c:9"], "ps": [], "evaluator": ["e:1"]}),
+            Place("TF_CONFIG", 2, 4, 1, 2, "c", 9, (CHIEF, *TASKS)),
+        ),
+        (
+            tf_config({"type": "chief", "index": 0, "trial": "7"}, {"worker": WORKERS, "chief": {"0": "c:9"}}),
+            Place("TF_CONFIG", 0, 4, 0, 1, "c", 9, (CHIEF, *TASKS)),
+        ),
+        (
+            tf_config(worker(0), {"worker": {"1": "h:2", "0": "h:1", "2": "g:3"}}, environment="cloud", rpc_layer="x"),
+            Place("TF_CONFIG", 0, 3, 0, 2, "h", 1, TASKS),
+        ),
+        (
+            tf_config(worker(0), {"chief": ["b.c-d:65535"], "worker": ["[fe80::1]:80"]}),
+            Place("TF_CONFIG", 1, 2, 0, 1, "b.c-d", 65535, (Task("chief", 0, "b.c-d:65535"), IPV6)),
+        ),
+        (tf_config(worker(0), {"worker": ["h:1"]}), None),
+        (tf_config({"type": "evaluator", "index": 0}, {"worker": WORKERS}), None),
+        (tf_config({"type": "evaluator", "index": 0}, {"worker": WORKERS, "ps": ["p:1"]}), None),
+    ],
+)
+def test_each_task_of_tensorflow_s_variable_has_its_rank(text: str, expected: Place | None) -> None:
+    assert place({"TF_CONFIG": text}) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "TF_CONFIG={: cannot be read"),
+        ("[" * 10_000, "cannot be read"),
+        ("[]", "TF_CONFIG=[]: must have the fields cluster and task"),
+        ('{"cluster": {"worker": ["h:1"], "worker": ["g:1"]}}', "cannot be read ('worker' is there twice)"),
+        ('{"cluster": {"worker": {"0": "h:1", "0": "g:1"}}}', "cannot be read ('0' is there twice)"),
+        (tf_config(None, {"worker": WORKERS}), "TF_CONFIG.task is missing: which of worker:0 at h:1, worker:1 at h:2,"),
+        (tf_config(worker(3), {"worker": WORKERS}), "TF_CONFIG.task=worker:3: is no task of TF_CONFIG.cluster, which"),
+        (tf_config(worker(1), {}), "TF_CONFIG.task=worker:1: is no task of TF_CONFIG.cluster, which has none"),
+        (tf_config({"index": 0}, {"worker": WORKERS}), "TF_CONFIG.task.type=None: must be one of chief, worker, ps,"),
+        (tf_config({"type": "worker"}, {}), "TF_CONFIG.task.index=None: must be a whole number from 0 up"),
+        (tf_config(worker(-1), {}), "TF_CONFIG.task.index=-1: must be"),
+        ('{"task": {"type": "worker", "index": Infinity}}', "TF_CONFIG.task.index=inf: must be"),
+        (tf_config(worker(0), {}, clutser={}), "TF_CONFIG.clutser: unknown field. Did you mean cluster? Leave it out"),
+        (tf_config(worker(0), {"wroker": WORKERS}), "TF_CONFIG.cluster.wroker: unknown job. Did you mean worker?"),
+        (tf_config(worker(0), {"worker": "h:1"}), "TF_CONFIG.cluster.worker=h:1: must be a list, as [HOST:PORT, …]"),
+        (tf_config(worker(0), {"worker": ["h:1", "h"]}), "TF_CONFIG.cluster.worker[1]=h: must be an address HOST:PORT"),
+        *(
+            (tf_config(worker(0), {"worker": [address]}), "TF_CONFIG.cluster.worker[0]=")
+            for address in ("h:", ":1", "h:0", "h:65536", "::1:80", "http://h:1", "h:1/x", 7, None, "h :1", "h:-1")
+        ),
+        (tf_config(worker(0), {"worker": {"0": "h:1", "2": "g:1"}}), "TF_CONFIG.cluster.worker: has the tasks 0, 2;"),
+        (
+            tf_config(worker(0), {"worker": ["h:1", "g:1"], "chief": ["g:1"]}),
+            "TF_CONFIG.cluster.worker: worker:1 has the address of chief:0, g:1; give it its own",
+        ),
+        (tf_config(worker(0), {"worker": ["h:1"], "chief": ["g:1", "g:2"]}), "TF_CONFIG.cluster.chief: has more than"),
+        (tf_config({"type": "ps", "index": 0}, {"worker": ["h:1"], "ps": ["h:2"]}), "TF_CONFIG.cluster.ps: is for a"),
+        (tf_config(worker(0), {"worker": ["h:1"], "ps": ["h:2"]}), "leave the job out, or take strategy=sharded or"),
+    ],
+)
+def test_a_description_that_cannot_be_right_is_refused_by_its_field(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        place({"TF_CONFIG": text})
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_settings_describe_the_same_and_what_they_leave_out_is_tensorflow_s() -> None:
+    spec, variable = {"worker": WORKERS}, tf_config(worker(1), {"worker": WORKERS})
+    told = from_variable(variable)
+    assert told == Cluster("TF_CONFIG", TASKS, TASKS[1])
+    for each in (
+        from_settings(spec, "worker:1"),
+        from_settings(spec, "worker:1", variable),
+        from_settings(spec, None, variable),
+        from_settings({}, "worker:1", tf_config(None, spec)),
+    ):
+        assert each == told._replace(source="cluster.spec")
+    assert from_settings({}, "evaluator:0").rank is None
+    assert IPV6.host == "fe80::1"
+
+
+@pytest.mark.parametrize(
+    ("spec", "task", "variable", "words"),
+    [
+        ({"worker": WORKERS}, None, "", "cluster.task is missing: which of worker:0 at h:1, "),
+        ({"worker": WORKERS}, "worker", "", "cluster.task=worker: must be JOB:INDEX, as worker:0, where JOB is one"),
+        ({"worker": WORKERS}, "worker:3", "", "cluster.task=worker:3: is no task of cluster.spec, which has worker:0"),
+        ({}, "worker:0", "", "cluster.task=worker:0: of which cluster? Give cluster.spec, too, or TF_CONFIG"),
+        ({"ps": ["h:1"], "worker": WORKERS[2:]}, "worker:0", "", "cluster.spec.ps: is for a strategy with param"),
+        (
+            {"worker": WORKERS},
+            "worker:0",
+            tf_config(worker(0), {"worker": WORKERS[:2]}),
+            "cluster.spec: is worker:0 at h:1, worker:1 at h:2, worker:2 at g:3, but TF_CONFIG.cluster is worker:0",
+        ),
+        (
+            {"worker": WORKERS},
+            "worker:0",
+            tf_config(worker(1), {}),
+            "cluster.task=worker:0: but TF_CONFIG.task is worker:1: leave one out",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_right_are_refused(spec: Any, task: str | None, variable: str, words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        from_settings(spec, task, variable)
+    assert str(refused.value).startswith(words)
+
+
+def test_a_described_cluster_comes_before_a_launcher_of_one_and_is_refused_beside_another_one() -> None:
+    take_cluster({"chief": ["c:9"], "worker": WORKERS}, "worker:1")
+    alone = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
+    expected = Place("cluster.spec", 2, 4, 1, 2, "c", 9, (CHIEF, *TASKS))
+    assert place() == place({}) == place(alone) == expected
+    assert expected.role == "worker:1" and host_name().endswith(" as worker:1")
+    for placed in ({"RANK": "0", "WORLD_SIZE": "1"}, {**alone, "SLURM_STEP_NUM_TASKS": "2"}):
+        with pytest.raises(ConfigError, match=r"^cluster\.spec: .* has placed this process already .*: leave"):
+            place(placed)
+    with pytest.raises(ConfigError, match=r"^WORLD_SIZE=2: cluster\.spec says 4; leave it out"):
+        place({"WORLD_SIZE": "2"})
+    take_cluster({"worker": ["h:1"]}, "worker:0")
+    assert is_rank(), "of a world of one, which starts no workers of its own"
+
+
+@pytest.mark.parametrize("where", ["TF_CONFIG", "cluster.spec"])
+def test_the_evaluator_is_no_rank_and_trains_nothing(
+    where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = []
+    if where == "TF_CONFIG":
+        monkeypatch.setenv("TF_CONFIG", tf_config({"type": "evaluator", "index": 0}, {"worker": WORKERS}))
+    else:
+        words = ["cluster.task=evaluator:0", "cluster.spec={worker: [h:1, g:1]}"]
+    monkeypatch.setattr(sys, "argv", ["ddp"])
+    with pytest.raises(SystemExit) as ended:
+        train.main(words)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith(f"error: train: this process is evaluator:0, as {where} says, which trains nothing; run ")
+    assert "evaluate RUN, or " in said and said.endswith("evaluate region=NAME\n")
+    with pytest.raises(ConfigError, match=r"^ddp\.fit: this process is evaluator:0"):
+        ddp.fit(None, None, None)  # type: ignore[arg-type]
+    assert place() is None
+    monkeypatch.setenv("TF_CONFIG", "{")
+    monkeypatch.setattr(places, "_own", None)
+    refuse_evaluator("whoever needs the place is told by it")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["cluster.spec.worker=h:1,g:1", "cluster.task=worker:0"], "addresses stand in brackets: cluster.spec.worker="),
+        (["cluster.spec.worker=[h:1", "cluster.task=worker:0"], "cannot read 'cluster.spec.worker=[h:1'"),
+        (["cluster.spec.worker=[h:1]"], "cluster.task is missing: which of worker:0 at h:1 is this process?"),
+    ],
+)
+def test_a_command_line_is_refused_in_one_sentence(
+    words: Sequence[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["ddp"])
+    with pytest.raises(SystemExit):
+        train.main(words)
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
