@@ -1,13 +1,13 @@
-"""Evaluates a finished run on the samples that were held out from it, or on others.
+"""Evaluates a run on the samples that were held out from it, or on others.
 
     python -m ddp evaluate runs/mine                       the metrics, over all samples
     … data.test_path=other.csv cluster.workers=4           with settings other than those of the run
+    python -m ddp evaluate region=mine                     a run that goes on, with strategy.region=mine, at this moment
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ddp.commands.command import respond
@@ -24,10 +24,11 @@ def main(words: Sequence[str]) -> int:
     return respond(parser, options, lambda options: evaluate_run(options.run, options.settings))
 
 
-def evaluate_run(run: Path, words: Sequence[str]) -> str:
+def evaluate_run(run: str, words: Sequence[str]) -> str:
     """Returns, in words, the metrics of a run's best checkpoint, or of the checkpoint that `run` is.
 
     Args:
+        run: a folder; or "region=NAME", for the parameters that a run has at this moment.
         words: settings on top of the run's, as KEY=VALUE.
 
     Raises:
@@ -35,10 +36,10 @@ def evaluate_run(run: Path, words: Sequence[str]) -> str:
         WorkersFailed: a worker raised or died.
     """
     config, trained, splits = checked(run, words, is_evaluation=True)
-    means: Mapping[str, float] = at_all_ranks(config, trained.path, _evaluate)
+    means: Mapping[str, float] = at_all_ranks(config, trained, _evaluate)
     rows = {words_of(f"test_{name}"): metric_in_words(f"test_{name}", value) for name, value in means.items()}
     width = max(map(len, rows))
-    title = f"{trained.path}, on {counted(len(splits.test), 'sample')} of data={config.data.name}:"
+    title = f"{trained}, on {counted(len(splits.test), 'sample')} of data={config.data.name}:"
     return "\n".join([title, *(f"  {name:>{width}}  {value}" for name, value in rows.items())])
 
 

@@ -4,6 +4,9 @@
        │ launch
     every rank    its share of the samples
 
+In the place of a finished run there may be region=NAME, of a run that goes on (`ddp/strategies/region.py`). The parent
+looks at it once, and all ranks get what it has seen.
+
 Of the run's settings only those matter that say what the data are, how the model is built, and what it has learnt.
 """
 
@@ -45,6 +48,7 @@ MAY_DIFFER = (
 )
 _OF_TRAINING = ("transform", "sharding", "validation", "validation_path")  # of data, and no matter afterwards
 _PATHS = ("root", "path", "test_path", "validation_path", "index_dir", "cache_dir")  # of data, which may be relative
+REGION = "region="
 _NO_LIMIT = 1 << 30  # a global batch, because no step is made
 
 
@@ -57,7 +61,8 @@ def parsed(name: str, words: Sequence[str], *, writes: bool = False) -> tuple[Pa
     usage = f"{program()} {name} RUN {'--out FILE ' if writes else ''}[KEY=VALUE …]"
     known = "data.test_path=other.csv, cluster.workers=4, loader.…, comm.…, device=…, trust=true"
     parser = parser_of(name, usage=usage, epilog=f"KEY=VALUE: {known}")
-    parser.add_argument("run", type=Path, help="the folder of a run, whose best checkpoint is taken, or a checkpoint")
+    about = "the folder of a run, whose best checkpoint is taken, or a checkpoint; or region=NAME of a run that goes on"
+    parser.add_argument("run", help=about)
     if writes:
         rows = "NAME.csv or NAME.npy, a row a sample"
         parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=rows)
@@ -68,19 +73,21 @@ def parsed(name: str, words: Sequence[str], *, writes: bool = False) -> tuple[Pa
     return parser, options
 
 
-def at_all_ranks(config: Config, checkpoint: Path, work: Callable[..., Any]) -> Any:
+def at_all_ranks(config: Config, trained: Trained, work: Callable[..., Any]) -> Any:
     """Calls `work` with model, held-out samples, task, communicator and how to read, at all ranks.
 
     Returns:
         What rank 0 has returned.
     """
-    call = partial(_at_a_rank, config, checkpoint, work)
+    given = trained if trained.path is None or trained.region else trained.path
+    call = partial(_at_a_rank, config, given, work)
     return launch(call, workers=config.cluster.workers, threads_per_worker=config.cluster.threads_per_worker)[0]
 
 
-def _at_a_rank(config: Config, checkpoint: Path, work: Callable[..., Any]) -> Any:
+def _at_a_rank(config: Config, given: Path | Trained, work: Callable[..., Any]) -> Any:
     with joined(config) as comm:
-        splits, model = components.load_held_out(config), load(checkpoint).built(config).to(comm.device)
+        trained = given if isinstance(given, Trained) else load(given)
+        splits, model = components.load_held_out(config), trained.built(config).to(comm.device)
         return work(
             model,
             splits.test,
@@ -93,13 +100,18 @@ def _at_a_rank(config: Config, checkpoint: Path, work: Callable[..., Any]) -> An
         )
 
 
-def checked(run: Path, words: Sequence[str], *, is_evaluation: bool) -> tuple[Config, Trained, Splits]:
-    """Finds out in one process, before any worker starts, whether the question can be answered."""
-    config = settings_for(run, words)
+def checked(run: str, words: Sequence[str], *, is_evaluation: bool) -> tuple[Config, Trained, Splits]:
+    """Finds out in one process, before any worker starts, whether the question can be answered.
+
+    Args:
+        run: a folder, or "region=NAME".
+    """
+    seen = load(region=run.removeprefix(REGION)) if run.startswith(REGION) else None
+    config = settings_for(Path(run) if seen is None else seen.path, words)
     splits, task = components.load_held_out(config, download=True), components.make_task(config)
     if not len(splits.test):
         raise ConfigError(f"data={config.data.name}: there are no held-out samples; check the path and the split")
-    trained = load(run)
+    trained = seen or load(run)
     for name, then in trained.facts.items():
         now = getattr(splits, name)
         if None not in (then, now) and then != now:
@@ -111,20 +123,23 @@ def checked(run: Path, words: Sequence[str], *, is_evaluation: bool) -> tuple[Co
     return config, trained, splits
 
 
-def settings_for(run: Path, words: Sequence[str]) -> Config:
+def settings_for(run: Path | None, words: Sequence[str]) -> Config:
     """Returns the settings of a run that matter once it is trained, with `words` on top.
+
+    Args:
+        run: its folder, or a checkpoint; None if it has none.
 
     Raises:
         ConfigError: there is no such run, a word is no setting or cannot be changed, or others may have written which
             code the settings name.
     """
-    if not run.exists():
+    if run is not None and not run.exists():
         raise ConfigError(f"{run} does not exist: give the folder of a run, or of one of its checkpoints")
-    path = settings_of(run)
+    path = None if run is None else settings_of(run)
     if path is None:
         raise ConfigError(
-            f"{run} is no run of {program()} train: a run from Python knows neither its model nor its data; use "
-            "ddp.evaluate and ddp.predict there"
+            f"{run or 'what has no folder'} is no run of {program()} train: a run from Python knows neither its model "
+            "nor its data; use ddp.evaluate and ddp.predict there"
         )
     earlier = read_settings(path)
     plain = {key: earlier[key] for key in OF_THE_RUN if key in earlier}
@@ -196,6 +211,6 @@ def _try_first(trained: Trained, config: Config, splits: Splits, task: Task, *, 
         raise
     except Exception as error:  # of the model, the data set, or the task
         raise ConfigError(
-            f"data={config.data.name}: the model of {trained.path} cannot take their first sample ({told(error)}): "
+            f"data={config.data.name}: the model of {trained} cannot take their first sample ({told(error)}): "
             "take data like those of the run"
         ) from error

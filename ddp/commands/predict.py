@@ -35,7 +35,7 @@ def main(words: Sequence[str]) -> int:
     return respond(parser, options, lambda options: predict_run(options.run, options.settings, options.out))
 
 
-def predict_run(run: Path, words: Sequence[str], out: Path) -> str:
+def predict_run(run: str, words: Sequence[str], out: Path) -> str:
     """Writes what a run's model makes of each sample, and returns in words what was written.
 
     Args:
@@ -48,9 +48,9 @@ def predict_run(run: Path, words: Sequence[str], out: Path) -> str:
     """
     _check_writable(out)
     config, trained, _ = checked(run, words, is_evaluation=False)
-    shape: Sequence[int] = at_all_ranks(config, trained.path, partial(_predict, out.absolute()))
+    shape: Sequence[int] = at_all_ranks(config, trained, partial(_predict, out.absolute()))
     form = " × ".join(map(str, shape[1:])) or "1"
-    return f"{out}: {counted(shape[0], 'row')}, each with {form} of {trained.path}"
+    return f"{out}: {counted(shape[0], 'row')}, each with {form} of {trained}"
 
 
 def _check_writable(out: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from regions import new_name, shared
 
 import ddp
 from ddp.__main__ import main
@@ -20,10 +21,12 @@ from ddp.commands import finished, predict
 from ddp.commands.finished import settings_for
 from ddp.commands.predict import write_rows
 from ddp.data.samples import Splits
+from ddp.errors import CheckpointError, ConfigError
 from ddp.run.build.components import load_data, load_held_out, make_model
 from ddp.run.launch.run_folder import prepare
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
+from ddp.strategies.region import Region
 from ddp.train.checkpoint_store import CheckpointStore
 
 COLUMNS = {"inputs": ["a", "b"], "target": "c", "num_classes": 3}
@@ -117,6 +120,57 @@ def test_predict_writes_a_row_for_each_sample_in_order(run: Path, capfd: pytest.
     assert [path.name for path in Path().iterdir() if path.name.startswith(".")] == []
 
 
+def test_a_run_that_goes_on_is_asked_by_the_name_of_its_region(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The parent looks once: the workers share the samples, and have the same weights."""
+    last = ddp.load(run, "latest")
+    memory, tensors = shared(last.weights)
+    with new_name() as name:
+        kept = Region(name, memory, tensors, {}, {"run_dir": str(run), **last.facts}, step=1234)
+        found = ddp.load(region=name)
+        assert (found.step, found.score, found.path, found.facts) == (1234, None, run, last.facts)
+        assert main(["predict", f"region={name}", "cluster.workers=2", "--out", "now.npy"]) == 0
+        assert f"now.npy: 7 rows, each with 3 of region={name} at step 1,234" in capfd.readouterr().out
+        inputs = torch.stack([inputs for inputs, _ in load_held_out(settings_for(run, [])).test])  # type: ignore[attr-defined]
+        with torch.no_grad():
+            scores = torch.log_softmax(last.model()(inputs), dim=1)
+        torch.testing.assert_close(torch.from_numpy(np.load("now.npy")), scores)
+        here(monkeypatch)
+        titles, rows = [], []
+        for asked in (f"region={name}", str(last.path)):
+            assert main(["evaluate", asked]) == 0
+            title, *row = capfd.readouterr().out.splitlines()
+            titles.append(title), rows.append(row)
+        assert titles[0] == f"region={name} at step 1,234, on 7 samples of data=csv:" and rows[0] == rows[1]
+        kept.close()
+
+
+def test_a_region_without_a_model_that_is_known_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory, tensors = shared({"other": torch.zeros(3)})
+    with new_name() as name:
+        cases = {None: "what has no folder is no run of", str(run.parent): f"{run.parent} is no run of"}
+        for run_dir, says in cases.items():
+            kept = Region(name, memory, tensors, {}, {"run_dir": run_dir})
+            with pytest.raises(SystemExit):
+                main(["evaluate", f"region={name}"])
+            err = capsys.readouterr().err
+            assert says in err and err.count("\n") == 1
+            with pytest.raises(CheckpointError, match=f"region={name} at step 0 is of a run from Python"):
+                ddp.load(region=name).model()
+            kept.close()
+        kept = Region(name, memory, tensors, {}, {"run_dir": str(run), **ddp.load(run).facts})
+        with pytest.raises(CheckpointError, match=f"region={name} at step 0 is of another model: it has no "):
+            ddp.load(region=name).model()
+        with pytest.raises(SystemExit):
+            main(["evaluate", f"region={name}"])
+        assert f"region={name} at step 0 is of another model" in capsys.readouterr().err
+        kept.close()
+    for both_or_none in ({}, {"path": run, "region": "mine"}):
+        with pytest.raises(ConfigError, match=r"ddp.load takes the folder of a run, or the region=.*: give either"):
+            ddp.load(**both_or_none)
+
+
 def test_csv_is_read_back_as_the_same_numbers() -> None:
     rows = np.random.RandomState(0).randn(5, 2, 2).astype(np.float32)
     for each in (rows, rows[:, 0, 0], rows.astype(np.float64), np.arange(5)):
@@ -132,6 +186,8 @@ def test_csv_is_read_back_as_the_same_numbers() -> None:
     ("words", "says"),
     [
         (["evaluate", "none"], "none does not exist: give the folder of a run"),
+        (["evaluate", "region=none"], "region=none: nobody keeps it on this host"),
+        (["predict", "region=n/one", "--out", "x.csv"], "region='n/one': take letters, digits, "),
         (["evaluate", "."], r"\. is no run of .* train: .* use ddp.evaluate and ddp.predict there"),
         (["evaluate", "RUN", "epochs=3"], "epochs=3: give KEY=VALUE, with a key of data, loader, "),
         (["evaluate", "RUN", "data.test_pat=x"], r"unknown key data.test_pat. Did you mean data.test_path\?"),

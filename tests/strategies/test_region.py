@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
+from regions import new_name, shared
 from torch import Tensor, nn
 
-from ddp.comm.transport.shared_memory import SharedMemory
 from ddp.errors import CheckpointError, ConfigError
 from ddp.process.memory import ask_for_signal
 from ddp.strategies import region
@@ -32,23 +32,10 @@ NUMEL = 1 << 15
 
 
 @pytest.fixture
-def name(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A name that no other test run has; of a region that was ended well, nothing is left."""
-    name = f"test-{os.getpid()}-{time.monotonic_ns()}"
-    yield name
-    assert not list(Path("/dev/shm").glob(f"ddp-region-*{name}"))
-
-
-def shared(tensors: dict[str, Tensor]) -> tuple[SharedMemory, dict[str, Tensor]]:
-    """Copies tensors side by side into memory that can be shared, each at a multiple of 64 bytes."""
-    memory = SharedMemory.create("memfd", sum(-(-each.nbytes // 64) * 64 for each in tensors.values()))
-    found: dict[str, Tensor] = {}
-    start = 0
-    for key, each in tensors.items():
-        inside = memory.bytes[start : start + each.nbytes].view(each.dtype)
-        found[key] = inside.as_strided(each.shape, each.stride()).copy_(each.detach())
-        start += -(-each.nbytes // 64) * 64
-    return memory, found
+def name() -> Iterator[str]:
+    """A name that no other test run has; nothing is left of its regions."""
+    with new_name() as name:
+        yield name
 
 
 def one(name: str, *, about: dict[str, Any] | None = None) -> tuple[Region, Tensor, Tensor]:

@@ -2,11 +2,18 @@
 
     trained = ddp.load("runs/mine")             the best checkpoint; the last one if nothing was evaluated
     trained = ddp.load("runs/mine", "latest")
+    trained = ddp.load(region="mine")           what a run with strategy.region=mine has at this moment
     trained.weights                             a plain state dict, on the CPU; of a run with `ddp.EMA`, the averages
     model = trained.model()                     in evaluation mode; for runs from the command line
 
 A run from Python has the weights alone, because only its program knows how to build the model:
 `model.load_state_dict(ddp.load("runs/mine").weights)`.
+
+So an evaluator follows a run in another job of the host, without a checkpoint. Each call is a new look:
+
+    while True:
+        now = ddp.load(region="mine")           CheckpointError, once the run has ended
+        print(now.step, accuracy_of(now.model()))
 """
 
 from __future__ import annotations
@@ -26,26 +33,32 @@ from ddp.run.build import components
 from ddp.run.settings.address import check_trust, own_parts
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain, settings_of
+from ddp.strategies.region import look
 from ddp.train import checkpoint_store as store
 from ddp.train.callbacks import averages_in
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint of a run.
+    """A checkpoint of a run, or a moment of one that goes on.
 
     Attributes:
-        path: the checkpoint's folder.
+        path: the checkpoint's folder; of a region, that of the run, or None if the run keeps none.
         step: optimizer steps until then.
         score: the main metric on the held-out samples; None if they were not evaluated then.
         weights: the model's state dict: what the evaluations of the run have used.
+        region: the name of the region.
     """
 
-    path: Path
+    path: Path | None
     step: int
     score: float | None
     weights: dict[str, Tensor] = field(repr=False)
-    _identity: dict[str, Any] = field(repr=False)
+    _identity: Mapping[str, Any] = field(repr=False)
+    region: str | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        return str(self.path) if self.region is None else f"region={self.region} at step {self.step:,}"
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -60,13 +73,13 @@ class Trained:
             trust: import it, also if others may write the run's settings, which name it.
 
         Raises:
-            CheckpointError: the run does not know how its model is built.
+            CheckpointError: the run does not know how its model is built, or the weights are of another one.
             ConfigError: others may write the settings.
         """
-        path = settings_of(self.path)
+        path = None if self.path is None else settings_of(self.path)
         if path is None:
             raise CheckpointError(
-                f"{self.path} is of a run from Python, which does not know how its model is built: build it, and load "
+                f"{self} is of a run from Python, which does not know how its model is built: build it, and load "
                 "the weights with model.load_state_dict(ddp.load(…).weights)"
             )
         config = from_plain(yaml.safe_load(path.read_text(encoding="utf-8")))
@@ -78,24 +91,39 @@ class Trained:
         splits = Splits(train=(), test=(), **self.facts)
         with torch.random.fork_rng(devices=[]):
             model = components.make_model(config, splits)
+        store.check_fits(self.weights, model, source=str(self))
         model.load_state_dict(self.weights)
         return model.eval()
 
 
-def load(path: str | Path, which: Literal["best", "latest"] = "best", *, averaged: bool = True) -> Trained:
+def load(
+    path: str | Path | None = None,
+    which: Literal["best", "latest"] = "best",
+    *,
+    region: str | None = None,
+    averaged: bool = True,
+) -> Trained:
     """Returns a checkpoint of a run, verified. Every process that needs it calls this; it is no collective.
 
     Args:
         path: the folder of a run, or of one of its checkpoints.
         which: "best" by its main metric, or the last one if nothing was evaluated; or "latest".
+        region: in the place of `path`, the name that a run on this host has been given as `strategy.region`: its
+            parameters and buffers between two of its steps, copied now, as the optimizer has left them.
         averaged: takes the averages of a run with `ddp.EMA`; False: its weights as the optimizer has left them.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
-        ConfigError: `which` is neither.
+        CheckpointError: there is none, or it is damaged; or no run of this user keeps the region.
+        ConfigError: `which` is neither, or not one of `path` and `region` is given.
     """
     if which not in ("best", "latest"):
         raise ConfigError(f'which={which!r}: take "best" or "latest"')
+    if (path is None) == (region is None):
+        raise ConfigError('ddp.load takes the folder of a run, or the region="NAME" of one that goes on: give either')
+    if path is None:
+        seen = look(region or "")
+        run_dir = seen.about.get("run_dir")
+        return Trained(run_dir and Path(run_dir), seen.step, None, seen.weights, seen.about, region)
     folder = store.checkpoints_of(Path(path))
     best = store.best_of(folder) if which == "best" else None
     found: store.StoredCheckpoint = store.load(best or folder, names=["model"])
