@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import ddp
+from ddp.collectives.catalog import ALL_REDUCE
+from ddp.collectives.cost import HIERARCHICAL
 from ddp.comm.communicator import Communicator
 
 ROOT = Path(__file__).parent.parent
@@ -160,8 +162,13 @@ def test_what_the_page_names_exists() -> None:
     homes: dict[str, Any] = {"ddp": ddp, "comm": Communicator, "model": ddp.DistributedDataParallel}
     for home, name in re.findall(r"\b(ddp|comm|model)\.(\w+)", here):
         assert hasattr(homes[home], name) or f"self.{name}" in inspect.getsource(homes[home]), f"{home}.{name}"
-    functions = (ddp.fit, ddp.init, ddp.launch, ddp.DistributedDataParallel)
-    policies = (ddp.Averaging, ddp.Batches, ddp.Evaluation, ddp.Folder, ddp.Reading)
+    functions = (ddp.fit, ddp.init, ddp.launch, ddp.DistributedDataParallel, ddp.LossFunction)
+    policies = (ddp.Averaging, ddp.Batches, ddp.Classification, ddp.Evaluation, ddp.Folder, ddp.Reading)
     keywords = {name for function in (*functions, *policies) for name in inspect.signature(function).parameters}
     assert set(re.findall(r"[`(](\w+)=", here)) <= keywords
-    assert all(f"{key}=" in settings for key in re.findall(r"`(batch\.\w+)`", here))
+    keys = re.findall(r"`(batch\.\w+)`|`(\w+\.\w+)=", here)
+    assert len(keys) > 2 and all(f"{first or second}=" in settings for first, second in keys)
+    words = PAGE.partition("**Cross-device operations**")[2].partition("**Clusters**")[0]
+    ways = re.findall(r"^\| .* \| `(\w+)`[,:| ]", words, re.MULTILINE)
+    assert ways == ["ring", "auto", "hierarchical", "master_worker"]
+    assert {*ways} <= {"auto", *ALL_REDUCE, *HIERARCHICAL}
