@@ -176,10 +176,12 @@ def _served(place: Place, timeout_s: float) -> Store:
         return TCPStore(place.address, place.port, timeout=timedelta(seconds=timeout_s), **choices)
     except DistError as error:
         where = f"MASTER_ADDR={place.address}, MASTER_PORT={place.port}"
-        where = f"{place.role} at {place.address}:{place.port}" if place.tasks else where
+        once = ""
+        if place.tasks:
+            where, once = f"{place.role} at {place.address}:{place.port}", f"start {place.role} once, and "
         raise ConfigError(
-            f"{where}: rank 0 cannot serve the store of the ranks there ({first_line(error)}); give all ranks an "
-            "address of rank 0's host, and a port that is free there, and start rank 0 once"
+            f"{where}: rank 0 cannot serve the store of the ranks there ({first_line(error)}); {once}give all ranks "
+            "an address of rank 0's host, and a port that is free there"
         ) from error
 
 

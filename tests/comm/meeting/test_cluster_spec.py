@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import logging
+import os
+import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
+from ranks import collect, run_ranks, start_ranks
+from torch.distributed import HashStore
 
 import ddp
+from ddp.comm import session
 from ddp.comm.meeting import place as places
 from ddp.comm.meeting.cluster_spec import Cluster, Task, from_settings, from_variable
-from ddp.comm.meeting.place import (
-    Place,
-    host_name,
-    is_rank,
-    place,
-    refuse_evaluator,
-    take_cluster,
-)
+from ddp.comm.meeting.place import Place, host_name, is_rank, place, refuse_evaluator, take_cluster
+from ddp.comm.meeting.rendezvous import rendezvous
 from ddp.commands import train
-from ddp.errors import ConfigError
+from ddp.errors import ConfigError, PeerLost
+from ddp.process.log import add_handler, log
 
 WORKERS = ["h:1", "h:2", "g:3"]
 TASKS = tuple(Task("worker", index, address) for index, address in enumerate(WORKERS))
@@ -212,3 +220,131 @@ def test_a_command_line_is_refused_in_one_sentence(
         train.main(words)
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+# --- processes that are started by hand ------------------------------------------------------------------------------
+
+
+def free_addresses(number: int) -> list[str]:
+    with contextlib.ExitStack() as held:  # all at once, so that no two are the same
+        taken = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
+        return [f"127.0.0.1:{server.getsockname()[1]}" for server in taken]
+
+
+def as_task(cluster: Mapping[str, Sequence[str]], **deadlines: float) -> ddp.Communicator:
+    """Takes the rank out of `tests/ranks.py`'s environment; the first process is the chief, the others are workers."""
+    rank = int(os.environ["RANK"])
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    task = worker(rank - 1) if rank else {"type": "chief", "index": 0}
+    os.environ.update(TF_CONFIG=tf_config(task, cluster), TORCHELASTIC_USE_AGENT_STORE="")
+    return ddp.init(**deadlines)
+
+
+def leave_late(cluster: Mapping[str, Sequence[str]]) -> tuple[float, str]:
+    """A worker comes to its last barrier, and is slow from there on."""
+    comm = as_task(cluster, abort_s=30)
+    end = session._end
+
+    def slow(*given: Any) -> None:
+        time.sleep(0.5)
+        end(*given)
+
+    if comm.rank == 1:
+        session._end = slow
+    with io.StringIO() as said:
+        handler = logging.StreamHandler(said)
+        add_handler(handler)
+        log.info("here")
+        log.removeHandler(handler)
+        written = said.getvalue()
+    ddp.shutdown()
+    return time.monotonic(), written
+
+
+def test_the_chief_leaves_last_and_each_line_of_a_log_has_the_role() -> None:
+    first, second = free_addresses(2)
+    (chief_s, chief), (worker_s, late) = run_ranks(leave_late, 2, {"chief": [first], "worker": [second]})
+    assert chief_s > worker_s - 0.05, "it keeps the store, which the worker needs to the end"
+    assert chief.endswith(" rank 0/2 chief:0 INFO  here\n") and late.endswith(" rank 1/2 worker:0 INFO  here\n")
+
+
+def die_or_wait(cluster: Mapping[str, Sequence[str]]) -> str:
+    comm = as_task(cluster, abort_s=30)
+    if comm.rank == 1:
+        os._exit(0)
+    with pytest.raises(PeerLost) as lost:
+        comm.all_reduce(torch.ones(1))
+    return str(lost.value)
+
+
+def test_a_task_that_dies_is_named_by_its_role() -> None:
+    first, second = free_addresses(2)
+    said, _ = collect(start_ranks(die_or_wait, 2, {"chief": [first], "worker": [second]}))
+    assert said.startswith(f"lost rank 1 on host {socket.gethostname()} as worker:0 during collective #")
+
+
+def wait_in_vain(cluster: Mapping[str, Sequence[str]]) -> tuple[list[str], str]:
+    warned: list[str] = []
+    log.warning = lambda words, *given: warned.append(words % given)  # type: ignore[method-assign]
+    with pytest.raises(PeerLost) as lost:
+        as_task(cluster, warn_s=0.1, abort_s=0.6)
+    return warned, str(lost.value)
+
+
+def test_a_task_that_never_comes_is_named() -> None:
+    first, second = free_addresses(2)
+    ((warned, lost),) = run_ranks(wait_in_vain, 1, {"chief": [first], "worker": [second]})
+    assert warned == [f"start-up has waited 0 s for rank(s) worker:0 at {second} of 2"]
+    assert f"of 2 ranks, worker:0 at {second} did not come within 0.6 s. Was each started?" in lost
+
+
+def test_a_task_that_comes_twice_is_told() -> None:
+    tasks = (CHIEF, *TASKS[:1])
+    store = HashStore()
+    with ThreadPoolExecutor(3) as threads:
+
+        def come(rank: int, abort_s: float = 20) -> Future[Any]:
+            return threads.submit(rendezvous, store, rank, 2, warn_s=20, abort_s=abort_s, tasks=tasks)
+
+        first = come(1)
+        while not store.check(["here/1"]):
+            time.sleep(0.001)
+        second = come(1)
+        with pytest.raises(ConfigError, match=r"^two processes have come as worker:0 at h:1: start each once$"):
+            first.result(20)
+        come(0).result(20), second.result(20)
+        with pytest.raises(PeerLost, match=r"; another process has come as worker:0 at h:1 before this one. Was each"):
+            come(1, 0.2).result(20)
+
+
+def command_line(cluster: Sequence[str], folder: Path) -> int:
+    """Runs `scripts/ddp train` as one task, in a process of its own, as a shell does."""
+    rank = int(os.environ["RANK"])
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = ""
+    os.chdir(folder)
+    sys.argv = ["ddp"]
+    with (folder / f"terminal-{rank}").open("w") as terminal:
+        for descriptor in (1, 2):
+            os.dup2(terminal.fileno(), descriptor)
+    task = "chief:0" if rank == 0 else f"worker:{rank - 1}"
+    asked = ["data=synthetic", "data.num_samples=64", "model=mlp", "max_steps=2", "run.name=mine", "device=cpu"]
+    with pytest.raises(SystemExit) as ended:  # the settings are rank 0's
+        train.main([*cluster, f"cluster.task={task}", *(asked if rank == 0 else [])])
+    return int(ended.value.code or 0)
+
+
+def test_two_processes_that_are_started_by_hand_are_one_run(tmp_path: Path) -> None:
+    first, second = free_addresses(2)
+    words = [f"cluster.spec.chief=[{first}]", f"cluster.spec.worker=[{second}]"]
+    statuses = collect(start_ranks(command_line, 2, words, tmp_path))
+    terminals = [(tmp_path / f"terminal-{rank}").read_text() for rank in range(2)]
+    assert statuses == [0, 0], terminals
+    summary = json.loads((tmp_path / "runs/mine/summary.json").read_text())
+    assert (summary["world_size"], summary["roles"], summary["steps"]) == (2, ["chief:0", "worker:0"], 2)
+    assert "cluster.task" not in terminals[0] and "cluster.spec" not in terminals[0], "of the commands to try next"
+    settings = yaml.safe_load((tmp_path / "runs/mine/config.yaml").read_text())["cluster"]
+    assert settings["spec"] == {"chief": [first], "worker": [second]} and settings["task"] is None
+    assert " rank 1/2 worker:0 " in (tmp_path / "runs/mine/logs/rank-1.log").read_text()
