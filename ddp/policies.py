@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ddp.errors import ConfigError
-from ddp.setting import Precision, StrategyName, WireName, check_values, setting, strategy_hint
+from ddp.setting import Precision, StrategyName, WireName, check_region, check_values, setting, strategy_hint
 
 ONE_EVALUATION = "goes by evaluations, of which there is one, at the end"
 
@@ -104,10 +104,13 @@ class Averaging(Buckets):
 
     Attributes:
         strategy: the word for who holds parameters and optimizer state (`strategies/choice.py`).
+        region: of strategy="central_storage": the name under which other jobs of this user on the host find the
+            parameters while it trains, as `ddp.load(region=…)`.
         hook: sends less than all of the gradients between hosts, such as `ddp.gradients.PowerSGD(4)`.
     """
 
     strategy: StrategyName = "auto"
+    region: str | None = None
     hook: Any = None  # ddp.gradients.Hook, which imports torch
 
     def __post_init__(self) -> None:
@@ -115,6 +118,13 @@ class Averaging(Buckets):
         if self.strategy not in words and (hint := strategy_hint(self.strategy)):
             raise ConfigError(f"strategy={self.strategy!r:.60}: take one of {', '.join(words)}.{hint}")
         super().__post_init__()
+        if self.region is not None:
+            check_region(self.region)
+            if self.strategy != "central_storage":
+                raise ConfigError(
+                    f"region={self.region!r} with strategy={self.strategy!r}: a region is of strategy='central_storage'"
+                    " alone; take that, or leave region out"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

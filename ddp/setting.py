@@ -26,7 +26,7 @@ WireName = Literal[Narrow, "fp32"]
 Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]
 Scaling = Literal["none", "linear", "sqrt", "legw"]
 Uneven = Literal["join", "stop_all", "raise"]
-StrategyName = Literal["auto", "one_device", "mirrored", "multi_worker", "sharded"]
+StrategyName = Literal["auto", "one_device", "mirrored", "multi_worker", "sharded", "central_storage"]
 
 CALLED_ELSEWHERE = {  # word, or a sentence → what guides call it, in lower case, without "_" and "strategy"
     "auto": "replicated ddp ddpspawn ddpfork ddpnotebook distributeddataparallel horovod default",
@@ -55,6 +55,12 @@ def strategy_hint(word: object, say: str = "{}") -> str:
     if found in get_args(StrategyName):
         return f" Did you mean {say.format(found)}?"
     return f" {found}." if " " in found else ""
+
+
+def check_region(name: object) -> None:
+    """Raises ConfigError unless a region (`strategies/region.py`) can be called so."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", name, re.ASCII):
+        raise ConfigError(f"region={name!r:.120}: take letters, digits, '.', '_' and '-', 100 at most, no sign first")
 
 
 LARGEST = 3.4e38  # of float32

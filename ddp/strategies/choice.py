@@ -19,6 +19,7 @@ from ddp.gradients.hooks.hook import Hook
 from ddp.policies import Averaging
 from ddp.process.log import log
 from ddp.replica.bucketed import BucketedDataParallel
+from ddp.replica.central import CentralDataParallel
 from ddp.replica.drop_in.data_parallel import DistributedDataParallel
 from ddp.replica.drop_in.in_backward import refusal
 from ddp.replica.naive import NaiveDataParallel
@@ -26,6 +27,7 @@ from ddp.replica.replica import Replica
 from ddp.replica.settlement import produces_sparse_gradient
 from ddp.replica.sharded import ShardedDataParallel
 from ddp.setting import Precision, StrategyName
+from ddp.strategies.central_storage import CentralStorage
 from ddp.strategies.replicated import Replicated
 from ddp.strategies.sharded import Sharded
 from ddp.strategies.strategy import Strategy
@@ -83,6 +85,16 @@ MASTER_WEIGHTS = Refusal(
 SPARSE_GRADIENTS = Refusal(
     lambda setup: setup.is_sparse, "a layer has sparse gradients, which no slice can hold; take strategy=auto"
 )
+PRIVATE_MEMORY = Refusal(
+    lambda setup: not setup.shares_memory,
+    "needs memory that the workers of a host share, and here they share none (comm.shared_memory=false, or the log "
+    "says why); take strategy=sharded",
+)
+ON_GPU = Refusal(
+    lambda setup: setup.device != "cpu",
+    "keeps parameters in the host's memory, which a GPU would read over its bus in every forward; take device=cpu, or "
+    "strategy=sharded",
+)
 OF_SLICES = (NO_BUCKETS, MASTER_WEIGHTS, SPARSE_GRADIENTS)
 """Refused where each rank updates a slice."""
 
@@ -103,11 +115,12 @@ class Row(NamedTuple):
 
 # fmt: off
 STRATEGIES: dict[StrategyName, Row] = {
-    "auto":         Row(BucketedDataParallel, Replicated),
-    "one_device":   Row(BucketedDataParallel, Replicated, (SEVERAL_RANKS,)),
-    "mirrored":     Row(BucketedDataParallel, Replicated, (SEVERAL_HOSTS,)),
-    "multi_worker": Row(BucketedDataParallel, Replicated),
-    "sharded":      Row(ShardedDataParallel, Sharded, OF_SLICES),
+    "auto":            Row(BucketedDataParallel, Replicated),
+    "one_device":      Row(BucketedDataParallel, Replicated, (SEVERAL_RANKS,)),
+    "mirrored":        Row(BucketedDataParallel, Replicated, (SEVERAL_HOSTS,)),
+    "multi_worker":    Row(BucketedDataParallel, Replicated),
+    "sharded":         Row(ShardedDataParallel, Sharded, OF_SLICES),
+    "central_storage": Row(CentralDataParallel, CentralStorage, (*OF_SLICES, PRIVATE_MEMORY, ON_GPU)),
 }
 # fmt: on
 

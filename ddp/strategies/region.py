@@ -35,7 +35,6 @@ import errno
 import json
 import mmap
 import os
-import re
 import socket
 import tempfile
 import threading
@@ -52,10 +51,10 @@ from ddp.comm.transport.shared_memory import LINE_BYTES, Life, SharedMemory
 from ddp.errors import CheckpointError, ConfigError
 from ddp.process.clock import Patience
 from ddp.process.files import ANYTHING, hold, json_object, user_name, why_shared, write_whole
+from ddp.setting import check_region
 from ddp.units import counted
 
 LONGEST_LOOK_S = 30.0
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 _ENTRY = "region.json"
 _SEQUENCE, _STEP = 0, 1  # words of the header, behind which the buffers stand
 _CLOSED = -1  # a sequence number that no other follows
@@ -284,12 +283,6 @@ def _mapped(pid: int, descriptor: int, link: str, num_bytes: int) -> mmap.mmap:
 # --- where regions are found -----------------------------------------------------------------------------------------
 
 
-def check_name(name: str) -> None:
-    """Raises ConfigError unless a region can be called so."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError(f"region={name!r:.120}: take letters, digits, '.', '_' and '-', 100 at most, no sign first")
-
-
 def _home() -> Path:
     """Returns the folder of all regions of the host: one in memory, so that no file outlives the processes there."""
     memory = Path("/dev/shm")
@@ -297,7 +290,7 @@ def _home() -> Path:
 
 
 def _folder(name: str) -> Path:
-    check_name(name)
+    check_region(name)
     return _home() / f"ddp-region-{os.geteuid()}-{name}"
 
 

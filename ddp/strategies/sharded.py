@@ -57,19 +57,19 @@ class Sharded(Replicated):
     model: ShardedDataParallel
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, **how: Any) -> None:
+        name, kind = type(self).__name__, type(optimizer).__name__
         if type(optimizer) not in ELEMENTWISE:
             raise ConfigError(
-                f"sharded updates with {type(optimizer).__name__}: takes SGD, Adam, AdamW, LARS, LARC and LAMB, which "
-                "update each element by itself but for norms; leave it out, or take one of these"
+                f"{name} with {kind}: takes SGD, Adam, AdamW, LARS, LARC and LAMB, which update each element by itself "
+                "but for norms; take one of these, or Replicated (strategy='auto')"
             )
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             raise ConfigError(
-                f"sharded updates with hooks of {type(optimizer).__name__}: they would see parts; remove them or leave "
-                "it out"
+                f"{name} with hooks of {kind}: they would see parts; remove them, or take Replicated (strategy='auto')"
             )
         if how.get("precision") == "bf16_pure":
             raise ConfigError(
-                "precision='bf16_pure' with sharded updates: take precision='bf16', or leave sharding out"
+                f"{name} with precision='bf16_pure': takes no master weights; take precision='bf16', or Replicated"
             )
         super().__init__(model, optimizer, **how)
         self._comm = self.model.comm
@@ -80,7 +80,7 @@ class Sharded(Replicated):
 
     def _replica(self, model: nn.Module) -> Replica:
         if isinstance(model, Replica) and not isinstance(model, ShardedDataParallel):
-            raise ConfigError(f"sharded updates with a model in a {type(model).__name__}: give the bare module")
+            raise ConfigError(f"Sharded with a model in a {type(model).__name__}: give the bare module")
         return model if isinstance(model, Replica) else ShardedDataParallel(model)
 
     def finish(self, *, alone: bool = False) -> None:

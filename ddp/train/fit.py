@@ -135,7 +135,8 @@ def fit(
             parameters with float32 master weights (`ddp/optim/precision.py`).
         strategy: "auto": every rank holds all, and makes the same update; "one_device", "mirrored" (on one host) and
             "multi_worker" are guides' names for it. "sharded": each rank updates a slice of the parameters, and holds
-            the optimizer's state of that alone. Or a `ddp.Averaging`, which also says how gradients travel.
+            the optimizer's state of that alone. "central_storage": each host holds parameters and state once, in
+            memory that its ranks share. Or a `ddp.Averaging`, which also says how gradients travel.
         folder: of the run: checkpoints/ (the last and the best), metrics.jsonl, summary.json, curves.png. Unless given,
             a new one below runs/. None: nothing is written. A `ddp.Folder` also resumes, and says what is kept.
         callbacks: objects of `ddp.Callback`, run after those of fit, such as `ddp.EMA()` and

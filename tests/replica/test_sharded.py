@@ -248,7 +248,7 @@ class Derived(torch.optim.SGD):
 def refusals() -> None:
     ddp.init(abort_s=30)
     module, _ = made("sgd")
-    with pytest.raises(ConfigError, match=r"sharded updates with RMSprop: takes SGD, Adam, AdamW, LARS"):
+    with pytest.raises(ConfigError, match=r"Sharded with RMSprop: takes SGD, Adam, AdamW, LARS"):
         fitted_with(module, torch.optim.RMSprop(module.parameters()))
     with pytest.raises(ConfigError, match=r"=sharded with a model in a NaiveDataParallel: give ddp.fit the bare"):
         fitted_with(ddp.NaiveDataParallel(module), torch.optim.SGD(module.parameters()))

@@ -9,24 +9,26 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
-from torch.nn import functional as F
 
 import ddp
 from ddp.comm.transport import topology
 from ddp.errors import ConfigError
+from ddp.replica.central import CentralDataParallel
 from ddp.replica.sharded import ShardedDataParallel
+from ddp.run.build.components import strategy_of
 from ddp.run.settings.checks import check_strategy
 from ddp.run.settings.config import CHOICES
 from ddp.run.settings.reader import from_plain
 from ddp.setting import StrategyName
-from ddp.strategies import Replicated, Sharded
-from ddp.strategies.choice import STRATEGIES, Setup, refuse, same_bits_as, strategy_for
+from ddp.strategies import CentralStorage, Replicated, Sharded
+from ddp.strategies.choice import STRATEGIES, Setup, refuse, replica_of, same_bits_as, strategy_for
 
 WORDS = get_args(StrategyName)
 CLUSTER = {"workers": 1, "local_workers": 1}
 ONE = Setup(
     world_size=1, num_hosts=1, shares_memory=True, device="cpu", precision="fp32", is_naive=False, is_sparse=False
 )
+SLICED = ("sharded", "central_storage")
 SPARSE = nn.Sequential(nn.EmbeddingBag(3, 2, sparse=True))
 
 
@@ -42,9 +44,21 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
         {"world_size": 2, "num_hosts": 2}, {"cluster": {"workers": 2, "local_workers": 1}},
         {"one_device": "is for one worker", "mirrored": "there are several hosts; take strategy=multi_worker"},
     ),
-    "naive": ({"is_naive": True}, {"replica": {"kind": "naive"}}, {"sharded": "needs replica.kind=bucketed"}),
-    "pure": ({"precision": "bf16_pure"}, {"precision": "bf16_pure"}, {"sharded": "precision=bf16_pure has master wei"}),
-    "sparse": ({"is_sparse": True}, {}, {"sharded": "a layer has sparse gradients, which no slice can hold; take"}),
+    "naive": ({"is_naive": True}, {"replica": {"kind": "naive"}}, dict.fromkeys(SLICED, "needs replica.kind=bucketed")),
+    "pure": (
+        {"precision": "bf16_pure"}, {"precision": "bf16_pure"},
+        dict.fromkeys(SLICED, "precision=bf16_pure has master weights, which are not cut into slices; take prec"),
+    ),
+    "sparse": (
+        {"is_sparse": True}, {},
+        dict.fromkeys(SLICED, "a layer has sparse gradients, which no slice can hold; take strategy=auto"),
+    ),
+    "private memory": (
+        {"world_size": 2, "shares_memory": False}, {"cluster": {"workers": 2}, "comm": {"shared_memory": False}},
+        {"one_device": "is for one worker", "central_storage": "needs memory that the workers of a host share, and "},
+    ),
+    "private memory of one": ({}, {"comm": {"shared_memory": False}}, {}),
+    "GPU": ({"device": "cuda"}, {"device": "cuda"}, {"central_storage": "keeps parameters in the host's memory, "}),
 }
 # fmt: on
 
@@ -69,25 +83,44 @@ def test_a_word_refuses_what_it_cannot_train_and_nothing_else(what: str) -> None
 
 def test_the_words_are_those_of_the_command_line_and_of_python() -> None:
     assert tuple(STRATEGIES) == tuple(CHOICES["strategy"]) == WORDS
-    assert [same_bits_as(word) for word in WORDS] == ["auto", "auto", "auto", "auto", "sharded"]
+    assert [same_bits_as(word) for word in WORDS] == ["auto"] * 4 + ["sharded", "central_storage"]
     for word, told in (
         ("replicated", "Did you mean auto?"),
         ("MirroredStrategy", "Did you mean mirrored?"),
         ("multi_worker_mirrored", "Did you mean multi_worker?"),
         ("fsdp", "Parameters are whole on every rank here; sharded cuts the optimizer's state alone."),
         ("parameter_server", "Parameter servers are not here yet: all ranks agree in every step."),
+        ("CentralStorageStrategy", "Did you mean central_storage?"),
         ("shard", "Did you mean sharded?"),
         (type("TPUStrategy", (), {"__repr__": lambda _: "theirs"})(), "TPUs are not supported."),
-        (None, "multi_worker, sharded."),
+        (None, "sharded, central_storage."),
     ):
         said = refused_with(lambda word=word: ddp.Averaging(strategy=word))
         assert said.startswith(f"strategy={word!r}: take one of auto, one_device, ") and said.endswith(told), said
+
+
+def test_a_region_has_a_name_and_belongs_to_central_storage() -> None:
+    for region in ("a", "mnist-3.b_2", "x" * 100):
+        assert ddp.Averaging(strategy="central_storage", region=region).region == region
+        plain = {"strategy": {"name": "central_storage", "region": region}}
+        assert strategy_of(from_plain(plain)) == ddp.Averaging(strategy="central_storage", region=region)
+    for odd in ("", "a/b", "..", "-a", "a b", "a\n", "ä", "x" * 101):
+        told = f"region={odd!r}: take letters, digits, '.', '_' and '-', 100 at most, no sign first"
+        assert refused_with(lambda odd=odd: ddp.Averaging(strategy="central_storage", region=odd)) == told
+        plain = {"strategy": {"name": "central_storage", "region": odd}}
+        assert refused_with(from_plain, plain) == f"strategy.{told}"
+    assert refused_with(lambda: ddp.Averaging(region="a")).startswith(
+        "region='a' with strategy='auto': a region is of strategy='central_storage' alone; take that, or leave region"
+    )
+    told = refused_with(from_plain, {"strategy": {"name": "sharded", "region": "a"}})
+    assert told.startswith("unknown key strategy.region: it belongs to strategy=central_storage.")
 
 
 def test_a_name_of_another_library_is_told_the_word() -> None:
     for name, told in (
         ("MirroredStrategy", '. Did you mean strategy="mirrored", of ddp.fit?'),
         ("OneDeviceStrategy", '. Did you mean strategy="one_device", of ddp.fit?'),
+        ("CentralStorageStrategy", '. Did you mean strategy="central_storage", of ddp.fit?'),
         ("MultiWorkerMirroredStrategy", '. Did you mean strategy="multi_worker", of ddp.fit?'),
         ("ZeroRedundancyOptimizer", '. Did you mean strategy="sharded", of ddp.fit?'),
         ("ParameterServerStrategy", ". Parameter servers are not here yet: all ranks agree in every step"),
@@ -103,21 +136,20 @@ def test_a_name_of_another_library_is_told_the_word() -> None:
 
 
 def on_two_hosts() -> list[str]:
-    """What `ddp.fit` says to each word on two ranks, each a host of its own; and beside replicas of other kinds."""
+    """What is said to each word on two ranks, each a host of its own; and beside replicas of other kinds."""
     topology.boot_id = lambda: f"host {os.environ['RANK']}"
     comm = ddp.init(abort_s=30)
-    data = torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)
 
-    def fitted(word: Any, kind: Any = None) -> str:
+    def told(word: Any, kind: Any = None) -> str:
         module = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        how: dict[str, Any] = {"loss": F.cross_entropy, "global_batch": 4, "max_steps": 1, "folder": None}
-        replica = module if kind is None else kind(module, comm=comm)
-        return refused_with(lambda: ddp.fit(replica, data, optimizer, **how, strategy=word))
+        given = module if kind is None else kind(module, comm=comm)
+        return refused_with(replica_of, given, optimizer, comm, ddp.Averaging(strategy=word))
 
-    said = [fitted(word) for word in WORDS]
-    said += [fitted("sharded", ddp.BucketedDataParallel), fitted("multi_worker", ShardedDataParallel)]
-    said += [fitted("multi_worker", ddp.NaiveDataParallel), fitted("auto", ShardedDataParallel)]
+    said = [told(word) for word in WORDS]
+    said += [told("sharded", ddp.BucketedDataParallel), told("multi_worker", ShardedDataParallel)]
+    said += [told("sharded", CentralDataParallel), told("central_storage", ShardedDataParallel)]
+    said += [told("multi_worker", ddp.NaiveDataParallel), told("auto", CentralDataParallel)]
     ddp.shutdown()
     return said
 
@@ -129,6 +161,8 @@ def test_on_ranks_a_word_refuses_their_number_their_hosts_and_a_replica_of_anoth
         "strategy=sharded with a model in a BucketedDataParallel: give ddp.fit the bare module; or, for some of the "
         "ranks, a ShardedDataParallel(module, comm=…) of ddp.replica.sharded",
         "strategy=multi_worker with a model in a ShardedDataParallel: give ddp.fit the bare module; or, for some of ",
+        "strategy=sharded with a model in a CentralDataParallel: give ddp.fit the bare module; or, for some of the ran",
+        "strategy=central_storage with a model in a ShardedDataParallel: give ddp.fit the bare module; or, for some of",
         "",
         "",
     ]
@@ -146,6 +180,7 @@ def test_the_kind_of_a_replica_says_which_update_it_gets() -> None:
         (ddp.NaiveDataParallel, Replicated),
         (ddp.DistributedDataParallel, Replicated),
         (ShardedDataParallel, Sharded),
+        (CentralDataParallel, CentralStorage),
     ):
         assert type(strategy_for(kind(nn.Linear(2, 2), comm=comm), optimizer)) is update
     ddp.shutdown()

@@ -319,7 +319,7 @@ def check_strategy(config: Config, model: nn.Module | None = None) -> None:
     setup = Setup(
         world_size=workers,
         num_hosts=1 if config.cluster.local_workers in (None, workers) else 2,
-        shares_memory=config.comm.shared_memory,
+        shares_memory=config.comm.shared_memory or (config.cluster.local_workers or workers) == 1,
         device=gpu.KIND if on_gpu else "cpu",
         precision=config.precision,
         is_naive=config.replica.kind == "naive",

@@ -27,7 +27,7 @@ from ddp.collectives.simulate import SEGMENT_BYTES
 from ddp.policies import Buckets, Checkpoints, Evaluation, Folder, Reading, Reports, Training
 from ddp.process.clock import LONGEST_S
 from ddp.run.settings.address import is_address
-from ddp.setting import Additions, Scaling, StrategyName, setting
+from ddp.setting import Additions, Scaling, StrategyName, check_region, setting
 
 # ---------------------------------------------------------------------------------------------------- the words
 
@@ -48,6 +48,20 @@ class StrategyChoice:
     """The strategy: who holds parameters and optimizer state."""
 
     name: StrategyName
+
+
+@dataclass(kw_only=True, slots=True)
+class CentralStorageChoice(StrategyChoice):
+    name: StrategyName = "central_storage"
+    region: str | None = setting(
+        None,
+        "name by which other jobs of yours on the host find the parameters while the run goes on, as in "
+        "ddp.load(region=NAME); null: none does",
+    )
+
+    def __post_init__(self) -> None:
+        if self.region is not None:
+            check_region(self.region)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -328,6 +342,10 @@ _ALL: dict[str, list[tuple[Any, str]]] = {
         (
             StrategyChoice(name="sharded"),
             "each worker updates a slice of the parameters, and holds its optimizer state alone (ZeRO 1)",
+        ),
+        (
+            CentralStorageChoice(),
+            "parameters and optimizer state are once on each host, in memory that all of its workers share",
         ),
     ],
     "data": [
