@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp.comm.objects import all_gather_object
+from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.errors import CommunicatorBroken, ConfigError
 from ddp.gradients.layout import Layout
 from ddp.optim.layerwise import STRETCH_NUMEL, Layerwise, clipped_step, laid_out_like
@@ -40,6 +40,7 @@ from ddp.replica.central import CentralDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sharded import ParameterSlices, Part, parts_of
 from ddp.strategies.host_store import PARAMETERS, HostStore
+from ddp.strategies.region import Region
 from ddp.strategies.sharded import Sharded, is_large
 
 
@@ -127,6 +128,8 @@ class CentralStorage(Sharded):
         self._taken: dict[Tensor, dict[str, Any]] = {}  # by a block's weights, the whole state that it has taken over
         self._is_whole = True
         self._flag = torch.zeros(1)
+        self._region: Region | None = None  # on rank 0
+        self._is_published = False
 
     def _replica(self, model: nn.Module) -> Replica:
         if isinstance(model, Replica) and not isinstance(model, CentralDataParallel):
@@ -143,7 +146,34 @@ class CentralStorage(Sharded):
             )
         return super().state_dict()
 
+    def publish(self, name: str, about: Mapping[str, Any]) -> None:
+        """Lets other jobs of this user on rank 0's host look at parameters and buffers, until `finish`.
+
+        Args:
+            name: by which they find them (`region.look`).
+            about: plain values for them.
+
+        Raises:
+            ConfigError: no region can be called so, or another run keeps one of this name.
+        """
+        store, module = self._store, self.model.module
+        assert store is not None
+        state = module.state_dict(keep_vars=True)
+        tensors = {key: store.view(PARAMETERS, each) for key, each in state.items() if isinstance(each, nn.Parameter)}
+        kept = state.keys() & dict(module.named_buffers(remove_duplicate=False))
+
+        def buffers() -> dict[str, Tensor]:
+            return {key: module.get_buffer(key) for key in kept}  # as it is now: a layer may have replaced it
+
+        def begin() -> None:
+            self._region = Region(name, store.memory, tensors, buffers, about, step=self.model.num_steps)
+
+        on_rank_zero(self._comm, begin, label=f"publishing region {name}")
+        self._is_published = True
+
     def finish(self, *, alone: bool = False) -> None:
+        if self._region is not None:
+            self._region.close()
         if (store := self._store) is None:
             return
         if not self._is_whole:
@@ -165,6 +195,10 @@ class CentralStorage(Sharded):
     def _step(self, norm: Tensor) -> None:
         optimizer = self._of_parts
         self._take_settings()
+        if self._is_published:
+            if self._region is not None:
+                self._region.begin()
+            self._sum(self._flag, "whoever looks at the region is told")
         self._is_whole = False
         for stretch in self._stretches:
             for block in stretch.blocks:
@@ -177,6 +211,8 @@ class CentralStorage(Sharded):
         self._tell()
         self._sum(self._flag, "all parts are updated")
         self._is_whole = True
+        if self._region is not None:
+            self._region.end(self.model.num_steps)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it
 
     def _sum(self, found: Tensor, what: str) -> None:

@@ -39,7 +39,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,7 +93,7 @@ class Region:
     Args:
         memory: in which the parameters lie. Its path can still be opened.
         tensors: by key of the state dict, what lies there.
-        buffers: by key, the buffers of this rank, which are copied at the end of each update.
+        buffers: returns, by key, the buffers of this rank as they are now, which are copied at the end of each update.
         about: plain values for whoever looks.
         step: number of the last update.
 
@@ -107,13 +107,13 @@ class Region:
         name: str,
         memory: SharedMemory,
         tensors: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
+        buffers: Callable[[], Mapping[str, Tensor]],
         about: Mapping[str, Any],
         *,
         step: int = 0,
     ) -> None:
-        starts, size = {}, LINE_BYTES
-        for key, buffer in buffers.items():
+        starts, size, first = {}, LINE_BYTES, buffers()
+        for key, buffer in first.items():
             starts[key] = size
             size += -(-buffer.nbytes // LINE_BYTES) * LINE_BYTES
         self._pid, self._fence, self._buffers = os.getpid(), _Fence(), buffers
@@ -125,7 +125,7 @@ class Region:
             until_closed.callback(os.close, parameters)
             self._words = memoryview(header.buffer).cast("q")
             self._copies = {
-                key: header.bytes[start : start + buffers[key].nbytes].view(buffers[key].dtype).view(buffers[key].shape)
+                key: header.bytes[start : start + first[key].nbytes].view(first[key].dtype).view(first[key].shape)
                 for key, start in starts.items()
             }
             self._note(step)
@@ -171,8 +171,13 @@ class Region:
 
     @torch.no_grad()
     def _note(self, step: int) -> None:
-        for key, copy in self._copies.items():
-            copy.copy_(self._buffers[key])
+        for key, buffer in self._buffers().items():
+            if buffer.shape != self._copies[key].shape:
+                raise ConfigError(
+                    f"the buffer {key} is {list(buffer.shape)} now, and was {list(self._copies[key].shape)} when its "
+                    "region was made, which keeps the place of each: train this model without a region"
+                )
+            self._copies[key].copy_(buffer)
         self._words[_STEP] = step
 
 

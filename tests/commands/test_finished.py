@@ -127,7 +127,7 @@ def test_a_run_that_goes_on_is_asked_by_the_name_of_its_region(
     last = ddp.load(run, "latest")
     memory, tensors = shared(last.weights)
     with new_name() as name:
-        kept = Region(name, memory, tensors, {}, {"run_dir": str(run), **last.facts}, step=1234)
+        kept = Region(name, memory, tensors, dict, {"run_dir": str(run), **last.facts}, step=1234)
         found = ddp.load(region=name)
         assert (found.step, found.score, found.path, found.facts) == (1234, None, run, last.facts)
         assert main(["predict", f"region={name}", "cluster.workers=2", "--out", "now.npy"]) == 0
@@ -151,7 +151,7 @@ def test_a_region_without_a_model_that_is_known_is_told(run: Path, capsys: pytes
     with new_name() as name:
         cases = {None: "what has no folder is no run of", str(run.parent): f"{run.parent} is no run of"}
         for run_dir, says in cases.items():
-            kept = Region(name, memory, tensors, {}, {"run_dir": run_dir})
+            kept = Region(name, memory, tensors, dict, {"run_dir": run_dir})
             with pytest.raises(SystemExit):
                 main(["evaluate", f"region={name}"])
             err = capsys.readouterr().err
@@ -159,7 +159,7 @@ def test_a_region_without_a_model_that_is_known_is_told(run: Path, capsys: pytes
             with pytest.raises(CheckpointError, match=f"region={name} at step 0 is of a run from Python"):
                 ddp.load(region=name).model()
             kept.close()
-        kept = Region(name, memory, tensors, {}, {"run_dir": str(run), **ddp.load(run).facts})
+        kept = Region(name, memory, tensors, dict, {"run_dir": str(run), **ddp.load(run).facts})
         with pytest.raises(CheckpointError, match=f"region={name} at step 0 is of another model: it has no "):
             ddp.load(region=name).model()
         with pytest.raises(SystemExit):

@@ -12,17 +12,18 @@ import signal
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import collect, run_ranks, start_ranks, unfailed
 from regions import new_name, shared
 from torch import Tensor, nn
 
+import ddp
 from ddp.errors import CheckpointError, ConfigError
 from ddp.process.memory import ask_for_signal
 from ddp.strategies import region
@@ -42,7 +43,7 @@ def one(name: str, *, about: dict[str, Any] | None = None) -> tuple[Region, Tens
     """Returns a region of two numbers, one a parameter, one a buffer."""
     memory, found = shared({"weight": torch.zeros(1)})
     buffer = torch.zeros(1)
-    return Region(name, memory, found, {"buffer": buffer}, about or {}), found["weight"], buffer
+    return Region(name, memory, found, lambda: {"buffer": buffer}, about or {}), found["weight"], buffer
 
 
 def update(kept: Region, weight: Tensor, buffer: Tensor, step: int, *, half: Callable[[], None] = lambda: None) -> None:
@@ -80,7 +81,7 @@ def test_a_look_is_the_state_dict_in_memory_of_its_own(name: str) -> None:
     memory, inside = shared(dict(module.named_parameters()))
     tensors = {**inside, **{key.replace("second", "tied"): inside[key] for key in inside if "second" in key}}
     buffers = dict(module.named_buffers())
-    kept = Region(name, memory, tensors, buffers, {"run_dir": None, "sizes": [1, 2]}, step=7)
+    kept = Region(name, memory, tensors, lambda: buffers, {"run_dir": None, "sizes": [1, 2]}, step=7)
     found = look(name)
     assert (found.step, found.about) == (7, {"run_dir": None, "sizes": [1, 2]})
     for key, value in state.items():
@@ -138,7 +139,7 @@ def keep_updating(name: str, numel: int) -> None:
     """Makes all numbers those of the next step, again and again, until it is killed."""
     memory, found = shared({"first": torch.zeros(numel), "second": torch.zeros(numel, dtype=torch.float64)})
     buffer = torch.zeros(3)
-    kept, step = Region(name, memory, found, {"buffer": buffer}, {}), 0
+    kept, step = Region(name, memory, found, lambda: {"buffer": buffer}, {}), 0
     while True:
         time.sleep(0.0005)
         step += 1
@@ -315,3 +316,96 @@ def test_names_that_cannot_be_used(bad: Any) -> None:
     for use in (one, look):
         with pytest.raises(ConfigError, match=rf"region={re.escape(repr(bad)[:9])}.*: take letters, digits"):
             use(bad)
+
+
+# --- central storage -------------------------------------------------------------------------------------------------
+
+
+class Replacing(nn.Module):
+    """Counts its forwards in a buffer that it replaces, and has BatchNorm and a layer by two names."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, width), nn.BatchNorm1d(width), nn.Linear(width, 1)
+        self.again = self.first
+        self.register_buffer("num_forwards", torch.tensor(0))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.num_forwards = self.num_forwards + 1
+        return self.last(self.norm(self.first(inputs)).relu())
+
+
+def follow(name: str) -> None:
+    """Trains on two ranks, which look after each step."""
+    comm = ddp.init()
+    torch.manual_seed(0)
+    strategy = ddp.strategies.CentralStorage(net := Replacing(6), torch.optim.AdamW(net.parameters(), lr=0.1))
+    strategy.publish(name, {"run_dir": "runs/mine"})
+    for step in range(4):
+        found = look(name)
+        assert found.step == step and found.about == {"run_dir": "runs/mine"}
+        state = net.state_dict()
+        assert found.weights.keys() == state.keys()
+        differ = [key for key, each in state.items() if not found.weights[key].equal(each)]
+        assert all(comm.rank and "running" in key for key in differ)  # the statistics are those of rank 0
+        comm.barrier()
+        strategy.model(torch.randn(5 + comm.rank, 8)).square().mean().backward()
+        ddp.strategies.step(strategy)
+    with pytest.raises(ConfigError, match=f"region={name} is kept by process"):  # on each rank
+        strategy.publish(name, {})
+    comm.barrier()
+    strategy.finish()
+    comm.barrier()
+    with pytest.raises(CheckpointError, match="nobody keeps it"):
+        look(name)
+    ddp.shutdown()
+
+
+def test_a_region_of_central_storage_is_its_state_dict_after_each_step(name: str) -> None:
+    run_ranks(follow, 2, name)
+
+
+def checksum(parameters: Iterable[Tensor]) -> int:
+    return sum(int(each.detach().view(torch.int32).sum(dtype=torch.int64)) for each in parameters)
+
+
+def train_until(name: str, width: int, ending: Path) -> list[int]:
+    """Trains until there is a file; returns what the parameters were after each step."""
+    comm = ddp.init()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+    strategy = ddp.strategies.CentralStorage(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+    were = [checksum(net.parameters())]
+    strategy.publish(name, {})
+    inputs = torch.randn(2, width)
+    while not comm.agree_any(comm.rank == 0 and ending.exists()):
+        strategy.model(inputs).square().mean().backward()
+        ddp.strategies.step(strategy)
+        were.append(checksum(net.parameters()))
+    strategy.finish()
+    ddp.shutdown()
+    return were
+
+
+def look_at_training(name: str, folder: Path, *, width: int, num_looks: int) -> int:
+    """Looks at two workers that train; returns how many of their steps were seen."""
+    started = start_ranks(train_until, 2, name, width, folder / "ending")
+    seen: list[tuple[int, int]] = []
+    deadline_s = time.monotonic() + 60
+    while len(seen) < num_looks:
+        try:
+            found = look(name)
+        except CheckpointError:
+            assert not seen and time.monotonic() < deadline_s
+            time.sleep(0.01)
+        else:
+            seen.append((found.step, checksum(found.weights.values())))
+    (folder / "ending").touch()
+    were, _ = unfailed(collect(started))
+    assert len(set(were)) == len(were) and [value for _, value in seen] == [were[step] for step, _ in seen]
+    return len({step for step, _ in seen})
+
+
+def test_no_look_has_half_a_step_of_two_workers(name: str, tmp_path: Path) -> None:
+    assert look_at_training(name, tmp_path, width=128, num_looks=200) > 2
