@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, pairwise, starmap
 from typing import Any, NamedTuple, SupportsInt
 from weakref import WeakKeyDictionary
 
@@ -140,15 +140,19 @@ class Part(NamedTuple):
     blocks_of_whole: range
 
 
+def block_numbers(layout: Layout) -> list[range]:
+    """Returns, by parameter of a layout, the numbers of its blocks among those of all parameters."""
+    starts = [0, *accumulate(num_blocks(parameter.numel()) for parameter in layout.parameters)]
+    return list(starmap(range, pairwise(starts)))
+
+
 def parts_of(model: ShardedDataParallel, layout: Layout) -> list[Part]:
     """Returns the parts that this rank updates, in the order of the layout's parameters, whose memory is dense."""
-    counts = [num_blocks(parameter.numel()) for parameter in layout.parameters]
-    starts = [0, *accumulate(counts)]
+    numbers = block_numbers(layout)
     parts: dict[int, Part] = {}
     for bucket in layout.buckets:
         for slot, start, begin, end in parts_in(bucket, *model.slice_of(bucket)):
-            blocks = range(starts[slot.index], starts[slot.index + 1])
-            skipped = (begin - start) // BLOCK_NUMEL
+            blocks, skipped = numbers[slot.index], (begin - start) // BLOCK_NUMEL
             parts[slot.index] = Part(
                 slot.parameter,
                 begin - start,
@@ -167,7 +171,7 @@ class ParameterSlices:
     Attributes:
         buckets: those that are cut into slices.
         parts: in the order of the layout's parameters.
-        num_blocks: of all parameters.
+        blocks: by parameter of the layout, the numbers of its blocks.
     """
 
     def __init__(self, model: ShardedDataParallel, layout: Layout) -> None:
@@ -177,7 +181,7 @@ class ParameterSlices:
             weakref.finalize(self, self._comm.free, flat).atexit = False
         self.take_in()
         self.parts = parts_of(model, layout)
-        self.num_blocks = sum(num_blocks(parameter.numel()) for parameter in layout.parameters)
+        self.blocks = block_numbers(layout)
 
     @torch.no_grad()
     def take_in(self) -> None:

@@ -34,11 +34,11 @@ from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.errors import CommunicatorBroken, ConfigError
 from ddp.gradients.layout import Layout
 from ddp.optim.layerwise import STRETCH_NUMEL, Layerwise, clipped_step, laid_out_like
-from ddp.optim.norms import BLOCK_NUMEL, in_memory_order, num_blocks
+from ddp.optim.norms import BLOCK_NUMEL, in_memory_order
 from ddp.process.log import log
 from ddp.replica.central import CentralDataParallel
 from ddp.replica.replica import Replica
-from ddp.replica.sharded import ParameterSlices, Part, parts_of
+from ddp.replica.sharded import ParameterSlices, Part, block_numbers, parts_of
 from ddp.strategies.host_store import PARAMETERS, HostStore
 from ddp.strategies.region import Region
 from ddp.strategies.sharded import Sharded, is_large
@@ -86,7 +86,7 @@ class HostSlices(ParameterSlices):
                 "model before"
             )
         self.parts = parts_of(model, layout)
-        self.num_blocks = sum(num_blocks(parameter.numel()) for parameter in layout.parameters)
+        self.blocks = block_numbers(layout)
 
     @torch.no_grad()
     def take_in(self) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -97,9 +97,12 @@ class Sharded(Replicated):
         parts = [part for part in slices.parts if part.whole.grad is not None]
         dtype = wide({parameter.dtype for parameter in slices.layout.parameters})  # also of what others measure
         norms = block_norms((part.gradient for part in parts), dtype)
-        everyone = torch.zeros(slices.num_blocks, dtype=torch.float64, device=self._comm.device)
+        everyone = self._zeros(slices.blocks[-1].stop)
         everyone[self._index(part.blocks for part in parts)] = norms.to(everyone)
         self._sum(everyone, "norms of gradients")
+        with_gradient = [each.grad is not None for each in slices.layout.parameters]
+        if not all(with_gradient):  # zeros in their places would be added in another order than without them
+            everyone = everyone[self._index(compress(slices.blocks, with_gradient))]
         return total_norm(everyone.to(dtype))
 
     @torch.no_grad()
@@ -112,6 +115,9 @@ class Sharded(Replicated):
         clipped_step(self._of_parts, [part.weights for part in slices.parts], norm, self._clip_norm)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it
         slices.gather(step=self.model.num_steps)
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.float64, device=self._comm.device)
 
     def _sum(self, found: Tensor, what: str) -> None:
         """Adds up what each rank has found out about its parts."""
@@ -190,7 +196,7 @@ class Sharded(Replicated):
     def _exchange(self, waiting: Sequence[Measured]) -> list[Tensor | None]:
         """Returns the norms of whole tensors, of which each rank has measured its parts."""
         assert self._slices is not None
-        norms = torch.zeros(self._slices.num_blocks, 2, dtype=torch.float64, device=self._comm.device)
+        norms = self._zeros(self._slices.blocks[-1].stop, 2)
         units = [[self._places[weights.data_ptr()] for weights in measured.unit.weights] for measured in waiting]
         for measured, parts in zip(waiting, units, strict=True):
             if measured.norms is not None:
