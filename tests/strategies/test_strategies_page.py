@@ -1,0 +1,94 @@
+"""docs/strategies.md: its formulas are what is counted, of memory and of what travels, and each word is in it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from ranks import run_ranks
+
+import ddp
+from ddp.bench.counts import Span, bytes_in, spans_of
+from ddp.comm.transport import topology
+from ddp.comm.transport.gloo import GlooTransport
+from ddp.optim import layerwise, norms
+from ddp.replica import sharded as replica_sharded
+from ddp.setting import StrategyName
+from ddp.strategies import central_storage
+
+PAGE = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text()
+ROWS = re.findall(r"^\| `(\w+)` \| [^|]* \| `([^`]*)` \| `([^`]*)` \|", PAGE, re.MULTILINE)
+WIDTH, BATCH = 300, 12
+BY_HAND: dict[str, Any] = {
+    "one_device": ddp.strategies.Replicated,
+    "mirrored": ddp.strategies.Replicated,
+    "multi_worker": ddp.strategies.Replicated,
+    "sharded": ddp.strategies.Sharded,
+    "central_storage": ddp.strategies.CentralStorage,
+}
+
+
+def value(formula: str, **numbers: int) -> float:
+    """Returns what a formula of the page says."""
+    signs = str.maketrans({"·": "*", "÷": "/", "−": "-"})
+    return float(eval(formula.translate(signs), {}, numbers))
+
+
+def counted(ranks_per_host: int) -> dict[str, tuple[list[Span], int]]:
+    """Returns, by class, where parameters, gradients and state lie, and bytes sent to other hosts in the third step."""
+    topology.boot_id = lambda: f"host {int(os.environ['RANK']) // ranks_per_host}"
+    torch.set_num_threads(1)
+    for module in (norms, layerwise, replica_sharded, central_storage):  # so that slices of a small model are equal
+        assert module.BLOCK_NUMEL > 256  # type: ignore[attr-defined]
+        module.BLOCK_NUMEL = 256  # type: ignore[attr-defined]
+    rank, sent, post = int(os.environ["RANK"]), 0, GlooTransport.post
+
+    def watched(self: GlooTransport, sends: Any, receives: Any) -> Any:
+        nonlocal sent
+        away = [data for peer, data in sends if self.ranks[peer] // ranks_per_host != rank // ranks_per_host]
+        sent += sum(data.nbytes for data in away)
+        return post(self, sends, receives)
+
+    GlooTransport.post = watched  # type: ignore[method-assign]
+    ring = "shared_memory+ring" if ranks_per_host > 1 and int(os.environ["WORLD_SIZE"]) > ranks_per_host else "ring"
+    comm, found = ddp.init(abort_s=30, algorithm=ring), {}
+    for kind in dict.fromkeys(BY_HAND.values()):
+        net = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+        strategy = kind(net, torch.optim.AdamW(net.parameters(), fused=True))
+        inputs = torch.ones(BATCH, WIDTH).tensor_split(comm.world_size)[comm.rank]
+        for _ in range(3):
+            before = sent
+            strategy.optimizer.zero_grad()
+            strategy.model(inputs).square().mean().backward()
+            ddp.strategies.step(strategy)
+            comm.barrier()
+            travelled = sent - before
+        state = [each for of_one in strategy.optimizer.state.values() for each in of_one.values() if each.numel() > 1]
+        found[kind.__name__] = spans_of([net.weight, net.weight.grad, *state]), travelled
+        strategy.finish()
+    ddp.shutdown()
+    return found
+
+
+@pytest.mark.parametrize(("n", "num_hosts"), [(1, 1), (2, 1), (1, 3), (2, 2)])
+def test_formulas_are_what_is_counted(n: int, num_hosts: int) -> None:
+    ranks = run_ranks(counted, n * num_hosts, n)
+    for word, memory, travels in ROWS:
+        if (word == "one_device" and n * num_hosts > 1) or (word == "mirrored" and num_hosts > 1):
+            continue
+        mine = [rank[BY_HAND[word].__name__] for rank in ranks]
+        hosts = [mine[first : first + n] for first in range(0, len(mine), n)]
+        held = max(bytes_in(span for spans, _ in host for span in spans) for host in hosts)
+        sent = max(sum(each for _, each in host) for host in hosts)
+        numbers = {"P": WIDTH**2, "n": n, "H": num_hosts, "B": BATCH}
+        assert held == pytest.approx(value(memory, **numbers), rel=0.02), word
+        assert sent / BATCH == pytest.approx(value(travels, **numbers), rel=0.02, abs=20), word
+
+
+def test_every_word_has_a_row() -> None:
+    assert [word for word, *_ in ROWS] == [*BY_HAND]
+    assert {*get_args(StrategyName)} <= {"auto", *BY_HAND}
