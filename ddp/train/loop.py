@@ -59,7 +59,7 @@ def train_loop(state: TrainState, given: Given, inputs: Inputs, callbacks: Seque
     epochs, when, reading, uneven = given.epochs, given.evaluation, given.reading, given.batches.uneven
     num_steps, num_samples = end_of_run(state, epochs=epochs, max_steps=given.max_steps)
     is_wanted = not reading.max_unreadable and _all_have_several_samples(state)  # else a batch may have less
-    with_one = may_have_one(state.comm, state.sampler, num_steps=num_steps - state.step)
+    with_one = may_have_one(state.comm, state.sampler, num_steps=max(0, num_steps - state.step))
     looks: list[FirstLook | EqualBatches] = [FirstLook(task, wanted=is_wanted, with_one=with_one)]
     if reading.debug:
         equal_batches = EqualBatches(state.comm.rank, source.num_workers)

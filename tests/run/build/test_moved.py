@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch.nn import functional as F
 
 import ddp
@@ -17,6 +18,7 @@ from ddp.data.samples import Splits
 from ddp.errors import ConfigError
 from ddp.replica.sharded import ShardedDataParallel
 from ddp.run.build.stages import bits_depend_on
+from ddp.run.launch.command_line import composed
 from ddp.run.settings.config import CHOICES, Config, choose
 from ddp.run.settings.reader import _homes, from_plain
 from ddp.train.arguments import Given, inputs_of, sampler_for, settings_of
@@ -43,6 +45,21 @@ def test_settings_of_an_older_run_are_read_and_are_those_of_today() -> None:
     config = from_plain(changed)
     assert (config.strategy.name, config.replica.wire, config.report.log_every) == ("sharded", "bf16", 7)
     assert (config.loader.debug, config.loader.max_unreadable, config.evaluate.batch) == (True, 3, 9)
+
+
+@pytest.mark.parametrize("then", [OLD["config"], {**OLD["config"], "strategy": "sharded"}])
+def test_an_older_run_goes_on_with_another_strategy(then: dict[str, Any], tmp_path: Path) -> None:
+    then = json.loads(json.dumps(then))
+    if "strategy" in then:
+        del then["optim"]["sharded"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(then, sort_keys=False))
+    given = [f"hydra.run.dir={tmp_path}", "resume=auto", "evaluate.batch=9"]
+    config, _ = composed(given)
+    assert (config.strategy.name, config.evaluate.batch) == (then.get("strategy", "auto"), 9)
+    config, _ = composed([*given, "strategy=central_storage", "strategy.region=mine"])
+    assert config.strategy == choose("strategy", "central_storage", region="mine")
+    config, _ = composed([*given, "strategy.region=null", "strategy=central_storage"])
+    assert config.strategy == choose("strategy", "central_storage")
 
 
 def test_a_run_that_goes_on_with_equal_settings_is_told_of_no_change() -> None:
