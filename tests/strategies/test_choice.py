@@ -15,7 +15,7 @@ from ddp.comm.transport import topology
 from ddp.errors import ConfigError
 from ddp.replica.central import CentralDataParallel
 from ddp.replica.sharded import ShardedDataParallel
-from ddp.run.build.components import strategy_of
+from ddp.run.build import components, stages
 from ddp.run.settings.checks import check_strategy
 from ddp.run.settings.config import CHOICES
 from ddp.run.settings.reader import from_plain
@@ -81,6 +81,14 @@ def test_a_word_refuses_what_it_cannot_train_and_nothing_else(what: str) -> None
         assert (before.startswith(f"strategy={word}: ") and told[word] in before) if word in told else not before
 
 
+def test_the_parent_refuses_it_with_the_model_in_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under a launcher, whose processes have not met before rank 0 looks."""
+    monkeypatch.setattr(components, "make_model_without_memory", lambda *_: SPARSE)
+    for word, told in (("mirrored", "several hosts"), ("sharded", "sparse gradients")):
+        config = from_plain({"cluster": {"workers": 2, "local_workers": 1}, "strategy": {"name": word}})
+        assert told in refused_with(stages.check, config)
+
+
 def test_the_words_are_those_of_the_command_line_and_of_python() -> None:
     assert tuple(STRATEGIES) == tuple(CHOICES["strategy"]) == WORDS
     assert [same_bits_as(word) for word in WORDS] == ["auto"] * 4 + ["sharded", "central_storage"]
@@ -103,7 +111,7 @@ def test_a_region_has_a_name_and_belongs_to_central_storage() -> None:
     for region in ("a", "mnist-3.b_2", "x" * 100):
         assert ddp.Averaging(strategy="central_storage", region=region).region == region
         plain = {"strategy": {"name": "central_storage", "region": region}}
-        assert strategy_of(from_plain(plain)) == ddp.Averaging(strategy="central_storage", region=region)
+        assert components.strategy_of(from_plain(plain)) == ddp.Averaging(strategy="central_storage", region=region)
     for odd in ("", "a/b", "..", "-a", "a b", "a\n", "ä", "x" * 101):
         told = f"region={odd!r}: take letters, digits, '.', '_' and '-', 100 at most, no sign first"
         assert refused_with(lambda odd=odd: ddp.Averaging(strategy="central_storage", region=odd)) == told

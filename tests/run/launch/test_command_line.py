@@ -169,6 +169,7 @@ def test_a_worker_that_raises_is_the_last_thing_seen_and_its_run_is_not_overwrit
     [
         (["cluster.worker=3"], "", "Did you mean cluster.workers?"),
         (["hydra.run.dir=/dev/null/x"], "", "run directory /dev/null/x: Not a directory"),
+        (["strategy=one_device"], "", "strategy=one_device: is for one worker, and there are 2; take one worker, or"),
         (["seed=404", "run.name=a"], "starting 2 workers for runs/a/ …\n", "data.root=data: no such data"),
     ],
 )
