@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -232,6 +233,30 @@ def test_hosts_without_a_shared_disk_fetch_their_own_data_and_resume_what_rank_0
     assert done.returncode == 0 and "continuing after step 2" in done.stdout, done.stdout
     assert [(folder / "prepared").read_text() for folder in hosts] == ["once ", "once "]
     assert [len(list(folder.glob("runs/mine/checkpoints/step-*"))) for folder in hosts] == [3, 0]
+
+
+def test_a_cluster_that_is_described_trains_on_two_hosts_without_a_launcher(tmp_path: Path) -> None:
+    """One process on each host, of which each knows the whole cluster, and which of its tasks it is."""
+    bed("up", 2, "--rate", "100mbit", "--delay", "1ms")
+    spec = [f"cluster.spec.chief=[{NAME}-h0:4711]", f"cluster.spec.worker=[{NAME}-h1:4711]"]
+    job = ["data=synthetic", "data.num_samples=64", "model=mlp", "max_steps=2", "run.name=mine", "device=cpu"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    tasks = [
+        subprocess.Popen(
+            command("exec", host, sys.executable, "-P", "-m", "ddp", "train", *spec, f"cluster.task={task}", *words),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=tmp_path,
+            env=environment,
+        )
+        for host, task, words in ((1, "worker:0", []), (0, "chief:0", job))
+    ]
+    said = [task.communicate(timeout=150)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], said
+    summary = json.loads((tmp_path / "runs/mine/summary.json").read_text())
+    assert (summary["world_size"], summary["roles"], summary["steps"]) == (2, ["chief:0", "worker:0"], 2)
+    assert "shared memory" not in summary["all_reduce"], "they are on two hosts"
 
 
 def test_an_interrupted_benchmark_takes_its_bed_down() -> None:
