@@ -199,7 +199,8 @@ class PeerLost(RuntimeError):
 
     Attributes:
         rank: the rank that is missing.
-        host: the host of that rank, "unknown" if it never reported.
+        host: the host of that rank, with its role in a described cluster, as "node7 as worker:1"; "unknown" if it never
+            reported.
         generation: version of the membership in which this happened.
         sequence: number of the collective or message that the reporting rank was in.
         label: its purpose (operation, bucket, parameter names, step).

@@ -88,6 +88,7 @@ ENGINES = {
     "two_hosts": Engine("torchrun on two hosts", "`torchrun --nnodes 2 … circle.py` on each", "two_hosts.sh",
                         retry="`--max-restarts`", programs=("ip",), start=on_two_hosts,
                         where="two network namespaces"),
+    "by_hand": Engine("by hand", "`TF_CONFIG=… python circle.py` for each process", "by_hand.sh"),
     "slurm": Engine("Slurm", "`srun python circle.py` in a batch script", "job.sh", retry="`scontrol requeue`",
                     runs=ALL_RUNS, stop="SIGUSR1", start=in_slurm, where="Debian's packages, a cluster of one host"),
     "submitit": Engine("submitit", "`executor.submit(Circle())`", "on_submitit.py", retry="its requeue",

@@ -250,7 +250,7 @@ def take_cluster(spec: Mapping[str, Any], task: str | None) -> None:
 def refuse_evaluator(what: str) -> None:
     """Raises ConfigError in the evaluator of a cluster, which is no rank, because `what` trains."""
     described = None
-    with contextlib.suppress(ConfigError):  # whoever needs the place is told
+    with contextlib.suppress(ConfigError):  # whoever needs the place hears why
         described = _cluster(os.environ)
     if described is not None and described.rank is None:
         raise ConfigError(
@@ -261,18 +261,20 @@ def refuse_evaluator(what: str) -> None:
 
 def roles() -> list[str]:
     """Returns the tasks that the ranks are, such as "worker:1", by rank; empty without a description of the cluster."""
-    with contextlib.suppress(ConfigError):  # whoever needs the place is told
-        return [str(task) for task in (place() or Place("", 0, 1)).tasks]
-    return []
+    return [str(task) for task in _place_if_clear().tasks]
 
 
 def host_name() -> str:
     """Returns the name of this host, and which task of a cluster this process is, if it is one: "node7 as worker:1"."""
-    name = socket.gethostname()
+    role = _place_if_clear().role
+    return f"{socket.gethostname()} as {role}" if role else socket.gethostname()
+
+
+def _place_if_clear() -> Place:
+    """Returns the place of this process, or one alone if that cannot be told: whoever needs it hears why."""
     with contextlib.suppress(ConfigError):
-        here = place()
-        return f"{name} as {here.role}" if here is not None and here.role else name
-    return name
+        return place() or Place("", 0, 1)
+    return Place("", 0, 1)
 
 
 def _cluster(env: Mapping[str, str]) -> Cluster | None:
