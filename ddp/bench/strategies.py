@@ -4,6 +4,7 @@
 |-----------------|--------------------------------------------------------------------------------------------------|
 | mirrored        | every rank has all parameters and state, and makes the whole update (`strategies/replicated.py`) |
 | sharded         | each rank updates a slice, and gives it to all (`strategies/sharded.py`)                         |
+| central_storage | the ranks of a host share parameters and state (`strategies/central_storage.py`)                 |
 | by_hand         | `ddp.BucketedDataParallel`, and then the optimizer: what `mirrored` does, without the word       |
 | torch           | `torch.nn.parallel.DistributedDataParallel` on Gloo, with gradient_as_bucket_view=True           |
 | torch_zero      | the same with torch's `ZeroRedundancyOptimizer`: each rank updates some of the tensors           |
@@ -51,6 +52,7 @@ from ddp.comm.session import init, shutdown
 from ddp.errors import ConfigError
 from ddp.optim.lamb import LAMB
 from ddp.replica.bucketed import BucketedDataParallel
+from ddp.strategies.central_storage import CentralStorage
 from ddp.strategies.replicated import Replicated
 from ddp.strategies.sharded import Sharded
 from ddp.strategies.strategy import step
@@ -60,7 +62,11 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, lr=1e-4, fused=True),
     "lamb": partial(LAMB, lr=1e-4),
 }
-KINDS: dict[str, type[Replicated]] = {"mirrored": Replicated, "sharded": Sharded}
+KINDS: dict[str, type[Replicated]] = {
+    "mirrored": Replicated,
+    "sharded": Sharded,
+    "central_storage": CentralStorage,
+}
 OF_TORCH: dict[str, Callable[[nn.Module], nn.Module]] = {
     "torch": partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True),
     "torch_zero": partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True),

@@ -5,7 +5,7 @@
     python -m ddp bench_strategies --models digits-cnn --strategies mirrored,sharded,alone --turns 1
     python -m ddp bench_strategies --netbed 2x2@1gbit                  on hosts made for it (root, iproute2)
 
-Strategies: mirrored, sharded, by_hand (BucketedDataParallel and the optimizer), torch (its
+Strategies: mirrored, sharded, central_storage, by_hand (BucketedDataParallel and the optimizer), torch (its
 DistributedDataParallel), torch_zero (the same with its ZeroRedundancyOptimizer), alone (no communication).
 ddp/bench/strategies.py says what is measured, ddp/bench/workloads.py what the models are. Every worker has one thread.
 """

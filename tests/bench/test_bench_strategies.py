@@ -51,12 +51,13 @@ def test_every_strategy_is_timed_and_counted() -> None:
         set(STRATEGIES) - ONCE, 0
     )
     assert abs(timed.held["sharded"] - 4 * num_bytes) <= 2 * 4 * BLOCK_NUMEL + 2 * steps
+    assert 0 <= timed.held["central_storage"] - 3 * num_bytes <= 2 * steps, "all parameters and all state, once"
     assert timed.held["torch_zero"] == 4 * num_bytes + steps // 2
     assert measured.peak["sharded"] > 4 * num_bytes and measured.name == "digits-cnn, lamb"
 
 
-ONCE = {"sharded", "torch_zero"}
-"""Strategies that hold the optimizer's state once."""
+ONCE = {"sharded", "torch_zero", "central_storage"}
+"""Strategies that hold the optimizer's state once; the last one parameters, too."""
 
 
 def test_the_shortest_run_reports_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
