@@ -327,10 +327,17 @@ def _kept_folder(name: str) -> Iterator[Path]:
             folder.rmdir()
 
 
+def refuse_kept(name: str) -> None:
+    """Raises ConfigError if another run keeps a region of this name, before a run begins that would find out later."""
+    if _is_kept(folder := _folder(name)):
+        raise _kept(name, folder)
+
+
 def _kept(name: str, folder: Path) -> ConfigError:
     try:
         entry = _read(folder)
-        keeper = f"{_keeper(entry)}{_of_run(entry)}"
+        run = entry["about"].get("run_dir")
+        keeper = f"{_keeper(entry)}{f', for the run in {run}' if run else ''}"
     except (OSError, ValueError):
         keeper = "a run that is just beginning"
     return ConfigError(f"region={name} is kept by {keeper}: wait until it has ended, or take another name")
@@ -368,11 +375,6 @@ def _is_kept(folder: Path) -> bool:
 
 def _keeper(entry: Mapping[str, Any]) -> str:
     return f"process {entry['pid']} on host {entry['host']}"
-
-
-def _of_run(entry: Mapping[str, Any]) -> str:
-    run = entry["about"].get("run_dir")
-    return f", the run in {run}," if run else ""
 
 
 def _instead(entry: Mapping[str, Any]) -> str:

@@ -42,6 +42,7 @@ from ddp.process.clock import now_s
 from ddp.process.files import json_object, make_folder, read_own, refuse_unwritable_name
 from ddp.process.log import log
 from ddp.setting import Precision, StrategyName
+from ddp.strategies.central_storage import CentralStorage
 from ddp.strategies.choice import ranks_of
 from ddp.streams import preserved
 from ddp.train import arguments
@@ -352,11 +353,21 @@ def _loop(given: Given, inputs: Inputs, run: OpenRun, meters: Meters) -> None:
             on_rank_zero(state.comm, lambda: _begin(given, run, store, until_end), label="locking the run's folder")
         try:
             callbacks = _callbacks(given, inputs, run, meters, store)
+            if given.strategy.region is not None:
+                _publish(given.strategy.region, run)
             train_loop(state, given, inputs._replace(source=run.source), callbacks)
         except BaseException as error:
             # An error that all ranks raise together has changed nothing, so that the optimizer can go on.
             state.strategy.finish(alone=not isinstance(error, (Diverged, UnusedParameters)))
             raise
+
+
+def _publish(region: str, run: OpenRun) -> None:
+    """Lets other jobs of the host look at the parameters, and tells them what `ddp.load` knows of a checkpoint."""
+    strategy, folder = run.state.strategy, run.state.run_dir
+    assert isinstance(strategy, CentralStorage)  # a region beside another word is refused
+    facts = {key: run.identity.get(key) for key in ("sample_shape", "num_classes")}
+    strategy.publish(region, {"run_dir": None if folder is None else str(folder), **facts})
 
 
 def _callbacks(

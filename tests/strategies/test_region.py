@@ -26,6 +26,8 @@ from torch import Tensor, nn
 import ddp
 from ddp.errors import CheckpointError, ConfigError
 from ddp.process.memory import ask_for_signal
+from ddp.run.build import stages
+from ddp.run.settings.reader import from_plain
 from ddp.strategies import region
 from ddp.strategies.region import Region, look
 
@@ -232,7 +234,7 @@ def test_what_ends_or_goes_too_fast_while_it_is_looked_at_is_told(name: str, mon
 
 def keep_until_the_end(name: str, exits: bool) -> None:
     kept, *_ = one(name, about={"run_dir": "runs/first"})
-    with pytest.raises(ConfigError, match=f"is kept by process {os.getpid()} .*, the run in runs/first,: wait"):
+    with pytest.raises(ConfigError, match=f"is kept by process {os.getpid()} .*, for the run in runs/first: wait"):
         one(name)
     if not (pid := os.fork()):
         kept.close()  # a child that has inherited it
@@ -261,8 +263,13 @@ def test_names_that_are_kept_are_told_the_nearest_first(name: str) -> None:
     said = str(told.value)
     places = [said.index(f" {prefix}-{name}") for prefix in ("digits", "digests", "circles")]
     assert places == sorted(places) and f"strategy.region=digitz-{name}" in said
+    strategy = {"name": "central_storage", "region": f"digits-{name}"}
+    config = from_plain({"strategy": strategy, "data": {"name": "synthetic", "num_samples": 64, "image_size": 8}})
+    with pytest.raises(ConfigError, match=f"region=digits-{name} is kept by process {os.getpid()} .*: wait"):
+        stages.check(config)  # before workers start
     for each in kept:
         each.close()
+    stages.check(config)
 
 
 def test_what_is_not_this_user_s_or_not_of_this_container_is_told(name: str) -> None:
@@ -409,3 +416,70 @@ def look_at_training(name: str, folder: Path, *, width: int, num_looks: int) -> 
 
 def test_no_look_has_half_a_step_of_two_workers(name: str, tmp_path: Path) -> None:
     assert look_at_training(name, tmp_path, width=128, num_looks=200) > 2
+
+
+class Follows(ddp.Callback):
+    """Looks at the beginning and after each step, and may end the run by an error."""
+
+    def __init__(self, name: str, *, fails_at: int = -1) -> None:
+        self.name, self.fails_at = name, fails_at
+        self.steps: list[int] = []
+
+    def fit_start(self, state: Any) -> None:
+        self.step_end(state)
+
+    def step_end(self, state: Any, report: Any = None) -> None:
+        found = look(self.name)
+        weights = state.model.module.state_dict()
+        assert all(found.weights[key].equal(each) for key, each in weights.items())
+        assert found.about == {"run_dir": str(state.run_dir), "sample_shape": None, "num_classes": None}
+        self.steps.append(found.step)
+        state.comm.barrier()  # nobody updates while another one compares
+        if state.step == self.fails_at:
+            raise ArithmeticError("of a callback")
+
+
+def fit_and_follow(name: str, folder: Path) -> None:
+    comm = ddp.init()
+    data = torch.randn(40, 8), torch.randn(40, 1)
+
+    def fit(follows: Follows, max_steps: int) -> Any:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1))
+        return ddp.fit(
+            net,
+            data,
+            torch.optim.AdamW(net.parameters()),
+            loss=nn.functional.mse_loss,
+            global_batch=4,
+            max_steps=max_steps,
+            test_data=data,
+            strategy=ddp.Averaging(strategy="central_storage", region=name),
+            folder=ddp.Folder(folder, resume="auto", progress=False, curves=False),
+            callbacks=[ddp.EMA(0.9), follows],
+        )
+
+    for first, last in ((0, 3), (3, 5)):
+        fit(follows := Follows(name), last)
+        assert follows.steps == [*range(first, last + 1)]
+        comm.barrier()
+        with pytest.raises(CheckpointError, match="nobody keeps it"):
+            look(name)
+    with pytest.raises(ArithmeticError, match="of a callback"):
+        fit(Follows(name, fails_at=6), 9)
+    comm.barrier()
+    with pytest.raises(CheckpointError, match="nobody keeps it"):
+        look(name)
+    with pytest.raises(ConfigError, match=f"region={name} is kept by process"):
+        if comm.rank == 0:
+            kept, *_ = one(name)
+        comm.barrier()
+        fit(Follows(name), 9)
+    comm.barrier()
+    if comm.rank == 0:
+        kept.close()
+    ddp.shutdown()
+
+
+def test_fit_publishes_until_it_ends_however_that_is(name: str, tmp_path: Path) -> None:
+    run_ranks(fit_and_follow, 2, name, tmp_path / "run")

@@ -40,6 +40,7 @@ from ddp.run.settings.address import origins
 from ddp.run.settings.checks import check_strategy
 from ddp.run.settings.config import Config, folder_of
 from ddp.strategies.choice import same_bits_as
+from ddp.strategies.region import refuse_kept
 from ddp.train.arguments import Given
 from ddp.train.callbacks import EARLY
 from ddp.train.checkpoint import check_optimizer
@@ -73,6 +74,8 @@ def check(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
         )
     model = components.synchronised(config, components.make_model_without_memory(config, splits))
     check_strategy(config, model)
+    if (region := components.strategy_of(config).region) is not None:
+        refuse_kept(region)
     optimizer = optimization.make_optimizer(config, model)
     if (which := _start_of(config, Path(config.run.dir))) is not None:
         checkpoint = load(which, names=["model", "position"])
