@@ -98,7 +98,7 @@ def _received(here: Place) -> tuple[dict[str, Any], Any]:
     from ddp.comm.watch.watchdog import Watchdog
     from ddp.run.launch.loopback import ON_LOOPBACK
 
-    rank, world_size = here.rank, here.world_size
+    rank, world_size, has_said = here.rank, here.world_size, False
     try:
         opened = open_store(here, warn_s=WARN_S, abort_s=ABORT_S)
         job = part_of(opened.store, "ddp.run.launch.command_line")
@@ -110,6 +110,7 @@ def _received(here: Place) -> tuple[dict[str, Any], Any]:
         if rank == 0:
             earlier = json.loads(job.get("run")) if job.check(["run"]) else None
             sent = prepared(world_size=world_size, local_workers=local_workers, earlier=earlier)
+            has_said = "error" in sent
             if "error" not in sent:
                 job.set("run", json.dumps(sent))
             watchdog.publish("start", json.dumps(sent))
@@ -117,7 +118,10 @@ def _received(here: Place) -> tuple[dict[str, Any], Any]:
             importlib.import_module("ddp.run.build.stages")  # it takes a second, while rank 0 prepares
             sent = json.loads(watchdog.wait_for_word("start", 0, Call(0, "rank 0 prepares the run")))
         if "error" not in sent:
-            fetched = _prepare_host(sent) if rank and not local_rank else {}
+            fetched = _unlike_rank_0(here, sent) if rank and here.tasks else {}
+            if "error" not in fetched and rank and not local_rank:
+                fetched = _prepare_host(sent)
+            has_said = "error" in fetched
             watchdog.publish(f"data/{rank}", json.dumps(fetched))
             for other in range(world_size):
                 fetches = Call(0, f"rank {other} fetches the data of its host")
@@ -127,6 +131,8 @@ def _received(here: Place) -> tuple[dict[str, Any], Any]:
         print(f"rank {rank}: {first_line(error)}", file=sys.stderr, flush=True)
         leave(2 if isinstance(error, ConfigError) else 1)
     if "error" in sent:  # the rank that found it has printed it
+        if here.tasks and not has_said:  # elsewhere, because each task has a terminal of its own
+            print_error(sent["error"])
         if rank == 0:
             _wait_for_readers(attempt, num_readers=world_size - 1)
         else:
@@ -137,7 +143,8 @@ def _received(here: Place) -> tuple[dict[str, Any], Any]:
 
 
 def prepared(*, world_size: int, local_workers: int, earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Prepares the run on rank 0. Returns, as JSON can hold it, `config` and `run_dir` for all ranks, or an `error`.
+    """Prepares the run on rank 0. Returns for all ranks, as JSON can hold it, `config`, `run_dir` and `typed`: rank 0's
+    settings, as typed; or an `error`.
 
     Args:
         earlier: what this returned in the attempt that torchrun has restarted.
@@ -157,7 +164,7 @@ def prepared(*, world_size: int, local_workers: int, earlier: Mapping[str, Any] 
             until_end.enter_context(only_writer(run_dir))
             prepare(config, run_dir, local_workers=local_workers, is_restart=earlier is not None)
             atexit.register(until_end.pop_all().close)
-        sent.update(config=asdict(config), run_dir=str(run_dir))
+        sent.update(config=asdict(config), run_dir=str(run_dir), typed=_typed())
     return sent
 
 
@@ -181,6 +188,21 @@ def _restarted(earlier: Mapping[str, Any], *, world_size: int) -> tuple[Config, 
     if config.cluster.workers != world_size:
         config.cluster.workers, config.batch.num_shards = world_size, None
     return config, run_dir
+
+
+def _typed() -> list[str]:
+    """Returns the settings on this process's command line, but for what says which cluster this is."""
+    return [each for each in sys.argv[1:] if not each.lstrip("+").startswith(("cluster.spec", "cluster.task"))]
+
+
+def _unlike_rank_0(here: Place, sent: Mapping[str, Any]) -> dict[str, str]:
+    """Returns an `error` if a task that is started by hand is given settings that rank 0, which composes, is not."""
+    strange = [each for each in _typed() if each not in sent["typed"]]
+    if not strange:
+        return {}
+    error = f"{here.role}: {' '.join(strange)}: a run has the settings of {here.tasks[0]}; give them there, or nowhere"
+    print_error(error)
+    return {"error": error}
 
 
 def _prepare_host(sent: Mapping[str, Any]) -> dict[str, str]:

@@ -30,6 +30,7 @@ from ddp.comm.meeting.rendezvous import rendezvous
 from ddp.commands import train
 from ddp.errors import ConfigError, PeerLost
 from ddp.process.log import add_handler, log
+from ddp.run.launch.torchrun import _unlike_rank_0
 
 WORKERS = ["h:1", "h:2", "g:3"]
 TASKS = tuple(Task("worker", index, address) for index, address in enumerate(WORKERS))
@@ -334,6 +335,20 @@ def command_line(cluster: Sequence[str], folder: Path) -> int:
     with pytest.raises(SystemExit) as ended:  # the settings are rank 0's
         train.main([*cluster, f"cluster.task={task}", *(asked if rank == 0 else [])])
     return int(ended.value.code or 0)
+
+
+def test_settings_that_rank_0_lacks_are_not_dropped_in_silence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent = {"typed": ["max_steps=2", "run.name=mine"]}
+    here = Place("cluster.spec", 2, 4, 1, 2, "c", 9, (CHIEF, *TASKS))
+    for words in ([], ["run.name=mine"], ["run.name=mine", "max_steps=2", "+cluster.spec={}", "cluster.task=worker:1"]):
+        monkeypatch.setattr(sys, "argv", ["ddp train", *words])
+        assert _unlike_rank_0(here, sent) == {}
+    monkeypatch.setattr(sys, "argv", ["ddp train", "run.name=mine", "max_steps=3"])
+    error = "worker:1: max_steps=3: a run has the settings of chief:0; give them there, or nowhere"
+    assert _unlike_rank_0(here, sent) == {"error": error}
+    assert capsys.readouterr().err == f"error: {error}\n"
 
 
 def test_two_processes_that_are_started_by_hand_are_one_run(tmp_path: Path) -> None:
