@@ -19,12 +19,20 @@ from typing import Any, NamedTuple
 
 import pytest
 from mutants import Mutant, mutants, mutated
+from ranks import run_ranks
 
 from ddp.__main__ import main
 from ddp.collectives import Recv, Round, Send
 from ddp.collectives.catalog import SCHEDULES, own_all_reduce
 from ddp.collectives.schedule import Goal, Schedule
-from recipes.tutorial.tools import exercise, gradient_checks, judged_by_tests, own_schedule, schedule_checks
+from recipes.tutorial.tools import (
+    exercise,
+    gradient_checks,
+    judged_by_tests,
+    own_schedule,
+    own_training,
+    schedule_checks,
+)
 from recipes.tutorial.tools import holes as tool
 from recipes.tutorial.tools.holes import LIBRARY, SOURCES, cut, holes, name_of
 from recipes.tutorial.tools.mistake import Mistake
@@ -425,11 +433,13 @@ def test_a_file_that_does_not_get_far(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("11", "there is no exercise 11; there are 02, 03, 06, 07, 08, and `schedule` for an all-reduce of yours"),
+        ("11", "there is no exercise 11; there are 02, 03, 06, 07, 08, `schedule` for an all-reduce of yours, and "),
         ("ring", "there is no exercise ring; there are 02, "),
         ("02 nowhere.py", "there is no file nowhere.py: `python -m ddp exercise 02 --begin` writes the one to begin"),
         ("schedule", "schedule '': give the address of an all-reduce of yours, e.g. my_module:chain"),
         ("schedule mine", "schedule 'mine': give the address of an all-reduce of yours, e.g. my_module:chain"),
+        ("cluster mine", "cluster 'mine': give the address of a training of yours, e.g. my_model:train"),
+        ("mirrored nowhere:train", "mirrored=nowhere:train: there is no module nowhere"),
     ],
 )
 def test_bad_input(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -522,3 +532,72 @@ def test_the_first_all_reduce_that_a_reader_writes_is_accepted(monkeypatch: pyte
     monkeypatch.setattr(own_schedule, "launch", lambda *_, **__: [[1.0, 0.5]])
     monkeypatch.setattr(own_schedule, "MOST_PROVEN", 16)
     assert len(list(open_exercise("x:naive", own_all_reduce(naive), sys.modules[__name__]))) == 2
+
+
+# --- a training of one's own ------------------------------------------------------------------------------------------
+
+TRAINING = """
+import os
+import torch
+import ddp
+
+def train():
+    torch.manual_seed(0)
+    size = int(os.environ["WORLD_SIZE"])
+    points = torch.randn(200, 2)
+    inside = (points.norm(dim=1) < 1).long()
+    model = torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+    adam = torch.optim.Adam(model.parameters(), lr=0.02)
+    loss = torch.nn.functional.cross_entropy
+    ddp.fit(model, (points, inside), adam, loss=loss, global_batch=50, epochs=3, strategy="mirrored", folder=None)
+"""
+
+
+@pytest.fixture
+def quick_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Workers are forked, and there are no virtual hosts; returns the reader's folder."""
+
+    def on_workers(name: str, workers: int, *, are_hosts: bool = False) -> list[own_training.Found]:
+        words = name, str(tmp_path), str(tmp_path), are_hosts
+        return own_training._whole(run_ranks(own_training.as_rank, workers, *words))
+
+    monkeypatch.setattr(own_training, "_on_workers", on_workers)
+    monkeypatch.setattr(own_training, "BED", tmp_path / "hosts.py")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_training_of_one_s_own_is_right(quick_workers: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (quick_workers / "right_here.py").write_text(TRAINING)
+    (quick_workers / "right_there.py").write_text(TRAINING.replace("mirrored", "multi_worker"))
+    status, text = run(capsys, "mirrored", "right_here:train")
+    lines = [line for line in text.splitlines() if line.startswith("✓")]
+    assert status == 0 and len(lines) == 5 and lines[3] == (
+        "✓ two workers of one host: the replicas are equal, bit by bit"
+    )
+    status, text = run(capsys, "cluster", "right_there:train")
+    assert status == 0 and "✓ two workers, each as on a host of its own: the mathematics of one process" in text
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "says"),
+    [
+        (', strategy="mirrored"', "", "the strategy: found 'auto', expected 'mirrored'"),
+        ("ddp.fit(", "print(", "the training runs: TypeError: "),
+        ("    ddp.fit(", "    return\n    ddp.fit(", "it has not called ddp.fit"),
+        ("torch.manual_seed(0)", "torch.seed()", "it begins with other weights\nhint: torch.manual_seed(0)"),
+        ("lr=0.02", "lr=30.0", "the model learns: the loss went from "),
+        ("global_batch=50", "global_batch=50 * size", "6 steps, where one worker makes 12\nhint: global_batch counts"),
+        ("(points, inside)", "(points[::size], inside[::size])", "give every worker all data"),
+        ("torch.nn.ReLU()", "torch.nn.BatchNorm1d(16), torch.nn.ReLU()", "hint: BatchNorm normalises over"),
+        ("lr=0.02", "lr=0.02 * size", "of the way from those of one worker\nhint: do the data, the rate or the loss"),
+    ],
+)
+def test_a_mistake_in_a_training_is_named(
+    right: str, wrong: str, says: str, quick_workers: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"wrong_{abs(hash((right, wrong)))}"
+    assert right in TRAINING
+    (quick_workers / f"{name}.py").write_text(TRAINING.replace(right, wrong, 1))
+    status, text = run(capsys, "mirrored", f"{name}:train")
+    assert status == 1 and says in text and "Traceback" not in text

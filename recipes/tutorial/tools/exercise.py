@@ -4,6 +4,7 @@
     scripts/ddp exercise 02                          checks ./02_ring.py, or else the file in that folder
     scripts/ddp exercise 02 my_ring.py
     scripts/ddp exercise schedule my_module:chain    a new all-reduce (`own_schedule.py`)
+    scripts/ddp exercise mirrored my_model:train     a training on two workers (`own_training.py`); also: cluster
 
 Every step that the solution has passed is a line; the first mistake is the last one. What the reader's file raises is
 shown with the lines of that file alone. A file that runs on and on is ended after `DEADLINE_S`.
@@ -26,7 +27,7 @@ from types import ModuleType
 import torch
 
 from ddp.process.arguments import program, shown
-from recipes.tutorial.tools import gradient_checks, judged_by_tests, own_schedule, schedule_checks
+from recipes.tutorial.tools import gradient_checks, judged_by_tests, own_schedule, own_training, schedule_checks
 from recipes.tutorial.tools.holes import FOLDER, SOURCES, begin, holes, name_of
 from recipes.tutorial.tools.mistake import Check, Mistake, raised
 
@@ -44,8 +45,8 @@ def answer(number: str, file: str | None, *, begins: bool = False) -> str:
     """Checks the reader's solution, and prints what it finds; ends the process if it is wrong. Returns what comes next.
 
     Args:
-        number: of the exercise; or "schedule".
-        file: the reader's; for "schedule" the address of the all-reduce, MODULE:NAME.
+        number: of the exercise; or "schedule", "mirrored", "cluster".
+        file: the reader's; for those with a name the address of the all-reduce or the training, MODULE:NAME.
         begins: write the exercise's file in the place of checking it.
 
     Raises:
@@ -55,9 +56,14 @@ def answer(number: str, file: str | None, *, begins: bool = False) -> str:
         schedule, module = own_schedule.of_address(name := file or "")
         lines = ended_by_deadline(own_schedule.open_exercise(name, schedule, module), Path(module.__file__ or ""))
         solved = own_schedule.what_next(name)
+    elif number in own_training.WORDS:
+        lines = (f"✓ {line}" for line in own_training.training(file or "", number))
+        solved = own_training.NEXT[number]
     elif (number := number.zfill(2)) not in CHECKS:
-        there = ", ".join(CHECKS)
-        raise ValueError(f"there is no exercise {number}; there are {there}, and `schedule` for an all-reduce of yours")
+        raise ValueError(
+            f"there is no exercise {number}; there are {', '.join(CHECKS)}, `schedule` for an all-reduce of yours, and "
+            "`mirrored` and `cluster` for a training of yours"
+        )
     elif begins:
         return f"{shown(begin(number))}: write what is missing there; `{program()} exercise {number}` checks it"
     else:
