@@ -87,6 +87,9 @@ def test_the_parent_refuses_it_with_the_model_in_hand(monkeypatch: pytest.Monkey
     for word, told in (("mirrored", "several hosts"), ("sharded", "sparse gradients")):
         config = from_plain({"cluster": {"workers": 2, "local_workers": 1}, "strategy": {"name": word}})
         assert told in refused_with(stages.check, config)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)  # to which device=auto leads
+    config = from_plain({"cluster": CLUSTER, "strategy": {"name": "central_storage"}})
+    assert "which a GPU would read over its bus" in refused_with(check_strategy, config)
 
 
 def test_the_words_are_those_of_the_command_line_and_of_python() -> None:
@@ -111,7 +114,7 @@ def test_a_region_has_a_name_and_belongs_to_central_storage() -> None:
     for region in ("a", "mnist-3.b_2", "x" * 100):
         assert ddp.Averaging(strategy="central_storage", region=region).region == region
         plain = {"strategy": {"name": "central_storage", "region": region}}
-        assert components.strategy_of(from_plain(plain)) == ddp.Averaging(strategy="central_storage", region=region)
+        assert components.averaging_of(from_plain(plain)) == ddp.Averaging(strategy="central_storage", region=region)
     for odd in ("", "a/b", "..", "-a", "a b", "a\n", "ä", "x" * 101):
         told = f"region={odd!r}: take letters, digits, '.', '_' and '-', 100 at most, no sign first"
         assert refused_with(lambda odd=odd: ddp.Averaging(strategy="central_storage", region=odd)) == told

@@ -371,11 +371,11 @@ def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Repli
         replica.verify_replicas(every=config.replica.verify_every)
         return replica
     buckets = {item.name: getattr(config.replica, item.name) for item in fields(Buckets)}
-    averaging = replace(strategy_of(config), hook=make_hook(config), **buckets)
+    averaging = replace(averaging_of(config), hook=make_hook(config), **buckets)
     return wrapped(module, comm, averaging, broadcast_buffers=False)
 
 
-def strategy_of(config: Config) -> Averaging:
+def averaging_of(config: Config) -> Averaging:
     """Returns who holds parameters and optimizer state; how gradients travel is said to the replica."""
     chosen = asdict(config.strategy)
     return Averaging(strategy=chosen.pop("name"), **chosen)

@@ -162,7 +162,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
             schedule=optimization.make_schedule(config, sizes),
             clip_norm=config.clip_norm,
             precision=config.precision,
-            strategy=components.strategy_of(config),
+            strategy=components.averaging_of(config),
             folder=folder_of(config, run_dir),
             callbacks=components.make_callbacks(config),
             stop=stop,
