@@ -74,7 +74,7 @@ def check(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
         )
     model = components.synchronised(config, components.make_model_without_memory(config, splits))
     check_strategy(config, model)
-    if (region := components.strategy_of(config).region) is not None:
+    if (region := components.averaging_of(config).region) is not None:
         refuse_kept(region)
     optimizer = optimization.make_optimizer(config, model)
     if (which := _start_of(config, Path(config.run.dir))) is not None:
