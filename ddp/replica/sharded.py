@@ -190,7 +190,7 @@ class ParameterSlices:
             for slot, view in zip(bucket.slots, bucket.views_of(flat), strict=True):
                 if slot.parameter.data_ptr() != view.data_ptr() or slot.parameter.stride() != view.stride():
                     view.copy_(slot.parameter)
-                    slot.parameter.data = view
+                    slot.parameter.data = with_own_storage(view)
 
     @torch.no_grad()
     def give_back(self) -> None:
@@ -211,6 +211,14 @@ class ParameterSlices:
     def _of_buckets(self) -> Iterator[tuple[Bucket, Tensor]]:
         """Yields each bucket, and the memory of its parameters."""
         return zip(self.buckets, self._flats, strict=True)
+
+
+def with_own_storage(view: Tensor) -> Tensor:
+    """Returns a view as a tensor that ends where it ends: who saves it does not save what lies beside it."""
+    if not view.is_cpu or not view.numel():
+        return view
+    flat = in_memory_order(view).view(torch.uint8)
+    return torch.from_numpy(flat.numpy()).view(view.dtype).as_strided(view.shape, view.stride())
 
 
 def parts_in(bucket: Bucket, first: int, last: int) -> Iterator[tuple[Slot, int, int, int]]:

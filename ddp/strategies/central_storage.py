@@ -127,7 +127,7 @@ class CentralStorage(Sharded):
         self._settings: list[dict[str, Any]] = []  # of the groups, as these names were found
         self._taken: dict[Tensor, dict[str, Any]] = {}  # by a block's weights, the whole state that it has taken over
         self._is_whole = True
-        self._flag = torch.zeros(1)
+        self._flag = torch.zeros(1, device="cpu")
         self._region: Region | None = None  # on rank 0
         self._is_published = False
 
@@ -179,7 +179,7 @@ class CentralStorage(Sharded):
         if not self._is_whole:
             log.warning("the parameters may be those of half a step: go on from the last checkpoint")
         if self._slices is not None and not alone:
-            self.optimizer.state = self._gathered(keep=True)
+            self.optimizer.state = self._whole_state(keep=True)
         private = {name: store.private(name) for name in store.names}
         for parameter in store.parameters:
             parameter.data = private[PARAMETERS][id(parameter)]

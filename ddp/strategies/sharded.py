@@ -85,7 +85,7 @@ class Sharded(Replicated):
 
     def finish(self, *, alone: bool = False) -> None:
         if self._slices is not None and not alone:
-            self.optimizer.state = self._gathered(keep=True)
+            self.optimizer.state = self._whole_state(keep=True)
             self._slices.give_back()
             self._slices = None
             self._of_parts, self._places = self.optimizer, {}  # frees the parts
@@ -133,7 +133,7 @@ class Sharded(Replicated):
         if self._slices is None:
             return self.optimizer.state_dict()
         of_parts = self.optimizer.state
-        self.optimizer.state = self._gathered(keep=self._comm.rank == 0, on_cpu=True)
+        self.optimizer.state = self._whole_state(keep=self._comm.rank == 0, on_cpu=True)
         try:
             return self.optimizer.state_dict()
         finally:
@@ -219,6 +219,12 @@ class Sharded(Replicated):
         return gpu.sent(numbers, self._comm.device)
 
     # --- the whole state ---------------------------------------------------------------------------------------------
+
+    def _whole_state(self, **how: bool) -> defaultdict[Tensor, dict[str, Any]]:
+        """Returns the state as `_gathered` does, in the order in which an optimizer of replicas has it."""
+        found = self._gathered(**how)
+        in_order = (each for group in self.optimizer.param_groups for each in group["params"] if each in found)
+        return defaultdict(dict, {each: found[each] for each in in_order})
 
     def _gathered(self, *, keep: bool, on_cpu: bool = False) -> defaultdict[Tensor, dict[str, Any]]:
         """Returns the state of whole parameters, on the ranks that keep it. Collective.
