@@ -103,7 +103,6 @@ def odd_samples() -> tuple[Tensor, Tensor]:
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda given: torch.optim.SGD(given, lr=0.05, momentum=0.9, dampening=0.3),
     "nesterov": lambda given: torch.optim.SGD(given, lr=0.05, momentum=0.9, nesterov=True),
-    "plain": lambda given: torch.optim.SGD(given, lr=0.05),
     "adam": lambda given: torch.optim.Adam(given, lr=0.01, foreach=False),
     "adamw": lambda given: torch.optim.AdamW(given, lr=0.01),
     "fused": lambda given: torch.optim.AdamW(given, lr=0.01, fused=True),
