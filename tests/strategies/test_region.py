@@ -107,6 +107,21 @@ def test_a_look_is_the_state_dict_in_memory_of_its_own(name: str) -> None:
     kept.close()
 
 
+def test_a_buffer_that_changes_its_shape_is_told_and_nothing_stays_open(name: str) -> None:
+    memory, found = shared({"weight": torch.zeros(1)})
+    buffers = {"buffer": torch.zeros(3)}
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    kept = Region(name, memory, found, lambda: buffers, {})
+    assert look(name).step == 0
+    buffers["buffer"] = torch.zeros(1)
+    kept.begin()
+    with pytest.raises(ConfigError, match=r"the buffer buffer is \[1\] now, and was \[3\] when"):
+        kept.end(1)
+    kept.close()
+    del kept  # and with it the mapping of the header
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 # --- one moment ------------------------------------------------------------------------------------------------------
 
 
