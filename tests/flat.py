@@ -10,7 +10,6 @@ from torch import nn
 
 import ddp
 from ddp.data.loading.source import Source
-from ddp.replica.sharded import ShardedDataParallel
 from ddp.train.arguments import Given, Inputs
 from ddp.train.callbacks import Callback
 from ddp.train.evaluate import HeldOut
@@ -55,10 +54,11 @@ def grouped(
     return given
 
 
-def fit_over(comm: ddp.Communicator, module: nn.Module, **flat: Any) -> ddp.TrainState:
-    """Returns the state after a fit of a module over a communicator of the test's own."""
-    kind = ShardedDataParallel if flat.pop("sharded", False) else ddp.BucketedDataParallel
-    return ddp.fit(kind(module, comm=comm), **grouped(**flat))
+def fit_over(
+    comm: ddp.Communicator, module: nn.Module, replica: type[nn.Module] = ddp.BucketedDataParallel, **flat: Any
+) -> ddp.TrainState:
+    """Returns the state after a fit of a module over a communicator of the test's own, in a replica of this class."""
+    return ddp.fit(replica(module, comm=comm), **grouped(**flat))
 
 
 def train_on(

@@ -18,13 +18,20 @@ from ddp.data.samples import TensorSet
 from ddp.errors import ConfigError, Diverged
 from ddp.optim.precision import forward_precision
 from ddp.replica.broadcast import tensor_hash
-from ddp.strategies import Agreement, Replicated, Sharded, Strategy, step
+from ddp.replica.central import CentralDataParallel
+from ddp.replica.sharded import ShardedDataParallel
+from ddp.strategies import Agreement, CentralStorage, Replicated, Sharded, Strategy, step
 from ddp.train.state import StepReport, TrainState
 from ddp.train.stopping import StopFlag
 
 X = torch.randn(40, 12, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(1))
 NUM_STEPS = 5  # an epoch
+REPLICAS: dict[type[Replicated], type[nn.Module]] = {
+    Replicated: ddp.BucketedDataParallel,
+    Sharded: ShardedDataParallel,
+    CentralStorage: CentralDataParallel,
+}
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -105,11 +112,11 @@ class Overflows(nn.Module):
 def loops() -> None:
     comm = ddp.init(abort_s=60)
     expected = fitted(comm)
-    for kind in (Replicated, Sharded):
+    for kind, replica in REPLICAS.items():
         assert by_hand(comm, kind) == expected
-        clipped = fitted(comm, clip_norm=0.3, sharded=kind is Sharded)
+        clipped = fitted(comm, clip_norm=0.3, replica=replica)
         assert by_hand(comm, kind, clip_norm=0.3) == clipped != expected
-        assert by_hand(comm, kind, "fp16") == fitted(comm, precision="fp16", sharded=kind is Sharded)
+        assert by_hand(comm, kind, "fp16") == fitted(comm, precision="fp16", replica=replica)
     assert by_hand(comm, Replicated, "bf16_pure") == fitted(comm, precision="bf16_pure")
     assert plain_loop(comm) == fitted(comm, micro_size=None)
 
