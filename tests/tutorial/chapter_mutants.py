@@ -68,6 +68,8 @@ SAME = {  # what a line may become without being wrong, and why
     "'MASTER_PORT' not in env": "an address that a world of one does not use",
     "is not _TORCHRUN or local": "Slurm's ranks have a place to meet before",
     "everything.kind": "a name that does not exist, in a case that does not occur: all messages have one shape",
+    "host[1] for host in comm.hosts": "another rank of the host makes the memory",
+    "!= first or path": "the first rank maps its own memory once more",
 }
 ELSEWHERE = {  # what a line is about, if that is not what its chapter is about
     "check_fits(": "refuses another model",
@@ -98,6 +100,8 @@ ELSEWHERE = {  # what a line is about, if that is not what its chapter is about
     "has_ratio = ": "tensors of zeros",
     "weight_decay * weight_norms": "weight decay in the ratio",
     "momenta, alpha=momentum": "Nesterov's momentum",
+    "memory.forget()": "takes away the name of memory that is mapped",
+    "mmap.mmap(-1": "ranks that cannot share memory",
 }
 SUBJECTS = {  # chapter → the functions that it is about
     "01_send_and_receive": ["comm/messages.py: post, wait_for, wait, add", "comm/watch/status.py: stuck, _deadlock"],
