@@ -170,6 +170,12 @@ def keep_large_blocks() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", VARIABLES["THP_MEM_ALLOC_ENABLE"])
 
 
+def give_back_free_blocks() -> None:
+    """Gives the system all memory that is free now, after much has been freed that nobody will want again."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # the GNU C library's
+        trim(0)
+
+
 # --- A signal when the parent dies -----------------------------------------------------------------------------------
 #
 # Workers ask for SIGTERM, on which they can still agree to stop (`worker.py`). Loader processes ask for SIGKILL: they

@@ -36,6 +36,7 @@ from ddp.gradients.layout import Layout
 from ddp.optim.layerwise import STRETCH_NUMEL, Layerwise, clipped_step, laid_out_like
 from ddp.optim.norms import BLOCK_NUMEL, in_memory_order
 from ddp.process.log import log
+from ddp.process.memory import give_back_free_blocks
 from ddp.replica.central import CentralDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sharded import ParameterSlices, Part, block_numbers, parts_of
@@ -222,6 +223,7 @@ class CentralStorage(Sharded):
 
     def _slices_of(self, layout: Layout) -> HostSlices:
         assert self._store is not None
+        give_back_free_blocks()  # a first backward has all gradients beside the buckets; later ones have few
         return HostSlices(self.model, layout, self._store)
 
     def _optimizer_of(self, parts: Sequence[Part]) -> Optimizer:

@@ -26,6 +26,7 @@ from ddp.comm.host_share import memory_of_host
 from ddp.comm.transport.shared_memory import SharedMemory
 from ddp.errors import ConfigError
 from ddp.gradients.bucket import ALIGNMENT_BYTES, strides_in_bucket
+from ddp.process.memory import give_back_free_blocks
 
 PARAMETERS = "parameters"
 
@@ -62,6 +63,7 @@ class HostStore:
         comm.agree_any(False)  # they are there
         for parameter in self.parameters:
             parameter.data = self.view(PARAMETERS, parameter)
+        give_back_free_blocks()  # where they lay before
 
     @property
     def names(self) -> list[str]:

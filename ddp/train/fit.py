@@ -349,9 +349,9 @@ def _loop(given: Given, inputs: Inputs, run: OpenRun, meters: Meters) -> None:
         store = CheckpointStore(run.folder / "checkpoints", best=best, **counts)
     with contextlib.ExitStack() as until_end:
         until_end.callback(state.rates.take_schedule_out)
-        if store is not None:  # before a callback changes a file there
-            on_rank_zero(state.comm, lambda: _begin(given, run, store, until_end), label="locking the run's folder")
         try:
+            if store is not None:  # before a callback changes a file there
+                on_rank_zero(state.comm, lambda: _begin(given, run, store, until_end), label="locking the run's folder")
             callbacks = _callbacks(given, inputs, run, meters, store)
             if given.strategy.region is not None:
                 _publish(given.strategy.region, run)
