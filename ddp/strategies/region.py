@@ -48,14 +48,16 @@ import torch
 from torch import Tensor
 
 from ddp.comm.transport.shared_memory import LINE_BYTES, Life, SharedMemory
-from ddp.errors import CheckpointError, ConfigError
+from ddp.errors import CheckpointError, ConfigError, one_line
 from ddp.process.clock import Patience
 from ddp.process.files import ANYTHING, hold, json_object, user_name, why_shared, write_whole
+from ddp.process.log import log
 from ddp.setting import check_region
 from ddp.units import counted
 
 LONGEST_LOOK_S = 30.0
 _ENTRY = "region.json"
+_MEMORIES = ("header", "parameters")
 _SEQUENCE, _STEP = 0, 1  # words of the header, behind which the buffers stand
 _CLOSED = -1  # a sequence number that no other follows
 _POLL_S = 50e-6
@@ -116,7 +118,7 @@ class Region:
         for key, buffer in first.items():
             starts[key] = size
             size += -(-buffer.nbytes // LINE_BYTES) * LINE_BYTES
-        self._pid, self._fence, self._buffers = os.getpid(), _Fence(), buffers
+        self._name, self._pid, self._fence, self._buffers = name, os.getpid(), _Fence(), buffers
         with contextlib.ExitStack() as until_closed:
             folder = until_closed.enter_context(_kept_folder(name))
             header = SharedMemory.create("memfd", size)
@@ -149,19 +151,26 @@ class Region:
     def begin(self) -> None:
         """Tells whoever looks to wait. From its return on, parameters may change."""
         if self._words[_SEQUENCE] != _CLOSED:
-            self._words[_SEQUENCE] += 1
+            self._words[_SEQUENCE] |= 1  # it is odd already after an update that broke off
             self._fence()
 
     def end(self, step: int) -> None:
         """Shows the parameters, which no rank changes any more, and copies the buffers.
 
+        Buffers that cannot be copied end the region, not the training: an error would be that of this rank alone.
+
         Args:
             step: number of this update.
         """
         if self._words[_SEQUENCE] != _CLOSED:
-            self._note(step)
-            self._fence()
-            self._words[_SEQUENCE] += 1
+            try:
+                self._note(step)
+            except Exception as error:
+                log.warning("region=%s ends here, and the training goes on: %s", self._name, one_line(error))
+                self.close()
+            else:
+                self._fence()
+                self._words[_SEQUENCE] = (self._words[_SEQUENCE] | 1) + 1
 
     def close(self) -> None:
         """Ends it for whoever looks. In a forked child of the process that keeps it, does nothing."""
@@ -172,21 +181,30 @@ class Region:
     @torch.no_grad()
     def _note(self, step: int) -> None:
         for key, buffer in self._buffers().items():
-            if buffer.shape != self._copies[key].shape:
-                raise ConfigError(
-                    f"the buffer {key} is {list(buffer.shape)} now, and was {list(self._copies[key].shape)} when its "
-                    "region was made, which keeps the place of each: train this model without a region"
+            copy = self._copies[key]
+            if (buffer.shape, buffer.dtype) != (copy.shape, copy.dtype):
+                raise ValueError(
+                    f"the buffer {key} is {_form(buffer)} now, and was {_form(copy)} when the region was made, which "
+                    "keeps the place of each"
                 )
-            self._copies[key].copy_(buffer)
+            copy.copy_(buffer)
         self._words[_STEP] = step
 
 
+def _form(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} of {tensor.dtype}"
+
+
 def _place(name: str, memory: SharedMemory, tensor: Tensor) -> _Place:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    num_bytes = (last + 1) * tensor.element_size() if tensor.numel() else 0
+    num_bytes = _extent(tensor.shape, tensor.stride()) * tensor.element_size()
     start = tensor.data_ptr() - memory.address if num_bytes else 0
     dtype = str(tensor.dtype).removeprefix("torch.")
     return _Place(name, start, num_bytes, dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Returns how many elements lie from the first to the last one of a tensor."""
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if all(shape) else 0
 
 
 def _described(descriptor: int, num_bytes: int) -> tuple[int, str, int]:
@@ -230,11 +248,11 @@ def look(name: str) -> Look:
     pid: int = entry["pid"]
     with contextlib.closing(Life(pid)) as life:
         try:
-            mapped = {each: np.frombuffer(_mapped(pid, *entry[each]), np.uint8) for each in ("header", "parameters")}
+            mapped = {each: np.frombuffer(_mapped(pid, *entry[each]), np.uint8) for each in _MEMORIES}
         except OSError as error:
             raise _unreachable(name, entry, error, has_ended=not life.goes_on()) from error
         form = {key: _place_in(each) for key, each in entry["tensors"].items()}
-        copies = {place: torch.empty(place.num_bytes, dtype=torch.uint8) for place in form.values()}
+        copies = {place: torch.empty(place.num_bytes, dtype=torch.uint8, device="cpu") for place in form.values()}
         pairs = [
             (copy.numpy(), mapped[place.memory][place.start : place.start + place.num_bytes])
             for place, copy in copies.items()
@@ -276,10 +294,13 @@ def _mapped(pid: int, descriptor: int, link: str, num_bytes: int) -> mmap.mmap:
     Raises:
         OSError: it cannot be reached from here, or is there no more.
     """
+    path = f"/proc/{pid}/fd/{descriptor}"
     if _link(pid, descriptor) != link:
-        raise FileNotFoundError(errno.ENOENT, f"is no longer {link}", f"/proc/{pid}/fd/{descriptor}")
-    opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        raise FileNotFoundError(errno.ENOENT, f"is no longer {link}", path)
+    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
+        if os.fstat(opened).st_size < num_bytes:
+            raise FileNotFoundError(errno.ENOENT, f"has no {num_bytes} bytes", path)
         return mmap.mmap(opened, num_bytes, prot=mmap.PROT_READ)
     finally:
         os.close(opened)
@@ -338,7 +359,7 @@ def _kept(name: str, folder: Path) -> ConfigError:
         entry = _read(folder)
         run = entry["about"].get("run_dir")
         keeper = f"{_keeper(entry)}{f', for the run in {run}' if run else ''}"
-    except (OSError, ValueError):
+    except (OSError, _Damaged):
         keeper = "a run that is just beginning"
     return ConfigError(f"region={name} is kept by {keeper}: wait until it has ended, or take another name")
 
@@ -351,25 +372,64 @@ def _entry(name: str) -> dict[str, Any]:
     """
     folder = _folder(name)
     try:
-        why = why_shared(folder, folder.lstat(), rights=ANYTHING)
-        entry = _read(folder)
-    except (OSError, ValueError) as error:
+        if why := why_shared(folder, folder.lstat(), rights=ANYTHING):
+            raise CheckpointError(f"region={name}: {why}, and only you should: remove it")
+        return _read(folder)
+    except (OSError, _Damaged) as error:
         raise _nobody(name) from error
-    if why:
-        raise CheckpointError(f"region={name}: {why}, and only you should: remove it")
-    return entry
+
+
+class _Damaged(Exception):
+    """A region.json is not as `Region` writes it."""
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    return json_object((folder / _ENTRY).read_text())
+    """Returns the content of region.json, of which each part has the type and the range that it needs.
+
+    Raises:
+        OSError: there is none.
+        _Damaged: it is not so.
+    """
+    try:
+        entry = json_object((folder / _ENTRY).read_text())
+        sizes = {each: entry[each][2] for each in _MEMORIES}
+        words = [entry["host"], entry["namespace"], *(entry[each][1] for each in _MEMORIES)]
+        is_sound = (
+            _are_counts([entry["pid"], *sizes.values(), *(entry[each][0] for each in _MEMORIES)])
+            and 0 < entry["pid"] < 1 << 31
+            and sizes["header"] >= LINE_BYTES
+            and all(isinstance(word, str) for word in words)
+            and isinstance(entry["about"], dict)
+            and all(_lies_in(sizes, _place_in(each)) for each in entry["tensors"].values())
+        )
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise _Damaged from error
+    if not is_sound:
+        raise _Damaged
+    return entry
+
+
+def _lies_in(sizes: Mapping[str, int], place: _Place) -> bool:
+    """Returns True if the bytes of a tensor are those of its form, and are in the memory that it names."""
+    dtype = getattr(torch, place.dtype)
+    return (
+        isinstance(dtype, torch.dtype)
+        and _are_counts([place.start, place.num_bytes, *place.shape, *place.stride])
+        and place.num_bytes == _extent(place.shape, place.stride) * dtype.itemsize
+        and place.start + place.num_bytes <= sizes[place.memory]
+    )
+
+
+def _are_counts(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, int) and value >= 0 for value in values)
 
 
 def _is_kept(folder: Path) -> bool:
     """Returns True if a process keeps the region in this folder, as far as this process can see."""
     try:
         entry = _read(folder)
-        return all(_link(entry["pid"], entry[each][0]) == entry[each][1] for each in ("header", "parameters"))
-    except (OSError, ValueError):
+        return all(_link(entry["pid"], entry[each][0]) == entry[each][1] for each in _MEMORIES)
+    except (OSError, _Damaged):
         return False
 
 
@@ -395,9 +455,10 @@ def _nobody(name: str) -> CheckpointError:
     if others:
         return CheckpointError(f"region={name} is that of {others[0]}, and only its own user can look at it")
     near = sorted(mine, key=lambda each: difflib.SequenceMatcher(None, name, each).ratio(), reverse=True)
-    kept = f"; {'those kept are' if len(near) > 1 else 'the only one kept is'} {', '.join(near)}" if near else ""
-    remedy = f"a run publishes one with strategy=central_storage strategy.region={name}, until it ends"
-    return CheckpointError(f"region={name}: nobody keeps it on this host{kept}: {remedy}")
+    remedy = f"a run publishes it with strategy=central_storage strategy.region={name} until it ends"
+    if near:
+        remedy = f"take {'one of those' if len(near) > 1 else 'the only one'} kept, {', '.join(near)}"
+    return CheckpointError(f"nobody on this host keeps region={name}: {remedy}")
 
 
 def _unreachable(name: str, entry: Mapping[str, Any], error: OSError, *, has_ended: bool) -> CheckpointError:

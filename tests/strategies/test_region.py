@@ -107,19 +107,40 @@ def test_a_look_is_the_state_dict_in_memory_of_its_own(name: str) -> None:
     kept.close()
 
 
-def test_a_buffer_that_changes_its_shape_is_told_and_nothing_stays_open(name: str) -> None:
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (torch.zeros(1), r"the buffer buffer is \[1\] of torch.float32 now, and was \[3\] of torch.float32 when"),
+        (torch.zeros(3, dtype=torch.int64), r"is \[3\] of torch.int64 now"),
+        (None, "AttributeError"),
+    ],
+)
+def test_a_buffer_that_changes_its_form_ends_the_region_alone_and_nothing_stays_open(
+    name: str, changed: Any, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
     memory, found = shared({"weight": torch.zeros(1)})
     buffers = {"buffer": torch.zeros(3)}
     before = len(list(Path("/proc/self/fd").iterdir()))
     kept = Region(name, memory, found, lambda: buffers, {})
     assert look(name).step == 0
-    buffers["buffer"] = torch.zeros(1)
-    kept.begin()
-    with pytest.raises(ConfigError, match=r"the buffer buffer is \[1\] now, and was \[3\] when"):
-        kept.end(1)
+    buffers["buffer"] = changed
+    for step in (1, 2):
+        kept.begin()
+        kept.end(step)
+    [record] = caplog.records
+    assert re.search(f"^region={name} ends here, and the training goes on: .*{says}", record.getMessage())
+    with pytest.raises(CheckpointError, match="nobody on this host keeps region="):
+        look(name)
     kept.close()
     del kept  # and with it the mapping of the header
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_look_is_on_the_cpu_whatever_the_default_device(name: str) -> None:
+    kept, *_ = one(name)
+    with torch.device("meta"):
+        assert numbers(look(name)) == {0}
+    kept.close()
 
 
 # --- one moment ------------------------------------------------------------------------------------------------------
@@ -192,7 +213,7 @@ def look_while_it_is_updated(name: str, num_looks: int) -> int:
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     for _ in range(2):  # of a process that has ended, and of none
-        with pytest.raises(CheckpointError, match="nobody keeps it on this host"):
+        with pytest.raises(CheckpointError, match="nobody on this host keeps region="):
             look(name)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
@@ -226,6 +247,21 @@ def look_at_half_an_update(name: str) -> None:
     one(name)[0].close()
 
 
+def test_an_update_after_one_that_broke_off_is_not_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, weight, buffer = one(name)
+    monkeypatch.setattr(region, "LONGEST_LOOK_S", 0.01)
+
+    def half() -> None:
+        with pytest.raises(CheckpointError, match="in the midst of an update"):
+            look(name)
+
+    kept.begin()
+    for step in (1, 2):
+        update(kept, weight, buffer, step, half=half)
+        assert numbers(look(name)) == {step}
+    kept.close()
+
+
 def test_an_update_that_never_ends_is_told(name: str) -> None:
     run_ranks(look_at_half_an_update, 1, name)
 
@@ -240,7 +276,7 @@ def test_what_ends_or_goes_too_fast_while_it_is_looked_at_is_told(name: str, mon
     with pytest.raises(CheckpointError, match=f"process {os.getpid()} .* has just ended"):
         look(name)
     update(kept, weight, buffer, 2)
-    with pytest.raises(CheckpointError, match="nobody keeps it"):
+    with pytest.raises(CheckpointError, match="nobody on this host keeps region="):
         look(name)
 
 
@@ -262,7 +298,7 @@ def keep_until_the_end(name: str, exits: bool) -> None:
     assert os.waitpid(pid, 0)[1] == 0
     assert look(name).step == 0
     atexit._run_exitfuncs() if exits else kept.close()
-    with pytest.raises(CheckpointError, match="nobody keeps it"):
+    with pytest.raises(CheckpointError, match="nobody on this host keeps region="):
         look(name)
 
 
@@ -277,7 +313,7 @@ def test_names_that_are_kept_are_told_the_nearest_first(name: str) -> None:
         look(f"digitz-{name}")
     said = str(told.value)
     places = [said.index(f" {prefix}-{name}") for prefix in ("digits", "digests", "circles")]
-    assert places == sorted(places) and f"strategy.region=digitz-{name}" in said
+    assert places == sorted(places) and f"keeps region=digitz-{name}: take one of those kept, digits-" in said
     strategy = {"name": "central_storage", "region": f"digits-{name}"}
     config = from_plain({"strategy": strategy, "data": {"name": "synthetic", "num_samples": 64, "image_size": 8}})
     with pytest.raises(ConfigError, match=f"region=digits-{name} is kept by process {os.getpid()} .*: wait"):
@@ -316,11 +352,51 @@ def test_what_is_not_this_user_s_or_not_of_this_container_is_told(name: str) -> 
             look(name)
     for changed in ({"pid": os.getppid()}, {"header": [entry["header"][0], "/memfd:ddp-1-0", 64]}):
         (folder / "region.json").write_text(json.dumps({**entry, **changed}))
-        with pytest.raises(CheckpointError, match="nobody keeps it"):
+        with pytest.raises(CheckpointError, match="nobody on this host keeps region="):
             look(name)
     (folder / "region.json").write_text("{")
-    with pytest.raises(CheckpointError, match="nobody keeps it"):
+    with pytest.raises(CheckpointError, match="nobody on this host keeps region="):
         look(name)
+    kept.close()
+
+
+def damaged(entry: dict[str, Any]) -> Iterator[str]:
+    """Yields texts that a region.json may have and none is written with."""
+    yield from ("", "[]", "{}", "\0", json.dumps(entry)[:100], "[" * 100_000)
+    for key in entry:
+        yield from (json.dumps({**entry, key: value}) for value in (None, -1, "no", [], ["no"] * 3, {"a": ["no"] * 6}))
+    weight = entry["tensors"]["weight"]
+    for place, value in ((0, "no"), (1, 1 << 30), (2, 5), (3, "load"), (3, "float64"), (4, [1000]), (5, [-1])):
+        tensors = {"weight": [*weight[:place], value, *weight[place + 1 :]]}
+        yield json.dumps({**entry, "tensors": tensors})
+    yield json.dumps({**entry, "pid": 1 << 70})
+    for size in (1 << 40, 1 << 70):
+        yield json.dumps({**entry, "parameters": [*entry["parameters"][:2], size]})
+
+
+def test_a_region_whose_file_is_damaged_is_none(name: str) -> None:
+    (kept, *_), (sound, *_) = one(name), one(f"{name}-b")
+    path = region._folder(name) / "region.json"
+    entry = json.loads(path.read_text())
+    others = []
+    for text in damaged(entry):
+        path.write_text(text)
+        try:
+            look(name)
+            others.append(text)
+        except CheckpointError as error:
+            assert f"region={name}" in str(error)
+        with pytest.raises(CheckpointError, match=f"{name}-b"):
+            look(f"{name}-c")
+        region.refuse_kept(f"{name}-c")
+        with contextlib.suppress(ConfigError):
+            region.refuse_kept(name)
+        with pytest.raises(ConfigError, match=f"region={name} is kept by "):
+            one(name)
+    assert others == [  # which are as good
+        json.dumps({**entry, **each}) for each in ({"host": "no"}, {"namespace": "no"}, {"about": {"a": ["no"] * 6}})
+    ]
+    sound.close()
     kept.close()
 
 
@@ -379,7 +455,7 @@ def follow(name: str) -> None:
     comm.barrier()
     strategy.finish()
     comm.barrier()
-    with pytest.raises(CheckpointError, match="nobody keeps it"):
+    with pytest.raises(CheckpointError, match="nobody on this host keeps region="):
         look(name)
     ddp.shutdown()
 
@@ -478,12 +554,12 @@ def fit_and_follow(name: str, folder: Path) -> None:
         fit(follows := Follows(name), last)
         assert follows.steps == [*range(first, last + 1)]
         comm.barrier()
-        with pytest.raises(CheckpointError, match="nobody keeps it"):
+        with pytest.raises(CheckpointError, match="nobody on this host keeps region="):
             look(name)
     with pytest.raises(ArithmeticError, match="of a callback"):
         fit(Follows(name, fails_at=6), 9)
     comm.barrier()
-    with pytest.raises(CheckpointError, match="nobody keeps it"):
+    with pytest.raises(CheckpointError, match="nobody on this host keeps region="):
         look(name)
     with pytest.raises(ConfigError, match=f"region={name} is kept by process"):
         if comm.rank == 0:
