@@ -165,8 +165,8 @@ def parts_of(model: ShardedDataParallel, layout: Layout) -> list[Part]:
     return [parts[index] for index in sorted(parts)]
 
 
-class ParameterSlices:
-    """The parameters of a layout side by side, and the parts that this rank updates. Collective to make.
+class Slices:
+    """The parts of a layout that this rank updates.
 
     Attributes:
         buckets: those that are cut into slices.
@@ -175,17 +175,37 @@ class ParameterSlices:
     """
 
     def __init__(self, model: ShardedDataParallel, layout: Layout) -> None:
-        self._comm, self.layout, self.buckets = model.comm, layout, layout.buckets
+        self.layout, self.buckets = layout, layout.buckets
+        self.parts = parts_of(model, layout)
+        self.blocks = block_numbers(layout)
+
+    def take_in(self) -> None:
+        """Moves parameters that somebody has moved out back to where the parts are."""
+
+    def give_back(self) -> None:
+        """Moves each parameter into memory of its own, if others lie beside it."""
+
+    def gather(self, *, step: int) -> None:
+        """Gives every rank the parameters that the others have updated, if it does not have them. Collective.
+
+        Args:
+            step: for messages.
+        """
+
+
+class ParameterSlices(Slices):
+    """The parameters of a layout side by side, so that they can be gathered. Collective to make."""
+
+    def __init__(self, model: ShardedDataParallel, layout: Layout) -> None:
+        self._comm, self.buckets = model.comm, layout.buckets
         self._flats = [self._comm.allocate(len(bucket.gradients), bucket.flat.dtype) for bucket in layout.buckets]
         for flat in self._flats:
             weakref.finalize(self, self._comm.free, flat).atexit = False
         self.take_in()
-        self.parts = parts_of(model, layout)
-        self.blocks = block_numbers(layout)
+        super().__init__(model, layout)
 
     @torch.no_grad()
     def take_in(self) -> None:
-        """Moves parameters into the flat memory; also those that somebody has moved out since."""
         for bucket, flat in self._of_buckets():
             for slot, view in zip(bucket.slots, bucket.views_of(flat), strict=True):
                 if slot.parameter.data_ptr() != view.data_ptr() or slot.parameter.stride() != view.stride():
@@ -194,16 +214,10 @@ class ParameterSlices:
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Moves each parameter into memory of its own: who saves one would save all that lie beside it."""
         for slot in self.layout.slots:
             slot.parameter.data = slot.parameter.detach().clone()
 
     def gather(self, *, step: int) -> None:
-        """Gives every rank the parameters that the others have updated. Collective.
-
-        Args:
-            step: for messages.
-        """
         for bucket, flat in self._of_buckets():
             bounds = bounds_of(bucket, self._comm)
             self._comm.all_gather_(flat, bounds, label=f"step {step}, parameters of {bucket.label}")

@@ -11,13 +11,14 @@ hosts the slices of gradients cross between counterparts, and each host keeps a 
 Note "in blocks". An update is several passes over its numbers. Each block of them, with its gradient and its states,
 goes through all passes while it is in the cache: so in main memory each number is read once and written once, also
 where gradients are clipped. torch's optimizers are given blocks as if these were tensors, and do just that; they are
-called for a stretch of blocks at a time, because a call costs some 50 µs.
+called for a stretch of blocks at a time, because a call costs some 50 µs. LARS and LAMB have stretches of their own,
+and updates that wait for trust ratios.
 
 Note "whole". No rank writes before `agree` has ended, which every rank comes to after its backward; and none begins
 the next forward before all have written. So nobody computes, evaluates or saves with half an update. If a rank dies
 between the two, the others raise PeerLost, and `state_dict` refuses what may be half a step.
 
-The bits are those of the sharded strategy, and of replicas on one host.
+On one host the bits are those of replicas and of the sharded strategy, as long as gradients are added up in its memory.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -41,7 +43,7 @@ from ddp.process.log import log
 from ddp.process.memory import give_back_free_blocks
 from ddp.replica.central import CentralDataParallel
 from ddp.replica.replica import Replica
-from ddp.replica.sharded import ParameterSlices, Part, block_numbers, parts_of
+from ddp.replica.sharded import Part, Slices
 from ddp.strategies.host_store import PARAMETERS, HostStore
 from ddp.strategies.region import Region
 from ddp.strategies.sharded import Sharded, is_large
@@ -78,32 +80,39 @@ class Stretch:
         self.numel, self.is_placed = 0, False
 
 
-class HostSlices(ParameterSlices):
-    """The parameters of a layout in the host's store, and the parts that this rank updates."""
+class HostSlices(Slices):
+    """The parameters of a layout in the host's store, and the parts that this rank updates.
+
+    Raises:
+        ConfigError: a parameter's type or memory format is another one than when the store was made.
+    """
 
     def __init__(self, model: CentralDataParallel, layout: Layout, store: HostStore) -> None:
-        self._store, self.layout, self.buckets = store, layout, layout.buckets
+        self._store, self.layout = store, layout
         self.parts = []  # none yet
         self.take_in()
-        if moved := [slot.name for slot in layout.slots if slot.strides != slot.parameter.stride()]:
-            raise ConfigError(
-                f"{moved[0]} has another memory format than when strategy='central_storage' was made: convert the "
-                "model before"
-            )
-        self.parts = parts_of(model, layout)
-        self.blocks = block_numbers(layout)
+        for slot in layout.slots:
+            if slot.strides != slot.parameter.stride():
+                raise _refusal_of_conversion(f"the memory format of {slot.name} has changed")
+        super().__init__(model, layout)
 
     @torch.no_grad()
     def take_in(self) -> None:
-        """Moves parameters that somebody has moved out back to the store: each rank its parts."""
         for parameter in self._store.moved_out():
             view = self._store.view(PARAMETERS, parameter)
+            if parameter.dtype != view.dtype:
+                raise _refusal_of_conversion(f"parameters that were {view.dtype} are {parameter.dtype} now")
             if self._store.is_first and (not self.parts or id(parameter) not in self.layout.slot_of):
                 view.copy_(parameter)
             for part in self.parts:
                 if part.whole is parameter:
                     part.weights.copy_(share_of(part.start, part.stop, view, parameter))
             parameter.data = view
+
+
+def _refusal_of_conversion(what: str) -> ConfigError:
+    what = what.replace("torch.", "")
+    return ConfigError(f"{what} since strategy='central_storage' was made: convert the model before")
 
 
 class CentralStorage(Sharded):
@@ -122,19 +131,23 @@ class CentralStorage(Sharded):
     """
 
     model: CentralDataParallel
-    _store: HostStore | None = None
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, **how: Any) -> None:
         super().__init__(model, optimizer, **how)
-        self._store = HostStore(self._comm, [parameter for _, parameter in self.model._replicated_parameters()])
+        self._store: HostStore | None = None  # until `finish`, and anew in a step after it
         self._stretches: list[Stretch] = []
         self._names: dict[int, list[str]] = {}  # by a parameter's id, of its large states
         self._settings: list[dict[str, Any]] = []  # of the groups, as these names were found
         self._taken: dict[Tensor, dict[str, Any]] = {}  # by a block's weights, the whole state that it has taken over
         self._is_whole = True
-        self._flag = torch.zeros(1, device="cpu")
         self._region: Region | None = None  # on rank 0
         self._is_published = False
+        self._opened()
+
+    def _opened(self) -> HostStore:
+        if self._store is None:
+            self._store = HostStore(self._comm, [parameter for _, parameter in self.model._replicated_parameters()])
+        return self._store
 
     def _replica(self, model: nn.Module) -> Replica:
         if isinstance(model, Replica) and not isinstance(model, CentralDataParallel):
@@ -144,12 +157,21 @@ class CentralStorage(Sharded):
         return model if isinstance(model, Replica) else CentralDataParallel(model)
 
     def state_dict(self) -> dict[str, Any]:
+        self._refuse_half_a_step()
+        return super().state_dict()
+
+    def _refuse_half_a_step(self) -> None:
         if not self._is_whole:
             raise CommunicatorBroken(
-                f"the update of step {self.model.num_steps} broke off, and other ranks' parts of it may be missing: "
-                "nothing was saved; go on from the last checkpoint"
+                f"the update of step {self.model.num_steps} broke off, and some ranks' parts of it may be missing: "
+                "nothing is saved or trained on; load the last checkpoint"
             )
-        return super().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._opened()
+        self._host_barrier("all have come to load a state")
+        with self._writing():
+            super().load_state_dict(state)
 
     def publish(self, name: str, about: Mapping[str, Any]) -> None:
         """Lets other jobs of this user on rank 0's host look at parameters and buffers, until `finish`.
@@ -161,8 +183,9 @@ class CentralStorage(Sharded):
         Raises:
             ConfigError: no region can be called so, or another run keeps one of this name.
         """
-        store, module = self._store, self.model.module
-        assert store is not None
+        if self._is_published:
+            raise ConfigError(f"region={name}: this strategy publishes under another name already, until finish()")
+        store, module = self._opened(), self.model.module
         state = module.state_dict(keep_vars=True)
         tensors = {key: store.view(PARAMETERS, each) for key, each in state.items() if isinstance(each, nn.Parameter)}
         kept = state.keys() & dict(module.named_buffers(remove_duplicate=False))
@@ -179,56 +202,67 @@ class CentralStorage(Sharded):
     def finish(self, *, alone: bool = False) -> None:
         if self._region is not None:
             self._region.close()
+        self._region, self._is_published = None, False
         if (store := self._store) is None:
             return
         if not self._is_whole:
             log.warning("the parameters may be those of half a step: go on from the last checkpoint")
         if self._slices is not None and not alone:
             self.optimizer.state = self._whole_state(keep=True)
-        private = {name: store.private(name) for name in store.names}
-        for parameter in store.parameters:
-            parameter.data = private[PARAMETERS][id(parameter)]
-            for name, value in self.optimizer.state.get(parameter, {}).items():
-                if name in private and value is store.view(name, parameter):
-                    self.optimizer.state[parameter][name] = private[name][id(parameter)]
+        store.make_private()
         self._store = self._slices = None
         self._of_parts, self._places, self._stretches, self._taken = self.optimizer, {}, [], {}
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
+    def _gradient_norm(self) -> Tensor:
+        self._refuse_half_a_step()
+        self._prepared()
+        self._take_in()
+        return super()._gradient_norm()
+
     @torch.no_grad()
     def _step(self, norm: Tensor) -> None:
         optimizer = self._of_parts
         self._take_settings()
+        with self._writing():
+            for stretch in self._stretches:
+                for block in stretch.blocks:
+                    block.weights.grad = None if block.part.whole.grad is None else block.gradient
+                for group, weights in zip(optimizer.param_groups, stretch.by_group, strict=True):
+                    group["params"] = weights
+                clipped_step(optimizer, [block.weights for block in stretch.blocks], norm, self._clip_norm)
+                if not stretch.is_placed:
+                    self._place(stretch)
+            self._tell()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Begins a block in which ranks write to the store. No rank of the host computes with it meanwhile."""
+        if self._region is not None:
+            self._region.begin()
         if self._is_published:
-            if self._region is not None:
-                self._region.begin()
-            self._sum(self._flag, "whoever looks at the region is told")
+            self._host_barrier("whoever looks at the region is told")
         self._is_whole = False
-        for stretch in self._stretches:
-            for block in stretch.blocks:
-                block.weights.grad = None if block.part.whole.grad is None else block.gradient
-            for group, weights in zip(optimizer.param_groups, stretch.by_group, strict=True):
-                group["params"] = weights
-            clipped_step(optimizer, [block.weights for block in stretch.blocks], norm, self._clip_norm)
-            if not stretch.is_placed:
-                self._place(stretch)
-        self._tell()
-        self._sum(self._flag, "all parts are updated")
+        yield
+        self._host_barrier("all parts are written")
         self._is_whole = True
         if self._region is not None:
             self._region.end(self.model.num_steps)
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it
 
     def _sum(self, found: Tensor, what: str) -> None:
         self._comm.sum_in_host(found.view(-1), label=f"step {self.model.num_steps}, {what}")  # every host has the same
 
+    def _host_barrier(self, what: str) -> None:
+        """Waits until all ranks of the host have come."""
+        self._sum(torch.zeros(1, device="cpu"), what)
+
     # --- blocks ------------------------------------------------------------------------------------------------------
 
     def _slices_of(self, layout: Layout) -> HostSlices:
-        assert self._store is not None
         give_back_free_blocks()  # a first backward has all gradients beside the buckets; later ones have few
-        return HostSlices(self.model, layout, self._store)
+        return HostSlices(self.model, layout, self._opened())
 
     def _optimizer_of(self, parts: Sequence[Part]) -> Optimizer:
         mine, self._taken, self._settings = super()._optimizer_of(parts), {}, []
@@ -267,12 +301,19 @@ class CentralStorage(Sharded):
             self._taken = self._taken if names == self._names else {}
             self._settings, self._names = settings, names
         moved: dict[Tensor, dict[str, Tensor]] = {}
+        small: list[tuple[Tensor, Tensor]] = []
         for stretch in self._stretches:
             for block in stretch.blocks:
-                whole = block.part.whole
+                whole, mine = block.part.whole, self._of_parts.state[block.weights]
                 state: dict[str, Any] = self.optimizer.state[whole]
                 views = {name: store.view(name, whole) for name in self._names[id(whole)] if is_tensor(state, name)}
-                if self._taken.get(block.weights) is state and all(state[name] is view for name, view in views.items()):
+                is_known = self._taken.get(block.weights) is state and mine.keys() == state.keys()
+                if is_known and all(state[name] is view for name, view in views.items()):
+                    for key in state.keys() - views:
+                        if not isinstance(state[key], Tensor):
+                            mine[key] = state[key]
+                        elif mine[key] is not state[key]:
+                            small.append((mine[key], state[key]))
                     continue
                 places = {name: share_of(block.start, block.stop, whole, view) for name, view in views.items()}
                 for name, place in places.items():
@@ -284,6 +325,8 @@ class CentralStorage(Sharded):
                 self._taken[block.weights], moved[whole], stretch.is_placed = state, views, False
         for parameter, views in moved.items():
             self.optimizer.state[parameter].update(views)
+        if small:  # numbers of steps, which somebody may have set
+            torch._foreach_copy_([mine for mine, _ in small], [given for _, given in small])
 
     def _place(self, stretch: Stretch) -> None:
         """Moves large states that the optimizer has just made for these blocks to the store."""

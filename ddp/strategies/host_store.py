@@ -7,14 +7,16 @@
 Each parameter has the same place in all of them, in the order of registration, so no place depends on a bucket or on
 the number of ranks. Pages that nobody writes to, such as the states of frozen parameters, take no memory.
 
-At the end every rank maps the same memory once more, privately. Then it has tensors of its own, as it would have after
-a copy, and yet only the pages that it writes to are copied, by the system.
+At the end every rank maps the same memory privately, in the place of the shared mapping. Then its tensors are its own,
+as they would be after a copy, and yet only the pages that it writes to are copied, by the system.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
@@ -29,6 +31,12 @@ from ddp.gradients.bucket import ALIGNMENT_BYTES, strides_in_bucket
 from ddp.process.memory import give_back_free_blocks
 
 PARAMETERS = "parameters"
+
+_MMAP = ctypes.CDLL(None, use_errno=True).mmap
+_MMAP.restype = ctypes.c_void_p
+_MMAP.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_PRIVATE_AND_FIXED = mmap.MAP_PRIVATE | 0x10  # MAP_FIXED
 
 
 class HostStore:
@@ -48,11 +56,12 @@ class HostStore:
         self._comm, self.parameters = comm, list(parameters)
         sizes = [-(-each.numel() * each.element_size() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for each in parameters]
         starts = [0, *accumulate(sizes)]
-        self._places = dict(zip(map(id, self.parameters), starts, strict=False))
+        forms = [(strides_in_bucket(each), each.dtype) for each in self.parameters]
+        self._places = dict(zip(map(id, self.parameters), zip(starts, forms, strict=False), strict=True))
         self._num_bytes = max(starts[-1], ALIGNMENT_BYTES)
-        self._strides = {id(each): strides_in_bucket(each) for each in parameters}
         self._memories: dict[str, SharedMemory] = {}
         self._descriptors: dict[str, int] = {}
+        weakref.finalize(self, _close, self._descriptors)
         self._views: dict[tuple[str, int], Tensor] = {}
         self.is_first = any(host[0] == comm.rank for host in comm.hosts)
         self.add(PARAMETERS)
@@ -103,21 +112,27 @@ class HostStore:
             if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():
                 yield parameter
 
-    def private(self, name: str) -> dict[int, Tensor]:
-        """Returns, by a parameter's id, its values as they are now, in memory that the system copies when written to.
+    def make_private(self) -> None:
+        """Makes the memory this rank's own, to be called by all ranks when none will write to it any more.
 
-        To be called once, by name, when no rank writes to the store any more.
+        The same addresses map the same pages then, and the system copies a page that is written to. So every tensor in
+        them stays where it is, also those that only the user's program still holds.
         """
-        descriptor = self._descriptors.pop(name)
-        buffer = mmap.mmap(descriptor, self._num_bytes, flags=mmap.MAP_PRIVATE)
-        os.close(descriptor)
-        return {id(parameter): self._laid_out(buffer, parameter) for parameter in self.parameters}
+        for name, descriptor in self._descriptors.items():
+            address = self._memories[name].address
+            if _MMAP(address, self._num_bytes, _READ_WRITE, _PRIVATE_AND_FIXED, descriptor, 0) != address:
+                raise OSError(ctypes.get_errno(), f"{name} cannot be mapped privately")
+        _close(self._descriptors)
 
     def _laid_out(self, buffer: mmap.mmap, parameter: Tensor) -> Tensor:
         with torch.inference_mode(False):
             if not parameter.numel():
                 return torch.empty_like(parameter).detach()
-            place = self._places[id(parameter)]
-            flat = torch.frombuffer(buffer, dtype=parameter.dtype, count=parameter.numel(), offset=place)
-            return flat.as_strided(parameter.shape, self._strides[id(parameter)])
+            start, (strides, dtype) = self._places[id(parameter)]
+            flat = torch.frombuffer(buffer, dtype=dtype, count=parameter.numel(), offset=start)
+            return flat.as_strided(parameter.shape, strides)
 
+
+def _close(descriptors: dict[str, int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[1])

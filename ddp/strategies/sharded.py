@@ -33,7 +33,7 @@ from ddp.optim.lars import LARC, LARS
 from ddp.optim.layerwise import Layerwise, Measured, clipped_step, laid_out_like
 from ddp.optim.norms import block_norms, in_memory_order, total_norm, whole_norms, wide
 from ddp.replica.replica import Replica
-from ddp.replica.sharded import ParameterSlices, Part, ShardedDataParallel, bounds_of, parts_in
+from ddp.replica.sharded import ParameterSlices, Part, ShardedDataParallel, Slices, bounds_of, parts_in
 from ddp.strategies.replicated import Replicated
 
 ELEMENTWISE = (SGD, Adam, AdamW, LARS, LARC, LAMB)
@@ -73,7 +73,7 @@ class Sharded(Replicated):
             )
         super().__init__(model, optimizer, **how)
         self._comm = self.model.comm
-        self._slices: ParameterSlices | None = None
+        self._slices: Slices | None = None
         self._of_parts: Optimizer = optimizer  # over the parts, once they are known
         self._places: dict[int, Part] = {}  # by address
         self._groups: list[list[int]] = []  # ids of parameters, by group
@@ -95,6 +95,8 @@ class Sharded(Replicated):
     def _gradient_norm(self) -> Tensor:
         slices = self._prepared()
         parts = [part for part in slices.parts if part.whole.grad is not None]
+        for part in parts:
+            self._take_gradient(part)
         dtype = wide({parameter.dtype for parameter in slices.layout.parameters})  # also of what others measure
         norms = block_norms((part.gradient for part in parts), dtype)
         everyone = self._zeros(slices.blocks[-1].stop)
@@ -115,6 +117,13 @@ class Sharded(Replicated):
         clipped_step(self._of_parts, [part.weights for part in slices.parts], norm, self._clip_norm)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it
         slices.gather(step=self.model.num_steps)
+
+    @torch.no_grad()
+    def _take_gradient(self, part: Part) -> None:
+        """Takes over a gradient that somebody has put in the place of the bucket's since backward."""
+        gradient, start_bytes = part.whole.grad, part.start * part.gradient.element_size()
+        if gradient is not None and gradient.data_ptr() != part.gradient.data_ptr() - start_bytes:
+            part.gradient.copy_(_share(gradient, part))
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=torch.float64, device=self._comm.device)
@@ -146,7 +155,7 @@ class Sharded(Replicated):
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
-    def _prepared(self) -> ParameterSlices:
+    def _prepared(self) -> Slices:
         """Returns the parts for the layout of the last backward, with their optimizer."""
         layout, groups = self.model.layout, [list(map(id, each["params"])) for each in self.optimizer.param_groups]
         if self._slices is not None and self._slices.buckets is layout.buckets and self._groups == groups:
@@ -162,7 +171,7 @@ class Sharded(Replicated):
         self._take_in()
         return self._slices
 
-    def _slices_of(self, layout: Layout) -> ParameterSlices:
+    def _slices_of(self, layout: Layout) -> Slices:
         return ParameterSlices(self.model, layout)
 
     def _take_in(self) -> None:
@@ -172,7 +181,7 @@ class Sharded(Replicated):
             state = self.optimizer.state.setdefault(part.whole, {})
             for name, value in state.items():
                 if is_large(value, part.whole, name) and value.shape != part.weights.shape:
-                    state[name] = _cut(value, part)
+                    state[name] = _share(value, part).clone()
             self._of_parts.state[part.weights] = state  # the same dict, so that each has what the other changes
 
     def _optimizer_of(self, parts: Sequence[Part]) -> Optimizer:
@@ -281,6 +290,6 @@ def is_large(value: Any, like: Tensor, name: str) -> bool:
     return isinstance(value, Tensor) and value.shape == like.shape and name != "step"
 
 
-def _cut(value: Tensor, part: Part) -> Tensor:
-    """Returns a part's share of a large value of the state of a whole parameter."""
-    return in_memory_order(laid_out_like(part.whole, value))[part.start : part.stop].clone()
+def _share(value: Tensor, part: Part) -> Tensor:
+    """Returns a part's share of what has the shape of a whole parameter."""
+    return in_memory_order(laid_out_like(part.whole, value))[part.start : part.stop]

@@ -175,7 +175,8 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     if state.schedule is not None and "schedule" in parts:
         state.schedule.load_state_dict(parts["schedule"])
     earlier, mine = translated(checkpoint.meta["identity"]), _with_data(identity, state)
-    if state.comm.host_partition.num_hosts == 1:  # in the memory of one host, every strategy has the same bits
+    in_memory = state.comm.settings.algorithm in ("auto", "shared_memory")
+    if state.comm.host_partition.num_hosts == 1 and in_memory:  # where every strategy has the same bits
         for each in (earlier, mine):
             each.pop("strategy", None)
     changed = changes(earlier, mine)
