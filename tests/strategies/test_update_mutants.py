@@ -32,8 +32,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {  # where, a line, what becomes of i
     "gradients are not clipped": (f"{STORAGE}._step", "norm, self._clip_norm)", "norm, None)"),
     "rates stay as they were": (f"{STORAGE}._step", "self._take_settings()", "pass"),
     "new state is not shared": (f"{STORAGE}._step", "self._place(stretch)", "pass"),
-    "nobody waits for the others": (f"{STORAGE}._step", 'self._sum(self._flag, "all parts are updated")', "pass"),
-    "half an update counts as whole": (f"{STORAGE}._step", "self._is_whole = False", "pass"),
+    "nobody waits for the others": (f"{STORAGE}._writing", 'self._host_barrier("all parts are written")', "pass"),
+    "half an update counts as whole": (f"{STORAGE}._writing", "self._is_whole = False", "pass"),
     "state that is there is not taken over": (
         f"{STORAGE}._take_in",
         "place.copy_(share_of(block.start, block.stop, whole, state[name]))",
@@ -46,11 +46,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {  # where, a line, what becomes of i
         "if self._slices is not None and not alone:",
         "if False:",
     ),
-    "parameters stay shared at the end": (
-        f"{STORAGE}.finish",
-        "parameter.data = private[PARAMETERS][id(parameter)]",
-        "pass",
-    ),
+    "parameters stay shared at the end": (f"{STORAGE}.finish", "store.make_private()", "pass"),
     "what others have is not known at the end": (f"{STORAGE}._gathered", "about.update(found)", "about.update(mine)"),
     "what was moved out is forgotten": (
         f"{SLICES}.take_in",
