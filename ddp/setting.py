@@ -44,13 +44,14 @@ CALLED_ELSEWHERE = {  # word, or a sentence → what guides call it, in lower ca
 
 
 def strategy_hint(word: object, say: str = "{}") -> str:
-    """Returns a sentence, with a space before it, for a word or an object that is a strategy elsewhere; or "".
+    """Returns a sentence, with a space before it, for a word, a class or an object that is a strategy elsewhere; or "".
 
     Args:
         say: where the word of ours belongs.
     """
-    name = word if isinstance(word, str) else type(word).__name__
-    letters = re.sub("[^a-z0-9]|strategy", "", name.lower())
+    kind = word if isinstance(word, type) else type(word)
+    name = word if isinstance(word, str) else kind.__name__
+    letters = re.sub("[^a-z0-9]|strategy", "", re.split("[.:]", name)[-1].lower())  # without the name of its module
     found = next((ours for ours, theirs in CALLED_ELSEWHERE.items() if letters in theirs.split()), "")
     if found in get_args(StrategyName):
         return f" Did you mean {say.format(found)}?"

@@ -34,6 +34,7 @@ from ddp.models.images import CNN
 from ddp.run.build import stages as build
 from ddp.run.launch import report
 from ddp.run.launch.command_line import main
+from ddp.run.settings.config import choose
 from ddp.run.settings.reader import from_plain
 
 ROOT = Path(__file__).parent.parent
@@ -529,6 +530,9 @@ def test_a_sweep_is_suggested_that_this_machine_can_run(
     config = from_plain({"run": {"name": "a"}})
     suggested = build._next_commands(config, {"stopped_by": None, "device": "cpu"}, tmp_path / "runs" / "a")
     assert suggested == [f"ddp train -m cluster.workers={counts}", "ddp train recipe=gpt"]
+    config.strategy = choose("strategy", "one_device")
+    alone = build._next_commands(config, {"stopped_by": None, "device": "cpu"}, tmp_path / "runs" / "a")
+    assert alone == ["ddp train recipe=gpt"]
     resumed = build._next_commands(config, {"stopped_by": "SIGINT"}, tmp_path / "b=1")
     assert resumed == ["ddp train 'hydra.run.dir=\"b=1\"' resume=auto"]
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import yaml
 
+from ddp.comm.meeting.place import refuse_workers
 from ddp.commands.command import parser_of
 from ddp.data.loading.loader import EvaluationLoader
 from ddp.data.loading.source import source_of
@@ -106,6 +107,8 @@ def checked(run: str, words: Sequence[str], *, is_evaluation: bool) -> tuple[Con
     Args:
         run: a folder, or "region=NAME".
     """
+    command = f"{program()} {'evaluate' if is_evaluation else 'predict'}"
+    refuse_workers(command, instead="start it by itself, with workers of its own, as cluster.workers says")
     seen = load(region=run.removeprefix(REGION)) if run.startswith(REGION) else None
     config = settings_for(Path(run) if seen is None else seen.path, words)
     splits, task = components.load_held_out(config, download=True), components.make_task(config)
@@ -163,6 +166,8 @@ def _read(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
         key, is_setting, text = word.partition("=")
         if not is_setting or key.partition(".")[0] not in MAY_DIFFER:
             raise ConfigError(f"{word}: give KEY=VALUE, with a key of {', '.join(MAY_DIFFER)}")
+        if key.startswith(("cluster.spec", "cluster.task")):
+            raise ConfigError(f"{word}: is for training; here all workers are on this host, as cluster.workers says")
         try:
             yield key, yaml.safe_load(text)
         except yaml.YAMLError as error:

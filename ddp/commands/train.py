@@ -20,6 +20,8 @@ def main(settings: Sequence[str]) -> NoReturn:
 
 def train() -> NoReturn:
     """Trains as the command line says, as the rank that this process is, or else with workers of its own; ends it."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        launcher.main()  # which answers, and needs no cluster
     with launcher.bad_input_to(launcher.exit_with_error):
         launcher.join_cluster(sys.argv[1:])
         refuse_evaluator("train")

@@ -104,12 +104,12 @@ class Row(NamedTuple):
 
     Attributes:
         replica: what a module is wrapped in: which gradients a rank gets.
-        update: the strategy's class: what a rank updates, and which state it holds.
+        strategy: its class: what a rank updates, and which state it holds.
         refuses: setups that it cannot train.
     """
 
     replica: type[BucketedDataParallel]
-    update: type[Replicated]
+    strategy: type[Replicated]
     refuses: Sequence[Refusal] = ()
 
 
@@ -132,15 +132,16 @@ def refuse(word: StrategyName, setup: Setup) -> None:
             raise ConfigError(f"strategy={word}: {each.reason.format(setup)}")
 
 
-def update_of(replica: Replica) -> type[Replicated]:
+def strategy_of(replica: Replica) -> type[Replicated]:
     """Returns the class of the strategy for a replica: the last row's of the table that has a replica of this kind."""
     rows = reversed(STRATEGIES.values())
-    return next((row.update for row in rows if isinstance(replica, row.replica)), Replicated)  # the latter: a naive one
+    of_kind = (row.strategy for row in rows if isinstance(replica, row.replica))
+    return next(of_kind, Replicated)  # the latter: a naive one
 
 
 def same_bits_as(word: StrategyName) -> StrategyName:
-    """Returns the first word with the same update, and so with the same bits on the same processes."""
-    return next(each for each, row in STRATEGIES.items() if row.update is STRATEGIES[word].update)
+    """Returns the first word with the same class, and so with the same bits on the same processes."""
+    return next(each for each, row in STRATEGIES.items() if row.strategy is STRATEGIES[word].strategy)
 
 
 # --- The replica -----------------------------------------------------------------------------------------------------
@@ -207,7 +208,7 @@ def replica_of(
             left_out[0],
         )
     word, row = averaging.strategy, STRATEGIES[averaging.strategy]
-    if isinstance(model, Replica) and word != "auto" and update_of(model) is not row.update:
+    if isinstance(model, Replica) and word != "auto" and strategy_of(model) is not row.strategy:
         raise ConfigError(
             f"strategy={word} with a model in a {name}: give ddp.fit the bare module; or, for some of the ranks, a "
             f"{row.replica.__name__}(module, comm=…) of {row.replica.__module__}"
@@ -286,7 +287,7 @@ def strategy_for(
     Raises:
         ConfigError: precision, wire format, optimizer and replica do not go together.
     """
-    chosen = update_of(replica)
+    chosen = strategy_of(replica)
     if precision != "bf16_pure":
         if replica.wire == "fp32" and all(parameter.dtype.itemsize >= 4 for parameter in replica.parameters()):
             raise ConfigError("wire='fp32': all gradients are float32 already; leave it out")

@@ -192,6 +192,8 @@ def test_csv_is_read_back_as_the_same_numbers() -> None:
         (["evaluate", "RUN", "epochs=3"], "epochs=3: give KEY=VALUE, with a key of data, loader, "),
         (["evaluate", "RUN", "data.test_pat=x"], r"unknown key data.test_pat. Did you mean data.test_path\?"),
         (["evaluate", "RUN", "cluster.workers=two"], "cluster.workers=two: expected a whole number"),
+        (["evaluate", "RUN", "cluster.spec.worker=[a:1,b:1]"], r"is for training; here all workers are on this host"),
+        (["predict", "RUN", "--out", "x.csv", "cluster.task=worker:0"], "cluster.task=worker:0: is for training"),
         (["evaluate", "RUN", "cluster.workers=0"], "cluster.workers=0: "),
         (["evaluate", "RUN", "data.path=x.csv"], "data.path: .* give them as data.test_path=…"),
         (["evaluate", "RUN", "data.test_path=none.csv"], "none.csv does not exist"),
@@ -215,6 +217,18 @@ def test_what_cannot_work_is_one_line_before_a_worker_starts(
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and not workers
     assert re.search(says, err), err
+
+
+def test_a_rank_of_several_evaluates_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(
+        "TF_CONFIG", '{"cluster": {"worker": ["h:1", "g:1"]}, "task": {"type": "worker", "index": 1}}'
+    )
+    with pytest.raises(SystemExit):
+        main(["evaluate", "none"])
+    said = "evaluate: this process is rank 1 of 2 already, as TF_CONFIG says: start it by itself, with workers of its"
+    assert said in capsys.readouterr().err
 
 
 def test_a_model_that_cannot_take_the_samples_is_one_line(

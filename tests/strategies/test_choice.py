@@ -104,6 +104,7 @@ def test_the_words_are_those_of_the_command_line_and_of_python() -> None:
         ("CentralStorageStrategy", "Did you mean central_storage?"),
         ("shard", "Did you mean sharded?"),
         (type("TPUStrategy", (), {"__repr__": lambda _: "theirs"})(), "TPUs are not supported."),
+        (ddp.strategies.CentralStorage, "Did you mean central_storage?"),
         (None, "sharded, central_storage."),
     ):
         said = refused_with(lambda word=word: ddp.Averaging(strategy=word))

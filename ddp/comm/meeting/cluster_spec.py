@@ -32,7 +32,8 @@ TRAINS = ("chief", "worker")
 JOBS = (*TRAINS, "ps", "evaluator")
 VARIABLE, SETTING = "TF_CONFIG", "cluster.spec"
 IGNORED = ("environment", "rpc_layer", "job", "service", "session_master", "eval_session_master", "model_dir")
-ADDRESS = re.compile(r"([^\s:/\[\]]+|\[[\w:.%]+\]):(\d{1,5})")
+NUMBER = r"(0|[1-9][0-9]{0,8})"  # in one spelling
+ADDRESS = re.compile(rf"([^\s:/\[\]]+|\[[\w:.%]+\]):{NUMBER}")
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def _variable(text: str) -> tuple[Any, Task | None]:
     job, index = task.get("type"), str(task.get("index"))
     if job not in JOBS:
         raise ConfigError(f"{VARIABLE}.task.type={job}: must be one of {', '.join(JOBS)}")
-    if not re.fullmatch(r"\d{1,9}", index):
+    if not re.fullmatch(NUMBER, index):
         raise ConfigError(f"{VARIABLE}.task.index={index:.20}: must be a whole number from 0 up")
     return told.get("cluster") or {}, Task(job, int(index))
 
@@ -167,7 +168,7 @@ def _named(task: str | None) -> Task | None:
     """Returns the task of the setting `cluster.task`."""
     if task is None:
         return None
-    read = re.fullmatch(rf"({'|'.join(JOBS)}):(\d{{1,9}})", task)
+    read = re.fullmatch(rf"({'|'.join(JOBS)}):{NUMBER}", task)
     if read is None:
         raise ConfigError(f"cluster.task={task}: must be JOB:INDEX, as worker:0, where JOB is one of {', '.join(JOBS)}")
     return Task(read[1], int(read[2]))
@@ -204,7 +205,9 @@ def _tasks_of_job(key: str, job: str, listed: Any) -> list[Task]:
         read = ADDRESS.fullmatch(address) if isinstance(address, str) else None
         if read is None or not 0 < int(read[2]) < 1 << 16:
             raise ConfigError(f"{key}[{index}]={address!s:.60}: must be an address HOST:PORT")
-    return [Task(job, index, address) for index, address in enumerate(listed or ())]
+    # Names of hosts have no case; that of an interface, behind a "%", has one.
+    one_case = (address if "%" in address else address.lower() for address in listed or ())
+    return [Task(job, index, address) for index, address in enumerate(one_case)]
 
 
 def _list(tasks: Sequence[Task]) -> str:

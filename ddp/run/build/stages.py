@@ -249,6 +249,7 @@ def _next_commands(config: Config, summary: Mapping[str, Any], run_dir: Path) ->
     counts = [count for count in (1, 2, 4, 8) if count <= most]
     typed = typed_settings("run.name", "resume", "cluster.workers", "cluster.spec", "cluster.task")
     workers = f"cluster.workers={','.join(map(str, counts))}"
-    sweep = [train_command("-m", workers, *typed)] if len(counts) > 1 else []
+    takes_several = config.strategy.name != "one_device" and len(counts) > 1
+    sweep = [train_command("-m", workers, *typed)] if takes_several else []
     is_usual = config.data.name == "digits" and isinstance(config.model, settings.Cnn)
     return [*sweep, *([train_command("recipe=gpt")] if is_usual else [])]

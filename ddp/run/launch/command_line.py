@@ -260,10 +260,13 @@ def options_first(arguments: Sequence[str]) -> list[str]:
 
 
 PATHS = ("data.path", "data.test_path", "data.validation_path")
+NO_NAME = re.compile(r"(?<![^,])(null|true|false|nan|inf|[\d._e+-]+|\[.*\]|\{.*\})(?![^,])", re.IGNORECASE)
+"""What Hydra takes for something else than the name of a choice."""
 
 
 def _quoted_paths(overrides: Sequence[str], *, sweeps: bool = False) -> list[str]:
-    """Quotes what Hydra could not read: a folder `cluster.workers=2` of a sweep, {00..99}.tar, or a column `a (b)`.
+    """Quotes what Hydra could not read: a folder `cluster.workers=2` of a sweep, {00..99}.tar, or a column `a (b)`; and
+    what it would read as another type: hook=null.
 
     Args:
         sweeps: commas that are not within brackets stand between values, a job each.
@@ -273,6 +276,8 @@ def _quoted_paths(overrides: Sequence[str], *, sweeps: bool = False) -> list[str
         key, _, value = override.partition("=")
         if key in ("data.target", "data.text", "data.inputs"):
             return f"{key}={_quoted_names(value)}"
+        if key in (*CHOICES, "recipe"):
+            return f"{key}=" + NO_NAME.sub(r'"\g<0>"', value)
         is_pattern = key in PATHS and not value.startswith(('"', "'"))
         if not is_pattern and not ("=" in value and Path(value).exists()):
             return override

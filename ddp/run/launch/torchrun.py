@@ -45,6 +45,7 @@ from ddp.run.launch.worker import ORPHAN_GRACE_S, follow_parent, leave
 from ddp.run.launch.worker import train as train_in_this_process
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
+from ddp.units import counted
 
 
 def main() -> NoReturn:
@@ -56,6 +57,8 @@ def main() -> NoReturn:
     with bad_input_to(exit_with_error):
         join_cluster(sys.argv[1:])
         here = place()
+        if here is not None and here.tasks:  # each in a terminal of its own, where nobody need wait for the others
+            _refuse_of_one_process(here.world_size, described_by=here.launcher)
     if here is None:
         exit_with_error("no launcher has started this process: use torchrun --nproc-per-node N, or recipes/train.py")
     if not here.tasks:  # those are started by hand, in a shell that may end before them
@@ -170,14 +173,26 @@ def prepared(*, world_size: int, local_workers: int, earlier: Mapping[str, Any] 
 
 def _asked_for(*, world_size: int, local_workers: int) -> tuple[Config, Path]:
     """Returns the run that the command line asks for."""
-    for option in {"-m", "--multirun", "-h", "--help"} & set(sys.argv[1:]):
-        raise ConfigError(f"{option} is for one process, and here are {world_size}: start it without a launcher")
+    _refuse_of_one_process(world_size)
     overrides = [each for each in options_first(sys.argv[1:]) if not is_of_task(each)]  # which is rank 0's alone
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if key == "cluster.workers" and value != str(world_size):
-            raise ConfigError(f"{override}: there are {world_size} workers already; leave this setting out")
     return composed([*overrides, f"cluster.workers={world_size}", f"+cluster.local_workers={local_workers}"])
+
+
+def _refuse_of_one_process(world_size: int, *, described_by: str = "") -> None:
+    """Raises ConfigError for what only a process can do that starts workers of its own.
+
+    Args:
+        described_by: the description of a cluster that says what this process is; "" where a launcher does.
+    """
+    already = f"{described_by or 'the launcher'} says that there {'is' if world_size == 1 else 'are'} "
+    already += counted(world_size, "worker")
+    for argument in sys.argv[1:]:
+        key, _, value = argument.partition("=")
+        if argument in ("-m", "--multirun", "-h", "--help"):
+            remedy = f"leave {described_by} out" if described_by else "start it without a launcher"
+            raise ConfigError(f"{argument} is for a process that starts its own workers, and {already}: {remedy}")
+        if key == "cluster.workers" and value != str(world_size):
+            raise ConfigError(f"{argument}: {already} already; leave this setting out")
 
 
 def _restarted(earlier: Mapping[str, Any], *, world_size: int) -> tuple[Config, Path]:

@@ -50,13 +50,13 @@ def unknown_key(
         chosen: group → name of the choice in force. A key of another choice is named together with that choice.
     """
     names = sorted(valid)
-    end = max(key.rfind("."), key.rfind("=")) + 1
+    end = key.rfind("=" if what == "choice" else ".") + 1
     above, last = key[:end], key[end:]
     homes = {} if what == "choice" else _homes(chosen or {})
     level = f"Valid{f' in {above[:-1]}' if above.endswith('.') else ''}: {', '.join(names) or 'nothing'}"
     if home := homes.get(key):
         return ConfigError(f"unknown {what} {key}: it belongs to {home}. {level}")
-    moved = KEYS.get(key, "")
+    moved = next((new for old, new in KEYS.items() if key in (old, old.rpartition(".")[2])), "")
     foreign = (moved if moved in homes else meaning(last).setting) if homes else ""
     if True in VALUES.get(moved, {}):  # it was a switch
         foreign = f"{moved}={VALUES[moved][True]['name']}"

@@ -97,6 +97,8 @@ def test_each_task_of_tensorflow_s_variable_has_its_rank(text: str, expected: Pl
         (tf_config(worker(1), {}), "TF_CONFIG.task=worker:1: is no task of TF_CONFIG.cluster, which has none"),
         (tf_config({"index": 0}, {"worker": WORKERS}), "TF_CONFIG.task.type=None: must be one of chief, worker, ps,"),
         (tf_config({"type": "worker"}, {}), "TF_CONFIG.task.index=None: must be a whole number from 0 up"),
+        (tf_config({"type": "worker", "index": "١"}, {}), "TF_CONFIG.task.index=١: must be"),
+        (tf_config({"type": "worker", "index": "01"}, {}), "TF_CONFIG.task.index=01: must be"),
         (tf_config(worker(-1), {}), "TF_CONFIG.task.index=-1: must be"),
         ('{"task": {"type": "worker", "index": Infinity}}', "TF_CONFIG.task.index=inf: must be"),
         (tf_config(worker(0), {}, clutser={}), "TF_CONFIG.clutser: unknown field. Did you mean cluster? Leave it out"),
@@ -107,7 +109,12 @@ def test_each_task_of_tensorflow_s_variable_has_its_rank(text: str, expected: Pl
             (tf_config(worker(0), {"worker": [address]}), "TF_CONFIG.cluster.worker[0]=")
             for address in ("h:", ":1", "h:0", "h:65536", "::1:80", "http://h:1", "h:1/x", 7, None, "h :1", "h:-1")
         ),
+        *(
+            (tf_config(worker(0), {"worker": [address]}), f"worker[0]={address}: must be an address HOST:PORT")
+            for address in ("h:٤٧", "h:01")
+        ),
         (tf_config(worker(0), {"worker": {"0": "h:1", "2": "g:1"}}), "TF_CONFIG.cluster.worker: has the tasks 0, 2;"),
+        (tf_config(worker(0), {"worker": ["H:1", "h:1"]}), "worker:1 has the address of worker:0, h:1; give it"),
         (
             tf_config(worker(0), {"worker": ["h:1", "g:1"], "chief": ["g:1"]}),
             "TF_CONFIG.cluster.worker: worker:1 has the address of chief:0, g:1; give it its own",
@@ -211,6 +218,14 @@ def test_the_evaluator_is_no_rank_and_trains_nothing(
         (["cluster.spec.worker=h:1,g:1", "cluster.task=worker:0"], "addresses stand in brackets: cluster.spec.worker="),
         (["cluster.spec.worker=[h:1", "cluster.task=worker:0"], "cannot read 'cluster.spec.worker=[h:1'"),
         (["cluster.spec.worker=[h:1]"], "cluster.task is missing: which of worker:0 at h:1 is this process?"),
+        (
+            ["cluster.spec.worker=[h:1,g:1]", "cluster.task=worker:1", "-m"],
+            "-m is for a process that starts its own workers, and cluster.spec says that there are 2 workers: leave",
+        ),
+        (
+            ["cluster.spec.worker=[h:1]", "cluster.task=worker:0", "cluster.workers=3"],
+            "cluster.workers=3: cluster.spec says that there is 1 worker already; leave this setting out",
+        ),
     ],
 )
 def test_a_command_line_is_refused_in_one_sentence(
@@ -221,6 +236,13 @@ def test_a_command_line_is_refused_in_one_sentence(
         train.main(words)
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+def test_help_needs_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["ddp"])
+    monkeypatch.setattr(train.launcher, "main", lambda: sys.exit("the page"))
+    with pytest.raises(SystemExit, match="the page"):
+        train.main(["--help", "cluster.spec.worker=[h:1]"])
 
 
 # --- processes that are started by hand ------------------------------------------------------------------------------

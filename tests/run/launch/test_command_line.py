@@ -383,6 +383,12 @@ def test_root_cause(
         ("+cluster.worker=3", "unknown key cluster.worker. Did you mean cluster.workers?"),
         ("nothing=3", "unknown key nothing. Valid: "),
         ("data.context=3", "unknown key data.context: it belongs to data=jsonl or data=csv or data=tokens or"),
+        *(
+            (odd, f"unknown choice {odd}.")
+            for odd in ("strategy=null", "strategy=5", "strategy=-1e3", "strategy=[a]", "strategy={a:1}")
+        ),
+        ("hook=null", "unknown choice hook=null."),
+        ("recipe=true", "unknown choice recipe=true."),
         ("data=xyz", "unknown choice data=xyz. Valid: cifar10, csv, digits, image_folder"),
         ("batch.global_size=abc", "batch.global_size=abc: expected a whole number"),
         ("batch.global_size=null", "batch.global_size=null: expected a whole number"),
@@ -400,8 +406,8 @@ def test_root_cause(
         ("steps_per_epoch=3", "unknown key steps_per_epoch. Did you mean max_steps?"),
         ("optim.lr=[1]", "optim.lr=[1]: expected a number"),
         ("batch.global_size=1", "batch.global_size=1: smaller than cluster.workers=2"),
-        ("cluster.workers=3", "there are 2 workers already"),
-        ("-m", "-m is for one process, and here are 2: start it without a launcher"),
+        ("cluster.workers=3", "cluster.workers=3: the launcher says that there are 2 workers already; leave this"),
+        ("-m", "-m is for a process that starts its own workers, and the launcher says that there are 2"),
         ("--epochs=3", "--epochs=3: settings have no dashes before them; write epochs=3"),
         ("a b", "cannot read 'a b': "),
         ("seed=${nope}", "seed: Interpolation key 'nope' not found"),
