@@ -36,6 +36,7 @@ import json
 import mmap
 import os
 import socket
+import stat
 import tempfile
 import threading
 import time
@@ -50,7 +51,7 @@ from torch import Tensor
 from ddp.comm.transport.shared_memory import LINE_BYTES, Life, SharedMemory
 from ddp.errors import CheckpointError, ConfigError, one_line
 from ddp.process.clock import Patience
-from ddp.process.files import ANYTHING, hold, json_object, user_name, why_shared, write_whole
+from ddp.process.files import ANYTHING, hold, json_object, read_own, user_name, why_shared, write_whole
 from ddp.process.log import log
 from ddp.setting import check_region
 from ddp.units import counted
@@ -329,12 +330,19 @@ def _kept_folder(name: str) -> Iterator[Path]:
     """
     folder, held = _folder(name), None
     while held is None:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if why := why_shared(folder, folder.lstat(), rights=ANYTHING):
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        try:
+            status = folder.lstat()
+        except FileNotFoundError:  # the process that had it has just removed it
+            continue
+        if why := why_shared(folder, status, rights=ANYTHING):
             raise ConfigError(f"region={name}: {why}, and only you should: take another name")
+        if not stat.S_ISDIR(status.st_mode):
+            raise ConfigError(f"region={name}: {folder} is no folder: remove it, or take another name")
         try:
             held = hold(folder)
-        except FileNotFoundError:  # the process that had it has just removed it
+        except FileNotFoundError:  # as above
             continue
         except ConfigError as error:
             raise _kept(name, folder) from error
@@ -388,10 +396,12 @@ def _read(folder: Path) -> dict[str, Any]:
 
     Raises:
         OSError: there is none.
-        _Damaged: it is not so.
+        _Damaged: it is not so, or others could have written it.
     """
+    if why_shared(folder, folder.lstat(), rights=ANYTHING):
+        raise _Damaged
     try:
-        entry = json_object((folder / _ENTRY).read_text())
+        entry = json_object(read_own(folder / _ENTRY))
         sizes = {each: entry[each][2] for each in _MEMORIES}
         words = [entry["host"], entry["namespace"], *(entry[each][1] for each in _MEMORIES)]
         is_sound = (
@@ -411,11 +421,9 @@ def _read(folder: Path) -> dict[str, Any]:
 
 def _lies_in(sizes: Mapping[str, int], place: _Place) -> bool:
     """Returns True if the bytes of a tensor are those of its form, and are in the memory that it names."""
-    dtype = getattr(torch, place.dtype)
     return (
-        isinstance(dtype, torch.dtype)
-        and _are_counts([place.start, place.num_bytes, *place.shape, *place.stride])
-        and place.num_bytes == _extent(place.shape, place.stride) * dtype.itemsize
+        _are_counts([place.start, place.num_bytes, *place.shape, *place.stride])
+        and place.num_bytes == _extent(place.shape, place.stride) * getattr(torch, place.dtype).itemsize
         and place.start + place.num_bytes <= sizes[place.memory]
     )
 

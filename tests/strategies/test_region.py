@@ -370,6 +370,7 @@ def damaged(entry: dict[str, Any]) -> Iterator[str]:
         tensors = {"weight": [*weight[:place], value, *weight[place + 1 :]]}
         yield json.dumps({**entry, "tensors": tensors})
     yield json.dumps({**entry, "pid": 1 << 70})
+    yield json.dumps({**entry, "tensors": {}, "header": [*entry["header"][:2], 8]})
     for size in (1 << 40, 1 << 70):
         yield json.dumps({**entry, "parameters": [*entry["parameters"][:2], size]})
 
@@ -398,6 +399,29 @@ def test_a_region_whose_file_is_damaged_is_none(name: str) -> None:
     ]
     sound.close()
     kept.close()
+
+
+def test_what_another_user_may_leave_in_the_place_of_a_region_is_told_at_once(name: str) -> None:
+    folder = region._folder(name)
+    for leave in (folder.touch, lambda: folder.symlink_to("nowhere")):
+        leave()
+        folder.chmod(0o600) if folder.exists() else None
+        with pytest.raises(ConfigError, match=f"^region={name}: .*{folder}.*: .*take another name"):
+            one(name)
+        with pytest.raises(CheckpointError, match=f"region={name}"):
+            look(name)
+        folder.unlink()
+    folder.mkdir(mode=0o700)
+    os.mkfifo(entry := folder / "region.json")  # which would wait for a writer
+    for rights, says in ((0o700, "nobody on this host keeps region="), (0o777, "others may enter")):
+        folder.chmod(rights)
+        with pytest.raises(CheckpointError, match=says):
+            look(name)
+        with pytest.raises(CheckpointError, match=f"region={name}-b"):
+            look(f"{name}-b")
+        region.refuse_kept(name)
+    entry.unlink()
+    folder.rmdir()
 
 
 def test_memory_is_mapped_to_be_read_only(name: str) -> None:
