@@ -20,7 +20,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -110,9 +110,16 @@ def _received(here: Place) -> tuple[dict[str, Any], Any]:
         if world_size == local_workers:  # on one host, no process outside of it has to reach the ranks
             os.environ.update({name: interface for name, interface in ON_LOOPBACK.items() if name not in os.environ})
         watchdog = Watchdog(attempt, rank, world_size, generation=0, warn_s=math.inf, abort_s=ABORT_S)
+        if here.tasks and rank:
+            watchdog.publish(f"typed/{rank}", json.dumps(_typed()))
         if rank == 0:
+            typed = {}
+            for other in range(1, world_size if here.tasks else 1):
+                says = Call(0, f"rank {other} says which settings it is given")
+                typed[other] = json.loads(watchdog.wait_for_word(f"typed/{other}", other, says))
             earlier = json.loads(job.get("run")) if job.check(["run"]) else None
-            sent = prepared(world_size=world_size, local_workers=local_workers, earlier=earlier)
+            sent = _unlike_rank_0(here, typed)  # before there is a folder
+            sent = sent or prepared(world_size=world_size, local_workers=local_workers, earlier=earlier)
             has_said = "error" in sent
             if "error" not in sent:
                 job.set("run", json.dumps(sent))
@@ -121,9 +128,7 @@ def _received(here: Place) -> tuple[dict[str, Any], Any]:
             importlib.import_module("ddp.run.build.stages")  # it takes a second, while rank 0 prepares
             sent = json.loads(watchdog.wait_for_word("start", 0, Call(0, "rank 0 prepares the run")))
         if "error" not in sent:
-            fetched = _unlike_rank_0(here, sent) if rank and here.tasks else {}
-            if "error" not in fetched and rank and not local_rank:
-                fetched = _prepare_host(sent)
+            fetched = _prepare_host(sent) if rank and not local_rank else {}
             has_said = "error" in fetched
             watchdog.publish(f"data/{rank}", json.dumps(fetched))
             for other in range(world_size):
@@ -146,8 +151,7 @@ def _received(here: Place) -> tuple[dict[str, Any], Any]:
 
 
 def prepared(*, world_size: int, local_workers: int, earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Prepares the run on rank 0. Returns for all ranks, as JSON can hold it, `config`, `run_dir` and `typed`: rank 0's
-    settings, as typed; or an `error`.
+    """Prepares the run on rank 0. Returns for all ranks, as JSON can hold it, `config` and `run_dir`; or `error`.
 
     Args:
         earlier: what this returned in the attempt that torchrun has restarted.
@@ -167,7 +171,7 @@ def prepared(*, world_size: int, local_workers: int, earlier: Mapping[str, Any] 
             until_end.enter_context(only_writer(run_dir))
             prepare(config, run_dir, local_workers=local_workers, is_restart=earlier is not None)
             atexit.register(until_end.pop_all().close)
-        sent.update(config=asdict(config), run_dir=str(run_dir), typed=_typed())
+        sent.update(config=asdict(config), run_dir=str(run_dir))
     return sent
 
 
@@ -210,14 +214,19 @@ def _typed() -> list[str]:
     return [each for each in sys.argv[1:] if not each.lstrip("+").startswith(("cluster.spec", "cluster.task"))]
 
 
-def _unlike_rank_0(here: Place, sent: Mapping[str, Any]) -> dict[str, str]:
-    """Returns an `error` if a task that is started by hand is given settings that rank 0, which composes, is not."""
-    strange = [each for each in _typed() if each not in sent["typed"]]
-    if not strange:
-        return {}
-    error = f"{here.role}: {' '.join(strange)}: a run has the settings of {here.tasks[0]}; give them there, or nowhere"
-    print_error(error)
-    return {"error": error}
+def _unlike_rank_0(here: Place, typed: Mapping[int, Sequence[str]]) -> dict[str, Any]:
+    """Returns an `error` if a task that is started by hand is given settings that rank 0, which composes, is not.
+
+    Args:
+        typed: the settings of the other tasks, by rank.
+    """
+    for rank, settings in typed.items():
+        if strange := [each for each in settings if each not in _typed()]:
+            error = f"{here.tasks[rank]}: {' '.join(strange)}: a run has the settings of {here.tasks[0]}; give them "
+            error += "there, or nowhere"
+            print_error(error)
+            return {"error": error}
+    return {}
 
 
 def _prepare_host(sent: Mapping[str, Any]) -> dict[str, str]:

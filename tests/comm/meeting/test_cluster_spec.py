@@ -30,7 +30,7 @@ from ddp.comm.meeting.rendezvous import rendezvous
 from ddp.commands import train
 from ddp.errors import ConfigError, PeerLost
 from ddp.process.log import add_handler, log
-from ddp.run.launch.torchrun import _unlike_rank_0
+from ddp.run.launch.torchrun import _typed, _unlike_rank_0
 
 WORKERS = ["h:1", "h:2", "g:3"]
 TASKS = tuple(Task("worker", index, address) for index, address in enumerate(WORKERS))
@@ -341,7 +341,7 @@ def test_a_task_that_comes_twice_is_told() -> None:
             come(1, 0.2).result(20)
 
 
-def command_line(cluster: Sequence[str], folder: Path) -> int:
+def command_line(cluster: Sequence[str], folder: Path, beside: Sequence[str] = ()) -> int:
     """Runs `scripts/ddp train` as one task, in a process of its own, as a shell does."""
     rank = int(os.environ["RANK"])
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -355,22 +355,30 @@ def command_line(cluster: Sequence[str], folder: Path) -> int:
     task = "chief:0" if rank == 0 else f"worker:{rank - 1}"
     asked = ["data=synthetic", "data.num_samples=64", "model=mlp", "max_steps=2", "run.name=mine", "device=cpu"]
     with pytest.raises(SystemExit) as ended:  # the settings are rank 0's
-        train.main([*cluster, f"cluster.task={task}", *(asked if rank == 0 else [])])
+        train.main([*cluster, f"cluster.task={task}", *(asked if rank == 0 else beside)])
     return int(ended.value.code or 0)
 
 
 def test_settings_that_rank_0_lacks_are_not_dropped_in_silence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sent = {"typed": ["max_steps=2", "run.name=mine"]}
-    here = Place("cluster.spec", 2, 4, 1, 2, "c", 9, (CHIEF, *TASKS))
-    for words in ([], ["run.name=mine"], ["run.name=mine", "max_steps=2", "+cluster.spec={}", "cluster.task=worker:1"]):
-        monkeypatch.setattr(sys, "argv", ["ddp train", *words])
-        assert _unlike_rank_0(here, sent) == {}
-    monkeypatch.setattr(sys, "argv", ["ddp train", "run.name=mine", "max_steps=3"])
+    here = Place("cluster.spec", 0, 4, 0, 1, "c", 9, (CHIEF, *TASKS))
+    own = ["max_steps=2", "run.name=mine"]
+    monkeypatch.setattr(sys, "argv", ["ddp train", *own, "+cluster.spec={}", "cluster.task=chief:0"])
+    assert _typed() == own
+    assert _unlike_rank_0(here, {1: [], 2: ["run.name=mine"], 3: own}) == {}
     error = "worker:1: max_steps=3: a run has the settings of chief:0; give them there, or nowhere"
-    assert _unlike_rank_0(here, sent) == {"error": error}
+    assert _unlike_rank_0(here, {1: [], 2: ["run.name=mine", "max_steps=3"]}) == {"error": error}
     assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_a_setting_that_only_another_task_has_leaves_no_run(tmp_path: Path) -> None:
+    first, second = free_addresses(2)
+    words = [f"cluster.spec.chief=[{first}]", f"cluster.spec.worker=[{second}]"]
+    assert collect(start_ranks(command_line, 2, words, tmp_path, ["seed=3"])) == [2, 2]
+    terminals = [(tmp_path / f"terminal-{rank}").read_text() for rank in range(2)]
+    assert terminals[0] == terminals[1] and terminals[0].startswith("error: worker:0: seed=3: a run has the settings")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_two_processes_that_are_started_by_hand_are_one_run(tmp_path: Path) -> None:
