@@ -14,9 +14,10 @@ where gradients are clipped. torch's optimizers are given blocks as if these wer
 called for a stretch of blocks at a time, because a call costs some 50 µs. LARS and LAMB have stretches of their own,
 and updates that wait for trust ratios.
 
-Note "whole". No rank writes before `agree` has ended, which every rank comes to after its backward; and none begins
-the next forward before all have written. So nobody computes, evaluates or saves with half an update. If a rank dies
-between the two, the others raise PeerLost, and `state_dict` refuses what may be half a step.
+Note "whole". No rank writes before `agree` has ended, which every rank comes to after its backward; and none leaves
+`update` before all have written. So nobody computes, evaluates or saves with half an update, unless a program reads
+parameters between the two. If a rank dies in an update, the others raise PeerLost, and `state_dict` refuses what may be
+half a step.
 
 On one host the bits are those of replicas and of the sharded strategy, as long as gradients are added up in its memory.
 """
