@@ -345,6 +345,11 @@ def test_what_is_not_this_user_s_or_not_of_this_container_is_told(name: str) -> 
         other.rmdir()
     kept, *_ = one(name)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    with pytest.raises(ConfigError, match="is kept by"):
+        region.refuse_kept(name)
+    folder.chmod(0o777)
+    region.refuse_kept(name)  # others could have written that it is kept
+    folder.chmod(0o700)
     entry = json.loads((folder / "region.json").read_text())
     for pid, namespace in ((1 << 30, "pid:[1]"), (os.getppid(), "pid:[1]")):
         (folder / "region.json").write_text(json.dumps({**entry, "pid": pid, "namespace": namespace}))
