@@ -34,7 +34,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -226,13 +226,16 @@ def join_cluster(arguments: Sequence[str]) -> None:
         key, value = override.key_or_group, cast(Any, override.value())
         if override.is_sweep_override():
             raise ConfigError(f"{override.input_line}: addresses stand in brackets: {key}='[HOST:PORT,HOST:PORT]'")
+        if key == "cluster.spec" and value and not isinstance(value, Mapping):
+            raise ConfigError(f"{override.input_line}: must be a mapping, as cluster.spec.worker='[HOST:PORT,…]'")
         if key == "cluster.spec":
             spec.update(value or {})
         elif key.startswith("cluster.spec."):
             spec[key.removeprefix("cluster.spec.")] = value
         elif key == "cluster.task":
             task = None if value is None else str(value)
-    take_cluster(spec, task)
+    if spec or task is not None:
+        take_cluster(spec, task)
 
 
 def is_of_task(argument: str) -> bool:

@@ -30,6 +30,7 @@ from ddp.comm.meeting.rendezvous import rendezvous
 from ddp.commands import train
 from ddp.errors import ConfigError, PeerLost
 from ddp.process.log import add_handler, log
+from ddp.run.launch.command_line import join_cluster
 from ddp.run.launch.torchrun import _typed, _unlike_rank_0
 
 WORKERS = ["h:1", "h:2", "g:3"]
@@ -217,6 +218,8 @@ def test_the_evaluator_is_no_rank_and_trains_nothing(
     [
         (["cluster.spec.worker=h:1,g:1", "cluster.task=worker:0"], "addresses stand in brackets: cluster.spec.worker="),
         (["cluster.spec.worker=[h:1", "cluster.task=worker:0"], "cannot read 'cluster.spec.worker=[h:1'"),
+        (["cluster.spec=[h:1,g:1]", "cluster.task=worker:0"], "cluster.spec=[h:1,g:1]: must be a mapping, as cluster."),
+        (["cluster.spec=hello"], "cluster.spec=hello: must be a mapping, as cluster.spec.worker='[HOST:PORT,…]'"),
         (["cluster.spec.worker=[h:1]"], "cluster.task is missing: which of worker:0 at h:1 is this process?"),
         (
             ["cluster.spec.worker=[h:1,g:1]", "cluster.task=worker:1", "-m"],
@@ -236,6 +239,11 @@ def test_a_command_line_is_refused_in_one_sentence(
         train.main(words)
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+def test_the_defaults_describe_no_cluster() -> None:
+    join_cluster(["cluster.task=null", "cluster.spec={}"])
+    assert places._own is None
 
 
 def test_help_needs_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
