@@ -36,6 +36,8 @@ def memory_of_host(comm: Communicator, num_bytes: int) -> SharedMemory | None:
         memory = _mapped(comm, kind, num_bytes)
         if not comm.agree_any(memory is None):
             return memory
+        if memory is not None:
+            memory.forget()  # a neighbour could not map it
     return None
 
 
