@@ -422,7 +422,7 @@ def slices_are_about_equal() -> None:
         ]
         held: list[int] = []
         for number in range(num_slices):
-            for slot, start, begin, end in parameter_slices.slice_of(bucket, found, number):
+            for slot, start, begin, end in parameter_slices.parts_in(bucket, *found[number : number + 2]):
                 assert start == starts[slot.index] and start <= begin < end <= start + slot.parameter.numel()
                 assert found[number] <= begin < end <= found[number + 1]
                 held += range(begin, end)
@@ -480,7 +480,7 @@ CASES: dict[FunctionType, Callable[[], None]] = {
     TorchSchedule.load_state_dict: schedulers_of_torch_step_at_their_moment,
     NoiseScale._num_independent.fget: the_noise_scale_is_that_of_its_definition,  # type: ignore[attr-defined]
     sharded.slice_bounds: slices_are_about_equal,
-    parameter_slices.slice_of: slices_are_about_equal,
+    parameter_slices.parts_in: slices_are_about_equal,
 }
 LENGTHS = "lengths are equal"
 UNITS = "other units are only slower"

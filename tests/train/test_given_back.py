@@ -24,6 +24,7 @@ from torch.optim import SGD, lr_scheduler
 
 import ddp
 from ddp.errors import ConfigError, Diverged
+from ddp.replica.sharded import ShardedDataParallel
 from ddp.train.callbacks import Callback
 from ddp.train.state import StepReport, TrainState
 from recipes.tutorial.simulated import SimulatedNetwork
@@ -84,7 +85,7 @@ HOW: dict[str, dict[str, Any]] = {
     "plain": {"test_data": (X, CLASSES)},
     "failing": {"callbacks": [Fails()], "schedule": ddp.optim.cosine()},
     "diverging": {"schedule": ddp.optim.cosine(), "data": (X * float("nan"), CLASSES)},
-    "sharded": {"sharded": True, "schedule": ddp.optim.cosine()},
+    "sharded": {"replica": ShardedDataParallel, "schedule": ddp.optim.cosine()},
     "bf16_pure": {"precision": "bf16_pure"},
     "refused": {"precision": "bf16_pure", "epochs": None},
 }
