@@ -192,11 +192,7 @@ class TimeSteps:
         turns_s = take_turns(rivals, self.num_turns)
         if ours:
             waited_s = (ours.waited_s() - waited_s) / (self.num_turns * ours.num_steps)
-        for name, training in trainings.items():
-            if not training.loss.isfinite():
-                raise RuntimeError(
-                    f"{self.model}, {name}: the loss is {training.loss.item()}; such steps are not timed"
-                )
+        refuse_divergence(self.model, trainings)
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         return StepCell(
             place=self.place.title(comm.world_size, len(comm.hosts)),
@@ -358,3 +354,10 @@ def _as_task(targets: Tensor) -> nn.Module | Task:
     if targets.is_floating_point():
         return nn.MSELoss()
     return LanguageModel() if targets.dim() > 1 else nn.CrossEntropyLoss()
+
+
+def refuse_divergence(model: str, trainings: Mapping[str, Training]) -> None:
+    """Raises RuntimeError if a loss is not finite any more, because such steps take another time."""
+    for name, training in trainings.items():
+        if not training.loss.isfinite():
+            raise RuntimeError(f"{model}, {name}: the loss is {training.loss.item()}; such steps are not timed")

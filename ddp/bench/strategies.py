@@ -43,7 +43,7 @@ from torch.optim import Optimizer
 
 from ddp.bench.counts import bytes_in, bytes_sent, sampling, spans_of
 from ddp.bench.place import HERE, Place
-from ddp.bench.step import Training, make
+from ddp.bench.step import Training, make, refuse_divergence
 from ddp.bench.turns import OVER_TURNS, STEP, TimedCell, announce, slowest, take_turns
 from ddp.bench.workloads import Batch, workload
 from ddp.comm.communicator import Communicator
@@ -234,11 +234,7 @@ class TimeStrategies:
         for training in trainings.values():
             training.find_pace()
         turns_s = take_turns({name: partial(each.turn_s, comm) for name, each in trainings.items()}, self.num_turns)
-        for name, training in trainings.items():
-            if not training.loss.isfinite():
-                raise RuntimeError(
-                    f"{self.model}, {name}: the loss is {training.loss.item()}; such steps are not timed"
-                )
+        refuse_divergence(self.model, trainings)
         samples = _total(len(batch[0]))
         return StrategyCell(
             place=self.place.title(comm.world_size, len(comm.hosts)),

@@ -58,15 +58,19 @@ def are_alike(comm: Communicator) -> bool:
     return len({len(host) for host in comm.hosts}) == 1
 
 
+PRIVATE_MEMORY = (
+    "needs memory that the workers of a host share, and here they share none (comm.shared_memory=false, or the log "
+    "says why); take strategy=sharded"
+)
+ON_GPU = (
+    "keeps parameters in the host's memory, which a GPU would read over its bus in every forward; take device=cpu, or "
+    "strategy=sharded"
+)
+
+
 def check_memory(comm: Communicator) -> None:
     """Raises ConfigError unless the ranks of each host share memory, in which their tensors are."""
     if comm.device != CPU:
-        raise ConfigError(
-            f"strategy='central_storage' on {comm.device}: parameters lie in the host's memory, which a GPU would read "
-            "over its bus in every forward; take strategy='sharded' there, or device='cpu'"
-        )
+        raise ConfigError(f"strategy=central_storage: {ON_GPU}")
     if comm.host_partition.num_hosts != len(comm.hosts):
-        raise ConfigError(
-            "strategy='central_storage': the ranks of a host have one copy of the parameters, but they share no "
-            "memory here (the log says why, or comm.shared_memory=false): take strategy='sharded' or 'mirrored'"
-        )
+        raise ConfigError(f"strategy=central_storage: {PRIVATE_MEMORY}")

@@ -11,8 +11,8 @@ hosts the slices of gradients cross between counterparts, and each host keeps a 
 Note "in blocks". An update is several passes over its numbers. Each block of them, with its gradient and its states,
 goes through all passes while it is in the cache: so in main memory each number is read once and written once, also
 where gradients are clipped. torch's optimizers are given blocks as if these were tensors, and do just that; they are
-called for a stretch of blocks at a time, because a call costs some 50 µs. LARS and LAMB have stretches of their own,
-and updates that wait for trust ratios.
+called for a stretch of blocks at a time, because a call costs 0.1 ms and more. LARS and LAMB have stretches of their
+own, and updates that wait for trust ratios.
 
 Note "whole". No rank writes before `agree` has ended, which every rank comes to after its backward; and none leaves
 `update` before all have written. So nobody computes, evaluates or saves with half an update, unless a program reads
@@ -38,8 +38,8 @@ from torch.optim import Optimizer
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.errors import CommunicatorBroken, ConfigError
 from ddp.gradients.layout import Layout
-from ddp.optim.layerwise import Layerwise, clipped_step, laid_out_like
-from ddp.optim.norms import BLOCK_NUMEL, in_memory_order
+from ddp.optim.layerwise import Layerwise, clipped_step
+from ddp.optim.norms import BLOCK_NUMEL
 from ddp.process.log import log
 from ddp.process.memory import give_back_free_blocks
 from ddp.replica.central import CentralDataParallel
@@ -47,7 +47,7 @@ from ddp.replica.replica import Replica
 from ddp.replica.sharded import Part, Slices
 from ddp.strategies.host_store import PARAMETERS, HostStore
 from ddp.strategies.region import Region
-from ddp.strategies.sharded import Sharded, is_large
+from ddp.strategies.sharded import Sharded, is_large, share_of
 
 STRETCH_NUMEL = 16 * BLOCK_NUMEL  # gradients of 8 MB, which a last-level cache holds while they are clipped
 
@@ -391,11 +391,6 @@ def is_tensor(state: Mapping[str, Any], name: str) -> bool:
     return isinstance(state.get(name), Tensor)
 
 
-def share_of(start: int, stop: int, like: Tensor, value: Tensor) -> Tensor:
-    """Returns some elements of a value that has a parameter's shape, in the parameter's order of memory."""
-    return in_memory_order(laid_out_like(like, value))[start:stop]
-
-
 def blocks_of(parts: Sequence[Part], *, whole: bool) -> Iterator[Block]:
     """Yields the blocks of parts; if `whole`, each part is one."""
     for part in parts:
@@ -417,8 +412,5 @@ def large_states(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
     tried, parameter = copy.copy(optimizer), nn.Parameter(torch.zeros(2, 3))
     parameter.grad = torch.zeros(2, 3)
     tried.state, tried.param_groups = defaultdict(dict), [{**group, "params": [parameter]}]
-    if isinstance(tried, Layerwise):
-        tried.step(gradient_factor=1.0)
-    else:
-        tried.step()
+    tried.step()
     return [name for name, value in tried.state[parameter].items() if is_large(value, parameter, name)]

@@ -18,6 +18,7 @@ from ddp.errors import ConfigError
 from ddp.gradients.hooks.hook import Hook
 from ddp.policies import Averaging
 from ddp.process.log import log
+from ddp.replica import central
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.central import CentralDataParallel
 from ddp.replica.drop_in.data_parallel import DistributedDataParallel
@@ -85,16 +86,8 @@ MASTER_WEIGHTS = Refusal(
 SPARSE_GRADIENTS = Refusal(
     lambda setup: setup.is_sparse, "a layer has sparse gradients, which no slice can hold; take strategy=auto"
 )
-PRIVATE_MEMORY = Refusal(
-    lambda setup: not setup.shares_memory,
-    "needs memory that the workers of a host share, and here they share none (comm.shared_memory=false, or the log "
-    "says why); take strategy=sharded",
-)
-ON_GPU = Refusal(
-    lambda setup: setup.device != "cpu",
-    "keeps parameters in the host's memory, which a GPU would read over its bus in every forward; take device=cpu, or "
-    "strategy=sharded",
-)
+PRIVATE_MEMORY = Refusal(lambda setup: not setup.shares_memory, central.PRIVATE_MEMORY)
+ON_GPU = Refusal(lambda setup: setup.device != "cpu", central.ON_GPU)
 OF_SLICES = (NO_BUCKETS, MASTER_WEIGHTS, SPARSE_GRADIENTS)
 """Refused where each rank updates a slice."""
 

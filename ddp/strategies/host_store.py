@@ -81,7 +81,7 @@ class HostStore:
 
     @property
     def memory(self) -> SharedMemory:
-        """Returns the memory of the parameters, whose path stays open until `private`."""
+        """Returns the memory of the parameters, whose path stays open until `make_private`."""
         return self._memories[PARAMETERS]
 
     def add(self, name: str) -> None:

@@ -123,7 +123,7 @@ class Sharded(Replicated):
         """Takes over a gradient that somebody has put in the place of the bucket's since backward."""
         gradient, start_bytes = part.whole.grad, part.start * part.gradient.element_size()
         if gradient is not None and gradient.data_ptr() != part.gradient.data_ptr() - start_bytes:
-            part.gradient.copy_(_share(gradient, part))
+            part.gradient.copy_(share_of(part.start, part.stop, part.whole, gradient))
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=torch.float64, device=self._comm.device)
@@ -181,7 +181,7 @@ class Sharded(Replicated):
             state = self.optimizer.state.setdefault(part.whole, {})
             for name, value in state.items():
                 if is_large(value, part.whole, name) and value.shape != part.weights.shape:
-                    state[name] = _share(value, part).clone()
+                    state[name] = share_of(part.start, part.stop, part.whole, value).clone()
             self._of_parts.state[part.weights] = state  # the same dict, so that each has what the other changes
 
     def _optimizer_of(self, parts: Sequence[Part]) -> Optimizer:
@@ -290,6 +290,6 @@ def is_large(value: Any, like: Tensor, name: str) -> bool:
     return isinstance(value, Tensor) and value.shape == like.shape and name != "step"
 
 
-def _share(value: Tensor, part: Part) -> Tensor:
-    """Returns a part's share of what has the shape of a whole parameter."""
-    return in_memory_order(laid_out_like(part.whole, value))[part.start : part.stop]
+def share_of(start: int, stop: int, like: Tensor, value: Tensor) -> Tensor:
+    """Returns some elements of a value that has a parameter's shape, in the parameter's order of memory."""
+    return in_memory_order(laid_out_like(like, value))[start:stop]
