@@ -1,0 +1,234 @@
+"""Says where the time of a step goes, on each rank: the form of RUN_DIR/profile.json.
+
+    data            the rank waits for samples
+    forward, backward, update        it computes; backward without what is exposed of the reductions
+    communication   it waits for bytes: what backward has not hidden, and collectives outside of it
+    wait            it waits for another rank that has not come to the collective yet
+    other           anything else: callbacks, Python between the parts
+
+Each instant of a step is counted once, so the parts add up to the step. Whoever uses a profile (`draw step`,
+`forecast`) reads it by `read_profile`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from ddp.collectives.simulate import Link
+from ddp.errors import ConfigError
+from ddp.process.files import json_object, read_own, write_whole
+
+VERSION = 1
+FILE = "profile.json"
+
+Part = Literal["data", "forward", "backward", "communication", "wait", "update", "other"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+class Span(NamedTuple):
+    """A stretch of a step that belongs to one part; seconds since the step began."""
+
+    part: Part
+    began_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketTimes:
+    """One bucket in one step of one rank, as `logging_data()` has it.
+
+    Attributes:
+        bytes, numel: of its gradients; offset: bytes of the gradients in the buckets before it.
+        parameters, shapes: names and shapes of the parameters, in the bucket's order.
+        ready_s, launched_s, done_s: seconds after backward began.
+    """
+
+    index: int
+    bytes: int
+    offset: int
+    numel: int
+    dtype: str
+    parameters: list[str]
+    shapes: list[list[int]]
+    ready_s: float
+    launched_s: float
+    done_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStep:
+    """One step of one rank.
+
+    Attributes:
+        step: its number, from 1.
+        began_s: on the clock of rank 0.
+        num_samples: of this rank.
+        data_s, …, other_s: seconds of the parts; they add up to `step_s`.
+        spans: the same, one stretch after another, without gaps.
+        backward_began_s: when the backward began that sends gradients, since `began_s`.
+        buckets: none where gradients are not sent in buckets.
+    """
+
+    step: int
+    began_s: float
+    num_samples: int
+    data_s: float
+    forward_s: float
+    backward_s: float
+    communication_s: float
+    wait_s: float
+    update_s: float
+    other_s: float
+    backward_began_s: float
+    buckets: list[BucketTimes]
+    spans: list[Span]
+
+    @property
+    def step_s(self) -> float:
+        """Returns the length of the step."""
+        return math.fsum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[Part, float]:
+        """Returns the seconds of each part, by its name."""
+        return {part: getattr(self, f"{part}_s") for part in PARTS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkFigures:
+    """The figures of the links, as calibration measures them (`comm/calibrate.py`).
+
+    Attributes:
+        inside: the link between two ranks of a host; between: that between two hosts.
+        gamma_s: seconds to add one byte that has arrived.
+        memory: an all-reduce in the host's memory, as pairs (bytes, seconds); None where no ranks share memory.
+        allocated: the same for a tensor that lies in that memory.
+    """
+
+    inside: Link
+    between: Link
+    gamma_s: float
+    memory: list[tuple[int, float]] | None
+    allocated: list[tuple[int, float]] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClockOffset:
+    """Says what is added to a rank's clock to get that of rank 0, and how far off that may be."""
+
+    offset_s: float
+    error_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """The profiled steps of a run.
+
+    Attributes:
+        model: the class of the module.
+        batch: samples of a step, of all ranks.
+        hosts: the ranks of each host; cores: usable cores of each; threads: of a rank.
+        strategy: the class of the strategy; hook, wire: how gradients travel between hosts, if not whole.
+        algorithm: how all-reduces go (`comm.plan.describe()`).
+        runs: "in the background" or "in the foreground" of backward.
+        order: names of the parameters in the order in which their gradients become ready.
+        network: None for one rank.
+        clock: by rank.
+        steps: by step, by rank.
+    """
+
+    version: int
+    model: str
+    num_parameters: int
+    batch: int
+    world_size: int
+    hosts: list[list[int]]
+    threads: int
+    cores: list[int]
+    device: str
+    strategy: str
+    hook: str | None
+    wire: str | None
+    algorithm: str
+    runs: str
+    order: list[str]
+    network: NetworkFigures | None
+    clock: list[ClockOffset]
+    steps: list[list[RankStep]]
+
+    def write(self, run_dir: Path) -> None:
+        """Writes RUN_DIR/profile.json, whole."""
+        write_whole(run_dir / FILE, json.dumps(asdict(self)))
+
+
+def read_profile(run_dir: Path) -> Profile:
+    """Returns the profile of a run.
+
+    Raises:
+        ConfigError: there is none, or it is damaged, or of another version.
+    """
+    path = run_dir / FILE
+    again = "profile the run again, with profile.steps=5"
+    try:
+        plain = json_object(read_own(path))
+    except FileNotFoundError:
+        raise ConfigError(f"{run_dir} holds no {FILE}: run it with profile.steps=5") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged ({error}): {again}") from error
+    if (version := plain.get("version")) != VERSION:
+        raise ConfigError(f"{path} is of version {version!r:.20}, and version {VERSION} is read here: {again}")
+    try:
+        profile: Profile = _made(Profile, plain, "")
+        _check(profile)
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged ({error}): {again}") from error
+    return profile
+
+
+def _made(kind: Any, plain: Any, key: str) -> Any:
+    """Returns a value of JSON as a value of this type.
+
+    Raises:
+        ValueError: it is of another type; the message has the key.
+    """
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return None if plain is None else _made(args[0], plain, key)
+    if origin is Literal and plain in args:
+        return plain
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(plain, Mapping):
+        hints = get_type_hints(kind)
+        if missing := [item.name for item in fields(kind) if item.name not in plain]:
+            raise ValueError(f"it has no {key}{missing[0]}")
+        return kind(**{name: _made(hints[name], plain[name], f"{key}{name}.") for name in hints})
+    if origin is list and isinstance(plain, list):
+        return [_made(args[0], each, key) for each in plain]
+    of_tuple = get_type_hints(kind).values() if isinstance(kind, type) and issubclass(kind, tuple) else args
+    if isinstance(plain, list) and len(of_tuple) == len(plain) and (of_tuple is not args or origin is tuple):
+        values = [_made(each, value, key) for each, value in zip(of_tuple, plain, strict=True)]
+        return tuple(values) if origin is tuple else kind(*values)
+    if kind is float and isinstance(plain, (int, float)) and not isinstance(plain, bool) and math.isfinite(plain):
+        return float(plain)
+    if kind in (int, str) and type(plain) is kind:
+        return plain
+    raise ValueError(f"{key.removesuffix('.')}: {plain!r:.40}")
+
+
+def _check(profile: Profile) -> None:
+    """Raises ValueError if the parts of a profile do not fit each other."""
+    ranks = range(profile.world_size)
+    if Counter(rank for host in profile.hosts for rank in host) != Counter(ranks):
+        raise ValueError(f"hosts: {profile.hosts!r:.40} are not the ranks 0 to {profile.world_size - 1}")
+    if not profile.steps or {len(profile.clock), *map(len, profile.steps)} != {len(ranks)}:
+        raise ValueError("steps: there are none, or some ranks are missing")
+    if len(profile.cores) != len(profile.hosts):
+        raise ValueError("cores: not one number for each host")
