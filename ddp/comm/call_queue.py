@@ -28,10 +28,11 @@ from ddp.comm.host_memory import NoSharedMemory
 from ddp.comm.transport.edge import Gather, TransportError
 from ddp.comm.transport.shared_memory import SLICE_S
 from ddp.comm.watch.call import Call, disagreement, recorded
+from ddp.comm.watch.history import History, Noted
 from ddp.comm.watch.watchdog import Watchdog
 from ddp.comm.work import Runner, Work
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost, said
-from ddp.process.clock import Patience
+from ddp.process.clock import Patience, now_s
 
 Result = TypeVar("Result")
 
@@ -50,6 +51,7 @@ class CallQueue:
     Attributes:
         num_calls: the number of calls so far, which is also the number of the last one.
         error: what ended the communicator, if anything has.
+        history: the last calls that have begun.
         neighbour: the rank that a collective is said to wait for first.
         runners: what is in flight on these ends in `abandon`.
         release: ends waits of a GPU for peers of which NCCL knows nothing.
@@ -60,6 +62,7 @@ class CallQueue:
     ) -> None:
         self.num_calls = 0
         self.error: BaseException | None = None
+        self.history = History()
         self._num_runs = 0  # collectives so far, with each one inside of a chain
         self._rank, self._world_ranks = rank, world_ranks
         self.neighbour = (rank + 1) % len(world_ranks)
@@ -164,15 +167,16 @@ class CallQueue:
             if not self._turn.acquire(False):
                 self._refuse_second_thread(call)
         try:
-            self._running, gather = call, None
+            self._running, gather, noted = call, None, self.history.note(call)
             if call.message is None:
                 self._num_runs, gather = self._num_runs + 1, self._gather
             self._begin(call)
             if gather is not None and (difference := disagreement(gather(call.describe().encode()))):
                 raise CollectiveMismatch(difference)
-            if profiler._is_profiler_enabled:  # on any thread
-                return recorded(call.range, collective)
-            return collective()
+            in_profile = profiler._is_profiler_enabled  # on any thread
+            result = recorded(call.range, collective) if in_profile else collective()
+            self._is_through(noted)
+            return result
         except TransportError as error:
             self.error = lost = self._lost(error)
             raise lost from error
@@ -197,6 +201,10 @@ class CallQueue:
         """Notes that the call waits from now on."""
         peer, run = (self.neighbour, self._num_runs) if call.message is None else (call.message.peer, 0)
         self._watchdog.begin(call, peer, run)
+
+    def _is_through(self, noted: Noted) -> None:
+        """Notes that the call has ended well."""
+        noted.done_s = now_s()
 
     def _end(self) -> None:
         self._watchdog.end()

@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import SupportsInt, overload
+from typing import Any, SupportsInt, overload
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ from ddp.comm.transport.edge import Transport
 from ddp.comm.transport.nccl import NcclTransport
 from ddp.comm.verbs import Later, Now, Result, Verbs
 from ddp.comm.watch.call import Call
+from ddp.comm.watch.history import plain_calls
 from ddp.comm.watch.watchdog import Watchdog
 from ddp.comm.work import Work
 from ddp.errors import ConfigError, PeerLost
@@ -90,6 +91,7 @@ class Communicator(Verbs):
     ) -> None:
         self.rank, self.world_size = transport.rank, transport.world_size
         self.device, self.generation, self.abort_s = settings.device, settings.generation, settings.abort_s
+        self._is_subgroup = bool(world_ranks)
         self._channels, self._world_ranks = channels or Channels(), world_ranks or range(self.world_size)
         self._watchdog = watchdog or Watchdog(
             HashStore(), self.rank, 1, generation=self.generation, warn_s=math.inf, abort_s=self.abort_s
@@ -276,6 +278,15 @@ class Communicator(Verbs):
     def num_calls(self) -> int:
         """The number of collective calls that this rank has made."""
         return self._queue.num_calls
+
+    def recent_calls(self) -> list[dict[str, Any]]:
+        """Returns this rank's last calls, in the order in which they began, as plain values. Not collective.
+
+        A call that has not ended, or has failed, has None as its `done_s`. Those of a subgroup have its `ranks`.
+        """
+        others = [call for group in self._groups for call in group.recent_calls()]
+        more = {"ranks": list(self._world_ranks)} if self._is_subgroup else {}
+        return sorted([*plain_calls(self._queue.history.since(), **more), *others], key=lambda call: call["began_s"])
 
     def abandon(self, reason: str = "") -> None:
         """Ends this rank's part at once, and breaks off what is in flight.

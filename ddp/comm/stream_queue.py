@@ -33,6 +33,7 @@ from ddp.comm.call_queue import LET_GO_S, CallQueue, Result
 from ddp.comm.transport.edge import Gather, TransportError
 from ddp.comm.transport.nccl import NcclTransport
 from ddp.comm.watch.call import Call
+from ddp.comm.watch.history import Noted
 from ddp.comm.watch.watchdog import Watchdog
 from ddp.comm.work import Work, done, hold_current_stream
 from ddp.errors import CommunicatorBroken, PeerLost, first_line
@@ -53,12 +54,14 @@ class Flight:
         began: the GPU has come to it.
         ended: the GPU is through with it; None while the host still enqueues it.
         keeps: what holds its tensors.
+        noted: the calls in it, as the history has them.
         done_s: when it was seen to have ended.
     """
 
     def __init__(self, call: Call, peer: int, began: torch.cuda.Event, *keeps: object) -> None:
         self.call, self.peer, self.began, self.keeps = call, peer, began, list(keeps)
         self.run, self.done_s = 0, 0.0
+        self.noted: list[Noted] = []
         self.ended: torch.cuda.Event | None = None
 
     def is_over(self) -> bool:
@@ -148,6 +151,11 @@ class StreamQueue(CallQueue):
     def _begin(self, call: Call) -> None:
         if self._flight is not None and call.message is None:
             self._flight.run = self._num_runs
+
+    def _is_through(self, noted: Noted) -> None:
+        """Has the lookout note it, once the GPU is through with it."""
+        if self._flight is not None:
+            self._flight.noted.append(noted)
 
     def _end(self) -> None:
         """Does nothing: it goes on when the GPU does."""
@@ -253,9 +261,11 @@ def _look_out(queue: weakref.ref[StreamQueue], flights: SimpleQueue[Flight | Non
             if (here := queue()) is not None:
                 here.lose(error)
                 del here
-        flight.done_s = now_s()
+        flight.done_s, here = now_s(), queue()
         flight.keeps.clear()
-        if patience is not None and (here := queue()) is not None:
+        if here is not None and here.error is None:
+            for noted in flight.noted:
+                noted.done_s = flight.done_s
+        if here is not None and patience is not None:
             here.forget()
-            del here
-        del flight
+        del flight, here

@@ -54,6 +54,7 @@ from ddp.train.checkpoint_store import CheckpointStore, resume_from, steps
 from ddp.train.evaluate import modes_kept, note_of_choice
 from ddp.train.kept import Kept, plain
 from ddp.train.loop import end_of_run, train_loop
+from ddp.train.monitor.calls import calls_left
 from ddp.train.progress import ProgressBar, StopNote, TrafficHint
 from ddp.train.report import draw_curves, is_metric, summary_of, write_summary
 from ddp.train.starts import note_start_of_fit
@@ -204,7 +205,7 @@ def _trained(given: Given, comm: Communicator, stop: StopFlag) -> TrainState:
     # 3  the loop
     meters, start_s = Meters(ThroughputMeter(), NoiseMeter(), EpochCheck()), now_s()
     state = run.state
-    with contextlib.nullcontext() if given.stop is not None else stop.listening():
+    with contextlib.nullcontext() if given.stop is not None else stop.listening(), calls_left(run.folder, comm):
         _loop(given, inputs, run, meters)
         is_known = bool(stop.signal_name)
 
