@@ -38,7 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def no_group_is_left() -> Iterator[None]:
     """Ends what a test has begun in this process: a fit's group, and the watchdogs of communicators of its own.
 
-    A watchdog tells every half second what all threads do. Those of a whole run would take a third of a core.
+    A watchdog tells every half second what all threads do. Those of a whole run would take a third of a core. A group
+    of torch's that is none of the session's is ended, too, and told: the tests after it would find it.
     """
     earlier = set(threading.enumerate())
     yield
@@ -47,6 +48,9 @@ def no_group_is_left() -> Iterator[None]:
     for thread in set(threading.enumerate()) - earlier:
         if thread.name == "ddp-watchdog" and (known := getattr(thread, "_args", ())):
             known[1].set()
+    if (torch := sys.modules.get("torch")) is not None and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        pytest.fail("this test leaves a process group of torch.distributed behind")
 
 
 @pytest.fixture(autouse=True)

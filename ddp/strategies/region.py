@@ -483,7 +483,7 @@ def _ended(name: str, entry: Mapping[str, Any], *, by_itself: bool) -> Checkpoin
 
 
 def _never_whole(name: str, entry: Mapping[str, Any], num_torn: int) -> CheckpointError:
-    what = f"{_keeper(entry)} has been in the midst of an update: does it go on?"
+    what = f"{_keeper(entry)} has been in the midst of an update: if it does not go on"
     if num_torn:
-        what = f"an update has overtaken {counted(num_torn, 'look')}: leave a core to whoever looks"
-    return CheckpointError(f"region={name}: for {LONGEST_LOOK_S:g} s, {what} If not, {_instead(entry)}")
+        what = f"an update has overtaken {counted(num_torn, 'look')}: leave a core to whoever looks; failing that"
+    return CheckpointError(f"region={name}: for {LONGEST_LOOK_S:g} s, {what}, {_instead(entry)}")

@@ -270,7 +270,7 @@ def test_what_ends_or_goes_too_fast_while_it_is_looked_at_is_told(name: str, mon
     kept, weight, buffer = one(name)
     monkeypatch.setattr(region, "LONGEST_LOOK_S", 0.05)
     monkeypatch.setattr(np, "copyto", lambda *_: update(kept, weight, buffer, 1))
-    with pytest.raises(CheckpointError, match=r"an update has overtaken [0-9]+ looks: leave a core .* start it again"):
+    with pytest.raises(CheckpointError, match=r"an update has overtaken [0-9,]+ looks: leave a core .* start it again"):
         look(name)
     monkeypatch.setattr(np, "copyto", lambda *_: kept.close())
     with pytest.raises(CheckpointError, match=f"process {os.getpid()} .* has just ended"):
