@@ -45,6 +45,7 @@ def no_group_is_left() -> Iterator[None]:
     yield
     if (session := sys.modules.get("ddp.comm.session")) is not None:
         session.shutdown()
+        session._end_what_failed()  # else the group of a fit that has raised stays until the next `init`
     for thread in set(threading.enumerate()) - earlier:
         if thread.name == "ddp-watchdog" and (known := getattr(thread, "_args", ())):
             known[1].set()
