@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 FEATURES = (ROOT / "docs" / "features.md").read_text()
 PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
-SHORT = ["max_steps=2", "report.log_every=1"]
+SHORT = ["max_steps=2", "report.log_every=1", "report.curves=false"]
 SMALL = {
     "data=synthetic": ["data.num_samples=128", "data.image_size=8"],
     "recipe=gpt": ["model.width=12", "model.depth=1"],

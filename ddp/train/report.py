@@ -81,8 +81,9 @@ def draw_curves(metrics: Path, picture: Path, *, summary: Mapping[str, Any]) -> 
     entries = _read_metrics(metrics)
     steps = [entry for entry in entries if entry["kind"] == "step"]
     evaluations = [entry for entry in entries if entry["kind"] == "evaluation"]
-    figure = Figure(figsize=(10, 3.8), layout="constrained")  # no pyplot, which would choose the program's backend
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=(10, 3.8))  # no pyplot, which would choose the program's backend
+    # Fixed margins: a layout that measures its texts draws everything twice, a quarter of a second at a run's end.
+    left, right = figure.subplots(1, 2, gridspec_kw={"left": 0.07, "right": 0.985, "bottom": 0.14, "top": 0.91})
     losses = [max(e["train_loss"], LOWEST_LOSS_SHOWN) for e in steps]
     left.plot([e["step"] for e in steps], losses, lw=1, label="train")
     side, _, metric = main_metric.partition("_")
