@@ -31,6 +31,7 @@ SHORT = ["max_steps=2", "report.log_every=1", "report.curves=false"]
 SMALL = {
     "data=synthetic": ["data.num_samples=128", "data.image_size=8"],
     "recipe=gpt": ["model.width=12", "model.depth=1"],
+    "evaluate.by=sidecar": ["evaluate.wait_s=0"],  # a new interpreter imports torch for seconds
 }
 
 

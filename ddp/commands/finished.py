@@ -67,11 +67,16 @@ def parsed(name: str, words: Sequence[str], *, writes: bool = False) -> tuple[Pa
     if writes:
         rows = "NAME.csv or NAME.npy, a row a sample"
         parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=rows)
+    return parser, options_of(parser, words)
+
+
+def options_of(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
+    """Returns the options of a command that takes settings, too, as `settings`."""
     options, settings = parser.parse_known_args(words)
     options.settings = settings
     if wrong := [word for word in settings if "=" not in word or word.startswith("-")]:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
-    return parser, options
+    return options
 
 
 def at_all_ranks(config: Config, trained: Trained, work: Callable[..., Any]) -> Any:
@@ -126,11 +131,12 @@ def checked(run: str, words: Sequence[str], *, is_evaluation: bool) -> tuple[Con
     return config, trained, splits
 
 
-def settings_for(run: Path | None, words: Sequence[str]) -> Config:
+def settings_for(run: Path | None, words: Sequence[str], *, validates: bool = False) -> Config:
     """Returns the settings of a run that matter once it is trained, with `words` on top.
 
     Args:
         run: its folder, or a checkpoint; None if it has none.
+        validates: the samples that the run was validated on matter, too, which may be a share of those to train on.
 
     Raises:
         ConfigError: there is no such run, a word is no setting or cannot be changed, or others may have written which
@@ -149,7 +155,9 @@ def settings_for(run: Path | None, words: Sequence[str]) -> Config:
     plain |= {"batch": {"global_size": _NO_LIMIT}, "data": _absolute(plain["data"], path.with_name(STARTS))}
     for key, value in _read(words):
         _put(plain, key, value)
-    _leave_out_training(plain["data"])
+    if validates:
+        plain["seed"] = earlier["seed"]  # which has chosen the share
+    _leave_out_training(plain["data"], keeps=("validation", "validation_path") if validates else ())
     code = earlier["run"]["code"]
     plain["run"] = {"code": code if code and Path(code).is_dir() else str(Path.cwd())}
     config, keys = from_plain(plain), [word.partition("=")[0] for word in words]
@@ -184,11 +192,13 @@ def _put(plain: dict[str, Any], key: str, value: Any) -> None:
         plain[group] = {"name": value} if group in CHOICES else value
 
 
-def _leave_out_training(data: dict[str, Any]) -> None:
+def _leave_out_training(data: dict[str, Any], *, keeps: Sequence[str]) -> None:
     """Removes what says which samples are trained on, and how: these files may be gone, and this code has no part."""
     for name in _OF_TRAINING:
-        data.pop(name, None)
-    if hasattr(CHOICES["data"].get(str(data.get("name"))), "test_path"):
+        if name not in keeps:
+            data.pop(name, None)
+    has_share = any(data.get(name) is not None for name in keeps)
+    if not has_share and hasattr(CHOICES["data"].get(str(data.get("name"))), "test_path"):
         data["path"] = data.get("test_path") or ""  # is not read
 
 

@@ -1,12 +1,16 @@
-"""Trains with the settings that follow, which Hydra reads; below torchrun, mpirun, …, in its processes."""
+"""Trains with the settings that follow, which Hydra reads; below torchrun, mpirun, …, in its processes.
+
+In the task `evaluator` of a cluster it follows the others' run as its side-car.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import NoReturn
 
-from ddp.comm.meeting.place import is_rank, refuse_evaluator
+from ddp.comm.meeting.place import evaluator, is_rank
 from ddp.process.arguments import program
 from ddp.run.launch import command_line as launcher
 from ddp.run.launch import torchrun as under_torchrun
@@ -24,7 +28,8 @@ def train() -> NoReturn:
         launcher.main()  # which answers, and needs no cluster
     with launcher.bad_input_to(launcher.exit_with_error):
         launcher.join_cluster(sys.argv[1:])
-        refuse_evaluator("train")
         as_asked = under_torchrun.main if is_rank() else launcher.main
+        if me := evaluator():
+            import_module("ddp.commands.sidecar").follow_the_others(me, sys.argv[1:])
     as_asked()
     raise AssertionError("training ends the process")

@@ -81,6 +81,10 @@ def draw_curves(metrics: Path, picture: Path, *, summary: Mapping[str, Any]) -> 
     entries = _read_metrics(metrics)
     steps = [entry for entry in entries if entry["kind"] == "step"]
     evaluations = [entry for entry in entries if entry["kind"] == "evaluation"]
+    if "sidecar" in summary:  # which may have evaluated a step twice, if the run went back to an earlier one
+        lines = _read_metrics(metrics.parent / "sidecar" / metrics.name)
+        by_step = {entry["step"]: entry for entry in lines if entry["kind"] == "evaluation"}
+        evaluations = [by_step[step] for step in sorted(by_step)]
     figure = Figure(figsize=(10, 3.8))  # no pyplot, which would choose the program's backend
     # Fixed margins: a layout that measures its texts draws everything twice, a quarter of a second at a run's end.
     left, right = figure.subplots(1, 2, gridspec_kw={"left": 0.07, "right": 0.985, "bottom": 0.14, "top": 0.91})
@@ -140,6 +144,8 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: l
     table.add_row("steps, epochs", f"{summary['steps']:,}, {summary['epochs']:g}")
     if summary["stopped_by"] not in titles:
         table.add_row("stopped by", summary["stopped_by"])
+    if "sidecar" in summary:
+        table.add_row("side-car", _by_sidecar(**summary["sidecar"]))
     if was_on := ", ".join(_was_on(summary)):
         table.add_row("with", was_on)
     console = Console()
@@ -149,9 +155,19 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: l
     if str(summary.get("main_metric")).startswith("validation_") and any(key.startswith("test_") for key in summary):
         best = f"{program()} evaluate {shlex.quote(str(shown(run_dir)))}"
         lines += [f"test figures are of the last weights; those of the best checkpoint: {best}"]
+    if summary.get("sidecar", {}).get("missing"):
+        lines += [f"the side-car has not evaluated all: {program()} sidecar {shlex.quote(str(shown(run_dir)))}"]
     lines += [f"results: {shown(run_dir)}/", "         summary.json, metrics.jsonl, curves.png, checkpoints/, logs/"]
     lines += [f"{'         ' if number else 'try next:'} {command}" for number, command in enumerate(next_commands)]
     console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)
+
+
+def _by_sidecar(*, evaluated: int, last_step: int | None, skipped: int, missing: list[int]) -> str:
+    """Returns in words what a side-car has done, and what is missing."""
+    last = "" if last_step is None else f", the last one of step {last_step:,}"
+    more = [f"{skipped} skipped"] if skipped else []
+    more += [f"not in time: step {', '.join(map(str, missing))}"] if missing else []
+    return "; ".join([f"{counted(evaluated, 'checkpoint')} evaluated{last}", *more])
 
 
 def is_metric(key: str) -> bool:

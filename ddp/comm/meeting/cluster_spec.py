@@ -8,7 +8,7 @@
 | chief     | one, which is rank 0                                                        |
 | worker    | the ranks that follow; the first one is rank 0 where there is no chief      |
 | ps        | refused: a parameter server is for a strategy that has such                 |
-| evaluator | no rank, and need not be listed: it evaluates what the others train         |
+| evaluator | no rank, and need not be listed: the side-car of what the others train      |
 
 The tasks of a job are a list of addresses HOST:PORT, or a mapping from their indices to addresses. The ranks meet at
 the address of rank 0. From the other addresses they know which ranks share a host, and whom to name as missing.

@@ -247,15 +247,22 @@ def take_cluster(spec: Mapping[str, Any], task: str | None) -> None:
     _own = cluster_spec.from_settings(spec, task, os.environ.get(cluster_spec.VARIABLE, ""))
 
 
-def refuse_evaluator(what: str) -> None:
-    """Raises ConfigError in the evaluator of a cluster, which is no rank, because `what` trains."""
+def evaluator() -> str:
+    """Returns "evaluator:0, as TF_CONFIG says" in the evaluator of a cluster, which is no rank; "" elsewhere."""
     described = None
     with contextlib.suppress(ConfigError):  # whoever needs the place hears why
         described = _cluster(os.environ)
-    if described is not None and described.rank is None:
+    if described is None or described.rank is not None:
+        return ""
+    return f"{described.task}, as {described.source} says"
+
+
+def refuse_evaluator(what: str) -> None:
+    """Raises ConfigError in the evaluator of a cluster, because `what` trains."""
+    if me := evaluator():
         raise ConfigError(
-            f"{what}: this process is {described.task}, as {described.source} says, which trains nothing; run here "
-            f"what follows the others' training: {program()} evaluate RUN, or {program()} evaluate region=NAME"
+            f"{what}: this process is {me}, which trains nothing; run here what follows the others' training: "
+            f"{program()} sidecar RUN, or {program()} evaluate region=NAME"
         )
 
 

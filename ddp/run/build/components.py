@@ -38,6 +38,7 @@ from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.run.settings import config as settings
 from ddp.run.settings.address import called, check_arguments, from_address, is_address, told
+from ddp.run.settings.checks import NO_METRIC
 from ddp.run.settings.config import Config
 from ddp.strategies.choice import wrapped
 from ddp.train.callbacks import EMA, Callback, EarlyStopping
@@ -194,7 +195,10 @@ def make_callbacks(config: Config) -> list[Callback]:
 def check_callbacks(config: Config) -> None:
     """Raises ConfigError unless the callbacks can be made. A class is not called: it may begin something."""
     for address in config.callbacks:
-        _own_callback(address, folder=config.run.code, calls_class=False)
+        callback = _own_callback(address, folder=config.run.code, calls_class=False)
+        is_one = issubclass(callback if isinstance(callback, type) else type(callback), EarlyStopping)
+        if is_one and config.evaluate.by == "sidecar":
+            raise ConfigError(f"callbacks={address}: {NO_METRIC.format('evaluate.by=sidecar')}; leave one out")
     refuse_twice([_tracker(name, group=config.run.group) for name in config.trackers])
 
 

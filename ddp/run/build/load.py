@@ -36,6 +36,7 @@ from ddp.run.settings.reader import from_plain, settings_of
 from ddp.strategies.region import look
 from ddp.train import checkpoint_store as store
 from ddp.train.callbacks import averages_in
+from ddp.train.sidecar import FOLDER as SIDECAR
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def load(
         run_dir = seen.about.get("run_dir")
         return Trained(run_dir and Path(run_dir), seen.step, None, seen.weights, seen.about, region)
     folder = store.checkpoints_of(Path(path))
-    best = store.best_of(folder) if which == "best" else None
+    best = store.best_of(folder) or store.best_of(folder.parent / SIDECAR) if which == "best" else None
     found: store.StoredCheckpoint = store.load(best or folder, names=["model"])
     weights = dict(found.parts["model"])
     if averaged and (name := found.meta.get("averages")) is not None:

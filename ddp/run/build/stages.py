@@ -47,6 +47,7 @@ from ddp.train.checkpoint import check_optimizer
 from ddp.train.checkpoint_store import check_fits, checkpoints_of, load, resume_from
 from ddp.train.fit import train
 from ddp.train.report import draw_curves, print_summary, write_summary
+from ddp.train.sidecar import results_of_sidecar
 from ddp.train.stopping import StopFlag
 from ddp.train.tasks import ngram
 
@@ -72,6 +73,8 @@ def check(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
         raise ConfigError(
             f"loader.cache=true: data={config.data.name} hand out whole batches, which need no cache; leave it out"
         )
+    if config.evaluate.by == "sidecar" and not len(splits.validation or splits.test or ()):
+        raise ConfigError(f"evaluate.by=sidecar: data={config.data.name} have no held-out samples; leave it out")
     model = components.synchronised(config, components.make_model_without_memory(config, splits))
     check_strategy(config, model)
     if (region := components.averaging_of(config).region) is not None:
@@ -120,10 +123,15 @@ def finish(config: Config, run_dir: Path) -> None:
         return
     path = run_dir / "summary.json"
     summary = json.loads(path.read_text())
+    more: dict[str, Any] = {}
+    if config.evaluate.by == "sidecar":
+        more |= results_of_sidecar(run_dir, summary["main_metric"])
     if isinstance(config.data, settings.StandardLibrary) and summary["stopped_by"] in (None, EARLY):
-        summary |= {**_yardsticks(), "writes": _written_by(config, run_dir)}
+        more |= {**_yardsticks(), "writes": _written_by(config, run_dir)}
+    if more:
+        summary = {**more, **summary, **more}  # metrics first, as in the table
         write_summary(run_dir, summary)
-        if config.report.curves:  # once more, with the yardsticks
+        if config.report.curves:  # once more, with what is new
             draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", summary=summary)
     print_summary(summary, run_dir, next_commands=_next_commands(config, summary, run_dir))
 
@@ -134,6 +142,7 @@ def finish(config: Config, run_dir: Path) -> None:
 def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) -> None:
     splits, task = components.load_data(config), components.make_task(config)
     _check_data(config, splits, comm)
+    held_out = splits if config.evaluate.by == "workers" else None
     streams.init_stream(config.seed, device=comm.device)
     module = components.make_model(config, splits).to(comm.device)
     resumed = on_rank_zero(comm, lambda: _start_of(config, run_dir), label="looking for a checkpoint")
@@ -154,8 +163,8 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
             global_batch=optimization.batch_of(config, splits.train),
             epochs=config.epochs,
             max_steps=config.max_steps,
-            validation_data=splits.validation,
-            test_data=splits.test,
+            validation_data=held_out and held_out.validation,
+            test_data=held_out and held_out.test,
             evaluation=config.evaluate,
             batches=batches_of(config, splits),
             reading=config.loader,

@@ -21,4 +21,4 @@ _spec.loader.exec_module(sys.modules["ddp"])
 if __name__ == "__main__":
     module = importlib.import_module(sys.argv[1])
     status = module.main(sys.argv[2:])
-    module.leave(status) if status else sys.exit(0)
+    getattr(module, "leave", sys.exit)(status) if status else sys.exit(0)

@@ -46,7 +46,7 @@ from ddp.process.arguments import program, setting_for, shown, train_command
 from ddp.process.files import json_object
 from ddp.process.memory import leave_out, skip_at_exit
 from ddp.process.terminal import keep_writing
-from ddp.run.launch import sweep
+from ddp.run.launch import sidecar, sweep
 from ddp.run.launch.engine import run_workers
 from ddp.run.launch.report import Report, describe_failures
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare, settings_text, unwritable
@@ -379,12 +379,16 @@ def exit_with_error(message: str) -> NoReturn:
 def train(config: Config, run_dir: Path) -> int:
     """Starts the workers of a prepared run, waits, and prints how it ended; returns the status (see the table)."""
     from ddp.run.build.stages import finish
+    from ddp.train.sidecar import has_ended, wait_for
 
     cluster = config.cluster
     digest = hashlib.sha256(settings_text(config).encode()).hexdigest()
     arguments = ["--settings", digest, str(run_dir.resolve())]
     try:
-        ended = run_workers(arguments, workers=cluster.workers, threads=cluster.threads_per_worker)
+        with sidecar.started(config, run_dir) as is_there:
+            ended = run_workers(arguments, workers=cluster.workers, threads=cluster.threads_per_worker)
+            if is_there is not None and has_ended(run_dir):
+                wait_for(run_dir, is_there, within_s=config.evaluate.wait_s)
     finally:
         if config.trial:
             forget_trial(run_dir)

@@ -52,7 +52,7 @@ def run_workers(arguments: Sequence[str], *, workers: int, threads: int | None) 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from ddp.run.launch.loopback import BACKEND, ON_LOOPBACK
+    from ddp.run.launch.loopback import BACKEND
 
     signals = stop_signals()
     if signal.getsignal(signal.SIGQUIT) is not signal.SIG_IGN:
@@ -64,9 +64,9 @@ def run_workers(arguments: Sequence[str], *, workers: int, threads: int | None) 
         _paused_together(),
     ):
         # "${local_rank}" is the engine's macro; any other "$" is doubled to pass through it.
-        bootstrap = [sys.executable, "-P", str(Path(__file__).parent / "bootstrap.py"), "ddp.run.launch.worker"]
         launch = ["--parent", str(os.getpid()), "--private", str(private), *arguments]
-        command = [*_environment(threads or max(1, available_cores() // workers), ON_LOOPBACK), *bootstrap, *launch]
+        threads = threads or max(1, available_cores() // workers)
+        command = worker_command("ddp.run.launch.worker", launch, threads=threads)
         command = [*(word.replace("$", "$$") for word in command), "--rank", "${local_rank}"]
         can_wait = "shutdown_timeout" in LaunchConfig.__dataclass_fields__
         patience: dict[str, Any] = {"shutdown_timeout": SHUTDOWN_S} if can_wait else {}
@@ -93,24 +93,29 @@ def run_workers(arguments: Sequence[str], *, workers: int, threads: int | None) 
     return Ended(None, {})
 
 
-def _environment(threads: int, on_loopback: Mapping[str, str]) -> list[str]:
-    """Returns the variables that a worker needs before it starts, as NAME=VALUE.
+def worker_command(module: str, words: Sequence[str], *, threads: int) -> list[str]:
+    """Returns the words after `env` that run a module of this package as a process that computes.
+
+    The variables come first, which it needs before it starts.
 
     Both thread counts, also for one worker, and MKL's reproducible mode are set, because without them many kernels
     change their bits with the number of threads and with the alignment of their input. The interface on which the
     libraries may listen is set even if the user has named another one, for launches over several hosts.
     """
+    from ddp.run.launch.loopback import ON_LOOPBACK
+
     variables = {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "MKL_CBWR": "AUTO",
         "CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE,
         "PYTHONUNBUFFERED": 1,
-        **on_loopback,
+        **ON_LOOPBACK,
     }
     if "PYTHONPATH" in os.environ:  # an empty entry is the current folder
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, os.environ["PYTHONPATH"].split(os.pathsep)))
-    return [f"{name}={value}" for name, value in (variables | memory_variables()).items()]
+    named = [f"{name}={value}" for name, value in (variables | memory_variables()).items()]
+    return [*named, sys.executable, "-P", str(Path(__file__).parent / "bootstrap.py"), module, *words]
 
 
 @contextlib.contextmanager

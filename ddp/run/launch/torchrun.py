@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -84,7 +85,10 @@ def main() -> NoReturn:
         leave(status)
     if here.rank == 0:
         from ddp.run.build.stages import finish
+        from ddp.train.sidecar import is_followed, wait_for
 
+        if config.evaluate.by == "sidecar":
+            wait_for(run_dir, partial(is_followed, run_dir), within_s=config.evaluate.wait_s)
         finish(config, run_dir)
     sys.exit(0)
 

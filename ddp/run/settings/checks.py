@@ -24,6 +24,7 @@ from ddp.units import counted
 if TYPE_CHECKING:
     from torch import nn
 
+NO_METRIC = "goes by metrics while the workers train, and with {} they have none"
 SHARDINGS = ("auto", "file", "sample", "full_shuffle", "off")
 
 
@@ -35,7 +36,7 @@ def validate(config: Config) -> None:
     """
     for problems in (
         *(out_of_bounds, _choice_problems, _order_problems, _warmup_problems, _algorithm_problems, _cluster_problems),
-        *(_device_problems, _course_problems),
+        *(_device_problems, _course_problems, _sidecar_problems),
     ):
         for problem in problems(config):
             raise ConfigError(problem)
@@ -54,7 +55,10 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
     workers = config.cluster.workers
     config.cluster.local_workers = local_workers or workers
     if config.cluster.threads_per_worker is None:
-        config.cluster.threads_per_worker = max(1, available_cores() // config.cluster.local_workers)
+        cores = available_cores()
+        if config.evaluate.by == "sidecar" and cores > config.cluster.local_workers:
+            cores -= 1  # for the side-car
+        config.cluster.threads_per_worker = max(1, cores // config.cluster.local_workers)
     if config.batch.num_shards is None:
         fits = num_shards is not None and workers <= num_shards <= config.batch.global_size
         config.batch.num_shards = num_shards if fits else workers
@@ -89,6 +93,22 @@ def _course_problems(config: Config) -> Iterator[str]:
         )
     if stopping.patience is None and stopping.min_delta:
         yield f"early_stopping.min_delta={stopping.min_delta:g}: does nothing without early_stopping.patience; set that"
+
+
+def _sidecar_problems(config: Config) -> Iterator[str]:
+    """Yields what needs metrics while the workers train, of which a side-car gives none."""
+    if config.evaluate.by != "sidecar":
+        return
+    key = "evaluate.by=sidecar"
+    if config.early_stopping.patience is not None:
+        yield f"early_stopping.patience={config.early_stopping.patience}: {NO_METRIC.format(key)}; leave one out"
+    if config.evaluate.every_steps is not None:
+        yield (
+            f"evaluate.every_steps={config.evaluate.every_steps}: with {key} each checkpoint is evaluated; set "
+            "checkpoint.every_steps in its place"
+        )
+    if config.trial:
+        yield f"trial=true: keeps no checkpoint, and {key} evaluates checkpoints; leave one out"
 
 
 WAYS = (

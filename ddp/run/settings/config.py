@@ -35,6 +35,7 @@ from ddp.setting import Additions, Scaling, StrategyName, check_region, setting
 Device = Literal["auto", "cpu", "cuda"]
 Backend = Literal["auto", "gloo", "nccl"]
 ReplicaKind = Literal["bucketed", "naive"]
+Evaluator = Literal["workers", "sidecar"]
 DataOrder = Literal["auto", "permutation", "blocks", "weighted", "stratified", "fixed"]
 TokenType = Literal["uint8", "uint16", "int32", "uint32"]
 TrackerName = Literal["tensorboard", "csv", "mlflow", "wandb"]
@@ -517,6 +518,24 @@ class ReplicaChoice(Buckets):
     sync_batchnorm: bool = setting(False, "BatchNorm normalises over all workers' samples, by ddp.SyncBatchNorm")
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvaluationChoice(Evaluation):
+    """The evaluations on the held-out samples, and who makes them."""
+
+    by: Evaluator = setting(
+        "workers",
+        "workers: training pauses meanwhile; sidecar: one more process, on a core of its own where there is one, "
+        "evaluates each checkpoint",
+    )
+    wait_s: float = setting(
+        600.0,
+        "seconds that the table at the end waits for the sidecar; and one that was started by hand for a run in whose "
+        "folder nothing happens",
+        at_least=0,
+        at_most=LONGEST_S,
+    )
+
+
 @dataclass(kw_only=True, slots=True)
 class EarlyStopping:
     """The end of a run whose main metric no longer becomes better."""
@@ -577,7 +596,7 @@ class Config(Training):
     report: Reports = field(default_factory=Reports)
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     ema: Ema = field(default_factory=Ema)
-    evaluate: Evaluation = field(default_factory=Evaluation)
+    evaluate: EvaluationChoice = field(default_factory=EvaluationChoice)
     loader: Reading = field(default_factory=Reading)
     strategy: StrategyChoice = field(default_factory=lambda: choose("strategy", "auto"))
     data: Data = field(default_factory=lambda: choose("data", "digits"))
