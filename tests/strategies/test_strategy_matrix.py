@@ -43,11 +43,11 @@ from ddp.optim import LAMB
 
 CELLS: dict[str, tuple[Any, Any, int]] = {  # model, optimizer, number of steps
     "mlp": (mlp, lambda given: torch.optim.AdamW(given, lr=0.002), 200),
-    "mlp, lamb": (mlp, lambda given: LAMB(given, lr=0.002), 24),
-    "cnn": (cnn, lambda given: torch.optim.SGD(given, lr=0.02, momentum=0.9), 24),
-    "gpt": (gpt, lambda given: torch.optim.SGD(given, lr=0.02, momentum=0.9, dampening=0.1), 12),
+    "mlp, lamb": (mlp, lambda given: LAMB(given, lr=0.002), 10),
+    "cnn": (cnn, lambda given: torch.optim.SGD(given, lr=0.02, momentum=0.9), 8),
+    "gpt": (gpt, lambda given: torch.optim.SGD(given, lr=0.02, momentum=0.9, dampening=0.1), 6),
 }
-FEW_STEPS, CLIP = 24, 0.7
+FEW_STEPS, CLIP = 8, 0.7
 LONG = ("central_storage", 3)  # the word and the world size that make all steps
 WORDS_AT = {1: ("central_storage",), 2: WORDS, 3: SLICED, 4: SLICED}
 """By world size; `tests/train/test_same_mathematics.py` has replicas at every one."""
