@@ -231,6 +231,7 @@ def test_a_sweep_trains_each_world_size_and_ends_with_a_table(finished: Finished
 def test_run_directory(finished: Finished) -> None:
     run_dir = finished.run_dirs[2]
     names = {"config.yaml", "starts.jsonl", "metrics.jsonl", "summary.json", "checkpoints", "curves.png", "logs"}
+    names.add("job.json")
     assert {path.name for path in run_dir.iterdir()} == names
     config = from_plain(yaml.safe_load((run_dir / "config.yaml").read_text()))
     assert (config.run.dir, config.batch.global_size, config.batch.num_shards) == (str(run_dir), 50, 2)

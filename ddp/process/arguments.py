@@ -100,13 +100,16 @@ def program() -> str:
 
 def train_command(*settings: str) -> str:
     """Returns a command line that trains with these settings, as the user would type it in the same folder."""
+    return " ".join([typed_command(), *map(shlex.quote, settings)])
+
+
+def typed_command() -> str:
+    """Returns what stands before the settings in a command line that trains, as the user has typed it."""
     begin = len(sys.orig_argv) - len(sys.argv[1:])
     is_changed = [*map(_bare, sys.orig_argv[begin:])] != [*map(_bare, sys.argv[1:])]
     if "DDP_COMMAND" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ or is_changed:
-        typed = f"{program()} train"
-    else:
-        typed = shlex.join(sys.orig_argv[:begin])
-    return " ".join([typed, *map(shlex.quote, settings)])
+        return f"{program()} train"
+    return shlex.join(sys.orig_argv[:begin])
 
 
 def typed_settings(*without: str) -> list[str]:
@@ -131,8 +134,8 @@ def _bare(setting: str) -> str:
 def setting_for(run_dir: Path, name: str) -> str:
     """Returns the setting that names this run's folder on the command line. `name`: its run.name."""
     if run_dir.resolve() == Path("runs", name).resolve():
-        return f"run.name={_quoted(name)}"
-    return f"hydra.run.dir={_quoted(str(shown(run_dir)))}"
+        return f"run.name={quoted(name)}"
+    return f"hydra.run.dir={quoted(str(shown(run_dir)))}"
 
 
 def shown(folder: Path) -> Path:
@@ -140,7 +143,7 @@ def shown(folder: Path) -> Path:
     return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
 
-def _quoted(value: str) -> str:
+def quoted(value: str) -> str:
     """Returns a value as Hydra reads it back: in quotes if it has a letter that means something to Hydra."""
     if re.fullmatch(r"[\w/.+@%-]+", value, re.ASCII):
         return value

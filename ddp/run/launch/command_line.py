@@ -21,8 +21,8 @@ cause last.
 | SIGTERM, to the parent or any worker   | 143    | 0; the parent ends with this status    |
 | a closed terminal; SIGUSR1; SIGUSR2    | 129; … | the same: 128 + the signal's number    |
 
-This module alone imports Hydra and OmegaConf, and inside functions, so that importing it stays light and workers stay
-free of them.
+This module imports Hydra and OmegaConf inside functions, and so does nobody else but `plugin.py`, so that importing it
+stays light and workers stay free of them. A sweep's job is such a command line in a process of its own: `jobs.py`.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from ddp.comm.meeting.place import take_cluster
 from ddp.errors import USER_ERRORS, ConfigError, first_line
-from ddp.process.arguments import program, setting_for, shown, train_command
+from ddp.process.arguments import program, setting_for, shown, train_command, typed_command
 from ddp.process.files import json_object
 from ddp.process.memory import leave_out, skip_at_exit
 from ddp.process.terminal import keep_writing
-from ddp.run.launch import sidecar, sweep
+from ddp.run.launch import jobs, sidecar, sweep
 from ddp.run.launch.engine import run_workers
 from ddp.run.launch.report import Report, describe_failures
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare, settings_text, unwritable
@@ -63,79 +63,90 @@ CONF = Path(__file__).parents[1] / "settings" / "conf"
 
 
 def main() -> NoReturn:
-    """Trains as the command line says: one run, or with `-m` a sweep of runs one after another. Ends the process."""
+    """Trains as the command line says: one run, or with `-m` a sweep, a process for each run. Ends the process."""
     keep_writing()
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(page(program()))
         sys.exit(0)
     skip_at_exit()
     import hydra
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
     from omegaconf import OmegaConf
-
-    jobs: list[sweep.Job] = []
-    sweep_dir: Path | None = None
-
-    def job(composed: Any) -> None:
-        """Makes one run. Hydra has made its folder and set its interpolations."""
-        nonlocal sweep_dir
-        settings = HydraConfig.get()
-        run_dir, overrides = Path(settings.runtime.output_dir), list(settings.overrides.task)
-        jobs.append(sweep.Job(overrides, run_dir, status=2))
-        try:
-            with bad_input_to(print_error), only_writer(run_dir):
-                config = continued(_checked(composed, overrides), overrides, run_dir)
-                if config.cluster.spec or config.cluster.task:
-                    raise ConfigError("cluster.spec: every task needs it on its command line, and not in a file")
-                check_gpus(config)
-                check_strategy(config)
-                if settings.mode is RunMode.MULTIRUN:
-                    config.run.group = config.run.group or Path(settings.sweep.dir).name
-                print(f"starting {counted(config.cluster.workers, 'worker')} for {shown(run_dir)}/ …", flush=True)
-                with leave_out():
-                    importlib.import_module("ddp.run.build.stages")  # torch, which takes a second
-                prepare(config, run_dir)
-                jobs[-1] = replace(jobs[-1], status=train(config, run_dir))
-        except KeyboardInterrupt:
-            jobs[-1] = replace(jobs[-1], status=128 + signal.SIGINT)
-            raise
-        finally:
-            if settings.mode is RunMode.MULTIRUN:
-                sweep_dir = Path(settings.runtime.cwd, settings.sweep.dir)
-                try:
-                    sweep.write(sweep.gather(jobs, varied), sweep_dir)
-                except OSError as error:
-                    raise unwritable(sweep_dir, error) from error
-        if jobs[-1].status >= 128:
-            sys.exit(jobs[-1].status)  # a signal ends a sweep too; Hydra passes SystemExit on
 
     _offer_settings()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises exceptions instead of printing them
     with bad_input_to(exit_with_error):
         arguments = options_first(sys.argv[1:])
-    sys.argv[1:] = _quoted_paths(_free_keys(arguments), sweeps=arguments[:1] in (["-m"], ["--multirun"]))
-    varied: list[str] = []
-
-    def job_folder(overrides: Sequence[str], number: int) -> str:
-        """Names a job's folder; `hydra.sweep.subdir` in ddp/run/settings/conf/train.yaml asks for it."""
-        varied[:] = varied or _varied_keys(sys.argv[1:])
-        return sweep.job_folder(overrides, varied, number=number)
-
-    OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
+        sys.argv[1:] = _quoted_paths(_free_keys(arguments), sweeps=arguments[:1] in (["-m"], ["--multirun"]))
+        task = Task(_varied_keys(sys.argv[1:]), _options(sys.argv[1:]))
+    OmegaConf.register_new_resolver("job_folder", task.job_folder, replace=True)
+    OmegaConf.register_new_resolver("sweep_folder", lambda name, date: name or f"sweep-{date}", replace=True)
     try:
         with bad_input_to(exit_with_error):
-            hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(job)()
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(task)()
     except OSError as error:
-        if jobs:
+        if task.has_begun:
             raise
-        exit_with_error(str(unwritable(error.filename, error)))  # before its first job Hydra only makes the folder
+        exit_with_error(str(unwritable(error.filename, error)))  # before that, only folders are made
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    finally:
-        if sweep_dir is not None:
-            sweep.show(sweep.gather(jobs, varied), sweep_dir)
-    sys.exit(next((job.status for job in jobs if job.status), 0))
+    sys.exit(0)  # after --cfg, say: a run and a sweep have ended the process
+
+
+@dataclass
+class Task:
+    """Makes one run when Hydra calls it, in this process or in one that a launcher of Hydra's has started.
+
+    Attributes:
+        varied: keys to which the command line gives several values.
+        options: Hydra's own, such as --config-dir, for the command line of a job.
+    """
+
+    varied: Sequence[str]
+    options: Sequence[str]
+    has_begun: bool = False
+
+    def __call__(self, composed: Any) -> float:
+        """Makes one run, and ends the process; or a job of a sweep, in a process of its own, and returns its objective.
+
+        Hydra has made the run's folder and set its interpolations.
+        """
+        from hydra.core.hydra_config import HydraConfig
+        from hydra.types import RunMode
+
+        settings = HydraConfig.get()
+        run_dir, overrides = Path(settings.runtime.output_dir), list(settings.overrides.task)
+        if settings.mode is RunMode.RUN:
+            with bad_input_to(exit_with_error), only_writer(run_dir):
+                config = continued(_checked(composed, overrides), overrides, run_dir)
+                self.has_begun = True
+                sys.exit(_trained(config, run_dir))
+        from ddp.run.launch.plugin import objective, of_sweep
+
+        if composed.sweep.parallel > 1:
+            raise ConfigError(
+                f"sweep.parallel={composed.sweep.parallel}: is for hydra/launcher=jobs; another launcher has settings "
+                "of its own"
+            )
+        (job,) = jobs.run(iter([of_sweep(overrides, run_dir)]), parallel=1, typed=typed_command(), options=self.options)
+        return objective(job)
+
+    def job_folder(self, overrides: Sequence[str], number: int, *, _root_: Any) -> str:
+        """Names a job's folder; `hydra.sweep.subdir` in ddp/run/settings/conf/train.yaml asks for it."""
+        varied = [*self.varied, *(_root_.hydra.sweeper.get("params") or ())]
+        return sweep.job_folder(overrides, varied, number=number)
+
+
+def _trained(config: Config, run_dir: Path) -> int:
+    """Prepares and makes a run; returns its status."""
+    if config.cluster.spec or config.cluster.task:
+        raise ConfigError("cluster.spec: every task needs it on its command line, and not in a file")
+    check_gpus(config)
+    check_strategy(config)
+    print(f"starting {counted(config.cluster.workers, 'worker')} for {shown(run_dir)}/ …", flush=True)
+    with leave_out():
+        importlib.import_module("ddp.run.build.stages")  # torch, which takes a second
+    prepare(config, run_dir)
+    return train(config, run_dir)
 
 
 def composed(overrides: Sequence[str]) -> tuple[Config, Path]:
@@ -160,6 +171,8 @@ def _offer_settings() -> None:
     from hydra.core.plugins import Plugins
     from hydra.plugins.config_source import ConfigResult, ConfigSource
     from omegaconf import OmegaConf
+
+    from ddp.run.launch.plugin import register
 
     def per_worker(*numbers: Any, _root_: Any) -> Any:
         """Makes `batch.global_size='${per_worker:32}'` grow with the workers; leaves what is not a number."""
@@ -199,6 +212,7 @@ def _offer_settings() -> None:
             return []
 
     Plugins.instance().register(Addresses)
+    register()
 
 
 def _free_keys(overrides: Sequence[str]) -> list[str]:
@@ -306,12 +320,20 @@ def _varied_keys(arguments: Sequence[str]) -> list[str]:
     return [override.key_or_group for override in overrides if override.is_sweep_override()]
 
 
+def _options(arguments: Sequence[str]) -> list[str]:
+    """Returns Hydra's own options of a sweep's command line, but for -m."""
+    words = [each for each in arguments if each.startswith("-") or not ("=" in each or each.startswith("~"))]
+    return [word for word in words if word not in ("-m", "--multirun")]
+
+
 def _checked(composed: Any, overrides: Sequence[str]) -> Config:
     """Returns the tree that Hydra composed as our dataclasses; `from_plain` checks it."""
     from omegaconf import OmegaConf
 
     for override in overrides:
         key, _, name = override.partition("=")
+        if key.lstrip("+").startswith("sweep."):
+            raise ConfigError(f"{override}: is for a sweep; add -m, and give a setting several values, as seed=1,2")
         if (group := key.removesuffix(".name")) in CHOICES and group != key:
             raise ConfigError(f"{override}: a name is not set by itself; choose {group}={name}")
     plain: Any = OmegaConf.to_container(composed, resolve=True)

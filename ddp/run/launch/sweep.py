@@ -1,9 +1,13 @@
 """A sweep: the folder of each of its jobs, and its results side by side, the best first.
 
     runs/sweep-DATE/cluster.workers=2,optim.lr=0.1/     a job; it is named by what the sweep varies
+                        job.json                        its settings, when it began and ended, with which status and
+                                                        objective (the main metric)
                     sweep.csv, sweep.json               all jobs so far, written anew after each of them
 
-The main metric and its direction come from the jobs' summary.json. Where there is none, speed decides.
+Nothing is remembered but what stands in the folder. So a sweep that goes on, another launcher of Hydra's, another
+sweeper and a search lead to the same table. The main metric and its direction come from the jobs' summary.json. Where
+there is none, speed decides.
 """
 
 from __future__ import annotations
@@ -15,26 +19,67 @@ import json
 import math
 import re
 import signal
+import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ddp.errors import ConfigError
 from ddp.process.arguments import shown
-from ddp.process.files import json_object, write_whole
+from ddp.process.files import json_object, make_folder, write_whole
 
 MOST_LETTERS = 120
 """A longer name of a folder is cut; file systems take 255 bytes for a name, and some of them less."""
+RESULT = "job.json"
+_SAME_RUN = ("resume", "trust")  # settings that may change while a job remains the same
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep, and its exit status."""
+    """One run of a sweep: what RUN_DIR/job.json holds.
+
+    Attributes:
+        overrides: its settings, as words of a command line.
+        status: the exit status of its process; None while it runs, and if nobody has seen its end.
+        objective: the main metric at the end; None without one, and of a job that has failed.
+        began, ended: seconds since 1970.
+        pruned: a search has stopped it, because others were better.
+    """
 
     overrides: Sequence[str]
     run_dir: Path
-    status: int
+    status: int | None = None
+    objective: float | None = None
+    began: float | None = None
+    ended: float | None = None
+    pruned: bool = False
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Job | None:
+        """Returns the job of a folder, or None if there is none, or if its file is damaged."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            found = cls(run_dir=run_dir, **json_object((run_dir / RESULT).read_text()))
+            return found if [*map(type, found.overrides)] == [str] * len(found.overrides) else None
+        return None
+
+    def begun(self) -> Job:
+        """Notes that the job begins now; returns it so."""
+        make_folder(self.run_dir)
+        return self._written(began=time.time())
+
+    def done(self, status: int, *, pruned: bool = False) -> Job:
+        """Notes that the job has ended now; returns it so."""
+        job = replace(self, status=status)
+        objective = job.number(job.summary.get("main_metric", "")) if status == 0 else None
+        return self._written(status=status, objective=objective, ended=time.time(), pruned=pruned)
+
+    def _written(self, **changes: Any) -> Job:
+        job = replace(self, **changes)
+        plain = {key: value for key, value in asdict(job).items() if key != "run_dir"}
+        write_whole(job.run_dir / RESULT, json.dumps({**plain, "overrides": list(job.overrides)}, indent=1) + "\n")
+        return job
 
     @property
     def settings(self) -> dict[str, str]:
@@ -56,8 +101,27 @@ class Job:
         return value if isinstance(value, (int, float)) and not math.isnan(value) else None
 
 
+def earlier(job: Job) -> Job | None:
+    """Returns the same job as an earlier command has left it; None if its folder is new.
+
+    Raises:
+        ConfigError: its folder holds another run.
+    """
+    found = Job.read(job.run_dir)
+    if found is None:
+        if (job.run_dir / "config.yaml").exists():
+            raise ConfigError(f"{job.run_dir} holds a run that is no job of a sweep; take another sweep.name")
+        return None
+    then, now = ({k: v for k, v in each.settings.items() if k not in _SAME_RUN} for each in (found, job))
+    for key in [*then, *now]:
+        if then.get(key) != now.get(key):
+            has, wants = (f"{key}={each[key]}" if key in each else f"no {key}" for each in (then, now))
+            raise ConfigError(f"{job.run_dir} holds a job with {has}, and not {wants}; take another sweep.name")
+    return found
+
+
 class Results(NamedTuple):
-    """A sweep's jobs, the best first; the keys that it varies; and the metric that orders it, "" if there is none."""
+    """A sweep's jobs, the best first; the keys that differ; and the metric that orders it, "" if there is none."""
 
     jobs: Sequence[Job]
     varied: Sequence[str]
@@ -66,14 +130,16 @@ class Results(NamedTuple):
 
 def job_folder(overrides: Sequence[str], varied: Collection[str], *, number: int) -> str:
     """Returns the name of a job's folder: what the sweep varies, and the job's number where that alone is no name."""
-    settings = Job(overrides, Path(), 0).settings
+    settings = Job(overrides, Path()).settings
     wanted = ",".join(f"{key}={settings[key]}" for key in settings if key in varied)
     name = re.sub(r"[^A-Za-z0-9_.,=+-]", "_", wanted)[:MOST_LETTERS]
     return name if name and name == wanted else f"{name},job={number}".lstrip(",")
 
 
-def gather(jobs: Sequence[Job], varied: Collection[str]) -> Results:
-    """Reads what the jobs have left, and orders it. `varied`: the keys that the command line gives several values."""
+def gather(folder: Path) -> Results:
+    """Reads what the jobs of a sweep have left so far, and orders it."""
+    found = [job for path in folder.glob(f"*/{RESULT}") if (job := Job.read(path.parent)) is not None]
+    jobs = sorted(found, key=lambda job: job.began or 0.0)
     judged = next((job.summary for job in jobs if "main_metric" in job.summary), {})
     main_metric, sign = judged.get("main_metric", ""), 1 if judged.get("higher_is_better") else -1
 
@@ -82,8 +148,17 @@ def gather(jobs: Sequence[Job], varied: Collection[str]) -> Results:
         return job.status != 0, math.inf if metric is None else -sign * metric, -(rate or 0.0)
 
     keys = dict.fromkeys(key for job in jobs for key in job.settings)
-    differ = [key for key in keys if key in varied or len({job.settings.get(key) for job in jobs}) > 1]
-    return Results(sorted(jobs, key=place), differ, main_metric)
+    varied = [key for key in keys if len(jobs) == 1 or len({job.settings.get(key) for job in jobs}) > 1]
+    return Results(sorted(jobs, key=place), varied, main_metric)
+
+
+def conclude(folder: Path) -> int:
+    """Writes and prints the table. Returns the status of the sweep: that of the first job that is not done."""
+    results = gather(folder)
+    write(results, folder)
+    show(results, folder)
+    statuses = (1 if job.status is None else job.status for job in results.jobs)
+    return next((status for status in statuses if status), 0)
 
 
 def write(results: Results, folder: Path) -> None:
@@ -131,7 +206,7 @@ def show(results: Results, folder: Path) -> None:
             *(Text(job.settings.get(key, "")) for key in results.varied),
             *([metric_in_words(results.main_metric, metric)] if results.main_metric else []),
             "" if rate is None else f"{rate:,.0f}",
-            _ended(job.status),
+            ending(job),
         )
     console = Console()
     if not console.is_terminal:
@@ -140,8 +215,11 @@ def show(results: Results, folder: Path) -> None:
     console.print(table)
 
 
-def _ended(status: int) -> str:
-    """Returns the meaning of an exit status; `command_line.py` has the table."""
+def ending(job: Job) -> str:
+    """Returns how a job has ended, in words; `command_line.py` has the table of statuses."""
+    status = job.status
+    if job.pruned or status is None:
+        return "pruned" if job.pruned else "unfinished"
     if status > 128:
         return f"stopped by {signal.Signals(status - 128).name} (status {status})"
     return {0: "done", 2: "refused (status 2)"}.get(status, f"failed (status {status})")

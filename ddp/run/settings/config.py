@@ -439,6 +439,18 @@ class Run:
 
 
 @dataclass(kw_only=True, slots=True)
+class Sweep:
+    """The jobs of a sweep (-m) or a search, each a process of its own."""
+
+    name: str | None = setting(
+        None,
+        "name of the folder of all jobs, below runs/; the same command again runs what is missing there or has failed; "
+        "null: date and time",
+    )
+    parallel: int = setting(1, "jobs that run at the same time, each on cores of its own", at_least=1)
+
+
+@dataclass(kw_only=True, slots=True)
 class Cluster:
     """The processes that train."""
 
@@ -588,6 +600,7 @@ class Config(Training):
     )
     init_from: InitFrom = field(default_factory=InitFrom)
     run: Run = field(default_factory=Run)
+    sweep: Sweep = field(default_factory=Sweep)
     cluster: Cluster = field(default_factory=Cluster)
     batch: Batch = field(default_factory=Batch)
     comm: Comm = field(default_factory=Comm)

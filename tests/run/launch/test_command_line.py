@@ -109,14 +109,16 @@ def seen(run_dir: Path, rank: int) -> dict[str, Any]:
 
 
 def test_sweep_runs_each_world_size_in_a_folder_of_its_own(tmp_path: Path, command: Command) -> None:
-    status, out, err = command("-m", "cluster.workers=1,2", "cluster.threads_per_worker=1")
+    words = ["-m", "cluster.workers=1,2", "cluster.threads_per_worker=1", "sweep.name=mine"]
+    status, out, err = command(*words)
     assert (status, err) == (0, "")
     assert "this is rank 0" in out and "this is rank 1" not in out
-    assert "starting 1 worker for runs/sweep-" in out
-    assert "cluster.workers" in (table := out.partition("\nsweep in runs/")[2])
+    assert "starting 1 worker for runs/mine/cluster.workers=1/" in out
+    assert command(*words) == (0, table := out[out.index("sweep in runs/") :], ""), "all is there already"
+    assert "cluster.workers" in table
     assert "cluster.threads" not in table, "it shows what differs"
     assert out.count("finished 0.5") == 2
-    (sweep,) = (tmp_path / "runs").glob("sweep-*")
+    (sweep,) = (tmp_path / "runs").iterdir()
     for job, workers in [("cluster.workers=1", 1), ("cluster.workers=2", 2)]:
         run_dir = sweep / job
         config = from_plain(yaml.safe_load((run_dir / "config.yaml").read_text()))
@@ -128,6 +130,31 @@ def test_sweep_runs_each_world_size_in_a_folder_of_its_own(tmp_path: Path, comma
             assert (about["workers"], about["threads"], about["omp"], about["mkl"]) == (workers, 1, "1", "AUTO")
     assert "this is rank 1" in (sweep / "cluster.workers=2" / "logs" / "rank-1.log").read_text()
     assert not list(tmp_path.rglob(".hydra"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-m", "seed=1,2", "sweep.parallel=1000"], "sweep.parallel=1000: each job has cores of its own, and"),
+        (["-m", "seed=1,2", "sweep.parallel=1,2"], "sweep.parallel: all jobs of a sweep share it; give it one value"),
+        (["-m", "seed=1,2", "sweep.parallel=0"], "sweep.parallel=0: must be at least 1"),
+        (["sweep.name=mine"], "sweep.name=mine: is for a sweep; add -m, and give a setting several values"),
+    ],
+)
+def test_bad_input_of_a_sweep(arguments: list[str], words: str, tmp_path: Path, command: Command) -> None:
+    status, out, err = command(*arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"error: {words}")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_another_launcher_leads_to_the_same_table(tmp_path: Path, command: Command) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="pip install hydra-submitit-launcher")
+    launcher = "hydra/launcher=submitit_local"
+    status, out, _ = command("-m", "cluster.workers=1", "seed=1,404", "sweep.name=mine", launcher)
+    assert status == 2 and "refused (status 2)" in out
+    table = (tmp_path / "runs" / "mine" / "sweep.csv").read_text().splitlines()
+    assert table == ["seed,test_accuracy,samples_per_s,seconds,status,folder", "1,0.5,,,0,seed=1", "404,,,,2,seed=404"]
 
 
 def test_signal_to_the_parent_or_to_one_worker_ends_in_the_documented_status(tmp_path: Path) -> None:

@@ -6,6 +6,10 @@ import csv
 import json
 import math
 import os
+import re
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +17,11 @@ from typing import Any
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from ddp.errors import ConfigError
 from ddp.process.arguments import setting_for, train_command
+from ddp.run.launch import jobs
 from ddp.run.launch.command_line import _varied_keys
-from ddp.run.launch.sweep import Job, gather, job_folder, show, write
+from ddp.run.launch.sweep import Job, conclude, earlier, gather, job_folder, show, write
 from ddp.units import counted
 
 ACCURATE = {"main_metric": "test_accuracy", "higher_is_better": True}
@@ -28,11 +34,11 @@ def jobs_of(folder: Path, summaries: Mapping[str, Mapping[str, Any] | None], *, 
     for number, (value, summary) in enumerate(summaries.items()):
         overrides = [f"data.root={value}", "epochs=1"]
         run_dir = folder / job_folder(overrides, ["data.root"], number=number)
-        run_dir.mkdir(parents=True)
+        job = Job(overrides, run_dir).begun()
         if summary is not None:
             main = {"main_metric": "test_loss", "higher_is_better": False} if "test_loss" in summary else {}
             (run_dir / "summary.json").write_text(json.dumps(main | summary))
-        jobs.append(Job(overrides, run_dir, status=failed if summary is None else 0))
+        jobs.append(job.done(failed if summary is None else 0))
     return jobs
 
 
@@ -51,7 +57,8 @@ def jobs_of(folder: Path, summaries: Mapping[str, Mapping[str, Any] | None], *, 
 def test_the_best_job_comes_first_and_is_marked(
     summaries: dict[str, Any], order: str, mark: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    results = gather(jobs_of(tmp_path, summaries), ["data.root"])
+    jobs_of(tmp_path, summaries)
+    results = gather(tmp_path)
     assert [row.settings["data.root"] for row in results.jobs] == list(order)
     show(results, Path("runs"))
     out = capsys.readouterr().out
@@ -65,7 +72,8 @@ def test_at_80_columns_no_value_is_cut_off_and_how_a_job_ended_is_said(
     status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     summary = {"test_accuracy": 0.1234, "samples_per_s": 12345.6} | ACCURATE
-    results = gather(jobs_of(tmp_path, {LONG: summary, LONG + "b": None}, failed=status), [])
+    jobs_of(tmp_path, {LONG: summary, LONG + "b": None}, failed=status)
+    results = gather(tmp_path)
     for name, value in [("TTY_COMPATIBLE", "1"), ("FORCE_COLOR", "1"), ("TERM", "dumb"), ("COLUMNS", "80")]:
         monkeypatch.setenv(name, value)
     show(results, Path("runs"))
@@ -80,20 +88,124 @@ def test_at_80_columns_no_value_is_cut_off_and_how_a_job_ended_is_said(
 
 
 def test_the_files_hold_what_varied_and_what_came_out(tmp_path: Path) -> None:
-    jobs = jobs_of(tmp_path, {"a,b": {"test_loss": 2.0, "seconds": 3, "steps": 5}, "c": {"test_loss": 1.0}, "d": None})
-    for number in range(len(jobs) + 1):  # as after each job, also when the sweep is interrupted
-        write(gather(jobs[:number], ["data.root"]), tmp_path)
+    summaries = {"a,b": {"test_loss": 2.0, "seconds": 3, "steps": 5}, "c": {"test_loss": 1.0}, "d": None}
+    for value, summary in summaries.items():  # as after each job, also when the sweep is interrupted
+        (job,) = jobs_of(tmp_path, {value: summary})
+        assert job.objective == (summary or {}).get("test_loss"), "its main metric"
+        write(gather(tmp_path), tmp_path)
+    Job(["data.root=e"], tmp_path / "data.root=e").begun()
+    for name, text in [("broken", "{"), ("of-another", '{"overrides": 3}'), ("no-job", None)]:
+        (tmp_path / name).mkdir()
+        if text is not None:
+            (tmp_path / name / "job.json").write_text(text)
+    assert conclude(tmp_path) == 1
     with (tmp_path / "sweep.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["data.root"], row["test_loss"], row["seconds"], row["status"]) for row in rows] == [
         ("c", "1.0", "", "0"),
         ("a,b", "2.0", "3", "0"),
         ("d", "", "", "1"),
+        ("e", "", "", ""),
     ]
     entries = json.loads((tmp_path / "sweep.json").read_text())
     assert [entry["folder"] for entry in entries] == [row["folder"] for row in rows]
     assert entries[1]["settings"] == {"data.root": "a,b", "epochs": "1"} and entries[1]["summary"]["steps"] == 5
     assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {"sweep.csv", "sweep.json"}
+
+
+def test_a_job_is_the_same_if_its_settings_are(tmp_path: Path) -> None:
+    run_dir = tmp_path / "optim.lr=0.1"
+    job = Job(["optim.lr=0.1", "epochs=1"], run_dir)
+    assert earlier(job) is None
+    stopped = job.begun().done(143)
+    assert earlier(Job(["epochs=1", "++optim.lr=0.1", "resume=auto"], run_dir)) == stopped
+    for overrides, words in [
+        (["optim.lr=0.1", "epochs=2"], "holds a job with epochs=1, and not epochs=2; take another sweep.name"),
+        (["optim.lr=0.1"], "holds a job with epochs=1, and not no epochs"),
+    ]:
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            earlier(Job(overrides, run_dir))
+    (run_dir / "job.json").unlink()
+    (run_dir / "config.yaml").touch()
+    with pytest.raises(ConfigError, match="holds a run that is no job of a sweep"):
+        earlier(job)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux alone has affinity")
+@pytest.mark.parametrize("parallel", [1, 2, 3])
+def test_parallel_jobs_divide_the_cores_and_share_none(parallel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = {*range(8)}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
+    monkeypatch.setattr(jobs, "_siblings", lambda core: (0, core % 4))  # 1 and 5 are threads of one core
+    shares = [jobs._share_of_cores(share, parallel) for share in range(parallel)]
+    assert sorted(core for share in shares for core in share) == sorted(cores)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert parallel != 2 or [*map(set, shares)] == [{0, 1, 4, 5}, {2, 3, 6, 7}]
+    with pytest.raises(ConfigError, match=r"sweep\.parallel=9: each job has cores of its own, and 8 can"):
+        jobs.check_parallel(9)
+    jobs.check_parallel(8)
+
+
+SCRIPT = """
+import pathlib, signal, sys, time
+here = pathlib.Path(sys.argv[1])
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+(here / "ready").touch()
+while "wait" in sys.argv[2:]:
+    time.sleep(0.01)
+sys.exit(3 * ("fail" in sys.argv[2:]))
+"""
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Makes jobs of this script, in the place of training; returns the settings of each that begins."""
+    words: list[list[str]] = []
+
+    def start(job: Job, settings: list[str], *_: Any) -> subprocess.Popen[bytes]:
+        words.append(settings)
+        return subprocess.Popen([sys.executable, "-IS", "-c", SCRIPT, str(job.run_dir), *settings])
+
+    monkeypatch.setattr(jobs, "_start", start)
+    return words
+
+
+def test_jobs_run_side_by_side_and_after_a_signal_goes_on_what_is_missing(
+    tmp_path: Path, started: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = ["done", "fail", "wait", "wait", "x"]
+    todo = [Job([kind], tmp_path / f"job={number}") for number, kind in enumerate(kinds)]
+
+    def ready(_: Job) -> bool:
+        if all((job.run_dir / "ready").exists() for job in todo[2:4]):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert not todo[4].run_dir.exists()
+        return False
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match="143"):
+        for job in jobs.run(iter(todo), parallel=2, typed="train", is_hopeless=ready):
+            assert Job.read(job.run_dir) == job
+    assert signal.getsignal(signal.SIGTERM) is before
+    found = [Job.read(job.run_dir) for job in todo]
+    assert [job and job.status for job in found] == [0, 3, 143, 143, None] and found[-1] is None
+    assert "job=2/: stopped by SIGTERM (status 143)" in capsys.readouterr().out
+
+    (todo[2].run_dir / "config.yaml").touch()  # it had begun to train
+    again = [Job(["done"], todo[0].run_dir), *todo[1:2], Job(["wait"], todo[2].run_dir), todo[4]]
+    started.clear()
+    hopeless = todo[2].run_dir / "ready"
+    hopeless.unlink()
+
+    def is_hopeless(job: Job) -> bool:
+        return job.run_dir == hopeless.parent and hopeless.exists()
+
+    ended = list(jobs.run(iter(again), parallel=1, typed="", in_view=True, is_hopeless=is_hopeless))
+    assert [job.status for job in ended] == [0, 3, 143, 0]
+    assert [job.pruned for job in ended] == [False, False, True, False]
+    group = f"run.group={tmp_path.name}"
+    assert [words[:-2] for words in started] == [[group], [group, "resume=auto"], [group]]
+    assert started[1][-2:] == ["wait", f'hydra.run.dir="{again[2].run_dir}"']
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_hydra_starts_from_the_defaults_of_the_dataclasses(tmp_path: Path) -> No
         ("lr=0.1", "unknown key lr. Did you mean optim.lr? Valid: "),
         ("+lr=0.1", "unknown key lr. Did you mean optim.lr? Valid: "),
         ("workers=4", "Did you mean cluster.workers?"),
-        ("name=mine", "Did you mean run.name?"),
+        ("name=mine", "Did you mean run.name or sweep.name?"),
         ("width=8", "Did you mean model.width?"),
         ("every_steps=9", "Did you mean checkpoint.every_steps or evaluate.every_steps?"),
         ("optim.warmup_steps=9", "Did you mean schedule.warmup_steps? Valid in optim: base_batch, "),

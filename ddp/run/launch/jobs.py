@@ -1,0 +1,196 @@
+"""Jobs of a sweep or a search: each a process on cores of its own, the next one as soon as one has ended.
+
+    run                     job.py, in a session of its own
+     │  starts               └─ the command line of one run: launcher and workers, as without a sweep
+     │  waits, writes RUN_DIR/job.json
+     ▼
+    sweep.gather            the table, from the folder
+
+What a job prints stands in its RUN_DIR/logs/job.log if several run at the same time, because their lines would mix.
+A signal to this process goes on to all jobs that run. Each of them stops in agreement, saves, and none begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddp.errors import ConfigError
+from ddp.process.arguments import quoted, shown
+from ddp.process.files import make_folder, to_append
+from ddp.process.memory import available_cores
+from ddp.run.launch.sweep import Job, earlier, ending
+from ddp.train.stopping import stop_signals
+
+POLL_S = 0.05
+_TAIL = 15  # lines of the log of a job that has failed
+
+
+@dataclass
+class _Running:
+    """A job's process, the number of its share of the cores, and how many of the signals it has been told."""
+
+    job: Job
+    process: subprocess.Popen[bytes]
+    share: int
+    num_told: int = 0
+    is_hopeless: bool = False
+
+
+def check_parallel(parallel: int) -> None:
+    """Raises ConfigError if the jobs cannot have a core each."""
+    cores = available_cores()
+    if parallel > cores:
+        raise ConfigError(
+            f"sweep.parallel={parallel}: each job has cores of its own, and {cores} can be used here; take at most that"
+        )
+
+
+def run(
+    jobs: Iterator[Job],
+    *,
+    parallel: int,
+    typed: str,
+    options: Sequence[str] = (),
+    in_view: bool | None = None,
+    is_hopeless: Callable[[Job], bool] = lambda _: False,
+) -> Iterator[Job]:
+    """Runs jobs, and yields each when it has ended. A job that is done already is yielded as it is.
+
+    Args:
+        jobs: the next one is taken when there are cores for it.
+        typed: the command that one job alone would be typed as, without its settings.
+        options: Hydra's own, for each job.
+        in_view: the jobs print to this process's output; None: if there is one at a time.
+        is_hopeless: is asked again and again while a job runs; if it returns True, the job is asked to stop.
+
+    Raises:
+        ConfigError: the folder of a job holds another run.
+        SystemExit: a signal has stopped all.
+    """
+    running: list[_Running] = []
+    is_seen = parallel == 1 if in_view is None else in_view
+    with _heard(running) as got:
+        todo = iter(jobs)
+        while True:
+            while not got and len(running) < parallel and (job := next(todo, None)) is not None:
+                before = earlier(job)
+                if before is not None and before.status == 0:
+                    yield before
+                    continue
+                share = min({*range(parallel)} - {each.share for each in running})
+                cores = _share_of_cores(share, parallel) if parallel > 1 else []
+                words = _words(job, goes_on=before is not None and (job.run_dir / "config.yaml").exists())
+                job = job.begun()
+                running.append(_Running(job, _start(job, [*options, *words], typed, cores, is_seen), share))
+            if not running:
+                break
+            for each in [each for each in running if each.process.poll() is not None]:
+                running.remove(each)
+                status = each.process.returncode
+                ended = each.job.done(status if status >= 0 else 128 - status, pruned=each.is_hopeless and status != 0)
+                if not is_seen:
+                    _tell(ended)
+                yield ended
+            for each in running:
+                for number in got[each.num_told :]:
+                    each.process.send_signal(number)
+                each.num_told = len(got)
+                if not got and not each.is_hopeless and is_hopeless(each.job):
+                    each.is_hopeless = True
+                    each.process.terminate()
+            time.sleep(POLL_S)
+    if got:
+        sys.exit(128 + got[0])
+
+
+def _start(
+    job: Job, words: Sequence[str], typed: str, cores: Sequence[int], is_seen: bool
+) -> subprocess.Popen[bytes]:
+    """Starts a job's process, in a session of its own, so that signals of the terminal reach it through this one."""
+    bootstrap = [sys.executable, "-P", str(Path(__file__).parent / "bootstrap.py"), "ddp.run.launch.job"]
+    about = ["--parent", str(os.getpid()), "--cores", ",".join(map(str, cores)), "--typed", typed]
+    command = [*bootstrap, *about, str(job.run_dir), "--", *words]
+    if is_seen:
+        sys.stdout.flush()
+        return subprocess.Popen(command, start_new_session=True)
+    logs = job.run_dir / "logs"
+    make_folder(logs)
+    with to_append(logs / "job.log") as log:
+        return subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+
+def _words(job: Job, *, goes_on: bool) -> list[str]:
+    """Returns the settings of a job's command line; its own come after those that the sweep proposes."""
+    resume = ["resume=auto"] if goes_on else []
+    group = f"run.group={quoted(job.run_dir.parent.name)}"
+    return [group, *resume, *job.overrides, f"hydra.run.dir={quoted(str(job.run_dir))}"]
+
+
+def _share_of_cores(share: int, parallel: int) -> list[int]:
+    """Returns one of `parallel` equal parts of the cores that this process may use; both threads of a core together."""
+    cores = sorted(os.sched_getaffinity(0), key=lambda core: (_siblings(core), core))
+    return cores[share * len(cores) // parallel : (share + 1) * len(cores) // parallel]
+
+
+def _siblings(core: int) -> tuple[int, int]:
+    """Returns package and core that a logical processor belongs to; itself where the kernel does not say."""
+    topology = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
+    with contextlib.suppress(OSError, ValueError):
+        return int((topology / "physical_package_id").read_text()), int((topology / "core_id").read_text())
+    return 0, core
+
+
+def _tell(job: Job) -> None:
+    """Prints how a job has ended that has printed to its log; if it has failed, with the end of that log."""
+    objective = "" if job.objective is None else f", {job.summary['main_metric']} {job.objective:.6g}"
+    print(f"{shown(job.run_dir)}/: {ending(job)}{objective}", flush=True)
+    if job.status in (1, 2):
+        log = job.run_dir / "logs" / "job.log"
+        lines = log.read_text(errors="replace").splitlines()[-_TAIL if job.status == 1 else -1 :]
+        print("\n".join([f"the end of {shown(log)}:", *lines]), file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _heard(running: Sequence[_Running]) -> Iterator[list[signal.Signals]]:
+    """Yields the signals that have asked to stop; passes on Ctrl-Z; after an error, ends the jobs that run."""
+    got: list[signal.Signals] = []
+
+    def stop(number: int, _: Any) -> None:
+        got.append(signal.Signals(number))
+
+    def pause(*_: Any) -> None:
+        for number in (signal.SIGTSTP, signal.SIGCONT):
+            for each in running:
+                each.process.send_signal(number)
+            if number is signal.SIGTSTP:
+                os.kill(os.getpid(), signal.SIGSTOP)  # returns when this process is continued
+
+    handlers: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = dict.fromkeys(stop_signals(), stop)
+        if signal.getsignal(signal.SIGQUIT) is not signal.SIG_IGN:
+            handlers[signal.SIGQUIT] = stop
+        if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
+            handlers[signal.SIGTSTP] = pause
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield got
+    except BaseException:
+        for each in running:
+            each.process.terminate()
+        for each in running:
+            each.process.wait()
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,118 @@
+"""Hydra's side of a sweep: a launcher that runs each job as a process of its own, and the table at the end.
+
+`hydra/launcher=jobs` is the default. Hydra takes launchers from its own namespace alone, where `register` puts this
+one. With another launcher (submitit's, joblib's, Hydra's basic one) each job calls the task function of
+`command_line.py`, and that does for one job what this launcher does for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from hydra.experimental.callback import Callback
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from ddp.errors import ConfigError
+from ddp.process.arguments import quoted, train_command, typed_command
+from ddp.process.files import hold
+from ddp.run.launch import jobs, sweep
+from ddp.run.launch.sweep import Job
+from ddp.run.settings.config import Sweep
+from ddp.run.settings.reader import from_plain
+
+
+def objective(job: Job) -> float:
+    """Returns what a sweeper makes better: the main metric; not a number if the job has failed or has none.
+
+    Whether more is better is the sweeper's setting: Optuna's, say, has hydra.sweeper.direction=maximize.
+    """
+    return math.nan if job.objective is None else job.objective
+
+
+class Jobs(Launcher):
+    """Runs the jobs of a batch, `sweep.parallel` at a time."""
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Takes over what Hydra knows; refuses settings of the sweep that cannot work."""
+        self.context, self.config, self.options = hydra_context, config, getattr(task_function, "options", ())
+        if varied := [each for each in getattr(task_function, "varied", ()) if each.startswith("sweep.")]:
+            raise ConfigError(f"{varied[0]}: all jobs of a sweep share it; give it one value")
+        self.settings: Sweep = from_plain({"sweep": OmegaConf.to_container(config.sweep)}).sweep
+        jobs.check_parallel(self.settings.parallel)
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Runs one job for each entry; returns their objectives."""
+        setup_globals()
+        todo = [self._job(list(overrides), number) for number, overrides in enumerate(job_overrides, initial_job_idx)]
+        folder = Path(self.config.hydra.sweep.dir).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        for job in todo:
+            sweep.earlier(job)  # refuses before the first one begins
+        found = {}
+        with contextlib.closing(hold(folder)):
+            try:
+                each_once = {job.run_dir: job for job in todo}.values()
+                for job in jobs.run(
+                    iter(each_once), parallel=self.settings.parallel, typed=typed_command(), options=self.options
+                ):
+                    found[job.run_dir] = job
+                    sweep.write(sweep.gather(folder), folder)
+            except SystemExit:
+                sweep.conclude(folder)
+                given = [each for each in sys.argv[1:] if not each.startswith("sweep.name=")]
+                again = train_command(*given, f"sweep.name={quoted(folder.name)}")
+                print(f"the sweep continues with {again}", file=sys.stderr, flush=True)
+                raise
+        return [_returned(found[job.run_dir]) for job in todo]
+
+    def _job(self, overrides: list[str], number: int) -> Job:
+        """Composes a job, as Hydra's own launcher does; returns its settings and folder."""
+        config = self.context.config_loader.load_sweep_config(self.config, overrides)
+        with open_dict(config):
+            config.hydra.job.id = config.hydra.job.num = number
+        HydraConfig.instance().set_config(config)
+        return of_sweep(config.hydra.overrides.task, Path(config.hydra.sweep.dir, config.hydra.sweep.subdir).absolute())
+
+
+def of_sweep(overrides: Sequence[str], run_dir: Path) -> Job:
+    """Returns the job of these settings, without those of the sweep as a whole."""
+    return Job([each for each in overrides if not each.lstrip("+").startswith("sweep.")], run_dir)
+
+
+def _returned(job: Job) -> JobReturn:
+    returned = JobReturn(overrides=job.overrides, working_dir=str(job.run_dir), status=JobStatus.COMPLETED)
+    returned.return_value = objective(job)
+    return returned
+
+
+class Table(Callback):
+    """Ends a sweep: gathers, writes and prints its table, and ends the process with its status."""
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        """Is called by Hydra once all jobs have ended."""
+        sys.exit(sweep.conclude(Path(config.hydra.sweep.dir).absolute()))
+
+
+def register() -> None:
+    """Makes `hydra/launcher=jobs` known to Hydra, which finds plugins below this name alone."""
+    home = "hydra_plugins"
+    Plugins.instance()  # has imported the others
+    if home not in sys.modules:
+        sys.modules[home] = ModuleType(home)
+        sys.modules[home].__path__ = []
+    sys.modules[f"{home}.ddp"] = sys.modules[__name__]
+    Jobs.__module__ = f"{home}.ddp"
+    Plugins.instance().register(Jobs)
+    ConfigStore.instance().store("jobs", {"_target_": f"{home}.ddp.Jobs"}, group="hydra/launcher", provider="ddp")
