@@ -97,6 +97,7 @@ if TYPE_CHECKING:
     from ddp.train.evaluate import evaluate as evaluate
     from ddp.train.evaluate import predict as predict
     from ddp.train.fit import fit as fit
+    from ddp.train.profiler import Profiler as Profiler
     from ddp.train.state import StepReport as StepReport
     from ddp.train.state import TrainState as TrainState
     from ddp.train.tasks.cross_entropy import ByteModel as ByteModel
@@ -131,6 +132,7 @@ _HOMES = {
     "NaiveDataParallel": "ddp.replica.naive",
     "PeerLost": "ddp.errors",
     "predict": "ddp.train.evaluate",
+    "Profiler": "ddp.train.profiler",
     "Reading": "ddp.policies",
     "shutdown": "ddp.comm.session",
     "Splits": "ddp.data.samples",

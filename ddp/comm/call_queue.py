@@ -67,8 +67,8 @@ class CallQueue:
         self._rank, self._world_ranks = rank, world_ranks
         self.neighbour = (rank + 1) % len(world_ranks)
         self._watchdog, self._gather = watchdog, gather
-        self._runner = Runner(f"ddp-collectives-{rank}", device)
-        self._beside = Runner(f"ddp-chain-{rank}", device)  # for what a chain does not wait for
+        self._runner = Runner(f"ddp-collectives-{rank}", device, self.history)
+        self._beside = Runner(f"ddp-chain-{rank}", device, self.history)  # for what a chain does not wait for
         self.runners = [self._runner, self._beside]
         self.release: Callable[[], None] = lambda: None
         self._turn = threading.Lock()  # held while a collective runs
@@ -176,6 +176,8 @@ class CallQueue:
             in_profile = profiler._is_profiler_enabled  # on any thread
             result = recorded(call.range, collective) if in_profile else collective()
             self._is_through(noted)
+            if (recorder := self.history.recorder) is not None:
+                recorder.ended(noted)
             return result
         except TransportError as error:
             self.error = lost = self._lost(error)

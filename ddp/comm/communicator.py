@@ -46,7 +46,7 @@ from ddp.comm.transport.edge import Transport
 from ddp.comm.transport.nccl import NcclTransport
 from ddp.comm.verbs import Later, Now, Result, Verbs
 from ddp.comm.watch.call import Call
-from ddp.comm.watch.history import plain_calls
+from ddp.comm.watch.history import History, plain_calls
 from ddp.comm.watch.watchdog import Watchdog
 from ddp.comm.work import Work
 from ddp.errors import ConfigError, PeerLost
@@ -278,6 +278,16 @@ class Communicator(Verbs):
     def num_calls(self) -> int:
         """The number of collective calls that this rank has made."""
         return self._queue.num_calls
+
+    @property
+    def history(self) -> History:
+        """The last calls, those of subgroups left out."""
+        return self._queue.history
+
+    @property
+    def background_threads(self) -> set[int]:
+        """The numbers of the threads that run collectives beside those that call them."""
+        return {runner.thread for runner in self._queue.runners if runner.thread is not None}
 
     def recent_calls(self) -> list[dict[str, Any]]:
         """Returns this rank's last calls, in the order in which they began, as plain values. Not collective.

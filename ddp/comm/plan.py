@@ -310,9 +310,13 @@ class Plan:
 
         return self._asked("predict", nbytes, seconds)
 
+    def figures(self) -> Measured:
+        """Returns the figures of the links. Collective: the first call measures."""
+        return self._asked("figures", 0, lambda: self.measured)
+
     @property
     def measured(self) -> Measured:
-        """The figures of the links. Collective: the first question measures."""
+        """The figures of the links, for a question that has its turn. Collective: the first one measures."""
         if self._measured is None:
             self._measured = calibrate(self._collectives, self._settings)
         return self._measured

@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -33,7 +33,7 @@ from ddp.comm.call_queue import LET_GO_S, CallQueue, Result
 from ddp.comm.transport.edge import Gather, TransportError
 from ddp.comm.transport.nccl import NcclTransport
 from ddp.comm.watch.call import Call
-from ddp.comm.watch.history import Noted
+from ddp.comm.watch.history import History, Noted
 from ddp.comm.watch.watchdog import Watchdog
 from ddp.comm.work import Work, done, hold_current_stream
 from ddp.errors import CommunicatorBroken, PeerLost, first_line
@@ -78,8 +78,8 @@ class Flight:
 class StreamWork(Work[Result]):
     """A collective that has been enqueued. `wait` makes the caller's stream wait for it, and returns at once."""
 
-    def __init__(self, flight: Flight, result: Result, device: torch.device) -> None:
-        self._flight, self._result, self._device = flight, result, device
+    def __init__(self, flight: Flight, result: Result, device: torch.device, history: History) -> None:
+        self._flight, self._result, self._device, self._history = flight, result, device, history
 
     @property
     def done_s(self) -> float:  # type: ignore[override]
@@ -88,7 +88,8 @@ class StreamWork(Work[Result]):
 
     def wait(self, timeout_s: float | None = None) -> Result:
         assert self._flight.ended is not None
-        hold_current_stream(self._flight.ended, self._result, self._device)
+        with nullcontext() if self._history.recorder is None else self._history.recorder.waiting():
+            hold_current_stream(self._flight.ended, self._result, self._device)
         return self._result
 
     def is_completed(self) -> bool:
@@ -145,7 +146,7 @@ class StreamQueue(CallQueue):
                     raise
                 finally:
                     flight.ended = self._stream.record_event()
-        work = StreamWork(flight, result, self._device)
+        work = StreamWork(flight, result, self._device, self.history)
         return work if async_op else work.wait()
 
     def _begin(self, call: Call) -> None:

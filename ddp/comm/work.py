@@ -28,6 +28,7 @@ from typing_extensions import TypeVar
 
 from ddp import gpu
 from ddp.comm.watch.call import Call, recorded
+from ddp.comm.watch.history import History
 from ddp.process.clock import now_s
 
 CPU = torch.device("cpu")
@@ -60,8 +61,15 @@ class Work(ABC, Generic[Result]):
 class ThreadWork(Work[Result]):
     """A collective of a `Runner`, or one that has ended."""
 
-    def __init__(self, collective: Callable[[], Result], device: torch.device = CPU, call: Call | None = None) -> None:
+    def __init__(
+        self,
+        collective: Callable[[], Result],
+        device: torch.device = CPU,
+        call: Call | None = None,
+        history: History | None = None,
+    ) -> None:
         self._collective: Callable[[], Result] | None = collective
+        self._history = history  # whose recorder measures the wait
         self._call = call  # names the wait in a profile
         self._future: Future[Result] = Future()
         self._inference = torch.is_inference_mode_enabled()  # of the caller, whose tensors it works on
@@ -95,6 +103,13 @@ class ThreadWork(Work[Result]):
         return None if self._finished is None else (self._finished, collective)
 
     def wait(self, timeout_s: float | None = None) -> Result:
+        recorder = None if self._history is None else self._history.recorder
+        if recorder is None:
+            return self._waited_for(timeout_s)
+        with recorder.waiting():
+            return self._waited_for(timeout_s)
+
+    def _waited_for(self, timeout_s: float | None) -> Result:
         if profiler._is_profiler_enabled and self._call is not None:
             result = recorded(self._call.wait_range, self._future.result, timeout_s)
         else:
@@ -131,10 +146,14 @@ def done(result: Result) -> ThreadWork[Result]:
 
 
 class Runner:
-    """Runs collectives in order, on the background thread."""
+    """Runs collectives in order, on the background thread.
 
-    def __init__(self, name: str, device: torch.device) -> None:
-        self._name, self._device = name, device
+    Args:
+        history: whose recorder measures waits for them.
+    """
+
+    def __init__(self, name: str, device: torch.device, history: History | None = None) -> None:
+        self._name, self._device, self._history = name, device, history
         self._queue: queue.SimpleQueue[ThreadWork[Any] | None] = queue.SimpleQueue()
         self._last: ThreadWork[Any] | None = None  # the last one submitted, if it may still be running
         self._thread: threading.Thread | None = None
@@ -155,9 +174,14 @@ class Runner:
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             self._thread.start()
-        self._last = work = ThreadWork(collective, self._device, call)
+        self._last = work = ThreadWork(collective, self._device, call, self._history)
         self._queue.put(work)
         return work
+
+    @property
+    def thread(self) -> int | None:
+        """The number of the background thread; None before there is one."""
+        return None if self._thread is None else self._thread.ident
 
     def is_idle_within(self, timeout_s: float) -> bool:
         """Waits for what was submitted; returns False if it has not ended by then."""

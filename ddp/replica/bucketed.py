@@ -281,7 +281,8 @@ class BucketedDataParallel(Replica):
 
 # --- The times of the last step --------------------------------------------------------------------------------------
 #
-#     ready ── launched ── done      seconds after backward began
+#     began                          when backward began, on the clock of the process (`time.perf_counter`)
+#     ready ── launched ── done      seconds after that
 #     overlap                        share of (launched … done) that lies before backward ended; 0 in the foreground,
 #                                    where backward stands still meanwhile
 #
@@ -311,6 +312,7 @@ def describe(backward: Backward, num_steps: int, layout: Layout) -> dict[str, An
         "num_parameters": len(layout.slots),
         "order_is_learned": layout.is_learned,
         "runs": "in the background" if backward.overlap else "in the foreground",
+        "began_s": backward.began_s,
         "bytes": sum(each["bytes"] for each in buckets),
         "backward_s": backward.ended_s - backward.began_s,
         "overlap": hidden_s / in_flight_s if in_flight_s > 0 else 0.0,
@@ -327,6 +329,7 @@ def _describe(reduction: BucketReduction, backward: Backward) -> dict[str, Any]:
     return {
         "index": bucket.index,
         "parameters": [slot.name for slot in bucket.slots],
+        "shapes": [list(slot.parameter.shape) for slot in bucket.slots],
         "numel": sum(slot.parameter.numel() for slot in bucket.slots),
         "bytes": bucket.num_bytes,
         "dtype": str(bucket.slots[0].parameter.dtype).removeprefix("torch."),

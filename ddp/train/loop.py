@@ -88,7 +88,8 @@ def train_loop(state: TrainState, given: Given, inputs: Inputs, callbacks: Seque
                 running_step = state.step + 1
                 for callback in callbacks:
                     callback.step_start(state)
-                step, someone_stops = train_step(state, rules, plan, batches, wants_stop=bool(state.stop_flag))
+                with state.phase("step"):
+                    step, someone_stops = train_step(state, rules, plan, batches, wants_stop=bool(state.stop_flag))
                 if step.num_ending:
                     feed.ended(step.num_ending)
                 for callback in callbacks:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.data.loading.loader_watch import Limits
-from ddp.data.orders.sampler import TrainSampler
+from ddp.data.orders.sampler import Micro, TrainSampler
 from ddp.errors import ConfigError
 from ddp.gradients.totals import Parts
 from ddp.optim.schedules import Rates, TorchSchedule
@@ -21,6 +22,13 @@ from ddp.replica.replica import Replica
 from ddp.strategies.replicated import Replicated
 from ddp.strategies.strategy import Strategy
 from ddp.train.stopping import StopFlag, is_signal
+
+NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def unmeasured(name: str) -> AbstractContextManager[None]:
+    """Returns a block that does nothing: nobody measures the phase of a step that it is around."""
+    return NOTHING
 
 
 @dataclass(eq=False)
@@ -41,6 +49,8 @@ class TrainState:
             (`evaluate.py`); higher_is_better: in which direction.
         schedule: torch's scheduler, if there is one: the schedules of ours hold no state.
         unreadable: numbers of the samples that were left out because they could not be read, as far as this rank knows.
+        phase: returns the block that is around a phase of a step: "step", and in it "data", "forward", "backward" and
+            "update". Whoever measures puts a function in its place.
         rates: of the groups, with and without the schedule.
         first_frozen: names of the parameters that needed no gradient when the run began.
         first_settings: the optimizer's groups as the run has begun with them, in words; some change in training.
@@ -62,6 +72,7 @@ class TrainState:
     higher_is_better: bool = False
     schedule: TorchSchedule | None = None
     unreadable: set[int] = field(default_factory=set)
+    phase: Callable[[str], AbstractContextManager[None]] = unmeasured
     rates: Rates = field(init=False)
     first_frozen: set[str] = field(init=False)
     first_settings: list[dict[str, str]] = field(init=False)
@@ -150,6 +161,7 @@ class StepReport:
         gradient_norm: of the global mean gradient, before clipping.
         rate: learning rate of the first parameter group.
         num_ending: number of ranks whose stream ends with this step.
+        micros: this rank's samples.
         step_s: whole step; data_s: waiting for data during it; wait_s: waiting for other ranks during it.
     """
 
@@ -165,6 +177,7 @@ class StepReport:
     data_s: float
     wait_s: float
     num_ending: int = 0
+    micros: Sequence[Micro] = ()
 
 
 def limits_of(comm: Communicator, stop: StopFlag | None) -> Limits:

@@ -76,7 +76,8 @@ def train_step(
     while True:
         these = batches if before is None else before.batches()
         mine = _backward(state, rules, plan, these, fetching, wants_stop)
-        agreement = strategy.agree(state.step + 1)
+        with state.phase("update"):
+            agreement = strategy.agree(state.step + 1)
         if before is None or agreement is None or not agreement.is_overflow:
             break
         before.restore(state)
@@ -86,7 +87,8 @@ def train_step(
         state.rates.set(rules.schedule(plan))
     rate = float(state.optimizer.param_groups[0]["lr"])
     if agreement is None or totals.num_items:
-        strategy.update(agreement)
+        with state.phase("update"):
+            strategy.update(agreement)
     else:  # no rank could read a sample: momentum and decay alone must not move parameters
         model.take_back()
     state.sampler.commit(plan)
@@ -107,6 +109,7 @@ def train_step(
         data_s=fetching.total_s,
         wait_s=model.waited.take_s(),
         num_ending=totals.num_ending,
+        micros=plan.micros,
     )
     return report, totals.num_stopping > 0
 
@@ -164,7 +167,7 @@ def _backward(
     for number, micro in enumerate(plan.micros or (None,), 1):
         is_last, batch = number >= len(plan.micros), None
         if micro is not None:
-            with fetching.running():
+            with fetching.running(), state.phase("data"):
                 batch = next(batches)
                 batch = None if batch is None else to_device(batch, device)
         with state.strategy.micro_batch(is_last=is_last) as scale:
@@ -172,15 +175,18 @@ def _backward(
             if micro is None or batch is None:  # there are no samples for this rank, or none of them can be read
                 if is_last:
                     model.ride_along(totals)
-                    model.reduce_without_backward()
+                    with state.phase("backward"):
+                        model.reduce_without_backward()
                 continue
-            loss_sum, num_items = _forward(state, rules, micro, batch)
+            with state.phase("forward"):
+                loss_sum, num_items = _forward(state, rules, micro, batch)
             totals = totals._replace(
                 loss_sum=totals.loss_sum + loss_sum.detach(), num_items=totals.num_items + num_items
             )
             if is_last:
                 model.ride_along(totals)
-            (loss_sum if scale == 1 else loss_sum * scale).backward()
+            with state.phase("backward"):
+                (loss_sum if scale == 1 else loss_sum * scale).backward()
         if totals.measure and not is_last:  # then the first micro-batch is this rank's part
             square = (gradient_norm(model.parameters()) / scale).square()
             totals = totals._replace(parts=Parts.of(square, float(num_items)), measure=False)

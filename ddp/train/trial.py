@@ -16,6 +16,7 @@ from ddp.comm.objects import on_rank_zero
 from ddp.errors import ConfigError
 from ddp.process.files import scratch_folder
 from ddp.train.arguments import Given
+from ddp.train.profiler import Profiler
 from ddp.train.state import TrainState
 from ddp.train.tracker import Tracker
 
@@ -38,7 +39,7 @@ def tried(train: Callable[[Given, Communicator], TrainState], given: Given, comm
         max_steps=num_steps,
         evaluation=replace(given.evaluation, every_epochs=None, every_steps=num_steps),
         folder=replace(keeps, path=folder, every_steps=NUM_STEPS, trial=False),
-        callbacks=[each for each in given.callbacks if not isinstance(each, Tracker)],
+        callbacks=[each for each in given.callbacks if not isinstance(each, (Tracker, Profiler))],
     )
     with until_end:
         state = train(short, comm)

@@ -10,7 +10,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from ddp.comm.watch.call import Call
 from ddp.process.clock import now_s
@@ -33,16 +34,36 @@ class Noted:
         self.call, self.thread, self.began_s, self.done_s = call, threading.get_ident(), now_s(), 0.0
 
 
+class Recorder(Protocol):
+    """Measures a communicator: each method is called in the thread, and on a GPU for the stream, that it is about."""
+
+    def began(self, noted: Noted) -> None:
+        """Takes note that a call begins."""
+
+    def ended(self, noted: Noted) -> None:
+        """Takes note that a call has ended well."""
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Begins a block that waits for a call."""
+
+
 class History:
-    """The last calls of a communicator, in the order in which they began."""
+    """The last calls of a communicator, in the order in which they began.
+
+    Attributes:
+        recorder: told of each call; None: nobody measures.
+    """
 
     def __init__(self) -> None:
         self._noted: deque[Noted] = deque(maxlen=NUM_CALLS)
+        self.recorder: Recorder | None = None
 
     def note(self, call: Call) -> Noted:
         """Notes that a call begins to run in this thread."""
         noted = Noted(call)
         self._noted.append(noted)
+        if self.recorder is not None:
+            self.recorder.began(noted)
         return noted
 
     def since(self, moment_s: float = 0.0) -> list[Noted]:

@@ -42,6 +42,7 @@ from ddp.run.settings.checks import NO_METRIC
 from ddp.run.settings.config import Config
 from ddp.strategies.choice import wrapped
 from ddp.train.callbacks import EMA, Callback, EarlyStopping
+from ddp.train.profiler import Profiler
 from ddp.train.tasks.cross_entropy import ByteModel, Classification, LanguageModel
 from ddp.train.tasks.task import LossFunction, Task, as_task
 from ddp.train.tracker import Tracker, refuse_twice
@@ -189,7 +190,8 @@ def make_callbacks(config: Config) -> list[Callback]:
     averages = [] if decay is None else [EMA(decay)]
     stops = [] if patience is None else [EarlyStopping(patience, min_delta=config.early_stopping.min_delta)]
     own = [_own_callback(address, folder=config.run.code) for address in config.callbacks]
-    return [*averages, *stops, *own, *(_tracker(name, group=config.run.group) for name in config.trackers)]
+    profilers = [Profiler(config.profile.steps)] if config.profile.steps else []
+    return [*averages, *stops, *own, *profilers, *(_tracker(name, group=config.run.group) for name in config.trackers)]
 
 
 def check_callbacks(config: Config) -> None:

@@ -567,6 +567,17 @@ class Ema:
     )
 
 
+@dataclass(kw_only=True, slots=True)
+class ProfileOf:
+    """The steps that are profiled, after five that warm up: profile.json and traces/."""
+
+    steps: int = setting(
+        0,
+        "steps whose parts are measured, into profile.json; as many after them are recorded, into traces/; 0: none",
+        at_least=0,
+    )
+
+
 @dataclass(kw_only=True)
 class Config(Training):
     """The settings of one run."""
@@ -607,6 +618,7 @@ class Config(Training):
     replica: ReplicaChoice = field(default_factory=ReplicaChoice)
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     report: Reports = field(default_factory=Reports)
+    profile: ProfileOf = field(default_factory=ProfileOf)
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     ema: Ema = field(default_factory=Ema)
     evaluate: EvaluationChoice = field(default_factory=EvaluationChoice)

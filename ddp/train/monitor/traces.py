@@ -1,0 +1,166 @@
+"""Chrome traces of the ranks: one of each, by torch's profiler, and all of them on one clock.
+
+A trace has a clock of its own. So while it is recorded, some ranges are marks: each rank knows when they were by the
+clock of its process, whose offset to that of rank 0 is measured (`clock.py`). All of this is in the trace itself:
+
+    "distributedInfo": {"rank": 1, "world_size": 2, …}             torch's, by which Holistic Trace Analysis goes
+    "ddpClock": {"mark": …, "mark_s": …, "error_s": …}             by which `merged` goes
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import profiler
+
+from ddp.errors import ConfigError
+from ddp.process.clock import now_s
+from ddp.process.files import json_object, make_folder, read_own, write_whole
+from ddp.process.log import log
+from ddp.train.monitor.profile import ClockOffset
+from ddp.units import format_time
+
+FOLDER = "traces"
+CLOCK, MARK, STEP = "ddpClock", "ddp: mark", "ddp: step"
+NUM_MARKS = 5
+
+
+class Trace:
+    """Records each operation of this process from now on, unless somebody else does already."""
+
+    def __init__(self) -> None:
+        self._profile: torch.profiler.profile | None = None
+        if profiler._is_profiler_enabled:
+            log.warning("no trace: another profile of torch's is being recorded")
+            return
+        threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # those of collectives, too
+        self._profile = torch.profiler.profile(experimental_config=threads)
+        self._profile.start()
+        marks = [self._marked(number) for number in range(NUM_MARKS)]
+        self._mark = min(range(NUM_MARKS), key=lambda number: marks[number][1])
+        self._at_s, self._error_s = marks[self._mark]
+
+    def _marked(self, number: int) -> tuple[float, float]:
+        """Records a mark. Returns when it was, and how far off that may be."""
+        before_s = now_s()
+        with profiler.record_function(f"{MARK} {number}"):
+            pass
+        after_s = now_s()
+        return (before_s + after_s) / 2, (after_s - before_s) / 2
+
+    def stop(self) -> None:
+        """Records no more."""
+        if self._profile is not None and profiler._is_profiler_enabled:
+            self._profile.stop()
+
+    def write(self, path: Path, clock: ClockOffset) -> None:
+        """Writes what was recorded.
+
+        Args:
+            clock: of this rank.
+        """
+        if self._profile is None:
+            return
+        about = {
+            "mark": f"{MARK} {self._mark}",
+            "mark_s": self._at_s + clock.offset_s,
+            "error_s": self._error_s + clock.error_s,
+        }
+        make_folder(path.parent)
+        self._profile.export_chrome_trace(str(path))
+        write_whole(path, f'{{"{CLOCK}": {json.dumps(about)},{path.read_text().lstrip()[1:]}')
+
+
+# --- one trace of all ranks ------------------------------------------------------------------------------------------
+
+PID_BITS, ID_BITS = 23, 40  # a process of Linux has a number below 2²²
+
+
+class _Trace(NamedTuple):
+    """A rank's trace as it was read.
+
+    Attributes:
+        shift_us: what is added to its times to get those of rank 0's clock; error_s: how far off that may be.
+    """
+
+    rank: int
+    world_size: int
+    events: list[dict[str, Any]]
+    shift_us: float
+    error_s: float
+
+
+def merged(folder: Path) -> dict[str, Any]:
+    """Returns the traces of all ranks as one, on the clock of rank 0.
+
+    Args:
+        folder: RUN_DIR/traces.
+
+    Raises:
+        ConfigError: a trace is missing or damaged, or has no offset; or the clocks are not known well enough.
+    """
+    traces = [_read(path) for path in sorted(folder.glob("rank-*.json"))]
+    if not traces:
+        raise ConfigError(f"{folder} holds no trace: run it with profile.steps=5")
+    if missing := sorted(set(range(traces[0].world_size)) - {trace.rank for trace in traces}):
+        ranks = ", ".join(map(str, missing))
+        raise ConfigError(f"{folder} lacks the traces of ranks {ranks}: copy them from the folder on their hosts")
+    steps_us = [event["dur"] for trace in traces for event in trace.events if event.get("name") == STEP]
+    worst = max(traces, key=lambda trace: trace.error_s)
+    if not steps_us or worst.error_s * 1e6 > (step_us := median(steps_us)):
+        known, step = format_time(worst.error_s), format_time(step_us / 1e6) if steps_us else "no step"
+        raise ConfigError(
+            f"the clock of rank {worst.rank} is known to {known}, and a step takes {step}: what came first would be a "
+            "guess; look at the traces one by one"
+        )
+    first_us = min(event["ts"] + trace.shift_us for trace in traces for event in trace.events if "dur" in event)
+    errors = {f"rank {trace.rank}": trace.error_s for trace in traces}
+    return {
+        "displayTimeUnit": "ms",
+        CLOCK: {"error_s": errors},
+        "traceEvents": [event for trace in traces for event in _moved(trace, -first_us)],
+    }
+
+
+def _read(path: Path) -> _Trace:
+    try:
+        plain = json_object(read_own(path))
+        info, clock, events = plain["distributedInfo"], plain.get(CLOCK), plain["traceEvents"]
+        if clock is None:
+            raise ConfigError(
+                f"{path} has no offset to the clock of rank 0, because another program has written it: record traces "
+                "with profile.steps=5"
+            )
+        mark = next(event for event in events if event.get("name") == clock["mark"] and "dur" in event)
+        shift_us = clock["mark_s"] * 1e6 - (mark["ts"] + mark["dur"] / 2)
+        return _Trace(int(info["rank"]), int(info["world_size"]), events, shift_us, float(clock["error_s"]))
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
+        raise ConfigError(f"{path} is damaged ({type(error).__name__}): profile the run again") from error
+
+
+def _moved(trace: _Trace, by_us: float) -> Iterator[dict[str, Any]]:
+    """Yields the events of a rank on the common clock, with numbers of processes and of arrows that no other has."""
+    rank = trace.rank
+    for event in trace.events:
+        moved = dict(event)
+        if "ts" in event:
+            moved["ts"] = event["ts"] + trace.shift_us + by_us
+        pid, number = event.get("pid"), event.get("id")
+        if pid is not None:
+            moved["pid"] = rank << PID_BITS | pid if isinstance(pid, int) else f"rank {rank}: {pid}"
+        if isinstance(number, int):
+            moved["id"] = rank << ID_BITS | number
+        if event.get("ph") == "M" and event.get("name") == "process_name":
+            moved["args"] = {"name": f"rank {rank}: {event['args']['name']}"}
+        if event.get("ph") == "M" and event.get("name") == "process_sort_index":
+            moved["args"] = {"sort_index": rank}
+        yield moved
