@@ -1,10 +1,16 @@
-"""Draws what happens in which round of a schedule, as text or as a picture; or, as `draw overlap`, a step."""
+"""Draws what happens in which round of a schedule, as text or as a picture.
+
+`draw overlap` draws what backward hides in a step of a small network here, `draw step` a step of a run that was
+profiled.
+"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
+from statistics import median_low
 
 from ddp.collectives.schedule import draw
 from ddp.commands.command import add_workers, parser_of, respond
@@ -20,7 +26,10 @@ def main(words: Sequence[str]) -> int:
     """Draws what the words say."""
     if words[:1] == ["overlap"]:
         return draw_overlap(words[1:])
-    parser = parser_of("draw", epilog=f"{program()} draw overlap --help: the timeline of a step.")
+    if words[:1] == ["step"]:
+        return draw_step(words[1:])
+    others = f"{program()} draw overlap --help: what backward hides here; draw step --help: a step of a run."
+    parser = parser_of("draw", epilog=others)
     add_schedule(parser, RANKS_DRAWN)
     add_picture(parser)
     return respond(parser, parser.parse_args(words), answer)
@@ -81,14 +90,68 @@ def overlap_here(bucket_mb: float) -> tuple[object, ...]:
     return measured
 
 
+# --- A step of a run -------------------------------------------------------------------------------------------------
+
+
+def draw_step(words: Sequence[str]) -> int:
+    """Draws a step of a run that was profiled, or writes the traces of its ranks as one."""
+    parser = parser_of("draw step", description="Draws where the time of a profiled step went, on each rank.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run with profile.steps=5")
+    parser.add_argument("--step", type=int, metavar="N", help="number of the step (default: the one of median length)")
+    add_picture(parser)
+    parser.add_argument("--png", type=Path, metavar="FILE", help="the same as a PNG")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write the traces of all ranks as one, for ui.perfetto.dev"
+    )
+    return respond(parser, parser.parse_args(words), step_answer)
+
+
+def step_answer(options: argparse.Namespace) -> str:
+    """Returns the drawing, or what was written."""
+    import json
+    from dataclasses import asdict
+
+    from ddp.pictures.step import step_figure, step_text
+    from ddp.train.monitor.profile import read_profile
+
+    profile = read_profile(options.run)
+    lengths = [max(rank.step_s for rank in step) for step in profile.steps]
+    numbers = [step[0].step for step in profile.steps]
+    index = lengths.index(median_low(lengths))
+    if options.step is not None:
+        if options.step not in numbers:
+            raise ValueError(f"--step {options.step}: {options.run} has the steps {numbers[0]} to {numbers[-1]}")
+        index = numbers.index(options.step)
+    steps = [[asdict(rank) for rank in step] for step in profile.steps]
+    title, written = f"{options.run.name}: {profile.model}, {profile.strategy}", []
+    if options.svg is not None:
+        from ddp.pictures.timeline import svg_of
+
+        write_picture(options.svg, svg_of(step_figure(steps[index], title=title), title))
+        written.append(options.svg)
+    if options.png is not None:
+        picture = BytesIO()
+        step_figure(steps[index], title=title).savefig(picture, format="png", dpi=150)
+        write_picture(options.png, picture.getvalue(), after="--png")
+        written.append(options.png)
+    if options.trace is not None:
+        from ddp.train.monitor.traces import FOLDER, merged
+
+        write_picture(options.trace, json.dumps(merged(options.run / FOLDER)), after="--trace")
+        written.append(options.trace)
+    if written:
+        return f"{', '.join(map(str, written))}: step {numbers[index]} of {options.run}"
+    return step_text(steps, index)
+
+
 def add_picture(parser: Parser) -> None:
     """Adds the name of a picture."""
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture instead of printing text")
 
 
-def write_picture(path: Path, picture: str) -> None:
-    """Writes a picture to the file that was named."""
+def write_picture(path: Path, picture: str | bytes, *, after: str = "--svg") -> None:
+    """Writes a picture to the file that was named after an option."""
     try:
-        path.write_text(picture, encoding="utf-8")
+        path.write_bytes(picture.encode() if isinstance(picture, str) else picture)
     except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}; name another file after --svg") from error
+        raise ValueError(f"cannot write {path}: {error.strerror}; name another file after {after}") from error

@@ -14,7 +14,7 @@ from ddp.process.arguments import Parser, program
 
 COMMANDS = {
     "train": "trains a model on this host's workers; its --help lists all settings",
-    "draw": 'draws the rounds of a schedule, or, as "draw overlap", the timeline of a step',
+    "draw": 'draws the rounds of a schedule; as "draw overlap" or "draw step RUN", where the time of a step goes',
     "check": "proves a schedule, and shows what each chunk becomes",
     "simulate": "predicts time, messages and bytes of a schedule on another network",
     "explain": 'measures here, and says which all-reduce "auto" chooses and why; or what each hook would save',
@@ -34,6 +34,7 @@ examples:
   python -m ddp train data=cifar10 model=resnet18 cluster.workers=4
   python -m ddp draw ring 4                                            as text; with --svg ring.svg as a picture
   python -m ddp draw overlap --workers 2                               the timeline of a step; with --svg, too
+  python -m ddp draw step runs/mine                                    a step of a run that had profile.steps=5
   python -m ddp check hierarchical 6 --hosts 3,3                       ranks 0 to 2 on one host, 3 to 5 on another
   python -m ddp check my_module:chain 4                                a schedule of your own
   python -m ddp simulate butterfly 1024 --per-host 8 --bytes 25MB --rate 10gbit

@@ -63,20 +63,20 @@ def _block(run: Run, longest_s: float) -> Iterator[str]:
     yield f"{how}: {MEANING[how]}"
     yield f"{'':18}0 ms{f'{longest_s * 1e3:.1f} ms':>{COLUMNS - 4}}   ready launched    done  hidden"
     for rank, step in enumerate(run):
-        cells = _painted("", 0.0, step["backward_s"], longest_s, "█")
+        cells = painted("", 0.0, step["backward_s"], longest_s, "█")
         for began_s, over_s in _pauses(step):
-            cells = _painted(cells, began_s, over_s, longest_s, "─")
+            cells = painted(cells, began_s, over_s, longest_s, "─")
         yield f"rank {rank:<3}backward  {cells:<{COLUMNS}}{milliseconds(step['backward_s']):>24}{step['overlap']:>8.0%}"
         for bucket in step["buckets"]:
             ready_s, launched_s, done_s = bucket["ready_s"], bucket["launched_s"], bucket["done_s"]
-            cells = _painted("", ready_s, launched_s, longest_s, "·")
-            cells = _painted(cells, launched_s, done_s, longest_s, "░", least=1)
+            cells = painted("", ready_s, launched_s, longest_s, "·")
+            cells = painted(cells, launched_s, done_s, longest_s, "░", least=1)
             ready, launched, done = map(milliseconds, (ready_s, launched_s, done_s))
             times = f"{ready:>8}{launched:>9}{done:>7}{bucket['overlap']:>8.0%}"
             yield f"{'':8}bucket {bucket['index']:<3}{cells:<{COLUMNS}}{times}"
 
 
-def _painted(cells: str, began_s: float, over_s: float, longest_s: float, letter: str, *, least: int = 0) -> str:
+def painted(cells: str, began_s: float, over_s: float, longest_s: float, letter: str, *, least: int = 0) -> str:
     """Returns a line of text with `least` or more of a letter from one moment to another."""
     end = max(least, round(over_s / longest_s * COLUMNS))
     begin = min(end - least, round(began_s / longest_s * COLUMNS))
@@ -100,7 +100,7 @@ def timeline_figure(*runs: Run, title: str = TITLE) -> Figure:
     from matplotlib.figure import Figure
 
     longest_s = _longest_s(runs)
-    heights = [sum(2.5 + max(_lanes(step["buckets"])) for step in run) for run in runs]
+    heights = [sum(2.5 + max(lanes_of(step["buckets"])) for step in run) for run in runs]
     buckets = runs[0][0]["buckets"]
     num_rows = sum(heights) + 3 * len(runs) + max(6, len(buckets))
     figure = Figure(figsize=(11, 1.1 + 0.24 * num_rows), layout="constrained")
@@ -126,7 +126,7 @@ def timeline_figure(*runs: Run, title: str = TITLE) -> Figure:
 
 def _draw_rank(axes: Any, rank: int, step: Mapping[str, Any], y: float, longest_s: float) -> float:
     """Draws a rank's backward at height y, and its buckets below. Returns where the next rank begins."""
-    buckets, lanes, end = step["buckets"], _lanes(step["buckets"]), step["backward_s"] * 1e3
+    buckets, lanes, end = step["buckets"], lanes_of(step["buckets"]), step["backward_s"] * 1e3
     small: dict[str, Any] = {"fontsize": "small", "va": "center"}
     words = {"x": -0.01, "transform": axes.get_yaxis_transform(), "ha": "right"}
     axes.text(y=y, s=f"rank {rank}", fontweight="bold", **words, **small)
@@ -138,7 +138,7 @@ def _draw_rank(axes: Any, rank: int, step: Mapping[str, Any], y: float, longest_
     )
     axes.text(end, y, f" {milliseconds(step['backward_s'])} ms", **small)
     for bucket, lane in zip(buckets, lanes, strict=True):
-        _draw_bucket(axes, bucket, color_of(bucket["index"], len(buckets)), y + 1 + lane, AXIS / longest_s)
+        draw_bucket(axes, bucket, color_of(bucket["index"], len(buckets)), y + 1 + lane, AXIS / longest_s)
     axes.vlines(end, y - 0.5, y + 1.5 + max(lanes), color=INK, linestyle="--", linewidth=1)
     last, lane = max(zip(buckets, lanes, strict=True), key=lambda pair: float(pair[0]["done_s"]))
     ended = f" {milliseconds(last['done_s'])} ms"
@@ -146,7 +146,7 @@ def _draw_rank(axes: Any, rank: int, step: Mapping[str, Any], y: float, longest_
     return y + 2.5 + max(lanes)
 
 
-def _draw_bucket(axes: Any, bucket: Mapping[str, Any], color: str, y: float, points_per_s: float) -> None:
+def draw_bucket(axes: Any, bucket: Mapping[str, Any], color: str, y: float, points_per_s: float) -> None:
     """Draws when a bucket was ready, launched and done, and writes as much about it as there is room for."""
     ready, launched, done = (1e3 * bucket[moment] for moment in ("ready_s", "launched_s", "done_s"))
     axes.hlines(y, ready, launched, color=color, linewidth=2)
@@ -209,7 +209,7 @@ def _pauses(step: Mapping[str, Any]) -> list[tuple[float, float]]:
     return [(launched_s, done_s) for launched_s, done_s in moments if done_s <= step["backward_s"]]
 
 
-def _lanes(buckets: Sequence[Mapping[str, Any]]) -> list[int]:
+def lanes_of(buckets: Sequence[Mapping[str, Any]]) -> list[int]:
     """Returns the row of each bucket: the first one that is free when the bucket is ready."""
     free_s: list[float] = []
     lanes = []

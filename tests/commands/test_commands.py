@@ -79,6 +79,7 @@ def test_what_simulate_refuses(words: str, says: str, capsys: pytest.CaptureFixt
         ("draw ring 33 --svg there.svg", "--svg with 33 ranks: take at most 32; a picture shows every chunk"),
         ("draw overlap --workers 1000000", "1000000: give a whole number from 2 to"),
         ("draw overlap --bucket-mb nan", "nan: give a number above 0"),
+        ("draw step nowhere", "nowhere holds no profile.json: run it with profile.steps=5"),
         ("check ring 1000000000", "from 1 to 10,000"),
         ("check ring 1000", "1,000 ranks: its proof follows 1,998,000 chunks or messages of all ranks; take so few"),
         ("explain 25MB --workers 1", "give a whole number from 2 to"),

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from ddp.__main__ import main
 from ddp.collectives.simulate import Link
 from ddp.errors import ConfigError
+from ddp.train.monitor.parts import CallTimes, Phase, RawStep, last_begun, spans_of
 from ddp.train.monitor.profile import (
     BucketTimes,
     ClockOffset,
@@ -109,3 +114,86 @@ def test_a_file_that_is_no_profile_is_told_in_a_sentence(text: str | None, expec
     with pytest.raises(ConfigError) as error:
         read_profile(tmp_path)
     assert expected in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_step_of_a_run_is_drawn_from_its_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    PROFILE.write(tmp_path)
+    assert main(["draw", "step", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("step 3 of 2 ranks\n")
+    assert main(["draw", "step", str(tmp_path), *f"--svg {tmp_path}/s.svg --png {tmp_path}/s.png".split()]) == 0
+    svg, png = (tmp_path / "s.svg").read_text(), (tmp_path / "s.png").read_bytes()
+    assert "Sequential, Replicated" in svg and "communication" in svg and png.startswith(b"\x89PNG")
+    for words, says in (
+        (["--step", "4"], "has the steps 3 to 3"),
+        (["--trace", "t.json"], "holds no trace: run it with profile.steps=5"),
+        (["--png", "/nowhere/s.png"], "cannot write /nowhere/s.png: No such file or directory; name another file"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["draw", "step", str(tmp_path), *words])
+        assert says in capsys.readouterr().err
+
+
+# --- the parts of a step ---------------------------------------------------------------------------------------------
+
+PHASES = [Phase("step", 0, 100), Phase("data", 2, 10), Phase("forward", 10, 40), Phase("backward", 40, 80)]
+
+
+def parts(*ranks: RawStep) -> list[list[tuple[str, float, float]]]:
+    last_s = last_begun(ranks)
+    return [[tuple(span) for span in spans_of(step, last_s)] for step in ranks]
+
+
+def test_in_the_foreground_a_rank_waits_until_the_last_one_has_come() -> None:
+    mine = RawStep(0, 100, PHASES, [CallTimes((1, 0), 50, 70)], [(50, 70)])
+    theirs = RawStep(0, 100, PHASES, [CallTimes((1, 0), 63, 70)], [(63, 70)])
+    first, second = parts(mine, theirs)
+    begin = [("other", 0, 2), ("data", 2, 10), ("forward", 10, 40)]
+    backward = [("backward", 40, 50), ("wait", 50, 63), ("communication", 63, 70), ("backward", 70, 80)]
+    assert first == [*begin, *backward, ("other", 80, 100)]
+    assert second == [*begin, ("backward", 40, 63), ("communication", 63, 70), ("backward", 70, 80), ("other", 80, 100)]
+
+
+def test_in_the_background_only_the_wait_is_exposed_and_it_belongs_to_the_call_that_runs_then() -> None:
+    calls = [CallTimes((1, 0), 45, 60), CallTimes((2, 0), 60, 79)]
+    mine = RawStep(0, 100, PHASES, calls, [(75, 79)])
+    late = RawStep(0, 100, PHASES, [CallTimes((1, 0), 45, 60), CallTimes((2, 0), 78, 79)], [(78, 79)])
+    first, _ = parts(mine, late)
+    assert first[3:] == [
+        ("backward", 40, 75),
+        ("wait", 75, 78),
+        ("communication", 78, 79),
+        ("backward", 79, 80),
+        ("other", 80, 100),
+    ]
+
+
+def test_a_chain_computes_and_its_calls_may_wait() -> None:
+    chain, inner = CallTimes(None, 50, 70), CallTimes((1, 1), 60, 70)
+    mine = RawStep(0, 100, PHASES, [chain, inner], [(50, 70), (60, 70)])
+    late = RawStep(0, 100, PHASES, [CallTimes(None, 58, 70), CallTimes((1, 1), 66, 70)], [(58, 70), (66, 70)])
+    first, second = parts(mine, late)
+    assert first[4:7] == [("communication", 50, 60), ("wait", 60, 66), ("communication", 66, 70)]
+    assert second[4] == ("communication", 58, 70)
+
+
+MOMENTS = st.tuples(st.integers(-5, 105), st.integers(0, 60)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+
+
+@given(st.lists(MOMENTS, max_size=6), st.lists(MOMENTS, max_size=6), st.lists(MOMENTS, max_size=4))
+def test_each_instant_is_counted_once(
+    phases: list[tuple[int, int]], calls: list[tuple[int, int]], exposed: list[tuple[int, int]]
+) -> None:
+    names = ("data", "forward", "backward", "update")
+    named = [Phase(name, *times) for name, times in zip(names, phases, strict=False)]
+    step = RawStep(0, 100, named, [CallTimes((number, 0), *times) for number, times in enumerate(calls)], exposed)
+    spans = spans_of(step, dict.fromkeys(last_begun([step]), 50.0))
+    assert (spans[0].began_s, spans[-1].ended_s) == (0, 100)
+    assert all(a.ended_s == b.began_s and a.part != b.part for a, b in pairwise(spans))
+    covered = {moment for began, ended in exposed for moment in range(began, ended)}
+    seen = {
+        moment
+        for span in spans
+        if span.part in ("wait", "communication")
+        for moment in range(int(span.began_s), int(span.ended_s))
+    }
+    assert seen == covered & set(range(100))
