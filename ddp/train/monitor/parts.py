@@ -43,7 +43,7 @@ class CallTimes(NamedTuple):
 
 
 class RawStep(NamedTuple):
-    """What one rank has noted in one step, by one clock.
+    """Holds what one rank has noted in one step, by one clock.
 
     Attributes:
         exposed: when its thread was in a collective, or waited for one.
