@@ -60,7 +60,7 @@ from ddp.errors import ConfigError, did_you_mean
 from ddp.setting import Narrow
 from ddp.units import binary_size, format_time
 
-Predicted = Literal["all_reduce", "all_gather", "sum_in_host"]
+Moved = Literal["reduce_scatter", "all_gather"]
 Result = TypeVar("Result")
 
 TRIAL_S = 0.3  # the most time that trials of one size should take
@@ -139,6 +139,33 @@ def _predict(
     # unless memory is the slower one.
     memory_s = piece_s + (pieces - 1) * max(0.0, piece_s - crossing.cost_s)
     return Choice(route, memory_s + pieces * crossing.cost_s, memory_s, crossing)
+
+
+def moved_s(operation: Moved, nbytes: int, measured: Measured, *, segment_bytes: int = SEGMENT_BYTES) -> float:
+    """Predicts a reduce-scatter or an all-gather of `nbytes`, those of all slices; in memory, half of an all-reduce."""
+    network, curve = measured.network, measured.allocated
+    if curve is None:
+        schedule, memory_s = by_size(operation, nbytes, network.num_ranks), 0.0
+    else:
+        num_hosts, num_slices, memory_s = len(network.hosts), min(map(len, network.hosts)), curve.at(nbytes) / 2
+        if num_hosts == 1:
+            return memory_s
+        schedule = in_columns(by_size(operation, nbytes // num_slices, num_hosts), network.hosts)
+        network = _carrying(network)
+    return memory_s + cost_s(operation, schedule, nbytes, network, segment_bytes=segment_bytes)
+
+
+def adding_times(wire: Narrow, device: torch.device) -> list[float]:
+    """Times a wire format: seconds for each byte that travels to encode a number here, and decode and add it there."""
+    form = wire_format(wire)
+    numbers = torch.ones(BULK_BYTES // 4, dtype=torch.float32, device=device)
+    encoded = torch.zeros(form.length(len(numbers)), dtype=form.dtype, device=device)
+
+    def hop() -> None:
+        form.encode(numbers, encoded)
+        form.add(encoded, numbers)
+
+    return [took_s / encoded.nbytes for took_s in timed({wire: hop}, device=device)[wire]]
 
 
 def _carrying(network: Network) -> Network:
@@ -273,42 +300,17 @@ class Plan:
         segment_bytes = self._settings.segment_bytes
         return ranked(routes, nbytes, measured, allocated=allocated, segment_bytes=segment_bytes, form=form)
 
-    def predict(
-        self,
-        nbytes: int,
-        algorithm: str = "auto",
-        *,
-        operation: Predicted = "all_reduce",
-        allocated: bool = False,
-        wire: Narrow | None = None,
-    ) -> float:
-        """Returns the predicted seconds of a collective. Collective: the first call measures.
+    def predict(self, nbytes: int, algorithm: str = "auto", *, allocated: bool = False) -> float:
+        """Returns the predicted seconds of an all-reduce. Collective: the first call measures.
 
         Args:
-            nbytes: of the tensor; of an "all_gather", that of all ranks' parts together.
-            algorithm: of an all-reduce.
-            operation: "all_reduce", "all_gather" or "sum_in_host".
             allocated: the tensor lies in memory from `allocate`.
-            wire: the format in which an all-reduce sends.
         """
         self.check(algorithm)
         asked = self.algorithm if algorithm == "auto" else algorithm
-
-        def seconds() -> float:
-            if operation == "all_reduce":
-                return cheapest(self.ranking(nbytes, allocated=allocated, wire=wire), asked).predicted_s
-            network, curve = self.measured.network, self.measured.ordinary
-            memory_s = 0.0 if curve is None else curve.at(nbytes)
-            if operation == "sum_in_host" or IN_MEMORY in self._routes:
-                return memory_s
-            schedule = by_size("all_gather", nbytes, network.num_ranks)
-            if self._collectives.cross_host is not None:
-                num_hosts, num_slices = len(network.hosts), min(map(len, network.hosts))
-                schedule = in_columns(by_size("all_gather", nbytes // num_slices, num_hosts), network.hosts)
-                network = _carrying(network)
-            return memory_s + cost_s(operation, schedule, nbytes, network, segment_bytes=self._settings.segment_bytes)
-
-        return self._asked("predict", nbytes, seconds)
+        return self._asked(
+            "predict", nbytes, lambda: cheapest(self.ranking(nbytes, allocated=allocated), asked).predicted_s
+        )
 
     def figures(self) -> Measured:
         """Returns the figures of the links. Collective: the first call measures."""
@@ -324,16 +326,8 @@ class Plan:
     def _adding_s(self, wire: Narrow) -> float:
         """Returns seconds for each byte that travels: its numbers are encoded here, and decoded and added there."""
         if wire not in self._adding:
-            form, device = wire_format(wire), self._settings.device
-            numbers = torch.ones(BULK_BYTES // 4, dtype=torch.float32, device=device)
-            encoded = torch.zeros(form.length(len(numbers)), dtype=form.dtype, device=device)
-
-            def hop() -> None:
-                form.encode(numbers, encoded)
-                form.add(encoded, numbers)
-
-            took_s = agreed(timed({wire: hop}, device=device), self._collectives.links.gather_bytes)[wire]
-            self._adding[wire] = took_s / encoded.nbytes
+            times = adding_times(wire, self._settings.device)
+            self._adding[wire] = agreed({wire: times}, self._collectives.links.gather_bytes)[wire]
         return self._adding[wire]
 
     def _trial(self, nbytes: int, candidates: Sequence[Choice], wire: Narrow | None = None) -> dict[str, float]:

@@ -17,7 +17,8 @@ COMMANDS = {
     "draw": 'draws the rounds of a schedule; as "draw overlap" or "draw step RUN", where the time of a step goes',
     "check": "proves a schedule, and shows what each chunk becomes",
     "simulate": "predicts time, messages and bytes of a schedule on another network",
-    "explain": 'measures here, and says which all-reduce "auto" chooses and why; or what each hook would save',
+    "explain": 'measures here, and says which all-reduce "auto" chooses and why',
+    "forecast": "predicts a profiled run's step on other workers, hosts and links, and what would make it faster",
     "where": "says which samples a step has, or who reads a sample",
     "evaluate": "says how good a run is: a finished one, or one with strategy.region at this moment",
     "sidecar": "follows a run that goes on, and evaluates each of its checkpoints",
@@ -26,6 +27,7 @@ COMMANDS = {
     "tutorial": "writes the read-along, prose beside code, as pages for a browser",
     "bench_step": "times training steps beside torch's DistributedDataParallel",
     "bench_strategies": "times and counts training by each strategy beside torch's classes",
+    "bench_forecast": "compares forecasts of training steps with the steps",
     "bench_collectives": "times collectives beside torch.distributed's on Gloo",
 }
 """The name of a module, whose `main` takes the other words and returns the exit status → what it does."""
@@ -39,7 +41,7 @@ examples:
   python -m ddp check my_module:chain 4                                a schedule of your own
   python -m ddp simulate butterfly 1024 --per-host 8 --bytes 25MB --rate 10gbit
   python -m ddp explain 25MB --workers 2
-  python -m ddp explain 100MB --hooks --transport-only                 what every hook would save
+  python -m ddp forecast runs/mine --ranks 64 --per-host 8 --rate 10gbit --alpha 50us
   python -m ddp where runs/mine --step 47                              the samples of a step, rank by rank
   python -m ddp where runs/mine --sample 123 --epoch 7                 its step, rank and loader process
   python -m ddp evaluate runs/mine data.test_path=other.csv            the metrics of a finished run, on other data
@@ -50,6 +52,7 @@ examples:
   python -m ddp tutorial --html site/                                  the read-along, as pages for a browser
   python -m ddp bench_step --models digits-cnn,mine:Net                your own model beside torch's class
   python -m ddp bench_strategies --workers 2,4                         step, memory and bytes of each strategy
+  python -m ddp bench_forecast --workers 2                             how far off a forecast is
   python -m ddp bench_collectives --workers 2 --sizes 64KB
 
 python -m ddp COMMAND --help lists the options of a command."""

@@ -262,11 +262,6 @@ class BucketedDataParallel(Replica):
         return self.compression is None
 
     @property
-    def all_reduced_buckets(self) -> list[list[nn.Parameter]]:
-        reduced = [] if self._reducer.may_resize else self.buckets
-        return [[slot.parameter for slot in bucket.slots] for bucket in reduced]
-
-    @property
     def gradient_order(self) -> list[str] | None:
         """Names in the order in which gradients become ready; None as long as that is not known."""
         return self._layouts.current.order

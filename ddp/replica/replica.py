@@ -202,11 +202,6 @@ class Replica(nn.Module, ABC):
         return []
 
     @property
-    def all_reduced_buckets(self) -> list[list[nn.Parameter]]:
-        """The parameters of each bucket, if the next step all-reduces buckets as the cost model expects; else []."""
-        return []
-
-    @property
     def bucket_layout(self) -> list[list[str]]:
         """Names of the gradients that are reduced together; the bits of a ring depend on it."""
         in_buckets = [[slot.name for slot in bucket.slots] for bucket in self.buckets]

@@ -73,10 +73,6 @@ class ShardedDataParallel(BucketedDataParallel):
                 )
 
     @property
-    def all_reduced_buckets(self) -> list[list[nn.Parameter]]:
-        return []
-
-    @property
     def layout(self) -> Layout:
         """The layout of the last step."""
         return self._layouts.current

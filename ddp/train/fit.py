@@ -55,7 +55,7 @@ from ddp.train.evaluate import modes_kept, note_of_choice
 from ddp.train.kept import Kept, plain
 from ddp.train.loop import end_of_run, train_loop
 from ddp.train.monitor.calls import calls_left
-from ddp.train.progress import ProgressBar, StopNote, TrafficHint
+from ddp.train.progress import ProgressBar, StopNote
 from ddp.train.report import draw_curves, is_metric, summary_of, write_summary
 from ddp.train.starts import note_start_of_fit
 from ddp.train.state import TrainState
@@ -375,7 +375,7 @@ def _callbacks(
     given: Given, inputs: Inputs, run: OpenRun, meters: Meters, store: CheckpointStore | None
 ) -> list[Callback]:
     """Returns the callbacks in their order: those that measure and save, the user's own, those that show."""
-    comm, keeps = run.state.comm, given.folder
+    keeps = given.folder
     metrics = None if run.folder is None else run.folder / "metrics.jsonl"
     watching: list[Callback] = [*meters, MetricsFile(metrics, meters, every=keeps.log_every, callbacks=given.callbacks)]
     last: list[Callback] = [run.beside]
@@ -384,8 +384,6 @@ def _callbacks(
         checkpointer = Checkpointer(store, identity=run.identity, **how)
         watching.append(checkpointer)
         last.append(AfterEvaluation(checkpointer))
-    if comm.host_partition.num_hosts > 1:
-        watching.append(TrafficHint(partial(_say, given, comm)))
     if keeps.progress:  # after the others, so that it shows what is saved already
         if_long = SHORTEN if run.folder is None else f"{SHORTEN} {GO_ON}"
         num_steps, num_epochs = run.num_steps, given.epochs

@@ -17,7 +17,7 @@
 All methods train a copy of one model on the same batch, and take turns. Besides the time of a step it says
 
     on the link     bytes that left the busiest host in a step, as its network interface counts them; headers included
-    predicted        bytes that this package says leave a host, and what it says of a step (`hooks/traffic.py`),
+    predicted       bytes that this package says leave a host, and what it forecasts of a step (`bench/forecast.py`),
                     given what forward, backward and update take without the waiting
     encoding        processor time of a rank for encoding and decoding, without what collectives take
 """
@@ -40,8 +40,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+from ddp.bench import encoding
 from ddp.bench.command import add_options, place_of, run
 from ddp.bench.counts import bytes_sent
+from ddp.bench.forecast import Forecast, Gradient, Prices, Setup, Work, bytes_of, forecast
 from ddp.bench.place import HERE, Place, refuse_unknown, split
 from ddp.bench.step import Training, make
 from ddp.bench.turns import PROGRESS, STEP, Cell, num_repetitions, slowest, take_turns
@@ -50,9 +52,9 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.session import init, shutdown
 from ddp.commands.command import respond
 from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
-from ddp.gradients.hooks.traffic import Traffic, predicted
 from ddp.process.arguments import Parser
 from ddp.process.clock import now_s
+from ddp.process.memory import available_cores
 from ddp.replica.drop_in.data_parallel import DistributedDataParallel
 from ddp.replica.replica import Replica
 from ddp.units import three_digits, written
@@ -171,9 +173,14 @@ class TimeHooks:
         turns = {name: partial(method.turn_s, comm) for name, method in methods.items()}
         turns_s = take_turns(turns, self.num_turns)
         plain_s = turns_s.get("plain")
-        predicted = {name: method.predicted(comm, **OURS[name]) for name, method in methods.items() if name in OURS}
         compute_s, update_s = next((method.parts_s() for name, method in methods.items() if name in OURS), (0.0, 0.0))
-        steps_s = {name: slowest([traffic.step_s(compute_s) + update_s])[0] for name, traffic in predicted.items()}
+        adding_s = encoding.adding_s()
+        predicted = {
+            name: method.predicted(Prices(comm.plan.measured, adding_s=adding_s), compute_s, update_s, **OURS[name])
+            for name, method in methods.items()
+            if name in OURS
+        }
+        steps_s = {name: slowest([found.step_s])[0] for name, found in predicted.items()}
         return [
             HookCell(
                 place=self.place.title(comm.world_size, len(comm.hosts)),
@@ -227,10 +234,26 @@ class Method(Training):
         compute_s, update_s = slowest([statistics.median(self._busy_s) - update_s, update_s])
         return compute_s, update_s
 
-    def predicted(self, comm: Communicator, **how: Any) -> Traffic:
-        """Returns what such a step sends and costs. Collective."""
+    def predicted(
+        self, prices: Prices, compute_s: float, update_s: float, *, hook: Any = None, wire: Any = None
+    ) -> Forecast:
+        """Returns what such a step sends and takes: backward, twice as long as forward, makes gradients evenly."""
         assert isinstance(self.replica, DistributedDataParallel)
-        return predicted(comm, [[slot.parameter for slot in bucket.slots] for bucket in self.replica.buckets], **how)
+        backward_s, made = 2 / 3 * compute_s, 0
+        slots = [[(each.name, each.parameter) for each in bucket.slots] for bucket in self.replica.buckets]
+        buckets = [[Gradient(name, tuple(p.shape), p.dtype, 0.0) for name, p in bucket] for bucket in slots]
+        num_bytes, ready = sum(map(bytes_of, buckets)), []
+        for bucket in buckets:
+            made += bytes_of(bucket)
+            ready.append(tuple(each._replace(ready_s=backward_s * made / num_bytes) for each in bucket))
+        work = Work(
+            num_samples=1, before_s=compute_s - backward_s, update_s=update_s, other_s=0.0, buckets=tuple(ready)
+        )
+        dispatches, shares = None, prices.measured.allocated is not None
+        if hook is not None:
+            dispatches = encoding.dispatches(work.buckets, hook, prices.hosts, shares_memory=shares)
+        setup = Setup(prices=prices, batch=prices.num_ranks, wire=wire, cores=available_cores())
+        return forecast(work, setup, dispatches)
 
     def encoding_s(self) -> float | None:
         """Returns the processor time of a rank for encoding and decoding in a step, of the slowest rank."""

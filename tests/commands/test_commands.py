@@ -10,7 +10,6 @@ from importlib.util import find_spec
 import pytest
 
 from ddp.__main__ import main
-from ddp.commands.explain import OFFERS
 from ddp.commands.registry import COMMANDS
 
 
@@ -83,10 +82,7 @@ def test_what_simulate_refuses(words: str, says: str, capsys: pytest.CaptureFixt
         ("check ring 1000000000", "from 1 to 10,000"),
         ("check ring 1000", "1,000 ranks: its proof follows 1,998,000 chunks or messages of all ranks; take so few"),
         ("explain 25MB --workers 1", "give a whole number from 2 to"),
-        ("explain 1000GB --hooks", "1000GB: give up to 128GB"),
         ("explain 128GB", "128GB: all-reduces of it are timed, and 2 ranks have no memory for that here"),
-        ("explain 25MB --hooks --compute soon", "--compute: soon: give a time, e.g. 20us"),
-        ("explain 25MB --compute 3s", "--compute goes with --hooks"),
         ("where runs/mine --step 0", "--step: 0: give a whole number from 1 up"),
     ],
 )
@@ -127,20 +123,3 @@ def test_drawing_imports_no_torch() -> None:
 
 def test_an_unknown_command_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "invalid choice: 'drow' (choose from" in refused(capsys, "drow ring 4")
-
-
-def test_explain_hooks_where_gradients_travel(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("explain", "1MB", "--hooks", "--transport-only", "--compute", "2s")
-    title, header, *rows = answer(capsys, *words).splitlines()
-    assert title == (
-        "gradients of 1,048,576 bytes, as 1 matrix of 512 × 512, between 2 hosts, in a step that computes for 2.00 s"
-    )
-    assert header.split() == ["leaves", "a", "host", "encoding", "network", "step", "plain", "÷", "step"]
-    assert [row.split("  ")[0] for row in rows] == list(OFFERS)
-    assert all(row.endswith(" s  1.00") or float(row.split()[-1]) > 0.5 for row in rows)  # computing takes longest
-
-
-def test_explain_hooks_in_a_host_s_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    assert answer(capsys, "explain", "1MB", "--hooks") == (
-        "all workers share a host's memory: no gradient travels, and any wire format or hook would only cost time\n"
-    )

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -21,18 +19,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ddp
-from ddp.comm.communicator import Communicator
 from ddp.comm.transport import topology
 from ddp.errors import ConfigError, Diverged, ReplicaMismatch
 from ddp.gradients import DenseStart, ErrorFeedback, Hook, PowerSGD, RandomK, Sign, TopK
-from ddp.gradients.hooks.traffic import Traffic, predicted
 from ddp.gradients.totals import Totals
 from ddp.replica.broadcast import tensor_hash
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.train import progress
 from ddp.train.arguments import idle_notes
-from ddp.train.progress import TrafficHint
-from ddp.train.state import StepReport, TrainState
 
 X = torch.randn(43, 20, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (43,), generator=torch.Generator().manual_seed(1))
@@ -119,7 +112,6 @@ def by_hand() -> None:
     frozen_and_unfrozen(HOOKS["sign"]())
     for name in ("sign", "deep", "power"):
         used_by_none(HOOKS[name]())
-    hinted()
     with pytest.raises(ConfigError, match=r"hook=ErrorFeedback\(Sign\(\)\) does not go with step_in_backward"):
         ddp.DistributedDataParallel(made(), hook=HOOKS["sign"]()).step_in_backward(partial(torch.optim.SGD, lr=0.1))
     match = r"rank 0 was given wire='bf16', and rank 1 hook=ErrorFeedback\(Sign\(\)\): give every rank the same"
@@ -229,42 +221,6 @@ def frozen_and_unfrozen(hook: Hook) -> None:
     layer.weight.requires_grad_(True)
     assert not torch.equal(step(), kept)
     replica.verify_replicas()
-
-
-class Timed(TrafficHint):
-    """The hint of a run whose steps take 100 ms, of which they wait so many."""
-
-    def __init__(self, say: Callable[[str], None], wait_s: float) -> None:
-        super().__init__(say)
-        self.waits_s = wait_s
-
-    def step_end(self, state: TrainState, report: StepReport) -> None:
-        super().step_end(state, replace(report, step_s=0.1, wait_s=self.waits_s))
-
-
-def on_links(encoding_s: float, comm: Communicator, buckets: Any, **how: Any) -> Traffic:
-    """What is predicted over links of 10 MB/s by a rank that takes so long to encode a bucket: no clock decides."""
-    told = predicted(comm, buckets, **how).buckets
-    asked = encoding_s if how.get("hook") else 0.0
-    return Traffic([cost._replace(encoding_s=asked, network_s=cost.link_bytes / 10e6) for cost in told])
-
-
-def hinted() -> None:
-    """A hook that costs more than it saves is named once; none is advised where steps wait for little."""
-    dear, saves = r"PowerSGD.* costs more than it saves here: by the cost model a step takes ", "with hook=powersgd, "
-    for hook, encoding_s, wait_s, how, says in (
-        (HOOKS["power"], 0.1, 0.05, {}, dear),
-        (HOOKS["power"], 0.001, 0.05, {}, ""),
-        (lambda: None, 0.001, 0.05, {}, saves),
-        (lambda: None, 0.001, 0.01, {}, ""),
-        (HOOKS["sign"], 0.1, 0.05, {"sharded": True}, ""),
-    ):
-        lines: list[str] = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(progress, "predicted", partial(on_links, encoding_s))
-            fitted(hook(), max_steps=11, callbacks=[Timed(lines.append, wait_s)], **how)
-        assert len(lines) == bool(says), (says, lines)
-        assert not says or re.search(says, lines[0]), lines
 
 
 def used_by_none(hook: Hook) -> None:

@@ -1,0 +1,127 @@
+"""Measures on this host how much slower ranks compute that share its cores and memory: none of them communicates.
+
+    alone       one process trains on as many samples as a rank had in the profiled run; the others wait
+    at once     all processes train on as many samples as a rank would have
+
+The ratio, with the numbers of samples taken out, is what a forecast multiplies computing by. So it also holds what a
+small share costs more than in proportion.
+"""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+from typing import Any
+
+import torch
+
+import ddp
+from ddp.comm.calibrate import Measured
+from ddp.comm.communicator import Communicator
+from ddp.comm.objects import all_gather_object
+from ddp.data.loading.loader import EvaluationLoader
+from ddp.data.loading.source import source_of
+from ddp.process.clock import now_s
+from ddp.run.build import components
+from ddp.run.launch.from_python import launch
+from ddp.run.settings.config import Config
+
+MATRIX, LOOPS_S, SENT_BYTES = 256, 0.1, 8 << 20
+NUM_WARM_UP, LEAST_STEPS, LASTS_S, TIMEOUT_S = 2, 5, 0.5, 300
+
+
+def measured_here(num_ranks: int, threads: int) -> Measured:
+    """Returns the figures of links and memory of so many ranks on this host."""
+    found: Measured = launch(_figures, workers=num_ranks, threads_per_worker=threads, timeout_s=TIMEOUT_S)[0]
+    return found
+
+
+def _figures() -> Measured:
+    comm = ddp.init(device="cpu")
+    measured = comm.plan.measured
+    ddp.shutdown()
+    return measured
+
+
+def slow_down(config: Config, *, before: int, samples: int, num_ranks: int, threads: int) -> float:
+    """Returns by which factor ranks compute slower than in proportion to their samples.
+
+    Args:
+        config: of a run, as `commands/finished.py` reads it.
+        before: samples of the rank that was profiled; samples: of each of `num_ranks` on one host.
+    """
+    work = partial(_slow_down, config, before=before, samples=samples)
+    return float(launch(work, workers=num_ranks, threads_per_worker=threads, timeout_s=TIMEOUT_S)[0])
+
+
+def _slow_down(config: Config, *, before: int, samples: int) -> float:
+    comm = ddp.init(device="cpu")
+    splits, task = components.load_held_out(config), components.make_task(config)
+    source = source_of(splits.test, what="data", collate=splits.collate)
+    torch.manual_seed(config.seed)
+    model = components.make_model(config, splits).train()
+
+    def batch_of(num_samples: int) -> Any:
+        samples, collate = source.samples, source.collate
+        return next(iter(EvaluationLoader(samples, batch_size=num_samples, rank=0, world_size=1, collate=collate)))
+
+    def step_s(batch: Any) -> float:
+        began_s = now_s()
+        model.zero_grad(set_to_none=True)
+        loss_sum, _ = task.loss(model, batch)
+        loss_sum.backward()
+        return now_s() - began_s
+
+    def typical_s(batch: Any) -> float:
+        times_s: list[float] = []
+        while len(times_s) < NUM_WARM_UP + LEAST_STEPS or sum(times_s) < LASTS_S:
+            times_s.append(step_s(batch))
+        return statistics.median(times_s[NUM_WARM_UP:])
+
+    most = len(source.samples)
+    one, many = batch_of(min(before, most)), batch_of(min(samples, most))
+    alone_s = typical_s(one) if comm.rank == 0 else 0.0
+    comm.barrier()
+    together_s: float = statistics.median(all_gather_object(comm, typical_s(many)))
+    alone_s = float(all_gather_object(comm, alone_s)[0])
+    ddp.shutdown()
+    return together_s / min(samples, most) / (alone_s / min(before, most))
+
+
+# --- what communication takes of a core ------------------------------------------------------------------------------
+
+
+def taken_here() -> float:
+    """Returns what `taken_s` finds for two ranks of this host that share no memory."""
+    return float(launch(_taken_s, workers=2, threads_per_worker=1, timeout_s=TIMEOUT_S)[0])
+
+
+def _taken_s() -> float:
+    found = taken_s(ddp.init(device="cpu", shared_memory=False))
+    ddp.shutdown()
+    return found
+
+
+def taken_s(comm: Communicator) -> float:
+    """Returns the seconds of a core that communication takes for each byte that a host sends. Collective."""
+    num_hosts = comm.host_partition.num_hosts
+    if num_hosts == 1:
+        return 0.0
+    matrix, flat = torch.randn(MATRIX, MATRIX), torch.zeros(SENT_BYTES // 4)
+    comm.all_reduce(flat.clone())  # finds the algorithm
+    comm.barrier()
+    start_s, loops = now_s(), 0
+    while now_s() - start_s < LOOPS_S:
+        torch.mm(matrix, matrix)
+        loops += 1
+    loop_s = (now_s() - start_s) / loops
+    comm.barrier()
+    start_s, loops = now_s(), 0
+    work = comm.all_reduce(flat, async_op=True)
+    while not work.is_completed():
+        torch.mm(matrix, matrix)
+        loops += 1
+    work.wait()
+    lost_s = max(0.0, now_s() - start_s - loops * loop_s)
+    sent = 2 * SENT_BYTES * (num_hosts - 1) / num_hosts
+    return float(statistics.fmean(all_gather_object(comm, lost_s / sent)))

@@ -1,0 +1,540 @@
+"""Forecasts a profiled run on other workers, hosts and links.
+
+    python -m ddp train run.dir=runs/one cluster.workers=1 profile.steps=5 …    first, a run with a profile
+    python -m ddp forecast runs/one --ranks 64 --per-host 8 --rate 10gbit --alpha 50us --hook powersgd
+    python -m ddp forecast runs/one --ranks 4 --measure                         4 workers of this host, tried here
+    python -m ddp forecast runs/one runs/SWEEP --ranks 8                        and how far off it is where it was tried
+    python -m ddp forecast runs/one --ranks 8 --register runs/SWEEP             before the runs of a sweep are made
+
+ddp/bench/forecast.py says how a step is replayed, docs/scaling.md what the answer means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from ddp.bench import encoding
+from ddp.bench.forecast import (
+    STRATEGIES,
+    Dispatch,
+    Forecast,
+    Prices,
+    Setup,
+    Strategy,
+    ToLoss,
+    Work,
+    batches_for,
+    cores_of_a_rank,
+    first_reason,
+    forecast,
+    measured_of,
+    measured_on,
+    naive_s,
+    to_loss,
+    work_of,
+)
+from ddp.bench.registered import Registered, prediction_for, read_registered, register
+from ddp.bench.slow_down import measured_here, slow_down, taken_here
+from ddp.collectives.simulate import equal_hosts
+from ddp.comm.calibrate import Measured
+from ddp.comm.flat_collectives import possible_routes
+from ddp.commands.command import parser_of, rate_of, respond, time_of
+from ddp.commands.finished import settings_for
+from ddp.errors import ConfigError
+from ddp.process.arguments import positive, whole
+from ddp.process.files import json_object, read_own
+from ddp.process.memory import available_cores
+from ddp.setting import Narrow
+from ddp.train.monitor.profile import FILE, Profile, read_profile
+from ddp.units import counted, format_time, three_digits
+
+MOST_RANKS = 10_000
+BUCKETS_MB = (1.0, 5.0, 25.0, 100.0)
+NEARLY = 0.95  # forecasts within 5 % of each other count as equal
+
+
+def main(words: Sequence[str]) -> int:
+    """Forecasts what the words ask."""
+    parser = parser_of("forecast", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="the folder of a run with a profile")
+    parser.add_argument("others", type=Path, nargs="*", help="runs, or folders of runs, to compare forecasts with")
+    parser.add_argument("--ranks", type=whole(1, MOST_RANKS), required=True, metavar="N", help="workers of all hosts")
+    parser.add_argument("--per-host", type=whole(1), metavar="N", help="workers of a host (default: all of them)")
+    parser.add_argument("--batch", type=whole(1), metavar="N", help="samples of a step (default: as in the run)")
+    parser.add_argument("--rate", type=rate_of, help="bandwidth between hosts, as 10gbit (default: as measured)")
+    parser.add_argument("--alpha", type=time_of, metavar="TIME", help="latency between hosts (default: as measured)")
+    parser.add_argument("--cores", type=whole(1), metavar="N", help="of a host (default: as in the run)")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--hook", choices=["none", *encoding.HOOKS], default="none", help="powersgd1: of rank 1")
+    how.add_argument("--wire", choices=encoding.WIRES, help="format in which gradients travel")
+    parser.add_argument("--algorithm", default="auto", help="of all-reduces (default: %(default)s)")
+    parser.add_argument("--bucket-mb", type=positive, metavar="MB", help="size of a bucket (default: as in the run)")
+    parser.add_argument("--strategy", choices=list(STRATEGIES.values()), help="(default: the run's)")
+    slower = parser.add_mutually_exclusive_group()
+    slower.add_argument("--measure", action="store_true", help="try here how fast workers of a host compute at once")
+    slower.add_argument("--slow-down", type=positive, metavar="FACTOR", help="say it instead (default: by cores)")
+    parser.add_argument("--register", type=Path, metavar="SWEEP", help="write it to SWEEP/predictions/ before the run")
+    options = parser.parse_args(words)
+    options.words = words
+    return respond(parser, options, answer)
+
+
+# --- what is asked ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One question; `hook` is a name of `encoding.HOOKS` or "none"."""
+
+    num_ranks: int
+    per_host: int
+    batch: int
+    strategy: Strategy
+    algorithm: str = "auto"
+    hook: str = "none"
+    wire: Narrow | None = None
+    bucket_mb: float | None = None
+
+
+class Forecaster:
+    """Answers questions about one profiled run.
+
+    Args:
+        known: figures of links and memory; None: there are none.
+        num_known: the ranks of a host whose memory that was.
+        cores: of a host.
+        slow_down: of ranks of a host that compute at once; None: by cores.
+        taken_s: as in `Prices`.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        known: Measured | None,
+        *,
+        num_known: int,
+        alpha_s: float | None = None,
+        rate_bit_s: float | None = None,
+        cores: int,
+        slow_down: float | None = None,
+        taken_s: float = 0.0,
+    ) -> None:
+        self.profile, self.cores, self._slow_down, self._taken_s = profile, cores, slow_down, taken_s
+        self.work = work_of(profile)
+        self._known, self._num_known, self._links = known, num_known, (alpha_s, rate_bit_s)
+        self._adding_s: dict[Narrow, float] | None = None
+        self._dispatches: dict[tuple[Any, ...], list[Dispatch]] = {}
+        self._measured: dict[tuple[int, int], Measured] = {}
+
+    @property
+    def of_one_s(self) -> float:
+        """Returns the seconds of one worker for a sample."""
+        return self.work.computing_s / self.work.num_samples
+
+    def slow_down_of(self, per_host: int) -> float:
+        """Returns the factor of ranks of a host that compute at once."""
+        profiled = cores_of_a_rank(self.profile.cores[0], len(self.profile.hosts[0]), self.profile.threads)
+        by_cores = profiled / cores_of_a_rank(self.cores, per_host, self.profile.threads)
+        return by_cores if self._slow_down is None else self._slow_down
+
+    def work_for(self, asked: Asked) -> Work:
+        """Returns what a rank computes there."""
+        work = self.work if asked.num_ranks == 1 else self.work.slower(self.slow_down_of(asked.per_host))
+        return work if asked.bucket_mb is None else work.in_buckets(asked.bucket_mb)
+
+    def measured(self, asked: Asked) -> Measured:
+        """Returns links and memory there."""
+        alpha_s, rate_bit_s = self._links
+        key = asked.num_ranks, asked.per_host
+        if key not in self._measured:
+            self._measured[key] = measured_on(
+                self._known,
+                equal_hosts(*key),
+                alpha_s=alpha_s,
+                rate_bit_s=rate_bit_s,
+                num_measured=self._num_known,
+            )
+        return self._measured[key]
+
+    def setup(self, asked: Asked) -> Setup:
+        """Returns the ranks that are asked about."""
+        if asked.wire is not None and self._adding_s is None:
+            self._adding_s = encoding.adding_s()
+        prices = Prices(self.measured(asked), asked.algorithm, adding_s=self._adding_s, taken_s=self._taken_s)
+        threads = max(1, min(self.profile.threads, self.cores // asked.per_host))
+        return Setup(
+            prices=prices,
+            batch=asked.batch,
+            strategy=asked.strategy,
+            wire=asked.wire,
+            cores=self.cores,
+            threads=threads,
+        )
+
+    def of(self, asked: Asked, *, even: bool = False) -> Forecast:
+        """Returns a forecast.
+
+        Args:
+            even: without stragglers, which is faster.
+        """
+        work, setup = self.work_for(asked), self.setup(asked)
+        work = replace(work, spread=(1.0,)) if even else work
+        return forecast(work, setup, self._sent(work, setup, asked))
+
+    def naive_s(self, asked: Asked) -> float:
+        """Returns the naive guess: of one worker's step, and bytes ÷ rate."""
+        return naive_s(self.work, self.setup(asked))
+
+    def _sent(self, work: Work, setup: Setup, asked: Asked) -> list[Dispatch] | None:
+        if asked.hook == "none" or len(setup.prices.hosts) == 1:  # then nothing travels
+            return None
+        key = asked.num_ranks, asked.per_host, asked.hook, asked.bucket_mb
+        if key not in self._dispatches:
+            shares, hook = setup.prices.measured.allocated is not None, encoding.HOOKS[asked.hook]
+            self._dispatches[key] = encoding.dispatches(work.buckets, hook, setup.prices.hosts, shares_memory=shares)
+        return self._dispatches[key]
+
+
+def answer(options: argparse.Namespace) -> str:
+    """Returns the answer."""
+    profile = read_profile(options.run)
+    if profile.strategy not in STRATEGIES:
+        raise ConfigError(f"{options.run} was made by {profile.strategy}: forecasts know {', '.join(STRATEGIES)}")
+    per_host = min(options.per_host or options.ranks, options.ranks)
+    asked = Asked(
+        options.ranks,
+        per_host,
+        options.batch or profile.batch,
+        options.strategy or STRATEGIES[profile.strategy],
+        options.algorithm,
+        options.hook,
+        options.wire,
+        options.bucket_mb,
+    )
+    forecaster = _forecaster(options, profile, asked)
+    checked = _checked(options.others, forecaster) if options.others else []
+    found = forecaster.of(asked)
+    lines = [*_headline(options.run, forecaster, asked), *_step(forecaster, found)]
+    if asked.num_ranks > 1:
+        lines += ["", *_what_would_buy(forecaster, asked, found)]
+    lines += _to_the_loss(options.run, forecaster, asked, found)
+    lines += ["", *checked] if checked else []
+    if options.register is not None:
+        lines += ["", f"registered: {register(options.register, _registered(options, profile, asked, found))}"]
+    return "\n".join(lines)
+
+
+def _forecaster(options: argparse.Namespace, profile: Profile, asked: Asked) -> Forecaster:
+    cores, here = options.cores or profile.cores[0], available_cores()
+    threads = max(1, min(profile.threads, cores // asked.per_host))
+    known, num_known = measured_of(profile), max(map(len, profile.hosts))
+    lacks_memory = asked.per_host > 1 and (known is None or known.allocated is None)
+    links, num_hosts = (options.alpha, options.rate), -(-asked.num_ranks // asked.per_host)
+    if num_hosts > 1 and len(profile.hosts) == 1 and None in links:
+        raise ConfigError(f"{options.run} was profiled on one host: say --alpha and --rate of links")
+    if num_hosts == 1 and links != (None, None):
+        raise ConfigError("--alpha and --rate are of the links between hosts, and this is one host: say --per-host")
+    if asked.num_ranks > 1 and (options.measure or lacks_memory or known is None):
+        num_known = max(2, min(asked.per_host, here))
+        found = measured_here(num_known, threads)
+        between = found.network.between if known is None else known.network.between
+        known = replace(found, network=replace(found.network, between=between))
+    factor, taken_s = options.slow_down, 0.0
+    torch.set_num_threads(threads)  # as in a worker, for what hooks take to encode
+    if options.measure:
+        if asked.per_host > here:
+            raise ConfigError(f"--measure: {asked.per_host} workers here, on {counted(here, 'core')}; say --slow-down")
+        factor = slow_down(
+            settings_for(options.run, []),
+            before=round(work_of(profile).num_samples),
+            samples=max(1, asked.batch // asked.num_ranks),
+            num_ranks=asked.per_host,
+            threads=threads,
+        )
+        taken_s = taken_here() if num_hosts > 1 else 0.0
+    return Forecaster(
+        profile,
+        known,
+        num_known=num_known,
+        alpha_s=options.alpha,
+        rate_bit_s=options.rate,
+        cores=cores,
+        slow_down=factor,
+        taken_s=taken_s,
+    )
+
+
+# --- the words -------------------------------------------------------------------------------------------------------
+
+
+def _headline(run: Path, forecaster: Forecaster, asked: Asked) -> list[str]:
+    profile, measured = forecaster.profile, forecaster.measured(asked)
+    num_hosts = len(measured.network.hosts)
+    between = measured.network.between
+    links = ""
+    if num_hosts > 1:
+        rate = f"{8e-9 / between.beta_s:.3g} Gbit/s of payload" if between.beta_s else "any rate"
+        links = f", {rate} and {format_time(between.alpha_s)} between hosts"
+    how = [asked.strategy, f"batch {asked.batch:,}"]
+    how += [f"hook={asked.hook}"] * (asked.hook != "none") + [f"wire={asked.wire}"] * (asked.wire is not None)
+    there = f"{counted(asked.num_ranks, 'worker')} on {counted(num_hosts, 'host')}{links}: {', '.join(how)}"
+    profiled = f"{counted(profile.world_size, 'worker')}, batch {profile.batch:,}"
+    model = f"{profile.model} with {profile.num_parameters:,} parameters"
+    lines = [f"profiled: {model}, {profiled} ({run})", f"asked:    {there}"]
+    factor = forecaster.slow_down_of(asked.per_host)
+    if asked.num_ranks > 1 and abs(factor - 1) > 1 - NEARLY:
+        lines.append(f"workers of a host compute {factor:.2f} times as long as the profiled one, a sample")
+    return lines
+
+
+def _step(forecaster: Forecaster, found: Forecast) -> list[str]:
+    parts = [f"computing {format_time(found.computing_s)}"]
+    for seconds, name in ((found.exposed_s, "communication"), (found.waiting_s, "waiting for stragglers")):
+        if abs(seconds) > (1 - NEARLY) * found.step_s:
+            parts.append(f"{name} {format_time(seconds)}")
+    efficiency = found.batch / found.num_ranks * forecaster.of_one_s / found.step_s
+    lines = [
+        f"  step         {format_time(found.step_s)}: {', '.join(parts)}",
+        f"  samples/s    {found.samples_per_s:,.0f}, {efficiency:.0%} of {found.num_ranks:,} times one worker",
+    ]
+    if found.num_ranks > 1:
+        way = [f"{found.algorithm or 'slices'}", f"{format_time(found.network_s)} in all"]
+        way += [f"encoding {format_time(found.encoding_s)}"] * (found.encoding_s > 0)
+        way += [f"{three_digits(found.link_bytes / 1e6)} MB leave a host"] * (found.link_bytes > 0)
+        lines.append(f"  reductions   {', '.join(way)}")
+    return lines
+
+
+def _what_would_buy(forecaster: Forecaster, asked: Asked, found: Forecast) -> list[str]:
+    """Returns a line each for the best algorithm, bucket size and hook or wire format."""
+    routes = possible_routes(
+        equal_hosts(asked.num_ranks, asked.per_host), shared_memory=forecaster.measured(asked).allocated is not None
+    )
+    kinds: dict[str, dict[str, Asked]] = {
+        "algorithm": {f"comm.algorithm={name}": replace(asked, algorithm=name) for name in ("auto", *routes)},
+        "bucket size": {f"replica.bucket_cap_mb={mb:g}": replace(asked, bucket_mb=mb) for mb in BUCKETS_MB},
+    }
+    if asked.num_ranks > asked.per_host and asked.strategy == "replicated":
+        plain = replace(asked, hook="none", wire=None)
+        kinds["hook"] = {"hook=none": plain}
+        kinds["hook"] |= {f"replica.wire={wire}": replace(plain, wire=wire) for wire in encoding.WIRES}
+        kinds["hook"] |= {f"hook={name}": replace(plain, hook=name) for name in encoding.HOOKS}
+    if asked.strategy != "replicated" or asked.num_ranks == asked.per_host:
+        del kinds["algorithm"]  # there are no all-reduces, or memory is the fastest
+    now_s = forecaster.of(asked, even=True).step_s
+    lines = []
+    for kind, choices in kinds.items():
+        steps_s = {name: forecaster.of(choice, even=True).step_s for name, choice in choices.items()}
+        best = min(steps_s, key=lambda name: steps_s[name])
+        is_better = steps_s[best] < NEARLY * now_s
+        bought = f"step {format_time(steps_s[best])}, {now_s / steps_s[best]:.2f} times as fast" if is_better else ""
+        lines.append(f"  best {kind:<12}{best if is_better else 'as it is':<32}{bought}".rstrip())
+    return ["what would buy more:", *lines]
+
+
+def _to_the_loss(run: Path, forecaster: Forecaster, asked: Asked, found: Forecast) -> list[str]:
+    noise_scale, num_steps = noise_of(run)
+    reasons = _reasons(forecaster, asked, noise_scale)
+    if noise_scale is None or num_steps is None:
+        return ["", *reasons, "(a run with a noise scale also tells time and worker-hours to its loss)"]
+    known_batch = forecaster.profile.batch
+
+    def reached(batch: int) -> ToLoss:
+        step_s = found.step_s if batch == asked.batch else forecaster.of(replace(asked, batch=batch), even=True).step_s
+        return to_loss(
+            batch,
+            step_s,
+            num_ranks=asked.num_ranks,
+            noise_scale=noise_scale,
+            num_steps=num_steps,
+            known_batch=known_batch,
+        )
+
+    batches = [batch for batch in batches_for(asked.num_ranks, known_batch) if batch >= asked.num_ranks]
+    best = min(map(reached, batches), key=lambda each: each.seconds)
+    same = [("the same", reached(known_batch))] if known_batch >= asked.num_ranks else []
+    lines = [
+        f"  at {name} batch {each.batch:>8,}: {each.num_steps:,.0f} steps, {_duration(each.seconds)}, "
+        f"{each.worker_hours:.3g} worker-hours"
+        for name, each in (*same, ("the best", best))
+    ]
+    return ["", f"to the loss of the run, whose noise scale is {noise_scale:,.0f} samples:", *lines, *reasons]
+
+
+def _reasons(forecaster: Forecaster, asked: Asked, noise_scale: float | None) -> list[str]:
+    """Returns a sentence about why workers stop paying, and from how many on."""
+    batch, most = forecaster.profile.batch, min(forecaster.profile.batch, max(64, 4 * asked.num_ranks), 1024)
+    numbers = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
+    efficiencies = {}
+    for number in numbers:
+        per_host = min(number, asked.per_host)
+        if number > per_host and asked.num_ranks == asked.per_host:
+            break  # nobody has said what is between hosts
+        there = replace(asked, num_ranks=number, per_host=per_host, batch=batch, algorithm="auto")
+        efficiencies[number] = batch / number * forecaster.of_one_s / forecaster.of(there, even=True).step_s
+    by_share, by_noise = first_reason(efficiencies, noise_scale=noise_scale, batch=batch)
+    tried = max(efficiencies)
+    share = f"at the same batch half of each worker is lost from {by_share} on, to fixed costs and communication"
+    noise = f"with a batch that grows along half of the samples are lost from {by_noise} on, to the noise scale"
+    if by_share is None and by_noise is None:
+        return [f"workers keep paying up to {counted(tried, 'worker')} at least"] if tried > 1 else []
+    if by_noise is None or (by_share is not None and by_share <= by_noise):
+        other = "" if by_noise is None else f"; {noise}"
+        return [f"why workers stop paying: {share}{other}"]
+    return [f"why workers stop paying: {noise}{'' if by_share is None else f'; {share}'}"]
+
+
+def _duration(seconds: float) -> str:
+    return format_time(seconds) if seconds < 120 else f"{seconds / 60:,.1f} min"
+
+
+def noise_of(run: Path) -> tuple[float | None, float | None]:
+    """Returns the noise scale of a run as it last was, and its steps; None for what is not known."""
+    scale = None
+    try:
+        for line in read_own(run / "metrics.jsonl").splitlines():
+            found = json.loads(line).get("noise_scale")
+            scale = float(found) if isinstance(found, (int, float)) else scale
+        steps = json_object(read_own(run / "summary.json")).get("steps")
+    except (OSError, ValueError, AttributeError):
+        return None, None
+    return scale, float(steps) if isinstance(steps, int) else None
+
+
+# --- where it was measured -------------------------------------------------------------------------------------------
+
+
+class Point(NamedTuple):
+    """A run that was made: its step, and the question whose answer should have been that."""
+
+    run: Path
+    step_s: float
+    asked: Asked
+    profile: Profile | None
+
+
+def _checked(folders: Sequence[Path], forecaster: Forecaster) -> list[str]:
+    """Returns a table of runs: measured, forecast, the naive guess, and what was registered."""
+    rows = [("run", "workers", "measured", "forecast", "÷ measured", "naive", "÷ measured", "registered")]
+    for folder, runs in ((each, list(_runs_in(each))) for each in folders):
+        known = read_registered(folder)
+        for run in runs:
+            point = _point(run, forecaster)
+            here = forecaster if point.profile is None else _as_measured(forecaster, point.profile)
+            forecast_s, guess_s = here.of(point.asked).step_s, here.naive_s(point.asked)
+            before = "" if point.profile is None else _registered_for(run, point, known)
+            mine, theirs = (f"{each / point.step_s:.2f}" for each in (forecast_s, guess_s))
+            figures = format_time(point.step_s), format_time(forecast_s), mine, format_time(guess_s), theirs
+            rows.append((run.name, str(point.asked.num_ranks), *figures, before))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = "  ".join(f"{{:{'<' if number == 0 else '>'}{width}}}" for number, width in enumerate(widths))
+    return [aligned.format(*row).rstrip() for row in rows]
+
+
+def _as_measured(forecaster: Forecaster, profile: Profile) -> Forecaster:
+    """Returns a forecaster for the links, memory and cores that a run found."""
+    known = measured_of(profile)
+    if known is None:
+        return forecaster
+    return Forecaster(
+        forecaster.profile,
+        known,
+        num_known=max(map(len, profile.hosts)),
+        cores=profile.cores[0],
+        slow_down=forecaster._slow_down,
+        taken_s=forecaster._taken_s,
+    )
+
+
+def _registered_for(run: Path, point: Point, known: list[Registered]) -> str:
+    assert point.profile is not None
+    try:
+        found = prediction_for(run, point.profile, known)
+    except ConfigError:
+        return "younger"
+    return "" if found is None else f"{found.step_s / point.step_s:.2f}"
+
+
+def _runs_in(folder: Path) -> Iterator[Path]:
+    """Yields a run, or the runs of a folder.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    found = [path.parent for name in (FILE, "summary.json") for path in sorted(folder.glob(name))][:1]
+    found = found or sorted({path.parent for name in (FILE, "summary.json") for path in folder.glob(f"*/{name}")})
+    if not found:
+        raise ConfigError(f"{folder} holds no run with {FILE} or summary.json: give the folder of a run or of a sweep")
+    yield from found
+
+
+def _point(run: Path, forecaster: Forecaster) -> Point:
+    """Returns what a run took, by its profile or else by its summary.
+
+    Raises:
+        ConfigError: it is a run of another model, or damaged.
+    """
+    ours = forecaster.profile
+    if (run / FILE).exists():
+        profile = read_profile(run)
+        model, size = (profile.model, profile.num_parameters), max(map(len, profile.hosts))
+        step_s = median(max(record.step_s for record in step) for step in profile.steps)
+        strategy = STRATEGIES.get(profile.strategy, "replicated")
+        wire: Any = profile.wire
+        asked = Asked(profile.world_size, size, profile.batch, strategy, hook=_hook_of(profile), wire=wire)
+        point = Point(run, step_s, asked, profile)
+    else:
+        summary = _summary(run)
+        model, ranks, batch = (ours.model, summary["num_parameters"]), summary["world_size"], summary["global_batch"]
+        asked = Asked(ranks, ranks, batch, STRATEGIES[ours.strategy])
+        point = Point(run, batch / summary["samples_per_s"], asked, None)
+    if model != (ours.model, ours.num_parameters):
+        raise ConfigError(f"{run} trained {model[0]} with {model[1]:,} parameters: give runs of {ours.model}")
+    return point
+
+
+def _hook_of(profile: Profile) -> str:
+    """Returns the name of a run's hook, of those that a forecast knows."""
+    known: Mapping[str, str] = {repr(hook): name for name, hook in encoding.HOOKS.items()}
+    return "none" if profile.hook is None else known.get(profile.hook, "none")
+
+
+def _summary(run: Path) -> dict[str, Any]:
+    names = ("num_parameters", "world_size", "global_batch", "samples_per_s")
+    try:
+        summary = json_object(read_own(run / "summary.json"))
+        if not all(isinstance(summary.get(name), (int, float)) and summary[name] > 0 for name in names):
+            raise ValueError(f"it lacks one of {', '.join(names)}")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{run / 'summary.json'} is no summary of a run ({error}): leave the run out") from error
+    return summary
+
+
+def _registered(options: argparse.Namespace, profile: Profile, asked: Asked, found: Forecast) -> Registered:
+    strategies = {word: name for name, word in STRATEGIES.items()}
+    return Registered(
+        date=datetime.now(UTC).isoformat(),
+        settings={
+            "model": profile.model,
+            "num_parameters": profile.num_parameters,
+            "ranks": asked.num_ranks,
+            "per_host": asked.per_host,
+            "batch": asked.batch,
+            "strategy": strategies[asked.strategy],
+            "hook": None if asked.hook == "none" else repr(encoding.HOOKS[asked.hook]),
+            "wire": asked.wire,
+        },
+        how=shlex.join(["forecast", *options.words]),
+        step_s=found.step_s,
+        samples_per_s=found.samples_per_s,
+    )
