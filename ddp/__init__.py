@@ -105,6 +105,7 @@ if TYPE_CHECKING:
     from ddp.train.tasks.cross_entropy import LanguageModel as LanguageModel
     from ddp.train.tasks.task import LossFunction as LossFunction
     from ddp.train.tasks.task import Task as Task
+    from ddp.train.watcher import Watch as Watch
 
 _HOMES = {
     "Averaging": "ddp.policies",
@@ -142,6 +143,7 @@ _HOMES = {
     "Totals": "ddp.gradients.totals",
     "TrainSampler": "ddp.data.orders.sampler",
     "TrainState": "ddp.train.state",
+    "Watch": "ddp.train.watcher",
     "WorkersFailed": "ddp.errors",
 }
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from ddp.errors import ConfigError
 from ddp.setting import Precision, StrategyName, WireName, check_region, check_values, setting, strategy_hint
 
+WatchAction = Literal["warn", "stop"]
 ONE_EVALUATION = "goes by evaluations, of which there is one, at the end"
 
 

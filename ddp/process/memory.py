@@ -49,6 +49,12 @@ def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
     return min(left, default=float("inf"))
 
 
+def resident_bytes(proc: Path = PROC) -> int:
+    """Returns the bytes of this process that are in memory, shared ones included; 0 where the kernel does not say."""
+    pages = _text(proc / "self" / "statm").split()
+    return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
+
+
 def _left_in(root: Path, path: str, limit: str, usage: str, files: str) -> list[int]:
     """Returns the bytes left in each control group, from that at `path` on. A container may see its own as root."""
     inner = root / path.lstrip("/")

@@ -52,6 +52,7 @@ from ddp.train.moved import meaning, moved_argument
 from ddp.train.stopping import StopFlag
 from ddp.train.tasks.task import Task, as_task, name_of
 from ddp.train.tracker import Tracker, refuse_twice
+from ddp.train.watcher import Watch
 
 NEEDED: Any = ...
 """The default of an argument without a default, so that a mistyped name is told before a missing one."""
@@ -222,7 +223,8 @@ def strategy_of(given: Given, replica: Replica) -> Strategy:
         ConfigError: precision, wire format, optimizer and replica do not go together.
     """
     # The user's own callbacks may write to weights by any way; ours give back what they write, and show it.
-    watched = any(type(each) not in (EMA, EarlyStopping) for each in given.callbacks if not isinstance(each, Tracker))
+    ours = (EMA, EarlyStopping, Watch)
+    watched = any(type(each) not in ours for each in given.callbacks if not isinstance(each, Tracker))
     precision, clip_norm = given.precision, given.clip_norm
     return strategy_for(replica, given.optimizer, precision=precision, clip_norm=clip_norm, watched=watched)
 

@@ -27,6 +27,7 @@ from ddp.errors import ConfigError
 from ddp.process.files import json_object, read_own, to_append, write_whole
 from ddp.process.log import log
 from ddp.train.checkpoint_store import is_extra
+from ddp.train.monitor.watch import Usage
 from ddp.train.noise_scale import NoiseScale
 from ddp.train.state import StepReport, TrainState
 
@@ -213,7 +214,7 @@ class MetricsFile(Callback):
 
     def __init__(self, path: Path | None, meters: Meters, *, every: int, callbacks: Sequence[Callback] = ()) -> None:
         self._path, self._meter, self._noise, self._every = path, meters.throughput, meters.noise, every
-        self._callbacks = callbacks
+        self._callbacks, self._usage = callbacks, Usage()
 
     def fit_start(self, state: TrainState) -> None:
         if state.comm.rank == 0 and self._path is not None and self._path.exists():
@@ -224,6 +225,8 @@ class MetricsFile(Callback):
         if report.step % self._every:
             return
         recent, self._meter.recent = self._meter.recent, Throughput()
+        own_s = recent.step_s - recent.wait_s
+        used = self._usage.figures(state.comm, num_samples=recent.num_samples, own_s=own_s)
         self._append(
             state,
             {
@@ -238,6 +241,7 @@ class MetricsFile(Callback):
                 "samples_per_s": recent.samples_per_s,
                 "wait_fraction": recent.shares["wait_fraction"],
                 "data_fraction": recent.shares["data_fraction"],
+                **used,
             },
         )
 

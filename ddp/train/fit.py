@@ -55,6 +55,7 @@ from ddp.train.evaluate import modes_kept, note_of_choice
 from ddp.train.kept import Kept, plain
 from ddp.train.loop import end_of_run, train_loop
 from ddp.train.monitor.calls import calls_left
+from ddp.train.monitor.watch import rate_of_one_worker
 from ddp.train.progress import ProgressBar, StopNote
 from ddp.train.report import draw_curves, is_metric, summary_of, write_summary
 from ddp.train.starts import note_start_of_fit
@@ -387,10 +388,25 @@ def _callbacks(
     if keeps.progress:  # after the others, so that it shows what is saved already
         if_long = SHORTEN if run.folder is None else f"{SHORTEN} {GO_ON}"
         num_steps, num_epochs = run.num_steps, given.epochs
-        last.append(ProgressBar(meters.throughput, num_steps=num_steps, num_epochs=num_epochs, if_long=if_long))
+        shown: dict[str, Any] = {"num_steps": num_steps, "num_epochs": num_epochs, "if_long": if_long}
+        last.append(ProgressBar(meters.throughput, one_worker=_one_worker(run), **shown))
     if given.stop is None:
         last.append(StopNote(run.folder))
     return [*watching, *given.callbacks, *last]
+
+
+def _one_worker(run: OpenRun) -> float | None:
+    """Returns what the profile of a single worker beside this run says of its speed, on rank 0 of several."""
+    comm, module = run.state.comm, run.state.model.module
+    if run.folder is None or comm.world_size == 1 or comm.rank:
+        return None
+    return rate_of_one_worker(
+        run.folder.absolute().parent,
+        model=type(module).__name__,
+        num_parameters=sum(parameter.numel() for parameter in module.parameters()),
+        threads=torch.get_num_threads(),
+        device=comm.device.type,
+    )
 
 
 def _begin(given: Given, run: OpenRun, store: CheckpointStore, until_end: contextlib.ExitStack) -> None:

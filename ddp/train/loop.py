@@ -25,6 +25,7 @@ from ddp.train.evaluate import Side, evaluate
 from ddp.train.first_look import EqualBatches, FirstLook
 from ddp.train.state import TrainState, agreed_reason, limits_of
 from ddp.train.step import StepRules, train_step
+from ddp.train.watcher import Watch
 from ddp.units import counted
 
 
@@ -60,10 +61,13 @@ def train_loop(state: TrainState, given: Given, inputs: Inputs, callbacks: Seque
     num_steps, num_samples = end_of_run(state, epochs=epochs, max_steps=given.max_steps)
     is_wanted = not reading.max_unreadable and _all_have_several_samples(state)  # else a batch may have less
     with_one = may_have_one(state.comm, state.sampler, num_steps=max(0, num_steps - state.step))
-    looks: list[FirstLook | EqualBatches] = [FirstLook(task, wanted=is_wanted, with_one=with_one)]
+    looks: list[FirstLook | EqualBatches | Watch] = [FirstLook(task, wanted=is_wanted, with_one=with_one)]
     if reading.debug:
         equal_batches = EqualBatches(state.comm.rank, source.num_workers)
         looks, callbacks = [equal_batches, *looks], [equal_batches, *callbacks]
+    for watch in (each for each in callbacks if isinstance(each, Watch)):
+        watch.begin(task, num_steps)
+        looks = [*looks, watch]
     rules = StepRules(
         task=task,
         schedule=state.schedule or (lambda plan: factor(state.sampler.position_of(plan) + plan.size / 2, num_samples)),

@@ -31,6 +31,7 @@ class ProgressBar(Callback):
 
     Args:
         if_long: what follows when a long run says so, such as how to shorten it.
+        one_worker: samples/s of a single worker, beside which the speed of several is an efficiency; None: unknown.
         clock: seconds, from any start.
     """
 
@@ -41,12 +42,13 @@ class ProgressBar(Callback):
         num_steps: int,
         num_epochs: int | None,
         if_long: str = "",
+        one_worker: float | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = now_s,
     ) -> None:
         self._meter, self._num_epochs = meter, num_epochs
         self._num_steps = num_steps if num_steps < ENDLESS else None
-        self._if_long, self._clock = if_long, clock
+        self._if_long, self._one_worker, self._clock = if_long, one_worker, clock
         self._console = console or Console()
         self._bar: Progress | None = None
         self._first: tuple[int, float] | None = None  # the first step of this run, which is slow, and when it ended
@@ -69,7 +71,7 @@ class ProgressBar(Callback):
         if state.comm.rank != 0:
             return
         if self._bar is not None:
-            rate = f"{self._meter.whole.samples_per_s:,.0f} samples/s"
+            rate = self._rate(state)
             epoch = f"epoch {report.epoch + 1}" + (f"/{self._num_epochs}" if self._num_epochs else "")
             self._bar.update(self._task, completed=report.step, others=(f"loss {report.loss:.4f}", rate, epoch))
         if not self._estimated:
@@ -79,14 +81,21 @@ class ProgressBar(Callback):
         if state.comm.rank != 0:
             return
         metrics = [f"{name} {value:.4f}" for name, value in state.evaluation.items()]
-        rate = f"{self._meter.whole.samples_per_s:,.0f} samples/s"
         where = f"step {state.step}" + (f"/{self._num_steps}" if self._num_steps else "")
-        line = f"{where}  loss {state.train_loss or 0.0:.4f}  {rate}  {'  '.join(metrics)}"
+        line = f"{where}  loss {state.train_loss or 0.0:.4f}  {self._rate(state)}  {'  '.join(metrics)}"
         if self._bar is not None:
             self._bar.update(self._task, metrics=metrics)
             self._bar.console.print(line, highlight=False, markup=False)  # above the bar, where it stays
         else:
             print(line, flush=True)
+
+    def _rate(self, state: TrainState) -> str:
+        rate = self._meter.whole.samples_per_s
+        if self._one_worker is None:
+            return f"{rate:,.0f} samples/s"
+        num_workers = state.comm.world_size
+        share = rate / (num_workers * self._one_worker)
+        return f"{rate:,.0f} samples/s ({share:.0%} of {num_workers} × one worker)"
 
     def exception(self, state: TrainState, error: BaseException) -> None:
         self._end()

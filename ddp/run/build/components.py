@@ -50,6 +50,7 @@ from ddp.train.trackers.csv import CSV
 from ddp.train.trackers.mlflow import MLflow
 from ddp.train.trackers.tensorboard import TensorBoard
 from ddp.train.trackers.wandb import WandB
+from ddp.train.watcher import Watch
 
 SMALL_IMAGE = 64  # pixels; below it a ResNet starts without striding
 _NUM_TRIED = 100  # samples, of which one must be readable
@@ -189,9 +190,12 @@ def make_callbacks(config: Config) -> list[Callback]:
     patience, decay = config.early_stopping.patience, config.ema.decay
     averages = [] if decay is None else [EMA(decay)]
     stops = [] if patience is None else [EarlyStopping(patience, min_delta=config.early_stopping.min_delta)]
+    action, shares = config.watch.action, (config.watch.learn_share, config.watch.slow_share)
+    watches = [] if action == "off" else [Watch(action, learn_share=shares[0], slow_share=shares[1])]
     own = [_own_callback(address, folder=config.run.code) for address in config.callbacks]
     profilers = [Profiler(config.profile.steps)] if config.profile.steps else []
-    return [*averages, *stops, *own, *profilers, *(_tracker(name, group=config.run.group) for name in config.trackers)]
+    trackers = (_tracker(name, group=config.run.group) for name in config.trackers)
+    return [*averages, *stops, *watches, *own, *profilers, *trackers]
 
 
 def check_callbacks(config: Config) -> None:

@@ -17,6 +17,8 @@ cause last.
 | trained                                | 0      |                                        |
 | a worker failed or was killed          | 1      | `describe_failures`                    |
 | bad input                              | 2      | `run_folder.prepare`, `translated`     |
+| it did not learn, or became slow, and  | 3      | `ddp/train/watcher.py`; the workers    |
+| watch.action=stop                      |        | agree, save and exit with 0            |
 | Ctrl-C, or SIGINT to any worker        | 130    | the workers agree, save and exit with  |
 | SIGTERM, to the parent or any worker   | 143    | 0; the parent ends with this status    |
 | a closed terminal; SIGUSR1; SIGUSR2    | 129; … | the same: 128 + the signal's number    |
@@ -402,6 +404,7 @@ def train(config: Config, run_dir: Path) -> int:
     """Starts the workers of a prepared run, waits, and prints how it ended; returns the status (see the table)."""
     from ddp.run.build.stages import finish
     from ddp.train.sidecar import has_ended, wait_for
+    from ddp.train.watcher import WATCH
 
     cluster = config.cluster
     digest = hashlib.sha256(settings_text(config).encode()).hexdigest()
@@ -423,7 +426,7 @@ def train(config: Config, run_dir: Path) -> int:
         finish(config, run_dir)
     stopped_by = ended.signal or _agreed_stop(run_dir)
     if stopped_by is None:
-        return 0
+        return 3 if _stopped_by(run_dir).startswith(WATCH) else 0
     if _agreed_stop(run_dir) is not None:
         outcome = f"continue with {train_command(setting_for(run_dir, config.run.name), 'resume=auto')}"
     else:
@@ -438,10 +441,14 @@ def train(config: Config, run_dir: Path) -> int:
 
 def _agreed_stop(run_dir: Path) -> signal.Signals | None:
     """Returns the signal on which the workers agreed to stop, whichever of them got it."""
+    return signal.Signals.__members__.get(_stopped_by(run_dir))  # else it has stopped early by itself
+
+
+def _stopped_by(run_dir: Path) -> str:
+    """Returns why the workers have agreed to stop; "" if they have not."""
     with contextlib.suppress(OSError, ValueError):
-        name = json_object((run_dir / "summary.json").read_text()).get("stopped_by")
-        return signal.Signals.__members__.get(str(name))  # else it has stopped early by itself
-    return None
+        return json_object((run_dir / "summary.json").read_text()).get("stopped_by") or ""
+    return ""
 
 
 def _restore_terminal() -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddp.collectives.simulate import SEGMENT_BYTES
-from ddp.policies import Buckets, Checkpoints, Evaluation, Folder, Reading, Reports, Training
+from ddp.policies import Buckets, Checkpoints, Evaluation, Folder, Reading, Reports, Training, WatchAction
 from ddp.process.clock import LONGEST_S
 from ddp.run.settings.address import is_address
 from ddp.setting import Additions, Scaling, StrategyName, check_region, setting
@@ -36,6 +36,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Backend = Literal["auto", "gloo", "nccl"]
 ReplicaKind = Literal["bucketed", "naive"]
 Evaluator = Literal["workers", "sidecar"]
+WatchChoice = Literal[WatchAction, "off"]
 DataOrder = Literal["auto", "permutation", "blocks", "weighted", "stratified", "fixed"]
 TokenType = Literal["uint8", "uint16", "int32", "uint32"]
 TrackerName = Literal["tensorboard", "csv", "mlflow", "wandb"]
@@ -559,6 +560,21 @@ class EarlyStopping:
 
 
 @dataclass(kw_only=True, slots=True)
+class Watching:
+    """The watch over a run that does not learn, or that has become slow."""
+
+    action: WatchChoice = setting(
+        "warn", "warn: a line on the terminal; stop: the run ends with a checkpoint, and status 3; off: not looked for"
+    )
+    learn_share: float = setting(
+        0.2, "share of the run's steps after which its loss is better than a constant guess's", above=0, at_most=1
+    )
+    slow_share: float = setting(
+        0.5, "a run is slow if its samples/s stay below this share of their median; 0: never", at_least=0, below=1
+    )
+
+
+@dataclass(kw_only=True, slots=True)
 class Ema:
     """An exponential moving average of the weights, which evaluations and ddp.load use."""
 
@@ -620,6 +636,7 @@ class Config(Training):
     report: Reports = field(default_factory=Reports)
     profile: ProfileOf = field(default_factory=ProfileOf)
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
+    watch: Watching = field(default_factory=Watching)
     ema: Ema = field(default_factory=Ema)
     evaluate: EvaluationChoice = field(default_factory=EvaluationChoice)
     loader: Reading = field(default_factory=Reading)

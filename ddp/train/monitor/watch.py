@@ -1,0 +1,252 @@
+"""Measures what the ranks use of their hosts, and judges whether a run learns, and goes on as fast as it did.
+
+    Usage            processor, memory and device of each rank, and its samples per second of its own time
+    ConstantGuess    the least loss of a model that returns the same for every sample
+    Learning         the loss of the last steps is no better than that?
+    Pace             samples per second stay below a share of their median?
+
+The best constant for cross-entropy is the mean of the targets' distributions, and its loss is their entropy. For the
+squared error it is the mean of the targets, and their variance.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.special import entr
+
+from ddp import gpu
+from ddp.comm.communicator import Communicator
+from ddp.comm.objects import all_gather_object
+from ddp.errors import ConfigError
+from ddp.process.clock import now_s
+from ddp.process.memory import resident_bytes
+from ddp.train.monitor.profile import FILE, read_profile
+
+# --- What is used -----------------------------------------------------------------------------------------------------
+#
+#     logging step   10     20     30     40      …
+#     gathered        x                    x            once a second, in words of steps, so that all ranks do it alike
+
+
+EVERY_S = 1.0
+
+
+class Usage:
+    """Gathers what each rank has used since the last time.
+
+    The figures of all ranks travel together, about once a second and at logging steps alone: where one is to follow,
+    every rank knows from what was gathered.
+    """
+
+    def __init__(self) -> None:
+        self._num_lines = self._num_skipped = 0
+        self._samples = self._own_s = 0.0
+        self._since_s, self._cpu_s = now_s(), time.process_time()
+
+    def figures(self, comm: Communicator, *, num_samples: int, own_s: float) -> dict[str, float]:
+        """Returns figures by name and rank, as "cpu_use/rank_0"; none at most logging steps. Collective.
+
+        Args:
+            num_samples: of all ranks since the last logging step.
+            own_s: in which this rank did not wait for others.
+        """
+        self._samples += num_samples / comm.world_size
+        self._own_s += own_s
+        self._num_lines += 1
+        if self._num_lines <= self._num_skipped:
+            return {}
+        now, cpu_s = now_s(), time.process_time()
+        elapsed_s = now - self._since_s or math.inf
+        mine = {
+            "cpu_use": (cpu_s - self._cpu_s) / elapsed_s,
+            "memory_mb": resident_bytes() / 1e6,
+            "samples_per_s": self._samples / self._own_s if self._own_s else 0.0,
+            **_of_device(comm.device),
+        }
+        sent = [(elapsed_s, mine)]
+        if comm.world_size > 1:
+            sent = all_gather_object(comm, sent[0])
+        line_s = max(seconds for seconds, _ in sent) / self._num_lines
+        self._num_skipped = max(0, math.ceil(EVERY_S / line_s) - 1)
+        self._num_lines, self._samples, self._own_s = 0, 0.0, 0.0
+        self._since_s, self._cpu_s = now, cpu_s
+        return {f"{name}/rank_{rank}": each[name] for name in mine for rank, (_, each) in enumerate(sent)}
+
+
+def _of_device(device: torch.device) -> dict[str, float]:
+    """Returns the memory that torch holds on a GPU, and where NVIDIA's library is installed, the share of busy time."""
+    if device.type != gpu.KIND:
+        return {}
+    found = {"device_memory_mb": gpu.cuda.memory_reserved(device) / 1e6}
+    try:
+        return {**found, "device_use": gpu.cuda.utilization(device) / 100}
+    except (AttributeError, ImportError, RuntimeError):
+        return found
+
+
+def rate_of_one_worker(
+    runs: Path, *, model: str, num_parameters: int, threads: int, device: str
+) -> float | None:
+    """Returns the samples/s of one worker, by the latest profile of such a run in a folder of runs; None without one.
+
+    Args:
+        model, num_parameters, threads, device: as `Profile` has them; a run of others is another run.
+    """
+    wanted = 1, model, num_parameters, threads, device
+    paths: list[Path] = []
+    with suppress(OSError):  # one is being removed
+        paths = sorted(runs.glob(f"*/{FILE}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in paths:
+        with suppress(ConfigError):  # it is of another version
+            found = read_profile(path.parent)
+            kind = found.device.partition(":")[0]
+            if (found.world_size, found.model, found.num_parameters, found.threads, kind) == wanted:
+                return found.batch / statistics.median(rank.step_s for step in found.steps for rank in step)
+    return None
+
+
+# --- Whether it learns ------------------------------------------------------------------------------------------------
+
+
+ENOUGH = 50
+"""Targets for each class, so that their entropy is known within a percent or so."""
+Kind = Literal["classes", "bits", "numbers"]
+
+
+class ConstantGuess:
+    """Adds up the targets that a rank trains on, until there are enough of them.
+
+    Args:
+        kind: "classes" for cross-entropy, "bits" for that of yes or no, "numbers" for the squared error.
+        smoothing: of the labels.
+    """
+
+    def __init__(self, kind: Kind, *, smoothing: float = 0.0) -> None:
+        self._kind, self._smoothing = kind, smoothing
+        self._sums: list[Tensor] = []  # of classes, [num_classes]; of numbers and of their squares, as one sample
+        self._num = 0
+
+    @property
+    def wants_more(self) -> bool:
+        """Returns True while there are too few targets."""
+        return self._num < ENOUGH * (self._sums[0].numel() if self._sums and self._kind == "classes" else 2)
+
+    def add(self, targets: Tensor) -> None:
+        """Counts the targets of a batch: classes, or the probability of each class; or numbers, [n, ...]."""
+        if self._kind == "classes" and not targets.is_floating_point():
+            classes = targets.flatten().long()
+            counts = torch.bincount(classes[classes >= 0])  # a negative one is none
+            self._add([counts.double()], int(counts.sum()))
+        else:
+            numbers = targets.double()
+            self._add([numbers.sum(0), numbers.square().sum(0)], len(targets))
+
+    def _add(self, sums: Sequence[Tensor], num: int) -> None:
+        """Adds sums; of samples of several shapes those of the first."""
+        if not self._sums:
+            self._sums, self._num = list(sums), num
+            return
+        if self._kind == "classes":
+            size = max(len(each) for each in (*self._sums, *sums))
+            self._sums, sums = ([_padded(each, size) for each in both] for both in (self._sums, sums))
+        if [each.shape for each in self._sums] == [each.shape for each in sums]:
+            self._sums = [one + other for one, other in zip(self._sums, sums, strict=True)]
+            self._num += num
+
+    def loss(self, comm: Communicator) -> float | None:
+        """Returns the loss of the best constant for the targets of all ranks; None if they are too few. Collective."""
+        parts = all_gather_object(comm, (self._num, [each.cpu() for each in self._sums]))
+        total = ConstantGuess(self._kind)
+        for num, sums in parts:
+            total._add(sums, num)
+        if total.wants_more:
+            return None
+        mean, *of_squares = (each / total._num for each in total._sums)
+        if self._kind == "numbers":
+            return float((of_squares[0] - mean.square()).mean())
+        if self._kind == "bits":
+            return float((entr(mean) + entr(1 - mean)).mean())
+        shares = (1 - self._smoothing) * mean + self._smoothing / len(mean)
+        return float(entr(shares).sum())
+
+
+def _padded(one: Tensor, size: int) -> Tensor:
+    """Returns a vector with zeros at its end."""
+    return torch.cat([one, one.new_zeros(size - len(one))])
+
+
+NUM_LOSSES = 20
+BETTER_BY = 0.01
+"""A loss that is this much better, relatively, is no guess."""
+
+
+class Learning:
+    """Judges the losses of a run against a constant guess."""
+
+    def __init__(self) -> None:
+        self._losses = deque[float](maxlen=NUM_LOSSES)
+
+    def add(self, loss: float) -> None:
+        """Takes note of the loss of a step."""
+        self._losses.append(loss)
+
+    def verdict(self, guess: float) -> str:
+        """Returns in words that the run does not learn; "" if it does, or if there were too few steps."""
+        if len(self._losses) < NUM_LOSSES or guess <= 0:
+            return ""
+        loss = math.fsum(self._losses) / NUM_LOSSES
+        if loss < (1 - BETTER_BY) * guess:
+            return ""
+        least = f"no better than that of a constant guess, {guess:.4g}"
+        return f"the loss of the last {NUM_LOSSES} steps, {loss:.4g}, is {least}"
+
+
+# --- Whether it goes on as fast as it did ---------------------------------------------------------------------------
+
+
+NUM_BEFORE, NUM_SLOW, SLOW_S = 8, 3, 10.0
+
+
+class Pace:
+    """Judges the samples per second of each logging step against the median of those before.
+
+    Slow are several in a row, for some seconds, because a single one may be the garbage collector's, or a neighbour's.
+
+    Args:
+        share: of the median; 0: never slow.
+    """
+
+    def __init__(self, share: float, *, clock: Callable[[], float] = now_s) -> None:
+        self._share, self._clock = share, clock
+        self._rates, self._slow = list[float](), list[float]()
+        self._last_s, self._slow_since_s = clock(), 0.0
+
+    def add(self, rate: float) -> str:
+        """Takes note of samples per second; returns in words that the run has become slow, once, or else ""."""
+        began_s, self._last_s = self._last_s, self._clock()
+        median = statistics.median(self._rates) if len(self._rates) >= NUM_BEFORE else 0.0
+        if rate >= self._share * median:
+            self._rates.append(rate)
+            self._slow.clear()
+            return ""
+        if not self._slow:
+            self._slow_since_s = began_s
+        was_slow = self._is_slow(began_s)
+        self._slow.append(rate)
+        if was_slow or not self._is_slow(self._last_s):
+            return ""
+        since_s, rate = self._last_s - self._slow_since_s, statistics.mean(self._slow)
+        return f"{rate:,.0f} samples/s for {since_s:.0f} s, and a median of {median:,.0f} before"
+
+    def _is_slow(self, at_s: float) -> bool:
+        return len(self._slow) >= NUM_SLOW and at_s - self._slow_since_s >= SLOW_S
