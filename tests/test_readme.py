@@ -38,7 +38,8 @@ SMALL = {
 def commands() -> list[str]:
     table = FEATURES.split("## From the command line")[1]
     shown = re.findall(r"^(scripts/ddp (?:check|draw) .*?)(?: +#.*)?$", README, re.MULTILINE)
-    return [*shown, *re.findall(r"`((?:scripts/ddp|[.]venv/bin/torchrun) [^`]*)`", table)]
+    found = re.findall(r"`((?:scripts/ddp|[.]venv/bin/torchrun) [^`]*)`", table)
+    return [*shown, *(each for each in found if not re.search(" (-m cluster[.]|search )", each))]  # test_main_job.py, Optuna
 
 
 def run(command: str, folder: Path) -> str:

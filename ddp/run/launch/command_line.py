@@ -78,7 +78,7 @@ def main() -> NoReturn:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises exceptions instead of printing them
     with bad_input_to(exit_with_error):
         arguments = options_first(sys.argv[1:])
-        sys.argv[1:] = _quoted_paths(_free_keys(arguments), sweeps=arguments[:1] in (["-m"], ["--multirun"]))
+        sys.argv[1:] = for_hydra(arguments, sweeps=arguments[:1] in (["-m"], ["--multirun"]))
         task = Task(_varied_keys(sys.argv[1:]), _options(sys.argv[1:]))
     OmegaConf.register_new_resolver("job_folder", task.job_folder, replace=True)
     OmegaConf.register_new_resolver("sweep_folder", lambda name, date: name or f"sweep-{date}", replace=True)
@@ -158,7 +158,7 @@ def composed(overrides: Sequence[str]) -> tuple[Config, Path]:
 
     _offer_settings()
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3", job_name="train"):
-        tree = compose("train", overrides=_quoted_paths(_free_keys(overrides)), return_hydra_config=True)
+        tree = compose("train", overrides=for_hydra(overrides), return_hydra_config=True)
         run_dir = Path(str(OmegaConf.select(tree, "hydra.run.dir"))).absolute()
         with open_dict(tree):
             del tree["hydra"]
@@ -215,6 +215,11 @@ def _offer_settings() -> None:
 
     Plugins.instance().register(Addresses)
     register()
+
+
+def for_hydra(arguments: Sequence[str], *, sweeps: bool = False) -> list[str]:
+    """Returns a command line as Hydra reads it. `sweeps`: commas stand between values, a job each."""
+    return _quoted_paths(_free_keys(arguments), sweeps=sweeps)
 
 
 def _free_keys(overrides: Sequence[str]) -> list[str]:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def run(
     options: Sequence[str] = (),
     in_view: bool | None = None,
     is_hopeless: Callable[[Job], bool] = lambda _: False,
-) -> Iterator[Job]:
+) -> Generator[Job, None, None]:
     """Runs jobs, and yields each when it has ended. A job that is done already is yielded as it is.
 
     Args:
@@ -97,7 +97,8 @@ def run(
             for each in [each for each in running if each.process.poll() is not None]:
                 running.remove(each)
                 status = each.process.returncode
-                ended = each.job.done(status if status >= 0 else 128 - status, pruned=each.is_hopeless and status != 0)
+                status = status if status >= 0 else 128 - status
+                ended = each.job.done(status, pruned=each.is_hopeless and status == 128 + signal.SIGTERM)
                 if not is_seen:
                     _tell(ended)
                 yield ended
@@ -154,8 +155,8 @@ def _tell(job: Job) -> None:
     """Prints how a job has ended that has printed to its log; if it has failed, with the end of that log."""
     objective = "" if job.objective is None else f", {job.summary['main_metric']} {job.objective:.6g}"
     print(f"{shown(job.run_dir)}/: {ending(job)}{objective}", flush=True)
-    if job.status in (1, 2):
-        log = job.run_dir / "logs" / "job.log"
+    log = job.run_dir / "logs" / "job.log"
+    if job.status in (1, 2) and log.is_file():
         lines = log.read_text(errors="replace").splitlines()[-_TAIL if job.status == 1 else -1 :]
         print("\n".join([f"the end of {shown(log)}:", *lines]), file=sys.stderr, flush=True)
 

@@ -63,12 +63,13 @@ class Jobs(Launcher):
         found = {}
         with contextlib.closing(hold(folder)):
             try:
-                each_once = {job.run_dir: job for job in todo}.values()
-                for job in jobs.run(
-                    iter(each_once), parallel=self.settings.parallel, typed=typed_command(), options=self.options
-                ):
-                    found[job.run_dir] = job
-                    sweep.write(sweep.gather(folder), folder)
+                each_once = iter({job.run_dir: job for job in todo}.values())
+                parallel = self.settings.parallel
+                ended = jobs.run(each_once, parallel=parallel, typed=typed_command(), options=self.options)
+                with contextlib.closing(ended):
+                    for job in ended:
+                        found[job.run_dir] = job
+                        sweep.write(sweep.gather(folder), folder)
             except SystemExit:
                 sweep.conclude(folder)
                 given = [each for each in sys.argv[1:] if not each.startswith("sweep.name=")]

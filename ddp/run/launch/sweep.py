@@ -112,11 +112,7 @@ def earlier(job: Job) -> Job | None:
         if (job.run_dir / "config.yaml").exists():
             raise ConfigError(f"{job.run_dir} holds a run that is no job of a sweep; take another sweep.name")
         return None
-    then, now = ({k: v for k, v in each.settings.items() if k not in _SAME_RUN} for each in (found, job))
-    for key in [*then, *now]:
-        if then.get(key) != now.get(key):
-            has, wants = (f"{key}={each[key]}" if key in each else f"no {key}" for each in (then, now))
-            raise ConfigError(f"{job.run_dir} holds a job with {has}, and not {wants}; take another sweep.name")
+    refuse_other(found, job)
     return found
 
 
@@ -128,6 +124,19 @@ class Results(NamedTuple):
     main_metric: str
 
 
+def refuse_other(found: Job, job: Job, *, but: Collection[str] = ()) -> None:
+    """Raises ConfigError if a job in the folder and a new one differ in a setting.
+
+    Args:
+        but: keys in which they may differ.
+    """
+    then, now = ({k: v for k, v in each.settings.items() if k not in (*_SAME_RUN, *but)} for each in (found, job))
+    for key in [*then, *now]:
+        if then.get(key) != now.get(key):
+            has, wants = (f"{key}={each[key]}" if key in each else f"no {key}" for each in (then, now))
+            raise ConfigError(f"{found.run_dir} holds a job with {has}, and not {wants}; take another sweep.name")
+
+
 def job_folder(overrides: Sequence[str], varied: Collection[str], *, number: int) -> str:
     """Returns the name of a job's folder: what the sweep varies, and the job's number where that alone is no name."""
     settings = Job(overrides, Path()).settings
@@ -136,10 +145,15 @@ def job_folder(overrides: Sequence[str], varied: Collection[str], *, number: int
     return name if name and name == wanted else f"{name},job={number}".lstrip(",")
 
 
+def jobs_in(folder: Path) -> list[Job]:
+    """Returns the jobs that have begun in the folder of a sweep, in the order in which they did."""
+    found = [job for path in folder.glob(f"*/{RESULT}") if (job := Job.read(path.parent)) is not None]
+    return sorted(found, key=lambda job: job.began or 0.0)
+
+
 def gather(folder: Path) -> Results:
     """Reads what the jobs of a sweep have left so far, and orders it."""
-    found = [job for path in folder.glob(f"*/{RESULT}") if (job := Job.read(path.parent)) is not None]
-    jobs = sorted(found, key=lambda job: job.began or 0.0)
+    jobs = jobs_in(folder)
     judged = next((job.summary for job in jobs if "main_metric" in job.summary), {})
     main_metric, sign = judged.get("main_metric", ""), 1 if judged.get("higher_is_better") else -1
 
