@@ -75,7 +75,7 @@ class Profiler(Callback):
             self._clocks = compared(state.comm)  # before, and once more after the last step
         if 0 <= number < 2 * self._num_steps:
             state.phase = self._recording.phase
-            self._recording.begin()
+            self._recording.begin(state.step + 1)
         if number == self._num_steps:
             self._trace = Trace()
 

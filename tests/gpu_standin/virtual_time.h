@@ -6,6 +6,7 @@
 // a queue, and the streams and events behind it wait, too. Nothing here knows torch.
 #pragma once
 #include <algorithm>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
@@ -30,7 +31,7 @@ namespace standin {
 using Clock = std::map<size_t, uint64_t>;  // stream → tick
 struct Job { bool done = false; };
 using Jobs = std::set<std::shared_ptr<Job>>;
-struct Moment { Clock clock; Jobs unfinished; };  // a point in a stream, which an event records
+struct Moment { Clock clock; Jobs unfinished; double host_ms = 0; };  // a point in a stream, which an event records
 struct Stream : Moment { std::string name; int64_t num_commands = 0; };
 struct Span { uintptr_t begin, end; bool write; };  // of memory, which a command reads or writes
 struct Access { Span span; size_t stream; uint64_t tick; std::string by; };

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from ddp.data.samples import Splits, WholeBatches
 from ddp.data.sets import standard_library
 from ddp.errors import ConfigError, said
 from ddp.models.gpt import GPT, generate
-from ddp.process.arguments import setting_for, train_command, typed_settings
+from ddp.process.arguments import program, setting_for, shown, train_command, typed_settings
 from ddp.process.memory import available_cores, collect_from_now_on
 from ddp.run.build import components
 from ddp.run.build import optimizer as optimization
@@ -46,6 +47,7 @@ from ddp.train.callbacks import EARLY
 from ddp.train.checkpoint import check_optimizer
 from ddp.train.checkpoint_store import check_fits, checkpoints_of, load, resume_from
 from ddp.train.fit import train
+from ddp.train.monitor.profile import FILE
 from ddp.train.report import draw_curves, print_summary, write_summary
 from ddp.train.sidecar import results_of_sidecar
 from ddp.train.stopping import StopFlag
@@ -253,6 +255,8 @@ def _next_commands(config: Config, summary: Mapping[str, Any], run_dir: Path) ->
         return [train_command(this_run, "resume=auto")]
     if not this_run.startswith("run.name="):  # a sweep's job
         return []
+    drawing = shlex.join([program(), "draw", "step", str(shown(run_dir))])
+    draw = [drawing] if (run_dir / FILE).exists() else []
     on_gpu = str(summary["device"]).startswith(gpu.KIND)
     most = min(8, gpu.cuda.device_count() if on_gpu else max(2, available_cores()))
     counts = [count for count in (1, 2, 4, 8) if count <= most]
@@ -261,4 +265,4 @@ def _next_commands(config: Config, summary: Mapping[str, Any], run_dir: Path) ->
     takes_several = config.strategy.name != "one_device" and len(counts) > 1
     sweep = [train_command("-m", workers, *typed)] if takes_several else []
     is_usual = config.data.name == "digits" and isinstance(config.model, settings.Cnn)
-    return [*sweep, *([train_command("recipe=gpt")] if is_usual else [])]
+    return [*draw, *sweep, *([train_command("recipe=gpt")] if is_usual else [])]

@@ -8,7 +8,7 @@ a wait as long as the stream stands still; a call has begun when its stream has 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch.autograd import profiler
@@ -20,6 +20,7 @@ from ddp.process.clock import now_s
 from ddp.train.monitor.parts import CallTimes, Phase, RawStep
 
 Moment = Any  # a float, or an event
+STEP_RANGE = "ProfilerStep#"  # torch's name, by which readers of traces find the steps
 
 
 class Recording:
@@ -39,9 +40,14 @@ class Recording:
         self._calls: dict[Noted, list[Moment]] = {}  # in the order in which they begin; several threads add to it
         self._waits: list[tuple[Moment, Moment]] = []
 
-    def begin(self) -> None:
-        """Notes from now on."""
+    def begin(self, step: int) -> None:
+        """Notes from now on.
+
+        Args:
+            step: its number, for the range of a trace.
+        """
         self._clear()
+        self._step = step
         if self._is_on_gpu and self._base is None:
             self._synchronise()
             event = self._moment()
@@ -77,10 +83,13 @@ class Recording:
         """Begins a block that is a phase of the step; in a profile of torch's it is a range."""
         began = self._moment()
         try:
-            with profiler.record_function(f"ddp: {name}") if profiler._is_profiler_enabled else nullcontext():
+            with self._range(name) if profiler._is_profiler_enabled else nullcontext():
                 yield
         finally:
             self._phases.append((name, began, self._moment()))
+
+    def _range(self, name: str) -> AbstractContextManager[object]:
+        return profiler.record_function(f"{STEP_RANGE}{self._step}" if name == "step" else f"ddp: {name}")
 
     def began(self, noted: Noted) -> None:
         self._calls[noted] = [self._moment()]

@@ -23,10 +23,11 @@ from ddp.process.clock import now_s
 from ddp.process.files import json_object, make_folder, read_own, write_whole
 from ddp.process.log import log
 from ddp.train.monitor.profile import ClockOffset
+from ddp.train.monitor.recording import STEP_RANGE
 from ddp.units import format_time
 
 FOLDER = "traces"
-CLOCK, MARK, STEP = "ddpClock", "ddp: mark", "ddp: step"
+CLOCK, MARK = "ddpClock", "ddp: mark"
 NUM_MARKS = 5
 
 
@@ -110,7 +111,8 @@ def merged(folder: Path) -> dict[str, Any]:
     if missing := sorted(set(range(traces[0].world_size)) - {trace.rank for trace in traces}):
         ranks = ", ".join(map(str, missing))
         raise ConfigError(f"{folder} lacks the traces of ranks {ranks}: copy them from the folder on their hosts")
-    steps_us = [event["dur"] for trace in traces for event in trace.events if event.get("name") == STEP]
+    events = [event for trace in traces for event in trace.events if "dur" in event]
+    steps_us = [event["dur"] for event in events if str(event.get("name")).startswith(STEP_RANGE)]
     worst = max(traces, key=lambda trace: trace.error_s)
     if not steps_us or worst.error_s * 1e6 > (step_us := median(steps_us)):
         known, step = format_time(worst.error_s), format_time(step_us / 1e6) if steps_us else "no step"

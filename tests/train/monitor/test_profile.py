@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp.__main__ import main
@@ -179,6 +179,7 @@ def test_a_chain_computes_and_its_calls_may_wait() -> None:
 MOMENTS = st.tuples(st.integers(-5, 105), st.integers(0, 60)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 
 
+@settings(max_examples=40)
 @given(st.lists(MOMENTS, max_size=6), st.lists(MOMENTS, max_size=6), st.lists(MOMENTS, max_size=4))
 def test_each_instant_is_counted_once(
     phases: list[tuple[int, int]], calls: list[tuple[int, int]], exposed: list[tuple[int, int]]

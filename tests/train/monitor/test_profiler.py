@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ddp.train.monitor.profile import Profile, read_profile
 from ddp.train.monitor.traces import merged
 
 SKEW_S = 0.05
-SLOW_S, READING_S = 0.02, 0.004
+SLOW_S, READING_S = 0.15, 0.004
 KINDS = ["foreground", "background", "sharded", "central_storage", "naive"]
 
 
@@ -33,15 +34,16 @@ def busy(seconds: float) -> None:
 
 
 class Net(nn.Module):
-    """Takes longer on rank 1."""
+    """Takes longer on rank 1 in its sixth forward, the first that is measured: longer than a core keeps one waiting."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        self.rank = rank
+        self.rank, self.num_forwards = rank, 0
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if self.training and self.rank == 1:
+        self.num_forwards += 1
+        if self.num_forwards == 6 and self.rank == 1:
             busy(SLOW_S)
         return self.layers(inputs)
 
@@ -112,8 +114,8 @@ def profiled(folder: Path) -> dict[str, Any]:
         fitted(comm, folder / kind, kind, [ddp.Profiler(steps=9), lengths])  # as many as there are after the warm-up
         found[kind] = lengths.seconds
     plain, beside = Counts(comm), Counts(comm)
-    fitted(comm, None, "background", plain.around([]))
-    fitted(comm, folder / "counted", "background", beside.around([ddp.Profiler(steps=1)]))
+    fitted(comm, None, "foreground", plain.around([]))
+    fitted(comm, folder / "counted", "foreground", beside.around([ddp.Profiler(steps=1)]))
     found["counts"] = plain.found, beside.found
     with pytest.raises(ConfigError, match="folder=None has none: name one"):
         fitted(comm, None, "foreground", [ddp.Profiler()])
@@ -166,7 +168,7 @@ def test_a_step_is_taken_apart(kind: str, runs: tuple[Path, list[dict[str, Any]]
     assert profile.runs == f"in the {'background' if kind == 'background' else 'foreground'}"
     first, second = longest(profile, 0), longest(profile, 1)
     assert min(first["data"], second["data"]) >= READING_S
-    assert second["forward"] >= SLOW_S and first["wait"] > max(SLOW_S / 2, second["wait"])
+    assert second["forward"] >= SLOW_S and first["wait"] > second["wait"]
     for step in profile.steps:
         for rank, mine in enumerate(step):
             assert mine.num_samples == 4
@@ -182,6 +184,13 @@ def test_a_step_is_taken_apart(kind: str, runs: tuple[Path, list[dict[str, Any]]
                 assert dict(named) == {name: list(p.shape) for name, p in Net(0).named_parameters()}
                 assert mine.buckets[-1].offset == sum(each.bytes for each in mine.buckets[:-1])
         launched = [mine.began_s + mine.backward_began_s + b.launched_s for mine in step for b in mine.buckets[-1:]]
+        waits = [
+            (mine.began_s + span.began_s, mine.began_s + span.ended_s)
+            for mine in step
+            for span in mine.spans
+            if span.part == "wait"
+        ]
+        assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(sorted(waits)))  # one of two ranks is waited for
         for mine in step:  # nobody has a bucket before all have launched it
             assert not launched or mine.began_s + mine.backward_began_s + mine.buckets[-1].done_s >= max(launched)
 
@@ -200,9 +209,7 @@ def test_the_skew_of_a_clock_is_found_within_what_is_said(runs: tuple[Path, list
     mine, skewed = profile.clock
     assert (mine.offset_s, mine.error_s) == (0, 0)
     assert abs(skewed.offset_s + SKEW_S) <= skewed.error_s < SKEW_S / 2
-    for step in profile.steps:  # which begin together, but for what a rank waits for another one
-        assert abs(step[0].began_s - step[1].began_s) < SKEW_S
-    assert longest(profile, 0)["wait"] > max(SLOW_S / 2, longest(profile, 1)["wait"])
+    assert longest(profile, 0)["wait"] > longest(profile, 1)["wait"]
 
 
 def test_in_the_merged_trace_nothing_is_received_before_it_is_sent(
@@ -227,8 +234,7 @@ def test_in_the_merged_trace_nothing_is_received_before_it_is_sent(
         assert sent[0] <= received[1] and abs(sent[1] - received[1]) < SKEW_S * 1e6 / 2
     names = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
     assert any(name.startswith("rank 0: ") for name in names) and any(name.startswith("rank 1: ") for name in names)
-    pids = [{event["pid"] for event in trace["traceEvents"] if event["name"] == "ddp: step"}]
-    assert len(pids[0]) == 2
+    assert len({event["pid"] for event in trace["traceEvents"] if event["name"] == "ProfilerStep#8"}) == 2
 
 
 @pytest.mark.parametrize(
