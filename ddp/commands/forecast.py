@@ -1,6 +1,6 @@
 """Forecasts a profiled run on other workers, hosts and links.
 
-    python -m ddp train run.dir=runs/one cluster.workers=1 profile.steps=5 …    first, a run with a profile
+    python -m ddp train run.name=one cluster.workers=1 profile.steps=5 …      first, a run with a profile
     python -m ddp forecast runs/one --ranks 64 --per-host 8 --rate 10gbit --alpha 50us --hook powersgd
     python -m ddp forecast runs/one --ranks 4 --measure                         4 workers of this host, tried here
     python -m ddp forecast runs/one runs/SWEEP --ranks 8                        and how far off it is where it was tried

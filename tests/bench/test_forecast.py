@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 import torch
 from mutants import mutants, mutated
+from ranks import run_ranks
 
 from ddp.__main__ import main
-from ddp.bench import encoding
+from ddp.bench import encoding, slow_down, turns
 from ddp.bench import forecast as module
 from ddp.bench.forecast import (
     Call,
@@ -45,6 +46,7 @@ from ddp.bench.forecast import (
     to_loss,
     work_of,
 )
+from ddp.bench.forecast_cells import CompareForecasts, ForecastCell
 from ddp.bench.registered import read_registered
 from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.cost import textbook
@@ -52,6 +54,7 @@ from ddp.collectives.simulate import Link, Network, equal_hosts, simulate
 from ddp.comm.calibrate import Curve, Measured
 from ddp.errors import ConfigError
 from ddp.gradients import DenseStart, ErrorFeedback, PowerSGD, RandomK, Sign, TopK
+from ddp.run.settings.reader import from_plain
 from ddp.train.monitor.profile import BucketTimes, ClockOffset, NetworkFigures, Profile, RankStep
 
 LINK = Link(50e-6, 1e-9, 5e-6)
@@ -503,3 +506,21 @@ def test_what_a_forecast_refuses(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert "one.json is damaged" in refused(capsys, run, run.parent, *two)
     profile(2, strategy="Region").write(other)
     assert "was made by Region: forecasts know Replicated, Sharded, CentralStorage" in refused(capsys, other, *two)
+
+
+# --- what is measured ------------------------------------------------------------------------------------------------
+
+
+def on_two_ranks() -> tuple[list[ForecastCell], float]:
+    turns.TURN_S = slow_down.LASTS_S = 0.0
+    cells = CompareForecasts("small-mlp", ("plain", "int8"), num_turns=1)()
+    return cells, slow_down._slow_down(from_plain({}), before=32, samples=16)
+
+
+def test_cells_and_slow_downs_are_measured_alike_on_all_ranks() -> None:
+    (cells, factor), same = run_ranks(on_two_ranks, 2, timeout_s=100)
+    assert (cells, factor) == same and factor > 0
+    assert [cell.name for cell in cells] == ["plain", "int8"]
+    for cell in cells:
+        assert cell.place.startswith("2 ranks on one host") and cell.columns().keys() == cell.legend.keys()
+        assert min(cell.measured_s[0], cell.forecast_s[0], cell.naive_s[0]) > 0
