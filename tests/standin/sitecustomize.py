@@ -34,6 +34,7 @@ def run(config, run_dir):
         raise error
     if rank == 0:
         summary = {"stopped_by": stopped_by, "world_size": config.cluster.workers, "test_accuracy": 0.5}
+        summary["main_metric"] = "test_accuracy"
         (run_dir / "summary.json").write_text(json.dumps(summary))
 
 

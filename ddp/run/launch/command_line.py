@@ -130,7 +130,7 @@ class Task:
                 "of its own"
             )
         (job,) = jobs.run(iter([of_sweep(overrides, run_dir)]), parallel=1, typed=typed_command(), options=self.options)
-        return objective(job)
+        return objective(job, settings.sweeper)
 
     def job_folder(self, overrides: Sequence[str], number: int, *, _root_: Any) -> str:
         """Names a job's folder; `hydra.sweep.subdir` in ddp/run/settings/conf/train.yaml asks for it."""

@@ -25,7 +25,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddp.errors import ConfigError
-from ddp.process.arguments import quoted, train_command, typed_command
+from ddp.process.arguments import quoted, shown, train_command, typed_command
 from ddp.process.files import hold
 from ddp.run.launch import jobs, sweep
 from ddp.run.launch.sweep import Job
@@ -33,12 +33,19 @@ from ddp.run.settings.config import Sweep
 from ddp.run.settings.reader import from_plain
 
 
-def objective(job: Job) -> float:
-    """Returns what a sweeper makes better: the main metric; not a number if the job has failed or has none.
+def objective(job: Job, sweeper: DictConfig) -> float:
+    """Returns what a sweeper makes better: the main metric; not a number if there is none, and nobody asks for it.
 
     Whether more is better is the sweeper's setting: Optuna's, say, has hydra.sweeper.direction=maximize.
+
+    Raises:
+        ConfigError: there is none, and the sweeper is another one than Hydra's basic one, which asks for nothing.
     """
-    return math.nan if job.objective is None else job.objective
+    if job.objective is not None:
+        return job.objective
+    if str(sweeper._target_).endswith(".BasicSweeper"):
+        return math.nan
+    raise ConfigError(f"{shown(job.run_dir)}/ has no objective: {sweep.ending(job)}; see its logs")
 
 
 class Jobs(Launcher):
@@ -76,7 +83,7 @@ class Jobs(Launcher):
                 again = train_command(*given, f"sweep.name={quoted(folder.name)}")
                 print(f"the sweep continues with {again}", file=sys.stderr, flush=True)
                 raise
-        return [_returned(found[job.run_dir]) for job in todo]
+        return [self._returned(found[job.run_dir]) for job in todo]
 
     def _job(self, overrides: list[str], number: int) -> Job:
         """Composes a job, as Hydra's own launcher does; returns its settings and folder."""
@@ -87,15 +94,18 @@ class Jobs(Launcher):
         return of_sweep(config.hydra.overrides.task, Path(config.hydra.sweep.dir, config.hydra.sweep.subdir).absolute())
 
 
+    def _returned(self, job: Job) -> JobReturn:
+        returned = JobReturn(overrides=job.overrides, working_dir=str(job.run_dir), status=JobStatus.COMPLETED)
+        try:
+            returned.return_value = objective(job, self.config.hydra.sweeper)
+        except ConfigError as error:
+            returned.status, returned.return_value = JobStatus.FAILED, error
+        return returned
+
+
 def of_sweep(overrides: Sequence[str], run_dir: Path) -> Job:
     """Returns the job of these settings, without those of the sweep as a whole."""
     return Job([each for each in overrides if not each.lstrip("+").startswith("sweep.")], run_dir)
-
-
-def _returned(job: Job) -> JobReturn:
-    returned = JobReturn(overrides=job.overrides, working_dir=str(job.run_dir), status=JobStatus.COMPLETED)
-    returned.return_value = objective(job)
-    return returned
 
 
 class Table(Callback):
