@@ -20,6 +20,7 @@ COMMANDS = {
     "simulate": "predicts time, messages and bytes of a schedule on another network",
     "explain": 'measures here, and says which all-reduce "auto" chooses and why',
     "forecast": "predicts a profiled run's step on other workers, hosts and links, and what would make it faster",
+    "doctor": "examines hosts, links and settings, alone or under torchrun, and says what is wrong and what to do",
     "where": "says which samples a step has, or who reads a sample",
     "evaluate": "says how good a run is: a finished one, or one with strategy.region at this moment",
     "sidecar": "follows a run that goes on, and evaluates each of its checkpoints",
@@ -44,6 +45,7 @@ examples:
   python -m ddp simulate butterfly 1024 --per-host 8 --bytes 25MB --rate 10gbit
   python -m ddp explain 25MB --workers 2
   python -m ddp forecast runs/mine --ranks 64 --per-host 8 --rate 10gbit --alpha 50us
+  python -m ddp doctor                                                 is all here as training needs it?
   python -m ddp where runs/mine --step 47                              the samples of a step, rank by rank
   python -m ddp where runs/mine --sample 123 --epoch 7                 its step, rank and loader process
   python -m ddp evaluate runs/mine data.test_path=other.csv            the metrics of a finished run, on other data

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -55,12 +56,33 @@ def resident_bytes(proc: Path = PROC) -> int:
     return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
 
 
-def _left_in(root: Path, path: str, limit: str, usage: str, files: str) -> list[int]:
-    """Returns the bytes left in each control group, from that at `path` on. A container may see its own as root."""
+def core_quota(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
+    """Returns how many cores' time the control groups allow to this process; infinity where they set no limit.
+
+    `docker run --cpus` and Kubernetes limit it so, and all cores stay visible.
+    """
+    limits = []
+    for line in _text(proc / "self" / "cgroup").splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if path and not controllers:  # version 2
+            limits += [_text(folder / "cpu.max").split() for folder in _groups(cgroups, path)]
+        elif "cpu" in controllers.split(","):  # version 1
+            names = "cpu.cfs_quota_us", "cpu.cfs_period_us"
+            limits += [[_text(folder / name).strip() for name in names] for folder in _groups(cgroups / "cpu", path)]
+    set_ones = (each for each in limits if each and all(map(str.isdigit, each)))  # "max" and "-1": no limit
+    return min((int(share) / int(period) for share, period in set_ones), default=math.inf)
+
+
+def _groups(root: Path, path: str) -> list[Path]:
+    """Returns the folders of a control group and of those around it. A container may see its own as root."""
     inner = root / path.lstrip("/")
-    groups = [folder for folder in (inner, *inner.parents) if folder == root or root in folder.parents]
+    return [folder for folder in (inner, *inner.parents) if folder == root or root in folder.parents]
+
+
+def _left_in(root: Path, path: str, limit: str, usage: str, files: str) -> list[int]:
+    """Returns the bytes left in each control group, from that at `path` on."""
     left = []
-    for folder in groups:
+    for folder in _groups(root, path):
         maximum, used = _text(folder / limit).strip(), _text(folder / usage).strip()
         if maximum.isdigit() and used.isdigit():  # "max": no limit
             left.append(max(0, int(maximum) - int(used) + _fields(folder / "memory.stat").get(files, 0)))

@@ -362,6 +362,12 @@ def refuse_kept(name: str) -> None:
         raise _kept(name, folder)
 
 
+def left_behind() -> list[Path]:
+    """Returns the folders of regions whose process was killed; of this user's, as far as this process can see."""
+    mine = _home().glob(f"ddp-region-{os.geteuid()}-*")
+    return [folder for folder in mine if (folder / _ENTRY).exists() and not _is_kept(folder)]
+
+
 def _kept(name: str, folder: Path) -> ConfigError:
     try:
         entry = _read(folder)

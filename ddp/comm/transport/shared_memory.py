@@ -56,7 +56,9 @@ LINE_BYTES = 64  # a cache line: what two processes write stands on two of them
 SLICE_S = 0.5  # longest sleep without looking up
 TRIES = 128  # some 40 to 80 µs: note "patience"
 KEEP_LOCK_BYTES = 32 << 10  # copying this much takes less time than giving the interpreter lock up and getting it back
-_PATH = re.compile(r"/proc/\d+/fd/\d+|/dev/shm/ddp-\d+-[0-9a-f]{16}")
+_NAMED = Path("/dev/shm")
+_NAME = re.compile(r"ddp-(\d+)-[0-9a-f]{16}")
+_PATH = re.compile(rf"/proc/\d+/fd/\d+|{_NAMED}/{_NAME.pattern}")
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
 
@@ -157,6 +159,22 @@ def _end(descriptor: int, path: str) -> None:
     os.close(descriptor)
     if path.startswith("/dev/shm/"):
         Path(path).unlink()
+
+
+def left_behind(folder: Path = _NAMED) -> list[Path]:
+    """Returns the files of processes of this user that were killed before everyone had mapped the memory.
+
+    A process of another PID namespace that shares the folder counts as ended, too.
+    """
+    found = [(path, named) for path in folder.glob("ddp-*") if (named := _NAME.fullmatch(path.name))]
+    return [path for path, named in found if _is_mine(path) and not Path(f"/proc/{named[1]}").exists()]
+
+
+def _is_mine(path: Path) -> bool:
+    try:
+        return path.lstat().st_uid == os.geteuid()
+    except FileNotFoundError:  # its creator has just ended it
+        return False
 
 
 _MEMMOVE = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0

@@ -1,0 +1,252 @@
+"""Finds out about this host: packages, cores, memory, limits, network, folders. Nothing is judged here.
+
+    which address Gloo takes    that of the interface in GLOO_SOCKET_IFNAME; else the first one that this host's name
+                                has and that can be listened on; else the loopback's (torch, ProcessGroupGloo)
+
+A question that may hang, to a name server, a driver or a network file system, has a deadline of its own. What was not
+answered is listed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import os
+import platform
+import resource
+import shutil
+import socket
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from packaging.requirements import Requirement
+
+from ddp.process.helper_thread import within
+from ddp.process.memory import VARIABLES, available_bytes, available_cores, core_quota
+
+Answer = TypeVar("Answer")
+
+PACKAGE = "ddp"
+SHARED, GPUS, ADAPTERS = Path("/dev/shm"), Path("/proc/driver/nvidia/gpus"), Path("/sys/class/infiniband")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_CBWR")
+INTERFACE = "GLOO_SOCKET_IFNAME"
+ANSWER_S = 20.0  # a driver that has slept takes seconds for each GPU
+LOOPBACK = "127."
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+
+class Demand(NamedTuple):
+    """Says which versions of a package somebody admits: "ddp" or another package."""
+
+    by: str
+    package: str
+    versions: str
+
+
+@dataclass(kw_only=True)
+class Facts:
+    """Holds what one process knows of itself and its host, in plain values, so that ranks can send it.
+
+    Attributes:
+        kernel: the same in all processes under one kernel.
+        versions: of each package, and of python; "" where it is missing.
+        cores: numbers of those that this process may use.
+        quota: how many cores' time the control groups allow.
+        load: processes that wanted a core, as a mean over the last minute.
+        gpus: name and bytes of each that torch sees; `num_gpus` is what the driver shows.
+        interfaces: by name, the IPv4 address; "" without one.
+        address: where Gloo listens; "" if that is unknown.
+        shared_bytes, shared_free: of /dev/shm; 0 where it cannot be written.
+        left_behind: paths there of processes that have ended.
+        pinned_bytes: that a process may keep from being moved, which the adapters need.
+        disk_free: bytes free in the current folder; -1 where it cannot be written.
+        data: the folder of data sets; `data_is`: "absent", "usable", or why it is neither.
+        unanswered: what had no answer in time.
+    """
+
+    host: str = field(default_factory=socket.gethostname)
+    kernel: str
+    versions: dict[str, str]
+    demands: list[tuple[str, str, str]]
+    cores: list[int]
+    num_cores: int
+    quota: float
+    load: float
+    threads: int
+    variables: dict[str, str]
+    gpus: list[tuple[str, int]]
+    num_gpus: int
+    interfaces: dict[str, str]
+    address: str
+    shared_bytes: int
+    shared_free: int
+    left_behind: list[str]
+    memory_left: float
+    open_files: int
+    pinned_bytes: int
+    adapters: list[str]
+    folder: str
+    disk_free: int
+    data: str
+    data_is: str
+    unanswered: list[str]
+
+
+def facts(
+    data: str,
+    *,
+    kernel: str,
+    threads: int,
+    gpus: Callable[[], list[tuple[str, int]]],
+    left_behind: Sequence[Path],
+) -> Facts:
+    """Returns what this process finds out.
+
+    Args:
+        data: the folder of data sets.
+        kernel, threads, gpus, left_behind: what only torch, or a part of this package that needs it, can tell.
+    """
+    unanswered: list[str] = []
+
+    def answer(what: str, ask: Callable[[], Answer], otherwise: Answer) -> Answer:
+        try:
+            return within(ANSWER_S, ask)
+        except TimeoutError:
+            unanswered.append(what)
+            return otherwise
+
+    interfaces = {name: _address_of(name) for _, name in socket.if_nameindex()}
+    shared_bytes, shared_free = answer("/dev/shm", lambda: _room_in(SHARED), (0, 0))
+    folder = Path.cwd()
+    return Facts(
+        kernel=kernel,
+        versions=dict(versions()),
+        demands=[(each.by, each.package, each.versions) for each in demands()],
+        cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(available_cores())),
+        num_cores=os.cpu_count() or 1,
+        quota=core_quota(),
+        load=os.getloadavg()[0],
+        threads=threads,
+        variables={name: os.environ[name] for name in (*THREAD_VARIABLES, *VARIABLES, INTERFACE) if name in os.environ},
+        gpus=answer("the driver of the GPUs", gpus, []),
+        num_gpus=len(list(GPUS.glob("*"))),
+        interfaces=interfaces,
+        address=answer(f"the name {socket.gethostname()}", lambda: _gloo_s_address(interfaces), ""),
+        shared_bytes=shared_bytes,
+        shared_free=shared_free,
+        left_behind=list(map(str, left_behind)),
+        memory_left=available_bytes(),
+        open_files=_limit(resource.RLIMIT_NOFILE),
+        pinned_bytes=_limit(resource.RLIMIT_MEMLOCK),
+        adapters=sorted(each.name for each in ADAPTERS.glob("*")),
+        folder=str(folder),
+        disk_free=answer(f"the folder {folder}", lambda: _room_in(folder)[1] if _is_writable(folder) else -1, -1),
+        data=data,
+        data_is=answer(f"the folder {data}", lambda: _state_of(Path(data)), "usable"),
+        unanswered=unanswered,
+    )
+
+
+def _limit(kind: int) -> int:
+    soft, _ = resource.getrlimit(kind)
+    return 1 << 62 if soft == resource.RLIM_INFINITY else soft
+
+
+# --- packages --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def demands() -> Sequence[Demand]:
+    """Returns what this package admits, as its own metadata say, and what each package that it needs admits of others.
+
+    Where this package is not installed, but lies on the path, nobody knows.
+    """
+    try:
+        about = metadata.metadata(PACKAGE)
+    except metadata.PackageNotFoundError:
+        return []
+    own = [Demand(PACKAGE, "python", about["Requires-Python"] or ""), *_demands_of(PACKAGE)]
+    return [*own, *(each for demand in own[1:] for each in _demands_of(demand.package))]
+
+
+def _demands_of(package: str) -> list[Demand]:
+    """Returns what a package wants to have beside it; nothing of what is not installed."""
+    try:
+        wanted = [Requirement(each) for each in metadata.requires(package) or ()]
+    except metadata.PackageNotFoundError:
+        return []
+    here = [each for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return [Demand(package, each.name, str(each.specifier)) for each in here]
+
+
+@functools.cache
+def versions() -> Mapping[str, str]:
+    """Returns the version of Python, and of each package that `demands` names; "" where it is missing."""
+    found = {"python": platform.python_version()}
+    for package in {demand.package for demand in demands()} - {"python"}:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = ""
+    return found
+
+
+# --- network ---------------------------------------------------------------------------------------------------------
+
+
+def _address_of(interface: str) -> str:
+    """Returns the IPv4 address of an interface; "" if it has none, or this is not Linux."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            found = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return ""
+    return socket.inet_ntoa(found[20:24])
+
+
+def _gloo_s_address(interfaces: Mapping[str, str]) -> str:
+    """Returns the address at which Gloo listens; "" if the interface that it is told to take is not there."""
+    if named := os.environ.get(INTERFACE):
+        return interfaces.get(named.split(",")[0], "")
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        found = []
+    for family, kind, _, _, address in found:
+        with socket.socket(family, kind) as listening:
+            try:
+                listening.bind(address)
+            except OSError:
+                continue
+            return str(address[0])
+    return "127.0.0.1"
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
+
+
+def _is_writable(folder: Path) -> bool:
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def _room_in(folder: Path) -> tuple[int, int]:
+    """Returns the bytes of a folder's file system, and those that are free; 0 where it cannot be written."""
+    try:
+        room = shutil.disk_usage(folder)
+    except OSError:
+        return 0, 0
+    return (room.total, room.free) if _is_writable(folder) else (0, 0)
+
+
+def _state_of(folder: Path) -> str:
+    """Returns "absent" or "usable" for a folder that data sets are kept in; else why it is not usable."""
+    if not folder.exists():
+        return "absent"
+    if not folder.is_dir():
+        return os.strerror(errno.ENOTDIR)
+    return "usable" if os.access(folder, os.R_OK | os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
