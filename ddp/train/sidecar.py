@@ -136,7 +136,7 @@ def only_sidecar(run_dir: Path) -> Iterator[None]:
         make_folder(folder)
         held = hold(folder)
     except ConfigError as error:
-        raise ConfigError(f"{run_dir} has a side-car: {error}") from error
+        raise ConfigError(f"{run_dir} has a side-car: {str(error).partition(': wait')[0]}; one is enough") from error
     except OSError as error:
         raise ConfigError(f"{folder}: {error.strerror}; a side-car keeps its results there") from error
     with closing(held):
