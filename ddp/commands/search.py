@@ -16,6 +16,7 @@ from ddp.process.arguments import program, whole
 from ddp.run.launch import jobs
 from ddp.run.launch.command_line import bad_input_to, composed, exit_with_error, for_hydra, options_first
 from ddp.run.search import Search, Space, run
+from ddp.run.settings.checks import NO_METRIC
 from ddp.run.settings.config import Sweep
 from ddp.run.settings.reader import from_plain
 
@@ -38,6 +39,9 @@ def main(words: Sequence[str]) -> int:
         config, _ = composed(space.first())
         if config.trial:
             raise ConfigError("trial=true: keeps no metric to search by; leave it out")
+        if config.evaluate.by == "sidecar" and not options.no_pruning:
+            why = NO_METRIC.format("evaluate.by=sidecar")
+            raise ConfigError(f"--no-pruning: is missing, because pruning {why}; add it, or leave that setting out")
         from ddp.run.build.components import make_task
 
         task = make_task(config)
