@@ -261,7 +261,7 @@ def test_only_the_parent_imports_hydra(finished: Finished) -> None:
     in_workers = [line for line in finished.imports if "ddp.run.launch.worker" in line]
     assert len(in_workers) == 3
     assert all(line.endswith("set()") for line in in_workers)
-    assert len([line for line in finished.imports if line.endswith("}")]) == 1
+    assert len([line for line in finished.imports if line.endswith("}")]) == 2, "the launcher of each job"
 
 
 def test_nothing_is_imported_from_the_current_folder(finished: Finished) -> None:

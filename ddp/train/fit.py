@@ -54,10 +54,11 @@ from ddp.train.checkpoint_store import CheckpointStore, resume_from, steps
 from ddp.train.evaluate import modes_kept, note_of_choice
 from ddp.train.kept import Kept, plain
 from ddp.train.loop import end_of_run, train_loop
+from ddp.train.metric_names import is_metric
 from ddp.train.monitor.calls import calls_left
 from ddp.train.monitor.watch import rate_of_one_worker
 from ddp.train.progress import ProgressBar, StopNote
-from ddp.train.report import draw_curves, is_metric, summary_of, write_summary
+from ddp.train.report import draw_curves, summary_of, write_summary
 from ddp.train.starts import note_start_of_fit
 from ddp.train.state import TrainState
 from ddp.train.stopping import StopFlag, flag_of_a_new_fit, hears_signals

@@ -17,6 +17,7 @@ from ddp.policies import Training
 from ddp.process.arguments import program, shown
 from ddp.process.files import json_object, whole_file, write_whole
 from ddp.train.callbacks import EARLY, Meters
+from ddp.train.metric_names import is_metric, metric_in_words, words_of
 from ddp.train.state import TrainState
 from ddp.units import counted
 
@@ -168,23 +169,6 @@ def _by_sidecar(*, evaluated: int, last_step: int | None, skipped: int, missing:
     more = [f"{skipped} skipped"] if skipped else []
     more += [f"not in time: step {', '.join(map(str, missing))}"] if missing else []
     return "; ".join([f"{counted(evaluated, 'checkpoint')} evaluated{last}", *more])
-
-
-def is_metric(key: str) -> bool:
-    """Returns True for the name of a metric of held-out samples."""
-    return key.startswith(("validation_", "test_"))
-
-
-def metric_in_words(key: str, value: float | None) -> str:
-    """Returns a metric as it is shown: an accuracy in percent."""
-    if value is None:
-        return ""
-    return f"{value:.2%}" if key in ("test_accuracy", "validation_accuracy") else f"{value:.4f}"
-
-
-def words_of(key: str) -> str:
-    """Returns a metric's name as it is shown."""
-    return key.removeprefix("yardstick_").replace("_", " ")
 
 
 def _was_on(summary: Mapping[str, Any]) -> Iterator[str]:

@@ -35,7 +35,7 @@ from ddp.process.files import hold, json_object, make_folder, read_own, to_appen
 from ddp.process.log import log
 from ddp.train.checkpoint_store import MANIFEST, Saved, listed
 from ddp.train.evaluate import Side
-from ddp.train.report import is_metric
+from ddp.train.metric_names import is_metric
 from ddp.train.stopping import StopFlag, is_signal
 from ddp.units import counted
 

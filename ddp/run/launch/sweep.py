@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from ddp.errors import ConfigError
 from ddp.process.arguments import shown
 from ddp.process.files import json_object, make_folder, write_whole
+from ddp.train.metric_names import is_metric, metric_in_words, words_of
 
 MOST_LETTERS = 120
 """A longer name of a folder is cut; file systems take 255 bytes for a name, and some of them less."""
@@ -177,8 +178,6 @@ def conclude(folder: Path) -> int:
 
 def write(results: Results, folder: Path) -> None:
     """Writes sweep.csv, with a column for each setting that varies, and sweep.json, with all settings and summaries."""
-    from ddp.train.report import is_metric
-
     metrics = dict.fromkeys(key for job in results.jobs for key in job.summary if is_metric(key))
     columns = [*metrics, "samples_per_s", "seconds"]
     table = io.StringIO()
@@ -200,8 +199,6 @@ def show(results: Results, folder: Path) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
-
-    from ddp.train.report import metric_in_words, words_of
 
     table = Table()
     table.add_column("", style="bold")
