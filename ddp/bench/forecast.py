@@ -56,7 +56,7 @@ STRATEGIES: Mapping[str, Strategy] = {
     "CentralStorage": "central_storage",
 }
 NUM_STEPS = 50  # that are drawn where there are stragglers
-SMALL_BYTES = 64  # of totals, verdicts or norms where they travel apart from gradients
+MANY_RANKS = 1000  # whose simulation takes seconds
 MOST_TAKEN = 0.95  # of a core by communication: backward always goes on
 
 # --- the work of a rank ----------------------------------------------------------------------------------------------
@@ -266,8 +266,16 @@ class Prices:
         if self.num_ranks == 1:
             return 0.0, ""
         if call not in self._known:
-            self._known[call] = self._of(call)
+            self._known[call] = self._between(call) if self.num_ranks > MANY_RANKS else self._of(call)
         return self._known[call]
+
+    def _between(self, call: Call) -> tuple[float, str]:
+        """Returns what lies on the line between the powers of two around a size, so that few are simulated."""
+        low = 1 << (call.nbytes.bit_length() - 1)
+        if call.nbytes == low:
+            return self._of(call)
+        (low_s, _), (high_s, name) = (self.told(call._replace(nbytes=nbytes)) for nbytes in (low, 2 * low))
+        return low_s + (high_s - low_s) * (call.nbytes - low) / low, name
 
     def _of(self, call: Call) -> tuple[float, str]:
         measured, curve, nbytes = self.measured, self.measured.allocated, call.nbytes
