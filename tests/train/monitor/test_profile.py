@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp.__main__ import main
 from ddp.collectives.simulate import Link
+from ddp.comm.watch.call import Call, Envelope
+from ddp.comm.watch.history import History
 from ddp.errors import ConfigError
 from ddp.train.monitor.parts import CallTimes, Phase, RawStep, last_begun, spans_of
 from ddp.train.monitor.profile import (
@@ -26,6 +31,8 @@ from ddp.train.monitor.profile import (
     Span,
     read_profile,
 )
+from ddp.train.monitor.recording import Recording, later
+from ddp.train.profiler import Profiler
 
 BUCKET = BucketTimes(
     index=0,
@@ -174,6 +181,43 @@ def test_a_chain_computes_and_its_calls_may_wait() -> None:
     first, second = parts(mine, late)
     assert first[4:7] == [("communication", 50, 60), ("wait", 60, 66), ("communication", 66, 70)]
     assert second[4] == ("communication", 58, 70)
+
+
+def test_calls_in_the_background_are_exposed_only_while_somebody_waits() -> None:
+    history = History()
+    comm: Any = SimpleNamespace(device=torch.device("cpu"), history=history, enqueues=False, background_threads=set())
+    recording = Recording(comm)
+    recording.begin(6)
+
+    def run(call: Call) -> None:
+        noted = history.note(call)
+        assert history.recorder is not None
+        history.recorder.ended(noted)
+
+    with recording.phase("step"):
+        with recording.phase("forward"):
+            run(Call(1, "all_reduce"))
+        thread = threading.Thread(target=run, args=(Call(2, "all_reduce"),))
+        thread.start()
+        comm.background_threads.add(thread.ident)
+        with recording.waiting():
+            thread.join()
+        run(Call(3, "chain"))
+        run(Call(3, "all_reduce"))
+        run(Call(3, "send", message=Envelope("to", 1, 1, (), "float32")))
+    step = recording.end()
+    assert step is not None and history.recorder is None
+    assert [call.key for call in step.calls] == [(1, 0), (2, 0), None, (3, 1), None]
+    assert [phase.name for phase in step.phases] == ["forward", "step"]
+    assert len(step.exposed) == 5 and step.calls[1][1:] not in step.exposed
+    assert later(step, 5.0).calls[0].began_s == step.calls[0].began_s + 5.0
+    assert (step.began_s, step.ended_s) == step.phases[-1][1:]
+
+
+@pytest.mark.parametrize("steps", [0, -1, 2.5, True, "5"])
+def test_a_number_of_steps_that_is_none_is_refused(steps: Any) -> None:
+    with pytest.raises(ConfigError, match=r"steps=.*: must be a whole number of steps from 1 up"):
+        Profiler(steps)
 
 
 MOMENTS = st.tuples(st.integers(-5, 105), st.integers(0, 60)).map(lambda pair: (pair[0], pair[0] + pair[1]))
