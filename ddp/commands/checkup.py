@@ -271,7 +271,7 @@ def _apart(facts: Sequence[Facts], figures: Figures) -> Iterator[Finding]:
 
 
 def _slow(facts: Sequence[Facts], figures: Figures) -> Iterator[Finding]:
-    if len(figures.links) > 2:
+    if figures.links:
         usual = median(link.beta_s for link in figures.links.values())
         for (a, b), link in figures.links.items():
             if link.beta_s > SLOW * usual:
@@ -280,7 +280,7 @@ def _slow(facts: Sequence[Facts], figures: Figures) -> Iterator[Finding]:
                     f"the link from {facts[a].host} to {facts[b].host} carries {rate(link)}, and the median one "
                     f"{rate(Link(0.0, usual))}: look at its cable, its switch, and who else sends there",
                 )
-    if len(figures.copies) > 2:
+    if len(figures.copies) > 2:  # of two, which one is not as it should be?
         usual = median(figures.copies)
         if slow := [rank for rank, speed in enumerate(figures.copies) if SLOW * speed < usual]:
             yield Finding(

@@ -207,7 +207,8 @@ def _clocks(comm: Communicator) -> list[Clock]:
     from ddp.comm.objects import all_gather_object
     from ddp.train.monitor.clock import compared
 
-    since_epoch = all_gather_object(comm, time.time() - now_s())
+    apart_s = max(time.time() - now_s() for _ in range(NUM_TRIPS))  # a pause between the two readings makes it less
+    since_epoch = all_gather_object(comm, apart_s)
     pairs = zip(since_epoch, compared(comm), strict=True)
     return [Clock(mine - since_epoch[0] - other.offset_s, other.error_s) for mine, other in pairs]
 
