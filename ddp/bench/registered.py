@@ -8,7 +8,6 @@ A prediction that is younger than its run is refused, because it may have known 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -98,15 +97,17 @@ def prediction_for(run: Path, profile: Profile, known: list[Registered]) -> Regi
     Raises:
         ConfigError: it is younger than the run.
     """
-    mine = [each for each in known if _same(each.settings, settings_of(profile))]
+    mine = [each for each in known if is_for(each, profile)]
     if not mine:
         return None
     mine[-1].check_is_older(began_at(run), run)
     return mine[-1]
 
 
-def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return {key: one.get(key) for key in other} == dict(other)
+def is_for(prediction: Registered, profile: Profile) -> bool:
+    """Returns True if a prediction was made for these settings."""
+    wanted = settings_of(profile)
+    return {key: prediction.settings.get(key) for key in wanted} == wanted
 
 
 def began_at(run: Path) -> datetime:

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -488,11 +487,10 @@ def _point(run: Path, forecaster: Forecaster) -> Point:
     if (run / FILE).exists():
         profile = read_profile(run)
         model, size = (profile.model, profile.num_parameters), max(map(len, profile.hosts))
-        step_s = median(max(record.step_s for record in step) for step in profile.steps)
         strategy = STRATEGIES.get(profile.strategy, "replicated")
         wire: Any = profile.wire
         asked = Asked(profile.world_size, size, profile.batch, strategy, hook=_hook_of(profile), wire=wire)
-        point = Point(run, step_s, asked, profile)
+        point = Point(run, profile.step_s, asked, profile)
     else:
         summary = _summary(run)
         model, ranks, batch = (ours.model, summary["num_parameters"]), summary["world_size"], summary["global_batch"]

@@ -24,6 +24,7 @@ COMMANDS = {
     "where": "says which samples a step has, or who reads a sample",
     "evaluate": "says how good a run is: a finished one, or one with strategy.region at this moment",
     "sidecar": "follows a run that goes on, and evaluates each of its checkpoints",
+    "report": "says what each number of workers of a sweep has bought, and where more stop paying",
     "predict": "writes what a finished run makes of each sample",
     "exercise": "checks your solution of an exercise of recipes/tutorial",
     "tutorial": "writes the read-along, prose beside code, as pages for a browser",
@@ -51,6 +52,7 @@ examples:
   python -m ddp evaluate runs/mine data.test_path=other.csv            the metrics of a finished run, on other data
   python -m ddp evaluate region=mine                                   of a run with strategy.region=mine, now
   python -m ddp sidecar runs/mine                                      evaluates each checkpoint as it is saved
+  python -m ddp report runs/sweep                                      report.html, and report.md with pictures
   python -m ddp predict runs/mine --out scores.csv                     what its model makes of each sample
   python -m ddp exercise 02                                            checks your solution in 02_ring.py
   python -m ddp tutorial --html site/                                  the read-along, as pages for a browser

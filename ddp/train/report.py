@@ -15,7 +15,7 @@ from rich.table import Table
 from ddp.comm.meeting.place import roles
 from ddp.policies import Training
 from ddp.process.arguments import program, shown
-from ddp.process.files import json_object, whole_file, write_whole
+from ddp.process.files import json_object, read_own, whole_file, write_whole
 from ddp.train.callbacks import EARLY, Meters
 from ddp.train.metric_names import is_metric, metric_in_words, words_of
 from ddp.train.state import TrainState
@@ -62,15 +62,24 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
     write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
-def _read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Returns the objects of a metrics.jsonl, without a last line that a crash cut off."""
     entries = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+    for line in read_own(path).splitlines() if path.exists() else []:
         try:
             entries.append(json_object(line))
         except ValueError:
             continue
     return entries
+
+
+def evaluations_in(metrics: Path, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the evaluations of a run by its metrics.jsonl, or those of its side-car, if it had one."""
+    if "sidecar" not in summary:
+        return [entry for entry in read_metrics(metrics) if entry.get("kind") == "evaluation"]
+    lines = read_metrics(metrics.parent / "sidecar" / metrics.name)
+    by_step = {entry["step"]: entry for entry in lines if entry.get("kind") == "evaluation"}
+    return [by_step[step] for step in sorted(by_step)]  # the run may have gone back to an earlier one
 
 
 def draw_curves(metrics: Path, picture: Path, *, summary: Mapping[str, Any]) -> None:
@@ -79,13 +88,8 @@ def draw_curves(metrics: Path, picture: Path, *, summary: Mapping[str, Any]) -> 
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     main_metric = summary["main_metric"]
-    entries = _read_metrics(metrics)
-    steps = [entry for entry in entries if entry["kind"] == "step"]
-    evaluations = [entry for entry in entries if entry["kind"] == "evaluation"]
-    if "sidecar" in summary:  # which may have evaluated a step twice, if the run went back to an earlier one
-        lines = _read_metrics(metrics.parent / "sidecar" / metrics.name)
-        by_step = {entry["step"]: entry for entry in lines if entry["kind"] == "evaluation"}
-        evaluations = [by_step[step] for step in sorted(by_step)]
+    steps = [entry for entry in read_metrics(metrics) if entry["kind"] == "step"]
+    evaluations = evaluations_in(metrics, summary)
     figure = Figure(figsize=(10, 3.8))  # no pyplot, which would choose the program's backend
     # Fixed margins: a layout that measures its texts draws everything twice, a quarter of a second at a run's end.
     left, right = figure.subplots(1, 2, gridspec_kw={"left": 0.07, "right": 0.985, "bottom": 0.14, "top": 0.91})

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
+from statistics import median
 from types import UnionType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -162,6 +163,11 @@ class Profile:
     network: NetworkFigures | None
     clock: list[ClockOffset]
     steps: list[list[RankStep]]
+
+    @property
+    def step_s(self) -> float:
+        """Returns the median length of the steps, each that of its slowest rank."""
+        return median(max(rank.step_s for rank in step) for step in self.steps)
 
     def write(self, run_dir: Path) -> None:
         """Writes RUN_DIR/profile.json, whole."""

@@ -1,0 +1,1 @@
+"""Says what each number of workers has bought: the report of a sweep."""
