@@ -303,7 +303,7 @@ def of_a_host(everyone: Sequence[Facts], ranks: Sequence[int]) -> Iterator[tuple
 def of_figures(everyone: Sequence[Facts], figures: Figures) -> Iterator[tuple[str, str]]:
     """Yields what was measured, in the same way."""
     if figures.inside is not None:
-        yield "link inside", f"α {format_time(figures.inside.alpha_s)}, {rate(figures.inside)}, by sockets"
+        yield "link inside", f"α {format_time(figures.inside.alpha_s)}, {rate(figures.inside)}, by messages"
     slowest = sorted(figures.links.items(), key=lambda each: -each[1].beta_s)[:MOST_SHOWN]
     for (a, b), link in sorted(slowest):
         between = f"{everyone[a].host} to {everyone[b].host}"
