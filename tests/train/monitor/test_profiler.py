@@ -174,7 +174,7 @@ def test_a_step_is_taken_apart(kind: str, runs: tuple[Path, list[dict[str, Any]]
             assert mine.num_samples == 4
             assert mine.step_s == pytest.approx(sum(span.ended_s - span.began_s for span in mine.spans))
             length_s = found[rank][kind][mine.step - 1]
-            assert length_s <= mine.step_s < length_s + 0.01
+            assert length_s <= mine.step_s < length_s + SLOW_S  # a core may have been taken away in between
             for bucket in mine.buckets:
                 assert 0 <= bucket.ready_s <= bucket.launched_s <= bucket.done_s <= mine.step_s - mine.backward_began_s
             assert (mine.buckets == []) is (kind == "naive")
