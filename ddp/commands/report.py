@@ -64,7 +64,10 @@ def answer(options: argparse.Namespace) -> str:
         sections.append(section_of_predictions(known))
     if notes:
         sections.append(Section("Not shown", "", notes, [], None))
-    write(options.sweep, f"What workers bought: {options.sweep.resolve().name}", sections)
+    try:
+        write(options.sweep, f"What workers bought: {options.sweep.resolve().name}", sections)
+    except OSError as error:
+        raise ConfigError(f"{options.sweep}: {error.strerror}; make room there, or copy the sweep elsewhere") from error
     return "\n".join([*said, *notes, f"{shown(options.sweep / 'report.html')}, report.md"])
 
 

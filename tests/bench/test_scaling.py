@@ -399,6 +399,7 @@ def test_a_run_that_has_diverged_is_told_and_never_pays(tmp_path: Path) -> None:
         (lambda folder: folder.mkdir(), [], "nowhere holds no runs: give the folder of a sweep"),
         (lambda folder: leave(folder, 1, 1.0), [], "nowhere is a single run: give the folder of a sweep"),
         (lambda folder: leave(folder / "one", 1, 1.0), [], "no two runs differ in the number of workers alone"),
+        (lambda folder: (strong(folder) / "report.html").mkdir(), [], "nowhere: Is a directory; make room there"),
         (strong, ["--goal-efficiency", "80"], "--goal-efficiency: 80: give a share above 0 and at most 1"),
         (strong, ["--price-per-worker-hour", "nan"], "--price-per-worker-hour: nan: give a number above 0"),
         (strong, ["--target", "high"], "--target: high: give a number"),
