@@ -31,6 +31,7 @@ SHORT = ["max_steps=2", "report.log_every=1", "report.curves=false"]
 SMALL = {
     "data=synthetic": ["data.num_samples=128", "data.image_size=8"],
     "recipe=gpt": ["model.width=12", "model.depth=1"],
+    "profile.steps=5": ["max_steps=15"],
     "evaluate.by=sidecar": ["evaluate.wait_s=0"],  # a new interpreter imports torch for seconds
 }
 
@@ -93,7 +94,7 @@ def test_command(
     for yardstick in ("ngram_bits_per_byte", "xz_bits_per_byte"):
         monkeypatch.setattr(ngram, yardstick, partial(of_a_few_bytes, getattr(ngram, yardstick)))
     smaller = [setting for word in words for setting in SMALL.get(word, [])]
-    monkeypatch.setattr(sys, "argv", ["train.py", *words[1:], *smaller, *SHORT])
+    monkeypatch.setattr(sys, "argv", ["train.py", *words[1:], *SHORT, *smaller])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 0, capfd.readouterr()

@@ -91,7 +91,7 @@ def on_hosts(num_per_host: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("world_size", "num_per_host"), [(4, 2), (3, 2), (2, 2)])
+@pytest.mark.parametrize(("world_size", "num_per_host"), [(4, 2), (3, 2)])
 def test_ranks_of_a_host_share_the_work(world_size: int, num_per_host: int) -> None:
     by_rank = run_ranks(on_hosts, world_size, num_per_host, timeout_s=120)
     for name in HOOKS:

@@ -139,7 +139,7 @@ def wide_sums() -> None:
     assert (state - trained(None, precision="bf16_pure")).norm() < 0.1 * state.norm()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3])
 def test_replicas_stay_equal_and_near_plain_ones(world_size: int) -> None:
     first, *others = run_ranks(everything, world_size)
     assert all(other == first for other in others)
