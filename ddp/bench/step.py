@@ -34,7 +34,8 @@ from __future__ import annotations
 import copy
 import gc
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, pairwise
@@ -172,12 +173,9 @@ class TimeSteps:
 
     def __call__(self) -> list[StepCell]:
         """Returns one cell, the same on all ranks."""
-        torch.set_num_threads(1)
-        comm = init(device="cpu")
-        cell = self._measure(comm)
-        announce(cell)
-        gc.collect()  # note "replicas first"
-        shutdown()
+        with session() as comm:
+            cell = self._measure(comm)
+            announce(cell)
         return [cell]
 
     def _measure(self, comm: Communicator) -> StepCell:
@@ -202,6 +200,15 @@ class TimeSteps:
             wait_s=slowest([waited_s])[0] if ours else None,
             wire_s=self.place.wire_s(sum(parameter.numel() * parameter.element_size() for parameter in parameters)),
         )
+
+
+@contextmanager
+def session() -> Iterator[Communicator]:
+    """Yields the communicator of all ranks, each with one thread; ends it after replicas (note "replicas first")."""
+    torch.set_num_threads(1)
+    yield init(device="cpu")
+    gc.collect()
+    shutdown()
 
 
 def make(model: str, *, rank: int) -> tuple[nn.Module, Batch]:

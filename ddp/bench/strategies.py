@@ -43,7 +43,7 @@ from torch.optim import Optimizer
 
 from ddp.bench.counts import bytes_in, bytes_sent, sampling, spans_of
 from ddp.bench.place import HERE, Place
-from ddp.bench.step import Training, make, refuse_divergence
+from ddp.bench.step import Training, make, refuse_divergence, session
 from ddp.bench.turns import OVER_TURNS, STEP, TimedCell, announce, slowest, take_turns
 from ddp.bench.workloads import Batch, workload
 from ddp.comm.communicator import Communicator
@@ -218,12 +218,9 @@ class TimeStrategies:
 
     def __call__(self) -> list[StrategyCell]:
         """Returns one cell, the same on all ranks."""
-        torch.set_num_threads(1)
-        comm = init(device="cpu")
-        cell = self._measure(comm)
-        announce(cell)
-        gc.collect()  # ddp/bench/step.py, note "replicas first"
-        shutdown()
+        with session() as comm:
+            cell = self._measure(comm)
+            announce(cell)
         return [cell]
 
     def _measure(self, comm: Communicator) -> StrategyCell:

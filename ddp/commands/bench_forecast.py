@@ -4,7 +4,7 @@
     python -m ddp bench_forecast --netbed 2x1@1gbit                                   on hosts made for it (root)
     python -m ddp bench_forecast --netbed 2x1@100mbit --methods plain,int8,powersgd   which is fastest?
 
-ddp/bench/forecast_cells.py says what is measured, ddp/bench/workloads.py what the models are. Every worker has one
+ddp/bench/forecast/cells.py says what is measured, ddp/bench/workloads.py what the models are. Every worker has one
 thread.
 """
 
@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Sequence
 
 from ddp.bench.command import add_options, place_of, run
-from ddp.bench.forecast_cells import METHODS, PLAIN, CompareForecasts, ForecastCell
+from ddp.bench.forecast.cells import METHODS, PLAIN, CompareForecasts, ForecastCell
 from ddp.bench.place import refuse_unknown, split
 from ddp.bench.workloads import add_models, models_of
 from ddp.commands.command import parser_of, respond

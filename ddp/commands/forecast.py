@@ -6,46 +6,30 @@
     python -m ddp forecast runs/one runs/SWEEP --ranks 8                        and how far off it is where it was tried
     python -m ddp forecast runs/one --ranks 8 --register runs/SWEEP             before the runs of a sweep are made
 
-ddp/bench/forecast.py says how a step is replayed, docs/scaling.md what the answer means.
+ddp/bench/forecast/ says how a step is replayed, docs/scaling.md what the answer means.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ddp.bench import encoding
-from ddp.bench.forecast import (
-    STRATEGIES,
-    Dispatch,
-    Forecast,
-    Prices,
-    Setup,
-    Strategy,
-    ToLoss,
-    Work,
-    batches_for,
-    cores_of_a_rank,
-    first_reason,
-    forecast,
-    measured_of,
-    measured_on,
-    naive_s,
-    to_loss,
-    work_of,
-)
-from ddp.bench.registered import Registered, prediction_for, read_registered, register
-from ddp.bench.slow_down import measured_here, slow_down, taken_here
+from ddp.bench.forecast import encoding
+from ddp.bench.forecast.prices import measured_of
+from ddp.bench.forecast.question import Asked, Forecaster
+from ddp.bench.forecast.registered import Registered, prediction_for, read_registered, register, settings_of
+from ddp.bench.forecast.replay import STRATEGIES, Forecast
+from ddp.bench.forecast.slow_down import measured_here, slow_down, taken_here
+from ddp.bench.forecast.to_loss import ToLoss, batches_for, first_reason, to_loss
+from ddp.bench.forecast.work import work_of
 from ddp.collectives.simulate import equal_hosts
-from ddp.comm.calibrate import Measured
 from ddp.comm.flat_collectives import possible_routes
 from ddp.commands.command import parser_of, rate_of, respond, time_of
 from ddp.commands.finished import settings_for
@@ -53,8 +37,8 @@ from ddp.errors import ConfigError
 from ddp.process.arguments import positive, whole
 from ddp.process.files import json_object, read_own
 from ddp.process.memory import available_cores
-from ddp.setting import Narrow
 from ddp.train.monitor.profile import FILE, Profile, read_profile
+from ddp.train.report import read_metrics
 from ddp.units import counted, format_time, three_digits
 
 MOST_RANKS = 10_000
@@ -89,119 +73,6 @@ def main(words: Sequence[str]) -> int:
 
 
 # --- what is asked ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Asked:
-    """One question; `hook` is a name of `encoding.HOOKS` or "none"."""
-
-    num_ranks: int
-    per_host: int
-    batch: int
-    strategy: Strategy
-    algorithm: str = "auto"
-    hook: str = "none"
-    wire: Narrow | None = None
-    bucket_mb: float | None = None
-
-
-class Forecaster:
-    """Answers questions about one profiled run.
-
-    Args:
-        known: figures of links and memory; None: there are none.
-        num_known: the ranks of a host whose memory that was.
-        cores: of a host.
-        slow_down: of ranks of a host that compute at once; None: by cores.
-        taken_s: as in `Prices`.
-    """
-
-    def __init__(
-        self,
-        profile: Profile,
-        known: Measured | None,
-        *,
-        num_known: int,
-        alpha_s: float | None = None,
-        rate_bit_s: float | None = None,
-        cores: int,
-        slow_down: float | None = None,
-        taken_s: float = 0.0,
-    ) -> None:
-        self.profile, self.cores, self._slow_down, self._taken_s = profile, cores, slow_down, taken_s
-        self.work = work_of(profile)
-        self._known, self._num_known, self._links = known, num_known, (alpha_s, rate_bit_s)
-        self._adding_s: dict[Narrow, float] | None = None
-        self._dispatches: dict[tuple[Any, ...], list[Dispatch]] = {}
-        self._measured: dict[tuple[int, int], Measured] = {}
-
-    @property
-    def of_one_s(self) -> float:
-        """Returns the seconds of one worker for a sample."""
-        return self.work.computing_s / self.work.num_samples
-
-    def slow_down_of(self, per_host: int) -> float:
-        """Returns the factor of ranks of a host that compute at once."""
-        profiled = cores_of_a_rank(self.profile.cores[0], len(self.profile.hosts[0]), self.profile.threads)
-        by_cores = profiled / cores_of_a_rank(self.cores, per_host, self.profile.threads)
-        return by_cores if self._slow_down is None else self._slow_down
-
-    def work_for(self, asked: Asked) -> Work:
-        """Returns what a rank computes there."""
-        work = self.work if asked.num_ranks == 1 else self.work.slower(self.slow_down_of(asked.per_host))
-        return work if asked.bucket_mb is None else work.in_buckets(asked.bucket_mb)
-
-    def measured(self, asked: Asked) -> Measured:
-        """Returns links and memory there."""
-        alpha_s, rate_bit_s = self._links
-        key = asked.num_ranks, asked.per_host
-        if key not in self._measured:
-            self._measured[key] = measured_on(
-                self._known,
-                equal_hosts(*key),
-                alpha_s=alpha_s,
-                rate_bit_s=rate_bit_s,
-                num_measured=self._num_known,
-            )
-        return self._measured[key]
-
-    def setup(self, asked: Asked) -> Setup:
-        """Returns the ranks that are asked about."""
-        if asked.wire is not None and self._adding_s is None:
-            self._adding_s = encoding.adding_s()
-        prices = Prices(self.measured(asked), asked.algorithm, adding_s=self._adding_s, taken_s=self._taken_s)
-        threads = max(1, min(self.profile.threads, self.cores // asked.per_host))
-        return Setup(
-            prices=prices,
-            batch=asked.batch,
-            strategy=asked.strategy,
-            wire=asked.wire,
-            cores=self.cores,
-            threads=threads,
-        )
-
-    def of(self, asked: Asked, *, even: bool = False) -> Forecast:
-        """Returns a forecast.
-
-        Args:
-            even: without stragglers, which is faster.
-        """
-        work, setup = self.work_for(asked), self.setup(asked)
-        work = replace(work, spread=(1.0,)) if even else work
-        return forecast(work, setup, self._sent(work, setup, asked))
-
-    def naive_s(self, asked: Asked) -> float:
-        """Returns the naive guess: of one worker's step, and bytes ÷ rate."""
-        return naive_s(self.work, self.setup(asked))
-
-    def _sent(self, work: Work, setup: Setup, asked: Asked) -> list[Dispatch] | None:
-        if asked.hook == "none" or len(setup.prices.hosts) == 1:  # then nothing travels
-            return None
-        key = asked.num_ranks, asked.per_host, asked.hook, asked.bucket_mb
-        if key not in self._dispatches:
-            shares, hook = setup.prices.measured.allocated is not None, encoding.HOOKS[asked.hook]
-            self._dispatches[key] = encoding.dispatches(work.buckets, hook, setup.prices.hosts, shares_memory=shares)
-        return self._dispatches[key]
 
 
 def answer(options: argparse.Namespace) -> str:
@@ -401,11 +272,11 @@ def noise_of(run: Path) -> tuple[float | None, float | None]:
     """Returns the noise scale of a run as it last was, and its steps; None for what is not known."""
     scale = None
     try:
-        for line in read_own(run / "metrics.jsonl").splitlines():
-            found = json.loads(line).get("noise_scale")
+        for entry in read_metrics(run / "metrics.jsonl"):
+            found = entry.get("noise_scale")
             scale = float(found) if isinstance(found, (int, float)) else scale
         steps = json_object(read_own(run / "summary.json")).get("steps")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError):
         return None, None
     return scale, float(steps) if isinstance(steps, int) else None
 
@@ -429,7 +300,7 @@ def _checked(folders: Sequence[Path], forecaster: Forecaster) -> list[str]:
         known = read_registered(folder)
         for run in runs:
             point = _point(run, forecaster)
-            here = forecaster if point.profile is None else _as_measured(forecaster, point.profile)
+            here = forecaster if point.profile is None else forecaster.as_measured(point.profile)
             forecast_s, guess_s = here.of(point.asked).step_s, here.naive_s(point.asked)
             before = "" if point.profile is None else _registered_for(run, point, known)
             mine, theirs = (f"{each / point.step_s:.2f}" for each in (forecast_s, guess_s))
@@ -438,21 +309,6 @@ def _checked(folders: Sequence[Path], forecaster: Forecaster) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = "  ".join(f"{{:{'<' if number == 0 else '>'}{width}}}" for number, width in enumerate(widths))
     return [aligned.format(*row).rstrip() for row in rows]
-
-
-def _as_measured(forecaster: Forecaster, profile: Profile) -> Forecaster:
-    """Returns a forecaster for the links, memory and cores that a run found."""
-    known = measured_of(profile)
-    if known is None:
-        return forecaster
-    return Forecaster(
-        forecaster.profile,
-        known,
-        num_known=max(map(len, profile.hosts)),
-        cores=profile.cores[0],
-        slow_down=forecaster._slow_down,
-        taken_s=forecaster._taken_s,
-    )
 
 
 def _registered_for(run: Path, point: Point, known: list[Registered]) -> str:
@@ -523,8 +379,7 @@ def _registered(options: argparse.Namespace, profile: Profile, asked: Asked, fou
     return Registered(
         date=datetime.now(UTC).isoformat(),
         settings={
-            "model": profile.model,
-            "num_parameters": profile.num_parameters,
+            **settings_of(profile),
             "ranks": asked.num_ranks,
             "per_host": asked.per_host,
             "batch": asked.batch,

@@ -21,6 +21,7 @@ from ddp.train.metric_names import is_metric, metric_in_words, words_of
 from ddp.train.state import TrainState
 from ddp.units import counted
 
+SIDECAR = "sidecar"  # a folder in that of the run, with a metrics.jsonl of its own
 LINES_WRITTEN = 8  # of what a language model writes
 LOWEST_LOSS_SHOWN = 1e-4  # a logarithmic axis needs a floor
 
@@ -77,7 +78,7 @@ def evaluations_in(metrics: Path, summary: Mapping[str, Any]) -> list[dict[str, 
     """Returns the evaluations of a run by its metrics.jsonl, or those of its side-car, if it had one."""
     if "sidecar" not in summary:
         return [entry for entry in read_metrics(metrics) if entry.get("kind") == "evaluation"]
-    lines = read_metrics(metrics.parent / "sidecar" / metrics.name)
+    lines = read_metrics(metrics.parent / SIDECAR / metrics.name)
     by_step = {entry["step"]: entry for entry in lines if entry.get("kind") == "evaluation"}
     return [by_step[step] for step in sorted(by_step)]  # the run may have gone back to an earlier one
 

@@ -36,10 +36,11 @@ from ddp.process.log import log
 from ddp.train.checkpoint_store import MANIFEST, Saved, listed
 from ddp.train.evaluate import Side
 from ddp.train.metric_names import is_metric
+from ddp.train.report import SIDECAR, read_metrics
 from ddp.train.stopping import StopFlag, is_signal
 from ddp.units import counted
 
-FOLDER, METRICS, HELD = "sidecar", "metrics.jsonl", ".held-"
+METRICS, HELD = "metrics.jsonl", ".held-"
 GRACE_S = 10.0
 """A checkpoint that is not whole is looked at for this long."""
 POLL_S = 0.5
@@ -52,20 +53,13 @@ Measure = Callable[[Path, Side], Mapping[str, float] | None]
 
 def record_of(run_dir: Path) -> list[dict[str, Any]]:
     """Returns the lines of a run's side-car, without a last one that a crash cut off; none where it had no side-car."""
-    path = run_dir / FOLDER / METRICS
-    entries = []
-    for line in read_own(path).splitlines() if path.exists() else []:
-        try:
-            entries.append(json_object(line))
-        except ValueError:
-            continue
-    return entries
+    return read_metrics(run_dir / SIDECAR / METRICS)
 
 
 def missing(run_dir: Path) -> list[int]:
     """Returns the steps of the checkpoints that a side-car has neither evaluated nor skipped, in the order of saves."""
     record = record_of(run_dir)
-    waiting = [*listed(run_dir / "checkpoints").saved, *_held(run_dir / FOLDER)]
+    waiting = [*listed(run_dir / "checkpoints").saved, *_held(run_dir / SIDECAR)]
     return [step for _, step in sorted({(_order(each), _step(each)) for each in waiting if not _is_done(each, record)})]
 
 
@@ -131,7 +125,7 @@ def only_sidecar(run_dir: Path) -> Iterator[None]:
     Raises:
         ConfigError: there is one already, or its folder cannot be written.
     """
-    folder = run_dir / FOLDER
+    folder = run_dir / SIDECAR
     try:
         make_folder(folder)
         held = hold(folder)
@@ -163,7 +157,7 @@ class SideCar:
         say: Callable[[str], object] = log.info,
         clock: Callable[[], float] = now_s,
     ) -> None:
-        self._run_dir, self._folder = run_dir, run_dir / FOLDER
+        self._run_dir, self._folder = run_dir, run_dir / SIDECAR
         self._measure, self._sides, self._say, self._clock = measure, sides, say, clock
         self._main_metric, self._sign = f"{sides[0]}_{main_metric}", 1.0 if higher_is_better else -1.0
         self._doubted: dict[Path, float] = {}  # what is not whole, and since when

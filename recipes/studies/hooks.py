@@ -17,7 +17,7 @@
 All methods train a copy of one model on the same batch, and take turns. Besides the time of a step it says
 
     on the link     bytes that left the busiest host in a step, as its network interface counts them; headers included
-    predicted       bytes that this package says leave a host, and what it forecasts of a step (`bench/forecast.py`),
+    predicted       bytes that this package says leave a host, and what it forecasts of a step (`bench/forecast/`),
                     given what forward, backward and update take without the waiting
     encoding        processor time of a rank for encoding and decoding, without what collectives take
 """
@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -35,21 +34,21 @@ from functools import partial
 from time import thread_time
 from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from ddp.bench import encoding
 from ddp.bench.command import add_options, place_of, run
 from ddp.bench.counts import bytes_sent
-from ddp.bench.forecast import Forecast, Gradient, Prices, Setup, Work, bytes_of, forecast
+from ddp.bench.forecast import encoding
+from ddp.bench.forecast.prices import Prices
+from ddp.bench.forecast.replay import Forecast, Setup, forecast
+from ddp.bench.forecast.work import Gradient, Work, bytes_of
 from ddp.bench.place import HERE, Place, refuse_unknown, split
-from ddp.bench.step import Training, make
+from ddp.bench.step import Training, make, session
 from ddp.bench.turns import PROGRESS, STEP, Cell, num_repetitions, slowest, take_turns
 from ddp.bench.workloads import add_models, models_of
 from ddp.comm.communicator import Communicator
-from ddp.comm.session import init, shutdown
 from ddp.commands.command import respond
 from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
 from ddp.process.arguments import Parser
@@ -156,12 +155,8 @@ class TimeHooks:
 
     def __call__(self) -> list[HookCell]:
         """Returns a cell for each method, the same on all ranks."""
-        torch.set_num_threads(1)
-        comm = init(device="cpu")
-        cells = self._measure(comm)
-        gc.collect()  # replicas end first: see step.py
-        shutdown()
-        return cells
+        with session() as comm:
+            return self._measure(comm)
 
     def _measure(self, comm: Communicator) -> list[HookCell]:
         module, batch = make(self.model, rank=comm.rank)

@@ -21,33 +21,23 @@ from mutants import mutants, mutated
 from ranks import run_ranks
 
 from ddp.__main__ import main
-from ddp.bench import encoding, slow_down, turns
-from ddp.bench import forecast as module
-from ddp.bench.forecast import (
+from ddp.bench import turns
+from ddp.bench.forecast import encoding, slow_down
+from ddp.bench.forecast.cells import CompareForecasts, ForecastCell
+from ddp.bench.forecast.prices import (
+    BARRIER,
+    SMALL,
     Call,
     Dispatch,
-    Gradient,
     Prices,
-    Setup,
-    Step,
-    Timed,
-    Work,
-    batches_for,
-    bytes_of,
     cores_of_a_rank,
-    first_reason,
-    forecast,
     measured_of,
     measured_on,
-    naive_s,
-    replay,
-    step_of,
-    steps_at,
-    to_loss,
-    work_of,
 )
-from ddp.bench.forecast_cells import CompareForecasts, ForecastCell
-from ddp.bench.registered import read_registered
+from ddp.bench.forecast.registered import read_registered
+from ddp.bench.forecast.replay import Setup, Step, Timed, _beside, forecast, naive_s, replay, step_of, together
+from ddp.bench.forecast.to_loss import batches_for, first_reason, steps_at, to_loss
+from ddp.bench.forecast.work import Gradient, Work, bytes_of, work_of
 from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.cost import textbook
 from ddp.collectives.simulate import Link, Network, equal_hosts, simulate
@@ -161,7 +151,7 @@ def survivors(function: FunctionType, checks: Sequence[Callable[[], None]]) -> l
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("function", [replay, module._beside, module.together])
+@pytest.mark.parametrize("function", [replay, _beside, together])
 def test_every_one_line_mutant_of_the_replay_is_found(function: FunctionType) -> None:
     assert survivors(function, CHECKS) == []
 
@@ -225,11 +215,11 @@ def test_strategies_send_and_update_their_slices() -> None:
     plain, sharded, central = dispatched.values()
     assert [each.update_s for each in dispatched.values()] == [0.004, 0.001, 0.002]
     assert (plain.opening_s, plain.closing_s, plain.gathering_s) == (0, 0, 0)
-    small_s = there.of(module.SMALL)
+    small_s = there.of(SMALL)
     assert sharded.opening_s == small_s and sharded.closing_s == 2 * small_s
     calls = [Call("all_gather", bytes_of(bucket), bytes_of(bucket)) for bucket in WORK.buckets]
     assert sharded.gathering_s == pytest.approx(sum(map(there.of, calls)))
-    assert central.gathering_s == there.of(module.BARRIER) < sharded.gathering_s
+    assert central.gathering_s == there.of(BARRIER) < sharded.gathering_s
     assert all(one.seconds < other.seconds for one, other in zip(sharded.buckets, central.buckets, strict=True))
     hooked = step_of(WORK, Setup(prices=there, batch=32), [Dispatch(0.1, (Call("sum_in_host", 4),))] * 3)
     assert hooked.opening_s == small_s == hooked.closing_s and hooked.buckets[0].computing_s == 0.1

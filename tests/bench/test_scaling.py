@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from ddp.__main__ import main
-from ddp.bench.registered import Registered, register, settings_of
+from ddp.bench.forecast.registered import Registered, register, settings_of
 from ddp.bench.scaling import page
 from ddp.bench.scaling.charts import COLOURS, PARTS
 from ddp.bench.scaling.figures import Series, compared, read_run, read_runs, waited_for

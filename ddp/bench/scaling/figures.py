@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import fmean, median_low
 from typing import Any, Literal, NamedTuple
 
-from ddp.bench.registered import Registered, is_for, prediction_for, read_registered
+from ddp.bench.forecast.registered import Registered, is_for, prediction_for, read_registered
 from ddp.errors import ConfigError
 from ddp.process.files import json_object, read_own
 from ddp.run.launch.run_folder import read_settings

@@ -36,7 +36,7 @@ from ddp.run.settings.reader import from_plain, settings_of
 from ddp.strategies.region import look
 from ddp.train import checkpoint_store as store
 from ddp.train.callbacks import averages_in
-from ddp.train.sidecar import FOLDER as SIDECAR
+from ddp.train.report import SIDECAR
 
 
 @dataclass(frozen=True)

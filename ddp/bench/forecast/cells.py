@@ -13,26 +13,25 @@ So it does not know the steps that it is compared with.
 from __future__ import annotations
 
 import copy
-import gc
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp.bench import encoding
-from ddp.bench.forecast import Dispatch, Prices, Setup, Work, forecast, naive_s, work_of
+from ddp.bench.forecast import encoding
+from ddp.bench.forecast.prices import Dispatch, Prices
+from ddp.bench.forecast.replay import Setup, forecast, naive_s
+from ddp.bench.forecast.slow_down import taken_s
+from ddp.bench.forecast.work import Work, work_of
 from ddp.bench.place import HERE, Place
-from ddp.bench.slow_down import taken_s
-from ddp.bench.step import Training, make
+from ddp.bench.step import Training, make, session
 from ddp.bench.turns import PROGRESS, Cell, num_repetitions, slowest, take_turns
 from ddp.bench.workloads import Batch, loss_of
 from ddp.comm.communicator import Communicator
-from ddp.comm.session import init, shutdown
 from ddp.process.clock import now_s
 from ddp.process.memory import available_cores
 from ddp.replica.bucketed import BucketedDataParallel
@@ -103,12 +102,8 @@ class CompareForecasts:
 
     def __call__(self) -> list[ForecastCell]:
         """Returns a cell for each method, the same on all ranks."""
-        torch.set_num_threads(1)
-        comm = init(device="cpu")
-        cells = self._measure(comm)
-        gc.collect()  # replicas end first: see step.py
-        shutdown()
-        return cells
+        with session() as comm:
+            return self._measure(comm)
 
     def _measure(self, comm: Communicator) -> list[ForecastCell]:
         module, batch = make(self.model, rank=comm.rank)
@@ -280,7 +275,7 @@ class Computing(Paced):
 
 
 def _of_all(mine: Any) -> list[Any]:
-    """Returns what each rank has. Collective."""
+    """Returns what each rank has, by torch's gather, because `comm/objects.py` sends plain values alone. Collective."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp.bench.forecast import Call, Dispatch, Gradient
+from ddp.bench.forecast.prices import Call, Dispatch
+from ddp.bench.forecast.work import Gradient
 from ddp.collectives.placed import Hosts
 from ddp.comm.flat_collectives import HostPartition
 from ddp.comm.plan import adding_times

@@ -1,0 +1,1 @@
+"""Forecasts a profiled step on other ranks, hosts and links."""
