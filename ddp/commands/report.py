@@ -14,8 +14,10 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddp.bench.scaling.figures import compared, foreseen, read_runs
+from ddp.bench.scaling.comparisons import compared
+from ddp.bench.scaling.foreseen import foreseen
 from ddp.bench.scaling.page import write
+from ddp.bench.scaling.runs import read_runs
 from ddp.bench.scaling.words import Section, section_of, section_of_predictions
 from ddp.commands.command import parser_of, respond
 from ddp.errors import ConfigError

@@ -23,7 +23,9 @@ from ddp.__main__ import main
 from ddp.bench.forecast.registered import Registered, register, settings_of
 from ddp.bench.scaling import page
 from ddp.bench.scaling.charts import COLOURS, PARTS
-from ddp.bench.scaling.figures import Series, compared, read_run, read_runs, waited_for
+from ddp.bench.scaling.comparisons import compared
+from ddp.bench.scaling.figures import Series, waited_for
+from ddp.bench.scaling.runs import read_run, read_runs
 from ddp.bench.scaling.words import verdict
 from ddp.run.settings.config import Config
 from ddp.train.monitor.profile import PARTS as OF_A_STEP

@@ -1,220 +1,20 @@
-"""Computes what each number of workers has bought: figures of a sweep, from what its jobs have left in their folders.
+"""Computes what each number of workers has bought: the figures of one number, of a series, and where more stop paying.
 
-    read_runs    the runs that are complete, and a sentence for each other job
-    compared     series in which nothing but the number of workers differs
-                     strong   all with the same global batch
-                     weak     all with the same batch per worker
-    Point        the figures of one number of workers
-
-The fewest workers, as a rule one, are the base: k times as many workers are ideal if they are k times as fast.
-
-Note "time". Time to a target is that of training steps: evaluations, checkpoints and the start do not count. It is the
-samples of each stretch between two logged steps ÷ its samples per second, as metrics.jsonl has them. A run has reached
-the target at its first evaluation that is as good.
-
-Note "repeats". Runs that differ in their seed alone are not averaged: the one of median speed is shown, and the range
-of all beside it.
+The fewest workers, as a rule one, are the base: k times as many workers are ideal if they are k times as fast. A run
+has reached the target at its first evaluation that is as good (`runs.py`, note "time").
 """
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from pathlib import Path
 from statistics import fmean, median_low
 from typing import Any, Literal, NamedTuple
 
-from ddp.bench.forecast.registered import Registered, is_for, prediction_for, read_registered
-from ddp.errors import ConfigError
-from ddp.process.files import json_object, read_own
-from ddp.run.launch.run_folder import read_settings
-from ddp.run.launch.sweep import RESULT, Job, ending
-from ddp.train.checkpoint import flat
-from ddp.train.monitor import profile as profiles
-from ddp.train.monitor.profile import PARTS, Profile, read_profile
-from ddp.train.report import evaluations_in, read_metrics
-from ddp.train.stopping import is_signal
-from ddp.units import counted
-
-LEFT_BY_RUNS = ("config.yaml", "summary.json", "metrics.jsonl", RESULT)
-
-# --- what a job has left ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """One run that is complete.
-
-    Attributes:
-        settings: by dotted name, of config.yaml; summary: of summary.json.
-        stretches: of each logged step, the samples of the run so far, and samples/s since the one before.
-        evaluations: samples so far, and the main metric.
-        memory: the most that each rank has used, in bytes; of its device, where it has one. Empty: not measured.
-    """
-
-    folder: Path
-    settings: Mapping[str, Any]
-    summary: Mapping[str, Any]
-    stretches: Sequence[tuple[float, float]] = ()
-    evaluations: Sequence[tuple[float, float]] = ()
-    memory: Sequence[float] = ()
-    profile: Profile | None = None
-
-    @property
-    def name(self) -> str:
-        return self.folder.name
-
-    @property
-    def workers(self) -> int:
-        return int(self.summary["world_size"])
-
-    @property
-    def batch(self) -> int:
-        """Returns the samples of a step, of all workers."""
-        return int(self.summary["global_batch"])
-
-    @property
-    def samples_per_s(self) -> float:
-        return float(self.summary["samples_per_s"])
-
-    @property
-    def metric(self) -> float | None:
-        """Returns the main metric at the end; None if there is none, or if training has diverged."""
-        return _number(self.summary.get(str(self.summary.get("main_metric"))))
-
-    def seconds_at(self, samples: float) -> float:
-        """Returns how long the steps took until the run had trained on these samples (note "time")."""
-        seconds = before = 0.0
-        rate = self.samples_per_s
-        for until, rate in self.stretches:
-            if until >= samples:
-                break
-            seconds, before = seconds + (until - before) / rate, until
-        return seconds + (samples - before) / rate
-
-
-def read_runs(sweep: Path) -> tuple[list[Run], list[str]]:
-    """Returns the runs in the folder of a sweep, and a sentence for whatever cannot be shown.
-
-    Raises:
-        ConfigError: there is no such folder, or no job in it.
-    """
-    if not sweep.is_dir():
-        raise ConfigError(f"{sweep}: there is no such folder; give that of a sweep, such as runs/sweep-…")
-    folders = sorted(
-        path for path in sweep.iterdir() if path.is_dir() and any((path / name).exists() for name in LEFT_BY_RUNS)
-    )
-    if not folders:
-        own = any((sweep / name).exists() for name in LEFT_BY_RUNS)
-        what = "is a single run" if own else "holds no runs"
-        raise ConfigError(f"{sweep} {what}: give the folder of a sweep, as train -m cluster.workers=1,2 leaves it")
-    runs: list[Run] = []
-    notes: list[str] = []
-    for folder in folders:
-        try:
-            runs.append(read_run(folder, notes))
-        except ConfigError as error:
-            notes.append(f"{folder.name} is left out: {error}.")
-    return runs, notes
-
-
-def read_run(folder: Path, notes: list[str]) -> Run:
-    """Returns what a run has left; adds a sentence to the notes for a part that is damaged.
-
-    Raises:
-        ConfigError: it is not complete, or damaged; the message says in what way.
-    """
-    job = Job.read(folder)
-    if job is not None and (job.pruned or job.status):
-        raise ConfigError(f"its job has ended so: {ending(job)}")
-    summary = _summary(folder)
-    path = folder / "config.yaml"
-    if not path.exists():
-        raise ConfigError("it has no config.yaml, and so nobody knows its settings")
-    try:
-        settings = flat(read_settings(path))
-    except ConfigError as error:
-        raise ConfigError(_short(error, folder)) from error
-    main = str(summary.get("main_metric"))
-    entries = read_metrics(folder / "metrics.jsonl")
-    steps = [entry for entry in entries if entry.get("kind") == "step"]
-    profile = None
-    if (folder / profiles.FILE).exists():
-        try:
-            profile = read_profile(folder)
-            if profile.world_size != summary["world_size"]:
-                raise ConfigError(f"{profiles.FILE} is of {profile.world_size} workers")
-        except ConfigError as error:
-            profile = None
-            notes.append(f"{folder.name} is shown without its profile: {_short(error, folder)}.")
-    return Run(
-        folder=folder,
-        settings=settings,
-        summary=summary,
-        stretches=[(samples, rate) for samples, rate in _pairs(steps, "samples_per_s") if rate > 0],
-        evaluations=_pairs(evaluations_in(folder / "metrics.jsonl", summary), main),
-        memory=_memory(steps),
-        profile=profile,
-    )
-
-
-def _summary(folder: Path) -> dict[str, Any]:
-    """Returns the summary of a run that is complete.
-
-    Raises:
-        ConfigError: it is not, or the summary is damaged.
-    """
-    try:
-        summary = json_object(read_own(folder / "summary.json"))
-        if min(int(summary["world_size"]), int(summary["global_batch"])) < 1 or not summary["seconds"] >= 0:
-            raise ValueError("a number is below 1")
-        rate = float(summary["samples_per_s"])
-    except FileNotFoundError:
-        raise ConfigError("it has no summary.json, because it has failed or goes on") from None
-    except KeyError as error:
-        raise ConfigError(f"its summary.json is damaged (it has no {error.args[0]})") from error
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"its summary.json is damaged ({_short(error, folder)})") from error
-    if is_signal(stopped := str(summary.get("stopped_by"))):
-        raise ConfigError(f"it was stopped by {stopped} after {summary.get('steps')} steps; go on with resume=auto")
-    if not 0 < rate < math.inf:
-        raise ConfigError("it has trained no step")
-    return summary
-
-
-def _short(error: Exception, folder: Path) -> str:
-    """Returns what was wrong, without the folder, which is named beside it, and without a remedy for one run."""
-    return " ".join(str(error).replace(f"{folder}/", "").partition(". The checkpoints")[0].split()).rstrip(".")
-
-
-def _number(value: object) -> float | None:
-    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
-
-
-def _pairs(entries: Iterable[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
-    """Returns samples and a figure of each entry that has it."""
-    found = ((_number(entry.get("samples")), _number(entry.get(key))) for entry in entries)
-    return [(samples, value) for samples, value in found if samples and value is not None]
-
-
-def _memory(steps: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Returns by rank the most memory that was seen, in bytes."""
-    for name in ("device_memory_mb", "memory_mb"):
-        most: dict[int, float] = defaultdict(float)
-        for key, value in (item for entry in steps for item in entry.items()):
-            kind, _, rank = key.partition("/rank_")
-            if kind == name and rank.isdecimal() and (megabytes := _number(value)):
-                most[int(rank)] = max(most[int(rank)], megabytes * 1e6)
-        if most:
-            return [most[rank] for rank in sorted(most)]
-    return []
-
-
-# --- figures ---------------------------------------------------------------------------------------------------------
+from ddp.bench.scaling.runs import Run, finite
+from ddp.train.monitor.profile import PARTS, Profile
 
 
 class Waited(NamedTuple):
@@ -382,7 +182,7 @@ def samples_until(run: Run, target: float | None) -> float | None:
 
 
 def seconds_until(run: Run, target: float | None) -> float | None:
-    """Returns the seconds of training until then (note "time")."""
+    """Returns the seconds of training until then (`runs.py`, note "time")."""
     samples = samples_until(run, target)
     return None if samples is None else run.seconds_at(samples)
 
@@ -395,7 +195,7 @@ def parts_of(run: Run) -> list[dict[str, float]]:
     if run.profile is not None:
         ranks = range(run.profile.world_size)
         return [{part: fmean(step[rank].parts[part] for step in run.profile.steps) for part in PARTS} for rank in ranks]
-    shares = {part: _number(run.summary.get(f"{part}_fraction")) for part in ("data", "compute", "wait")}
+    shares = {part: finite(run.summary.get(f"{part}_fraction")) for part in ("data", "compute", "wait")}
     step_s = run.batch / run.samples_per_s
     return [{part: share * step_s for part, share in shares.items() if share is not None}] if any(shares) else []
 
@@ -418,154 +218,3 @@ def waited_for(profile: Profile) -> list[Waited]:
     if not num_buckets or len(ranks) == 1:
         return []
     return [Waited(len(late[rank]) / num_buckets, fmean(late[rank]) if late[rank] else 0.0) for rank in ranks]
-
-
-class Foreseen(NamedTuple):
-    """A step that was forecast before its run was made, beside the one that was measured."""
-
-    run: Run
-    prediction: Registered
-    measured_s: float
-
-    @property
-    def ratio(self) -> float:
-        """Returns forecast ÷ measured."""
-        return self.prediction.step_s / self.measured_s
-
-
-def foreseen(sweep: Path, runs: Iterable[Run]) -> tuple[list[Foreseen], list[str]]:
-    """Returns the registered predictions of runs with a profile, and a sentence for each that is not shown."""
-    try:
-        known = read_registered(sweep)
-    except ConfigError as error:
-        return [], [f"No registered prediction is shown: {error}."]
-    found: list[Foreseen] = []
-    notes: list[str] = []
-    for run in sorted(runs, key=lambda run: run.workers):
-        if run.profile is None:
-            continue
-        try:
-            prediction = prediction_for(run.folder, run.profile, known)
-        except ConfigError as error:
-            notes.append(f"{run.name} is shown without its prediction: {error}.")
-            continue
-        if prediction is not None:
-            found.append(Foreseen(run, prediction, run.profile.step_s))
-    for each in known:
-        if not any(run.profile and is_for(each, run.profile) for run in runs):
-            ranks = counted(int(each.settings.get("ranks", 0)), "worker")
-            notes.append(f"The prediction of {each.date} for {ranks} is for no run here that was profiled.")
-    return found, notes
-
-
-# --- what may be compared --------------------------------------------------------------------------------------------
-
-_OF_A_RUN = ("run", "sweep", "resume", "trust", "trial", "seed", "cluster", "batch.global_size", "batch.num_shards")
-"""Settings, or groups of them, that name a run, repeat it, or say its number of workers and its batch."""
-_DERIVED = ("cluster.threads_per_worker", "cluster.local_workers", "batch.num_shards")
-"""Settings that follow from the number of workers, unless they were given."""
-
-
-def compared(
-    runs: Sequence[Run], *, target: float | None = None, goal: float = 0.8
-) -> tuple[list[Series], list[str]]:
-    """Returns the series of a sweep, the strong ones first, and a sentence about runs that are in none.
-
-    Args:
-        target: of the main metric; None: the worst at the end of any run of a series, so that all have reached it.
-        goal: the efficiency that pays.
-    """
-    groups: dict[Hashable, list[Run]] = defaultdict(list)
-    for run in runs:
-        groups[_others(run)].append(run)
-    parted = [part for group in groups.values() for part in _without_mixed(group)]
-    found: list[tuple[Kind, Fraction, list[Run]]] = []
-    for kind in ("strong", "weak"):
-        for part in parted:
-            by_batch: dict[Fraction, list[Run]] = defaultdict(list)
-            for run in part:
-                by_batch[Fraction(run.batch, 1 if kind == "strong" else run.workers)].append(run)
-            found += [(kind, batch, each) for batch, each in sorted(by_batch.items()) if _num_sizes(each) > 1]
-    shown = {id(run) for _, _, each in found for run in each}
-    notes = [
-        f"{run.name} is in no comparison, because no other run differs from it in the number of workers alone."
-        for run in runs
-        if id(run) not in shown
-    ]
-    differing = _differing([run for run in runs if id(run) in shown])
-    return [
-        _series(kind, batch, each, {key: each[0].settings.get(key) for key in differing}, target, goal)
-        for kind, batch, each in found
-    ], notes
-
-
-def _series(
-    kind: Kind, batch: Fraction, runs: Sequence[Run], settings: Mapping[str, Any], target: float | None, goal: float
-) -> Series:
-    by_workers: dict[int, list[Run]] = defaultdict(list)
-    for run in runs:
-        by_workers[run.workers].append(run)
-    sizes = sorted(by_workers)
-    shown = [median_run(by_workers[size]) for size in sizes]
-    metric, higher = _metric(shown)
-    if target is None and metric:
-        ends = [run.metric for run in shown if run.metric is not None]
-        target = (min if higher else max)(ends, default=None)
-    points = [point_of(by_workers[size], shown[0], target if metric else None) for size in sizes]
-    return Series(
-        kind=kind,
-        batch=batch,
-        settings=settings,
-        metric=metric,
-        higher_is_better=higher,
-        target=target if metric else None,
-        goal=goal,
-        points=points,
-    )
-
-
-def _metric(runs: Sequence[Run]) -> tuple[str, bool]:
-    """Returns the name of the main metric, "" if nothing was evaluated, and whether higher is better."""
-    for run in runs:
-        if run.metric is not None:
-            return str(run.summary["main_metric"]), bool(run.summary.get("higher_is_better"))
-    return "", False
-
-
-def _others(run: Run) -> Hashable:
-    """Returns all settings of a run that must be equal where runs are compared."""
-    return tuple(sorted((key, repr(value)) for key, value in run.settings.items() if not _is_of_a_run(key)))
-
-
-def _is_of_a_run(key: str) -> bool:
-    return key in _OF_A_RUN or key.startswith(tuple(f"{name}." for name in _OF_A_RUN))
-
-
-def _without_mixed(runs: Sequence[Run]) -> list[list[Run]]:
-    """Splits runs by settings that follow from the number of workers, as far as they do not follow from it here."""
-    mixed = []
-    for key in _DERIVED:
-        values = defaultdict(set)
-        for run in runs:
-            values[run.workers].add(repr(run.settings.get(key)))
-        if any(len(each) > 1 for each in values.values()):
-            mixed.append(key)
-    parts: dict[Hashable, list[Run]] = defaultdict(list)
-    for run in runs:
-        parts[tuple(repr(run.settings.get(key)) for key in mixed)].append(run)
-    return list(parts.values())
-
-
-def _num_sizes(runs: Sequence[Run]) -> int:
-    return len({run.workers for run in runs})
-
-
-def _differing(runs: Sequence[Run]) -> list[str]:
-    """Returns the settings in which series differ."""
-    keys = dict.fromkeys(key for run in runs for key in run.settings if not _is_of_a_run(key))
-    found = [key for key in keys if len({repr(run.settings.get(key)) for run in runs}) > 1]
-    for key in _DERIVED:
-        values = {(run.workers, repr(run.settings.get(key))) for run in runs}
-        if len(values) > _num_sizes(runs):
-            found.append(key)
-    return found

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ddp.bench.scaling.charts import IN_WORDS, in_seconds, parts_in
-from ddp.bench.scaling.figures import Foreseen, Point, Series
+from ddp.bench.scaling.figures import Point, Series
+from ddp.bench.scaling.foreseen import Foreseen
 from ddp.train.metric_names import metric_in_words, words_of
 from ddp.units import counted, milliseconds
 
