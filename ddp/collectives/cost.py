@@ -245,11 +245,6 @@ def bus_factor(goal: Goal, num_ranks: int) -> float:
     return (num_ranks - 1) / num_ranks
 
 
-def algorithm_bandwidth(nbytes: int, seconds: float) -> float:
-    """Returns the bytes of the buffer per second."""
-    return nbytes / seconds
-
-
 def bus_bandwidth(goal: Goal, num_ranks: int, nbytes: int, seconds: float) -> float:
     """Returns the bytes per second that the links must have carried."""
-    return algorithm_bandwidth(nbytes, seconds) * bus_factor(goal, num_ranks)
+    return nbytes / seconds * bus_factor(goal, num_ranks)

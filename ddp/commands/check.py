@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ddp.commands.command import parser_of, respond
 from ddp.commands.schedules import MOST_PARTS_PROVEN, RANKS_FOLLOWED, add_schedule, chosen_schedule, num_parts
+from ddp.units import counted
 
 MOST_RANKS_SHOWN = 64
 
@@ -28,7 +29,7 @@ def answer(options: argparse.Namespace) -> str:
         )
     proof = schedule.check(options.num_ranks)
     lines = [
-        f"{options.schedule} with {options.num_ranks} ranks: proven ({schedule.goal.value})",
+        f"{options.schedule} with {counted(options.num_ranks, 'rank')}: proven ({schedule.goal.value})",
         f"  rounds: {proof.num_rounds}; a rank sends at most {max(proof.messages_sent)} messages, "
         f"{float(proof.busiest):.4g} times the buffer",
     ]

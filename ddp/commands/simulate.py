@@ -44,6 +44,8 @@ def answer(options: argparse.Namespace) -> str:
     )
     numel = whole_chunks(options.bytes // 4, schedule.num_chunks(options.num_ranks))  # for symmetry
     timeline = simulate(schedule, network, numel)
+    if timeline.num_messages == 0:
+        return f"{options.schedule}, one rank: there is nothing to send"
     sent, left = max(timeline.bytes_sent), max(timeline.host_bytes_sent)
     busbw = bus_bandwidth(schedule.goal, options.num_ranks, options.bytes, timeline.makespan_s)
     return (

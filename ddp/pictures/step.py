@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp.pictures.schedule import PANEL, QUIET, color_of
 from ddp.pictures.timeline import AXIS, draw_bucket, lanes_of, painted
-from ddp.units import binary_size, milliseconds
+from ddp.units import binary_size, counted, milliseconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,7 +45,7 @@ def step_text(steps: Sequence[Ranks], number: int) -> str:
 
 def _title(ranks: Ranks) -> str:
     shown = f"the first {MOST_RANKS} of " if len(ranks) > MOST_RANKS else ""
-    return f"step {ranks[0]['step']} of {shown}{len(ranks)} rank{'s' * (len(ranks) > 1)}"
+    return f"step {ranks[0]['step']} of {shown}{counted(len(ranks), 'rank')}"
 
 
 def _lanes(ranks: Ranks) -> Iterator[str]:
@@ -102,8 +102,9 @@ def step_figure(ranks: Ranks, *, title: str) -> Figure:
     axes.set_axisbelow(True)
     axes.spines[:].set_visible(False)
     axes.set_xlabel("ms since the first rank began the step")
-    num_bytes = sum(bucket["bytes"] for bucket in ranks[0]["buckets"])
-    what = f", {binary_size(num_bytes)} of gradients in {len(ranks[0]['buckets'])} buckets" if num_bytes else ""
+    buckets = ranks[0]["buckets"]
+    size = binary_size(sum(bucket["bytes"] for bucket in buckets))
+    what = f", {size} of gradients in {counted(len(buckets), 'bucket')}" if buckets else ""
     figure.suptitle(f"{title}\n{_title(ranks)}{what}", x=0.01, ha="left", fontsize="large")
     handles = [Patch(color=color, label=part) for part, (_, color) in PARTS.items()]
     figure.legend(handles=handles, loc="outside lower left", ncols=len(PARTS), frameon=False, fontsize="small")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp.errors import ConfigError
 from ddp.pictures.schedule import FAINT, INK, PANEL, QUIET, color_of
-from ddp.units import binary_size, milliseconds
+from ddp.units import binary_size, counted, milliseconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -118,7 +118,7 @@ def timeline_figure(*runs: Run, title: str = TITLE) -> Figure:
         axes.spines[:].set_visible(False)
     panels[-1].set_xlabel("ms since the rank's backward began")
     step = runs[0][0]
-    what = f"{step['world_size']} ranks, {step['num_parameters']} parameters in {len(buckets)} buckets"
+    what = f"{step['world_size']} ranks, {step['num_parameters']} parameters in {counted(len(buckets), 'bucket')}"
     figure.suptitle(f"{title}\n{what}, {binary_size(step['bytes'])} in all", x=0.01, ha="left", fontsize="large")
     figure.legend(handles=_legend(buckets), loc="outside lower left", ncols=2, frameon=False, fontsize="small")
     return figure

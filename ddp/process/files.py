@@ -238,6 +238,16 @@ def whole_file(path: Path, *, temporary: str = "") -> Iterator[IO[bytes]]:
         written.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def if_possible(path: Path) -> Iterator[None]:
+    """Begins a block that writes what a run can do without: where it cannot, as on a full disk, a warning says so."""
+    try:
+        yield
+    except (OSError, ConfigError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        log.warning("%s could not be written: %s", path, reason)
+
+
 def make_folder(folder: Path) -> None:
     """Makes a folder, and those above it that are missing, so that they survive a power cut.
 

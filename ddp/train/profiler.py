@@ -19,6 +19,7 @@ import torch
 from ddp.comm.calibrate import Curve
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.errors import ConfigError
+from ddp.process.files import if_possible
 from ddp.process.log import log
 from ddp.process.memory import available_cores
 from ddp.replica.bucketed import BucketedDataParallel
@@ -26,6 +27,7 @@ from ddp.train.callbacks import Callback
 from ddp.train.monitor.clock import between, compared
 from ddp.train.monitor.parts import RawStep, last_begun, spans_of
 from ddp.train.monitor.profile import (
+    FILE,
     PARTS,
     VERSION,
     BucketTimes,
@@ -109,13 +111,14 @@ class Profiler(Callback):
             self._trace.stop()
         clocks = list(map(between, self._clocks, compared(comm)))
         if self._trace is not None:
-            self._trace.write(run_dir / FOLDER / f"rank-{comm.rank}.json", clocks[comm.rank])
+            self._trace.write(run_dir / FOLDER / f"rank-{comm.rank}.json", clocks[comm.rank], comm.world_size)
         network = _network(state)
         everyone, cores = all_gather_object(comm, self._mine), all_gather_object(comm, available_cores())
 
         def write() -> None:
             steps = [_step(list(ranks), clocks) for ranks in zip(*everyone, strict=True)]
-            _profile(state, steps, clocks, network, [cores[host[0]] for host in comm.hosts]).write(run_dir)
+            with if_possible(run_dir / FILE):
+                _profile(state, steps, clocks, network, [cores[host[0]] for host in comm.hosts]).write(run_dir)
 
         on_rank_zero(comm, write, label="writing the profile")
 

@@ -41,6 +41,11 @@ def test_ctrl_c_ends_a_command_in_a_sentence(
         assert capsys.readouterr().err == "stopped by SIGINT before there was an answer\n"
 
 
+def test_one_rank_has_nothing_to_send(capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(capsys, "simulate", "ring", "1") == "ring, one rank: there is nothing to send\n"
+    assert answer(capsys, "check", "ring", "1").startswith("ring with 1 rank: proven")
+
+
 def test_simulate_ten_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     text = answer(capsys, "simulate", "tree", "10000", "--bytes", "4KB", "--per-host", "8")
     assert "tree, 10,000 ranks on 1,250 hosts" in text

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ddp.comm.communicator import Communicator
-from ddp.errors import USER_ERRORS, ConfigError
-from ddp.process.files import make_folder, write_whole
-from ddp.process.log import log
+from ddp.errors import USER_ERRORS
+from ddp.process.files import if_possible, make_folder, write_whole
 
 
 @contextmanager
@@ -24,13 +23,8 @@ def calls_left(run_dir: Path | None, comm: Communicator) -> Iterator[None]:
         yield
     except Exception as error:
         if run_dir is not None and not isinstance(error, USER_ERRORS):
-            _write(run_dir / "logs" / f"calls-rank-{comm.rank}.jsonl", comm)
+            path = run_dir / "logs" / f"calls-rank-{comm.rank}.jsonl"
+            with if_possible(path):
+                make_folder(path.parent)
+                write_whole(path, "".join(f"{json.dumps(call)}\n" for call in comm.recent_calls()))
         raise
-
-
-def _write(path: Path, comm: Communicator) -> None:
-    try:
-        make_folder(path.parent)
-        write_whole(path, "".join(f"{json.dumps(call)}\n" for call in comm.recent_calls()))
-    except (OSError, ConfigError) as error:  # such as a full disk, which may have ended the run
-        log.warning("the last calls are not in %s: %s", path, error)

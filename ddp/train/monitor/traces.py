@@ -9,7 +9,9 @@ clock of its process, whose offset to that of rank 0 is measured (`clock.py`). A
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -20,7 +22,8 @@ from torch.autograd import profiler
 
 from ddp.errors import ConfigError
 from ddp.process.clock import now_s
-from ddp.process.files import json_object, make_folder, read_own, write_whole
+from ddp.process.environment import variable_set
+from ddp.process.files import if_possible, json_object, make_folder, read_own, scratch_folder, write_whole
 from ddp.process.log import log
 from ddp.train.monitor.profile import ClockOffset
 from ddp.train.monitor.recording import STEP_RANGE
@@ -40,8 +43,9 @@ class Trace:
             log.warning("no trace: another profile of torch's is being recorded")
             return
         threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # those of collectives, too
-        self._profile = torch.profiler.profile(experimental_config=threads)
-        self._profile.start()
+        with variable_set("KINETO_LOG_LEVEL", "9"):  # else it prints that it begins and ends
+            self._profile = torch.profiler.profile(experimental_config=threads)
+            self._profile.start()
         marks = [self._marked(number) for number in range(NUM_MARKS)]
         self._mark = min(range(NUM_MARKS), key=lambda number: marks[number][1])
         self._at_s, self._error_s = marks[self._mark]
@@ -59,11 +63,12 @@ class Trace:
         if self._profile is not None and profiler._is_profiler_enabled:
             self._profile.stop()
 
-    def write(self, path: Path, clock: ClockOffset) -> None:
+    def write(self, path: Path, clock: ClockOffset, world_size: int) -> None:
         """Writes what was recorded.
 
         Args:
             clock: of this rank.
+            world_size: number of the ranks whose traces are in the folder afterwards.
         """
         if self._profile is None:
             return
@@ -72,9 +77,21 @@ class Trace:
             "mark_s": self._at_s + clock.offset_s,
             "error_s": self._error_s + clock.error_s,
         }
+        with if_possible(path):
+            self._write(path, about, world_size)
+
+    def _write(self, path: Path, about: dict[str, Any], world_size: int) -> None:
+        assert self._profile is not None
         make_folder(path.parent)
-        self._profile.export_chrome_trace(str(path))
-        write_whole(path, f'{{"{CLOCK}": {json.dumps(about)},{path.read_text().lstrip()[1:]}')
+        ranks = {path.with_name(f"rank-{rank}.json") for rank in range(world_size)}
+        for stale in {*path.parent.glob("rank-*.json")} - ranks:  # of an earlier run on more workers
+            stale.unlink(missing_ok=True)
+        with scratch_folder(path.parent, ".trace-") as scratch:
+            self._profile.export_chrome_trace(str(scratch / "trace"))
+            text = (scratch / "trace").read_text() if (scratch / "trace").exists() else ""
+        if not text.rstrip().endswith("}"):  # torch does not say so
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_whole(path, f'{{"{CLOCK}": {json.dumps(about)},{text.lstrip()[1:]}')
 
 
 # --- one trace of all ranks ------------------------------------------------------------------------------------------

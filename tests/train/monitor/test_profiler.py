@@ -20,7 +20,7 @@ from ddp.errors import ConfigError
 from ddp.process import clock as process_clock
 from ddp.train.monitor import clock
 from ddp.train.monitor.profile import Profile, read_profile
-from ddp.train.monitor.traces import merged
+from ddp.train.monitor.traces import Trace, merged
 
 SKEW_S = 0.05
 SLOW_S, READING_S = 0.15, 0.004
@@ -259,3 +259,20 @@ def test_traces_that_cannot_be_merged_are_refused(
     with pytest.raises(ConfigError) as error:
         merged(tmp_path)
     assert expected in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_trace_that_cannot_be_written_whole_costs_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And an earlier run's traces, on more workers, do not stay beside those of this one."""
+    (tmp_path / "rank-2.json").write_text("{}")
+    trace = Trace()
+    trace.stop()
+    path = tmp_path / "rank-0.json"
+    monkeypatch.setattr(trace._profile, "export_chrome_trace", lambda name: Path(name).write_text('{"traceEvents": ['))
+    trace.write(path, clock.SAME, world_size=2)
+    assert f"{path} could not be written: No space left on device" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    trace.write(path, clock.SAME, world_size=2)
+    assert "ddpClock" in json.loads(path.read_text()) and list(tmp_path.iterdir()) == [path]
