@@ -30,9 +30,9 @@ KINDS: dict[Kind, tuple[Any, ...]] = {
 class Watch(Callback):
     """Warns of a run that does not learn, or that has become slow, once each time; or ends it with a checkpoint.
 
-    A run does not learn if its loss is no better than that of a constant guess, as that of a model whose rate is too
-    large. That is known of the losses in `KINDS`, of `ddp.Classification` and of `ddp.LanguageModel`. All ranks end
-    together; `stopped_by` says why.
+    A run does not learn if its loss is no better than that of a constant guess and does not fall, as that of a model
+    whose rate is too large. That guess is known for the losses in `KINDS`, for `ddp.Classification` and for
+    `ddp.LanguageModel`. All ranks end together; `stopped_by` says why.
 
     Args:
         action: "warn"; "stop" ends the run.
@@ -79,8 +79,8 @@ class Watch(Callback):
             self._tell(state, f"the run has become slow: {slow}")
         if self._guess is None or state.step < self._first_step or self._has_told:
             return
-        if self._task is not None:  # once, on all ranks
-            self._task, self._least = None, self._guess.loss(state.comm)
+        if self._least is None:  # on all ranks
+            self._least = self._guess.loss(state.comm)
         if self._least is not None and (why := self._learning.verdict(self._least)):
             self._has_told = True
             self._tell(state, why)

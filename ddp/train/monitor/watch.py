@@ -139,7 +139,11 @@ class ConstantGuess:
     @property
     def wants_more(self) -> bool:
         """Returns True while there are too few targets."""
-        return self._num < ENOUGH * (self._sums[0].numel() if self._sums and self._kind == "classes" else 2)
+        return self._num < self._num_wanted
+
+    @property
+    def _num_wanted(self) -> int:
+        return ENOUGH * (self._sums[0].numel() if self._sums and self._kind == "classes" else 2)
 
     def add(self, targets: Tensor) -> None:
         """Counts the targets of a batch: classes, or the probability of each class; or numbers, [n, ...]."""
@@ -165,12 +169,12 @@ class ConstantGuess:
 
     def loss(self, comm: Communicator) -> float | None:
         """Returns the loss of the best constant for the targets of all ranks; None if they are too few. Collective."""
-        parts = all_gather_object(comm, (self._num, [each.cpu() for each in self._sums]))
-        total = ConstantGuess(self._kind)
-        for num, sums in parts:
-            total._add(sums, num)
-        if total.wants_more:
+        counted = all_gather_object(comm, (self._num, self._num_wanted))
+        if sum(num for num, _ in counted) < max(wanted for _, wanted in counted):
             return None
+        total = ConstantGuess(self._kind)
+        for num, sums in all_gather_object(comm, (self._num, [each.cpu() for each in self._sums])):
+            total._add(sums, num)
         mean, *of_squares = (each / total._num for each in total._sums)
         if self._kind == "numbers":
             return float((of_squares[0] - mean.square()).mean())
@@ -201,14 +205,18 @@ class Learning:
         self._losses.append(loss)
 
     def verdict(self, guess: float) -> str:
-        """Returns in words that the run does not learn; "" if it does, or if there were too few steps."""
+        """Returns in words that the run does not learn; "" if it does, or if there were too few steps.
+
+        A loss that falls is left alone: at the beginning of a short run it may be above the guess.
+        """
         if len(self._losses) < NUM_LOSSES or guess <= 0:
             return ""
-        loss = math.fsum(self._losses) / NUM_LOSSES
-        if loss < (1 - BETTER_BY) * guess:
+        losses, half, least = [*self._losses], NUM_LOSSES // 2, 1 - BETTER_BY
+        loss, earlier, later = map(statistics.fmean, (losses, losses[:half], losses[half:]))
+        if loss < least * guess or later < least * earlier:
             return ""
-        least = f"no better than that of a constant guess, {guess:.4g}"
-        return f"the loss of the last {NUM_LOSSES} steps, {loss:.4g}, is {least}"
+        guessed = f"no better than that of a constant guess, {guess:.4g}, and does not fall"
+        return f"the loss of the last {NUM_LOSSES} steps, {loss:.4g}, is {guessed}"
 
 
 # --- Whether it goes on as fast as it did ---------------------------------------------------------------------------

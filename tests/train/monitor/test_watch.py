@@ -85,8 +85,11 @@ def test_a_constant_guess_is_the_one_that_an_optimizer_finds(name: str, monkeypa
         for batch in part.split(7):
             mine(nn.Identity(), (batch, batch), len(batch))
     guesses: list[Any] = [mine._guess for mine in ranks]
-    parts = [(each._num, each._sums) for each in guesses]
-    monkeypatch.setattr(watch, "all_gather_object", lambda *_: parts)
+
+    def gathered(_: None, mine: tuple[int, Any]) -> list[tuple[int, Any]]:
+        return [(each._num, each._sums if isinstance(mine[1], list) else each._num_wanted) for each in guesses]
+
+    monkeypatch.setattr(watch, "all_gather_object", gathered)
     assert guesses[0].loss(None) is None, "there are too few"
     monkeypatch.setattr(watch, "ENOUGH", 1)
     assert guesses[0].loss(None) == pytest.approx(fitted(task, targets, size), rel=1e-6)
@@ -111,8 +114,15 @@ def test_a_loss_is_judged_over_the_last_steps() -> None:
         learning.add(9.0)
     assert learning.verdict(1.0) == "", "too few steps"
     learning.add(9.0)
-    assert learning.verdict(8.9) == "the loss of the last 20 steps, 9, is no better than that of a constant guess, 8.9"
+    guessed = "no better than that of a constant guess, 8.9, and does not fall"
+    assert learning.verdict(8.9) == f"the loss of the last 20 steps, 9, is {guessed}"
     assert learning.verdict(0.0) == "", "all targets are equal"
+    for number in range(20):
+        learning.add(9.0 - 0.01 * number)
+    assert learning.verdict(1.0) == "", "a short run that has only begun: the loss falls"
+    for number in range(20):
+        learning.add(9.0 - 0.008 * number)
+    assert learning.verdict(1.0), "by less than a hundredth in ten steps: it does not"
     for _ in range(20):
         learning.add(0.989)
     assert learning.verdict(1.0) == "" and learning.verdict(0.998)
@@ -233,11 +243,13 @@ def test_a_run_that_does_not_learn_is_told_or_ended_on_all_ranks(tmp_path: Path)
             trained(tmp_path / "warned"),
             trained(tmp_path / "ended", action="stop", learn_share=0.5),
             trained(tmp_path / "learnt", learns=True, action="stop"),
+            trained(tmp_path / "few", learn_share=0.01),
         ]
 
     mine, other = run_ranks(runs, 2)
-    (warned, num_warned), (ended, num_ended), (learnt, num_learnt) = mine
-    assert (num_warned, num_ended, num_learnt) == (100, 53, 100) and [step for _, step in other] == [100, 53, 100]
+    (warned, num_warned), (ended, num_ended), (learnt, num_learnt), (few, _) = mine
+    assert (num_warned, num_ended, num_learnt) == (100, 53, 100) and [step for _, step in other][:3] == [100, 53, 100]
+    assert few.count("is no better than") == 1, "at first, too few targets were seen"
     assert warned.count("is no better than that of a constant guess") == 1 and "step 24: the loss of" in warned
     assert f"{WATCH}the loss of the last 20 steps, 0." in ended and WATCH in other[1][0] and not learnt
     assert (tmp_path / "ended" / "checkpoints" / "step-00000053").exists()
