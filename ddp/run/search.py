@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,9 +141,14 @@ def _numbers(key: str, value: Any) -> Any:
 
 @dataclass
 class _Trial:
-    """A trial in flight: Optuna's, and what has been read of the metrics of its run."""
+    """A trial in flight: Optuna's, and what has been read of the metrics of its run.
+
+    Attributes:
+        file, num_bytes: that were read; a run that goes on writes its metrics anew, into another file.
+    """
 
     asked: Any
+    file: int = 0
     num_bytes: int = 0
     seen: list[int] = field(default_factory=list)  # steps
 
@@ -237,6 +243,8 @@ class Search:
     def _evaluations(self, job: Job, trial: _Trial) -> Iterator[tuple[int, float]]:
         """Yields number and main metric of each evaluation that metrics.jsonl has got since the last call."""
         with contextlib.suppress(OSError), (job.run_dir / "metrics.jsonl").open("rb") as stream:
+            if trial.file != (file := os.fstat(stream.fileno()).st_ino):
+                trial.file, trial.num_bytes = file, 0
             stream.seek(trial.num_bytes)
             for line in stream:
                 if not line.endswith(b"\n"):

@@ -13,9 +13,10 @@ import pytest
 
 from ddp.commands.search import main
 from ddp.errors import ConfigError
+from ddp.process.files import write_whole
 from ddp.run.launch import jobs
 from ddp.run.launch.sweep import Job, jobs_in
-from ddp.run.search import Search, Space, run
+from ddp.run.search import Search, Space, _Trial, run
 
 SCRIPT = """
 import json, pathlib, signal, sys, time
@@ -86,6 +87,22 @@ def test_a_search_goes_on_past_trials_that_fail_and_stops_one_without_hope(
     assert len(sham) == 4 and len(again.study.trials) == 12, "what is proposed again is not run again"
     with pytest.raises(ConfigError, match="holds a job with epochs=1, and not epochs=2; take another"):
         Search(Space.of(["model=a,b", "epochs=2"]), tmp_path, metric="", higher_is_better=True, num_trials=1)
+
+
+def test_a_trial_that_goes_on_has_each_evaluation_read_once(tmp_path: Path) -> None:
+    """Its run drops what lies beyond its checkpoint, and so begins another file."""
+    pytest.importorskip("optuna", reason="pip install optuna")
+    search, trial, metrics = search_of(tmp_path, "a", "b", trials=1), _Trial(None), tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"kind": "evaluation", "step": step, "test_accuracy": step / 10}) + "\n" for step in range(5)]
+    metrics.write_text("".join(lines[:3]))
+    job = Job([], tmp_path)
+    assert [*search._evaluations(job, trial)] == [(1, 0.0), (2, 0.1), (3, 0.2)]
+    write_whole(metrics, lines[0])
+    assert not [*search._evaluations(job, trial)]
+    for line in lines[1:]:
+        with metrics.open("a") as file:
+            file.write(line)
+    assert [*search._evaluations(job, trial)] == [(4, 0.3), (5, 0.4)]
 
 
 def test_a_search_without_an_objective_is_refused(tmp_path: Path, sham: list[subprocess.Popen[bytes]]) -> None:
