@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import socket
 import threading
 import time
@@ -26,7 +27,7 @@ from ddp.commands.checkup import GIB, LEAST_MEMORY, LEAST_SHARED, MIB, Clock, Fi
 from ddp.errors import PeerLost, workers_failed
 from ddp.process import host
 from ddp.process.host import Facts, demands, facts
-from ddp.process.memory import VARIABLES, core_quota
+from ddp.process.memory import VARIABLES, available_cores, core_quota
 from ddp.strategies import region
 
 ROOT = Path(__file__).parent.parent.parent
@@ -267,6 +268,13 @@ def test_the_cores_that_a_container_allows(tmp_path: Path, cgroup: str, files: d
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     assert core_quota(tmp_path / "proc", tmp_path / "groups") == quota
+
+
+def test_as_many_cores_are_used_as_the_quota_pays_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(8)}, raising=False)
+    for quota, cores in ((2.5, 2), (0.5, 1), (16.0, 8), (float("inf"), 8)):
+        monkeypatch.setattr("ddp.process.memory.core_quota", lambda quota=quota: quota)
+        assert available_cores() == cores
 
 
 def test_what_killed_processes_have_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@
     sweep.gather            the table, from the folder
 
 What a job prints stands in its RUN_DIR/logs/job.log if several run at the same time, because their lines would mix.
-A signal to this process goes on to all jobs that run. Each of them stops in agreement, saves, and none begins.
+A signal to this process goes on to all jobs that run. Each of them stops in agreement, saves, and none begins. A job
+that is still there `STOP_S` after it was asked to stop is killed, such as one that somebody has paused.
 """
 
 from __future__ import annotations
@@ -22,37 +23,63 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ddp.errors import ConfigError
 from ddp.process.arguments import quoted, shown
+from ddp.process.clock import Patience
 from ddp.process.files import make_folder, to_append
+from ddp.process.host import GPUS
 from ddp.process.memory import available_cores
+from ddp.run.launch.engine import SHUTDOWN_S
 from ddp.run.launch.sweep import Job, earlier, ending
 from ddp.train.stopping import stop_signals
+from ddp.units import counted
 
+Item = TypeVar("Item")
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 POLL_S = 0.05
+STOP_S = SHUTDOWN_S + 30.0  # its launcher gives the workers SHUTDOWN_S
 _TAIL = 15  # lines of the log of a job that has failed
 
 
 @dataclass
 class _Running:
-    """A job's process, the number of its share of the cores, and how many of the signals it has been told."""
+    """A job's process, the number of its share of the cores, and how many of the signals it has been told.
+
+    Attributes:
+        patience: for how long, after it was asked to stop, it is not killed.
+    """
 
     job: Job
     process: subprocess.Popen[bytes]
     share: int
     num_told: int = 0
     is_hopeless: bool = False
+    patience: Patience | None = None
+
+    def stop(self, number: int) -> None:
+        """Asks the job to stop."""
+        self.process.send_signal(number)
+        self.patience = self.patience or Patience(STOP_S)
+
+    def has_ended(self) -> bool:
+        """Returns True if the process has ended; kills it when its time is up."""
+        if self.patience is not None and not self.patience.left_s():
+            self.process.kill()
+        return self.process.poll() is not None
 
 
 def check_parallel(parallel: int) -> None:
-    """Raises ConfigError if the jobs cannot have a core each."""
+    """Raises ConfigError if the jobs cannot have a core each; tells if they cannot have a GPU each."""
     cores = available_cores()
     if parallel > cores:
         raise ConfigError(
             f"sweep.parallel={parallel}: each job has cores of its own, and {cores} can be used here; take at most that"
         )
+    if 0 < (num_gpus := len(_gpus())) < parallel:
+        print(f"sweep.parallel={parallel}: jobs share {counted(num_gpus, 'GPU')}, one for each job", file=sys.stderr)
 
 
 def run(
@@ -89,45 +116,52 @@ def run(
                     continue
                 share = min({*range(parallel)} - {each.share for each in running})
                 cores = _share_of_cores(share, parallel) if parallel > 1 else []
+                gpus = _share_of_gpus(share, parallel) if parallel > 1 else []
                 words = _words(job, goes_on=before is not None and (job.run_dir / "config.yaml").exists())
                 job = job.begun()
-                running.append(_Running(job, _start(job, [*options, *words], typed, cores, is_seen), share))
+                running.append(_Running(job, _start(job, [*options, *words], typed, cores, gpus, is_seen), share))
             if not running:
                 break
-            for each in [each for each in running if each.process.poll() is not None]:
+            for each in [each for each in running if each.has_ended()]:
                 running.remove(each)
                 status = each.process.returncode
                 status = status if status >= 0 else 128 - status
-                ended = each.job.done(status, pruned=each.is_hopeless and status == 128 + signal.SIGTERM)
+                ended = each.job.done(status, pruned=each.is_hopeless and status > 128)
                 if not is_seen:
                     _tell(ended)
                 yield ended
             for each in running:
                 for number in got[each.num_told :]:
-                    each.process.send_signal(number)
+                    each.stop(number)
                 each.num_told = len(got)
                 if not got and not each.is_hopeless and is_hopeless(each.job):
                     each.is_hopeless = True
-                    each.process.terminate()
+                    each.stop(signal.SIGTERM)
             time.sleep(POLL_S)
     if got:
         sys.exit(128 + got[0])
 
 
 def _start(
-    job: Job, words: Sequence[str], typed: str, cores: Sequence[int], is_seen: bool
+    job: Job, words: Sequence[str], typed: str, cores: Sequence[int], gpus: Sequence[str], is_seen: bool
 ) -> subprocess.Popen[bytes]:
-    """Starts a job's process, in a session of its own, so that signals of the terminal reach it through this one."""
+    """Starts a job's process, in a session of its own, so that signals of the terminal reach it through this one.
+
+    Args:
+        cores, gpus: that it may use; empty: all.
+    """
     bootstrap = [sys.executable, "-P", str(Path(__file__).parent / "bootstrap.py"), "ddp.run.launch.job"]
     about = ["--parent", str(os.getpid()), "--cores", ",".join(map(str, cores)), "--typed", typed]
     command = [*bootstrap, *about, str(job.run_dir), "--", *words]
+    environment = {**os.environ, VISIBLE: ",".join(gpus)} if gpus else None
     if is_seen:
         sys.stdout.flush()
-        return subprocess.Popen(command, start_new_session=True)
+        return subprocess.Popen(command, start_new_session=True, env=environment)
     logs = job.run_dir / "logs"
     make_folder(logs)
     with to_append(logs / "job.log") as log:
-        return subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        unseen: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+        return subprocess.Popen(command, start_new_session=True, env=environment, **unseen)
 
 
 def _words(job: Job, *, goes_on: bool) -> list[str]:
@@ -137,10 +171,31 @@ def _words(job: Job, *, goes_on: bool) -> list[str]:
     return [group, *resume, *job.overrides, f"hydra.run.dir={quoted(str(job.run_dir))}"]
 
 
-def _share_of_cores(share: int, parallel: int) -> list[int]:
-    """Returns one of `parallel` equal parts of the cores that this process may use; both threads of a core together."""
+def _share_of_cores(share: int, parallel: int) -> Sequence[int]:
+    """Returns one of `parallel` equal parts of the cores that this process may use; both threads of a core together.
+
+    Where a quota pays for fewer cores than there are, each part is cut to its share of them.
+    """
     cores = sorted(os.sched_getaffinity(0), key=lambda core: (_siblings(core), core))
-    return cores[share * len(cores) // parallel : (share + 1) * len(cores) // parallel]
+    mine = _part(cores, share, parallel)
+    return mine if available_cores() == len(cores) else mine[: len(_part(range(available_cores()), share, parallel))]
+
+
+def _share_of_gpus(share: int, parallel: int) -> Sequence[str]:
+    """Returns one of `parallel` equal parts of the GPUs, as CUDA names them; one alone where there are fewer."""
+    gpus = _gpus()
+    return _part(gpus, share, parallel) or gpus[share % max(1, len(gpus)) :][:1]
+
+
+def _gpus() -> list[str]:
+    """Returns the GPUs that this process may use, without asking the driver: numbers, or what the variable has."""
+    if VISIBLE in os.environ:
+        return [each for each in os.environ[VISIBLE].split(",") if each]
+    return [str(number) for number, _ in enumerate(GPUS.glob("*"))]
+
+
+def _part(of: Sequence[Item], share: int, parallel: int) -> Sequence[Item]:
+    return of[share * len(of) // parallel : (share + 1) * len(of) // parallel]
 
 
 def _siblings(core: int) -> tuple[int, int]:
@@ -188,9 +243,9 @@ def _heard(running: Sequence[_Running]) -> Iterator[list[signal.Signals]]:
         yield got
     except BaseException:
         for each in running:
-            each.process.terminate()
-        for each in running:
-            each.process.wait()
+            each.stop(signal.SIGTERM)
+        while not all(each.has_ended() for each in running):
+            time.sleep(POLL_S)
         raise
     finally:
         for number, handler in before.items():

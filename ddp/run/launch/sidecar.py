@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ddp.process.files import make_folder, to_append
+from ddp.process.memory import available_cores
 from ddp.run.launch.engine import worker_command
 from ddp.run.settings.config import Config
 
@@ -63,7 +64,7 @@ def _own_core(config: Config) -> int | None:
         return None
     cores = os.sched_getaffinity(0)
     taken = config.cluster.workers * (config.cluster.threads_per_worker or 1)
-    return max(cores) if len(cores) > taken else None
+    return max(cores) if len(cores) > 1 and available_cores() > taken else None
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -144,6 +144,38 @@ def test_parallel_jobs_divide_the_cores_and_share_none(parallel: int, monkeypatc
     with pytest.raises(ConfigError, match=r"sweep\.parallel=9: each job has cores of its own, and 8 can"):
         jobs.check_parallel(9)
     jobs.check_parallel(8)
+    monkeypatch.setattr(jobs, "available_cores", lambda: 5)  # a quota: the times of five, on any of the eight
+    of_quota = [jobs._share_of_cores(share, parallel) for share in range(parallel)]
+    assert sum(map(len, of_quota)) == 5 and all({*mine} <= {*all_} for mine, all_ in zip(of_quota, shares, strict=True))
+
+
+def test_parallel_jobs_divide_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shares(parallel: int) -> list[str]:
+        return [",".join(jobs._share_of_gpus(share, parallel)) for share in range(parallel)]
+
+    monkeypatch.setattr(jobs, "available_cores", lambda: 8)
+    monkeypatch.setattr(jobs, "GPUS", tmp_path)
+    for name in ("0000:17:00.0", "0000:65:00.0", "0000:b1:00.0"):
+        (tmp_path / name).mkdir()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert (shares(1), shares(2), shares(4)) == (["0,1,2"], ["0", "1,2"], ["0", "0", "1", "2"])
+    jobs.check_parallel(3)
+    jobs.check_parallel(4)
+    assert capsys.readouterr().err == "sweep.parallel=4: jobs share 3 GPUs, one for each job\n"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937,5")
+    assert (shares(2), shares(3)) == (["GPU-8932f937", "5"], ["GPU-8932f937", "GPU-8932f937", "5"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert shares(2) == ["", ""] and not jobs.check_parallel(4)
+
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr("ddp.run.launch.jobs.subprocess.Popen", lambda *_, env, **__: started.append(env))
+    job = Job([], tmp_path / "job")
+    for gpus in (["1", "2"], []):
+        jobs._start(job, [], "train", [], gpus, True)
+        jobs._start(job, [], "train", [], gpus, False)
+    assert [env and env["CUDA_VISIBLE_DEVICES"] for env in started] == ["1,2", "1,2", None, None]
 
 
 SCRIPT = """
@@ -206,6 +238,31 @@ def test_jobs_run_side_by_side_and_after_a_signal_goes_on_what_is_missing(
     group = f"run.group={tmp_path.name}"
     assert [words[:-2] for words in started] == [[group], [group, "resume=auto"], [group]]
     assert started[1][-2:] == ["wait", f'hydra.run.dir="{again[2].run_dir}"']
+
+
+def test_a_job_that_does_not_stop_is_killed(
+    tmp_path: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is paused when the signal comes, and one when the sweep itself fails."""
+    monkeypatch.setattr(jobs, "STOP_S", 0.1)
+    processes = []
+    start = jobs._start
+    monkeypatch.setattr(jobs, "_start", lambda *given: processes.append(start(*given)) or processes[-1])
+
+    def paused(job: Job) -> bool:
+        if (job.run_dir / "ready").exists():
+            (job.run_dir / "ready").unlink()
+            processes[-1].send_signal(signal.SIGSTOP)
+            if job.run_dir.name == "fails":
+                raise OSError("the disk is full")
+            os.kill(os.getpid(), signal.SIGTERM)
+        return False
+
+    for name, error in (("stops", SystemExit), ("fails", OSError)):
+        with pytest.raises(error):
+            list(jobs.run(iter([Job(["wait"], tmp_path / name)]), parallel=1, typed="", is_hopeless=paused))
+        assert processes[-1].poll() == -signal.SIGKILL
+    assert (stopped := Job.read(tmp_path / "stops")) and stopped.status == 137
 
 
 @pytest.mark.parametrize(
