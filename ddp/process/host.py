@@ -35,6 +35,7 @@ PACKAGE = "ddp"
 SHARED, GPUS, ADAPTERS = Path("/dev/shm"), Path("/proc/driver/nvidia/gpus"), Path("/sys/class/infiniband")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_CBWR")
 INTERFACE = "GLOO_SOCKET_IFNAME"
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 ANSWER_S = 20.0  # a driver that has slept takes seconds for each GPU
 LOOPBACK = "127."
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
@@ -150,6 +151,13 @@ def facts(
         data_is=answer(f"the folder {data}", lambda: _state_of(Path(data)), "usable"),
         unanswered=unanswered,
     )
+
+
+def visible_gpus() -> list[str]:
+    """Returns the GPUs that this process may use, as CUDA names them, without asking the driver."""
+    if VISIBLE_GPUS in os.environ:
+        return [each for each in os.environ[VISIBLE_GPUS].split(",") if each]
+    return [str(number) for number, _ in enumerate(GPUS.glob("*"))]
 
 
 def _limit(kind: int) -> int:

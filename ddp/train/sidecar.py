@@ -163,6 +163,8 @@ class SideCar:
         self._doubted: dict[Path, float] = {}  # what is not whole, and since when
         self._record = record_of(run_dir)
         self._copies = False
+        if (metrics := self._folder / METRICS).exists():  # without a line that was cut off: the next one would join it
+            write_whole(metrics, "".join(f"{json.dumps(entry)}\n" for entry in self._record))
         for left in self._folder.glob(".tmp-*"):  # by a side-car that was killed
             shutil.rmtree(left, ignore_errors=True)
         held = _held(self._folder)

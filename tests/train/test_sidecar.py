@@ -120,6 +120,8 @@ def test_what_was_seen_outlives_the_run_s_pruning_and_a_kill(bench: Bench) -> No
         with pytest.raises(KeyboardInterrupt):
             bench.side_car.look()
     (bench.run_dir / "sidecar" / ".tmp-step-00000009-abc").mkdir()
+    with (bench.run_dir / "sidecar" / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "evalu')  # the disk was full, say
     bench.side_car = bench.started()
     assert bench.kept() == [f".held-step-0000000{step}-{bench_key(bench, step)}" for step in (4, 5)] + ["step-00000002"]
     while bench.side_car.look():

@@ -29,7 +29,7 @@ from ddp.errors import ConfigError
 from ddp.process.arguments import quoted, shown
 from ddp.process.clock import Patience
 from ddp.process.files import make_folder, to_append
-from ddp.process.host import GPUS
+from ddp.process.host import VISIBLE_GPUS, visible_gpus
 from ddp.process.memory import available_cores
 from ddp.run.launch.engine import SHUTDOWN_S
 from ddp.run.launch.sweep import Job, earlier, ending
@@ -38,7 +38,6 @@ from ddp.units import counted
 
 Item = TypeVar("Item")
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 POLL_S = 0.05
 STOP_S = SHUTDOWN_S + 30.0  # its launcher gives the workers SHUTDOWN_S
 _TAIL = 15  # lines of the log of a job that has failed
@@ -78,7 +77,7 @@ def check_parallel(parallel: int) -> None:
         raise ConfigError(
             f"sweep.parallel={parallel}: each job has cores of its own, and {cores} can be used here; take at most that"
         )
-    if 0 < (num_gpus := len(_gpus())) < parallel:
+    if 0 < (num_gpus := len(visible_gpus())) < parallel:
         print(f"sweep.parallel={parallel}: jobs share {counted(num_gpus, 'GPU')}, one for each job", file=sys.stderr)
 
 
@@ -153,15 +152,15 @@ def _start(
     bootstrap = [sys.executable, "-P", str(Path(__file__).parent / "bootstrap.py"), "ddp.run.launch.job"]
     about = ["--parent", str(os.getpid()), "--cores", ",".join(map(str, cores)), "--typed", typed]
     command = [*bootstrap, *about, str(job.run_dir), "--", *words]
-    environment = {**os.environ, VISIBLE: ",".join(gpus)} if gpus else None
+    if gpus:
+        command = ["env", f"{VISIBLE_GPUS}={','.join(gpus)}", *command]
     if is_seen:
         sys.stdout.flush()
-        return subprocess.Popen(command, start_new_session=True, env=environment)
+        return subprocess.Popen(command, start_new_session=True)
     logs = job.run_dir / "logs"
     make_folder(logs)
     with to_append(logs / "job.log") as log:
-        unseen: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-        return subprocess.Popen(command, start_new_session=True, env=environment, **unseen)
+        return subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
 
 def _words(job: Job, *, goes_on: bool) -> list[str]:
@@ -183,15 +182,8 @@ def _share_of_cores(share: int, parallel: int) -> Sequence[int]:
 
 def _share_of_gpus(share: int, parallel: int) -> Sequence[str]:
     """Returns one of `parallel` equal parts of the GPUs, as CUDA names them; one alone where there are fewer."""
-    gpus = _gpus()
+    gpus = visible_gpus()
     return _part(gpus, share, parallel) or gpus[share % max(1, len(gpus)) :][:1]
-
-
-def _gpus() -> list[str]:
-    """Returns the GPUs that this process may use, without asking the driver: numbers, or what the variable has."""
-    if VISIBLE in os.environ:
-        return [each for each in os.environ[VISIBLE].split(",") if each]
-    return [str(number) for number, _ in enumerate(GPUS.glob("*"))]
 
 
 def _part(of: Sequence[Item], share: int, parallel: int) -> Sequence[Item]:

@@ -18,6 +18,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from ddp.errors import ConfigError
+from ddp.process import host
 from ddp.process.arguments import setting_for, train_command
 from ddp.run.launch import jobs
 from ddp.run.launch.command_line import _varied_keys
@@ -156,7 +157,7 @@ def test_parallel_jobs_divide_the_gpus(
         return [",".join(jobs._share_of_gpus(share, parallel)) for share in range(parallel)]
 
     monkeypatch.setattr(jobs, "available_cores", lambda: 8)
-    monkeypatch.setattr(jobs, "GPUS", tmp_path)
+    monkeypatch.setattr(host, "GPUS", tmp_path)
     for name in ("0000:17:00.0", "0000:65:00.0", "0000:b1:00.0"):
         (tmp_path / name).mkdir()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -169,13 +170,13 @@ def test_parallel_jobs_divide_the_gpus(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert shares(2) == ["", ""] and not jobs.check_parallel(4)
 
-    started: list[dict[str, str]] = []
-    monkeypatch.setattr("ddp.run.launch.jobs.subprocess.Popen", lambda *_, env, **__: started.append(env))
+    started: list[list[str]] = []
+    monkeypatch.setattr("ddp.run.launch.jobs.subprocess.Popen", lambda command, **_: started.append(command))
     job = Job([], tmp_path / "job")
     for gpus in (["1", "2"], []):
         jobs._start(job, [], "train", [], gpus, True)
         jobs._start(job, [], "train", [], gpus, False)
-    assert [env and env["CUDA_VISIBLE_DEVICES"] for env in started] == ["1,2", "1,2", None, None]
+    assert [words[:2] for words in started] == [["env", "CUDA_VISIBLE_DEVICES=1,2"]] * 2 + [[sys.executable, "-P"]] * 2
 
 
 SCRIPT = """
