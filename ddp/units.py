@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from ddp.errors import ConfigError
 
@@ -83,6 +83,13 @@ def binary_size(nbytes: float) -> str:
     units = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
     unit, factor = next((pair for pair in units if nbytes >= pair[1]), ("B", 1))
     return f"{nbytes / factor:.3g} {unit}"
+
+
+def lines_of_table(rows: Sequence[Sequence[str]], sides: str = "<") -> list[str]:
+    """Returns the lines of a table. `sides`: "<" or ">" for each column from the left on; all others are ">"."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [f"{{:{side}{width}}}" for side, width in zip(sides.ljust(len(widths), ">"), widths, strict=True)]
+    return ["  ".join(aligned).format(*row).rstrip() for row in rows]
 
 
 def milliseconds(seconds: float) -> str:

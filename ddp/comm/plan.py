@@ -58,7 +58,7 @@ from ddp.comm.settings import Settings
 from ddp.comm.wire_format import WireFormat, wire_format
 from ddp.errors import ConfigError, did_you_mean
 from ddp.setting import Narrow
-from ddp.units import binary_size, format_time
+from ddp.units import binary_size, format_time, lines_of_table
 
 Moved = Literal["reduce_scatter", "all_gather"]
 Result = TypeVar("Result")
@@ -448,6 +448,4 @@ def table(ranking: Sequence[Choice], size: int, times: Mapping[str, float]) -> l
         share = f"{most} {100 * parts[most] / choice.predicted_s:.0f} %" if choice.predicted_s else "-"
         took = format_time(times[name]) if name in times else "-"
         rows.append((str(number), name, format_time(choice.predicted_s), str(num_rounds), sent, share, took))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = "  ".join(f"{{:{side}{width}}}" for side, width in zip("><>>><>", widths, strict=True))
-    return [aligned.format(*row) for row in rows]
+    return lines_of_table(rows, "><>>><>")

@@ -13,22 +13,23 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 
 from ddp.bench.forecast import encoding
 from ddp.bench.forecast.prices import measured_of
-from ddp.bench.forecast.question import Asked, Forecaster
-from ddp.bench.forecast.registered import Registered, prediction_for, read_registered, register, settings_of
+from ddp.bench.forecast.question import Asked, Forecaster, asked_of
+from ddp.bench.forecast.registered import Registered, register, settings_of
 from ddp.bench.forecast.replay import STRATEGIES, Forecast
 from ddp.bench.forecast.slow_down import measured_here, slow_down, taken_here
 from ddp.bench.forecast.to_loss import ToLoss, batches_for, first_reason, to_loss
 from ddp.bench.forecast.work import work_of
+from ddp.bench.scaling.foreseen import deviations, foreseen
+from ddp.bench.scaling.runs import finite, read_runs
 from ddp.collectives.simulate import equal_hosts
 from ddp.comm.flat_collectives import possible_routes
 from ddp.commands.command import parser_of, rate_of, respond, time_of
@@ -39,9 +40,10 @@ from ddp.process.files import json_object, read_own
 from ddp.process.memory import available_cores
 from ddp.train.monitor.profile import FILE, Profile, read_profile
 from ddp.train.report import read_metrics
-from ddp.units import counted, format_time, three_digits
+from ddp.units import counted, format_time, lines_of_table, three_digits
 
 MOST_RANKS = 10_000
+SUMMARY = "summary.json"
 BUCKETS_MB = (1.0, 5.0, 25.0, 100.0)
 NEARLY = 0.95  # forecasts within 5 % of each other count as equal
 
@@ -50,7 +52,7 @@ def main(words: Sequence[str]) -> int:
     """Forecasts what the words ask."""
     parser = parser_of("forecast", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the folder of a run with a profile")
-    parser.add_argument("others", type=Path, nargs="*", help="runs, or folders of runs, to compare forecasts with")
+    parser.add_argument("others", type=Path, nargs="*", help="runs, or sweeps, to compare forecasts with")
     parser.add_argument("--ranks", type=whole(1, MOST_RANKS), required=True, metavar="N", help="workers of all hosts")
     parser.add_argument("--per-host", type=whole(1), metavar="N", help="workers of a host (default: all of them)")
     parser.add_argument("--batch", type=whole(1), metavar="N", help="samples of a step (default: as in the run)")
@@ -78,8 +80,8 @@ def main(words: Sequence[str]) -> int:
 def answer(options: argparse.Namespace) -> str:
     """Returns the answer."""
     profile = read_profile(options.run)
-    if profile.strategy not in STRATEGIES:
-        raise ConfigError(f"{options.run} was made by {profile.strategy}: forecasts know {', '.join(STRATEGIES)}")
+    if profile.strategy not in STRATEGIES and options.strategy is None:
+        raise ConfigError(f"{options.run} was made by {profile.strategy}: say --strategy")
     per_host = min(options.per_host or options.ranks, options.ranks)
     asked = Asked(
         options.ranks,
@@ -100,7 +102,7 @@ def answer(options: argparse.Namespace) -> str:
     lines += _to_the_loss(options.run, forecaster, asked, found)
     lines += ["", *checked] if checked else []
     if options.register is not None:
-        lines += ["", f"registered: {register(options.register, _registered(options, profile, asked, found))}"]
+        lines += ["", f"registered: {register(options.register, _registered(options, forecaster, asked, found))}"]
     return "\n".join(lines)
 
 
@@ -127,7 +129,7 @@ def _forecaster(options: argparse.Namespace, profile: Profile, asked: Asked) -> 
         factor = slow_down(
             settings_for(options.run, []),
             before=round(work_of(profile).num_samples),
-            samples=max(1, asked.batch // asked.num_ranks),
+            samples=-(-asked.batch // asked.num_ranks),
             num_ranks=asked.per_host,
             threads=threads,
         )
@@ -173,9 +175,10 @@ def _step(forecaster: Forecaster, found: Forecast) -> list[str]:
         if abs(seconds) > (1 - NEARLY) * found.step_s:
             parts.append(f"{name} {format_time(seconds)}")
     efficiency = found.batch / found.num_ranks * forecaster.of_one_s / found.step_s
+    of_one = f", {efficiency:.0%} of {found.num_ranks:,} times one worker" if found.num_ranks > 1 else ""
     lines = [
         f"  step         {format_time(found.step_s)}: {', '.join(parts)}",
-        f"  samples/s    {found.samples_per_s:,.0f}, {efficiency:.0%} of {found.num_ranks:,} times one worker",
+        f"  samples/s    {found.samples_per_s:,.0f}{of_one}",
     ]
     if found.num_ranks > 1:
         way = [f"{found.algorithm or 'slices'}", f"{format_time(found.network_s)} in all"]
@@ -215,29 +218,33 @@ def _what_would_buy(forecaster: Forecaster, asked: Asked, found: Forecast) -> li
 def _to_the_loss(run: Path, forecaster: Forecaster, asked: Asked, found: Forecast) -> list[str]:
     noise_scale, num_steps = noise_of(run)
     reasons = _reasons(forecaster, asked, noise_scale)
-    if noise_scale is None or num_steps is None:
-        return ["", *reasons, "(a run with a noise scale also tells time and worker-hours to its loss)"]
+    if num_steps is None:
+        return ["", *reasons, f"(the run has no {SUMMARY}; with it, time and worker-hours to its loss stand here)"]
     known_batch = forecaster.profile.batch
 
     def reached(batch: int) -> ToLoss:
-        step_s = found.step_s if batch == asked.batch else forecaster.of(replace(asked, batch=batch), even=True).step_s
         return to_loss(
             batch,
-            step_s,
+            found.step_s if batch == asked.batch else forecaster.of(replace(asked, batch=batch)).step_s,
             num_ranks=asked.num_ranks,
-            noise_scale=noise_scale,
+            noise_scale=noise_scale or 0.0,  # at the same batch it plays no part
             num_steps=num_steps,
             known_batch=known_batch,
         )
 
-    batches = [batch for batch in batches_for(asked.num_ranks, known_batch) if batch >= asked.num_ranks]
-    best = min(map(reached, batches), key=lambda each: each.seconds)
-    same = [("the same", reached(known_batch))] if known_batch >= asked.num_ranks else []
+    shown = [("the same", reached(known_batch))] if known_batch >= asked.num_ranks else []
+    if noise_scale is not None:
+        batches = [batch for batch in batches_for(asked.num_ranks, known_batch) if batch >= asked.num_ranks]
+        shown.append(("the best", min(map(reached, batches), key=lambda each: each.seconds)))
     lines = [
         f"  at {name} batch {each.batch:>8,}: {each.num_steps:,.0f} steps, {_duration(each.seconds)}, "
         f"{each.worker_hours:.3g} worker-hours"
-        for name, each in (*same, ("the best", best))
+        for name, each in shown
     ]
+    if noise_scale is None:
+        how = "more than 100 steps in parts, as batch.micro_size makes them on one worker"
+        lines.append(f"  at another batch: nobody knows without a noise scale, which a run finds in {how}")
+        return ["", "to the loss of the run:", *lines, *reasons]
     return ["", f"to the loss of the run, whose noise scale is {noise_scale:,.0f} samples:", *lines, *reasons]
 
 
@@ -273,121 +280,60 @@ def noise_of(run: Path) -> tuple[float | None, float | None]:
     scale = None
     try:
         for entry in read_metrics(run / "metrics.jsonl"):
-            found = entry.get("noise_scale")
-            scale = float(found) if isinstance(found, (int, float)) else scale
-        steps = json_object(read_own(run / "summary.json")).get("steps")
+            scale = finite(entry.get("noise_scale")) or scale
+        steps = json_object(read_own(run / SUMMARY)).get("steps")
     except (OSError, ValueError):
         return None, None
-    return scale, float(steps) if isinstance(steps, int) else None
+    return scale, float(steps) if isinstance(steps, int) and steps > 0 else None
 
 
 # --- where it was measured -------------------------------------------------------------------------------------------
 
 
-class Point(NamedTuple):
-    """A run that was made: its step, and the question whose answer should have been that."""
-
-    run: Path
-    step_s: float
-    asked: Asked
-    profile: Profile | None
-
-
 def _checked(folders: Sequence[Path], forecaster: Forecaster) -> list[str]:
-    """Returns a table of runs: measured, forecast, the naive guess, and what was registered."""
-    rows = [("run", "workers", "measured", "forecast", "÷ measured", "naive", "÷ measured", "registered")]
-    for folder, runs in ((each, list(_runs_in(each))) for each in folders):
-        known = read_registered(folder)
-        for run in runs:
-            point = _point(run, forecaster)
-            here = forecaster if point.profile is None else forecaster.as_measured(point.profile)
-            forecast_s, guess_s = here.of(point.asked).step_s, here.naive_s(point.asked)
-            before = "" if point.profile is None else _registered_for(run, point, known)
-            mine, theirs = (f"{each / point.step_s:.2f}" for each in (forecast_s, guess_s))
-            figures = format_time(point.step_s), format_time(forecast_s), mine, format_time(guess_s), theirs
-            rows.append((run.name, str(point.asked.num_ranks), *figures, before))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = "  ".join(f"{{:{'<' if number == 0 else '>'}{width}}}" for number, width in enumerate(widths))
-    return [aligned.format(*row).rstrip() for row in rows]
+    """Returns a table of runs: measured, forecast, the naive guess, and what was registered; and what is not in it."""
+    titles = ("run", "workers", "measured", "±", "forecast", "÷ measured", "naive", "÷ measured", "registered")
+    rows: list[Sequence[str]] = [titles]
+    notes: list[str] = []
+    for folder in folders:
+        runs, untold = read_runs(folder, takes_one=True)
+        notes += untold + [f"{run.name} has no {FILE}: run it with profile.steps=5." for run in runs if not run.profile]
+        profiled = [(run, run.profile) for run in runs if run.profile is not None]
+        registered, untold = foreseen(folder, runs)
+        notes += untold
+        before, deviation = {each.run.name: f"{each.ratio:.2f}" for each in registered}, deviations(profiled)
+        for run, profile in profiled:
+            try:
+                asked, here = _asked_of(profile, forecaster.profile), forecaster.as_measured(profile)
+            except ConfigError as error:
+                notes.append(f"{run.name} is left out: {error}.")
+                continue
+            spread = "" if (found := deviation[run.name]) is None else f"{found:.0%}"
+            expected = [here.of(asked).step_s, here.naive_s(asked)]
+            figures = (word for each in expected for word in (format_time(each), f"{each / profile.step_s:.2f}"))
+            measured = format_time(profile.step_s), spread
+            rows.append((run.name, str(run.workers), *measured, *figures, before.get(run.name, "")))
+    return [*(lines_of_table(rows) if len(rows) > 1 else []), *notes]
 
 
-def _registered_for(run: Path, point: Point, known: list[Registered]) -> str:
-    assert point.profile is not None
-    try:
-        found = prediction_for(run, point.profile, known)
-    except ConfigError:
-        return "younger"
-    return "" if found is None else f"{found.step_s / point.step_s:.2f}"
-
-
-def _runs_in(folder: Path) -> Iterator[Path]:
-    """Yields a run, or the runs of a folder.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    found = [path.parent for name in (FILE, "summary.json") for path in sorted(folder.glob(name))][:1]
-    found = found or sorted({path.parent for name in (FILE, "summary.json") for path in folder.glob(f"*/{name}")})
-    if not found:
-        raise ConfigError(f"{folder} holds no run with {FILE} or summary.json: give the folder of a run or of a sweep")
-    yield from found
-
-
-def _point(run: Path, forecaster: Forecaster) -> Point:
-    """Returns what a run took, by its profile or else by its summary.
+def _asked_of(profile: Profile, ours: Profile) -> Asked:
+    """Returns the question whose answer is a run.
 
     Raises:
-        ConfigError: it is a run of another model, or damaged.
+        ConfigError: it is of another model, or forecasts do not know its hook.
     """
-    ours = forecaster.profile
-    if (run / FILE).exists():
-        profile = read_profile(run)
-        model, size = (profile.model, profile.num_parameters), max(map(len, profile.hosts))
-        strategy = STRATEGIES.get(profile.strategy, "replicated")
-        wire: Any = profile.wire
-        asked = Asked(profile.world_size, size, profile.batch, strategy, hook=_hook_of(profile), wire=wire)
-        point = Point(run, profile.step_s, asked, profile)
-    else:
-        summary = _summary(run)
-        model, ranks, batch = (ours.model, summary["num_parameters"]), summary["world_size"], summary["global_batch"]
-        asked = Asked(ranks, ranks, batch, STRATEGIES[ours.strategy])
-        point = Point(run, batch / summary["samples_per_s"], asked, None)
-    if model != (ours.model, ours.num_parameters):
-        raise ConfigError(f"{run} trained {model[0]} with {model[1]:,} parameters: give runs of {ours.model}")
-    return point
+    if (profile.model, profile.num_parameters) != (ours.model, ours.num_parameters):
+        size = f"{profile.num_parameters:,} parameters"
+        raise ConfigError(f"it trained {profile.model} with {size}, and the forecast is of {ours.model}")
+    return asked_of(profile)
 
 
-def _hook_of(profile: Profile) -> str:
-    """Returns the name of a run's hook, of those that a forecast knows."""
-    known: Mapping[str, str] = {repr(hook): name for name, hook in encoding.HOOKS.items()}
-    return "none" if profile.hook is None else known.get(profile.hook, "none")
-
-
-def _summary(run: Path) -> dict[str, Any]:
-    names = ("num_parameters", "world_size", "global_batch", "samples_per_s")
-    try:
-        summary = json_object(read_own(run / "summary.json"))
-        if not all(isinstance(summary.get(name), (int, float)) and summary[name] > 0 for name in names):
-            raise ValueError(f"it lacks one of {', '.join(names)}")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{run / 'summary.json'} is no summary of a run ({error}): leave the run out") from error
-    return summary
-
-
-def _registered(options: argparse.Namespace, profile: Profile, asked: Asked, found: Forecast) -> Registered:
-    strategies = {word: name for name, word in STRATEGIES.items()}
+def _registered(options: argparse.Namespace, forecaster: Forecaster, asked: Asked, found: Forecast) -> Registered:
+    threads = forecaster.threads_of(asked.per_host)
     return Registered(
         date=datetime.now(UTC).isoformat(),
-        settings={
-            **settings_of(profile),
-            "ranks": asked.num_ranks,
-            "per_host": asked.per_host,
-            "batch": asked.batch,
-            "strategy": strategies[asked.strategy],
-            "hook": None if asked.hook == "none" else repr(encoding.HOOKS[asked.hook]),
-            "wire": asked.wire,
-        },
+        settings=settings_of(forecaster.profile, asked, threads=threads),
         how=shlex.join(["forecast", *options.words]),
         step_s=found.step_s,
-        samples_per_s=found.samples_per_s,
+        naive_s=forecaster.naive_s(asked),
     )

@@ -32,7 +32,7 @@ def main(words: Sequence[str]) -> int:
         "--target",
         type=_finite,
         metavar="VALUE",
-        help="of the main metric, such as 0.95 (default: the worst at the end of any run, so that all have reached it)",
+        help="of the main metric, such as 0.95 (default: the worst end that is about as good as that of the fewest)",
     )
     parser.add_argument(
         "--goal-efficiency",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import FunctionType
@@ -17,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from mutants import mutants, mutated
 from ranks import run_ranks
 
@@ -34,7 +37,7 @@ from ddp.bench.forecast.prices import (
     measured_of,
     measured_on,
 )
-from ddp.bench.forecast.registered import read_registered
+from ddp.bench.forecast.registered import read_registered, settings_of
 from ddp.bench.forecast.replay import Setup, Step, Timed, _beside, forecast, naive_s, replay, step_of, together
 from ddp.bench.forecast.to_loss import batches_for, first_reason, steps_at, to_loss
 from ddp.bench.forecast.work import Gradient, Work, bytes_of, work_of
@@ -44,6 +47,7 @@ from ddp.collectives.simulate import Link, Network, equal_hosts, simulate
 from ddp.comm.calibrate import Curve, Measured
 from ddp.errors import ConfigError
 from ddp.gradients import DenseStart, ErrorFeedback, PowerSGD, RandomK, Sign, TopK
+from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
 from ddp.train.monitor.profile import BucketTimes, ClockOffset, NetworkFigures, Profile, RankStep
 
@@ -423,7 +427,9 @@ def run(tmp_path: Path) -> Path:
     folder.mkdir(parents=True)
     steps = [[rank_step(1, buckets=[bucket_times(0, [[512, 512]], 0.09, 0.09, 0.15)])] * 2] * 2
     profile(2, hosts=[[0], [1]], cores=[2, 2], runs="in the background", steps=steps).write(folder)
-    (folder / "summary.json").write_text(json.dumps({"steps": 1000}))
+    (folder / "config.yaml").write_text(yaml.dump(asdict(Config()), Dumper=yaml.CSafeDumper, sort_keys=False))
+    told = {"steps": 1000, "world_size": 2, "global_batch": 16, "samples_per_s": 100.0, "seconds": 160.0}
+    (folder / "summary.json").write_text(json.dumps(told))
     lines = [{"kind": "step", "noise_scale": scale} for scale in (7.0, 120.0)] + [{"kind": "step"}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
@@ -458,19 +464,47 @@ def test_points_that_were_measured_stand_beside_forecast_and_guess(
 ) -> None:
     sweep = run.parent
     said = answered(capsys, run, "--ranks", 2, "--per-host", 1, "--register", sweep)
-    (prediction,) = read_registered(sweep)
-    assert prediction.settings["ranks"] == 2 and f"registered: {sweep}/predictions/" in said
-    job = {"began": (datetime.fromisoformat(prediction.date) + timedelta(seconds=1)).timestamp()}
-    (run / "job.json").write_text(json.dumps(job))
+    (prediction,), _ = read_registered(sweep)
+    assert prediction.settings["num_ranks"] == 2 and f"registered: {sweep}/predictions/" in said
+    made = datetime.fromisoformat(prediction.date).timestamp()
+    begin(run, made + 1)
     table = answered(capsys, run, sweep, "--ranks", 2, "--per-host", 1).splitlines()
     row = next(line.split() for line in table if line.startswith("two "))
     forecast_s = prediction.step_s * 1e3
     assert row[1:4] == ["2", "170", "ms"] and float(row[4]) == pytest.approx(forecast_s, rel=0.01)
     assert float(row[6]) == pytest.approx(forecast_s / 170, abs=0.01) == float(row[-1])
-    (run / "job.json").write_text(json.dumps({"began": job["began"] - 2}))
-    assert "younger" in answered(capsys, run, sweep, "--ranks", 2, "--per-host", 1)
-    with pytest.raises(ConfigError, match=r"is younger than its run .*: register predictions before the run is made"):
-        prediction.check_is_older(datetime.fromtimestamp(job["began"] - 2, UTC), run)
+    assert prediction.naive_s == pytest.approx(float(row[7]) / 1e3, rel=0.01)
+    begin(run, made - 1)
+    said = answered(capsys, run, sweep, "--ranks", 2, "--per-host", 1)
+    assert "two is shown without its prediction: the prediction of" in said and "is younger than the run" in said
+
+
+def begin(run: Path, moment: float) -> None:
+    """Makes a run one that began then."""
+    (run / "job.json").write_text(json.dumps({"overrides": [], "status": 0, "began": moment}))
+    for path in run.iterdir():
+        os.utime(path, (moment, moment))
+
+
+@pytest.mark.parametrize(
+    ("words", "apart"),
+    [
+        (("--algorithm", "ring"), "algorithm=ring"),
+        (("--wire", "int8"), "wire=int8"),
+        (("--batch", 32), "batch=32"),
+        (("--strategy", "sharded"), "strategy=sharded"),
+    ],
+)
+def test_a_prediction_for_other_settings_is_shown_beside_no_run(
+    run: Path, words: Sequence[object], apart: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = ("--ranks", 2, "--per-host", 1)
+    answered(capsys, run, *there, *words, "--register", run.parent)
+    begin(run, datetime.now(UTC).timestamp() + 1)
+    said = answered(capsys, run, run.parent, *there)
+    assert f"is for no run here that was profiled: none had {apart}." in said
+    known = {settings_of(profile(2, threads=threads))["threads"] for threads in (1, 2)}
+    assert known == {1, 2} and settings_of(profile())["num_buckets"] == 2
 
 
 def test_what_a_forecast_refuses(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -485,19 +519,24 @@ def test_what_a_forecast_refuses(run: Path, capsys: pytest.CaptureFixture[str]) 
     empty, other = run.parent / "empty", run.parent / "other"
     empty.mkdir()
     other.mkdir()
-    assert "holds no run with profile.json or summary.json" in refused(capsys, run, empty, *two)
-    profile(1, model="CNN").write(other)
-    assert "trained CNN with 5,120 parameters: give runs of MLP" in refused(capsys, run, other, *two)
-    (other / "profile.json").unlink()
+    assert "empty holds no runs: give the folder of a sweep" in refused(capsys, run, empty, *two)
+    for name in ("config.yaml", "summary.json"):
+        shutil.copy(run / name, other)
+    said = answered(capsys, run, run.parent, *two)
+    assert "two  " in said and "other has no profile.json: run it with profile.steps=5." in said
+    profile(2, model="CNN").write(other)
+    assert "other is left out: it trained CNN with 5,120 parameters" in answered(capsys, run, other, *two)
+    profile(2, hook="Mine()").write(other)
+    assert "other is left out: it used the hook Mine(), and forecasts know" in answered(capsys, run, other, *two)
     (other / "summary.json").write_text("{}")
-    assert "is no summary of a run (it lacks one of" in refused(capsys, run, other, *two)
+    assert "other is left out: its summary.json is damaged (it has no world_size)" in answered(capsys, run, other, *two)
     profile(1).write(other)
     assert "was profiled on one host: say --alpha and --rate of links" in refused(capsys, other, *two)
     (run.parent / "predictions").mkdir()
     (run.parent / "predictions" / "one.json").write_text('{"date": "soon"}')
-    assert "one.json is damaged" in refused(capsys, run, run.parent, *two)
+    assert "one.json is damaged (it has no settings)" in answered(capsys, run, run.parent, *two)
     profile(2, strategy="Region").write(other)
-    assert "was made by Region: forecasts know Replicated, Sharded, CentralStorage" in refused(capsys, other, *two)
+    assert "was made by Region: say --strategy" in refused(capsys, other, *two)
 
 
 # --- what is measured ------------------------------------------------------------------------------------------------

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,16 +21,18 @@ import pytest
 import yaml
 
 from ddp.__main__ import main
-from ddp.bench.forecast.registered import Registered, register, settings_of
+from ddp.bench.forecast.registered import Registered, began_at, register, settings_of
 from ddp.bench.scaling import page
 from ddp.bench.scaling.charts import COLOURS, PARTS
 from ddp.bench.scaling.comparisons import compared
+from ddp.bench.scaling.elsewhere import ALPHA_S, elsewhere
 from ddp.bench.scaling.figures import Series, waited_for
 from ddp.bench.scaling.runs import read_run, read_runs
 from ddp.bench.scaling.words import verdict
+from ddp.collectives.simulate import Link
 from ddp.run.settings.config import Config
 from ddp.train.monitor.profile import PARTS as OF_A_STEP
-from ddp.train.monitor.profile import BucketTimes, ClockOffset, Profile, RankStep, Span
+from ddp.train.monitor.profile import BucketTimes, ClockOffset, NetworkFigures, Profile, RankStep, Span
 
 DEFAULTS = json.dumps(asdict(Config()))
 ACCURATE = {"main_metric": "test_accuracy", "higher_is_better": True}
@@ -170,9 +173,18 @@ def test_a_loss_is_better_if_it_is_lower(tmp_path: Path) -> None:
             for samples, loss in ((100, first), (200, last))
         ]
         leave(tmp_path / str(workers), workers, 10.0, lines=lines, main_metric="test_loss", test_loss=last)
-    series = only(tmp_path)
-    assert series.target == 0.5
+    assert only(tmp_path).target == 0.3  # 0.5 is no loss that is about as good
+    series = only(tmp_path, target=0.5)
     assert [point.samples_to for point in series.points] == [200, 100]
+
+
+@pytest.mark.parametrize(("end", "pays"), [(0.93, True), (0.9, False), (0.97, True)])
+def test_speed_without_convergence_is_no_success(end: float, pays: bool, tmp_path: Path) -> None:
+    for workers, accuracy in ((1, 0.94), (2, end)):  # evaluated at the end only, after the same samples
+        lines = [evaluation(1000, accuracy)]
+        leave(tmp_path / str(workers), workers, 100.0 * workers, lines=lines, test_accuracy=accuracy, **ACCURATE)
+    series = only(tmp_path)
+    assert (series.target, series.stop.reason) == ((min(0.94, end), None) if pays else (0.94, "target"))
 
 
 # --- what is compared ------------------------------------------------------------------------------------------------
@@ -307,9 +319,9 @@ def test_who_was_waited_for_is_the_last_with_its_bucket() -> None:
 def test_the_report_shows_parts_who_was_waited_for_and_what_was_registered(tmp_path: Path) -> None:
     sweep, profile = strong(tmp_path / "s"), profile_of([[*each, each[0]] for each in READY_S])
     profile.write(sweep / "k=4")
-    plain = {"how": "forecast runs/one --ranks 4", "step_s": 0.0189, "samples_per_s": 1.0}
+    plain = {"how": "forecast runs/one --ranks 4", "step_s": 0.0189, "naive_s": 0.0049}
     register(sweep, Registered(date="2020-01-01T00:00:00+00:00", settings=settings_of(profile), **plain))
-    other = settings_of(profile) | {"ranks": 64}
+    other = settings_of(profile) | {"num_ranks": 64, "batch": 1}
     register(sweep, Registered(date="2020-01-02T00:00:00+00:00", settings=other, **plain))
     assert main(["report", str(sweep)]) == 0
     page = (sweep / "report.md").read_text()
@@ -317,8 +329,38 @@ def test_the_report_shows_parts_who_was_waited_for_and_what_was_registered(tmp_p
     assert "| 4 | 0 |  | 0.5 | 1.5 | 2.5 | 3.5 | 4.5 | 5.5 | 6.5 | 24.5 |" in page
     assert "With 4 workers rank 2 was waited for most often" in page
     assert "its bucket ready in 75% of all cases, on average by 333.3 ms." in page
-    assert "| 2020-01-01 00:00 | 18.9 | 24.5 | 0.77 |" in page  # the measured one: the median of 21 and 28 ms
-    assert "The prediction of 2020-01-02T00:00:00+00:00 for 64 workers is for no run here" in page
+    # The measured step is the median of 21 and 28 ms. Errors of 1 − 18.9 ÷ 24.5 and 1 − 4.9 ÷ 24.5.
+    assert "| 2020-01-01 00:00 | 18.9 | 24.5 |  | 0.77 | 0.20 | forecast runs/one --ranks 4 |" in page
+    assert "off by 23% on average, the worst one is 0.77 × measured; naive guesses" in page and "off by 80%." in page
+    assert "No run was repeated, so nobody knows how far repeats are apart" in page
+    unseen = "is for no run here that was profiled: none had num\\_ranks=64, batch=1."
+    assert f"The prediction of 2020-01-02 00:00:00 {unseen}" in page
+    slow = replace(profile, steps=[profile.steps[1]] * 2)  # of 28 ms
+    slow.write(leave(sweep / "k=4 again", 4, 230.0, settings={"seed": 1}))
+    assert main(["report", str(sweep)]) == 0
+    page = (sweep / "report.md").read_text()
+    # The median of 24.5 and 28 ms is 26.25, from which both are as far.
+    assert "| 24.5 | 7% | 0.77 |" in page and "| 28.0 | 7% | 0.68 |" in page and "No run was repeated" not in page
+
+
+def test_another_network_is_forecast_from_the_profile_of_each_run(tmp_path: Path) -> None:
+    sweep, profile = strong(tmp_path / "s"), profile_of([[[1.0]] * 4])
+    assert main(["report", str(sweep)]) == 0
+    assert "are known once runs have a profile: add profile.steps=5 to the sweep." in (sweep / "report.md").read_text()
+    link = Link(1e-3, 1e-6)
+    network = NetworkFigures(inside=link, between=link, gamma_s=0.0, memory=None, allocated=None)
+    replace(profile, network=network).write(sweep / "k=4")
+    assert main(["report", str(sweep)]) == 0
+    page = (sweep / "report.md").read_text()
+    (row,) = (cells(line) for line in page.splitlines() if "%) |" in line)
+    # It computes for 2 + 3 + 5 + 6 ms, of which 1 s of backward is no part; 4 bytes are nothing beside the rounds.
+    (found,) = elsewhere(replace(profile, network=network)).there[:1]
+    assert row[:2] == ["4", "21.0"] and row[3] == f"{1e3 * found.step_s:.1f} (100%)"
+    rounds = (found.step_s - found.computing_s) / ALPHA_S
+    assert 1 <= rounds <= 3.01 and found.num_ranks == 4 and row[3] == row[4] == row[5]
+    replace(profile, hook="Mine()").write(sweep / "k=4")
+    assert main(["report", str(sweep)]) == 0
+    assert "would have made of k=4 is not known: it used the hook Mine(), and" in (sweep / "report.md").read_text()
 
 
 def test_a_prediction_that_is_younger_than_its_run_is_refused(
@@ -326,14 +368,26 @@ def test_a_prediction_that_is_younger_than_its_run_is_refused(
 ) -> None:
     sweep, profile = strong(tmp_path), profile_of([[*each, each[0]] for each in READY_S])
     profile.write(sweep / "k=4")
-    date, settings = "2999-01-01T00:00:00+00:00", settings_of(profile)
-    register(sweep, Registered(date=date, settings=settings, how="", step_s=1.0, samples_per_s=1.0))
+    of_k4 = partial(Registered, settings=settings_of(profile), how="", naive_s=1.0)
+    late = register(sweep, of_k4(date="2999-01-01T00:00:00+00:00", step_s=1.0))
     assert main(["report", str(sweep)]) == 0
-    assert "k=4 is shown without its prediction: the prediction of 2999" in capsys.readouterr().out
-    (path,) = (sweep / "predictions").iterdir()
-    path.write_text("{")
+    assert "k=4 is shown without its prediction: the prediction of 2999-01-01" in capsys.readouterr().out
+    # An older one counts as well as before, and of several that are older the latest.
+    for date, step_s in (("2020-01-01T00:00:00+00:00", 0.05), ("2020-01-02T00:00:00+00:00", 0.049)):
+        register(sweep, of_k4(date=date, step_s=step_s))
+    late.write_text("{")
     assert main(["report", str(sweep)]) == 0
-    assert "No registered prediction is shown: " in capsys.readouterr().out
+    assert f"predictions/{late.name} is damaged (" in capsys.readouterr().out
+    assert "| 2.00 | 40.82 |" in (sweep / "report.md").read_text()  # 49 ÷ 24.5 ms
+
+
+def test_a_run_that_went_on_began_when_its_oldest_file_was_written(tmp_path: Path) -> None:
+    run = leave(tmp_path / "run", 1, 1.0)
+    os.utime(run / "config.yaml", (1000.0, 1000.0))
+    (run / "job.json").write_text('{"overrides": [], "began": 2000.0}')
+    assert began_at(run).timestamp() == 1000
+    (run / "job.json").write_text('{"overrides": [], "began": 500.0}')
+    assert began_at(run).timestamp() == 500
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------

@@ -6,14 +6,16 @@ What costs time to find out (links, encodings) is found out once, and remembered
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from ddp.bench.forecast import encoding
 from ddp.bench.forecast.prices import Dispatch, Prices, cores_of_a_rank, measured_of, measured_on
-from ddp.bench.forecast.replay import Forecast, Setup, Strategy, forecast, naive_s
+from ddp.bench.forecast.replay import STRATEGIES, Forecast, Setup, Strategy, forecast, naive_s
 from ddp.bench.forecast.work import Work, work_of
 from ddp.collectives.simulate import equal_hosts
 from ddp.comm.calibrate import Measured
+from ddp.comm.flat_collectives import possible_routes
+from ddp.errors import ConfigError
 from ddp.setting import Narrow
 from ddp.train.monitor.profile import Profile
 
@@ -30,6 +32,31 @@ class Asked:
     hook: str = "none"
     wire: Narrow | None = None
     bucket_mb: float | None = None
+
+
+def asked_of(profile: Profile) -> Asked:
+    """Returns the question whose answer is the profiled run itself.
+
+    Raises:
+        ConfigError: forecasts do not know its strategy, or its hook.
+    """
+    if profile.strategy not in STRATEGIES:
+        raise ConfigError(f"it was made by {profile.strategy}, and forecasts know {', '.join(STRATEGIES)}")
+    names = {repr(hook): name for name, hook in encoding.HOOKS.items()}
+    if profile.hook is not None and profile.hook not in names:
+        raise ConfigError(f"it used the hook {profile.hook}, and forecasts know {', '.join(names)}")
+    if profile.wire not in (None, "fp32", *encoding.WIRES):
+        raise ConfigError(f"its wire format was {profile.wire}, and forecasts know {', '.join(encoding.WIRES)}")
+    routes = possible_routes(tuple(map(tuple, profile.hosts)), shared_memory=True).values()
+    return Asked(
+        profile.world_size,
+        max(map(len, profile.hosts)),
+        profile.batch,
+        STRATEGIES[profile.strategy],
+        algorithm=profile.algorithm if any(each.answers_to(profile.algorithm) for each in routes) else "auto",
+        hook=names.get(profile.hook or "", "none"),
+        wire=None if profile.wire == "fp32" else cast("Narrow | None", profile.wire),
+    )
 
 
 class Forecaster:
@@ -87,6 +114,10 @@ class Forecaster:
         by_cores = profiled / cores_of_a_rank(self.cores, per_host, self.profile.threads)
         return by_cores if self._slow_down is None else self._slow_down
 
+    def threads_of(self, per_host: int) -> int:
+        """Returns the threads of each of so many ranks of a host."""
+        return max(1, min(self.profile.threads, self.cores // per_host))
+
     def work_for(self, asked: Asked) -> Work:
         """Returns what a rank computes there."""
         work = self.work if asked.num_ranks == 1 else self.work.slower(self.slow_down_of(asked.per_host))
@@ -111,14 +142,13 @@ class Forecaster:
         if asked.wire is not None and self._adding_s is None:
             self._adding_s = encoding.adding_s()
         prices = Prices(self.measured(asked), asked.algorithm, adding_s=self._adding_s, taken_s=self._taken_s)
-        threads = max(1, min(self.profile.threads, self.cores // asked.per_host))
         return Setup(
             prices=prices,
             batch=asked.batch,
             strategy=asked.strategy,
             wire=asked.wire,
             cores=self.cores,
-            threads=threads,
+            threads=self.threads_of(asked.per_host),
         )
 
     def of(self, asked: Asked, *, even: bool = False) -> Forecast:

@@ -2,19 +2,25 @@
 
     SWEEP/predictions/2026-11-26T08-15-02-64.json      date, settings, and the step that was forecast
 
-A prediction that is younger than its run is refused, because it may have known the result.
+A prediction that is younger than its run is refused, because it may have known the result. A run has begun when its
+sweep says so, or when the oldest file in its folder was written.
 """
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ddp.bench.forecast.question import Asked, asked_of
+from ddp.bench.forecast.work import work_of
 from ddp.errors import ConfigError
 from ddp.process.files import json_object, make_folder, read_own, write_whole
+from ddp.run.launch.sweep import Job
 from ddp.train.monitor.profile import Profile
 
 FOLDER = "predictions"
@@ -28,42 +34,46 @@ class Registered:
         date: when it was made, in ISO 8601.
         settings: that decide which run it is for, as `settings_of` has them.
         how: the command line that made it.
-        step_s, samples_per_s: what was forecast.
+        step_s: that was forecast; naive_s: the guess that a forecast should beat.
     """
 
     date: str
     settings: dict[str, Any]
     how: str
     step_s: float
-    samples_per_s: float
+    naive_s: float
 
-    def check_is_older(self, began: datetime, run: Path) -> None:
-        """Raises ConfigError unless the prediction was made before its run began."""
-        if datetime.fromisoformat(self.date) >= began:
-            raise ConfigError(
-                f"the prediction of {self.date} is younger than its run {run}, which began {began.isoformat()}: "
-                "register predictions before the run is made"
-            )
+    @property
+    def day(self) -> str:
+        """Returns when it was made, to the second, for people."""
+        return f"{datetime.fromisoformat(self.date).astimezone(UTC):%F %T}"
 
 
-def settings_of(profile: Profile) -> dict[str, Any]:
-    """Returns the settings of a run that a prediction names."""
+def settings_of(profile: Profile, asked: Asked | None = None, *, threads: int | None = None) -> dict[str, Any]:
+    """Returns what decides which run a prediction is for: of the profiled run, or of one that is asked about.
+
+    Args:
+        threads: of a rank there.
+
+    Raises:
+        ConfigError: forecasts do not know the strategy or the hook of the run.
+    """
+    asked, work = asked or asked_of(profile), work_of(profile)
+    buckets = (work if asked.bucket_mb is None else work.in_buckets(asked.bucket_mb)).buckets
     return {
         "model": profile.model,
         "num_parameters": profile.num_parameters,
-        "ranks": profile.world_size,
-        "per_host": max(map(len, profile.hosts)),
-        "batch": profile.batch,
-        "strategy": profile.strategy,
-        "hook": profile.hook,
-        "wire": profile.wire,
+        "device": profile.device.partition(":")[0],
+        "threads": profile.threads if threads is None else threads,
+        **{key: value for key, value in asdict(asked).items() if key != "bucket_mb"},
+        "num_buckets": len(buckets),
     }
 
 
 def register(sweep: Path, prediction: Registered) -> Path:
     """Writes a prediction into the folder of a sweep, which need not exist yet. Returns the file."""
     date = prediction.date.partition(".")[0].partition("+")[0].replace(":", "-")
-    path = sweep / FOLDER / f"{date}-{prediction.settings['ranks']}.json"
+    path = sweep / FOLDER / f"{date}-{prediction.settings['num_ranks']}.json"
     try:
         make_folder(path.parent)
         write_whole(path, json.dumps(asdict(prediction), indent=2) + "\n")
@@ -72,49 +82,49 @@ def register(sweep: Path, prediction: Registered) -> Path:
     return path
 
 
-def read_registered(sweep: Path) -> list[Registered]:
-    """Returns the predictions in the folder of a sweep, the oldest first.
-
-    Raises:
-        ConfigError: one is damaged.
-    """
-    found = []
+def read_registered(sweep: Path) -> tuple[list[Registered], list[str]]:
+    """Returns the predictions in the folder of a sweep, the oldest first, and a sentence for each that is damaged."""
+    found: list[Registered] = []
+    notes: list[str] = []
     for path in sorted((sweep / FOLDER).glob("*.json")):
         try:
             plain = json_object(read_own(path))
+            if missing := [item.name for item in fields(Registered) if item.name not in plain]:
+                raise ValueError(f"it has no {missing[0]}")
             prediction = Registered(**{item.name: plain[item.name] for item in fields(Registered)})
-            if datetime.fromisoformat(prediction.date).tzinfo is None or not float(prediction.step_s) > 0:
-                raise ValueError("date or step_s cannot be")
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{path} is damaged ({error}): register the prediction again, or remove it") from error
+            if datetime.fromisoformat(prediction.date).tzinfo is None:
+                raise ValueError("its date has no time zone")
+            if not all(0 < float(each) < math.inf for each in (prediction.step_s, prediction.naive_s)):
+                raise ValueError("step_s or naive_s is no time")
+            if not isinstance(prediction.settings, dict) or not isinstance(prediction.how, str):
+                raise TypeError("settings or how are none")
+        except (OSError, TypeError, ValueError) as error:
+            notes.append(f"{FOLDER}/{path.name} is damaged ({error}): register the prediction again, or remove it.")
+            continue
         found.append(prediction)
-    return sorted(found, key=lambda prediction: prediction.date)
+    return sorted(found, key=lambda prediction: datetime.fromisoformat(prediction.date)), notes
 
 
-def prediction_for(run: Path, profile: Profile, known: list[Registered]) -> Registered | None:
-    """Returns the latest prediction for the settings of a run; None if there is none.
+def prediction_for(run: Path, settings: Mapping[str, Any], known: Sequence[Registered]) -> Registered | None:
+    """Returns the latest prediction for the settings of a run that is older than it; None if there is none at all.
 
     Raises:
-        ConfigError: it is younger than the run.
+        ConfigError: all of them are younger than the run.
     """
-    mine = [each for each in known if is_for(each, profile)]
-    if not mine:
-        return None
-    mine[-1].check_is_older(began_at(run), run)
-    return mine[-1]
-
-
-def is_for(prediction: Registered, profile: Profile) -> bool:
-    """Returns True if a prediction was made for these settings."""
-    wanted = settings_of(profile)
-    return {key: prediction.settings.get(key) for key in wanted} == wanted
+    mine, began = [each for each in known if each.settings == settings], began_at(run)
+    older = [each for each in mine if datetime.fromisoformat(each.date) < began]
+    if mine and not older:
+        raise ConfigError(
+            f"the prediction of {mine[0].day} is younger than the run, which began {began:%F %T}: "
+            "register predictions before the run is made"
+        )
+    return older[-1] if older else None
 
 
 def began_at(run: Path) -> datetime:
-    """Returns when a run began: as its sweep noted it, else when its settings were written."""
-    try:
-        seconds = float(json_object(read_own(run / "job.json"))["began"])
-    except (OSError, ValueError, KeyError, TypeError):
-        written = [path for path in (run / "config.yaml", run / "starts.jsonl", run / "profile.json") if path.exists()]
-        seconds = written[0].stat().st_mtime if written else 0.0
-    return datetime.fromtimestamp(seconds, UTC)
+    """Returns when a run began. One that went on has begun before its sweep noted it for the last time."""
+    moments = [path.lstat().st_mtime for path in run.iterdir()]
+    job = Job.read(run)
+    if job is not None and isinstance(job.began, (int, float)):
+        moments.append(job.began)
+    return datetime.fromtimestamp(min(moments), UTC)

@@ -19,6 +19,7 @@ the network's stack) takes time from backward: while the wire is busy, backward 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -75,6 +76,11 @@ class Setup:
     def per_host(self) -> int:
         """The ranks of the largest host."""
         return max(map(len, self.prices.hosts))
+
+    @property
+    def share(self) -> int:
+        """The samples of the rank that has the most, for which the others wait. Shares differ by one at most."""
+        return math.ceil(self.batch / self.num_ranks)
 
     @property
     def has_spare_cores(self) -> bool:
@@ -264,7 +270,7 @@ def forecast(
     """
     if setup.batch < setup.num_ranks:
         raise ConfigError(f"a batch of {setup.batch:g} on {setup.num_ranks:,} ranks: give at least a sample for each")
-    work = work.of_samples(setup.batch / setup.num_ranks)
+    work = work.of_samples(setup.share)
     dispatches = setup.dispatches(work) if dispatches is None else dispatches
     step = step_of(work, setup, dispatches)
     step_s = even_s = float(replay(step, np.ones((1, 1)))[0])
@@ -290,7 +296,7 @@ def forecast(
 
 def naive_s(work: Work, setup: Setup) -> float:
     """Returns the guess that a forecast should beat: a step of one worker, and bytes ÷ rate of the slowest link."""
-    measured, share = setup.prices.measured, work.of_samples(setup.batch / setup.num_ranks)
+    measured, share = setup.prices.measured, work.of_samples(setup.share)
     if setup.num_ranks == 1:
         return share.computing_s
     if len(setup.prices.hosts) > 1:

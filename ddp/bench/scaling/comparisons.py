@@ -17,6 +17,8 @@ from typing import Any
 from ddp.bench.scaling.figures import Kind, Series, median_run, point_of
 from ddp.bench.scaling.runs import Run
 
+ABOUT = 0.02
+"""Ends of the main metric that are worse by no more than this share are about as good."""
 _OF_A_RUN = ("run", "sweep", "resume", "trust", "trial", "seed", "cluster", "batch.global_size", "batch.num_shards")
 """Settings, or groups of them, that name a run, repeat it, or say its number of workers and its batch."""
 _DERIVED = ("cluster.threads_per_worker", "cluster.local_workers", "batch.num_shards")
@@ -29,7 +31,7 @@ def compared(
     """Returns the series of a sweep, the strong ones first, and a sentence about runs that are in none.
 
     Args:
-        target: of the main metric; None: the worst at the end of any run of a series, so that all have reached it.
+        target: of the main metric; None: the worst end of a run that is about as good as that of the fewest workers.
         goal: the efficiency that pays.
     """
     groups: dict[Hashable, list[Run]] = defaultdict(list)
@@ -66,8 +68,7 @@ def _series(
     shown = [median_run(by_workers[size]) for size in sizes]
     metric, higher = _metric(shown)
     if target is None and metric:
-        ends = [run.metric for run in shown if run.metric is not None]
-        target = (min if higher else max)(ends, default=None)
+        target = _target(shown, by_workers[sizes[0]], higher_is_better=higher)
     points = [point_of(by_workers[size], shown[0], target if metric else None) for size in sizes]
     return Series(
         kind=kind,
@@ -79,6 +80,14 @@ def _series(
         goal=goal,
         points=points,
     )
+
+
+def _target(runs: Sequence[Run], of_fewest: Sequence[Run], *, higher_is_better: bool) -> float | None:
+    """Returns the worst end that is about as good as with the fewest workers: others have not learnt as well."""
+    sign = 1 if higher_is_better else -1
+    ends, yardstick = ([sign * run.metric for run in each if run.metric is not None] for each in (runs, of_fewest))
+    least = min(yardstick or ends, default=0.0)
+    return sign * min((each for each in ends if each >= least - ABOUT * abs(least)), default=least) if ends else None
 
 
 def _metric(runs: Sequence[Run]) -> tuple[str, bool]:

@@ -78,8 +78,11 @@ class Run:
         return seconds + (samples - before) / rate
 
 
-def read_runs(sweep: Path) -> tuple[list[Run], list[str]]:
+def read_runs(sweep: Path, *, takes_one: bool = False) -> tuple[list[Run], list[str]]:
     """Returns the runs in the folder of a sweep, and a sentence for whatever cannot be shown.
+
+    Args:
+        takes_one: the folder may be that of a run.
 
     Raises:
         ConfigError: there is no such folder, or no job in it.
@@ -89,9 +92,11 @@ def read_runs(sweep: Path) -> tuple[list[Run], list[str]]:
     folders = sorted(
         path for path in sweep.iterdir() if path.is_dir() and any((path / name).exists() for name in LEFT_BY_RUNS)
     )
+    is_run = any((sweep / name).exists() for name in LEFT_BY_RUNS)
+    if is_run and takes_one:
+        folders = [sweep]
     if not folders:
-        own = any((sweep / name).exists() for name in LEFT_BY_RUNS)
-        what = "is a single run" if own else "holds no runs"
+        what = "is a single run" if is_run else "holds no runs"
         raise ConfigError(f"{sweep} {what}: give the folder of a sweep, as train -m cluster.workers=1,2 leaves it")
     runs: list[Run] = []
     notes: list[str] = []

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
+from ddp.bench.forecast.replay import Forecast
 from ddp.bench.scaling.charts import IN_WORDS, in_seconds, parts_in
+from ddp.bench.scaling.elsewhere import ALPHA_S, RATES_BIT_S, Elsewhere, elsewhere
 from ddp.bench.scaling.figures import Point, Series
 from ddp.bench.scaling.foreseen import Foreseen
+from ddp.errors import ConfigError
 from ddp.train.metric_names import metric_in_words, words_of
-from ddp.units import counted, milliseconds
+from ddp.units import counted, format_time, milliseconds
 
 MORE_THAN_IDEAL = 1.15
 """An efficiency above this is no merit of the workers; caches may give a little."""
@@ -41,8 +45,9 @@ class Section(NamedTuple):
 
 def section_of(series: Series, price: float | None) -> Section:
     """Returns what is said of a series. `price`: of a worker for an hour."""
-    tables = [_speed(series), _target(series, price), *_parts(series), *_waited(series)]
-    return Section(title_of(series), verdict(series), list(_sentences(series)), tables, series)
+    networks, untold = _elsewhere(series)
+    tables = [_speed(series), _target(series, price), *_parts(series), *_waited(series), *networks]
+    return Section(title_of(series), verdict(series), [*_sentences(series), *untold], tables, series)
 
 
 def title_of(series: Series) -> str:
@@ -144,17 +149,30 @@ def section_of_predictions(found: Sequence[Foreseen]) -> Section:
         [
             each.run.name,
             str(each.run.workers),
-            each.prediction.date[:16].replace("T", " "),
+            each.prediction.day[:-3],
             *map(milliseconds, (each.prediction.step_s, each.measured_s)),
+            "" if each.deviation is None else f"{each.deviation:.0%}",
             f"{each.ratio:.2f}",
+            f"{each.naive_ratio:.2f}",
             each.prediction.how,
         ]
         for each in found
     ]
-    titles = ["run", "workers", "registered", "forecast, ms", "measured, ms", "forecast ÷ measured", "by"]
+    titles = ["run", "workers", "registered", "forecast, ms", "measured, ms", "± of repeats", "forecast ÷ measured"]
+    titles += ["naive guess ÷ measured", "by"]
     worst = max((each.ratio for each in found), key=lambda ratio: abs(math.log(ratio)))
-    sentence = f"These steps were forecast before their runs were made. The worst forecast was {worst:.2f} × measured."
-    return Section("Registered predictions", "", [sentence], [Table("Steps", [titles, *cells])], None)
+    ours, theirs = (fmean(abs(ratio - 1) for ratio in ratios) for ratios in zip(*map(_ratios, found), strict=True))
+    sentences = [
+        f"These steps were forecast before their runs were made. Forecasts are off by {ours:.0%} on average, the worst "
+        f"one is {worst:.2f} × measured; naive guesses, one worker's step and bytes ÷ rate, are off by {theirs:.0%}."
+    ]
+    if all(each.deviation is None for each in found):
+        sentences.append("No run was repeated, so nobody knows how far repeats are apart: add seed=1,2,3 to the sweep.")
+    return Section("Registered predictions", "", sentences, [Table("Steps", [titles, *cells])], None)
+
+
+def _ratios(found: Foreseen) -> tuple[float, float]:
+    return found.ratio, found.naive_ratio
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -242,6 +260,37 @@ def _parts(series: Series) -> Iterator[Table]:
 
 def _ms(parts: Mapping[str, float], name: str) -> str:
     return milliseconds(parts[name]) if name in parts else ""
+
+
+def _elsewhere(series: Series) -> tuple[list[Table], list[str]]:
+    """Returns the table of other networks, and sentences about it."""
+    profiled = [(point, point.run.profile) for point in series.points if point.run.profile is not None]
+    if not profiled:
+        what = "Parts of a step on each rank, who was waited for, and what another network would have made of it"
+        return [], [f"{what}, are known once runs have a profile: add profile.steps=5 to the sweep."]
+    told: list[tuple[Point, float, Elsewhere]] = []
+    sentences = []
+    for point, profile in profiled:
+        try:
+            told.append((point, profile.step_s, elsewhere(profile)))
+        except ConfigError as error:
+            sentences.append(f"What another network would have made of {point.run.name} is not known: {error}.")
+    if not told or told[-1][0].workers == 1:
+        return [], sentences
+    titles = ["workers", "measured", "forecast", *(f"at {rate / 1e9:g} Gbit/s" for rate in RATES_BIT_S)]
+    base = told[0][2].there
+    cells = [
+        [str(point.workers), milliseconds(step_s), milliseconds(found.here.step_s), *map(_against, found.there, base)]
+        for point, step_s, found in told
+    ]
+    where = f"a worker of a run on one host gets a host of its own, a round of messages costs {format_time(ALPHA_S)}"
+    sentences.append(f"Other networks are forecast from each run's own profile: {where}; in brackets the efficiency.")
+    return [Table("The same step on another network, in ms", [titles, *cells])], sentences
+
+
+def _against(found: Forecast, base: Forecast) -> str:
+    share = found.samples_per_s / base.samples_per_s * base.num_ranks / found.num_ranks
+    return f"{milliseconds(found.step_s)} ({share:.0%})"
 
 
 def _waited(series: Series) -> Iterator[Table]:

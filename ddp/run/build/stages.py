@@ -255,7 +255,7 @@ def _next_commands(config: Config, summary: Mapping[str, Any], run_dir: Path) ->
         return [train_command(this_run, "resume=auto")]
     if not this_run.startswith("run.name="):  # a sweep's job
         return []
-    drawing = shlex.join([program(), "draw", "step", str(shown(run_dir))])
+    drawing = f"{program()} draw step {shlex.quote(str(shown(run_dir)))}"
     draw = [drawing] if (run_dir / FILE).exists() else []
     on_gpu = str(summary["device"]).startswith(gpu.KIND)
     most = min(8, gpu.cuda.device_count() if on_gpu else max(2, available_cores()))
