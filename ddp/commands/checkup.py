@@ -27,6 +27,7 @@ MIB, GIB = 1 << 20, 1 << 30
 LEAST_MEMORY = 256 * MIB  # for each rank that runs already: a small model, its gradients and its batches
 LEAST_SHARED = 256 * MIB  # of /dev/shm; a container has 64 MiB unless it is told otherwise
 LEAST_DISK = GIB  # for the checkpoints of a small run
+LEAST_TEMPORARY = 16 * MIB  # for what a launch and its workers tell each other
 OPEN_FILES, FILES_OF_A_RANK = 256, 8  # that each process has open, and more for each rank that it is connected with
 PINNED = GIB  # an adapter's buffers
 SLOW = 2.0  # a link or a rank that is so many times slower than the median one
@@ -234,6 +235,12 @@ def _folders(ranks: Sequence[Facts], world_size: int) -> Iterator[Finding]:
         yield Finding(True, f"{first.folder}, which keeps runs, cannot be written: call from another folder")
     elif first.disk_free < LEAST_DISK:
         yield Finding(True, f"less than {binary_size(LEAST_DISK)} are free in {first.folder}: make room")
+    if first.temporary_free < LEAST_TEMPORARY:
+        yield Finding(
+            True,
+            f"less than {binary_size(LEAST_TEMPORARY)} are free in {first.temporary}, which every launch needs: make "
+            "room, or set TMPDIR to another folder",
+        )
     if first.data_is not in ("absent", "usable"):
         yield Finding(True, f"{first.data}: {first.data_is}: let data.root be a folder that you may read and write")
 

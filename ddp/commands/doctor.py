@@ -296,6 +296,7 @@ def of_a_host(everyone: Sequence[Facts], ranks: Sequence[int]) -> Iterator[tuple
     yield "  network", f"{addresses}; ranks are reached at {first.address or 'no address'}{by}"
     yield "  limits", f"{first.open_files:,} open files{pinned}"
     yield "  folder", f"{first.folder}: {_size(max(0, first.disk_free))} free"
+    yield "  temporary", f"{first.temporary}: {_size(first.temporary_free)} free"
     data_is = "not there yet; a download makes it" if first.data_is == "absent" else first.data_is
     yield "  data", f"{first.data}: {data_is}"
 

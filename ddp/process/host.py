@@ -66,6 +66,7 @@ class Facts:
         left_behind: paths there of processes that have ended.
         pinned_bytes: that a process may keep from being moved, which the adapters need.
         disk_free: bytes free in the current folder; -1 where it cannot be written.
+        temporary: where programs put temporary files; `temporary_free`: bytes.
         data: the folder of data sets; `data_is`: "absent", "usable", or why it is neither.
         unanswered: what had no answer in time.
     """
@@ -93,6 +94,8 @@ class Facts:
     adapters: list[str]
     folder: str
     disk_free: int
+    temporary: str
+    temporary_free: int
     data: str
     data_is: str
     unanswered: list[str]
@@ -123,7 +126,7 @@ def facts(
 
     interfaces = {name: _address_of(name) for _, name in socket.if_nameindex()}
     shared_bytes, shared_free = answer("/dev/shm", lambda: _room_in(SHARED), (0, 0))
-    folder = Path.cwd()
+    folder, temporary = Path.cwd(), Path(os.environ.get("TMPDIR") or "/tmp")
     return Facts(
         kernel=kernel,
         versions=dict(versions()),
@@ -147,6 +150,8 @@ def facts(
         adapters=sorted(each.name for each in ADAPTERS.glob("*")),
         folder=str(folder),
         disk_free=answer(f"the folder {folder}", lambda: _room_in(folder)[1] if _is_writable(folder) else -1, -1),
+        temporary=str(temporary),
+        temporary_free=answer(f"the folder {temporary}", lambda: _room_in(temporary)[1], 0),
         data=data,
         data_is=answer(f"the folder {data}", lambda: _state_of(Path(data)), "usable"),
         unanswered=unanswered,

@@ -55,6 +55,8 @@ WELL = Facts(
     adapters=[],
     folder="/home/me",
     disk_free=GIB,
+    temporary="/tmp",
+    temporary_free=16 * MIB,
     data="data",
     data_is="absent",
     unanswered=[],
@@ -131,6 +133,7 @@ def test_what_looks_alike_and_is_harmless(harmless: dict[str, Any], data_is: str
         ({"disk_free": -1}, True, "/home/me, which keeps runs, cannot be written: call from another folder"),
         ({"disk_free": 0}, True, "less than 1 GiB are free in /home/me: make room"),
         ({"disk_free": GIB - 1}, True, "less than 1 GiB are free in /home/me: make room"),
+        ({"temporary_free": 16 * MIB - 1}, True, "less than 16 MiB are free in /tmp, which every launch needs: make"),
         ({"data_is": "Permission denied"}, True, "data: Permission denied: let data.root be a folder that you"),
     ],
 )
