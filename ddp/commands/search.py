@@ -15,6 +15,7 @@ from ddp.errors import ConfigError
 from ddp.process.arguments import program, whole
 from ddp.run.launch import jobs
 from ddp.run.launch.command_line import bad_input_to, composed, exit_with_error, for_hydra, options_first
+from ddp.run.launch.run_folder import unwritable
 from ddp.run.search import Search, Space, run
 from ddp.run.settings.checks import NO_METRIC
 from ddp.run.settings.config import Sweep
@@ -44,10 +45,10 @@ def main(words: Sequence[str]) -> int:
             raise ConfigError(f"--no-pruning: is missing, because pruning {why}; add it, or leave that setting out")
         from ddp.run.build.components import make_task
 
-        task = make_task(config)
+        task, folder = make_task(config), Path("runs", sweep.name or time.strftime("search-%Y-%m-%d_%H-%M-%S"))
         search = Search(
             space,
-            Path("runs", sweep.name or time.strftime("search-%Y-%m-%d_%H-%M-%S")).absolute(),
+            folder.absolute(),
             metric=task.main_metric,
             higher_is_better=task.higher_is_better,
             num_trials=options.trials,
@@ -55,7 +56,10 @@ def main(words: Sequence[str]) -> int:
             seed=options.seed,
             prunes=not options.no_pruning,
         )
-        return run(search, parallel=sweep.parallel, typed=f"{program()} train")
+        try:
+            return run(search, parallel=sweep.parallel, typed=f"{program()} train")
+        except OSError as error:
+            raise unwritable(error.filename or folder, error) from error
     raise AssertionError("bad input ends the process")
 
 

@@ -159,6 +159,17 @@ def test_bad_input_is_one_line(
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_disk_without_room_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("optuna", reason="pip install optuna")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ddp.run.search.make_folder", lambda _: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(SystemExit, match="2"):
+        main(["optim.lr=0.1,0.2", "sweep.name=s"])
+    assert capsys.readouterr().err.startswith("error: run directory runs/s: No space left; make room there, or take ")
+
+
 def test_without_optuna_it_is_said_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -153,7 +153,8 @@ def only_writer(run_dir: Path) -> Iterator[None]:
 def unwritable(folder: Path | str, error: OSError) -> ConfigError:
     """Returns the error for a folder in which nothing can be written."""
     reason = error.strerror or str(error)
-    return ConfigError(f"run directory {folder}: {reason}; make room there, or take another with hydra.run.dir=FOLDER")
+    remedy = "make room there, or take another with run.name, sweep.name, or hydra.run.dir=FOLDER"
+    return ConfigError(f"run directory {folder}: {reason}; {remedy}")
 
 
 def _refuse_reuse(config: Config, run_dir: Path) -> None:

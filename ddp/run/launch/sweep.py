@@ -233,4 +233,5 @@ def ending(job: Job) -> str:
         return "pruned" if job.pruned else "unfinished"
     if status > 128:
         return f"stopped by {signal.Signals(status - 128).name} (status {status})"
-    return {0: "done", 2: "refused (status 2)"}.get(status, f"failed (status {status})")
+    known = {0: "done", 2: "refused (status 2)", 3: "ended by its watch (status 3)"}
+    return known.get(status, f"failed (status {status})")

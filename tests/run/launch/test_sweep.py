@@ -68,7 +68,7 @@ def test_the_best_job_comes_first_and_is_marked(
     assert not mark or f"│ {mark} │ {order[0]} │" in " ".join(marked[0].split())
 
 
-@pytest.mark.parametrize("status", [1, 2, 130])
+@pytest.mark.parametrize("status", [1, 2, 3, 130])
 def test_at_80_columns_no_value_is_cut_off_and_how_a_job_ended_is_said(
     status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,8 +84,8 @@ def test_at_80_columns_no_value_is_cut_off_and_how_a_job_ended_is_said(
     cells = [line.split("│") for line in lines if line.startswith("│")]
     assert "".join(cell[2].strip() for cell in cells) == LONG + LONG + "b"
     assert [cell.strip() for cell in cells[0][3:6]] == ["12.34%", "12,346", "done"]
-    ended = {1: "failed (status 1)", 2: "refused (status 2)", 130: "stopped by SIGINT (status 130)"}
-    assert ended[status] in [cell[5].strip() for cell in cells]
+    ended = {1: "failed (status 1)", 2: "refused (status 2)", 3: "ended by its watch (status 3)"}
+    assert ended.get(status, "stopped by SIGINT (status 130)") in [cell[5].strip() for cell in cells]
 
 
 def test_the_files_hold_what_varied_and_what_came_out(tmp_path: Path) -> None:
