@@ -282,6 +282,8 @@ def _step_of(line: str) -> float:
 
 EARLY = "early stopping"
 """`stopped_by` of a run that has ended like this."""
+MEASURED = "measured"
+"""`stopped_by` of a run that was there to be measured (`profiler.py`), of which no checkpoint is wanted."""
 
 
 class EarlyStopping(Callback):

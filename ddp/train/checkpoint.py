@@ -45,7 +45,7 @@ from ddp.errors import CheckpointError
 from ddp.optim.schedules import Rates
 from ddp.process.log import log
 from ddp.replica.replica import Replica
-from ddp.train.callbacks import Callback
+from ddp.train.callbacks import MEASURED, Callback
 from ddp.train.checkpoint_store import CheckpointStore, StoredCheckpoint, check_fits, load
 from ddp.train.kept import Kept, plain
 from ddp.train.moved import translated
@@ -342,7 +342,7 @@ class Checkpointer(Callback):
             self._due = self._due or state.step % self._every_steps == 0
 
     def fit_end(self, state: TrainState) -> None:
-        if self._saved_step != state.step:
+        if self._saved_step != state.step and state.stopped_by != MEASURED:
             self._save(state)
 
     def scored(self, state: TrainState) -> None:

@@ -6,10 +6,14 @@
 
 Steps count from where the run begins or goes on. The traces are of steps of their own, because recording each operation
 takes time, which would be counted. The other steps are as without a profiler.
+
+With `seconds` the run is there to be measured, and ends after them. The steps that are noted are spread evenly over
+that time: as soon as there are 2 n, every other one is dropped, and from then on half as many are noted.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -19,11 +23,12 @@ import torch
 from ddp.comm.calibrate import Curve
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.errors import ConfigError
+from ddp.process.clock import now_s
 from ddp.process.files import if_possible
 from ddp.process.log import log
 from ddp.process.memory import available_cores
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.train.callbacks import Callback
+from ddp.train.callbacks import MEASURED, Callback
 from ddp.train.monitor.clock import between, compared
 from ddp.train.monitor.parts import RawStep, last_begun, spans_of
 from ddp.train.monitor.profile import (
@@ -41,6 +46,8 @@ from ddp.train.monitor.traces import FOLDER, Trace
 from ddp.train.state import StepReport, TrainState, unmeasured
 
 WARM_UP = 5
+LEAST = 3
+"""Steps that are measured, however long they take."""
 
 
 class Profiler(Callback):
@@ -48,19 +55,23 @@ class Profiler(Callback):
 
     Args:
         steps: number of steps, from 1 up, after five that warm up.
+        seconds: after the warm-up, with which the run ends, without a checkpoint and without traces; the steps are
+            spread over them. None: the run goes on.
 
     Raises:
-        ConfigError: the number is none; the run has no folder.
+        ConfigError: an argument is out of its range; the run has no folder.
     """
 
-    def __init__(self, steps: int = 5) -> None:
+    def __init__(self, steps: int = 5, *, seconds: float | None = None) -> None:
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise ConfigError(f"steps={steps!r}: must be a whole number of steps from 1 up")
-        self._num_steps = steps
+        if seconds is not None and (not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf):
+            raise ConfigError(f"seconds={seconds!r}: must be a number above 0, or None")
+        self._num_steps, self._seconds = steps, seconds
         self._forget()
 
     def _forget(self) -> None:
-        self._num_made, self._is_over = 0, False
+        self._num_made, self._every, self._is_over = 0, 1, False
         self._mine: list[dict[str, Any]] = []
         self._clocks: list[ClockOffset] = []
         self._trace: Trace | None = None
@@ -75,22 +86,28 @@ class Profiler(Callback):
         number = self._num_made - WARM_UP
         if number == 0:
             self._clocks = compared(state.comm)  # before, and once more after the last step
-        if 0 <= number < 2 * self._num_steps:
+            self._began_s = now_s()
+        is_noted = number % self._every == 0 if self._seconds is not None else number < 2 * self._num_steps
+        if number >= 0 and is_noted:
             state.phase = self._recording.phase
             self._recording.begin(state.step + 1)
-        if number == self._num_steps:
+        if number == self._num_steps and self._seconds is None:
             self._trace = Trace()
 
     def step_end(self, state: TrainState, report: StepReport) -> None:
         number, self._num_made = self._num_made - WARM_UP, self._num_made + 1
+        if self._seconds is not None and number >= LEAST and now_s() - self._began_s >= self._seconds:
+            state.stop(MEASURED)
         if state.phase == unmeasured:
             return
         state.phase = unmeasured
         raw = self._recording.end()
-        if 0 <= number < self._num_steps and raw is not None:
+        if raw is not None and (self._seconds is not None or number < self._num_steps):
             self._mine.append(_noted(state, report, raw))
-        if number == 2 * self._num_steps - 1:
+        if self._seconds is None and number == 2 * self._num_steps - 1:
             self._leave(state)
+        if self._seconds is not None and len(self._mine) == 2 * self._num_steps:
+            self._mine, self._every = self._mine[::2], 2 * self._every
 
     def fit_end(self, state: TrainState) -> None:
         if self._mine and not self._is_over:

@@ -16,7 +16,7 @@ from ddp.comm.meeting.place import roles
 from ddp.policies import Training
 from ddp.process.arguments import program, shown
 from ddp.process.files import json_object, read_own, whole_file, write_whole
-from ddp.train.callbacks import EARLY, Meters
+from ddp.train.callbacks import EARLY, MEASURED, Meters
 from ddp.train.metric_names import is_metric, metric_in_words, words_of
 from ddp.train.state import TrainState
 from ddp.units import counted
@@ -132,6 +132,7 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: l
     Paths and commands stand below the table, where nothing breaks them, so that they can be copied.
     """
     titles = {None: "finished", EARLY: "finished early: the main metric no longer became better"}
+    titles[MEASURED] = "measured, and not saved"
     table = Table(show_header=False, title=titles.get(summary["stopped_by"], "stopped early and saved"))
     table.add_column(justify="right", style="bold")
     table.add_column()

@@ -193,7 +193,8 @@ def make_callbacks(config: Config) -> list[Callback]:
     action, shares = config.watch.action, (config.watch.learn_share, config.watch.slow_share)
     watches = [] if action == "off" else [Watch(action, learn_share=shares[0], slow_share=shares[1])]
     own = [_own_callback(address, folder=config.run.code) for address in config.callbacks]
-    profilers = [Profiler(config.profile.steps)] if config.profile.steps else []
+    steps, seconds = config.profile.steps, config.profile.seconds
+    profilers = [Profiler(steps, seconds=seconds)] if steps else []
     trackers = (_tracker(name, group=config.run.group) for name in config.trackers)
     return [*averages, *stops, *watches, *own, *profilers, *trackers]
 

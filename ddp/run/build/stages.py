@@ -43,7 +43,7 @@ from ddp.run.settings.config import Config, folder_of
 from ddp.strategies.choice import same_bits_as
 from ddp.strategies.region import refuse_kept
 from ddp.train.arguments import Given
-from ddp.train.callbacks import EARLY
+from ddp.train.callbacks import EARLY, MEASURED
 from ddp.train.checkpoint import check_optimizer
 from ddp.train.checkpoint_store import check_fits, checkpoints_of, load, resume_from
 from ddp.train.fit import train
@@ -251,7 +251,7 @@ def _written_by(config: Config, run_dir: Path) -> str:
 def _next_commands(config: Config, summary: Mapping[str, Any], run_dir: Path) -> list[str]:
     """Returns commands that continue a run that was stopped, or that work here after a first run."""
     this_run = setting_for(run_dir, config.run.name)
-    if summary["stopped_by"] not in (None, EARLY):
+    if summary["stopped_by"] not in (None, EARLY, MEASURED):
         return [train_command(this_run, "resume=auto")]
     if not this_run.startswith("run.name="):  # a sweep's job
         return []

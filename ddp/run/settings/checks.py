@@ -76,6 +76,8 @@ def _course_problems(config: Config) -> Iterator[str]:
     """Yields where a run cannot start, or would never end."""
     if config.epochs is None and config.max_steps is None:
         yield "epochs=null: with max_steps=null, too, the run would never end; set one of them"
+    if config.profile.seconds is not None and not config.profile.steps:
+        yield f"profile.seconds={config.profile.seconds:g}: how many steps? Set profile.steps, as to 50"
     if config.resume not in ("none", "auto") and config.init_from.path is not None:
         yield (
             f"init_from.path={config.init_from.path}: contradicts resume={config.resume}, which has its own "
@@ -321,6 +323,16 @@ def check_gpus(config: Config) -> None:
             f"backend=nccl: needs a GPU of its own for each of the {workers} workers here, and there are {num_gpus}; "
             f"take backend=gloo, or cluster.workers={num_gpus}"
         )
+
+
+def places(config: Config) -> tuple[int, str]:
+    """Returns how many workers of this host can have a GPU of their own, or without GPUs a core, and that in words."""
+    from ddp import gpu  # this late, as in `check_gpus`
+
+    num_gpus = 0 if config.device == "cpu" else gpu.cuda.device_count()
+    if num_gpus and config.cluster.devices is not None:
+        num_gpus = len(config.cluster.devices)
+    return (num_gpus, counted(num_gpus, "GPU")) if num_gpus else (cores := available_cores(), counted(cores, "core"))
 
 
 def check_strategy(config: Config, model: nn.Module | None = None) -> None:

@@ -592,6 +592,12 @@ class ProfileOf:
         "steps whose parts are measured, into profile.json; as many after them are recorded, into traces/; 0: none",
         at_least=0,
     )
+    seconds: float | None = setting(
+        None,
+        "the run is there to be measured: it ends so many seconds after its warm-up, without a checkpoint; so many "
+        "steps as above or more are spread over that time, and no trace is made; null: it goes on",
+        above=0,
+    )
 
 
 @dataclass(kw_only=True)

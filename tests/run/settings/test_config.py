@@ -146,6 +146,7 @@ BAD = {
     "comm.segment_bytes": [1],
     "checkpoint.keep_last": [0],
     "report.log_every": [0],
+    "profile.seconds": [0.0, 5.5],  # of no steps
     "loader.num_workers": [-1],
     "resume": [""],
 }

@@ -220,6 +220,12 @@ def test_a_number_of_steps_that_is_none_is_refused(steps: Any) -> None:
         Profiler(steps)
 
 
+@pytest.mark.parametrize("seconds", [0, -1.0, float("inf"), "5"])
+def test_a_time_that_is_none_is_refused(seconds: Any) -> None:
+    with pytest.raises(ConfigError, match=r"seconds=.*: must be a number above 0, or None"):
+        Profiler(seconds=seconds)
+
+
 MOMENTS = st.tuples(st.integers(-5, 105), st.integers(0, 60)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 
 

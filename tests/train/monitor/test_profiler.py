@@ -18,12 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ddp
 from ddp.errors import ConfigError
 from ddp.process import clock as process_clock
+from ddp.train.checkpoint_store import steps
 from ddp.train.monitor import clock
 from ddp.train.monitor.profile import Profile, read_profile
 from ddp.train.monitor.traces import Trace, merged
 
 SKEW_S = 0.05
 SLOW_S, READING_S = 0.15, 0.004
+TIMED_S = 0.3
 KINDS = ["foreground", "background", "sharded", "central_storage", "naive"]
 
 
@@ -116,6 +118,7 @@ def profiled(folder: Path) -> dict[str, Any]:
     plain, beside = Counts(comm), Counts(comm)
     fitted(comm, None, "foreground", plain.around([]))
     fitted(comm, folder / "counted", "foreground", beside.around([ddp.Profiler(steps=1)]))
+    fitted(comm, folder / "timed", "foreground", [ddp.Profiler(steps=4, seconds=TIMED_S)], steps=10**6)
     found["counts"] = plain.found, beside.found
     with pytest.raises(ConfigError, match="folder=None has none: name one"):
         fitted(comm, None, "foreground", [ddp.Profiler()])
@@ -157,6 +160,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
 def longest(profile: Profile, rank: int) -> dict[str, float]:
     parts = [step[rank].parts for step in profile.steps]
     return {part: max(each[part] for each in parts) for part in parts[0]}
+
+
+def test_a_run_that_is_there_to_be_measured_ends_by_itself(runs: tuple[Path, list[dict[str, Any]]]) -> None:
+    run = runs[0] / "timed"
+    summary, profile = json.loads((run / "summary.json").read_text()), read_profile(run)
+    numbers = [step[0].step for step in profile.steps]
+    every = numbers[1] - numbers[0]
+    assert numbers == [*range(6, numbers[-1] + 1, every)] and 3 <= len(numbers) < 8, "spread over the time"
+    assert every in (2**power for power in range(16)) and summary["steps"] - numbers[-1] <= every
+    assert summary["stopped_by"] == "measured" and not (run / "traces").exists()
+    assert summary["steps"] not in steps(run / "checkpoints")  # those of earlier epochs are there
+    assert profile.steps[-1][0].began_s - profile.steps[0][0].began_s > TIMED_S * (1 - 2 / len(numbers))
 
 
 @pytest.mark.parametrize("kind", KINDS)
