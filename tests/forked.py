@@ -84,6 +84,37 @@ def run_program(file: Path, folder: Path, *, timeout_s: float = 120) -> Complete
         return CompletedProcess(file, process.exitcode, out.read(), err.read())
 
 
+class Forked:
+    """A job of a sweep (`ddp/run/launch/jobs.py`) that is forked, with what is asked of a `subprocess.Popen`."""
+
+    def __init__(self, job: Any, words: Sequence[str], *_: Any) -> None:
+        logs = job.run_dir / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        with (logs / "job.log").open("a") as log:
+            outputs = [Connection(os.dup(log.fileno())) for _ in range(2)]
+            self._process = _server().Process(target=_job, args=(list(words), dict(os.environ), Path.cwd(), outputs))
+            self._process.start()
+        self.terminate, self.wait = self._process.terminate, self._process.join
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    returncode = property(poll)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self._process.pid, number)
+
+
+def _job(words: list[str], variables: dict[str, str], folder: Path, outputs: list[Connection]) -> None:
+    """Becomes a job: the command line of one run, whose workers are forks of it."""
+    _become(variables, folder, outputs)
+    from ddp.run.launch import command_line
+
+    command_line.run_workers = partial(run_workers, context=multiprocessing.get_context("fork"))  # type: ignore[assignment]
+    sys.argv[1:] = words
+    command_line.main()
+
+
 def _server() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, "ddp.run.launch.worker"])

@@ -15,6 +15,7 @@ from ddp.process.arguments import Parser, program
 COMMANDS = {
     "train": "trains a model on this host's workers; its --help lists all settings",
     "draw": 'draws the rounds of a schedule; as "draw overlap" or "draw step RUN", where the time of a step goes',
+    "scale": "measures in seconds what each number of workers would buy your run, and where its time would go",
     "search": "searches for settings by Optuna, a run for each trial",
     "check": "proves a schedule, and shows what each chunk becomes",
     "simulate": "predicts time, messages and bytes of a schedule on another network",
@@ -38,6 +39,7 @@ EXAMPLES = """\
 examples:
   python -m ddp train data=cifar10 model=resnet18 cluster.workers=4
   python -m ddp search model.width=16,32 'optim.lr=interval(1e-3,1e-2)' --trials 20
+  python -m ddp scale model=gpt data=standard_library                  your run on 1, 2, 4 … workers, in seconds
   python -m ddp draw ring 4                                            as text; with --svg ring.svg as a picture
   python -m ddp draw overlap --workers 2                               the timeline of a step; with --svg, too
   python -m ddp draw step runs/mine                                    a step of a run that had profile.steps=5

@@ -17,6 +17,7 @@ from ddp.errors import ConfigError
 from ddp.process.files import json_object, read_own
 from ddp.run.launch.run_folder import read_settings
 from ddp.run.launch.sweep import RESULT, Job, ending
+from ddp.train.callbacks import MEASURED
 from ddp.train.checkpoint import flat
 from ddp.train.monitor import profile as profiles
 from ddp.train.monitor.profile import Profile, read_profile
@@ -60,6 +61,9 @@ class Run:
 
     @property
     def samples_per_s(self) -> float:
+        """Returns those of the whole run; of one that was there to be measured, of its median step."""
+        if self.summary.get("stopped_by") == MEASURED and self.profile is not None:
+            return self.batch / self.profile.step_s
         return float(self.summary["samples_per_s"])
 
     @property

@@ -200,10 +200,35 @@ def _speed(series: Series) -> Table:
         Column("speed-up", lambda point: f"{point.speed_up:.2f}"),
         Column("efficiency", lambda point: f"{point.efficiency:.1%}"),
         Column(f"goal {series.goal:.0%}", lambda point: _goal(series, point)),
-        Column("memory per worker", lambda point: _memory(point)),
+        Column("memory per worker", _memory),
         Column(f"{_metric(series)} at the end", lambda point: metric_in_words(series.metric, point.run.metric)),
     ]
     return _table("Speed", series.points, columns if series.metric else columns[:-1])
+
+
+def in_one_table(series: Series) -> Table:
+    """Returns a row for each number of workers: speed, memory, and the parts of a step, as means over the ranks."""
+    names = parts_in(parts for point in series.points for parts in point.parts)
+    columns = [
+        Column("workers", lambda point: str(point.workers)),
+        Column("samples/s", lambda point: f"{point.run.samples_per_s:,.0f}"),
+        Column("speed-up", lambda point: f"{point.speed_up:.2f}"),
+        Column("efficiency", lambda point: f"{point.efficiency:.0%}"),
+        Column("memory per worker", _memory),
+        Column("step, ms", lambda point: milliseconds(point.run.batch / point.run.samples_per_s)),
+        *(Column(IN_WORDS.get(name, name), _mean_of(name)) for name in names),
+    ]
+    return _table("Speed, and where the time of a step goes", series.points, columns)
+
+
+def _mean_of(part: str) -> Callable[[Point], str]:
+    """Returns the cell of a part: its mean over the ranks."""
+
+    def cell(point: Point) -> str:
+        found = [parts[part] for parts in point.parts if part in parts]
+        return milliseconds(fmean(found)) if found else ""
+
+    return cell
 
 
 def _goal(series: Series, point: Point) -> str:

@@ -79,7 +79,7 @@ def main() -> NoReturn:
     with bad_input_to(exit_with_error):
         arguments = options_first(sys.argv[1:])
         sys.argv[1:] = for_hydra(arguments, sweeps=arguments[:1] in (["-m"], ["--multirun"]))
-        task = Task(_varied_keys(sys.argv[1:]), _options(sys.argv[1:]))
+        task = Task(varied_keys(sys.argv[1:]), _options(sys.argv[1:]))
     OmegaConf.register_new_resolver("job_folder", task.job_folder, replace=True)
     OmegaConf.register_new_resolver("sweep_folder", lambda name, date: name or f"sweep-{date}", replace=True)
     try:
@@ -318,7 +318,7 @@ def _quoted_names(value: str) -> str:
     return f'"{value}"' if re.search(r"[^\w.,/+@%$?*-]", value) and value[:1] not in ('"', "'") else value
 
 
-def _varied_keys(arguments: Sequence[str]) -> list[str]:
+def varied_keys(arguments: Sequence[str]) -> list[str]:
     """Returns the keys to which a sweep's command line gives several values."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 

@@ -21,7 +21,7 @@ from ddp.errors import ConfigError
 from ddp.process import host
 from ddp.process.arguments import setting_for, train_command
 from ddp.run.launch import jobs
-from ddp.run.launch.command_line import _varied_keys
+from ddp.run.launch.command_line import varied_keys
 from ddp.run.launch.sweep import Job, conclude, earlier, gather, job_folder, show, write
 from ddp.units import counted
 
@@ -285,7 +285,7 @@ def test_a_job_s_folder_is_named_by_what_varies(overrides: list[str], varied: li
 
 def test_what_a_sweep_varies_is_what_hydra_would_vary() -> None:
     arguments = ["-m", "--config-dir=/x", "a=1,2", "b='1,2'", "+c=range(1,3)", "d=[1,2]", "model=cnn,mlp"]
-    assert _varied_keys(arguments) == ["a", "c", "model"]
+    assert varied_keys(arguments) == ["a", "c", "model"]
 
 
 @pytest.mark.parametrize("name", ["mine", "2026-11-21_09-19-32.7", "a=1,b=2", "with space", 'a"b', "back\\"])
