@@ -12,7 +12,10 @@ from ddp.commands.tutorial import tool
 def main(words: Sequence[str]) -> int:
     """Checks the exercise that the words name."""
     parser = parser_of("exercise")
-    parser.add_argument("number", help="02, 03, 06, 07 or 08; or schedule, mirrored or cluster, for code of your own")
+    parser.add_argument(
+        "number",
+        help="02, 03, 06, 07, 08, precision or memory; or schedule, mirrored or cluster, for code of your own",
+    )
     parser.add_argument("file", nargs="?", help="your file (default: the exercise's, in this folder); or MODULE:NAME")
     parser.add_argument("--begin", action="store_true", help="write the exercise's file in recipes/tutorial/exercises/")
     return respond(parser, parser.parse_args(words), answer)

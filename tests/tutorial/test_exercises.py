@@ -7,7 +7,6 @@ import importlib
 import inspect
 import os
 import shutil
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+from forked import run_program
 from mutants import Mutant, mutants, mutated
 from ranks import run_ranks
 
@@ -76,7 +76,8 @@ def test_a_file_is_the_library_as_it_is_but_for_the_holes(number: str) -> None:
 
 
 def test_there_is_a_check_for_every_file() -> None:
-    assert set(exercise.CHECKS) == set(SOURCES) == {*QUICK, "08"}
+    assert set(exercise.CHECKS) == {*SOURCES, *exercise.PROGRAMS} and set(SOURCES) == {*QUICK, "08"}
+    assert set(exercise.PROGRAMS) == {path.stem for path in exercise.BEGINNINGS.glob("*.py")}
 
 
 @pytest.mark.parametrize("number", QUICK)
@@ -354,13 +355,14 @@ def test_the_tests_that_judge_find_out_every_one_line_mutant() -> None:
 def test_a_test_says_what_is_wrong(right: str, wrong: str, says: str, tmp_path: Path) -> None:
     text = (LIBRARY / SOURCES["08"]).read_text(encoding="utf-8") if right else cut("08")
     assert right in text, "the library has changed"
-    (tmp_path / name_of("08")).write_text(text.replace(right, wrong, 1), encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(LIBRARY.parent)}
-    command = [sys.executable, "-P", "-m", "ddp", "exercise", "08"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    folder, command = tmp_path / "folder", tmp_path / "command.py"
+    folder.mkdir()
+    (folder / name_of("08")).write_text(text.replace(right, wrong, 1), encoding="utf-8")
+    command.write_text('import sys\nfrom ddp.__main__ import main\nsys.exit(main(["exercise", "08"]))\n')
+    done = run_program(command, folder)  # a process of its own, because pytest runs pytest
     assert done.returncode == 1 and done.stdout.startswith(f"08_sampler.py\n{says}") and not done.stderr
     assert not right or "\nhint: part i of n begins at" in done.stdout
-    assert [path.name for path in tmp_path.iterdir()] == [name_of("08")]
+    assert [path.name for path in folder.iterdir()] == [name_of("08")]
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -433,7 +435,7 @@ def test_a_file_that_does_not_get_far(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("11", "there is no exercise 11; there are 02, 03, 06, 07, 08, `schedule` for an all-reduce of yours, and "),
+        ("11", "there is no exercise 11; there are 02, 03, 06, 07, 08, precision, memory, `schedule` for an "),
         ("ring", "there is no exercise ring; there are 02, "),
         ("02 nowhere.py", "there is no file nowhere.py: `python -m ddp exercise 02 --begin` writes the one to begin"),
         ("schedule", "schedule '': give the address of an all-reduce of yours, e.g. my_module:chain"),
@@ -469,11 +471,13 @@ def test_a_schedule_of_one_s_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    assert own_schedule.MOST_PROVEN == 64
+    monkeypatch.setattr(own_schedule, "MOST_PROVEN", 12)
     monkeypatch.setattr(own_schedule, "TRAINED", 2)
     shutil.copy(Path(__file__).parent.parent / "mine.py", "own_chain.py")
     status, text = run(capsys, "schedule", "own_chain:chain")
     assert status == 0
-    assert "✓ proven for 1 to 64 ranks" in text
+    assert "✓ proven for 1 to 12 ranks" in text
     assert "2 workers: the replicas are equal bit by bit, and the loss fell from " in text
     assert text.endswith("train with it: python -m ddp train comm.algorithm=own_chain:chain\n")
     for next_one in ("draw own_chain:chain 4 --svg chain.svg", "simulate own_chain:chain 100"):

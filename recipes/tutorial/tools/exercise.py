@@ -5,6 +5,7 @@
     scripts/ddp exercise 02 my_ring.py
     scripts/ddp exercise schedule my_module:chain    a new all-reduce (`own_schedule.py`)
     scripts/ddp exercise mirrored my_model:train     a training on two workers (`own_training.py`); also: cluster
+    scripts/ddp exercise precision --begin           writes a program to be changed (`PROGRAMS`); then as 02
 
 Every step that the solution has passed is a line; the first mistake is the last one. What the reader's file raises is
 shown with the lines of that file alone. A file that runs on and on is ended after `DEADLINE_S`.
@@ -19,7 +20,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -27,8 +28,16 @@ from types import ModuleType
 import torch
 
 from ddp.process.arguments import program, shown
-from recipes.tutorial.tools import gradient_checks, judged_by_tests, own_schedule, own_training, schedule_checks
-from recipes.tutorial.tools.holes import FOLDER, SOURCES, begin, holes, name_of
+from recipes.tutorial.tools import (
+    gradient_checks,
+    judged_by_tests,
+    memory_checks,
+    own_schedule,
+    own_training,
+    precision_checks,
+    schedule_checks,
+)
+from recipes.tutorial.tools.holes import FOLDER, SOURCES, begin, cut, holes, name_of
 from recipes.tutorial.tools.mistake import Check, Mistake, raised
 
 DEADLINE_S = 120.0
@@ -38,6 +47,13 @@ CHECKS: dict[str, Check] = {
     "06": gradient_checks.naive,
     "07": gradient_checks.buckets,
     "08": partial(judged_by_tests.passes, proofs=judged_by_tests.SAMPLER),
+    "precision": precision_checks.mixed,
+    "memory": memory_checks.accumulation,
+}
+BEGINNINGS = FOLDER.parent / "programs"
+PROGRAMS = {  # that are right, and to be changed: by name, the function that is called, and what does it in the library
+    "precision": ("train", 'ddp.fit(…, precision="bf16") does it: ddp/optim/precision.py, ddp/train/step.py'),
+    "memory": ("step", "ddp.fit(…, batches=ddp.Batches(micro_size=8)) does it: ddp/train/step.py"),
 }
 
 
@@ -45,7 +61,7 @@ def answer(number: str, file: str | None, *, begins: bool = False) -> str:
     """Checks the reader's solution, and prints what it finds; ends the process if it is wrong. Returns what comes next.
 
     Args:
-        number: of the exercise; or "schedule", "mirrored", "cluster".
+        number: of the exercise, or its name.
         file: the reader's; for those with a name the address of the all-reduce or the training, MODULE:NAME.
         begins: write the exercise's file in the place of checking it.
 
@@ -65,12 +81,21 @@ def answer(number: str, file: str | None, *, begins: bool = False) -> str:
             "`mirrored` and `cluster` for a training of yours"
         )
     elif begins:
-        return f"{shown(begin(number))}: write what is missing there; `{program()} exercise {number}` checks it"
+        to_do = "what to change is said" if number in PROGRAMS else "write what is missing"
+        return f"{shown(begin(number, text_of(number)))}: {to_do} there; `{program()} exercise {number}` checks it"
     else:
-        lines, solved = checked(number, file), f"solved; the library has it in ddp/{SOURCES[number]}"
+        in_library = PROGRAMS[number][1] if number in PROGRAMS else f"the library has it in ddp/{SOURCES[number]}"
+        lines, solved = checked(number, file), f"solved; {in_library}"
     if not passed(lines):
         sys.exit(1)
     return solved
+
+
+def text_of(number: str) -> str:
+    """Returns the file that a reader begins with."""
+    if number in PROGRAMS:
+        return (BEGINNINGS / name_of(number)).read_text(encoding="utf-8")
+    return cut(number)
 
 
 def checked(number: str, file: str | None) -> Iterator[str]:
@@ -97,7 +122,7 @@ def checked(number: str, file: str | None) -> Iterator[str]:
 def check(number: str, path: Path, by: Check | None = None) -> Iterator[str]:
     """Yields a line for each step that the file passes, by the exercise's own check or another one."""
     module = loaded(path, number)
-    with in_place_of_the_library(module, number):
+    with in_place_of_the_library(module, number) if number in SOURCES else nullcontext():
         yield from (by or CHECKS[number])(module)
 
 
@@ -120,12 +145,13 @@ def loaded(path: Path, number: str) -> ModuleType:
         raise Mistake(f"{shown(Path(error.filename or path))}{line}", str(error.msg)) from None
     except (Exception, SystemExit) as error:
         raise raised(str(shown(path)), error, module) or Mistake(str(shown(path)), str(error)) from None
-    for hole in holes(number):
+    functions = [hole.function for hole in holes(number)] if number in SOURCES else [PROGRAMS[number][0]]
+    for function in functions:
         found: object = module
-        for part in hole.function.split("."):
+        for part in function.split("."):
             found = getattr(found, part, None)
         if not callable(found):
-            raise Mistake(str(shown(path)), f"there is no {hole.function} in it any more", "start from a fresh copy")
+            raise Mistake(str(shown(path)), f"there is no {function} in it any more", "start from a fresh copy")
     return module
 
 

@@ -21,17 +21,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.settings import Settings
-from ddp.errors import CollectiveMismatch, CommunicatorBroken, PeerLost
 from ddp.gradients.bucket import Bucket
 from ddp.gradients.totals import Totals
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.replica import Replica
 from ddp.units import counted
-from recipes.tutorial.simulated import SimulatedNetwork, SimulatedTransport
-from recipes.tutorial.tools.mistake import Mistake, raised
+from recipes.tutorial.tools.mistake import Mistake
+from recipes.tutorial.tools.threads import in_numbers, on_ranks
 
-SILENCE_S = 10.0  # longest wait for a rank that runs in a thread beside
 BUCKET_MB = 200 / 2**20  # in these nets, a bucket for each layer
 BOTH, SWAPPED, LEFT = ("left", "right"), ("right", "left"), ("left",)
 Gradients = dict[str, Tensor | None]
@@ -144,22 +141,8 @@ class Watched(Communicator):
 
 def try_out(module: ModuleType, make: MakeReplica, trial: Trial) -> None:
     """Raises Mistake unless every rank ends with the gradients that one process computes."""
-
-    num_ranks = len(trial.shares)
-    settings = Settings(algorithm="ring", shared_memory=False, abort_s=SILENCE_S, debug=True)
-
-    def on_a_rank(transport: SimulatedTransport) -> Exception | None:
-        comm = Watched(transport, settings, hosts=(tuple(range(num_ranks)),))
-        try:
-            _try_on_a_rank(trial, make, comm)
-        except Exception as error:
-            return error
-        finally:
-            comm.close()
-        return None
-
-    if errors := [error for error in SimulatedNetwork(num_ranks).run(on_a_rank) if error is not None]:
-        raise _mistake_behind(errors, trial.step, module)
+    program = partial(_try_on_a_rank, trial, make)
+    on_ranks(len(trial.shares), program, kind=Watched, step=trial.step, module=module)
 
 
 def _try_on_a_rank(trial: Trial, make: MakeReplica, comm: Watched) -> None:
@@ -187,18 +170,6 @@ def _try_on_a_rank(trial: Trial, make: MakeReplica, comm: Watched) -> None:
     found = _gradients(net)
     for name, wanted in _alone(trial, range(len(trial.shares)), trial.divisor).items():
         _compare(trial, comm.rank, name, found[name], wanted)
-
-
-def _mistake_behind(errors: Sequence[Exception], step: str, module: ModuleType) -> Exception:
-    """Returns the mistake behind the errors of some ranks: the one that the others followed from."""
-    consequences = (PeerLost, CommunicatorBroken)
-    error = min(errors, key=lambda each: (isinstance(each, consequences), isinstance(each, PeerLost)))
-    if isinstance(error, CollectiveMismatch):
-        hint = "every rank must launch the same all-reduces in the same order, whatever gradients it has itself"
-        return Mistake(step, f"ranks call different collectives. {error}", hint)
-    if isinstance(error, consequences):
-        return Mistake(step, f"deadlock: {error}", "one rank waits in a collective that another one does not call")
-    return raised(step, error, module) or Mistake(step, f"{type(error).__name__}: {error}")
 
 
 def _check_launches(step: str, buckets: Sequence[Bucket], launched: list[tuple[int | None, list[str]]]) -> None:
@@ -230,9 +201,9 @@ def _compare(trial: Trial, rank: int, name: str, found: Tensor | None, wanted: T
         raise Mistake(trial.step, f"{of}: found one, expected None", "no rank has computed it, so it is left alone")
     if wanted is not None and found is None:
         hint = "a rank that has no gradient itself gets the mean as well: assign it to `parameter.grad`"
-        raise Mistake(trial.step, f"{of}: found None, expected {_numbers(wanted)}", hint)
+        raise Mistake(trial.step, f"{of}: found None, expected {in_numbers(wanted)}", hint)
     if wanted is not None and found is not None and not torch.allclose(found, wanted, rtol=1e-9, atol=1e-12):
-        what = f"{of}: found {_numbers(found)}, expected {_numbers(wanted)}"
+        what = f"{of}: found {in_numbers(found)}, expected {in_numbers(wanted)}"
         raise Mistake(trial.step, what, _explanation(trial, rank, name, found, wanted))
 
 
@@ -258,12 +229,6 @@ def _explanation(trial: Trial, rank: int, name: str, found: Tensor, wanted: Tens
         if candidate is not None and candidate.shape == found.shape and torch.allclose(found, candidate, atol=1e-12):
             return hint
     return ""
-
-
-def _numbers(tensor: Tensor) -> str:
-    """Returns the first numbers of a tensor."""
-    shown = ", ".join(f"{number:.4g}" for number in tensor.flatten()[:3].tolist())
-    return f"[{shown}{', …' if tensor.numel() > 3 else ''}]"
 
 
 def _alone(trial: Trial, ranks: Sequence[int], divisor: int = 1) -> Gradients:

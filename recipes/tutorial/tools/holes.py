@@ -30,8 +30,8 @@ MARK = re.compile(r"( +)# exercise (\d\d): ")
 
 
 def name_of(number: str) -> str:
-    """Returns the name of an exercise's file, such as 02_ring.py."""
-    return f"{number}_{Path(SOURCES[number]).name}"
+    """Returns the name of an exercise's file, such as 02_ring.py, or memory.py of a program."""
+    return f"{number}_{Path(SOURCES[number]).name}" if number in SOURCES else f"{number}.py"
 
 
 class Hole(NamedTuple):
@@ -72,8 +72,11 @@ def _function_around(node: ast.AST, lineno: int, name: str = "") -> tuple[str, a
     return name, node
 
 
-def begin(number: str) -> Path:
+def begin(number: str, text: str) -> Path:
     """Writes an exercise's file into the reader's folder, and returns its path.
+
+    Args:
+        text: of the file.
 
     Raises:
         ValueError: it is there already, or cannot be written.
@@ -82,7 +85,7 @@ def begin(number: str) -> Path:
     try:
         FOLDER.mkdir(exist_ok=True)
         with path.open("x", encoding="utf-8") as file:
-            file.write(cut(number))
+            file.write(text)
     except FileExistsError:
         raise ValueError(
             f"{shown(path)} is there already, and may hold work of yours: go on with it, or move it away to begin anew"
