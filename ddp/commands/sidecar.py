@@ -25,6 +25,7 @@ from ddp.commands.finished import options_of, settings_for
 from ddp.errors import CheckpointError, ConfigError
 from ddp.process.arguments import program
 from ddp.process.clock import now_s
+from ddp.process.files import json_object, read_own
 from ddp.process.memory import available_cores
 from ddp.run.build import components
 from ddp.run.build.load import load
@@ -32,7 +33,8 @@ from ddp.run.build.stages import joined
 from ddp.run.launch.command_line import composed, options_first
 from ddp.run.launch.worker import ORPHAN_GRACE_S, follow_parent
 from ddp.train.evaluate import Side, evaluate
-from ddp.train.sidecar import POLL_S, SideCar, only_sidecar
+from ddp.train.report import write_summary
+from ddp.train.sidecar import POLL_S, SideCar, only_sidecar, results_of_sidecar
 from ddp.train.stopping import StopFlag
 
 OF_THE_EVALUATOR = ("device=", "evaluate.", "loader.", "trust=")
@@ -60,7 +62,7 @@ def _follow(options: argparse.Namespace, stop: StopFlag) -> str:
 
 
 def follow(run_dir: Path, words: Sequence[str], stop: StopFlag, *, waits: bool = True) -> None:
-    """Evaluates what a run saves until it has ended, or a signal asks to stop.
+    """Evaluates what a run saves until it has ended, or a signal asks to stop; then completes its summary.json.
 
     Args:
         words: settings on top of the run's, as KEY=VALUE.
@@ -108,7 +110,15 @@ def follow(run_dir: Path, words: Sequence[str], stop: StopFlag, *, waits: bool =
             higher_is_better=task.higher_is_better,
             say=lambda line: print(line, flush=True),
         )
-        side_car.follow(stop, patience_s=config.evaluate.wait_s if waits else math.inf)
+        try:
+            side_car.follow(stop, patience_s=config.evaluate.wait_s if waits else math.inf)
+        except OSError as error:
+            where = error.filename2 or error.filename or run_dir
+            raise ConfigError(f"{where}: {error.strerror}; make room, and start the side-car again") from error
+        if waits and not stop and config.evaluate.by == "sidecar":  # the run may have ended long ago
+            summary = json_object(read_own(run_dir / "summary.json"))
+            found = results_of_sidecar(run_dir, summary["main_metric"], last_step=summary["steps"])
+            write_summary(run_dir, {**found, **summary, **found})
 
 
 def follow_the_others(me: str, typed: Sequence[str]) -> NoReturn:

@@ -228,7 +228,8 @@ class Search:
             ConfigError: it has trained, and there is no metric to search by.
         """
         trial, states = self.in_flight.pop(job.run_dir), self._optuna.trial.TrialState
-        if job.status == 0 and job.summary.get(str(job.summary.get("main_metric"))) is None:
+        has_metric = job.summary.get(str(job.summary.get("main_metric"))) is not None
+        if job.status == 0 and not has_metric and "sidecar" not in job.summary:  # which may not have been in time
             raise ConfigError(
                 f"{shown(job.run_dir)}/: no {self.metric} of held-out samples, so the search has no objective; give "
                 "held-out data, as with data.validation=0.1"

@@ -72,17 +72,21 @@ def has_ended(run_dir: Path) -> bool:
         return False
 
 
-def results_of_sidecar(run_dir: Path, main_metric: str) -> dict[str, Any]:
-    """Returns what summary.json holds of a side-car: the metrics of the last checkpoint evaluated, and how many were.
+def results_of_sidecar(run_dir: Path, main_metric: str, *, last_step: int) -> dict[str, Any]:
+    """Returns what summary.json holds of a side-car: how many checkpoints were evaluated, and the last one's metrics.
+
+    There are none before the run's last step is evaluated, because those of an earlier step would pass for its result.
 
     Args:
         main_metric: of the run, whose side is that of a run that knows no held-out samples.
+        last_step: of the run.
     """
     record = record_of(run_dir)
     evaluations = sorted((entry for entry in record if entry["kind"] == "evaluation"), key=lambda entry: entry["order"])
     metrics: dict[str, Any] = {}
     for entry in (*evaluations[-1:], *(entry for entry in record[-1:] if entry["kind"] == "report")):
-        metrics |= {name: value for name, value in entry.items() if is_metric(name)}
+        if entry["step"] == last_step:
+            metrics |= {name: value for name, value in entry.items() if is_metric(name)}
     about = {
         "evaluated": len(evaluations),
         "last_step": evaluations[-1]["step"] if evaluations else None,

@@ -84,6 +84,21 @@ def test_the_numbers_are_those_of_the_samples_that_the_run_holds_out(run: Path) 
         check(run, line, side, test if side == "test" else validation)
 
 
+def test_one_that_comes_late_completes_the_results(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full at first is told in one line."""
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("by: workers", "by: sidecar"))
+    early = {"main_metric": "test_accuracy", "steps": 2, "stopped_by": None}
+    (run / "summary.json").write_text(json.dumps({**early, "sidecar": {"missing": [1, 2]}}))
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="a: No space left; make room, and start"):
+        patch.setattr(command.SideCar, "look", lambda _: (_ for _ in ()).throw(OSError(28, "No space left", "a")))
+        command.follow(run, [], StopFlag())
+    command.follow(run, [], StopFlag())
+    summary, last = json.loads((run / "summary.json").read_text()), record_of(run)[-1]
+    about = {"evaluated": 2, "last_step": 2, "skipped": 0, "missing": []}
+    assert summary == {**early, "sidecar": about} | {name: last[name] for name in ("test_loss", "test_accuracy")}
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -23,11 +23,13 @@ import json, pathlib, signal, sys, time
 here = pathlib.Path(sys.argv[1])
 word = next(each[6:] for each in sys.argv if each.startswith("model="))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-value = {"best": 0.9, "fail": 0.9, "nan": float("nan")}.get(word, 0.0)
+value = {"best": 0.9, "fail": 0.9, "late": 0.9, "nan": float("nan")}.get(word, 0.0)
 (here / "metrics.jsonl").write_text(json.dumps({"kind": "evaluation", "step": 3, "test_accuracy": value}) + "\\n")
 while word == "hopeless":
     time.sleep(0.01)
 summary = {"main_metric": "test_accuracy", "higher_is_better": True, "test_accuracy": value}
+if word == "late":
+    summary = {"main_metric": "test_accuracy", "sidecar": {"missing": [3]}}
 (here / "summary.json").write_text(json.dumps({} if word == "silent" else summary))
 sys.exit(word == "fail")
 """
@@ -56,7 +58,7 @@ def test_a_search_goes_on_past_trials_that_fail_and_stops_one_without_hope(
 ) -> None:
     pytest.importorskip("optuna", reason="pip install optuna")
     good = [f"m{number}" for number in range(5)]
-    left = ["nan", "fail", "hopeless", "best"]
+    left = ["nan", "fail", "hopeless", "best", "late"]
     for number, word in enumerate([*good, *left]):
         job = Job([f"model={word}", "epochs=1"], tmp_path / f"model={word}").begun()
         if word in good:
@@ -66,14 +68,15 @@ def test_a_search_goes_on_past_trials_that_fail_and_stops_one_without_hope(
             (job.run_dir / "summary.json").write_text(json.dumps(about | figures))
             job.done(0)
 
-    assert run(search_of(tmp_path, *good, *left, trials=9), parallel=2, typed="") == 0
-    assert len(sham) == 4 and all(process.poll() is not None for process in sham), "no process is left"
+    assert run(search_of(tmp_path, *good, *left, trials=10), parallel=2, typed="") == 0
+    assert len(sham) == 5 and all(process.poll() is not None for process in sham), "no process is left"
     found = {job.run_dir.name.partition("=")[2]: job for job in jobs_in(tmp_path)}
     assert {word: (found[word].status, found[word].objective, found[word].pruned) for word in left} == {
         "nan": (0, None, False),
         "fail": (1, None, False),
         "hopeless": (143, None, True),
         "best": (0, 0.9, False),
+        "late": (0, None, False),
     }
     out = capsys.readouterr().out
     assert sum("best" in line and "done" in line and "│" in line for line in out.splitlines()) == 1
@@ -81,10 +84,10 @@ def test_a_search_goes_on_past_trials_that_fail_and_stops_one_without_hope(
 
     again = search_of(tmp_path, *good, *left, trials=12)
     states = [trial.state.name for trial in again.study.trials]
-    assert {name: states.count(name) for name in states} == {"COMPLETE": 6, "FAIL": 2, "PRUNED": 1}
+    assert {name: states.count(name) for name in states} == {"COMPLETE": 6, "FAIL": 3, "PRUNED": 1}
     assert (again.study.best_value, again.study.best_params) == (0.9, {"model": "best"})
     assert run(again, parallel=1, typed="") == 0
-    assert len(sham) == 4 and len(again.study.trials) == 12, "what is proposed again is not run again"
+    assert len(sham) == 5 and len(again.study.trials) == 12, "what is proposed again is not run again"
     with pytest.raises(ConfigError, match="holds a job with epochs=1, and not epochs=2; take another"):
         Search(Space.of(["model=a,b", "epochs=2"]), tmp_path, metric="", higher_is_better=True, num_trials=1)
 

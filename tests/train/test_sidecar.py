@@ -100,11 +100,12 @@ def test_each_checkpoint_is_evaluated_once_and_the_best_stays(bench: Bench) -> N
     assert bench.side_car.look() and bench.kept() == ["step-00000005"]
     assert ddp.load(bench.run_dir).weights["weight"].item() == 0.05
     assert bench.skipped() == [] and len(bench.said) == 7
-    assert results_of_sidecar(bench.run_dir, "test_loss") == {
-        "test_loss": 0.05,
+    without = {
         "main_metric": "test_loss",
         "sidecar": {"evaluated": 7, "last_step": 5, "skipped": 0, "missing": []},
     }
+    assert results_of_sidecar(bench.run_dir, "test_loss", last_step=5) == {"test_loss": 0.05, **without}
+    assert results_of_sidecar(bench.run_dir, "test_loss", last_step=6) == without, "step 5 is not the run's result"
 
 
 def test_what_was_seen_outlives_the_run_s_pruning_and_a_kill(bench: Bench) -> None:
@@ -131,7 +132,7 @@ def test_what_was_seen_outlives_the_run_s_pruning_and_a_kill(bench: Bench) -> No
     assert bench.skipped() == [
         "removed before the side-car has seen it; save less often, or raise checkpoint.keep_last"
     ]
-    assert results_of_sidecar(bench.run_dir, "test_loss")["sidecar"]["skipped"] == 1
+    assert results_of_sidecar(bench.run_dir, "test_loss", last_step=5)["sidecar"]["skipped"] == 1
 
 
 def bench_key(bench: Bench, step: int) -> str:
@@ -243,7 +244,7 @@ def test_the_last_weights_are_reported_on_the_test_set_if_another_one_chooses(be
     bench.follow()
     kinds = [(entry["kind"], entry["step"]) for entry in record_of(bench.run_dir)]
     assert kinds == [("evaluation", 1), ("evaluation", 2), ("report", 2)] and bench.kept() == ["step-00000001"]
-    found = results_of_sidecar(bench.run_dir, "test_loss")
+    found = results_of_sidecar(bench.run_dir, "test_loss", last_step=2)
     assert (found["validation_loss"], found["test_loss"], found["main_metric"]) == (2.0, 2.0, "validation_loss")
 
 
@@ -266,7 +267,7 @@ def test_the_table_waits_for_it_and_no_longer(bench: Bench, capsys: pytest.Captu
     sidecar.wait_for(bench.run_dir, lambda: next(answers), within_s=60)
     assert capsys.readouterr().out == "1 checkpoint left for the side-car; waiting up to 60 s …\n"
     sidecar.wait_for(bench.run_dir, lambda: True, within_s=0.0)
-    assert results_of_sidecar(bench.run_dir, "test_loss")["sidecar"]["missing"] == [1]
+    assert results_of_sidecar(bench.run_dir, "test_loss", last_step=5)["sidecar"]["missing"] == [1]
 
 
 def test_another_model_s_checkpoint_is_skipped(bench: Bench) -> None:

@@ -127,7 +127,7 @@ def finish(config: Config, run_dir: Path) -> None:
     summary = json.loads(path.read_text())
     more: dict[str, Any] = {}
     if config.evaluate.by == "sidecar":
-        more |= results_of_sidecar(run_dir, summary["main_metric"])
+        more |= results_of_sidecar(run_dir, summary["main_metric"], last_step=summary["steps"])
     if isinstance(config.data, settings.StandardLibrary) and summary["stopped_by"] in (None, EARLY):
         more |= {**_yardsticks(), "writes": _written_by(config, run_dir)}
     if more:

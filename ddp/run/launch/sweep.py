@@ -231,6 +231,8 @@ def ending(job: Job) -> str:
     status = job.status
     if job.pruned or status is None:
         return "pruned" if job.pruned else "unfinished"
+    if status == 0 and job.summary.get("sidecar", {}).get("missing"):
+        return "done, but not evaluated to the end"
     if status > 128:
         return f"stopped by {signal.Signals(status - 128).name} (status {status})"
     known = {0: "done", 2: "refused (status 2)", 3: "ended by its watch (status 3)"}
