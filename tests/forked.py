@@ -94,7 +94,7 @@ class Forked:
             outputs = [Connection(os.dup(log.fileno())) for _ in range(2)]
             self._process = _server().Process(target=_job, args=(list(words), dict(os.environ), Path.cwd(), outputs))
             self._process.start()
-        self.terminate, self.wait = self._process.terminate, self._process.join
+        self.terminate, self.kill, self.wait = self._process.terminate, self._process.kill, self._process.join
 
     def poll(self) -> int | None:
         return self._process.exitcode

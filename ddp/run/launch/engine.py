@@ -61,7 +61,7 @@ def run_workers(arguments: Sequence[str], *, workers: int, threads: int | None) 
         temporary_folder("ddp-engine-") as folder,
         private_folder() as private,
         _unchanged_process(signals),
-        _paused_together(),
+        paused_together(),
     ):
         # "${local_rank}" is the engine's macro; any other "$" is doubled to pass through it.
         launch = ["--parent", str(os.getpid()), "--private", str(private), *arguments]
@@ -138,8 +138,8 @@ def _unchanged_process(signals: Sequence[signal.Signals]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _paused_together() -> Iterator[None]:
-    """Lets Ctrl-Z pause the workers, too, and `fg` continue them.
+def paused_together() -> Iterator[None]:
+    """Lets Ctrl-Z pause the workers, too, and `fg` continue them, for the duration of the block.
 
     The engine gives every worker a session of its own, which the terminal does not reach. Without this the workers
     would go on until they need the store of the launcher that is paused.

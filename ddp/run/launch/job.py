@@ -17,7 +17,7 @@ from typing import NoReturn
 from ddp.errors import ConfigError
 from ddp.process.files import hold
 from ddp.run.launch import command_line
-from ddp.run.launch.engine import SHUTDOWN_S
+from ddp.run.launch.engine import SHUTDOWN_S, paused_together
 from ddp.run.launch.worker import ORPHAN_GRACE_S, follow_parent
 
 
@@ -36,8 +36,9 @@ def main(argv: Sequence[str]) -> NoReturn:
         os.sched_setaffinity(0, map(int, options.cores.split(",")))
     sys.orig_argv[:] = [*shlex.split(options.typed), *options.words]
     sys.argv[1:] = options.words
-    _wait_for_orphans(options.run_dir)
-    command_line.main()
+    with paused_together():  # from the beginning, because the kernel pauses no session that has no terminal
+        _wait_for_orphans(options.run_dir)
+        command_line.main()
 
 
 def _wait_for_orphans(run_dir: Path) -> None:

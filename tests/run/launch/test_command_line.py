@@ -682,3 +682,34 @@ def test_a_launch_that_is_paused_at_the_terminal_pauses_its_workers_and_goes_on_
     launched.send_signal(signal.SIGCONT)
     status, printed, errors = finish(launched)
     assert (status, without_gloo(printed), errors) == (0, "[0, 1]\n", "")
+
+
+JOB = """
+import subprocess, sys
+from ddp.run.launch import command_line, job
+def main():
+    child = subprocess.Popen([sys.executable, "-IS", "-c", "input()"], start_new_session=True, stdin=subprocess.PIPE)
+    print(child.pid, flush=True)
+    child.communicate(sys.stdin.buffer.readline())
+command_line.main = main
+job.main(["--parent", sys.argv[1], "--typed", "train", "none"])
+"""
+
+
+def test_a_job_of_a_sweep_can_be_paused_before_its_workers_begin(tmp_path: Path) -> None:
+    """It has a session of its own, and the kernel ignores Ctrl-Z there unless it is handled."""
+    command = [sys.executable, "-c", JOB, str(os.getpid())]
+    variables, pipe = {**os.environ, "PYTHONPATH": str(ROOT)}, subprocess.PIPE
+    job = subprocess.Popen(command, cwd=tmp_path, env=variables, start_new_session=True, stdin=pipe, stdout=pipe)
+    assert job.stdin is not None and job.stdout is not None
+    processes = [job.pid, int(job.stdout.readline())]
+
+    def are_paused() -> bool:
+        return {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in processes} == {"T"}
+
+    job.send_signal(signal.SIGTSTP)
+    wait_for(are_paused)
+    job.send_signal(signal.SIGCONT)
+    wait_for(lambda: not are_paused())
+    job.communicate(b"\n")
+    assert job.returncode == 0
