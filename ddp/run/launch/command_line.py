@@ -45,7 +45,7 @@ from typing import Any, NoReturn, cast
 from ddp.comm.meeting.place import take_cluster
 from ddp.errors import USER_ERRORS, ConfigError, first_line
 from ddp.process.arguments import program, setting_for, shown, train_command, typed_command
-from ddp.process.files import json_object
+from ddp.process.files import json_object, read_own
 from ddp.process.memory import leave_out, skip_at_exit
 from ddp.process.terminal import keep_writing
 from ddp.run.launch import jobs, sidecar, sweep
@@ -452,7 +452,7 @@ def _agreed_stop(run_dir: Path) -> signal.Signals | None:
 def _stopped_by(run_dir: Path) -> str:
     """Returns why the workers have agreed to stop; "" if they have not."""
     with contextlib.suppress(OSError, ValueError):
-        return json_object((run_dir / "summary.json").read_text()).get("stopped_by") or ""
+        return json_object(read_own(run_dir / "summary.json")).get("stopped_by") or ""
     return ""
 
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from ddp.errors import ConfigError
 from ddp.process.arguments import shown
-from ddp.process.files import json_object, make_folder, write_whole
+from ddp.process.files import json_object, make_folder, read_own, write_whole
 from ddp.train.metric_names import is_metric, metric_in_words, words_of
 
 MOST_LETTERS = 120
@@ -61,7 +61,7 @@ class Job:
     def read(cls, run_dir: Path) -> Job | None:
         """Returns the job of a folder, or None if there is none, or if its file is damaged."""
         with contextlib.suppress(OSError, ValueError, TypeError):
-            found = cls(run_dir=run_dir, **json_object((run_dir / RESULT).read_text()))
+            found = cls(run_dir=run_dir, **json_object(read_own(run_dir / RESULT)))
             return found if [*map(type, found.overrides)] == [str] * len(found.overrides) else None
         return None
 
@@ -93,7 +93,7 @@ class Job:
         """Returns the figures that the run has left."""
         if self.status != 2:  # of a job that was refused, the folder may hold another run
             with contextlib.suppress(OSError, ValueError):
-                return json_object((self.run_dir / "summary.json").read_text())
+                return json_object(read_own(self.run_dir / "summary.json"))
         return {}
 
     def number(self, key: str) -> float | None:

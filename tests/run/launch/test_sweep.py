@@ -127,6 +127,9 @@ def test_a_job_is_the_same_if_its_settings_are(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ConfigError, match=re.escape(words)):
             earlier(Job(overrides, run_dir))
+    (run_dir / "job.json").rename(tmp_path / "elsewhere")
+    (run_dir / "job.json").symlink_to(tmp_path / "elsewhere")
+    assert Job.read(run_dir) is None, "a link, or a pipe, on which a sweep would wait for ever, is not followed"
     (run_dir / "job.json").unlink()
     (run_dir / "config.yaml").touch()
     with pytest.raises(ConfigError, match="holds a run that is no job of a sweep"):
