@@ -308,6 +308,11 @@ def test_the_work_of_a_profile_is_what_its_reductions_did_not_take() -> None:
     assert work_of(replace(uneven, world_size=2)).spread == pytest.approx((1.0, 1.0, 1.0, 2.0))
     with pytest.raises(ConfigError, match=r"sent no buckets of gradients: profile one with replica\.kind=bucketed"):
         work_of(profile(steps=[[rank_step(1, buckets=[])]]))
+    with pytest.raises(ConfigError, match="no samples were computed with: profile the run again"):
+        work_of(profile(steps=[[rank_step(1, num_samples=0)]]))
+    strange = replace(bucket_times(0, [[4]], 0.1, 0.1, 0.1), dtype="load")
+    with pytest.raises(ConfigError, match="gradients of load: this version of torch has no such numbers"):
+        work_of(profile(steps=[[rank_step(1, buckets=[strange])]]))
     measured = measured_of(profile(2))
     assert measured is not None and measured.allocated is not None and measured.allocated.at(1024) == 20e-6
     assert measured_of(profile()) is None

@@ -48,7 +48,6 @@ class DRAWN:
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "png", lambda series: b"")
     monkeypatch.setattr(page, "svg", lambda panel, name: "<svg></svg>")
-    monkeypatch.setattr(yaml, "safe_load", partial(yaml.load, Loader=yaml.CSafeLoader))  # ten times as fast
 
 
 def leave(

@@ -113,9 +113,12 @@ def work_of(profile: Profile) -> Work:
     ready = [_ready_s(record, in_foreground=in_foreground) for record in records]
     ready_s = list(map(median, zip(*ready, strict=True)))
     computed = [record.step_s - record.communication_s - record.wait_s for record in records]
+    num_samples = median(record.num_samples for record in records)
+    if min(num_samples, median(computed)) <= 0:
+        raise ConfigError("in the profiled steps no samples were computed with: profile the run again")
     last_s = median(map(max, ready))
     return Work(
-        num_samples=median(record.num_samples for record in records),
+        num_samples=num_samples,
         before_s=max(0.0, median(each.data_s + each.forward_s + each.backward_s for each in records) - last_s),
         update_s=median(record.update_s for record in records),
         other_s=median(record.other_s for record in records),
@@ -138,7 +141,9 @@ def _gradients(record: RankStep, ready_s: Sequence[float]) -> list[tuple[Gradien
     """Returns the gradients of each bucket. Inside of a bucket they are ready in proportion to their bytes."""
     found, began_s = [], 0.0
     for bucket, ended_s in zip(record.buckets, accumulate(ready_s, max), strict=True):
-        dtype = getattr(torch, bucket.dtype)
+        dtype = getattr(torch, bucket.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ConfigError(f"gradients of {bucket.dtype:.20}: this version of torch has no such numbers")
         numels = [math.prod(shape) for shape in bucket.shapes]
         shares = [until / max(1, sum(numels)) for until in accumulate(numels)]
         found.append(

@@ -32,6 +32,9 @@ from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain, settings_of
 from ddp.train.moved import translated
 
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""Of libyaml, where PyYAML was built with it: ten times as fast, which counts where hundreds of runs are read."""
+
 
 def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None, is_restart: bool = False) -> None:
     """Refuses everything that can be refused before a worker starts; then writes RUN_DIR/config.yaml.
@@ -227,7 +230,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         if path.is_fifo():
             raise ConfigError("it is a pipe, at which reading would wait for ever")
         text = path.read_text(encoding="utf-8")
-        plain: dict[str, Any] = yaml.safe_load(text)
+        plain: dict[str, Any] = yaml.load(text, Loader=_LOADER)
         whole = asdict(from_plain(plain))
         names, last = list(whole), list(whole)[-1]
         missing = list(reversed([*takewhile(lambda name: name not in plain, reversed(names))]))  # not a setting too new

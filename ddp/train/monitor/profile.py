@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, astuple, dataclass, fields, is_dataclass
 from pathlib import Path
 from statistics import median
 from types import UnionType
@@ -28,6 +27,7 @@ from ddp.process.files import json_object, read_own, write_whole
 
 VERSION = 1
 FILE = "profile.json"
+MOST = 1 << 48  # of numbers in a tensor
 
 Part = Literal["data", "forward", "backward", "communication", "wait", "update", "other"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -231,10 +231,25 @@ def _made(kind: Any, plain: Any, key: str) -> Any:
 
 def _check(profile: Profile) -> None:
     """Raises ValueError if the parts of a profile do not fit each other."""
-    ranks = range(profile.world_size)
-    if Counter(rank for host in profile.hosts for rank in host) != Counter(ranks):
+    ranks = sorted(rank for host in profile.hosts for rank in host)
+    if len(ranks) != profile.world_size or ranks != list(range(len(ranks))) or not all(profile.hosts) or not ranks:
         raise ValueError(f"hosts: {profile.hosts!r:.40} are not the ranks 0 to {profile.world_size - 1}")
     if not profile.steps or {len(profile.clock), *map(len, profile.steps)} != {len(ranks)}:
         raise ValueError("steps: there are none, or some ranks are missing")
     if len(profile.cores) != len(profile.hosts):
         raise ValueError("cores: not one number for each host")
+    if min(profile.batch, profile.threads, *profile.cores) < 1:
+        raise ValueError("batch, threads, cores: one is below 1")
+    times = [0.0]
+    if (network := profile.network) is not None:
+        times = [network.gamma_s, *astuple(network.inside), *astuple(network.between)]
+    for rank in (rank for step in profile.steps for rank in step):
+        times += [*rank.parts.values(), rank.backward_began_s]
+        times += [each for bucket in rank.buckets for each in (bucket.ready_s, bucket.launched_s, bucket.done_s)]
+        for bucket in rank.buckets:
+            if len(bucket.parameters) != len(bucket.shapes) or bucket.numel != sum(map(math.prod, bucket.shapes)):
+                raise ValueError(f"buckets: parameters, shapes and numel of {bucket.index} do not fit each other")
+            if not all(0 <= size <= MOST for shape in bucket.shapes for size in shape):
+                raise ValueError(f"shapes: a size is below 0 or above {MOST}")
+    if min(times) < 0:
+        raise ValueError("a time is below 0")
