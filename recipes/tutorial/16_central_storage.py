@@ -114,4 +114,4 @@ if __name__ == "__main__":
 #
 # ## Next
 #
-# That is all of data-parallel training. `docs/reading.md` leads on, into the library.
+# `17_what_a_second_worker_buys.py`: how to know it before there is one.
