@@ -39,7 +39,7 @@ from ddp.units import counted
 Item = TypeVar("Item")
 
 POLL_S = 0.05
-STOP_S = SHUTDOWN_S + 30.0  # its launcher gives the workers SHUTDOWN_S
+STOP_S = 2 * SHUTDOWN_S  # its launcher gives the workers SHUTDOWN_S, and then writes the results
 _TAIL = 15  # lines of the log of a job that has failed
 
 
@@ -78,7 +78,8 @@ def check_parallel(parallel: int) -> None:
             f"sweep.parallel={parallel}: each job has cores of its own, and {cores} can be used here; take at most that"
         )
     if 0 < (num_gpus := len(visible_gpus())) < parallel:
-        print(f"sweep.parallel={parallel}: jobs share {counted(num_gpus, 'GPU')}, one for each job", file=sys.stderr)
+        there = f"there {'is' if num_gpus == 1 else 'are'} {counted(num_gpus, 'GPU')}"
+        print(f"sweep.parallel={parallel}: {there}, so jobs share one", file=sys.stderr)
 
 
 def run(

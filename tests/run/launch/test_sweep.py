@@ -168,7 +168,7 @@ def test_parallel_jobs_divide_the_gpus(
     assert (shares(1), shares(2), shares(4)) == (["0,1,2"], ["0", "1,2"], ["0", "0", "1", "2"])
     jobs.check_parallel(3)
     jobs.check_parallel(4)
-    assert capsys.readouterr().err == "sweep.parallel=4: jobs share 3 GPUs, one for each job\n"
+    assert capsys.readouterr().err == "sweep.parallel=4: there are 3 GPUs, so jobs share one\n"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937,5")
     assert (shares(2), shares(3)) == (["GPU-8932f937", "5"], ["GPU-8932f937", "GPU-8932f937", "5"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
