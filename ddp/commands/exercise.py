@@ -14,7 +14,7 @@ def main(words: Sequence[str]) -> int:
     parser = parser_of("exercise")
     parser.add_argument(
         "number",
-        help="02, 03, 06, 07, 08, precision or memory; or schedule, mirrored or cluster, for code of your own",
+        help="02, 03, 06, 07, 08, precision, memory, bottleneck; schedule, mirrored or cluster for code of your own",
     )
     parser.add_argument("file", nargs="?", help="your file (default: the exercise's, in this folder); or MODULE:NAME")
     parser.add_argument("--begin", action="store_true", help="write the exercise's file in recipes/tutorial/exercises/")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+from ranks import run_ranks
 
-from recipes.tutorial.tools import exercise, precision_checks
+from ddp.__main__ import main
+from ddp.train.monitor.profile import PARTS, Part, Profile, read_profile
+from recipes.tutorial.tools import bottleneck_checks, exercise, holes, precision_checks
 from recipes.tutorial.tools.holes import name_of
 from recipes.tutorial.tools.mistake import Mistake
 
@@ -271,6 +275,176 @@ CHANGED_WRONGLY = {
         "precision", "return losses", "return losses[-1]", "fp32: train returns no list of 12 losses"
     ),
 }
+
+
+# --- what is slow ----------------------------------------------------------------------------------------------------
+
+WAVES = "torch.stack([torch.arange(WIDTH).mul((term + 1) / WIDTH).sin() for term in range(TERMS)]).mean(0)"
+MENDS = {  # by the size that makes the program slow: lines of it, and what stands there once it is mended
+    "LOOKED_AT": [
+        ("        largest = max(row.abs().max().item() for row in self.raw[:LOOKED_AT])\n", ""),
+        ("/ largest", "/ self.largest"),
+        ("    def __len__", "        self.largest = self.raw[:LOOKED_AT].abs().max().item()\n\n    def __len__"),
+    ],
+    "TERMS": [
+        ("        shift = torch.stack(waves).mean(0)\n", ""),
+        ("        waves = [torch.arange(WIDTH).mul((term + 1) / WIDTH).sin() for term in range(TERMS)]\n", ""),
+        ("+ shift", "+ self.shift"),
+        ("        self.seen: list[list[float]] = []\n", f"        self.seen, self.shift = [], {WAVES}\n"),
+    ],
+    "GROUP": [
+        ("        for group in means.split(GROUP):\n", ""),
+        ('            comm.all_reduce(group, "mean")\n', '        comm.all_reduce(means, "mean")\n'),
+    ],
+    "PIECE": [
+        (
+            "                pieces = zip(parameter.view(-1).split(PIECE), parameter.grad.view(-1).split(PIECE), "
+            "strict=True)\n"
+            "                for piece, gradient in pieces:\n"
+            '                    piece.sub_(gradient.mul(group["lr"]))\n',
+            "                parameter.add_(parameter.grad, alpha=-group['lr'])\n",  # as torch's own SGD does
+        ),
+    ],
+    "LOGGED": [
+        (
+            "self.seen.append([piece.abs().max().item() for piece in pieces])",
+            "self.seen.append(self.stem.weight.detach().view(-1, LOGGED).abs().amax(1).tolist())",
+        ),
+    ],
+}
+SEED = {  # the first that makes it slow by this size
+    name: next(seed for seed in range(100) if bottleneck_checks.drawn(seed).sizes[name] in much)
+    for name, (_, much, _) in bottleneck_checks.SIZES.items()
+}
+
+
+def mended(name: str, seed: int) -> str:
+    """Returns the program that a seed draws, mended for one size."""
+    text = bottleneck_checks.text_of(seed)
+    for right, changed in MENDS[name]:
+        assert text.count(right) == 1, "the program has changed"
+        text = text.replace(right, changed)
+    return text
+
+
+class Ran(NamedTuple):
+    """Holds what the ranks have found of programs, by name, and profiles of the slow ones."""
+
+    found: dict[str, list[bottleneck_checks.Found]]
+    profiles: dict[str, Profile]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """Runs each program slow and mended, and two that fail, all of them on the same two ranks."""
+    folder = tmp_path_factory.mktemp("bottleneck")
+    texts = {f"{name}, slow": bottleneck_checks.text_of(SEED[name]) for name in MENDS}
+    texts |= {f"{name}, mended": mended(name, SEED[name]) for name in MENDS}
+    texts["no fit"] = texts["PIECE, slow"].replace("    ddp.fit(", "    return []\n    ddp.fit(")
+    texts["an error"] = texts["PIECE, slow"].replace("model = Net()", "model = Nett()")
+    paths = [folder / f"program-{number}.py" for number in range(len(texts))]
+    for path, text in zip(paths, texts.values(), strict=True):
+        path.write_text(text, encoding="utf-8")
+    ranks = run_ranks(bottleneck_checks.as_rank, bottleneck_checks.NUM_RANKS, paths, folder, len(MENDS), timeout_s=300)
+    found = dict(zip(texts, map(list, zip(*ranks, strict=True)), strict=True))
+    return Ran(found, {name: read_profile(folder / str(number)) for number, name in enumerate(MENDS)})
+
+
+@pytest.mark.parametrize("name", MENDS)
+def test_the_profile_names_what_was_drawn_and_mending_it_is_faster(name: str, ran: Ran) -> None:
+    truth, profile = bottleneck_checks.drawn(SEED[name]), ran.profiles[name]
+    busy = [rank for rank in range(2) if truth.rank in (None, rank)]
+    parts = {part: bottleneck_checks.shares(profile, part) for part in PARTS if part != "wait"}
+    assert max(parts, key=lambda part: sum(parts[part][rank] for rank in busy)) == truth.part
+    if truth.rank is not None:
+        waits = bottleneck_checks.shares(profile, "wait")
+        assert waits[1 - truth.rank] > waits[truth.rank]
+    slow, fast = ran.found[f"{name}, slow"], ran.found[f"{name}, mended"]
+    assert not any(found.mistake for found in [*slow, *fast])
+    said = [
+        *bottleneck_checks.judged_name(truth.part, truth.rank, truth, profile),
+        *bottleneck_checks.judged_mended(slow, fast, truth.part),
+    ]
+    assert len(said) == 3 and said[0].startswith(f"what is slow: {truth.part} takes a rank ")
+
+
+@pytest.mark.parametrize(
+    ("part", "rank", "says"),
+    [
+        ("wait", 1, "hint: a rank that waits is not slow: whom does it wait for"),
+        ("data", 1, "hint: profile it, and look for what is longest on the rank that waits least"),
+        ("forward", None, "and RANK is None\nhint: do both ranks take long there"),
+        ("forward", 0, "and RANK is 0\nhint: do both ranks take long there"),
+    ],
+)
+def test_a_wrong_part_or_rank_is_refused(part: Part, rank: int | None, says: str, ran: Ran) -> None:
+    truth = bottleneck_checks.Drawn({}, "forward", 1)
+    with pytest.raises(Mistake) as found:
+        list(bottleneck_checks.judged_name(part, rank, truth, ran.profiles["LOGGED"]))
+    assert says in str(found.value) and f"{part} takes a rank " in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("differs", "says"),
+    [
+        (lambda found: found, "calls of functions, and made "),
+        (lambda found: found._replace(losses=(*found.losses[:5], 0.5)), "rank 1: the loss of step 6 is 0.5, and was "),
+        (
+            lambda found: found._replace(weights=found.weights + 1e-7),
+            "rank 1: the last weights are not the same, bit by bit\nhint: the same numbers in less time",
+        ),
+        (
+            lambda found: found._replace(written=found.written[1:]),
+            "rank 1: train returns something else than before\nhint: what is written down, too",
+        ),
+    ],
+)
+def test_a_program_that_is_mended_wrongly_is_refused(
+    differs: Callable[[bottleneck_checks.Found], bottleneck_checks.Found], says: str, ran: Ran
+) -> None:
+    slow = ran.found["PIECE, slow"]
+    with pytest.raises(Mistake) as found:
+        list(bottleneck_checks.judged_mended(slow, [slow[0], differs(slow[1])], "update"))
+    assert says in str(found.value)
+
+
+def test_a_program_that_fails_says_where(ran: Ran) -> None:
+    for rank in range(2):
+        step, found, hint = ran.found["an error"][rank].mistake[:3]
+        assert step == "the training runs" and not hint
+        assert found.startswith("NameError: name 'Nett' is not defined\n  ")
+        assert ", line " in found
+        assert ran.found["no fit"][rank].mistake[1] == "train has not called ddp.fit"
+
+
+def test_a_bottleneck_is_drawn_found_and_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in (holes, exercise):
+        monkeypatch.setattr(module, "FOLDER", tmp_path)
+    monkeypatch.setattr(exercise.secrets, "randbelow", lambda _: SEED["LOGGED"])
+    assert main(["exercise", "bottleneck", "--begin"]) == 0
+    path = tmp_path / "bottleneck.py"
+    assert path.read_text() == bottleneck_checks.text_of(SEED["LOGGED"])
+
+    def says(text: str) -> str:
+        path.write_text(text)
+        try:
+            main(["exercise", "bottleneck"])
+        except SystemExit as ended:
+            assert ended.code == 1
+        return capsys.readouterr().out
+
+    right = mended("LOGGED", SEED["LOGGED"])
+    assert "✗ what is slow: PART is ''\nhint: write the part of the step that is slow, one of data, " in says(right)
+    right = right.replace('PART = ""', 'PART = "forward"')
+    assert "✗ what is slow: SEED is None\nhint: leave the number" in says(right.replace("SEED =", "SEED, MY = None,"))
+    rank = bottleneck_checks.drawn(SEED["LOGGED"]).rank
+    found = says(right.replace("RANK: int | None = None", f"RANK: int | None = {rank}"))
+    assert found.count("✓ ") == 3 and "\nsolved; --begin draws another one, once this file is moved away\n" in found
+
+
+# --- typical mistakes ------------------------------------------------------------------------------------------------
 
 
 @cache

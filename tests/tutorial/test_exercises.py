@@ -435,7 +435,7 @@ def test_a_file_that_does_not_get_far(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("11", "there is no exercise 11; there are 02, 03, 06, 07, 08, precision, memory, `schedule` for an "),
+        ("11", "there is no exercise 11; there are 02, 03, 06, 07, 08, precision, memory, bottleneck, `schedule` "),
         ("ring", "there is no exercise ring; there are 02, "),
         ("02 nowhere.py", "there is no file nowhere.py: `python -m ddp exercise 02 --begin` writes the one to begin"),
         ("schedule", "schedule '': give the address of an all-reduce of yours, e.g. my_module:chain"),

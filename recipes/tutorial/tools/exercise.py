@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import secrets
 import sys
 import threading
 import traceback
@@ -29,6 +30,7 @@ import torch
 
 from ddp.process.arguments import program, shown
 from recipes.tutorial.tools import (
+    bottleneck_checks,
     gradient_checks,
     judged_by_tests,
     memory_checks,
@@ -49,11 +51,13 @@ CHECKS: dict[str, Check] = {
     "08": partial(judged_by_tests.passes, proofs=judged_by_tests.SAMPLER),
     "precision": precision_checks.mixed,
     "memory": memory_checks.accumulation,
+    "bottleneck": bottleneck_checks.bottleneck,
 }
 BEGINNINGS = FOLDER.parent / "programs"
-PROGRAMS = {  # that are right, and to be changed: by name, the function that is called, and what does it in the library
+PROGRAMS = {  # that are right, and to be changed: by name, the function that is called, and what comes next
     "precision": ("train", 'ddp.fit(…, precision="bf16") does it: ddp/optim/precision.py, ddp/train/step.py'),
     "memory": ("step", "ddp.fit(…, batches=ddp.Batches(micro_size=8)) does it: ddp/train/step.py"),
+    "bottleneck": ("train", "--begin draws another one, once this file is moved away"),
 }
 
 
@@ -84,8 +88,8 @@ def answer(number: str, file: str | None, *, begins: bool = False) -> str:
         to_do = "what to change is said" if number in PROGRAMS else "write what is missing"
         return f"{shown(begin(number, text_of(number)))}: {to_do} there; `{program()} exercise {number}` checks it"
     else:
-        in_library = PROGRAMS[number][1] if number in PROGRAMS else f"the library has it in ddp/{SOURCES[number]}"
-        lines, solved = checked(number, file), f"solved; {in_library}"
+        next_one = PROGRAMS[number][1] if number in PROGRAMS else f"the library has it in ddp/{SOURCES[number]}"
+        lines, solved = checked(number, file), f"solved; {next_one}"
     if not passed(lines):
         sys.exit(1)
     return solved
@@ -93,6 +97,8 @@ def answer(number: str, file: str | None, *, begins: bool = False) -> str:
 
 def text_of(number: str) -> str:
     """Returns the file that a reader begins with."""
+    if number == "bottleneck":
+        return bottleneck_checks.text_of(secrets.randbelow(1_000_000))
     if number in PROGRAMS:
         return (BEGINNINGS / name_of(number)).read_text(encoding="utf-8")
     return cut(number)
