@@ -141,7 +141,7 @@ def _forecaster(options: argparse.Namespace, profile: Profile, asked: Asked) -> 
         alpha_s=options.alpha,
         rate_bit_s=options.rate,
         cores=cores,
-        slow_down=factor,
+        slow_down=None if factor is None else (asked.per_host, factor),
         taken_s=taken_s,
     )
 

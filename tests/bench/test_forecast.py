@@ -26,7 +26,7 @@ from ranks import run_ranks
 from ddp.__main__ import main
 from ddp.bench import turns
 from ddp.bench.forecast import encoding, slow_down
-from ddp.bench.forecast.cells import CompareForecasts, ForecastCell
+from ddp.bench.forecast.cells import CompareForecasts, ForecastCell, chosen
 from ddp.bench.forecast.prices import (
     BARRIER,
     SMALL,
@@ -37,6 +37,7 @@ from ddp.bench.forecast.prices import (
     measured_of,
     measured_on,
 )
+from ddp.bench.forecast.question import Forecaster
 from ddp.bench.forecast.registered import read_registered, settings_of
 from ddp.bench.forecast.replay import Setup, Step, Timed, _beside, forecast, naive_s, replay, step_of, together
 from ddp.bench.forecast.to_loss import batches_for, first_reason, steps_at, to_loss
@@ -239,6 +240,14 @@ def test_memory_is_shared_by_more_ranks_and_links_are_those_that_are_said() -> N
     with pytest.raises(ConfigError, match="give --alpha and --rate"):
         measured_on(None, equal_hosts(2, 1), alpha_s=1e-3)
     assert (cores_of_a_rank(2, 1, 1), cores_of_a_rank(2, 4, 1), cores_of_a_rank(8, 2, 4)) == (1, 0.5, 4)
+
+
+def test_a_slow_down_is_of_so_many_ranks_of_a_host() -> None:
+    of = partial(Forecaster, profile(), None, num_known=1, cores=2)
+    assert [of().slow_down_of(per_host) for per_host in (1, 2, 4, 8)] == [1, 1, 2, 4]
+    # Four ranks on two cores are 2.4 times as slow: 1.2 of it is not because of cores.
+    told = of(slow_down=(4, 2.4))
+    assert [told.slow_down_of(per_host) for per_host in (1, 2, 4, 8)] == pytest.approx([1, 1.2, 2.4, 4.8])
 
 
 # --- the work --------------------------------------------------------------------------------------------------------
@@ -545,6 +554,15 @@ def test_what_a_forecast_refuses(run: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 # --- what is measured ------------------------------------------------------------------------------------------------
+
+
+def test_of_several_methods_the_one_that_was_forecast_fastest_is_told() -> None:
+    cell = partial(ForecastCell, place="here", model="mlp", naive_s=[1.0])
+    plain = cell(name="plain", measured_s=[2.0, 4.0, 3.0], forecast_s=[3.0, 2.0, 1.0])
+    other = cell(name="int8", measured_s=[2.5, 2.5, 9.0], forecast_s=[4.0, 4.0, 1.0])
+    assert [each.over_fastest for each in chosen([plain, other])] == [3.0 / 2.5, None]
+    assert [each.columns()["chosen ÷ fastest"] for each in chosen([other, plain])] == ["", "1.20"]
+    assert [each.over_fastest for each in chosen([plain])] == [None]
 
 
 def on_two_ranks() -> tuple[list[ForecastCell], float]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -36,7 +36,7 @@ from ddp.process.clock import now_s
 from ddp.process.memory import available_cores
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.train.monitor.profile import VERSION, BucketTimes, ClockOffset, Profile, RankStep
-from ddp.units import three_digits
+from ddp.units import three_digits, written
 
 PLAIN = "plain"
 METHODS: Mapping[str, Mapping[str, Any]] = {
@@ -55,6 +55,7 @@ class ForecastCell(Cell):
     Attributes:
         measured_s: the median step, on the slowest rank.
         forecast_s, naive_s: what was expected of it.
+        over_fastest: of the method whose forecast is the least: its step ÷ that of the fastest one.
     """
 
     legend: ClassVar[Mapping[str, str]] = {
@@ -66,11 +67,13 @@ class ForecastCell(Cell):
         "forecast ÷ measured": "of the medians",
         "naive": "ms of a step of one worker, and the bytes of its gradients ÷ the rate of the slowest link",
         "naive ÷ measured": "of the medians",
+        "chosen ÷ fastest": "measured, of the method whose forecast is the least: what trusting the forecast costs",
     }
     model: str
     measured_s: Sequence[float]
     forecast_s: Sequence[float]
     naive_s: Sequence[float]
+    over_fastest: float | None = None
 
     def columns(self) -> dict[str, str]:
         measured_s, forecast_s, guess_s = map(statistics.median, (self.measured_s, self.forecast_s, self.naive_s))
@@ -84,6 +87,7 @@ class ForecastCell(Cell):
             "forecast ÷ measured": three_digits(forecast_s / measured_s),
             "naive": three_digits(guess_s * 1e3),
             "naive ÷ measured": three_digits(guess_s / measured_s),
+            "chosen ÷ fastest": written(three_digits, self.over_fastest),
         }
 
 
@@ -120,7 +124,7 @@ class CompareForecasts:
         turns: dict[str, Callable[[], float]] = {"alone": alone.by_itself, "at once": alone.at_once}
         turns |= {name: partial(method.turn_s, comm) for name, method in methods.items()}
         turns_s = take_turns(turns, self.num_turns)
-        cells = [self._cell(comm, name, turns_s[name], alone, prices) for name in self.methods]
+        cells = chosen([self._cell(comm, name, turns_s[name], alone, prices) for name in self.methods])
         if comm.rank == 0:
             for cell in cells:
                 print(f"{PROGRESS}{cell.place}: {cell.columns()}", flush=True)
@@ -149,6 +153,15 @@ class CompareForecasts:
             forecast_s=[slowest([each])[0] for each in forecast_s],
             naive_s=[slowest([each])[0] for each in guesses_s],
         )
+
+
+def chosen(cells: Sequence[ForecastCell]) -> list[ForecastCell]:
+    """Returns the methods of a model; the one with the least forecast knows what choosing it costs."""
+    steps_s = [statistics.median(cell.measured_s) for cell in cells]
+    forecasts_s = [statistics.median(cell.forecast_s) for cell in cells]
+    place = forecasts_s.index(min(forecasts_s))
+    over = steps_s[place] / min(steps_s) if len(cells) > 1 else None
+    return [replace(cell, over_fastest=over if number == place else None) for number, cell in enumerate(cells)]
 
 
 class Paced(Training):

@@ -66,7 +66,8 @@ class Forecaster:
         known: figures of links and memory; None: there are none.
         num_known: the ranks of a host whose memory that was.
         cores: of a host.
-        slow_down: of ranks of a host that compute at once; None: by cores.
+        slow_down: how many ranks of a host compute at once, and how much slower; None: by cores. Other numbers of
+            ranks are as far off the factor by cores.
         taken_s: as in `Prices`.
     """
 
@@ -79,7 +80,7 @@ class Forecaster:
         alpha_s: float | None = None,
         rate_bit_s: float | None = None,
         cores: int,
-        slow_down: float | None = None,
+        slow_down: tuple[int, float] | None = None,
         taken_s: float = 0.0,
     ) -> None:
         self.profile, self.cores, self._slow_down, self._taken_s = profile, cores, slow_down, taken_s
@@ -110,9 +111,14 @@ class Forecaster:
 
     def slow_down_of(self, per_host: int) -> float:
         """Returns the factor of ranks of a host that compute at once."""
+        if self._slow_down is None or per_host == 1:
+            return self._by_cores(per_host)
+        known, factor = self._slow_down
+        return factor / self._by_cores(known) * self._by_cores(per_host)
+
+    def _by_cores(self, per_host: int) -> float:
         profiled = cores_of_a_rank(self.profile.cores[0], len(self.profile.hosts[0]), self.profile.threads)
-        by_cores = profiled / cores_of_a_rank(self.cores, per_host, self.profile.threads)
-        return by_cores if self._slow_down is None else self._slow_down
+        return profiled / cores_of_a_rank(self.cores, per_host, self.profile.threads)
 
     def threads_of(self, per_host: int) -> int:
         """Returns the threads of each of so many ranks of a host."""
