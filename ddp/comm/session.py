@@ -372,8 +372,10 @@ def _join(*, warn_s: float, abort_s: float) -> Store:
     begin = partial(dist.init_process_group, "gloo", rank=rank, world_size=world_size, timeout=timeout)
     try:
         answered(lambda: begin(store=for_torch(store)), within_s=abort_s)
-    except PeerLost:
-        raise
+    except PeerLost as late:
+        if not _answers(store):
+            raise
+        raise _not_connected(store, rank, world_size, TimeoutError(f"no connection for {abort_s:g} s")) from late
     except RuntimeError as error:
         raise _not_connected(store, rank, world_size, error) from error
     _session.owned_store, _session.hooks = store, (hook, sys.excepthook)
@@ -423,11 +425,14 @@ def _kept_store(here: Place) -> Store | None:
     return None
 
 
-def _not_connected(store: Store, rank: int, world_size: int, error: RuntimeError) -> PeerLost:
+def _not_connected(store: Store, rank: int, world_size: int, error: Exception) -> PeerLost:
     """Returns the error for ranks that have come, and that torch could not connect: one has gone in between."""
     others = [other for other in range(world_size) if other != rank]
     gone = answered(lambda: [each for each in others if not store.check([f"joins/{each}"])], within_s=ANSWER_S)
-    reason = f"it came, but could not be connected ({first_line(error)}): killed, stopped, or its host is down"
+    reason = (
+        f"it came, but could not be connected ({first_line(error)}): it was killed or stopped, a firewall stands "
+        "between the hosts, or GLOO_SOCKET_IFNAME names an interface that others do not reach"
+    )
     return PeerLost((gone or others)[0], "unknown", 0, 0, "start-up", reason)
 
 

@@ -21,7 +21,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 import ddp
 from ddp.comm import checks, session
-from ddp.comm.meeting.place import place
+from ddp.comm.meeting.place import Place, place
 from ddp.comm.meeting.rendezvous import rendezvous
 from ddp.comm.session import current
 from ddp.comm.watch import watchdog
@@ -100,6 +100,18 @@ def test_a_store_that_stops_to_answer_holds_nobody_beyond_the_deadline(monkeypat
     assert "does not answer" in lost.reason
     for each in (store, of_watchdog):
         each.goes_on.set()
+
+
+def test_a_firewall_between_the_ranks_is_no_fault_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddp.comm.meeting.rendezvous.LET_GO_S", 0.0)
+    store, for_ever = HashStore(), threading.Event()
+    monkeypatch.setattr(session, "_met", lambda *_, **__: store)
+    monkeypatch.setattr(session, "place", lambda: Place("", 0, 2))
+    monkeypatch.setattr(session, "for_torch", lambda store: store)
+    monkeypatch.setattr(session.dist, "init_process_group", lambda *_, **__: for_ever.wait())
+    with pytest.raises(PeerLost, match=r"lost rank 1 .*no connection for 0\.1 s.* a firewall stands between the hosts"):
+        session._join(warn_s=9, abort_s=0.1)
+    for_ever.set()
 
 
 def test_ranks_that_torch_cannot_connect_name_the_one_that_has_gone() -> None:
