@@ -6,7 +6,8 @@ What one setting makes of another, as a batch does of the rate, is said here onc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import cast
 
@@ -50,6 +51,17 @@ def make_optimizer(config: Config, module: nn.Module) -> Optimizer:
             kind = AdamW if name == "adamw" else Adam
             return kind(groups, lr=rate, betas=(beta1, beta2), eps=eps)
     raise AssertionError(optim)
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Lets optimizers be made in a block without torch's compiler, which each imports for a second and none needs."""
+    asks = Optimizer.add_param_group
+    Optimizer.add_param_group = getattr(asks, "__wrapped__", asks)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Optimizer.add_param_group = asks  # type: ignore[method-assign]
 
 
 def _layerwise(optim: settings.LayerwiseOptim, module: nn.Module, rate: float, *, clip_norm: float | None) -> Layerwise:

@@ -81,7 +81,8 @@ def check(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
     check_strategy(config, model)
     if (region := components.averaging_of(config).region) is not None:
         refuse_kept(region)
-    optimizer = optimization.make_optimizer(config, model)
+    with optimization.without_compiler():
+        optimizer = optimization.make_optimizer(config, model)
     if (which := _start_of(config, Path(config.run.dir))) is not None:
         checkpoint = load(which, names=["model", "position"])
         check_dealing(config, splits, state=checkpoint.parts["position"]["sampler"])
