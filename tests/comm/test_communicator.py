@@ -187,7 +187,7 @@ def test_every_operation(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_sum_is_divided_once(world_size: int) -> None:
     """In each way, whoever completes it; in many segments."""
-    cases = [(name, numel) for name in routes(world_size) for numel in (*lengths(world_size), 150)]
+    cases = [(name, numel) for name in routes(world_size) for numel in (1, world_size + 1, 150)]
 
     def program(comm: Communicator) -> list[tuple[Tensor, Tensor]]:
         pairs = []
@@ -215,7 +215,7 @@ def large(rank: int, numel: int, divide_by: int) -> Tensor:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_a_narrow_wire_keeps_replicas_equal_and_accumulates_wide(world_size: int, wire: WireName) -> None:
     """Rounded once per hop, not added in the narrow type: within one rounding per contribution and one of the sum."""
-    cases = [(0, 1), (1, 1 << 20), (61, 1 << 20), (1023, 1), (1023, 1 << 20), (1801, 3)]
+    cases = [(0, 1), (1, 3), (1023, 1), (1801, 1 << 20)]
 
     def program(comm: Communicator) -> list[Tensor]:
         return [
