@@ -168,7 +168,7 @@ def veto(kind: str) -> None:
 
 @pytest.mark.parametrize("world_size", [3])
 def test_sharding_changes_no_bit(world_size: int) -> None:
-    first, *others = run_ranks(everything, world_size, 1e-3)
+    first, *others = run_ranks(everything, world_size, 1e-3, timeout_s=120)
     for kind, whole, parts in first:
         assert whole == parts, kind
     assert all(other == first for other in others)
