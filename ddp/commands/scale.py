@@ -20,7 +20,7 @@ from pathlib import Path
 from ddp.bench.scaling.comparisons import compared
 from ddp.bench.scaling.figures import Series
 from ddp.bench.scaling.runs import read_runs
-from ddp.bench.scaling.words import Table, in_one_table
+from ddp.bench.scaling.words import Table, in_short
 from ddp.comm.meeting.place import refuse_workers
 from ddp.commands import report
 from ddp.commands.command import parser_of
@@ -119,8 +119,9 @@ def jobs_for(given: Sequence[str], folder: Path, *, numbers: Sequence[int] | Non
     for number in numbers:
         overrides = [*fixed, f"cluster.workers={number}"]
         todo.append(Job(overrides, folder / sweep.job_folder(overrides, ["cluster.workers"], number=number)))
-    configs = [composed(job.overrides)[0] for job in todo]
-    for config in configs:
+    configs = []
+    for job in todo:
+        configs.append(config := composed(job.overrides)[0])
         check_gpus(config)
         check_strategy(config)
         resolve(config)
@@ -202,7 +203,8 @@ def tell(folder: Path, given: Sequence[str]) -> int:
         print("\n".join([*notes, *more, "so there is nothing to compare"]), flush=True)
         return status or 1
     for each in series:
-        _show(in_one_table(each))
+        for table in in_short(each):
+            _show(table)
     print("This is about speed alone: nothing was evaluated, and nobody knows how well more workers learn.", flush=True)
     report.main([str(folder)])
     print("\n".join(_next_commands(folder, series[0], given)), flush=True)

@@ -206,8 +206,8 @@ def _speed(series: Series) -> Table:
     return _table("Speed", series.points, columns if series.metric else columns[:-1])
 
 
-def in_one_table(series: Series) -> Table:
-    """Returns a row for each number of workers: speed, memory, and the parts of a step, as means over the ranks."""
+def in_short(series: Series) -> list[Table]:
+    """Returns two tables that a terminal has room for: speed and memory, and parts of a step, as means over ranks."""
     names = parts_in(parts for point in series.points for parts in point.parts)
     columns = [
         Column("workers", lambda point: str(point.workers)),
@@ -216,9 +216,10 @@ def in_one_table(series: Series) -> Table:
         Column("efficiency", lambda point: f"{point.efficiency:.0%}"),
         Column("memory per worker", _memory),
         Column("step, ms", lambda point: milliseconds(point.run.batch / point.run.samples_per_s)),
-        *(Column(IN_WORDS.get(name, name), _mean_of(name)) for name in names),
     ]
-    return _table("Speed, and where the time of a step goes", series.points, columns)
+    parts = [columns[0], *(Column(IN_WORDS.get(name, name), _mean_of(name)) for name in names)]
+    tables = [("Speed", columns), ("Where the time of a step goes, in ms", parts)]
+    return [_table(title, series.points, each) for title, each in tables if each[1:]]
 
 
 def _mean_of(part: str) -> Callable[[Point], str]:
