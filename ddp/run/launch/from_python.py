@@ -216,6 +216,8 @@ def _dumped(value: Any) -> bytes:
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, each: Any) -> Any:
+            if isinstance(each, ModuleType) and type(each) is not ModuleType and sys.modules.get(each.__name__) is each:
+                return importlib.import_module, (each.__name__,)  # torch.classes is sent with any attribute `classes`
             found = gpu.reduced(each)
             return super().reducer_override(each) if found is NotImplemented else found
 

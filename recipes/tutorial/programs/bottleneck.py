@@ -29,14 +29,14 @@ class Samples(torch.utils.data.Dataset):
     def __init__(self) -> None:
         seeded = torch.Generator().manual_seed(0)
         self.raw = torch.randn(NUM_SAMPLES, NUM_INPUTS, generator=seeded)
-        self.labels = torch.randint(0, 3, (NUM_SAMPLES,), generator=seeded)
+        self.classes = torch.randint(0, 3, (NUM_SAMPLES,), generator=seeded)
 
     def __len__(self) -> int:
         return len(self.raw)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         largest = max(row.abs().max().item() for row in self.raw[:LOOKED_AT])
-        return self.raw[index] / largest, self.labels[index]
+        return self.raw[index] / largest, self.classes[index]
 
 
 class Net(nn.Module):

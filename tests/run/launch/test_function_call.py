@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,6 +94,15 @@ def sent(folder: Path) -> Any:
         pickle.load(stream)
         function, args, kwargs = pickle.load(stream)
     return function(*args, **kwargs)
+
+
+def test_a_main_program_may_call_its_attributes_as_torch_calls_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.classes` and `torch.ops` are no plain modules, and cloudpickle takes `own.classes` for a use of one."""
+    module = ModuleType("__mp_main__")
+    exec("import torch\ndef tell(own):\n    return [own.classes, own.ops, torch.ops.aten is not None]", module.__dict__)
+    monkeypatch.setitem(sys.modules, "__mp_main__", module)
+    with folder_for_call(1, module.tell, (SimpleNamespace(classes=3, ops=4),), {}) as folder:
+        assert sent(folder) == [3, 4, True]
 
 
 @pytest.mark.parametrize("name", ["__mp_main__", "only_loaded"])
