@@ -250,7 +250,7 @@ CHANGED_WRONGLY = {
         "precision",
         "losses.append(loss.item())",
         "losses.append(scaler.scale(loss).item())",
-        "fp16, rank 0: returned the loss 6.05e+04, which is scaled\nhint: return the loss as it was before that",
+        "fp16, rank 0: returned the loss 6.05e+04, in full precision 0.9232\nhint: return the loss as it is",
     ),
     "precision: too large a scale": Typical(
         "precision",
@@ -271,9 +271,41 @@ CHANGED_WRONGLY = {
         "fp16, the gradients of step 5 overflow on rank 1: the scale of rank 0 is 65,536 before, and 65,536 after\n"
         "hint: scaler.update() makes it smaller",
     ),
+    "precision: ends at the overflow": Typical(
+        "precision",
+        "        losses.append(loss.item())\n",
+        "        losses.append(loss.item())\n        if scaler.is_enabled() and scaler.get_scale() < 65536:\n"
+        "            break\n",
+        "fp16, the gradients of step 5 overflow on rank 1: rank 0 ends after 5 steps\nhint: leave out that",
+    ),
+    "precision: no number": Typical("precision", "loss.item()", "None", "fp32: train returns no list of 12 losses"),
     "precision: one loss": Typical(
         "precision", "return losses", "return losses[-1]", "fp32: train returns no list of 12 losses"
     ),
+}
+
+RIGHT_AS_WELL = {  # lines of the solution, and what others write there
+    "memory": [
+        ("model(some)", "model(input=some)"),
+        ("    optimizer.step()\n", "    optimizer.step()\n    with torch.no_grad():\n        model(inputs)\n"),
+        ("from torch import Tensor\n", "import torch\nfrom torch import Tensor\n"),
+    ],
+    "precision": [
+        ("F.cross_entropy(replica(inputs), classes)", "nn.CrossEntropyLoss()(replica(inputs)[0], classes)"),
+        ("Parallel(net()", "Parallel(Pair(net())"),
+        (
+            "def train(",
+            "class Pair(nn.Sequential):\n    def forward(self, input):\n        return super().forward(input), 1\n\n\n"
+            "def train(",
+        ),
+        ("momentum=0.9)", "momentum=0.9, fused=True)"),
+        ("scaler.scale(loss).backward()", "backward(loss, scaler.scale(torch.ones(())))"),
+        ("from torch.nn import", "from torch.autograd import backward\nfrom torch.nn import"),
+        (
+            "        losses.append(loss.item())\n",
+            "        losses.append(loss.detach())\n        with torch.no_grad():\n            replica(input=inputs)\n",
+        ),
+    ],
 }
 
 
@@ -320,11 +352,7 @@ SEED = {  # the first that makes it slow by this size
 
 def mended(name: str, seed: int) -> str:
     """Returns the program that a seed draws, mended for one size."""
-    text = bottleneck_checks.text_of(seed)
-    for right, changed in MENDS[name]:
-        assert text.count(right) == 1, "the program has changed"
-        text = text.replace(right, changed)
-    return text
+    return with_changes(bottleneck_checks.text_of(seed), MENDS[name])
 
 
 class Ran(NamedTuple):
@@ -450,8 +478,11 @@ def test_a_bottleneck_is_drawn_found_and_mended(
 @cache
 def solved(name: str) -> str:
     """Returns a solution."""
-    text = exercise.text_of(name)
-    for right, changed in SOLUTIONS[name]:
+    return with_changes(exercise.text_of(name), SOLUTIONS[name])
+
+
+def with_changes(text: str, changes: list[tuple[str, str]]) -> str:
+    for right, changed in changes:
         assert text.count(right) == 1, "the program has changed"
         text = text.replace(right, changed)
     return text
@@ -469,6 +500,12 @@ def test_a_program_is_right_once_it_is_changed(name: str, tmp_path: Path) -> Non
     assert len(list(exercise.CHECKS[name](written(tmp_path, name, solved(name))))) >= 4
     with pytest.raises(Mistake):
         list(exercise.CHECKS[name](written(tmp_path, name, exercise.text_of(name))))
+
+
+@pytest.mark.parametrize("name", RIGHT_AS_WELL)
+def test_what_others_write_is_right_as_well(name: str, tmp_path: Path) -> None:
+    text = with_changes(solved(name), RIGHT_AS_WELL[name])
+    assert len(list(exercise.CHECKS[name](written(tmp_path, name, text)))) >= 4
 
 
 TRAINED = precision_checks._trained

@@ -6,7 +6,7 @@
 
     "bf16"    layers compute in bfloat16, and weights, loss, gradients, their sums over ranks, and updates stay float32
     "fp16"    layers compute in float16, which has no room for small gradients: the loss is scaled, and a step whose
-              gradients are not finite is left out
+              gradients are not finite is left out, after which the scale is smaller
 
 The ranks are threads on the CPU. On a GPU the same lines hold, with the device "cuda".
 """

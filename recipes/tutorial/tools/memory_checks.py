@@ -105,15 +105,15 @@ def _steps(module: ModuleType, trial: Trial, comm: Noted) -> list[list[Any]]:
     optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=MOMENTUM)
     first, steps = sum(trial.shares[: comm.rank]), []
 
-    def on_forward(_: nn.Module, given: tuple[Tensor, ...], outputs: Tensor) -> None:
-        comm.events.append(len(given[0]))
-        if outputs.requires_grad:
+    def on_forward(_: nn.Module, given: tuple[Tensor, ...], by_name: dict[str, Tensor], outputs: Tensor) -> None:
+        if outputs.requires_grad:  # else it keeps nothing
+            comm.events.append(len([*given, *by_name.values()][0]))
             outputs.register_hook(lambda _: comm.events.append("backward"))
 
     def on_update(*_: object) -> None:
         comm.events.append(Update(optimizer.param_groups[0]["lr"], _flat_gradient(net)))
 
-    net.register_forward_hook(on_forward)
+    net.register_forward_hook(on_forward, with_kwargs=True)
     optimizer.register_step_pre_hook(on_update)
     for number in range(NUM_STEPS):
         inputs, classes = (each[first : first + trial.shares[comm.rank]] for each in trial.batch(number))

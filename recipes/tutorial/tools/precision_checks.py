@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp.comm.communicator import Communicator
+from ddp.units import counted
 from recipes.tutorial.tools.mistake import Mistake
 from recipes.tutorial.tools.threads import on_ranks
 
@@ -47,13 +48,15 @@ class Step:
     """Notes one step of one rank.
 
     Attributes:
+        weights: of the model, before it.
         inputs: of the model.
         layers, reduced, updated: the types of what layers return, of what is added up over ranks, and of parameters.
         loss, loss_type: of what backward was called; in_autocast: … under autocast.
         gradient: what the optimizer has found, flat; None: it was not called.
     """
 
-    inputs: Tensor
+    weights: Tensor
+    inputs: Tensor | None = None
     layers: set[object] = field(default_factory=set)
     reduced: set[object] = field(default_factory=set)
     updated: set[object] = field(default_factory=set)
@@ -69,8 +72,8 @@ class Training:
 
     Attributes:
         overflows: the step in which a gradient becomes infinite on this rank; None: never.
-        depth: of the module whose forward is running.
-        start, weights: of the model, before and after.
+        depth: of the module whose forward is running; 0: the model's is not.
+        weights: of the model, at the end.
         losses: what the reader's function has returned.
     """
 
@@ -78,14 +81,13 @@ class Training:
     steps: list[Step] = field(default_factory=list)
     model: nn.Module | None = None
     depth: int = 0
-    start: Tensor = field(default_factory=lambda: torch.empty(0))
     weights: Tensor = field(default_factory=lambda: torch.empty(0))
     losses: list[float] = field(default_factory=list)
 
     @property
     def scales(self) -> list[float]:
         """Returns what the loss of each step was multiplied by before backward."""
-        return [step.loss / loss for step, loss in zip(self.steps, self.losses, strict=True)]
+        return [step.loss / loss if loss else math.nan for step, loss in zip(self.steps, self.losses, strict=True)]
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -118,11 +120,13 @@ def _trained(module: ModuleType, word: str, *, overflows: int | None = None) -> 
     def as_rank(comm: Noted) -> Training:
         mine = of_thread[threading.get_ident()] = Training(overflows if comm.rank == comm.world_size - 1 else None)
         comm.training = mine
-        mine.losses = module.train(comm, word)
+        losses = module.train(comm, word)
         comm.barrier()  # a mistake on one rank alone must not look like a deadlock on the others
         if mine.model is None:
             raise Mistake(word, "train has not called the model, which is a torch module")
-        if not isinstance(mine.losses, list) or len(mine.losses) != len(mine.steps):
+        with suppress(TypeError, ValueError):  # of what is no number
+            mine.losses = [*map(float, losses)]
+        if len(mine.losses) != len(mine.steps):
             raise Mistake(word, f"train returns no list of {len(mine.steps)} losses, one for each step")
         mine.weights = _flat(mine.model.parameters())
         return mine
@@ -141,30 +145,32 @@ def _noting(of_thread: dict[int, Training]) -> Iterator[None]:
     def before_forward(model: nn.Module, given: tuple[Any, ...]) -> None:
         if (training := mine()) is None:
             return
-        if training.depth == 0 and given and isinstance(given[0], Tensor):
-            if training.model is None:
-                training.model, training.start = model, _flat(model.parameters())
-            training.steps.append(Step(given[0].detach().clone()))
+        if training.depth == 0:  # the first that is called is the model; others may be losses
+            training.model = training.model or model
+            if model is not training.model or not torch.is_grad_enabled():
+                return
+            training.steps.append(Step(_flat(model.parameters())))
         training.depth += 1
+        if training.steps[-1].inputs is None and given and isinstance(given[0], Tensor):
+            training.steps[-1].inputs = given[0].detach().clone()
 
     def after_forward(model: nn.Module, _: tuple[Any, ...], outputs: Any) -> None:
-        if (training := mine()) is None:
+        if (training := mine()) is None or training.depth == 0:
             return
         training.depth -= 1
         if isinstance(model, nn.Linear):  # which autocast computes in the narrow type
             training.steps[-1].layers.add(outputs.dtype)
-        if training.depth == 0 and len(training.steps) == training.overflows and outputs.requires_grad:
-            outputs.register_hook(lambda gradient: gradient * math.inf)
+            if len(training.steps) == training.overflows:
+                outputs.register_hook(lambda gradient: gradient * math.inf)
 
-    backward = torch.autograd.backward
+    run_backward = vars(torch.autograd)["_engine_run_backward"]
 
-    def noted_backward(tensors: Any, *given: Any, **how: Any) -> None:
-        loss = tensors if isinstance(tensors, Tensor) else tensors[0]
+    def noted_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor], *given: Any, **how: Any) -> Any:
         if (training := mine()) is not None and training.steps:
             step = training.steps[-1]
-            step.loss, step.loss_type = loss.item(), loss.dtype
+            step.loss, step.loss_type = (tensors[0] * gradients[0]).sum().item(), tensors[0].dtype
             step.in_autocast = torch.is_autocast_enabled("cpu")
-        backward(tensors, *given, **how)
+        return run_backward(tensors, gradients, *given, **how)
 
     def before_update(optimizer: Optimizer, *_: object) -> None:
         if (training := mine()) is not None and training.steps:
@@ -178,7 +184,7 @@ def _noting(of_thread: dict[int, Training]) -> Iterator[None]:
         register_optimizer_step_pre_hook(before_update),
     )
     try:
-        with patch.object(torch.autograd, "backward", noted_backward):
+        with patch.object(torch.autograd, "_engine_run_backward", noted_backward):  # however it is called
             yield
     finally:
         for handle in handles:
@@ -256,10 +262,12 @@ def _check_same(where: str, mine: Training, other: Training, when: str) -> None:
     """Raises Mistake unless two trainings begin alike, and see the same samples."""
     if len(mine.steps) != len(other.steps):
         raise Mistake(where, f"{len(mine.steps)} steps, {when} {len(other.steps)}", "as many steps in every precision")
-    if not torch.equal(mine.start, other.start):
+    if not torch.equal(mine.steps[0].weights, other.steps[0].weights):
         hint = "draw the first weights from a torch.Generator with a seed, whatever the precision"
         raise Mistake(where, f"begins with other weights than {when}", hint)
     for number, (step, same) in enumerate(zip(mine.steps, other.steps, strict=True), 1):
+        if step.inputs is None or same.inputs is None:
+            raise Mistake(f"{where}, step {number}", "no layer is given a tensor")
         if not torch.equal(step.inputs, same.inputs):
             is_rounded = step.inputs.dtype != same.inputs.dtype and step.inputs.shape == same.inputs.shape
             hint = "the comparison is of precisions, so the samples of a step must be the same: give their draw a seed"
@@ -283,12 +291,11 @@ def _check_types(where: str, step: Step, narrow: torch.dtype) -> None:
 
 def _check_scale(where: str, mine: Training, wide: Training) -> None:
     """Raises Mistake unless the loss is scaled before backward, and returned as it is."""
-    if max(mine.scales) > 1.5:
-        return
-    if mine.losses[0] > 1.5 * wide.losses[0]:
-        found = f"returned the loss {mine.losses[0]:.4g}, which is scaled"
-        raise Mistake(where, found, "return the loss as it was before that")
-    raise Mistake(where, "the loss is not scaled, so small gradients become zero in float16", SCALER)
+    if not math.isclose(mine.losses[0], wide.losses[0], rel_tol=0.5):
+        found = f"returned the loss {mine.losses[0]:.4g}, in full precision {wide.losses[0]:.4g}"
+        raise Mistake(where, found, "return the loss as it is before it is scaled")
+    if not max(mine.scales) > 1.5:
+        raise Mistake(where, "the loss is not scaled, so small gradients become zero in float16", SCALER)
 
 
 def _gradient_is_off(where: str, step: Step, wide: Step) -> float:
@@ -312,7 +319,10 @@ def _judged_overflow(ranks: Sequence[Training]) -> Iterator[str]:
     """Yields what is right with a training in which a step overflows; raises Mistake at what is not."""
     where = f"fp16, the gradients of step {OVERFLOW} overflow on rank {NUM_RANKS - 1}"
     for rank, mine in enumerate(ranks):
-        if mine.steps[OVERFLOW - 1].gradient is not None:
+        if len(mine.steps) <= OVERFLOW:
+            found = f"rank {rank} ends after {counted(len(mine.steps), 'step')}"
+            raise Mistake(where, found, "leave out that update alone, and go on")
+        if not torch.equal(mine.steps[OVERFLOW - 1].weights, mine.steps[OVERFLOW].weights):
             hint = f"an update from infinite gradients ruins the weights; scaler.step leaves it out: {SCALER}"
             raise Mistake(where, f"rank {rank} makes the update", hint)
         before, after = mine.scales[OVERFLOW - 1 : OVERFLOW + 1]
