@@ -141,6 +141,8 @@ CHECKS: list[Callable[[], None]] = [
     test_communication_takes_its_share_of_a_core_that_backward_runs_on,
     test_one_rank_sends_nothing,
 ]
+
+
 def survivors(function: FunctionType, checks: Sequence[Callable[[], None]]) -> list[str]:
     """Returns the changed lines of the mutants that no check finds."""
     alive = []

@@ -93,7 +93,6 @@ class Jobs(Launcher):
         HydraConfig.instance().set_config(config)
         return of_sweep(config.hydra.overrides.task, Path(config.hydra.sweep.dir, config.hydra.sweep.subdir).absolute())
 
-
     def _returned(self, job: Job) -> JobReturn:
         returned = JobReturn(overrides=job.overrides, working_dir=str(job.run_dir), status=JobStatus.COMPLETED)
         try:

@@ -282,7 +282,7 @@ def test_a_job_that_does_not_stop_is_killed(
     ],
 )
 def test_a_job_s_folder_is_named_by_what_varies(overrides: list[str], varied: list[str], name: str | None) -> None:
-    assert job_folder(overrides, varied, number=7) == name or "cluster.workers=2,optim.lr=0.1"
+    assert job_folder(overrides, varied, number=7) == (name or "cluster.workers=2,optim.lr=0.1")
     long = job_folder([f"data.root={LONG}"], ["data.root"], number=7)
     assert long.endswith(",job=7") and "/" not in long and len(long) <= 140
 
