@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from ddp.bench.forecast import encoding
-from ddp.bench.forecast.prices import measured_of
+from ddp.bench.forecast.prices import measured_of, threads_of_a_rank
 from ddp.bench.forecast.question import Asked, Forecaster, asked_of
 from ddp.bench.forecast.registered import Registered, register, settings_of
 from ddp.bench.forecast.replay import STRATEGIES, Forecast
@@ -108,7 +108,7 @@ def answer(options: argparse.Namespace) -> str:
 
 def _forecaster(options: argparse.Namespace, profile: Profile, asked: Asked) -> Forecaster:
     cores, here = options.cores or profile.cores[0], available_cores()
-    threads = max(1, min(profile.threads, cores // asked.per_host))
+    threads = threads_of_a_rank(cores, asked.per_host, profile.threads)
     known, num_known = measured_of(profile), max(map(len, profile.hosts))
     lacks_memory = asked.per_host > 1 and (known is None or known.allocated is None)
     links, num_hosts = (options.alpha, options.rate), -(-asked.num_ranks // asked.per_host)
@@ -174,8 +174,9 @@ def _step(forecaster: Forecaster, found: Forecast) -> list[str]:
     for seconds, name in ((found.exposed_s, "communication"), (found.waiting_s, "waiting for stragglers")):
         if abs(seconds) > (1 - NEARLY) * found.step_s:
             parts.append(f"{name} {format_time(seconds)}")
-    efficiency = found.batch / found.num_ranks * forecaster.of_one_s / found.step_s
-    of_one = f", {efficiency:.0%} of {found.num_ranks:,} times one worker" if found.num_ranks > 1 else ""
+    of_one = ""
+    if found.num_ranks > 1:
+        of_one = f", {forecaster.efficiency(found):.0%} of {found.num_ranks:,} times one worker"
     lines = [
         f"  step         {format_time(found.step_s)}: {', '.join(parts)}",
         f"  samples/s    {found.samples_per_s:,.0f}{of_one}",
@@ -258,7 +259,7 @@ def _reasons(forecaster: Forecaster, asked: Asked, noise_scale: float | None) ->
         if number > per_host and asked.num_ranks == asked.per_host:
             break  # nobody has said what is between hosts
         there = replace(asked, num_ranks=number, per_host=per_host, batch=batch, algorithm="auto")
-        efficiencies[number] = batch / number * forecaster.of_one_s / forecaster.of(there, even=True).step_s
+        efficiencies[number] = forecaster.efficiency(forecaster.of(there, even=True))
     by_share, by_noise = first_reason(efficiencies, noise_scale=noise_scale, batch=batch)
     tried = max(efficiencies)
     share = f"at the same batch half of each worker is lost from {by_share} on, to fixed costs and communication"

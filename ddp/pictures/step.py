@@ -33,6 +33,8 @@ PARTS = {  # letter, colour
     "update": ("u", "#81b29a"),
     "other": ("·", "#d1d5db"),
 }
+IN_WORDS = {"communication": "exposed", "wait": "waiting"}
+"""Parts that tables call otherwise than profile.json does."""
 MOST_RANKS = 32  # of a drawing
 
 
@@ -65,8 +67,7 @@ def _lanes(ranks: Ranks) -> Iterator[str]:
 
 
 def _table(steps: Sequence[Ranks]) -> Iterator[str]:
-    names = {"communication": "exposed", "wait": "waiting"}
-    yield f"{'median, in ms':14}" + "".join(f"{names.get(part, part):>10}" for part in PARTS) + f"{'step':>10}"
+    yield f"{'median, in ms':14}" + "".join(f"{IN_WORDS.get(part, part):>10}" for part in PARTS) + f"{'step':>10}"
     for rank in range(len(steps[0])):
         mine = [step[rank] for step in steps]
         cells = [median(each[f"{part}_s"] for each in mine) for part in PARTS]

@@ -60,7 +60,7 @@ class Prices:
         measured: the figures of their links and memory.
         algorithm: of all-reduces; "auto" is memory where all ranks share it, else the cheapest.
         adding_s: by wire format, seconds for each byte that travels to encode, decode and add its numbers.
-        taken_s: seconds of a core for each byte that a host sends (note "cores").
+        taken_s: seconds of a core for each byte that a host sends (`replay.py`, note "cores").
 
     Raises:
         ConfigError: the algorithm is not possible on these ranks.
@@ -176,3 +176,8 @@ def measured_on(
 def cores_of_a_rank(cores: int, per_host: int, threads: int) -> float:
     """Returns how many cores a rank has to compute on, if a host's ranks share its cores evenly."""
     return min(threads, cores / per_host)
+
+
+def threads_of_a_rank(cores: int, per_host: int, threads: int) -> int:
+    """Returns how many of these threads a rank starts, if a host's ranks share its cores evenly: at least one."""
+    return max(1, min(threads, cores // per_host))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from ddp.bench.forecast import encoding
-from ddp.bench.forecast.prices import Dispatch, Prices, cores_of_a_rank, measured_of, measured_on
+from ddp.bench.forecast.prices import Dispatch, Prices, cores_of_a_rank, measured_of, measured_on, threads_of_a_rank
 from ddp.bench.forecast.replay import STRATEGIES, Forecast, Setup, Strategy, forecast, naive_s
 from ddp.bench.forecast.work import Work, work_of
 from ddp.collectives.simulate import equal_hosts
@@ -122,7 +122,7 @@ class Forecaster:
 
     def threads_of(self, per_host: int) -> int:
         """Returns the threads of each of so many ranks of a host."""
-        return max(1, min(self.profile.threads, self.cores // per_host))
+        return threads_of_a_rank(self.cores, per_host, self.profile.threads)
 
     def work_for(self, asked: Asked) -> Work:
         """Returns what a rank computes there."""
@@ -166,6 +166,10 @@ class Forecaster:
         work, setup = self.work_for(asked), self.setup(asked)
         work = replace(work, spread=(1.0,)) if even else work
         return forecast(work, setup, self._sent(work, setup, asked))
+
+    def efficiency(self, found: Forecast) -> float:
+        """Returns the samples/s of a forecast ÷ (its ranks × the samples/s of one worker)."""
+        return found.samples_per_s * self.of_one_s / found.num_ranks
 
     def naive_s(self, asked: Asked) -> float:
         """Returns the naive guess: of one worker's step, and bytes ÷ rate."""

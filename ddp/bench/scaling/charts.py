@@ -31,8 +31,6 @@ COLOURS = {  # name: on light, on dark paper
 CURVES = ("quiet", "good", "bad", "green", "violet", "pink")
 PARTS = {part: colour for part, (_, colour) in step.PARTS.items()}
 PARTS = {"compute": PARTS["backward"], **PARTS}  # of runs without a profile
-IN_WORDS = {"communication": "exposed", "wait": "waiting"}
-"""Parts that are called otherwise than in profile.json, as `draw step` calls them."""
 MOST_RANKS = 8
 """Of one number of workers whose steps are drawn."""
 
@@ -188,7 +186,7 @@ def _parts(axes: Any, series: Series) -> None:
     left = [0.0] * len(rows)
     for part in parts_in(parts for _, parts in rows):
         widths = [1e3 * parts.get(part, 0.0) for _, parts in rows]
-        axes.barh(range(len(rows)), widths, 0.72, left=left, color=PARTS[part], label=IN_WORDS.get(part, part))
+        axes.barh(range(len(rows)), widths, 0.72, left=left, color=PARTS[part], label=step.IN_WORDS.get(part, part))
         left = [begin + width for begin, width in zip(left, widths, strict=True)]
     axes.set(xlabel="ms", ylabel="rank", ylim=(len(rows) - 0.4, -0.6), xlim=(0, 1.02 * max(left)))
     axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize="small" if len(rows) > 8 else "medium")

@@ -8,11 +8,12 @@ from statistics import fmean
 from typing import NamedTuple
 
 from ddp.bench.forecast.replay import Forecast
-from ddp.bench.scaling.charts import IN_WORDS, in_seconds, parts_in
+from ddp.bench.scaling.charts import in_seconds, parts_in
 from ddp.bench.scaling.elsewhere import ALPHA_S, RATES_BIT_S, Elsewhere, elsewhere
 from ddp.bench.scaling.figures import Point, Series
 from ddp.bench.scaling.foreseen import Foreseen
 from ddp.errors import ConfigError
+from ddp.pictures.step import IN_WORDS
 from ddp.train.metric_names import metric_in_words, words_of
 from ddp.units import counted, format_time, milliseconds
 
