@@ -374,6 +374,9 @@ def test_a_prediction_that_is_younger_than_its_run_is_refused(
     # An older one counts as well as before, and of several that are older the latest.
     for date, step_s in (("2020-01-01T00:00:00+00:00", 0.05), ("2020-01-02T00:00:00+00:00", 0.049)):
         register(sweep, of_k4(date=date, step_s=step_s))
+    soon = register(sweep, of_k4(date="2020-01-02T00:00:00.000001+00:00", step_s=0.049))
+    assert len({*(sweep / "predictions").iterdir()}) == 4, "none has overwritten another"
+    soon.unlink()
     late.write_text("{")
     assert main(["report", str(sweep)]) == 0
     assert f"predictions/{late.name} is damaged (" in capsys.readouterr().out

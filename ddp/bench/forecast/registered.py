@@ -1,6 +1,6 @@
 """Registered predictions: what was forecast for a run before it was made, in the sweep's folder.
 
-    SWEEP/predictions/2026-11-26T08-15-02-64.json      date, settings, and the step that was forecast
+    SWEEP/predictions/2026-11-26T08-15-02.481516-64.json      date, settings, and the step that was forecast
 
 A prediction that is younger than its run is refused, because it may have known the result. A run has begun when its
 sweep says so, or when the oldest file in its folder was written.
@@ -72,7 +72,7 @@ def settings_of(profile: Profile, asked: Asked | None = None, *, threads: int | 
 
 def register(sweep: Path, prediction: Registered) -> Path:
     """Writes a prediction into the folder of a sweep, which need not exist yet. Returns the file."""
-    date = prediction.date.partition(".")[0].partition("+")[0].replace(":", "-")
+    date = prediction.date.partition("+")[0].replace(":", "-")  # whole, so that no prediction overwrites another
     path = sweep / FOLDER / f"{date}-{prediction.settings['num_ranks']}.json"
     try:
         make_folder(path.parent)
@@ -97,7 +97,7 @@ def read_registered(sweep: Path) -> tuple[list[Registered], list[str]]:
             if not all(0 < float(each) < math.inf for each in (prediction.step_s, prediction.naive_s)):
                 raise ValueError("step_s or naive_s is no time")
             if not isinstance(prediction.settings, dict) or not isinstance(prediction.how, str):
-                raise TypeError("settings or how are none")
+                raise TypeError("settings is no table, or how is no text")
         except (OSError, TypeError, ValueError) as error:
             notes.append(f"{FOLDER}/{path.name} is damaged ({error}): register the prediction again, or remove it.")
             continue
@@ -106,7 +106,7 @@ def read_registered(sweep: Path) -> tuple[list[Registered], list[str]]:
 
 
 def prediction_for(run: Path, settings: Mapping[str, Any], known: Sequence[Registered]) -> Registered | None:
-    """Returns the latest prediction for the settings of a run that is older than it; None if there is none at all.
+    """Returns the latest prediction that is for these settings and older than the run; None if none is for them.
 
     Raises:
         ConfigError: all of them are younger than the run.
