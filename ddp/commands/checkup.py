@@ -153,7 +153,7 @@ def _variables(ranks: Sequence[Facts], world_size: int) -> Iterator[Finding]:
     if missing := [f"{name}={value}" for name, value in wanted.items() if name not in ranks[0].variables]:
         yield Finding(
             False,
-            "a program that runs cannot set for itself what keeps bits alike (MKL_CBWR) and copies fast "
+            "a running program cannot set for itself what keeps bits alike (MKL_CBWR) and copies fast "
             f"(GLIBC_TUNABLES): export {' '.join(missing)} before your launcher, as scripts/ddp train does by itself",
         )
 

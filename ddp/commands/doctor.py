@@ -261,7 +261,7 @@ def diagnosis(everyone: Sequence[Facts], figures: Figures, before: Sequence[Find
     num_problems = sum(finding.is_problem for finding in found)
     rows = [row for host in figures.hosts[:MOST_SHOWN] for row in of_a_host(everyone, host)]
     if (num_more := len(figures.hosts) - MOST_SHOWN) > 0:
-        rows.append(("", f"and {counted(num_more, 'host')} more, of which only is said what is wrong"))
+        rows.append(("", f"and {counted(num_more, 'more host')}, of which only problems and warnings are listed"))
     rows += of_figures(everyone, figures)
     width = max(len(name) for name, _ in rows)
     verdict = counted(num_problems, "problem") if num_problems else "no problem"
@@ -291,7 +291,7 @@ def of_a_host(everyone: Sequence[Facts], ranks: Sequence[int]) -> Iterator[tuple
     yield "  threads", f"{' or '.join(map(str, threads))} for each rank; {variables}"
     yield "  GPUs", ", ".join(f"{name} ({binary_size(size)})" for name, size in first.gpus) or "none"
     yield "  memory", f"{_size(first.memory_left)} left, by the kernel and the control groups"
-    yield "  allocator", ", ".join(kept) if kept else "what ddp.init can set in a program that runs"
+    yield "  allocator", ", ".join(kept) or "no variable is set; ddp.init sets what a running program can"
     yield "  /dev/shm", f"{binary_size(first.shared_free)} free of {binary_size(first.shared_bytes)}"
     yield "  network", f"{addresses}; ranks are reached at {first.address or 'no address'}{by}"
     yield "  limits", f"{first.open_files:,} open files{pinned}"

@@ -46,6 +46,7 @@ MOST_RANKS = 10_000
 SUMMARY = "summary.json"
 BUCKETS_MB = (1.0, 5.0, 25.0, 100.0)
 NEARLY = 0.95  # forecasts within 5 % of each other count as equal
+UNCHECKED = "not checked: name runs with a profile, or a sweep, after the first run, to see how far off forecasts are"
 
 
 def main(words: Sequence[str]) -> int:
@@ -54,21 +55,21 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, help="the folder of a run with a profile")
     parser.add_argument("others", type=Path, nargs="*", help="runs, or sweeps, to compare forecasts with")
     parser.add_argument("--ranks", type=whole(1, MOST_RANKS), required=True, metavar="N", help="workers of all hosts")
-    parser.add_argument("--per-host", type=whole(1), metavar="N", help="workers of a host (default: all of them)")
+    parser.add_argument("--per-host", type=whole(1), metavar="N", help="workers on each host (default: all on one)")
     parser.add_argument("--batch", type=whole(1), metavar="N", help="samples of a step (default: as in the run)")
     parser.add_argument("--rate", type=rate_of, help="bandwidth between hosts, as 10gbit (default: as measured)")
     parser.add_argument("--alpha", type=time_of, metavar="TIME", help="latency between hosts (default: as measured)")
-    parser.add_argument("--cores", type=whole(1), metavar="N", help="of a host (default: as in the run)")
+    parser.add_argument("--cores", type=whole(1), metavar="N", help="cores of each host (default: as in the run)")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--hook", choices=["none", *encoding.HOOKS], default="none", help="powersgd1: of rank 1")
     how.add_argument("--wire", choices=encoding.WIRES, help="format in which gradients travel")
-    parser.add_argument("--algorithm", default="auto", help="of all-reduces (default: %(default)s)")
+    parser.add_argument("--algorithm", default="auto", help="of the all-reduces (default: %(default)s)")
     parser.add_argument("--bucket-mb", type=positive, metavar="MB", help="size of a bucket (default: as in the run)")
-    parser.add_argument("--strategy", choices=list(STRATEGIES.values()), help="(default: the run's)")
+    parser.add_argument("--strategy", choices=list(STRATEGIES.values()), help="default: as in the run")
     slower = parser.add_mutually_exclusive_group()
-    slower.add_argument("--measure", action="store_true", help="try here how fast workers of a host compute at once")
-    slower.add_argument("--slow-down", type=positive, metavar="FACTOR", help="say it instead (default: by cores)")
-    parser.add_argument("--register", type=Path, metavar="SWEEP", help="write it to SWEEP/predictions/ before the run")
+    slower.add_argument("--measure", action="store_true", help="measure here how fast workers of a host compute")
+    slower.add_argument("--slow-down", type=positive, metavar="FACTOR", help="of a sample there (default: by cores)")
+    parser.add_argument("--register", type=Path, metavar="SWEEP", help="write to SWEEP/predictions/, before its runs")
     options = parser.parse_args(words)
     options.words = words
     return respond(parser, options, answer)
@@ -81,7 +82,7 @@ def answer(options: argparse.Namespace) -> str:
     """Returns the answer."""
     profile = read_profile(options.run)
     if profile.strategy not in STRATEGIES and options.strategy is None:
-        raise ConfigError(f"{options.run} was made by {profile.strategy}: say --strategy")
+        raise ConfigError(f"{options.run} was made by {profile.strategy}, which forecasts do not know: give --strategy")
     per_host = min(options.per_host or options.ranks, options.ranks)
     asked = Asked(
         options.ranks,
@@ -100,7 +101,7 @@ def answer(options: argparse.Namespace) -> str:
     if asked.num_ranks > 1:
         lines += ["", *_what_would_buy(forecaster, asked, found)]
     lines += _to_the_loss(options.run, forecaster, asked, found)
-    lines += ["", *checked] if checked else []
+    lines += ["", *(checked or [UNCHECKED])]
     if options.register is not None:
         lines += ["", f"registered: {register(options.register, _registered(options, forecaster, asked, found))}"]
     return "\n".join(lines)
@@ -113,9 +114,9 @@ def _forecaster(options: argparse.Namespace, profile: Profile, asked: Asked) -> 
     lacks_memory = asked.per_host > 1 and (known is None or known.allocated is None)
     links, num_hosts = (options.alpha, options.rate), -(-asked.num_ranks // asked.per_host)
     if num_hosts > 1 and len(profile.hosts) == 1 and None in links:
-        raise ConfigError(f"{options.run} was profiled on one host: say --alpha and --rate of links")
+        raise ConfigError(f"{options.run} was profiled on one host: give --alpha and --rate of the links between hosts")
     if num_hosts == 1 and links != (None, None):
-        raise ConfigError("--alpha and --rate are of the links between hosts, and this is one host: say --per-host")
+        raise ConfigError("--alpha and --rate are of the links between hosts, and this is one host: give --per-host")
     if asked.num_ranks > 1 and (options.measure or lacks_memory or known is None):
         num_known = max(2, min(asked.per_host, here))
         found = measured_here(num_known, threads)
@@ -125,7 +126,8 @@ def _forecaster(options: argparse.Namespace, profile: Profile, asked: Asked) -> 
     torch.set_num_threads(threads)  # as in a worker, for what hooks take to encode
     if options.measure:
         if asked.per_host > here:
-            raise ConfigError(f"--measure: {asked.per_host} workers here, on {counted(here, 'core')}; say --slow-down")
+            have = f"{asked.per_host} workers of a host cannot be tried on {counted(here, 'core')}"
+            raise ConfigError(f"--measure: {have}; give --slow-down")
         factor = slow_down(
             settings_for(options.run, []),
             before=round(work_of(profile).num_samples),
@@ -165,7 +167,7 @@ def _headline(run: Path, forecaster: Forecaster, asked: Asked) -> list[str]:
     lines = [f"profiled: {model}, {profiled} ({run})", f"asked:    {there}"]
     factor = forecaster.slow_down_of(asked.per_host)
     if asked.num_ranks > 1 and abs(factor - 1) > 1 - NEARLY:
-        lines.append(f"workers of a host compute {factor:.2f} times as long as the profiled one, a sample")
+        lines.append(f"computing a sample takes a worker {factor:.2f} times as long as in the profile")
     return lines
 
 
@@ -220,7 +222,7 @@ def _to_the_loss(run: Path, forecaster: Forecaster, asked: Asked, found: Forecas
     noise_scale, num_steps = noise_of(run)
     reasons = _reasons(forecaster, asked, noise_scale)
     if num_steps is None:
-        return ["", *reasons, f"(the run has no {SUMMARY}; with it, time and worker-hours to its loss stand here)"]
+        return ["", *reasons, f"(time and worker-hours to the loss of the run are not known: it has no {SUMMARY})"]
     known_batch = forecaster.profile.batch
 
     def reached(batch: int) -> ToLoss:
@@ -243,8 +245,8 @@ def _to_the_loss(run: Path, forecaster: Forecaster, asked: Asked, found: Forecas
         for name, each in shown
     ]
     if noise_scale is None:
-        how = "more than 100 steps in parts, as batch.micro_size makes them on one worker"
-        lines.append(f"  at another batch: nobody knows without a noise scale, which a run finds in {how}")
+        how = "more than 100 steps, with several workers or with batch.micro_size"
+        lines.append(f"  at another batch: not known without a noise scale, which a run measures in {how}")
         return ["", "to the loss of the run:", *lines, *reasons]
     return ["", f"to the loss of the run, whose noise scale is {noise_scale:,.0f} samples:", *lines, *reasons]
 
@@ -262,8 +264,8 @@ def _reasons(forecaster: Forecaster, asked: Asked, noise_scale: float | None) ->
         efficiencies[number] = forecaster.efficiency(forecaster.of(there, even=True))
     by_share, by_noise = first_reason(efficiencies, noise_scale=noise_scale, batch=batch)
     tried = max(efficiencies)
-    share = f"at the same batch half of each worker is lost from {by_share} on, to fixed costs and communication"
-    noise = f"with a batch that grows along half of the samples are lost from {by_noise} on, to the noise scale"
+    share = f"at the same batch, half of a worker is lost from {by_share} workers on, to fixed costs and communication"
+    noise = f"with a growing batch, half of the samples are lost from {by_noise} workers on, to the noise scale"
     if by_share is None and by_noise is None:
         return [f"workers keep paying up to {counted(tried, 'worker')} at least"] if tried > 1 else []
     if by_noise is None or (by_share is not None and by_share <= by_noise):

@@ -145,8 +145,8 @@ def _numbers(config: Config, asked: Sequence[int] | None) -> list[int]:
     numbers = sorted(asked or {most, *(1 << power for power in range(most.bit_length()))})
     if numbers[-1] > most:
         raise ConfigError(
-            f"--workers {numbers[-1]}: {what} can be used here, and workers that share one say nothing of more; take "
-            f"at most {most}, and for more workers {program()} forecast"
+            f"--workers {numbers[-1]}: {what} can be used here, and workers that take turns do not show what more "
+            f"would buy; take at most {most}, and for more workers {program()} forecast"
         )
     if len(numbers) == 1:
         only = f"--workers {numbers[0]}" if asked else f"{what} can be used here"

@@ -28,6 +28,7 @@ from ddp.process.files import hold, json_object, make_folder
 from ddp.run.launch import jobs, sweep
 from ddp.run.launch.sweep import Job
 
+EMPTY = "an empty range, whose end is not part of it: give a later end, as in range(1,9)"
 DIGITS = 4  # of a number that is proposed, because the name of its folder is to be read
 
 
@@ -136,7 +137,7 @@ def _numbers(key: str, value: Any) -> Any:
         kind = kinds.IntDistribution if is_whole else kinds.FloatDistribution
         return kind(value.start, value.end, log=is_log)
     except (ValueError, IndexError) as error:
-        raise ConfigError(f"{key}: {'an empty range' if isinstance(error, IndexError) else error}") from error
+        raise ConfigError(f"{key}: {EMPTY if isinstance(error, IndexError) else error}") from error
 
 
 @dataclass

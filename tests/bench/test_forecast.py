@@ -470,8 +470,9 @@ def test_the_answer_says_step_best_ways_and_time_to_the_loss(run: Path, capsys: 
     assert re.search(r"step +\d\.\d+ s: computing 118 ms, communication \d\.\d+ s\n", said)
     assert re.search(r"best hook +hook=\w+ +step .*times as fast", said)
     assert "whose noise scale is 120 samples" in said and re.search(r"at the same batch +16: 1,000 steps", said)
-    assert "why workers stop paying: at the same batch half of each worker is lost from 2 on" in said
+    assert "why workers stop paying: at the same batch, half of a worker is lost from 2 workers on" in said
     hooked = answered(capsys, run, *there, "--hook", "powersgd")
+    assert "not checked: name runs with a profile" in said
     assert "hook=powersgd" in hooked and re.search(r"reductions .*encoding", hooked)
 
 
@@ -547,12 +548,12 @@ def test_what_a_forecast_refuses(run: Path, capsys: pytest.CaptureFixture[str]) 
     (other / "summary.json").write_text("{}")
     assert "other is left out: its summary.json is damaged (it has no world_size)" in answered(capsys, run, other, *two)
     profile(1).write(other)
-    assert "was profiled on one host: say --alpha and --rate of links" in refused(capsys, other, *two)
+    assert "was profiled on one host: give --alpha and --rate of the links" in refused(capsys, other, *two)
     (run.parent / "predictions").mkdir()
     (run.parent / "predictions" / "one.json").write_text('{"date": "soon"}')
     assert "one.json is damaged (it has no settings)" in answered(capsys, run, run.parent, *two)
     profile(2, strategy="Region").write(other)
-    assert "was made by Region: say --strategy" in refused(capsys, other, *two)
+    assert "was made by Region, which forecasts do not know: give --strategy" in refused(capsys, other, *two)
 
 
 # --- what is measured ------------------------------------------------------------------------------------------------

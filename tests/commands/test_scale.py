@@ -158,7 +158,8 @@ def test_ctrl_c_leaves_what_was_measured_and_the_rest_is_measured_later(
     assert len(re.findall(r"│ +\d │ .* │ +100% │", capfd.readouterr().out)) == 3
     with pytest.raises(SystemExit):
         scale.main([*shlex.split(again), "--seconds", "3"])
-    assert "holds a job with profile.seconds=5, and not profile.seconds=3; take another" in capfd.readouterr().err
+    said = "holds a job with profile.seconds=5, and this one has profile.seconds=3; take another"
+    assert said in capfd.readouterr().err
 
 
 def test_a_single_run_is_compared_with_nothing(sham: Sham, capfd: pytest.CaptureFixture[str]) -> None:
@@ -179,7 +180,7 @@ def test_a_single_run_is_compared_with_nothing(sham: Sham, capfd: pytest.Capture
         ("batch.global_size=1", "batch.global_size=1: smaller than cluster.workers=2, so some would have no sample"),
         ("device=cuda", "device=cuda: torch sees no GPU here"),
         ("strategy=one_device", "strategy=one_device"),
-        ("--workers 1,8", "--workers 8: 2 cores can be used here, and workers that share one say nothing of more"),
+        ("--workers 1,8", "--workers 8: 2 cores can be used here, and workers that take turns do not show what"),
         ("--workers 2", "--workers 2: a single number of workers has nothing to be compared with"),
         ("optim.lr=0.1,0.2", "optim.lr: has several values, and the number of workers alone varies here"),
         ("cluster.workers=1,2", "cluster.workers=1,2: is what varies here; give --workers 1,2,4"),

@@ -88,7 +88,7 @@ def test_a_search_goes_on_past_trials_that_fail_and_stops_one_without_hope(
     assert (again.study.best_value, again.study.best_params) == (0.9, {"model": "best"})
     assert run(again, parallel=1, typed="") == 0
     assert len(sham) == 5 and len(again.study.trials) == 12, "what is proposed again is not run again"
-    with pytest.raises(ConfigError, match="holds a job with epochs=1, and not epochs=2; take another"):
+    with pytest.raises(ConfigError, match="holds a job with epochs=1, and this one has epochs=2; take another"):
         Search(Space.of(["model=a,b", "epochs=2"]), tmp_path, metric="", higher_is_better=True, num_trials=1)
 
 

@@ -135,7 +135,8 @@ def refuse_other(found: Job, job: Job, *, but: Collection[str] = ()) -> None:
     for key in [*then, *now]:
         if then.get(key) != now.get(key):
             has, wants = (f"{key}={each[key]}" if key in each else f"no {key}" for each in (then, now))
-            raise ConfigError(f"{found.run_dir} holds a job with {has}, and not {wants}; take another sweep.name")
+            differ = f"{found.run_dir} holds a job with {has}, and this one has {wants}"
+            raise ConfigError(f"{differ}; take another sweep.name")
 
 
 def job_folder(overrides: Sequence[str], varied: Collection[str], *, number: int) -> str:

@@ -122,8 +122,8 @@ def test_a_job_is_the_same_if_its_settings_are(tmp_path: Path) -> None:
     stopped = job.begun().done(143)
     assert earlier(Job(["epochs=1", "++optim.lr=0.1", "resume=auto"], run_dir)) == stopped
     for overrides, words in [
-        (["optim.lr=0.1", "epochs=2"], "holds a job with epochs=1, and not epochs=2; take another sweep.name"),
-        (["optim.lr=0.1"], "holds a job with epochs=1, and not no epochs"),
+        (["optim.lr=0.1", "epochs=2"], "holds a job with epochs=1, and this one has epochs=2; take another sweep.name"),
+        (["optim.lr=0.1"], "holds a job with epochs=1, and this one has no epochs"),
     ]:
         with pytest.raises(ConfigError, match=re.escape(words)):
             earlier(Job(overrides, run_dir))
