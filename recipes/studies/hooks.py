@@ -114,7 +114,7 @@ class HookCell(Cell):
         "method": "how gradients travel (--help lists the methods)",
         "step": STEP,
         "plain ÷ step": "median over turns; how many times as fast a step is",
-        "predicted": "a step by the cost model, from the measured links and what a step takes without waiting",
+        "predicted": "a step by the forecast, from the measured links and what a step takes without waiting",
         "on the link": "MB that leave the busiest host in a step, counted by its network interface",
         "predicted MB": "MB that were to leave it, headers not included",
         "encoding": "ms of processor time of a rank in a step, for encoding and decoding outside of collectives",

@@ -359,11 +359,11 @@ def test_ten_thousand_ranks_take_seconds() -> None:
     work = replace(WORK, buckets=gradients(*(17 + n / 4 for n in range(25))))
     began_s = time.perf_counter()
     found = forecast(work, Setup(prices=prices(equal_hosts(10_000, 1)), batch=80_000))
-    assert time.perf_counter() - began_s < 60
     formula_s = sum(2 * 9999 * LINK.alpha_s + bytes_of(each) * (2 * LINK.beta_s + 1e-10) for each in work.buckets)
     assert found.network_s == pytest.approx(formula_s, rel=0.05)
     uneven = replace(work, spread=(0.9, 1.0, 1.2))
     assert forecast(uneven, Setup(prices=prices(equal_hosts(256, 1)), batch=2048)).waiting_s > 0
+    assert time.perf_counter() - began_s < 60
 
 
 def test_the_naive_guess_is_a_step_of_one_and_bytes_by_rate() -> None:
