@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ddp.collectives.schedule import ScheduleError
+from ddp.commands.registry import COMMANDS
 from ddp.errors import WorkersFailed
 from ddp.process.arguments import Parser, program, whole
 from ddp.run.settings.checks import most_workers
@@ -17,8 +18,10 @@ from ddp.units import parse_delay, parse_rate
 
 
 def parser_of(name: str, **options: Any) -> Parser:
-    """Returns the parser of a command; other keywords are argparse's."""
-    return Parser(prog=f"{program()} {name}", **options)
+    """Returns the parser of a command, described as in the list of commands; other keywords are argparse's."""
+    about = COMMANDS.get(name)
+    described = {} if about is None else {"description": f"{about[0].upper()}{about[1:]}."}
+    return Parser(prog=f"{program()} {name}", **described | options)
 
 
 def respond(parser: Parser, options: argparse.Namespace, answer: Callable[[argparse.Namespace], str]) -> int:

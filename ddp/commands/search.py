@@ -29,7 +29,8 @@ def main(words: Sequence[str]) -> int:
     parser = parser_of("search", usage=usage, epilog=about)
     parser.add_argument("--trials", type=whole(1), default=20, metavar="N", help="in all (default: %(default)s)")
     parser.add_argument("--no-pruning", action="store_true", help="let hopeless trials run to their end")
-    parser.add_argument("--seed", type=whole(0), default=0, help="of Optuna's proposals (default: %(default)s)")
+    about = "of Optuna's proposals (default: %(default)s)"
+    parser.add_argument("--seed", type=whole(0), default=0, metavar="N", help=about)
     options, settings = parser.parse_known_args(words)
     with bad_input_to(exit_with_error):
         refuse_workers("a search", instead="start it by itself")
