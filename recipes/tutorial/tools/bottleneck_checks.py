@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 import ddp
-from ddp.errors import PeerLost, WorkersFailed
+from ddp.errors import WorkersFailed
 from ddp.run.launch.from_python import launch
 from ddp.train.monitor.profile import PARTS, Part, Profile, read_profile
-from recipes.tutorial.tools.mistake import Mistake, raised
+from recipes.tutorial.tools.mistake import Mistake, in_words, raise_first
 
 PROGRAM = Path(__file__).parent.parent / "programs" / "bottleneck.py"
 # Sizes in the program: some that cost little, some that make it slow, and the part of the step that they are in.
@@ -208,19 +208,16 @@ def _found(path: Path, run: Path, is_profiled: bool) -> Found:
             return Found((RUNS, "train has not called ddp.fit", "leave that to it, on every worker"))
         return found[-1]._replace(written=written)
     except Exception as error:
-        mistake = raised(RUNS, error, module) or Mistake(RUNS, f"{type(error).__name__}: {error}")
-        return Found((mistake.step, mistake.found, mistake.hint, "lost" if isinstance(error, PeerLost) else ""))
+        return Found(in_words(RUNS, error, module))
     finally:
         ddp.fit = library
 
 
 def _run(paths: Sequence[Path], folder: Path) -> list[list[Found]]:
-    """Runs programs on two workers; raises Mistake if one fails: rather one's own than that a rank is lost."""
+    """Runs programs on two workers; raises Mistake if one fails."""
     try:
         ranks = launch(as_rank, paths, folder, workers=NUM_RANKS, threads_per_worker=1, timeout_s=LIMIT_S)
     except WorkersFailed as error:
         raise Mistake(RUNS, str(error)) from None
-    mistakes = [found.mistake for programs in ranks for found in programs if found.mistake]
-    if mistakes:
-        raise Mistake(*min(mistakes, key=lambda each: each[3:] == ("lost",))[:3])
+    raise_first(found.mistake for programs in ranks for found in programs)
     return ranks

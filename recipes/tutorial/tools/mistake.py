@@ -7,12 +7,14 @@ one that it has not.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+from ddp.errors import PeerLost
 from ddp.process.arguments import shown
 
+LOST = "lost"
 SHOWN = 5  # of the first lines of a traceback, and of the last
 Check = Callable[[ModuleType], Iterator[str]]
 
@@ -54,3 +56,25 @@ def raised(step: str, error: BaseException, module: ModuleType) -> Mistake | Non
             return Mistake("not written yet", f"{cause}{where[-1]}")
         return Mistake(step, f"{type(cause).__name__}: {cause}{''.join(where)}")
     return None
+
+
+# --- mistakes that ranks in processes of their own find ---------------------------------------------------------------
+
+
+def in_words(step: str, error: Exception, module: ModuleType | None) -> tuple[str, ...]:
+    """Returns the mistake behind an exception of a rank as words, which the rank can send: those of `Mistake`, and a
+    fourth one, `LOST` if the exception only says that another rank is gone.
+
+    Args:
+        module: the reader's file; None if it could not be imported.
+    """
+    mistake = raised(step, error, module) if module is not None else None
+    mistake = mistake or Mistake(step, f"{type(error).__name__}: {error}")
+    return mistake.step, mistake.found, mistake.hint, LOST if isinstance(error, PeerLost) else ""
+
+
+def raise_first(mistakes: Iterable[tuple[str, ...]]) -> None:
+    """Raises the first mistake of these words, if there is any: rather a rank's own than that another rank is lost."""
+    found = sorted(filter(None, mistakes), key=lambda each: each[3:] == (LOST,))
+    if found:
+        raise Mistake(*found[0][:3])

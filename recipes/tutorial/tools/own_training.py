@@ -28,11 +28,11 @@ from torch import Tensor, nn
 
 import ddp
 from ddp.comm.transport import topology
-from ddp.errors import PeerLost, WorkersFailed
+from ddp.errors import WorkersFailed
 from ddp.process.log import log
 from ddp.run.launch.from_python import launch
 from ddp.run.settings.address import from_address, is_address
-from recipes.tutorial.tools.mistake import Mistake, raised
+from recipes.tutorial.tools.mistake import Mistake, in_words, raise_first
 
 WORDS = {"mirrored": "mirrored", "cluster": "multi_worker"}  # exercise → strategy
 NEXT = {
@@ -111,9 +111,7 @@ def as_rank(name: str, code: str, scratch: str, is_host: bool = False) -> Found:
         ddp.shutdown()
         return found[-1]
     except Exception as error:
-        mistake = raised(RUNS, error, module) if module is not None else None
-        found_out = mistake or Mistake(RUNS, f"{type(error).__name__}: {error}")
-        return Found((found_out.step, found_out.found, found_out.hint, "lost" if isinstance(error, PeerLost) else ""))
+        return Found(in_words(RUNS, error, module))
     finally:
         ddp.fit = library
 
@@ -217,10 +215,8 @@ def _on_hosts(name: str) -> tuple[list[Found], str]:
 
 
 def _whole(ranks: list[Found]) -> list[Found]:
-    """Raises the mistake that a rank has found, if any: rather one's own than that another rank is lost."""
-    mistakes = sorted((rank.mistake for rank in ranks if rank.mistake), key=lambda each: each[3:] == ("lost",))
-    if mistakes:
-        raise Mistake(*mistakes[0][:3])
+    """Raises the mistake that a rank has found, if any."""
+    raise_first(rank.mistake for rank in ranks)
     return ranks
 
 
