@@ -41,7 +41,7 @@ STRATEGIES: Mapping[str, Strategy] = {
     "Sharded": "sharded",
     "CentralStorage": "central_storage",
 }
-NUM_STEPS = 50  # that are drawn where there are stragglers
+NUM_STEPS, SEED = 50, 0  # of the steps that are drawn where there are stragglers
 MOST_TAKEN = 0.95  # of a core by communication: backward always goes on
 
 
@@ -146,6 +146,7 @@ def step_of(work: Work, setup: Setup, dispatches: Sequence[Dispatch]) -> Step:
         dispatches: by bucket.
     """
     price, sharded = setup.prices.of, setup.strategy != "replicated"
+    # Loss, count and verdicts ride along in wide buckets (`gradients/layout.py`), or else travel by themselves.
     dtypes = {bucket[0].dtype for bucket in (work.buckets[0], work.buckets[-1])}
     has_hook = any(dispatch.encoding_s for dispatch in dispatches)
     rides = not sharded and not has_hook and setup.wire is None and dtypes <= {torch.float32, torch.float64}
@@ -255,15 +256,12 @@ class Forecast:
         return self.batch / self.step_s
 
 
-def forecast(
-    work: Work, setup: Setup, dispatches: Sequence[Dispatch] | None = None, *, num_steps: int = NUM_STEPS, seed: int = 0
-) -> Forecast:
+def forecast(work: Work, setup: Setup, dispatches: Sequence[Dispatch] | None = None) -> Forecast:
     """Returns what a step takes.
 
     Args:
         work: of a rank there, but for the number of samples.
         dispatches: by bucket; None: without a hook.
-        num_steps: that are drawn where there are stragglers.
 
     Raises:
         ConfigError: there are fewer samples than ranks.
@@ -275,7 +273,7 @@ def forecast(
     step = step_of(work, setup, dispatches)
     step_s = even_s = float(replay(step, np.ones((1, 1)))[0])
     if setup.num_ranks > 1 and len(set(work.spread)) > 1:
-        drawn = np.random.default_rng(seed).choice(work.spread, (num_steps, setup.num_ranks))
+        drawn = np.random.default_rng(SEED).choice(work.spread, (NUM_STEPS, setup.num_ranks))
         step_s = float(np.median(np.diff(replay(step, drawn), prepend=0.0)))
     calls = [call for dispatch in dispatches for call in dispatch.calls]
     computing_s = step.before_s + step.backward_s + step.update_s + step.other_s
