@@ -371,14 +371,19 @@ def translated(error: BaseException) -> str | None:
     if isinstance(error, USER_ERRORS):
         return str(error)
     if isinstance(error, MissingConfigException):
-        group, _, name = (error.missing_cfg_file or "").partition("/")
+        group, _, name = (error.missing_cfg_file or "").rpartition("/")
         if group in CHOICES:
             return str(unknown_choice(group, name))
         asked = f"{group}={name}"
+        if "submitit" in name and not any("submitit" in option for option in error.options or ()):
+            return f"{asked}: the launcher is not installed: pip install hydra-submitit-launcher"
         return str(unknown_key(asked, error.options, what="choice")) if error.options else first_line(error)
     if isinstance(error, OverrideParseException):
         return f"cannot read {error.override!r}: {' '.join(error.message.split('See https')[0].split())}"
     if isinstance(error, HydraException):
+        if several := re.match("Ambiguous value for argument '((.*?)=(.*))'", str(error)):
+            setting, key, values = several.groups()
+            return f"{setting} has several values: put -m first for a sweep of them, or write a list, {key}=[{values}]"
         return (error.__cause__ and translated(error.__cause__)) or str(error)
     if isinstance(error, InterpolationResolutionError):
         return f"{error.full_key}: {first_line(error)}"

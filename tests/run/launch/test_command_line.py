@@ -437,6 +437,9 @@ def test_root_cause(
         ("-m", "-m is for a process that starts its own workers, and the launcher says that there are 2"),
         ("--epochs=3", "--epochs=3: settings have no dashes before them; write epochs=3"),
         ("a b", "cannot read 'a b': "),
+        ("seed=1,2", "seed=1,2 has several values: put -m first for a sweep of them, or write a list, seed=[1,2]"),
+        ("hydra/launcher=job", "unknown choice hydra/launcher=job. Did you mean hydra/launcher=jobs?"),
+        ("hydra/launcher=submitit_nope", "hydra/launcher=submitit_nope"),
         ("seed=${nope}", "seed: Interpolation key 'nope' not found"),
     ],
 )
