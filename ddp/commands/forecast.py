@@ -196,17 +196,16 @@ def _what_would_buy(forecaster: Forecaster, asked: Asked, found: Forecast) -> li
     routes = possible_routes(
         equal_hosts(asked.num_ranks, asked.per_host), shared_memory=forecaster.measured(asked).allocated is not None
     )
-    kinds: dict[str, dict[str, Asked]] = {
-        "algorithm": {f"comm.algorithm={name}": replace(asked, algorithm=name) for name in ("auto", *routes)},
-        "bucket size": {f"replica.bucket_cap_mb={mb:g}": replace(asked, bucket_mb=mb) for mb in BUCKETS_MB},
-    }
-    if asked.num_ranks > asked.per_host and asked.strategy == "replicated":
+    has_choice = asked.num_ranks > asked.per_host and asked.strategy == "replicated"  # else memory, or no all-reduce
+    kinds: dict[str, dict[str, Asked]] = {}
+    if has_choice:
+        kinds["algorithm"] = {f"comm.algorithm={name}": replace(asked, algorithm=name) for name in ("auto", *routes)}
+    kinds["bucket size"] = {f"replica.bucket_cap_mb={mb:g}": replace(asked, bucket_mb=mb) for mb in BUCKETS_MB}
+    if has_choice:
         plain = replace(asked, hook="none", wire=None)
         kinds["hook"] = {"hook=none": plain}
         kinds["hook"] |= {f"replica.wire={wire}": replace(plain, wire=wire) for wire in encoding.WIRES}
         kinds["hook"] |= {f"hook={name}": replace(plain, hook=name) for name in encoding.HOOKS}
-    if asked.strategy != "replicated" or asked.num_ranks == asked.per_host:
-        del kinds["algorithm"]  # there are no all-reduces, or memory is the fastest
     now_s = forecaster.of(asked, even=True).step_s
     lines = []
     for kind, choices in kinds.items():
