@@ -71,7 +71,7 @@ def main(words: Sequence[str]) -> int:
     options, settings = parser.parse_known_args(words)
     with bad_input_to(exit_with_error):
         refuse_workers("scale", instead="start it by itself, with workers of its own")
-        settings = options_first(settings)
+        settings = options_first(settings, own=("--workers", "--seconds"))
         given = [each for each in settings if not each.startswith("sweep.name=")]
         named = [each.partition("=")[2] for each in settings if each not in given]
         name = named[-1] if named else time.strftime("scale-%Y-%m-%d_%H-%M-%S")

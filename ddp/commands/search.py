@@ -34,7 +34,7 @@ def main(words: Sequence[str]) -> int:
     options, settings = parser.parse_known_args(words)
     with bad_input_to(exit_with_error):
         refuse_workers("a search", instead="start it by itself")
-        settings = options_first(settings)
+        settings = options_first(settings, own=("--trials", "--no-pruning", "--seed"))
         ours = [each for each in settings if each.startswith("sweep.")]
         space = Space.of(for_hydra([each for each in settings if each not in ours], sweeps=True))
         sweep = _sweep(ours)

@@ -38,6 +38,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -268,8 +269,14 @@ HYDRAS = {"-m", "--multirun", "-c", "--cfg", "-p", "--package", "--resolve", "-i
 HYDRAS |= {"-cd", "--config-dir", "-cn", "--config-name", "--hydra-help", "--version"}
 
 
-def options_first(arguments: Sequence[str]) -> list[str]:
+NEAR = 0.8  # of the letters of an option are right: --wrokers is --workers, and --seed is not --seconds
+
+
+def options_first(arguments: Sequence[str], *, own: Sequence[str] = ()) -> list[str]:
     """Returns the arguments with `-m` in front, because Hydra reads no settings on both sides of it.
+
+    Args:
+        own: options of the command, which it has taken out already, unless they were misspelt.
 
     Raises:
         ConfigError: a setting is written as an option, which Hydra would answer with its usage.
@@ -277,6 +284,8 @@ def options_first(arguments: Sequence[str]) -> list[str]:
     for number, argument in enumerate(arguments):
         name, _, value = argument.partition("=")
         if name.startswith("-") and name not in HYDRAS:
+            if near := get_close_matches(name, own, 1, NEAR):
+                raise ConfigError(f"{name}: there is no such option; did you mean {near[0]}?")
             beside = [each for each in arguments[number + 1 :][:1] if "=" not in each and not each.startswith("-")]
             example = f"{key_of_option(name)}={value or (beside or ['VALUE'])[0]}"
             raise ConfigError(f"{' '.join([argument, *beside])}: settings have no dashes before them; write {example}")

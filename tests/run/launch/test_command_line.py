@@ -469,6 +469,13 @@ def test_a_setting_that_is_written_as_an_option_is_told_how(arguments: list[str]
     assert str(refused.value).endswith(words)
 
 
+def test_an_option_of_the_command_that_is_misspelt_is_no_setting() -> None:
+    with pytest.raises(ConfigError, match="--trails: there is no such option; did you mean --trials"):
+        options_first(["--trails", "5"], own=["--trials", "--seed"])
+    with pytest.raises(ConfigError, match="write seed=1"):
+        options_first(["--seed=1"], own=["--workers", "--seconds"])
+
+
 def test_the_word_for_a_sweep_may_stand_anywhere_and_its_paths_are_split_at_commas() -> None:
     assert options_first(["epochs=3", "-m", "seed=1,2"]) == ["-m", "epochs=3", "seed=1,2"]
     paths = ["data.path=a.csv,{b,c}.tar", "data.test_path=d", 'data.path="e,f"', "seed=1,2"]
