@@ -1,9 +1,10 @@
 """Measures what the ranks use of their hosts, and judges whether a run learns, and goes on as fast as it did.
 
-    Usage            processor, memory and device of each rank, and its samples per second of its own time
-    ConstantGuess    the least loss of a model that returns the same for every sample
-    Learning         the loss of the last steps is no better than that?
-    Pace             samples per second stay below a share of their median?
+    Usage                processor, memory and device of each rank, and its samples per second of its own time
+    rate_of_one_worker   samples per second of one worker, with which the progress line compares several
+    ConstantGuess        the least loss of a model that returns the same for every sample
+    Learning             the loss of the last steps is no better than that?
+    Pace                 samples per second stay below a share of their median?
 
 The best constant for cross-entropy is the mean of the targets' distributions, and its loss is their entropy. For the
 squared error it is the mean of the targets, and their variance.
