@@ -7,10 +7,13 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from ddp.process.arguments import Parser, program
+from ddp.process.terminal import ended_by_ctrl_c
 
 COMMANDS = {
     "train": "trains a model on this host's workers; its --help lists all settings",
@@ -69,7 +72,13 @@ python -m ddp COMMAND --help lists the options of a command."""
 def main(argv: Sequence[str]) -> int:
     """Runs a command; without one, prints the list. Returns the exit status."""
     if argv and argv[0] in COMMANDS:
-        return int(import_module(f"ddp.commands.{argv[0]}").main(argv[1:]))
+        with ended_by_ctrl_c():
+            command = import_module(f"ddp.commands.{argv[0]}")
+        try:
+            return int(command.main(argv[1:]))
+        except KeyboardInterrupt:
+            print("stopped by SIGINT", file=sys.stderr, flush=True)
+            return 128 + signal.SIGINT
     parser = Parser(
         prog=program(),
         usage=f"{program()} COMMAND …",

@@ -2,6 +2,9 @@
 
 From the first write that fails on, such a stream goes to /dev/null. A letter that its encoding lacks becomes "?". Only
 processes that belong to this package use these streams: the launcher's command and its workers.
+
+Ctrl-C is heard in Python as a KeyboardInterrupt. One that comes while compiled modules are imported is lost there, or
+becomes an error of theirs, such as "module 'numpy' has no attribute 'minimum'". `ended_by_ctrl_c` is for imports.
 """
 
 from __future__ import annotations
@@ -10,7 +13,10 @@ import contextlib
 import io
 import os
 import select
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -31,6 +37,19 @@ def keep_writing() -> None:
         sys.stdout = tolerant(1, like=sys.stdout)
     if sys.stderr is sys.__stderr__:
         sys.stderr = tolerant(2, like=sys.stderr)
+
+
+@contextlib.contextmanager
+def ended_by_ctrl_c() -> Iterator[None]:
+    """Lets Ctrl-C end this process at once in the block, where it would raise; for imports (see above)."""
+    is_main = threading.current_thread() is threading.main_thread()  # the only one that may set a handler
+    if raises := is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if raises and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # else a module has set one of its own
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def tolerant(fd: int, *, like: TextIO | None) -> io.TextIOWrapper:

@@ -3,13 +3,16 @@ with the commands of the README.)"""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 
 from ddp.__main__ import main
+from ddp.commands import registry
 from ddp.commands.registry import COMMANDS
 
 
@@ -39,6 +42,23 @@ def test_ctrl_c_ends_a_command_in_a_sentence(
     for words in (["draw", "overlap"], ["explain", "25MB"], ["simulate", "ring", "4"]):
         assert main(words) == 130
         assert capsys.readouterr().err == "stopped by SIGINT before there was an answer\n"
+
+
+def test_ctrl_c_ends_a_command_while_it_is_imported_and_wherever_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: object) -> None:
+        heard.append(signal.getsignal(signal.SIGINT))
+        raise KeyboardInterrupt
+
+    def imported(_: str) -> SimpleNamespace:
+        heard.append(signal.getsignal(signal.SIGINT))
+        return SimpleNamespace(main=interrupted)
+
+    heard: list[object] = []
+    monkeypatch.setattr(registry, "import_module", imported)
+    assert main(["report"]) == 130 and heard == [signal.SIG_DFL, signal.default_int_handler]
+    assert capsys.readouterr().err == "stopped by SIGINT\n"
 
 
 def test_one_rank_has_nothing_to_send(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,17 @@
-"""Standard output and error that cannot be written: the program goes on, and ends as it would have."""
+"""Standard output and error that cannot be written: the program goes on, and ends as it would have. And Ctrl-C."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from ddp.process.terminal import ended_by_ctrl_c
 
 PROGRAM = """
 import subprocess, sys
@@ -75,3 +79,22 @@ print(len(received[0]))
 def test_a_stream_that_does_not_block_gets_all_once_there_is_room() -> None:
     ended = subprocess.run([sys.executable, "-c", FULL_FOR_A_WHILE], capture_output=True, text=True, timeout=60)
     assert (ended.stdout, ended.stderr) == ("300000\n", "")
+
+
+def test_ctrl_c_is_no_exception_where_modules_are_imported_and_handlers_of_others_stay() -> None:
+    def heard() -> object:
+        with ended_by_ctrl_c():
+            return signal.getsignal(signal.SIGINT)
+
+    default, own, ends = signal.default_int_handler, lambda *_: None, signal.SIG_DFL
+    for handler, inside in ((default, ends), (own, own), (signal.SIG_IGN, signal.SIG_IGN), (ends, ends)):
+        before = signal.signal(signal.SIGINT, handler)
+        try:
+            assert heard() == inside and signal.getsignal(signal.SIGINT) == handler
+            with ThreadPoolExecutor(1) as thread:
+                assert thread.submit(heard).result() == handler, "only the main thread may set one"
+            with ended_by_ctrl_c():
+                signal.signal(signal.SIGINT, own)
+            assert signal.getsignal(signal.SIGINT) is own, "a module that was imported has set it"
+        finally:
+            signal.signal(signal.SIGINT, before)

@@ -19,6 +19,7 @@ sys.modules["ddp"] = module_from_spec(_spec)
 _spec.loader.exec_module(sys.modules["ddp"])
 
 if __name__ == "__main__":
-    module = importlib.import_module(sys.argv[1])
+    with importlib.import_module("ddp.process.terminal").ended_by_ctrl_c():
+        module = importlib.import_module(sys.argv[1])
     status = module.main(sys.argv[2:])
     getattr(module, "leave", sys.exit)(status) if status else sys.exit(0)

@@ -48,7 +48,7 @@ from ddp.errors import USER_ERRORS, ConfigError, first_line
 from ddp.process.arguments import program, setting_for, shown, train_command, typed_command
 from ddp.process.files import json_object, read_own
 from ddp.process.memory import leave_out, skip_at_exit
-from ddp.process.terminal import keep_writing
+from ddp.process.terminal import ended_by_ctrl_c, keep_writing
 from ddp.run.launch import jobs, sidecar, sweep
 from ddp.run.launch.engine import run_workers
 from ddp.run.launch.report import Report, describe_failures
@@ -72,10 +72,11 @@ def main() -> NoReturn:
         print(page(program()))
         sys.exit(0)
     skip_at_exit()
-    import hydra
-    from omegaconf import OmegaConf
+    with ended_by_ctrl_c():
+        import hydra
+        from omegaconf import OmegaConf
 
-    _offer_settings()
+        _offer_settings()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises exceptions instead of printing them
     with bad_input_to(exit_with_error):
         arguments = options_first(sys.argv[1:])
@@ -146,9 +147,10 @@ def _trained(config: Config, run_dir: Path) -> int:
     check_gpus(config)
     check_strategy(config)
     print(f"starting {counted(config.cluster.workers, 'worker')} for {shown(run_dir)}/ …", flush=True)
-    with leave_out():
-        importlib.import_module("ddp.run.build.stages")  # torch, which takes a second
-    prepare(config, run_dir)
+    with ended_by_ctrl_c():
+        with leave_out():
+            importlib.import_module("ddp.run.build.stages")  # torch, which takes a second
+        prepare(config, run_dir)  # which imports parts of the user's own
     return train(config, run_dir)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import NoReturn
 
 from ddp.errors import ConfigError
 from ddp.process.files import hold
+from ddp.process.terminal import ended_by_ctrl_c
 from ddp.run.launch import command_line
 from ddp.run.launch.engine import SHUTDOWN_S, paused_together
 from ddp.run.launch.worker import ORPHAN_GRACE_S, follow_parent
@@ -31,6 +33,8 @@ def main(argv: Sequence[str]) -> NoReturn:
     parser.add_argument("words", nargs="*", help="settings, and Hydra's own options")
     options = parser.parse_args(argv)
 
+    with ended_by_ctrl_c():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # which the sweep has kept from the interpreter
     follow_parent(options.parent, grace_s=ORPHAN_GRACE_S + SHUTDOWN_S)
     if options.cores:
         os.sched_setaffinity(0, map(int, options.cores.split(",")))

@@ -155,13 +155,17 @@ def _start(
     command = [*bootstrap, *about, str(job.run_dir), "--", *words]
     if gpus:
         command = ["env", f"{VISIBLE_GPUS}={','.join(gpus)}", *command]
-    if is_seen:
-        sys.stdout.flush()
-        return subprocess.Popen(command, start_new_session=True)
-    logs = job.run_dir / "logs"
-    make_folder(logs)
-    with to_append(logs / "job.log") as log:
-        return subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until the job hears it: job.py
+    try:
+        if is_seen:
+            sys.stdout.flush()
+            return subprocess.Popen(command, start_new_session=True)
+        logs = job.run_dir / "logs"
+        make_folder(logs)
+        with to_append(logs / "job.log") as log:
+            return subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _words(job: Job, *, goes_on: bool) -> list[str]:

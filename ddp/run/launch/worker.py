@@ -42,7 +42,7 @@ from ddp.process.files import make_folder, to_append
 from ddp.process.log import add_handler, follow_rank
 from ddp.process.memory import ask_for_signal, collect_from_now_on, collect_later
 from ddp.process.stack import stack_of
-from ddp.process.terminal import keep_writing
+from ddp.process.terminal import ended_by_ctrl_c, keep_writing
 from ddp.run.launch.from_python import write_exception, write_result
 from ddp.run.launch.report import Report
 from ddp.run.settings.config import Config
@@ -87,7 +87,8 @@ def train(config: Config, run_dir: Path, *, rank: int, role: str = "") -> int:
     take_log(run_dir / "logs", rank=rank, world_size=config.cluster.workers, role=role)
 
     def work() -> None:
-        from ddp.run.build.stages import run  # after the log is taken, because importing torch may print
+        with ended_by_ctrl_c():
+            from ddp.run.build.stages import run  # after the log is taken, because importing torch may print
 
         run(config, run_dir)
 
@@ -102,7 +103,8 @@ def _call(file: Path, *, rank: int, timeout_s: float | None) -> int:
         with file.open("rb") as stream:
             world_size, sys.path[:] = pickle.load(stream)  # first, because unpickling imports modules
             take_log(logs, rank=rank, world_size=world_size)
-            function, args, kwargs = pickle.load(stream)
+            with ended_by_ctrl_c():
+                function, args, kwargs = pickle.load(stream)
         collect_from_now_on()
         write_result(file.parent, rank, function, function(*args, **kwargs))
 

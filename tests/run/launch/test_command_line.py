@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 import pytest
@@ -27,6 +28,7 @@ from ranks import without_gloo
 
 import ddp
 from ddp.errors import ConfigError, PeerLost, WorkersFailed
+from ddp.run.launch import command_line, worker
 from ddp.run.launch.command_line import _quoted_paths, main, options_first, translated
 from ddp.run.launch.from_python import launch
 from ddp.run.launch.report import Failure, Report, describe_failures
@@ -723,3 +725,54 @@ def test_a_job_of_a_sweep_can_be_paused_before_its_workers_begin(tmp_path: Path)
     wait_for(lambda: not are_paused())
     job.communicate(b"\n")
     assert job.returncode == 0
+
+
+HEARD: dict[str, object] = {}  # by what was done, what SIGINT would have done then
+
+
+def note_of(name: str) -> Callable[..., None]:
+    return lambda *_, **__: HEARD.update({name: signal.getsignal(signal.SIGINT)})
+
+
+def imported_for(name: str) -> Callable[..., None]:
+    note_of(f"{name} imports")()
+    return note_of(name)
+
+
+class Function:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return imported_for, ("function",)
+
+
+class Stages(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name != "run":
+            raise AttributeError(name)
+        return imported_for("worker")
+
+
+def test_ctrl_c_is_no_exception_while_a_launcher_or_a_worker_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """numpy and torch lose a KeyboardInterrupt that comes while they are imported, or raise another error."""
+    HEARD.clear()
+    monkeypatch.setattr(command_line, "prepare", note_of("launcher imports"))
+    monkeypatch.setattr(command_line, "train", note_of("launcher"))
+    command_line._trained(Config(), tmp_path)
+    monkeypatch.setattr(worker, "take_log", lambda *_, **__: None)
+    monkeypatch.setattr(worker, "guarded", lambda work, **_: work())
+    monkeypatch.setattr(worker, "write_result", lambda *_: None)
+    (tmp_path / "call").write_bytes(pickle.dumps((1, sys.path)) + pickle.dumps((Function(), (), {})))
+    worker._call(tmp_path / "call", rank=0, timeout_s=None)
+    monkeypatch.setitem(sys.modules, "ddp.run.build.stages", Stages("stages"))
+    worker.train(Config(), tmp_path, rank=0)
+    for name in ("launcher", "function", "worker"):
+        assert HEARD[f"{name} imports"] == signal.SIG_DFL and HEARD[name] == signal.default_int_handler, name
+
+
+def test_ctrl_c_ends_a_worker_that_is_imported_without_a_word(tmp_path: Path) -> None:
+    (tmp_path / "imported.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    bootstrap, variables = ROOT / "ddp/run/launch/bootstrap.py", {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-S", "-P", str(bootstrap), "imported"]
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")

@@ -327,3 +327,12 @@ def test_a_command_begins_as_the_user_s(
 
 def test_counts() -> None:
     assert [counted(number, "worker") for number in (0, 1, 1234)] == ["0 workers", "1 worker", "1,234 workers"]
+
+
+def test_ctrl_c_ends_a_job_from_its_beginning_on(tmp_path: Path) -> None:
+    """Its interpreter, which would fail with an error of its own while it begins, hears it once the job does."""
+    process = jobs._start(Job(["seed=1"], tmp_path / "mine"), [], "ddp train", [], [], False)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == -signal.SIGINT
+    assert (tmp_path / "mine" / "logs" / "job.log").read_text() == ""
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, []), "this process hears it at once"
