@@ -31,6 +31,7 @@ from ddp.process.memory import available_cores
 from ddp.run.build.stages import check
 from ddp.run.launch import jobs, sweep
 from ddp.run.launch.command_line import bad_input_to, composed, exit_with_error, for_hydra, options_first, varied_keys
+from ddp.run.launch.run_folder import unwritable
 from ddp.run.launch.sweep import Job
 from ddp.run.settings.checks import check_gpus, check_strategy, places, resolve
 from ddp.run.settings.config import Config
@@ -40,7 +41,9 @@ _MANY = f"{10**9}"  # steps
 CHANGED = {
     **dict.fromkeys(("epochs", "batch.warmup_size", "batch.warmup_samples", "batch.warmup_epochs"), "null"),
     **dict.fromkeys(("evaluate.every_epochs", "evaluate.every_steps", "early_stopping.patience"), "null"),
+    "early_stopping.min_delta": "0",
     **dict.fromkeys(("max_steps", "checkpoint.every_steps"), _MANY),
+    "watch.action": "off",
     "trackers": "[]",
     "evaluate.by": "workers",
     "report.curves": "false",
@@ -53,6 +56,7 @@ REFUSED = {
     "cluster.workers": "is what varies here; give --workers 1,2,4",
     "cluster.spec": "is for training; here all workers are on this host",
     "cluster.task": "is for training; here all workers are on this host",
+    "profile.seconds": "is given as --seconds",
     "resume": "a run to be measured begins anew; leave it out",
     "sweep.parallel": "jobs that run at the same time slow each other down; leave it out",
     "trial": "has too few steps to be measured; leave it out",
@@ -73,15 +77,18 @@ def main(words: Sequence[str]) -> int:
         refuse_workers("scale", instead="start it by itself, with workers of its own")
         settings = options_first(settings, own=("--workers", "--seconds"))
         given = [each for each in settings if not each.startswith("sweep.name=")]
-        named = [each.partition("=")[2] for each in settings if each not in given]
-        name = named[-1] if named else time.strftime("scale-%Y-%m-%d_%H-%M-%S")
+        named = Job([each for each in settings if each not in given], Path()).settings.get("sweep.name", "null")
+        name = time.strftime("scale-%Y-%m-%d_%H-%M-%S") if named in ("", "null") else named
         folder = Path("runs", name).absolute()
         todo = jobs_for(given, folder, numbers=options.workers, seconds=options.seconds)
-        stopped = _run(todo, folder, seconds=options.seconds)
+        try:
+            stopped = _run(todo, folder, seconds=options.seconds)
+        except OSError as error:
+            raise unwritable(error.filename or folder, error) from error
         status = tell(folder, given)
         if stopped is None:
             return status
-        again = shlex.join([program(), "scale", *words, *([] if named else [f"sweep.name={quoted(name)}"])])
+        again = shlex.join([program(), "scale", *words, *([] if named == name else [f"sweep.name={quoted(name)}"])])
         print(f"what is missing is measured by {again}", file=sys.stderr, flush=True)
         return stopped
     raise AssertionError("bad input ends the process")
@@ -142,7 +149,7 @@ def _numbers(config: Config, asked: Sequence[int] | None) -> list[int]:
         ConfigError: there is no second one, or they cannot have a core or a GPU each.
     """
     most, what = places(config)
-    numbers = sorted(asked or {most, *(1 << power for power in range(most.bit_length()))})
+    numbers = sorted({*asked} if asked else {most, *(1 << power for power in range(most.bit_length()))})
     if numbers[-1] > most:
         raise ConfigError(
             f"--workers {numbers[-1]}: {what} can be used here, and workers that take turns do not show what more "

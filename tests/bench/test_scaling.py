@@ -400,11 +400,18 @@ def _changed(run_dir: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def _stopped_in_a_measurement(run: Path) -> None:
+    path = run / "config.yaml"
+    path.write_text(path.read_text().replace("  steps: 0\n  seconds: null", "  steps: 9\n  seconds: 5.0"))
+    _changed(run, stopped_by="me", steps=3)
+
+
 BROKEN = {
     "k=2 is left out: it has no summary.json": lambda run: (run / "summary.json").unlink(),
     "k=2 is left out: its summary.json is damaged": lambda run: (run / "summary.json").write_text('{"world_size": 2'),
     "(it has no seconds)": lambda run: (run / "summary.json").write_text('{"world_size": 2, "global_batch": 1}'),
     "it was stopped by SIGTERM after 7 steps": lambda run: _changed(run, stopped_by="SIGTERM", steps=7),
+    "it was there to be measured, and was stopped after 3 steps by me": lambda run: _stopped_in_a_measurement(run),
     "k=2 is left out: it has trained no step": lambda run: _changed(run, samples_per_s=0.0),
     "damaged (a number is below 1)": lambda run: _changed(run, world_size=0),
     "k=2 is left out: it has no config.yaml": lambda run: (run / "config.yaml").unlink(),

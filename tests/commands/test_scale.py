@@ -162,6 +162,21 @@ def test_ctrl_c_leaves_what_was_measured_and_the_rest_is_measured_later(
     assert said in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(("typed", "name"), [('sweep.name="a b"', "a b"), ("sweep.name=", "scale-*"), ("", "scale-*")])
+def test_a_folder_s_name_is_read_as_train_reads_it(typed: str, name: str, sham: Sham, here: Path) -> None:
+    sham.statuses = {1: 2, 2: 2}
+    assert scale.main([typed] if typed else []) == 2
+    assert len([*here.glob(f"runs/{name}/cluster.workers=2/job.json")]) == 1
+
+
+def test_a_folder_that_cannot_be_made_is_told(sham: Sham, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "runs").write_text("a file")
+    with pytest.raises(SystemExit) as ended:
+        scale.main(["sweep.name=mine"])
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.err.count("\n") == 1 and said.err.startswith("error: run directory "), said
+
+
 def test_a_single_run_is_compared_with_nothing(sham: Sham, capfd: pytest.CaptureFixture[str]) -> None:
     sham.statuses = {2: 2}
     assert scale.main([]) == 2
@@ -181,9 +196,10 @@ def test_a_single_run_is_compared_with_nothing(sham: Sham, capfd: pytest.Capture
         ("device=cuda", "device=cuda: torch sees no GPU here"),
         ("strategy=one_device", "strategy=one_device"),
         ("--workers 1,8", "--workers 8: 2 cores can be used here, and workers that take turns do not show what"),
-        ("--workers 2", "--workers 2: a single number of workers has nothing to be compared with"),
+        ("--workers 2,02", "--workers 2: a single number of workers has nothing to be compared with"),
         ("optim.lr=0.1,0.2", "optim.lr: has several values, and the number of workers alone varies here"),
         ("cluster.workers=1,2", "cluster.workers=1,2: is what varies here; give --workers 1,2,4"),
+        ("profile.seconds=3", "profile.seconds=3: is given as --seconds"),
         ("resume=auto", "resume=auto: a run to be measured begins anew; leave it out"),
         ("sweep.parallel=2", "sweep.parallel=2: jobs that run at the same time slow each other down; leave it out"),
         ("trial=true", "trial=true: has too few steps to be measured; leave it out"),
@@ -236,7 +252,8 @@ def test_what_is_compared_and_how_unequal_shares_are() -> None:
 
 
 def test_the_jobs_are_the_user_s_run_but_for_its_end(here: Path, sham: Sham) -> None:
-    words = ["optim.lr=0.1", "max_steps=7", "batch.global_size=${per_worker:16}", "cluster.threads_per_worker=3"]
+    words = ["optim.lr=0.1", "batch.global_size=${per_worker:16}", "cluster.threads_per_worker=3", "max_steps=7"]
+    words += ["early_stopping.patience=2", "early_stopping.min_delta=0.1", "watch.action=stop"]
     todo = scale.jobs_for(words, here / "runs" / "mine", numbers=[1, 2], seconds=2.5)
     configs = [composed_once(tuple(job.overrides))[0] for job in todo]
     assert [job.run_dir.name for job in todo] == ["cluster.workers=1", "cluster.workers=2"]
@@ -244,3 +261,4 @@ def test_the_jobs_are_the_user_s_run_but_for_its_end(here: Path, sham: Sham) -> 
     for config in configs:
         assert (config.optim.lr, config.cluster.threads_per_worker, config.profile.seconds) == (0.1, 3, 2.5)
         assert config.max_steps == 10**9 and not config.evaluate.is_meanwhile
+        assert (config.early_stopping.patience, config.watch.action) == (None, "off")

@@ -17,7 +17,7 @@ from ddp.errors import ConfigError
 from ddp.process.files import json_object, read_own
 from ddp.run.launch.run_folder import read_settings
 from ddp.run.launch.sweep import RESULT, Job, ending
-from ddp.train.callbacks import MEASURED
+from ddp.train.callbacks import EARLY, MEASURED
 from ddp.train.checkpoint import flat
 from ddp.train.monitor import profile as profiles
 from ddp.train.monitor.profile import Profile, read_profile
@@ -129,6 +129,10 @@ def read_run(folder: Path, notes: list[str]) -> Run:
         settings = flat(read_settings(path))
     except ConfigError as error:
         raise ConfigError(_short(error, folder)) from error
+    stopped = summary.get("stopped_by")
+    if settings.get("profile.seconds") is not None and stopped not in (None, EARLY, MEASURED):
+        steps = summary.get("steps")
+        raise ConfigError(f"it was there to be measured, and was stopped after {steps} steps by {stopped}")
     main = str(summary.get("main_metric"))
     entries = read_metrics(folder / "metrics.jsonl")
     steps = [entry for entry in entries if entry.get("kind") == "step"]
