@@ -38,6 +38,7 @@ from ddp.errors import ConfigError
 from ddp.process.arguments import positive, whole
 from ddp.process.files import json_object, read_own
 from ddp.process.memory import available_cores
+from ddp.train.callbacks import MEASURED
 from ddp.train.monitor.profile import FILE, Profile, read_profile
 from ddp.train.report import read_metrics
 from ddp.units import counted, format_time, lines_of_table, three_digits
@@ -221,7 +222,8 @@ def _to_the_loss(run: Path, forecaster: Forecaster, asked: Asked, found: Forecas
     noise_scale, num_steps = noise_of(run)
     reasons = _reasons(forecaster, asked, noise_scale)
     if num_steps is None:
-        return ["", *reasons, f"(time and worker-hours to the loss of the run are not known: it has no {SUMMARY})"]
+        why = f"it was there to be measured, or has no {SUMMARY}"
+        return ["", *reasons, f"(time and worker-hours to the loss of the run are not known: {why})"]
     known_batch = forecaster.profile.batch
 
     def reached(batch: int) -> ToLoss:
@@ -278,14 +280,18 @@ def _duration(seconds: float) -> str:
 
 
 def noise_of(run: Path) -> tuple[float | None, float | None]:
-    """Returns the noise scale of a run as it last was, and its steps; None for what is not known."""
+    """Returns the noise scale of a run as it last was, and its steps; None for what is not known.
+
+    A run that was there to be measured has no loss that its steps were for.
+    """
     scale = None
     try:
         for entry in read_metrics(run / "metrics.jsonl"):
             scale = finite(entry.get("noise_scale")) or scale
-        steps = json_object(read_own(run / SUMMARY)).get("steps")
+        summary = json_object(read_own(run / SUMMARY))
     except (OSError, ValueError):
         return None, None
+    steps = None if summary.get("stopped_by") == MEASURED else summary.get("steps")
     return scale, float(steps) if isinstance(steps, int) and steps > 0 else None
 
 
