@@ -364,11 +364,12 @@ class Ran(NamedTuple):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Runs each program slow and mended, and two that fail, all of them on the same two ranks."""
+    """Runs each program slow and mended, and three that fail, all of them on the same two ranks."""
     folder = tmp_path_factory.mktemp("bottleneck")
     texts = {f"{name}, slow": bottleneck_checks.text_of(SEED[name]) for name in MENDS}
     texts |= {f"{name}, mended": mended(name, SEED[name]) for name in MENDS}
     texts["no fit"] = texts["PIECE, slow"].replace("    ddp.fit(", "    return []\n    ddp.fit(")
+    texts["an exit"] = texts["PIECE, slow"].replace("model = Net()", "raise SystemExit(3)")
     texts["an error"] = texts["PIECE, slow"].replace("model = Net()", "model = Nett()")
     paths = [folder / f"program-{number}.py" for number in range(len(texts))]
     for path, text in zip(paths, texts.values(), strict=True):
@@ -442,6 +443,7 @@ def test_a_program_that_fails_says_where(ran: Ran) -> None:
         assert step == "the training runs" and not hint
         assert found.startswith("NameError: name 'Nett' is not defined\n  ")
         assert ", line " in found
+        assert ran.found["an exit"][rank].mistake[1].startswith("SystemExit: 3\n  ")
         assert ran.found["no fit"][rank].mistake[1] == "train has not called ddp.fit"
 
 

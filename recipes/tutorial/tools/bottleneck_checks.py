@@ -207,7 +207,7 @@ def _found(path: Path, run: Path, is_profiled: bool) -> Found:
         if not found:
             return Found((RUNS, "train has not called ddp.fit", "leave that to it, on every worker"))
         return found[-1]._replace(written=written)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return Found(in_words(RUNS, error, module))
     finally:
         ddp.fit = library

@@ -61,7 +61,7 @@ def raised(step: str, error: BaseException, module: ModuleType) -> Mistake | Non
 # --- mistakes that ranks in processes of their own find ---------------------------------------------------------------
 
 
-def in_words(step: str, error: Exception, module: ModuleType | None) -> tuple[str, ...]:
+def in_words(step: str, error: BaseException, module: ModuleType | None) -> tuple[str, ...]:
     """Returns the mistake behind an exception of a rank as words, which the rank can send: those of `Mistake`, and a
     fourth one, `LOST` if the exception only says that another rank is gone.
 
