@@ -38,7 +38,7 @@ def step(comm: ddp.Communicator, model: nn.Module, inputs: Tensor, classes: Tens
 
     def full(tensor: Tensor) -> None:
         moments.append(perf_counter())
-        wire.submit(lambda: (sleep(ring_s(tensor.grad.nbytes, comm.world_size)), comm.all_reduce(tensor.grad)))
+        wire.submit(sleep, ring_s(tensor.grad.nbytes, comm.world_size))
 
     hooks = [parameter.register_post_accumulate_grad_hook(full) for parameter in model.parameters()]
     with ThreadPoolExecutor(1) as wire:  # one bucket after another; the block ends once all are through
@@ -46,8 +46,11 @@ def step(comm: ddp.Communicator, model: nn.Module, inputs: Tensor, classes: Tens
         moments.append(perf_counter())
         loss.backward()
         moments.append(perf_counter())
-    _ = [hook.remove() for hook in hooks]
-    return [*moments, perf_counter()]
+    moments.append(perf_counter())
+    for parameter, hook in zip(model.parameters(), hooks, strict=True):
+        hook.remove()
+        comm.all_reduce(parameter.grad)
+    return moments
 
 
 def on_each_rank() -> list[float]:
