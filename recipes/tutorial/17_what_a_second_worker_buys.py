@@ -41,15 +41,12 @@ def step(comm: ddp.Communicator, model: nn.Module, inputs: Tensor, classes: Tens
         wire.submit(sleep, ring_s(tensor.grad.nbytes, comm.world_size))
 
     hooks = [parameter.register_post_accumulate_grad_hook(full) for parameter in model.parameters()]
-    with ThreadPoolExecutor(1) as wire:  # one bucket after another; the block ends once all are through
+    with ThreadPoolExecutor(1) as wire:  # one bucket after another, and then the time at which it is free
         loss = nn.functional.cross_entropy(model(inputs), classes, reduction="sum") / batch
         moments.append(perf_counter())
         loss.backward()
-        moments.append(perf_counter())
-    moments.append(perf_counter())
-    for parameter, hook in zip(model.parameters(), hooks, strict=True):
-        hook.remove()
-        comm.all_reduce(parameter.grad)
+        moments += [perf_counter(), wire.submit(perf_counter).result()]
+    _ = [(hook.remove(), comm.all_reduce(each.grad)) for each, hook in zip(model.parameters(), hooks, strict=True)]
     return moments
 
 
