@@ -572,7 +572,7 @@ def test_of_several_methods_the_one_that_was_forecast_fastest_is_told() -> None:
 
 
 def on_two_ranks() -> tuple[list[ForecastCell], float]:
-    turns.TURN_S = slow_down.LASTS_S = 0.0
+    turns.TURN_S = slow_down.TURN_S = 0.0
     cells = CompareForecasts("small-mlp", ("plain", "int8"), num_turns=1)()
     return cells, slow_down._slow_down(from_plain({}), before=32, samples=16)
 

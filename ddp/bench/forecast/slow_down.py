@@ -3,6 +3,8 @@
     alone       one process trains on as many samples as a rank had in the profiled run; the others wait
     at once     all processes train on as many samples as a rank would have
 
+They take turns, because the speed of a machine that others use, too, changes from second to second.
+
 The ratio, with the numbers of samples taken out, is what a forecast multiplies computing by. So it also holds what a
 small share costs more than in proportion.
 """
@@ -27,7 +29,7 @@ from ddp.run.launch.from_python import launch
 from ddp.run.settings.config import Config
 
 MATRIX, LOOPS_S, SENT_BYTES = 256, 0.1, 8 << 20
-NUM_WARM_UP, LEAST_STEPS, LASTS_S, TIMEOUT_S = 2, 5, 0.5, 300
+NUM_WARM_UP, NUM_TURNS, TURN_S, TIMEOUT_S = 2, 7, 0.3, 300
 
 
 def measured_here(num_ranks: int, threads: int) -> Measured:
@@ -74,18 +76,25 @@ def _slow_down(config: Config, *, before: int, samples: int) -> float:
 
     def typical_s(batch: Any) -> float:
         times_s: list[float] = []
-        while len(times_s) < NUM_WARM_UP + LEAST_STEPS or sum(times_s) < LASTS_S:
+        while not times_s or sum(times_s) < TURN_S:
             times_s.append(step_s(batch))
-        return statistics.median(times_s[NUM_WARM_UP:])
+        return statistics.median(times_s)
 
     most = len(source.samples)
     one, many = batch_of(min(before, most)), batch_of(min(samples, most))
-    alone_s = typical_s(one) if comm.rank == 0 else 0.0
-    comm.barrier()
-    together_s: float = statistics.median(all_gather_object(comm, typical_s(many)))
-    alone_s = float(all_gather_object(comm, alone_s)[0])
+    for _ in range(NUM_WARM_UP):
+        step_s(one)
+        step_s(many)
+    factors: list[float] = []
+    for _ in range(NUM_TURNS):
+        comm.barrier()
+        alone_s = typical_s(one) if comm.rank == 0 else 0.0
+        comm.barrier()
+        times = all_gather_object(comm, (alone_s, typical_s(many)))
+        together_s = statistics.median(at_once_s for _, at_once_s in times)
+        factors.append(together_s / min(samples, most) / (times[0][0] / min(before, most)))
     ddp.shutdown()
-    return together_s / min(samples, most) / (alone_s / min(before, most))
+    return statistics.median(factors)
 
 
 # --- what communication takes of a core ------------------------------------------------------------------------------
