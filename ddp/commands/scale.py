@@ -20,7 +20,7 @@ from pathlib import Path
 from ddp.bench.scaling.comparisons import compared
 from ddp.bench.scaling.figures import Series
 from ddp.bench.scaling.runs import read_runs
-from ddp.bench.scaling.words import Table, in_short
+from ddp.bench.scaling.tables import Table, in_short
 from ddp.comm.meeting.place import refuse_workers
 from ddp.commands import report
 from ddp.commands.command import parser_of

@@ -7,7 +7,8 @@ from html import escape
 from pathlib import Path
 
 from ddp.bench.scaling.charts import COLOURS, panels_of, png, svg
-from ddp.bench.scaling.words import Section, Table
+from ddp.bench.scaling.tables import Table
+from ddp.bench.scaling.words import Section
 from ddp.process.files import whole_file, write_whole
 
 PICTURE = "report-{}.png"
