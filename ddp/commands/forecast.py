@@ -21,11 +21,12 @@ from pathlib import Path
 import torch
 
 from ddp.bench.forecast import encoding
+from ddp.bench.forecast.links_here import measured_here, taken_here
 from ddp.bench.forecast.prices import measured_of, threads_of_a_rank
 from ddp.bench.forecast.question import Asked, Forecaster, asked_of
 from ddp.bench.forecast.registered import Registered, register, settings_of
 from ddp.bench.forecast.replay import STRATEGIES, Forecast
-from ddp.bench.forecast.slow_down import measured_here, slow_down, taken_here
+from ddp.bench.forecast.slow_down import slow_down
 from ddp.bench.forecast.words import headline, step_of, to_the_loss, what_would_buy
 from ddp.bench.forecast.work import work_of
 from ddp.bench.scaling.foreseen import deviations, foreseen
@@ -42,7 +43,6 @@ from ddp.train.report import read_metrics
 from ddp.units import counted, format_time, lines_of_table
 
 MOST_RANKS = 10_000
-SUMMARY = "summary.json"
 UNCHECKED = "not checked: name runs with a profile, or a sweep, after the first run, to see how far off forecasts are"
 
 
@@ -154,7 +154,7 @@ def _noise_and_steps(run: Path) -> tuple[float | None, float | None]:
     try:
         for entry in read_metrics(run / "metrics.jsonl"):
             scale = finite(entry.get("noise_scale")) or scale
-        summary = json_object(read_own(run / SUMMARY))
+        summary = json_object(read_own(run / "summary.json"))
     except (OSError, ValueError):
         return None, None
     steps = None if summary.get("stopped_by") == MEASURED else summary.get("steps")

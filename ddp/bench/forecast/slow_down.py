@@ -18,8 +18,6 @@ from typing import Any
 import torch
 
 import ddp
-from ddp.comm.calibrate import Measured
-from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.data.loading.loader import EvaluationLoader
 from ddp.data.loading.source import source_of
@@ -28,21 +26,7 @@ from ddp.run.build import components
 from ddp.run.launch.from_python import launch
 from ddp.run.settings.config import Config
 
-MATRIX, LOOPS_S, SENT_BYTES = 256, 0.1, 8 << 20
 NUM_WARM_UP, NUM_TURNS, TURN_S, TIMEOUT_S = 2, 7, 0.3, 300
-
-
-def measured_here(num_ranks: int, threads: int) -> Measured:
-    """Returns the figures of links and memory of so many ranks on this host."""
-    found: Measured = launch(_figures, workers=num_ranks, threads_per_worker=threads, timeout_s=TIMEOUT_S)[0]
-    return found
-
-
-def _figures() -> Measured:
-    comm = ddp.init(device="cpu")
-    measured = comm.plan.measured
-    ddp.shutdown()
-    return measured
 
 
 def slow_down(config: Config, *, before: int, samples: int, num_ranks: int, threads: int) -> float:
@@ -95,42 +79,3 @@ def _slow_down(config: Config, *, before: int, samples: int) -> float:
         factors.append(together_s / min(samples, most) / (times[0][0] / min(before, most)))
     ddp.shutdown()
     return statistics.median(factors)
-
-
-# --- what communication takes of a core ------------------------------------------------------------------------------
-
-
-def taken_here() -> float:
-    """Returns what `taken_s` finds for two ranks of this host that share no memory."""
-    return float(launch(_taken_s, workers=2, threads_per_worker=1, timeout_s=TIMEOUT_S)[0])
-
-
-def _taken_s() -> float:
-    found = taken_s(ddp.init(device="cpu", shared_memory=False))
-    ddp.shutdown()
-    return found
-
-
-def taken_s(comm: Communicator) -> float:
-    """Returns the seconds of a core that communication takes for each byte that a host sends. Collective."""
-    num_hosts = comm.host_partition.num_hosts
-    if num_hosts == 1:
-        return 0.0
-    matrix, flat = torch.randn(MATRIX, MATRIX), torch.zeros(SENT_BYTES // 4)
-    comm.all_reduce(flat.clone())  # finds the algorithm
-    comm.barrier()
-    start_s, loops = now_s(), 0
-    while now_s() - start_s < LOOPS_S:
-        torch.mm(matrix, matrix)
-        loops += 1
-    loop_s = (now_s() - start_s) / loops
-    comm.barrier()
-    start_s, loops = now_s(), 0
-    work = comm.all_reduce(flat, async_op=True)
-    while not work.is_completed():
-        torch.mm(matrix, matrix)
-        loops += 1
-    work.wait()
-    lost_s = max(0.0, now_s() - start_s - loops * loop_s)
-    sent = 2 * SENT_BYTES * (num_hosts - 1) / num_hosts
-    return float(statistics.fmean(all_gather_object(comm, lost_s / sent)))
