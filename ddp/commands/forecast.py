@@ -25,7 +25,8 @@ from ddp.bench.forecast.links_here import measured_here, taken_here
 from ddp.bench.forecast.prices import measured_of, threads_of_a_rank
 from ddp.bench.forecast.question import Asked, Forecaster, asked_of
 from ddp.bench.forecast.registered import Registered, register, settings_of
-from ddp.bench.forecast.replay import STRATEGIES, Forecast
+from ddp.bench.forecast.replay import Forecast
+from ddp.bench.forecast.setup import STRATEGIES
 from ddp.bench.forecast.slow_down import slow_down
 from ddp.bench.forecast.words import headline, step_of, to_the_loss, what_would_buy
 from ddp.bench.forecast.work import work_of

@@ -42,7 +42,8 @@ from ddp.bench.command import add_options, place_of, run
 from ddp.bench.counts import bytes_sent
 from ddp.bench.forecast import encoding
 from ddp.bench.forecast.prices import Prices
-from ddp.bench.forecast.replay import Forecast, Setup, forecast
+from ddp.bench.forecast.replay import Forecast, forecast
+from ddp.bench.forecast.setup import Setup
 from ddp.bench.forecast.work import Gradient, Work, bytes_of
 from ddp.bench.place import HERE, Place, refuse_unknown, split
 from ddp.bench.step import Training, make, session

@@ -39,7 +39,8 @@ from ddp.bench.forecast.prices import (
 )
 from ddp.bench.forecast.question import Forecaster
 from ddp.bench.forecast.registered import read_registered, settings_of
-from ddp.bench.forecast.replay import Setup, Step, Timed, _beside, forecast, naive_s, replay, step_of, together
+from ddp.bench.forecast.replay import _beside, forecast, naive_s, replay, together
+from ddp.bench.forecast.setup import Setup, Step, Timed, step_of
 from ddp.bench.forecast.to_loss import batches_for, first_reason, steps_at, to_loss
 from ddp.bench.forecast.work import Gradient, Work, bytes_of, work_of
 from ddp.collectives.catalog import SCHEDULES

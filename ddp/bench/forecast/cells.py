@@ -25,7 +25,8 @@ from torch import nn
 from ddp.bench.forecast import encoding
 from ddp.bench.forecast.links_here import taken_s
 from ddp.bench.forecast.prices import Dispatch, Prices
-from ddp.bench.forecast.replay import Setup, forecast, naive_s
+from ddp.bench.forecast.replay import forecast, naive_s
+from ddp.bench.forecast.setup import Setup
 from ddp.bench.forecast.work import Work, work_of
 from ddp.bench.place import HERE, Place
 from ddp.bench.step import Training, make, session

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 from ddp.bench.forecast import encoding
 from ddp.bench.forecast.prices import Dispatch, Prices, cores_of_a_rank, measured_of, measured_on, threads_of_a_rank
-from ddp.bench.forecast.replay import STRATEGIES, Forecast, Setup, Strategy, forecast, naive_s
+from ddp.bench.forecast.replay import Forecast, forecast, naive_s
+from ddp.bench.forecast.setup import STRATEGIES, Setup, Strategy
 from ddp.bench.forecast.work import Work, work_of
 from ddp.collectives.simulate import equal_hosts
 from ddp.comm.calibrate import Measured
