@@ -27,7 +27,7 @@ from ddp.errors import ConfigError
 from ddp.process.files import json_object, read_own, to_append, write_whole
 from ddp.process.log import log
 from ddp.train.checkpoint_store import is_extra
-from ddp.train.monitor.watch import Usage
+from ddp.train.monitor.usage import Usage
 from ddp.train.noise_scale import NoiseScale
 from ddp.train.state import StepReport, TrainState
 

@@ -56,7 +56,7 @@ from ddp.train.kept import Kept, plain
 from ddp.train.loop import end_of_run, train_loop
 from ddp.train.metric_names import is_metric
 from ddp.train.monitor.calls import calls_left
-from ddp.train.monitor.watch import rate_of_one_worker
+from ddp.train.monitor.usage import rate_of_one_worker
 from ddp.train.progress import ProgressBar, StopNote
 from ddp.train.report import draw_curves, summary_of, write_summary
 from ddp.train.starts import note_start_of_fit

@@ -25,7 +25,8 @@ from ddp.run.launch.engine import Ended
 from ddp.run.settings.config import Config
 from ddp.train.callbacks import ThroughputMeter
 from ddp.train.monitor import watch
-from ddp.train.monitor.watch import Learning, Pace, Usage, rate_of_one_worker
+from ddp.train.monitor.usage import Usage, rate_of_one_worker
+from ddp.train.monitor.watch import Learning, Pace
 from ddp.train.progress import ProgressBar
 from ddp.train.tasks.task import IGNORE, Task, as_task
 from ddp.train.watcher import WATCH, Watch, guess_of
@@ -145,7 +146,7 @@ def test_a_run_is_slow_below_a_share_of_its_median_for_some_time() -> None:
 def test_what_a_rank_uses_is_what_the_system_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank alone, which computes for a while; and at which lines figures are gathered."""
     now_s = 0.0
-    monkeypatch.setattr(watch, "now_s", lambda: now_s)
+    monkeypatch.setattr("ddp.train.monitor.usage.now_s", lambda: now_s)
 
     class One:
         world_size, device = 1, torch.device("cpu")
