@@ -28,6 +28,7 @@ from ddp.comm.settings import CPU
 from ddp.comm.transport import nccl
 from ddp.comm.transport.topology import boot_id
 from ddp.errors import ConfigError, first_line
+from ddp.process.host import VISIBLE_GPUS
 from ddp.process.log import log
 from ddp.units import counted
 
@@ -101,9 +102,9 @@ def show_only(devices: Sequence[int]) -> None:
     Raises:
         ConfigError: one of them is not there, or the process has begun to use GPUs.
     """
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown = os.environ.get(VISIBLE_GPUS)
     names = shown.split(",") if shown is not None else list(map(str, range(max(devices) + 1)))
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[each] for each in devices if each < len(names))
+    os.environ[VISIBLE_GPUS] = ",".join(names[each] for each in devices if each < len(names))
     if (found := gpu.cuda.device_count()) != len(devices):  # CUDA leaves out what is not there, and all behind it
         raise ConfigError(
             f"cluster.devices={list(devices)}: torch finds {found} of these, where CUDA_VISIBLE_DEVICES is "
@@ -161,7 +162,7 @@ def _host() -> str:
 
 def uuid_of(device: torch.device) -> str:
     """Returns the GPU's UUID; of a build that does not tell it, the number by which this process is shown it."""
-    shown = f"{device.index} of {os.environ.get('CUDA_VISIBLE_DEVICES', 'all')}"
+    shown = f"{device.index} of {os.environ.get(VISIBLE_GPUS, 'all')}"
     return str(getattr(gpu.cuda.get_device_properties(device), "uuid", shown))
 
 

@@ -87,8 +87,7 @@ class Profiler(Callback):
         if number == 0:
             self._clocks = compared(state.comm)  # before, and once more after the last step
             self._began_s = now_s()
-        is_noted = number % self._every == 0 if self._seconds is not None else number < 2 * self._num_steps
-        if number >= 0 and is_noted:
+        if self._is_noted(number):
             state.phase = self._recording.phase
             self._recording.begin(state.step + 1)
         if number == self._num_steps and self._seconds is None:
@@ -102,12 +101,18 @@ class Profiler(Callback):
             return
         state.phase = unmeasured
         raw = self._recording.end()
-        if raw is not None and (self._seconds is not None or number < self._num_steps):
+        if raw is not None and self._trace is None:
             self._mine.append(_noted(state, report, raw))
         if self._seconds is None and number == 2 * self._num_steps - 1:
             self._leave(state)
-        if self._seconds is not None and len(self._mine) == 2 * self._num_steps:
+        elif self._seconds is not None and len(self._mine) == 2 * self._num_steps:
             self._mine, self._every = self._mine[::2], 2 * self._every
+
+    def _is_noted(self, number: int) -> bool:
+        """Returns True for a step after the warm-up that is measured or traced."""
+        if self._seconds is None:
+            return 0 <= number < 2 * self._num_steps
+        return number >= 0 and number % self._every == 0
 
     def fit_end(self, state: TrainState) -> None:
         if self._mine and not self._is_over:
