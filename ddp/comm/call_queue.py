@@ -235,6 +235,8 @@ class CallQueue:
             self._watchdog.give_up(self._rank, "the program has ended")
             for runner in self.runners:
                 runner.is_idle_within(LET_GO_S)
+        for runner in self.runners:
+            runner.end()
         # Its words alone: an error's traceback holds the loss, and its graph, by way of a replica, the communicator.
         # Python's collector does not see such a circle, because one part of it is in C++.
         self.error = CommunicatorBroken(_words(self.error) if self.error else reason or "the program has ended")

@@ -15,7 +15,7 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
@@ -166,7 +166,9 @@ def uuid_of(device: torch.device) -> str:
     return str(getattr(gpu.cuda.get_device_properties(device), "uuid", shown))
 
 
-def agreed_backend(store: Store, rank: int, ranks: Sequence[int], mine: Means) -> str:
+def agreed_backend(
+    store: Store, rank: int, ranks: Sequence[int], mine: Means, read: Callable[[str, int], bytes] | None = None
+) -> str:
     """Returns "nccl" if every rank has a GPU of its own, else "gloo"; on every rank alike. Collective over them.
 
     Args:
@@ -174,13 +176,15 @@ def agreed_backend(store: Store, rank: int, ranks: Sequence[int], mine: Means) -
         rank: this rank's number among them.
         ranks: what they are called in messages.
         mine: what this rank has.
+        read: returns what a rank has written under a name, once it has; None: the store waits for it.
 
     Raises:
         ConfigError: on every rank: one of them has a problem, or what they have asked for does not go together.
     """
     everyone = range(len(ranks))
     store.set(f"means/{rank}", json.dumps(mine))
-    told = [Means(*json.loads(each)) for each in store.multi_get([f"means/{other}" for other in everyone])]
+    read = read or (lambda name, _: store.get(name))
+    told = [mine if other == rank else Means(*json.loads(read(f"means/{other}", other))) for other in everyone]
     try:
         backend, reason = _decided(ranks, told)
     except ConfigError:

@@ -74,6 +74,8 @@ def open_communicator(
     settings = replace(settings, generation=generation)
     abort_s, connect_s = settings.abort_s, min(settings.abort_s, SILENCE_S)  # everyone has just been here
     everyone, timeout = range(world_size), timedelta(seconds=connect_s)
+    # A connection of its own: waiting for a peer that does not come must not block whoever opens another one here.
+    store = answered(store.clone, within_s=abort_s)  # type: ignore[attr-defined]
     watch = partial(Watchdog, store, rank, world_size, generation=generation, warn_s=warn_s, abort_s=abort_s)
     watchdog = answered(watch, within_s=abort_s)
     try:
@@ -94,8 +96,8 @@ def open_communicator(
             return kind(connections, everyone, rank, watchdog.hopeless_because)
 
         try:
-            agree = partial(agreed_backend, store, rank, ranks or everyone, take(settings.device, settings.backend))
-            backend = answered(agree, within_s=abort_s)
+            mine = take(settings.device, settings.backend)
+            backend = agreed_backend(store, rank, ranks or everyone, mine, watchdog.wait_for_start_up)
             transport = None if backend == "nccl" else answered(over_gloo, within_s=abort_s)
         except (PeerLost, ConfigError):
             raise

@@ -188,11 +188,16 @@ class Runner:
         return self._last is None or self._last.is_completed_within(timeout_s)
 
     def close(self) -> None:
-        """Ends the thread after what is queued."""
-        if self._thread is not None:
+        """Ends the thread after what is queued, and waits for that."""
+        if (thread := self.end()) is not None:
+            thread.join()
+
+    def end(self) -> threading.Thread | None:
+        """Ends the thread after what is queued; returns it, if there was one."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
             self._queue.put(None)
-            self._thread.join()
-            self._thread = None
+        return thread
 
     def _loop(self) -> None:
         stream = gpu.cuda.Stream(self._device) if self._device.type == gpu.KIND else None

@@ -36,7 +36,7 @@ INTERVAL_S = 0.5
 SILENCE_S = 60.0  # a library that keeps the interpreter lock for this long looks like a dead process
 JUDGE_S = 1.25  # longest search for a culprit after a deadline
 STORE_S = 0.3  # and for one more answer of the store
-POLL_S = 0.05
+SHORTEST_S, POLL_S = 0.001, 0.05  # pauses between two looks for a word
 
 
 class Watchdog:
@@ -128,6 +128,10 @@ class Watchdog:
         """Puts a word into the session's store, for those that wait for it."""
         self.board.store.set(key, word)
 
+    def wait_for_start_up(self, key: str, rank: int) -> bytes:
+        """Returns what a rank tells while the ranks begin (see `wait_for_word`)."""
+        return self.wait_for_word(key, rank, Call(0, "start-up"))
+
     def wait_for_word(self, key: str, rank: int, call: Call) -> bytes:
         """Waits at the store, not in the transport, for what `rank` puts there; for as long as that rank lives.
 
@@ -140,9 +144,11 @@ class Watchdog:
         """
         self.begin(call, rank)
         is_there, limit_s = partial(self._is_published, key, rank), max(self._silence_s, STALE_S)
+        pause_s = SHORTEST_S
         try:
             while not within(limit_s, is_there):
-                self._stopped.wait(POLL_S)
+                self._stopped.wait(pause_s)
+                pause_s = min(2 * pause_s, POLL_S)
             word: bytes = within(limit_s, partial(self.board.store.get, key))
         except (DistError, TimeoutError) as error:
             raise self.find_culprit(rank) from error
