@@ -80,3 +80,4 @@ def workers_are_forked(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
         for module in ("ddp.run.launch.command_line", "ddp.run.launch.from_python"):
             monkeypatch.setattr(f"{module}.run_workers", forked.run_workers)
+        monkeypatch.setattr("ddp.run.launch.supervisor.started", forked.Started)

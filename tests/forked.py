@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import time
@@ -27,6 +28,7 @@ from ddp.process.memory import available_cores
 from ddp.run.launch.engine import SHUTDOWN_S, Ended
 from ddp.run.launch.loopback import ON_LOOPBACK, OneHost
 from ddp.run.launch.report import Failure
+from ddp.train.stopping import stop_signals
 
 
 def run_workers(arguments: Sequence[str], *, workers: int, threads: int | None, context: Any = None) -> Ended:
@@ -69,6 +71,33 @@ def run_workers(arguments: Sequence[str], *, workers: int, threads: int | None, 
                     for _, other in started.values():
                         other.terminate()
     return Ended(None, failures)
+
+
+class Started:
+    """A server or worker that is forked, as `ddp/run/launch/supervisor.py::started` gives it."""
+
+    def __init__(self, words: Sequence[str], context: Any = None) -> None:
+        at = list(words).index(sys.executable)
+        variables = {**os.environ, **dict(word.split("=", 1) for word in words[:at])}
+        arguments = list(words)[words.index("ddp.run.launch.worker") + 1 :]
+        outputs = [Connection(os.dup(number)) for number in (1, 2)]
+        process = (context or _server()).Process(target=_play, args=(arguments, variables, Path.cwd(), outputs))
+        process.start()
+        self.pid = process.pid
+        while os.getsid(self.pid) != self.pid:
+            time.sleep(0.001)
+        self._process = process
+
+    def wait(self) -> int:
+        self._process.join()
+        return self._process.exitcode
+
+
+def _play(words: list[str], variables: dict[str, str], folder: Path, outputs: list[Connection]) -> None:
+    os.setsid()
+    for number in stop_signals():  # a new interpreter has none of the launcher's handlers
+        signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
+    _work(words, variables, folder, outputs)
 
 
 def run_program(file: Path, folder: Path, *, timeout_s: float = 120) -> CompletedProcess[str]:
@@ -124,9 +153,10 @@ def _server() -> Any:
 def _program(file: Path, variables: dict[str, str], folder: Path, outputs: list[Connection]) -> None:
     """Becomes an interpreter that runs a program."""
     _become(variables, folder, outputs)
-    from ddp.run.launch import from_python
+    from ddp.run.launch import from_python, supervisor
 
     from_python.run_workers = partial(run_workers, context=multiprocessing.get_context("fork"))  # type: ignore[assignment]
+    supervisor.started = partial(Started, context=multiprocessing.get_context("fork"))  # type: ignore[assignment]
     sys.argv, sys.path[0] = [str(file)], str(file.parent)
     runpy.run_path(str(file), run_name="__main__")
 
@@ -150,4 +180,4 @@ def _work(words: list[str], variables: dict[str, str], folder: Path, outputs: li
 
     torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
     multiprocessing.set_start_method(None, force=True)  # a worker that begins as an interpreter has chosen none
-    leave(main(["--parent", str(os.getppid()), *words]))
+    leave(main([*words, "--parent", str(os.getppid())]))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # at run time this module stays without torch
 
 Job = Literal["server", "worker"]
+STORE = "run"  # where they meet, in the private folder of a launch on one host
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Cast:
         job, index: "server" or "worker", and its number among those of its job.
         num_workers, num_servers: of the run; more workers may come, and some may be lost.
         store: where the servers and workers of the run meet.
-        incarnation: how often the servers have been started before.
+        incarnation: how often it has been started before; the servers are only started together.
     """
 
     job: Job
@@ -51,3 +52,28 @@ def take_part(part: Cast | None) -> None:
     """Gives this process its part, before it joins the others."""
     global _mine
     _mine = part
+
+
+# --- what whoever has started the processes tells of them, in the store ----------------------------------------------
+
+
+def tell_start(of: Cast) -> None:
+    """Publishes that a process is being started."""
+    of.store.set(f"incarnation/{of}", str(of.incarnation))
+
+
+def tell_end(of: Cast, how: str) -> None:
+    """Publishes how a process has ended, such as "was killed by SIGKILL"."""
+    of.store.set(f"ended/{of}/{of.incarnation}", how)
+
+
+def last_incarnation(store: Store, job: Job, index: int = 0) -> int | None:
+    """Returns the number of the last start of a process; None before the first one."""
+    key = f"incarnation/{job} {index}"
+    return int(store.get(key)) if store.check([key]) else None
+
+
+def how_ended(store: Store, job: Job, index: int, incarnation: int = 0) -> str:
+    """Returns how that process has ended, such as "was killed by SIGKILL"; "" while it runs."""
+    key = f"ended/{job} {index}/{incarnation}"
+    return store.get(key).decode() if store.check([key]) else ""

@@ -12,10 +12,12 @@
 | none, TensorFlow's    | cluster.spec, TF_CONFIG        | the same                             | rank 0's address   |
 | Spark, barrier stage  | BarrierTaskContext             |                                      | rank 0's host      |
 
-The first row that is set counts. Without any, this process is a world of its own. If variables show several processes
-and yet not which of them this one is, each would train alone, so that is refused. One row may say that this process is
-alone where another one shows more: independent programs in one step of Slurm's say so by RANK=0 and WORLD_SIZE=1, and
-so does what is left of torchrun's ranks, and keeps its LOCAL_RANK. It counts, and one sentence tells.
+A process with a part in a run with parameter servers (`cast.py`) has its place by that: a server is a rank among the
+servers, and a worker is alone, whatever the variables say. Otherwise the first row that is set counts. Without any,
+this process is a world of its own. If variables show several processes and yet not which of them this one is, each
+would train alone, so that is refused. One row may say that this process is alone where another one shows more:
+independent programs in one step of Slurm's say so by RANK=0 and WORLD_SIZE=1, and so does what is left of torchrun's
+ranks, and keeps its LOCAL_RANK. It counts, and one sentence tells.
 
 A description of the whole cluster (`cluster_spec.py`) needs no launcher. On the command line, `cluster.spec` counts
 before every launcher that says that this process is alone, and beside any other one it is refused.
@@ -48,6 +50,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddp.comm.meeting import cluster_spec
+from ddp.comm.meeting.cast import cast
 from ddp.comm.meeting.cluster_spec import Cluster, Task
 from ddp.comm.meeting.secret import FOLDER
 from ddp.errors import ConfigError
@@ -69,6 +72,7 @@ class Place(NamedTuple):
         local_rank, local_world_size: its number among the ranks of its host, and how many these are; None: unknown.
         address, port: where rank 0 keeps the store; "" and 0 if torch.distributed has one, or nobody needs one.
         tasks: by rank, the task that the description of a cluster has for it; empty without one.
+        part: what this process is in a run with parameter servers, as "worker 1"; "" elsewhere.
     """
 
     launcher: str
@@ -79,11 +83,12 @@ class Place(NamedTuple):
     address: str = ""
     port: int = 0
     tasks: tuple[Task, ...] = ()
+    part: str = ""
 
     @property
     def role(self) -> str:
-        """The task that this process is, as "worker:1"; "" without a description of the cluster."""
-        return str(self.tasks[self.rank]) if self.tasks else ""
+        """The task that this process is, as "worker:1", or its part; "" without a description of the cluster."""
+        return str(self.tasks[self.rank]) if self.tasks else self.part
 
     @property
     def on_host(self) -> tuple[int, int] | None:
@@ -159,8 +164,17 @@ def place(environment: Mapping[str, str] | None = None) -> Place | None:
         ConfigError: the variables contradict, are malformed, or show several processes but not which one this is.
     """
     if environment is None:
-        return _in_group() or _told_by(os.environ) or _in_barrier_stage()
+        return _of_part() or _in_group() or _told_by(os.environ) or _in_barrier_stage()
     return _told_by(environment)
+
+
+def _of_part() -> Place | None:
+    """Returns the place of a server or a worker of a run with parameter servers."""
+    if (mine := cast()) is None:
+        return None
+    if mine.job == "server":
+        return Place("ddp", mine.index, mine.num_servers, part=str(mine))
+    return Place("ddp", 0, 1, local_rank=mine.index, part=str(mine))
 
 
 def _in_group() -> Place | None:
@@ -223,11 +237,13 @@ def is_rank() -> bool:
     """
     found = place()
     says_so = (_TORCHRUN.name, cluster_spec.SETTING)
-    return found is not None and (found.world_size > 1 or found.launcher in says_so)
+    return found is not None and (found.world_size > 1 or found.launcher in says_so or bool(found.part))
 
 
 def refuse_workers(what: str, *, instead: str) -> None:
     """Raises ConfigError in a rank that has others beside it, because `what` would start workers in each of them."""
+    if (mine := cast()) is not None:
+        raise ConfigError(f"{what}: this process is {mine} already: {instead}")
     if (found := place()) is not None and found.world_size > 1:
         by = "RANK" if found.launcher == _TORCHRUN.name else found.launcher  # which many others set as well
         rank = f"rank {found.rank} of {found.world_size} already, as {by} says"

@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 from torch.distributed import DistError, HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
+from ddp.comm.meeting.cast import cast
 from ddp.comm.meeting.cluster_spec import Task
 from ddp.comm.meeting.place import Place, launcher_serves
 from ddp.comm.meeting.private_store import Folder, part_of, sealed
@@ -153,12 +154,14 @@ class Opened(NamedTuple):
 def open_store(place: Place, *, warn_s: float, abort_s: float) -> Opened:
     """Returns the store of all ranks: in the private folder of a launch, or torchrun's agent's, or rank 0 serves it.
 
-    If torch.distributed has begun, it has one.
+    If torch.distributed has begun, it has one. Servers have a part of the run's, which no earlier ones have used.
 
     Raises:
         ConfigError: rank 0 cannot serve it at this address, or the secret could be guessed.
         PeerLost: rank 0 cannot be reached.
     """
+    if place.part and place.world_size > 1 and (mine := cast()) is not None:
+        return Opened(part_of(mine.store, f"servers/{mine.incarnation}"))
     if not place.address:
         return Opened(sealed(_get_default_store(), secret()) if place.world_size > 1 else HashStore())
     if (folder := private_part(place.port)) is not None:

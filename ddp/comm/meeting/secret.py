@@ -53,7 +53,7 @@ def _with_secret(place: str) -> Iterator[Path]:
 
 
 def take_secret(folder: Path) -> None:
-    """Puts what the launcher has left in its folder into the environment of this worker.
+    """Puts what the launcher has left in its folder into the environment of this process.
 
     Raises:
         ConfigError: the folder is not this user's alone.
@@ -61,7 +61,7 @@ def take_secret(folder: Path) -> None:
     if why := why_shared(folder, folder.lstat(), rights=ANYTHING):
         raise ConfigError(f"{why}: did one of them put it there?")
     os.environ[VARIABLE] = (folder / VARIABLE).read_text()
-    os.environ[FOLDER] = str(folder / os.environ["MASTER_PORT"])
+    os.environ[FOLDER] = str(folder / os.environ.get("MASTER_PORT", ""))
 
 
 def private_part(port: int) -> Path | None:

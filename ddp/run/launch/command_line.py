@@ -9,6 +9,7 @@
          ▼                                     ▼                                      ▼
     torchrun's engine ── worker      worker.train in this process                     torchrun's engine ── worker --call
 
+With servers (`cluster.servers`), `supervisor.py` is in the place of torchrun's engine, which all other strategies have.
 A worker that fails takes its neighbours with it. So the parent reads the reports of all workers and prints the root
 cause last.
 
@@ -39,7 +40,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -50,9 +51,10 @@ from ddp.process.files import json_object, read_own
 from ddp.process.memory import leave_out, skip_at_exit
 from ddp.process.terminal import ended_by_ctrl_c, keep_writing
 from ddp.run.launch import jobs, sidecar, sweep
-from ddp.run.launch.engine import run_workers
+from ddp.run.launch.engine import Ended, run_workers
 from ddp.run.launch.report import Report, describe_failures
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare, settings_text, unwritable
+from ddp.run.launch.supervisor import run_cast
 from ddp.run.settings.address import is_address
 from ddp.run.settings.checks import check_gpus, check_strategy
 from ddp.run.settings.config import CHOICES, OWN, Config, choose, plain_defaults
@@ -432,7 +434,11 @@ def train(config: Config, run_dir: Path) -> int:
     arguments = ["--settings", digest, str(run_dir.resolve())]
     try:
         with sidecar.started(config, run_dir) as is_there:
-            ended = run_workers(arguments, workers=cluster.workers, threads=cluster.threads_per_worker)
+            run: Callable[..., Ended] = run_workers
+            if cluster.servers:
+                logs = run_dir / "logs"
+                run = partial(run_cast, servers=cluster.servers, restarts=cluster.restarts, logs=logs)
+            ended = run(arguments, workers=cluster.workers, threads=cluster.threads_per_worker)
             if is_there is not None and has_ended(run_dir):
                 wait_for(run_dir, is_there, within_s=config.evaluate.wait_s)
     finally:
@@ -441,7 +447,7 @@ def train(config: Config, run_dir: Path) -> int:
 
     if ended.failures:
         _restore_terminal()
-        print(describe_failures(ended.failures, run_dir / "logs").text, file=sys.stderr, flush=True)
+        print(describe_failures(ended.failures, run_dir / "logs", cluster.servers).text, file=sys.stderr, flush=True)
         return 1
     if config.trial or (run_dir / "summary.json").exists():  # it does not after a signal before the first step
         finish(config, run_dir)
@@ -452,7 +458,8 @@ def train(config: Config, run_dir: Path) -> int:
         outcome = f"continue with {train_command(setting_for(run_dir, config.run.name), 'resume=auto')}"
     else:
         outcome = "nothing was saved at the stop"
-        reports = [Report.read(run_dir / "logs", rank=rank) for rank in range(cluster.workers)]
+        ranks = range(cluster.servers + cluster.workers)
+        reports = [Report.read(run_dir / "logs", rank=rank, servers=cluster.servers) for rank in ranks]
         failed = [report for report in reports if report is not None]
         if failed:  # the stop itself went wrong
             print(min(failed, key=lambda r: (r.is_secondary, r.time_s)).block(), file=sys.stderr, flush=True)

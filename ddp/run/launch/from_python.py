@@ -10,6 +10,7 @@ import pickle
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,8 +19,9 @@ from ddp.comm.meeting.place import refuse_workers
 from ddp.errors import ConfigError, WorkersFailed, nearest, workers_failed
 from ddp.process.log import log
 from ddp.process.memory import available_cores
-from ddp.run.launch.engine import run_workers, temporary_folder
-from ddp.run.launch.report import Failure, describe_failures
+from ddp.run.launch.engine import Ended, run_workers, temporary_folder
+from ddp.run.launch.report import Failure, called, describe_failures
+from ddp.run.launch.supervisor import run_cast
 from ddp.run.settings.checks import most_workers
 from ddp.train.moved import meaning
 from ddp.units import counted
@@ -29,6 +31,8 @@ def launch(
     function: Callable[..., Any],
     *args: Any,
     workers: int = 2,
+    servers: int = 0,
+    restarts: int = 3,
     threads_per_worker: int | None = None,
     timeout_s: float | None = None,
     **kwargs: Any,
@@ -38,9 +42,16 @@ def launch(
     Inside the function `ddp.init()` finds the other ranks. Function, arguments and results are sent by cloudpickle, so
     a function of a notebook works. Rank 0 prints to this terminal.
 
+    With `servers`, for strategy="parameter_server", they are further processes, which run the function, too. A lost
+    worker is started again, and so are all servers together if one is lost (`supervisor.py`). The results of the
+    servers come first, and so `[0]` is that of server 0, which prints to this terminal; that of a worker that was lost,
+    and not started again, is None.
+
     Args:
-        workers: the world size.
-        threads_per_worker: None: cores ÷ workers, at least 1.
+        workers: the world size; with servers, the number of further processes.
+        servers: the number of processes that hold the parameters; 0: the workers hold them.
+        restarts: most times that a worker is started again, and that the servers are.
+        threads_per_worker: None: cores ÷ processes, at least 1.
         timeout_s: a worker that runs longer ends the launch, and says where it stood. None: no limit.
 
     Raises:
@@ -52,36 +63,43 @@ def launch(
     name = getattr(function, "__name__", "function")
     refuse_workers(f"ddp.launch({name}, …)", instead=f"call {name}({'…' if args or kwargs else ''}) itself")
     check_call(function, args, kwargs)
-    _check_launch(workers, threads_per_worker, timeout_s)
+    _check_launch(workers, servers, restarts, threads_per_worker, timeout_s)
     if sys.stdout is not None and sys.stdout.isatty():  # a pipe gets what the function prints, and nothing else
-        print(f"starting {counted(workers, 'worker')} …", flush=True)
+        beside = f"{counted(servers, 'server')} and " if servers else ""
+        print(f"starting {beside}{counted(workers, 'worker')} …", flush=True)
     with folder_for_call(workers, function, args, kwargs) as folder:
         limit = [] if timeout_s is None else ["--timeout", str(timeout_s)]
-        ended = run_workers(["--call", str(folder / CALL), *limit], workers=workers, threads=threads_per_worker)
+        run: Callable[..., Ended] = run_workers
+        if servers:
+            run = partial(run_cast, servers=servers, restarts=restarts, logs=folder / "logs")
+        ended = run(["--call", str(folder / CALL), *limit], workers=workers, threads=threads_per_worker)
         if (stopped_by := ended.signal or _left_by(ended.failures)) is signal.SIGINT:
             raise KeyboardInterrupt("it has ended the workers; if a fit was running, its last line says what is saved")
         if stopped_by is not None:
             raise SystemExit(128 + stopped_by)
         if ended.failures:
-            raise _failed(folder, ended.failures)
-        results = [result_file(folder, rank) for rank in range(workers)]
-        for rank, path in enumerate(results):
+            raise _failed(folder, ended.failures, servers)
+        results = [result_file(folder, rank) for rank in range(servers + workers)]
+        for rank, path in enumerate(results[: servers or workers]):
             if not path.exists():
-                raise workers_failed(f"rank {rank} ended without a result: does the function call sys.exit?", rank)
-        return [pickle.loads(path.read_bytes()) for path in results]
+                who = called(rank, servers)
+                raise workers_failed(f"{who} ended without a result: does the function call sys.exit?", rank)
+        return [pickle.loads(path.read_bytes()) if path.exists() else None for path in results]
 
 
-def _check_launch(workers: Any, threads_per_worker: Any, timeout_s: Any) -> None:
+def _check_launch(workers: Any, servers: Any, restarts: Any, threads_per_worker: Any, timeout_s: Any) -> None:
     """Raises ConfigError unless the arguments of `launch` are numbers that can work; warns of too many workers."""
-    for name, number in (("workers", workers), ("threads_per_worker", threads_per_worker)):
-        is_left_out = number is None and name != "workers"
-        if not is_left_out and (not hasattr(number, "__index__") or isinstance(number, bool) or number < 1):
-            raise ConfigError(f"{name}={number!r}: must be a whole number from 1 up")
+    numbers = {"workers": (workers, 1), "servers": (servers, 0), "restarts": (restarts, 0)}
+    for name, (number, least) in (numbers | {"threads_per_worker": (threads_per_worker, 1)}).items():
+        is_left_out = number is None and name == "threads_per_worker"
+        if not is_left_out and (not hasattr(number, "__index__") or isinstance(number, bool) or number < least):
+            raise ConfigError(f"{name}={number!r}: must be a whole number from {least} up")
     if timeout_s is not None and not (isinstance(timeout_s, (int, float)) and timeout_s > 0):
         raise ConfigError(f"timeout_s={timeout_s!r}: must be seconds above 0; leave it out for no limit")
-    if workers > most_workers():
+    if servers + workers > most_workers():
         cores = counted(available_cores(), "core")
-        log.warning("workers=%d: they take turns on %s; %d or fewer train faster", workers, cores, available_cores())
+        what = f"servers={servers} workers={workers}" if servers else f"workers={workers}"
+        log.warning("%s: they take turns on %s; %d or fewer train faster", what, cores, available_cores())
 
 
 def _left_by(failures: Mapping[int, Failure]) -> signal.Signals | None:
@@ -101,7 +119,7 @@ def _left_by(failures: Mapping[int, Failure]) -> signal.Signals | None:
 
 CALL = "call.pkl"
 LARGEST_EXCEPTION = 1 << 26  # bytes
-OURS = ("workers", "threads_per_worker", "timeout_s")
+OURS = ("workers", "servers", "restarts", "threads_per_worker", "timeout_s")
 
 
 def result_file(folder: Path, rank: int) -> Path:
@@ -121,9 +139,9 @@ def _exception_file(folder: Path, rank: int) -> Path:
     return folder / f"raised-rank-{rank}.pkl"
 
 
-def _failed(folder: Path, failures: Mapping[int, Failure]) -> WorkersFailed:
+def _failed(folder: Path, failures: Mapping[int, Failure], servers: int = 0) -> WorkersFailed:
     """Returns the error that carries the exception of the worker that failed first."""
-    cause = describe_failures(failures, folder / "logs")
+    cause = describe_failures(failures, folder / "logs", servers)
     if cause.report is None:
         return workers_failed(cause.text, cause.rank)
     path = _exception_file(folder, cause.rank)

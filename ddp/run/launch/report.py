@@ -19,11 +19,40 @@ from ddp.process.files import make_folder, read_own, write_whole
 from ddp.process.stack import users_frame
 
 
+def called(rank: int, servers: int = 0) -> str:
+    """Returns what people and files call a process of a launch: "rank 1", or "server 0", or "worker 1".
+
+    Args:
+        rank: its number in the launch.
+        servers: the number of servers, which have the first numbers; 0: all are ranks.
+    """
+    if not servers:
+        return f"rank {rank}"
+    return f"server {rank}" if rank < servers else f"worker {rank - servers}"
+
+
+def log_file(logs: Path, rank: int, servers: int = 0) -> Path:
+    """Returns the file of a process's log."""
+    return logs / f"{called(rank, servers).replace(' ', '-')}.log"
+
+
+def _report_file(logs: Path, rank: int, servers: int) -> Path:
+    return logs / f"error-{called(rank, servers).replace(' ', '-')}.json"
+
+
+def in_words(status: int) -> str:
+    """Returns how a process without a report has ended, in words; a negative status is a signal."""
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"exited with status {status} and left no report" if status else "has ended"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """A failed worker's message to its launcher.
 
     Attributes:
+        rank, servers: see `called`.
         step: the step that training was in; None outside of it.
         is_secondary: this rank failed only because another one did.
         is_user_error: the message explains the error, so that no traceback is shown.
@@ -39,15 +68,17 @@ class Report:
     is_secondary: bool = False
     is_user_error: bool = False
     user_line: str = ""
+    servers: int = 0
     host: str = field(default_factory=host_name)
     time_s: float = field(default_factory=time.time)
 
     @classmethod
-    def of(cls, error: BaseException, *, rank: int) -> Report:
+    def of(cls, error: BaseException, *, rank: int, servers: int = 0) -> Report:
         """Describes an exception; the training loop gives it an attribute `ddp_step`."""
         step = getattr(error, "ddp_step", None)
         return cls(
             rank=rank,
+            servers=servers,
             type=type(error).__name__,
             message=said(error),
             traceback="".join(traceback.format_exception(error)),
@@ -58,21 +89,28 @@ class Report:
         )
 
     @classmethod
-    def read(cls, logs: Path, *, rank: int) -> Report | None:
+    def read(cls, logs: Path, *, rank: int, servers: int = 0) -> Report | None:
         """Returns the report of `rank`, or None if it wrote none, or died while it wrote."""
         with contextlib.suppress(OSError, ValueError, TypeError):
-            return cls(**json.loads(read_own(logs / f"error-rank-{rank}.json")))
+            return cls(**json.loads(read_own(_report_file(logs, rank, servers))))
         return None
+
+    @staticmethod
+    def forget(logs: Path, *, rank: int, servers: int = 0) -> None:
+        """Removes the report of `rank`, if there is one, because its process is started again."""
+        _report_file(logs, rank, servers).unlink(missing_ok=True)
 
     def write(self, logs: Path) -> None:
         make_folder(logs)
-        write_whole(logs / f"error-rank-{self.rank}.json", json.dumps(asdict(self), indent=1))
+        write_whole(_report_file(logs, self.rank, self.servers), json.dumps(asdict(self), indent=1))
 
     def block(self) -> str:
         """Returns rank, host and step; the traceback, or the message where that explains the error; the user's line."""
         step = "" if self.step is None else f" at step {self.step}"
         body = f"{self.type}: {self.message}" if self.is_user_error else self.traceback.rstrip()
-        return "\n".join(filter(None, [f"rank {self.rank} on host {self.host} failed{step}:", body, self.user_line]))
+        who = called(self.rank, self.servers)
+        host = self.host.removesuffix(f" as {who}")
+        return "\n".join(filter(None, [f"{who} on host {host} failed{step}:", body, self.user_line]))
 
 
 def user_line(error: BaseException) -> str:
@@ -124,27 +162,34 @@ class RootCause(NamedTuple):
     text: str
 
 
-def describe_failures(failures: Mapping[int, Failure], logs: Path) -> RootCause:
+def describe_failures(failures: Mapping[int, Failure], logs: Path, servers: int = 0) -> RootCause:
     """Returns the worker that failed first, with what is to be said of all that failed.
 
     Args:
         failures: by rank, in the order of discovery; not empty.
         logs: the folder of the workers' reports and logs.
+        servers: see `called`.
     """
-    reports = {rank: report for rank in failures if (report := Report.read(logs, rank=rank)) is not None}
-    root = _root_cause(failures, reports)
-    lines = [_aside(rank, reports.get(rank), root, reports.get(root)) for rank in sorted(failures) if rank != root]
-    block = reports[root].block() if root in reports else _death(root, failures[root].status, logs)
-    return RootCause(root, reports.get(root), "\n".join([*lines, block]))
+    found = ((rank, Report.read(logs, rank=rank, servers=servers)) for rank in failures)
+    reports = {rank: report for rank, report in found if report is not None}
+    root, names = _root_cause(failures, reports), {rank: called(rank, servers) for rank in sorted(failures)}
+    asides = [
+        f"{name} {_aside(reports.get(rank), names[root], reports.get(root))}"
+        for rank, name in names.items()
+        if rank != root
+    ]
+    path = log_file(logs, root, servers)
+    block = reports[root].block() if root in reports else _death(names[root], failures[root].status, path)
+    return RootCause(root, reports.get(root), "\n".join([*asides, block]))
 
 
-def _aside(rank: int, report: Report | None, root: int, root_report: Report | None) -> str:
-    """Returns the line for a rank that is not the root cause."""
+def _aside(report: Report | None, root: str, root_report: Report | None) -> str:
+    """Returns what is said of a rank that is not the root cause."""
     if report is not None and not report.is_secondary:
-        return f"rank {rank} failed too, {report.type}: {report.message.strip().partition(chr(10))[0]}"
+        return f"failed too, {report.type}: {report.message.strip().partition(chr(10))[0]}"
     if root_report is None or not root_report.is_secondary:
-        return f"rank {rank} stopped because rank {root} failed"
-    return f"rank {rank} {'was ended by the launcher' if report is None else 'stopped for the same reason'}"
+        return f"stopped because {root} failed"
+    return "was ended by the launcher" if report is None else "stopped for the same reason"
 
 
 def _root_cause(failures: Mapping[int, Failure], reports: Mapping[int, Report]) -> int:
@@ -163,13 +208,8 @@ def _root_cause(failures: Mapping[int, Failure], reports: Mapping[int, Report]) 
     return next(iter(failures))
 
 
-def _death(rank: int, status: int, logs: Path) -> str:
+def _death(name: str, status: int, log: Path) -> str:
     """Returns the block of a worker that could not report: its signal or status, and the end of its log."""
-    if status < 0:
-        name = signal.Signals(-status).name
-        how = f"was killed by {name}{' (out of memory?)' if -status == signal.SIGKILL else ''}"
-    else:
-        how = f"exited with status {status} and left no report"
-    path = logs / f"rank-{rank}.log"
-    tail = path.read_text(errors="replace").splitlines()[-15:] if path.is_file() else []
-    return "\n".join([f"rank {rank} {how}", *([f"the end of {path}:", *tail] if tail else [])])
+    how = f"{name} {in_words(status)}{' (out of memory?)' if -status == signal.SIGKILL else ''}"
+    tail = log.read_text(errors="replace").splitlines()[-15:] if log.is_file() else []
+    return "\n".join([how, *([f"the end of {log}:", *tail] if tail else [])])

@@ -57,7 +57,7 @@ def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None, 
     _try_writing(run_dir)
     resolve(config, local_workers=local_workers, num_shards=_earlier_num_shards(config, run_dir))
     position, dealt = check(config)
-    for stale in (run_dir / "summary.json", *run_dir.glob("logs/error-rank-*.json")):
+    for stale in (run_dir / "summary.json", *run_dir.glob("logs/error-*.json")):
         stale.unlink(missing_ok=True)  # they tell how the attempt that is being resumed ended
     text, path = settings_text(config), run_dir / "config.yaml"
     if not path.is_file() or path.read_bytes() != text.encode():
@@ -183,7 +183,7 @@ def _refuse_planted(run_dir: Path) -> None:
     """Raises ConfigError for a link or the like in the place of what workers will open; see `process/files.py`."""
     for folder in (run_dir / "logs", run_dir / "checkpoints"):
         files.refuse_others_link(folder)
-    for path in (run_dir / "metrics.jsonl", *run_dir.glob("logs/rank-*.log")):
+    for path in (run_dir / "metrics.jsonl", *run_dir.glob("logs/*.log")):
         if path.exists() or path.is_symlink():
             files.to_read(path).close()
 

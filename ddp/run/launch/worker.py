@@ -2,11 +2,13 @@
 
     python -P …/bootstrap.py ddp.run.launch.worker --rank R --parent PID --private DIR … RUN_DIR      train
     python -P …/bootstrap.py ddp.run.launch.worker --rank R --parent PID --private DIR --call FILE    for ddp.launch
+                                                   … --servers S --workers W --incarnation N          a server or worker
 
 The life of a worker:
 
     1  follow the parent     it ends when the parent ends, whatever it is doing
     2  take the log          rank 0 keeps the terminal; any other rank's file descriptors 1 and 2 become logs/rank-R.log
+                             (of servers and workers: server 0 keeps it; the others' become logs/worker-0.log, say)
     3  work                  ddp.run.build.stages.run, or the function
     4  report                an exception becomes logs/error-rank-R.json, from which the parent finds the root cause
 
@@ -36,6 +38,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from ddp.comm.meeting.cast import STORE, Cast, Job, take_part
 from ddp.comm.meeting.secret import take_secret
 from ddp.errors import ConfigError, said
 from ddp.process.files import make_folder, to_append
@@ -44,7 +47,7 @@ from ddp.process.memory import ask_for_signal, collect_from_now_on, collect_late
 from ddp.process.stack import stack_of
 from ddp.process.terminal import ended_by_ctrl_c, keep_writing
 from ddp.run.launch.from_python import write_exception, write_result
-from ddp.run.launch.report import Report
+from ddp.run.launch.report import Report, log_file
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
 
@@ -60,6 +63,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--private", type=Path, required=True, help="the launch's private folder")
     parser.add_argument("--call", type=Path, help="a pickled function instead of a run directory")
     parser.add_argument("--timeout", type=float, help="seconds after which a call is given up")
+    parser.add_argument("--servers", type=int, default=0, help="of these the first ranks are, the others are workers")
+    parser.add_argument("--workers", type=int, default=0, help="number of these")
+    parser.add_argument("--incarnation", type=int, default=0, help="how often this one has been started before")
     parser.add_argument("--settings", help="SHA-256 of the run directory's config.yaml, as the launcher has written it")
     parser.add_argument("run_dir", type=Path, nargs="?")
     options = parser.parse_args(argv)
@@ -68,8 +74,9 @@ def main(argv: Sequence[str]) -> int:
     keep_writing()
     follow_parent(options.parent, grace_s=ORPHAN_GRACE_S)
     take_secret(options.private)
+    play = partial(_play, options) if options.servers else lambda: None
     if options.call is not None:
-        return _call(options.call, rank=options.rank, timeout_s=options.timeout)
+        return _call(options.call, rank=options.rank, servers=options.servers, timeout_s=options.timeout, play=play)
     import yaml
 
     content = (options.run_dir / "config.yaml").read_bytes()
@@ -78,39 +85,70 @@ def main(argv: Sequence[str]) -> int:
         def refuse() -> None:
             raise ConfigError(f"{options.run_dir}/config.yaml was changed while the run was starting: start it again")
 
-        return guarded(refuse, logs=options.run_dir / "logs", rank=options.rank)
-    return train(from_plain(yaml.safe_load(content)), options.run_dir, rank=options.rank)
+        return guarded(refuse, logs=options.run_dir / "logs", rank=options.rank, servers=options.servers)
+    config = from_plain(yaml.safe_load(content))
+    if options.incarnation and any((options.run_dir / "checkpoints").glob("*step-*")):
+        config.resume = "auto"
+    return train(config, options.run_dir, rank=options.rank, play=play)
 
 
-def train(config: Config, run_dir: Path, *, rank: int, role: str = "") -> int:
-    """Trains as this rank of the run; returns the exit status (0, also after an agreed stop)."""
-    take_log(run_dir / "logs", rank=rank, world_size=config.cluster.workers, role=role)
+def train(
+    config: Config, run_dir: Path, *, rank: int, role: str = "", play: Callable[[], object] = lambda: None
+) -> int:
+    """Trains as this rank of the run; returns the exit status (0, also after an agreed stop).
+
+    Args:
+        rank: see `report.called`.
+        role: the task of a described cluster, as "worker:1".
+        play: gives this process its part in a run with servers, once the log is taken.
+    """
+    servers = config.cluster.servers
+    take_log(run_dir / "logs", rank=rank, world_size=config.cluster.workers, role=role, servers=servers)
 
     def work() -> None:
         with ended_by_ctrl_c():
+            play()
             from ddp.run.build.stages import run  # after the log is taken, because importing torch may print
 
         run(config, run_dir)
 
-    return guarded(work, logs=run_dir / "logs", rank=rank)
+    return guarded(work, logs=run_dir / "logs", rank=rank, servers=servers)
 
 
-def _call(file: Path, *, rank: int, timeout_s: float | None) -> int:
+def _play(options: argparse.Namespace) -> None:
+    """Gives this process its part among servers and workers that one host's launcher has started."""
+    from ddp.comm.meeting.private_store import Folder  # and torch with it
+
+    job: Job = "server" if options.rank < options.servers else "worker"
+    index = options.rank if job == "server" else options.rank - options.servers
+    store = Folder(options.private / STORE)
+    take_part(Cast(job, index, options.workers, options.servers, store, options.incarnation))
+
+
+def _call(
+    file: Path,
+    *,
+    rank: int,
+    servers: int = 0,
+    timeout_s: float | None,
+    play: Callable[[], object] = lambda: None,
+) -> int:
     """Runs the function in `file`, and writes its result beside it."""
     logs = file.parent / "logs"
 
     def work() -> None:
         with file.open("rb") as stream:
             world_size, sys.path[:] = pickle.load(stream)  # first, because unpickling imports modules
-            take_log(logs, rank=rank, world_size=world_size)
+            take_log(logs, rank=rank, world_size=world_size, servers=servers)
             with ended_by_ctrl_c():
+                play()
                 function, args, kwargs = pickle.load(stream)
         collect_from_now_on()
         write_result(file.parent, rank, function, function(*args, **kwargs))
 
     if timeout_s is not None:
-        _give_up_after(timeout_s, logs=logs, rank=rank)
-    return guarded(work, logs=logs, rank=rank, send=partial(write_exception, file.parent, rank))
+        _give_up_after(timeout_s, logs=logs, rank=rank, servers=servers)
+    return guarded(work, logs=logs, rank=rank, servers=servers, send=partial(write_exception, file.parent, rank))
 
 
 # ---------------------------------------------------------------------------------------------- 1 follow the parent
@@ -138,7 +176,7 @@ def follow_parent(parent: int, *, grace_s: float) -> None:
     threading.Thread(target=watch, name="ddp-follow-parent", daemon=True).start()
 
 
-def _give_up_after(timeout_s: float, *, logs: Path, rank: int) -> None:
+def _give_up_after(timeout_s: float, *, logs: Path, rank: int, servers: int) -> None:
     """Ends this worker after `timeout_s` with a report that shows where its main thread stood."""
     main_thread = threading.main_thread().ident
     assert main_thread is not None
@@ -146,7 +184,8 @@ def _give_up_after(timeout_s: float, *, logs: Path, rank: int) -> None:
     def give_up() -> None:
         where = "".join(traceback.format_list(stack_of(main_thread)))
         message = f"still running after timeout_s={timeout_s:g}"
-        Report(rank=rank, type="TimeoutError", message=message, traceback=f"{where}TimeoutError: {message}").write(logs)
+        shown = f"{where}TimeoutError: {message}"
+        Report(rank=rank, servers=servers, type="TimeoutError", message=message, traceback=shown).write(logs)
         write_exception(logs.parent, rank, TimeoutError(message))
         leave(1)
 
@@ -176,13 +215,16 @@ class _LogFile(logging.FileHandler):
         return to_append(Path(self.baseFilename))
 
 
-def take_log(logs: Path, *, rank: int, world_size: int, role: str = "") -> None:
+def take_log(logs: Path, *, rank: int, world_size: int, role: str = "", servers: int = 0) -> None:
     """Sends this process's output to `logs`/rank-R.log; rank 0 keeps the terminal and logs to both.
 
     File descriptors are redirected, so that the output of C++ and of child processes goes there, too.
+
+    Args:
+        rank, servers: see `report.called`.
     """
     make_folder(logs)
-    path = logs / f"rank-{rank}.log"
+    path = log_file(logs, rank, servers)
     if rank != 0:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -200,7 +242,12 @@ def take_log(logs: Path, *, rank: int, world_size: int, role: str = "") -> None:
 
 
 def guarded(
-    work: Callable[[], None], *, logs: Path, rank: int, send: Callable[[BaseException], None] = lambda _: None
+    work: Callable[[], None],
+    *,
+    logs: Path,
+    rank: int,
+    servers: int = 0,
+    send: Callable[[BaseException], None] = lambda _: None,
 ) -> int:
     """Runs `work`; returns 0, 1 after an exception, which it reports, or 130 after Ctrl-C outside of training.
 
@@ -214,11 +261,11 @@ def guarded(
     except SystemExit:
         raise
     except BaseException as error:
-        report = Report.of(error, rank=rank)
+        report = Report.of(error, rank=rank, servers=servers)
         try:
             report.write(logs)
             send(error)
-            with to_append(logs / f"rank-{rank}.log") as log:
+            with to_append(log_file(logs, rank, servers)) as log:
                 log.write(f"{report.traceback}\n")
         except (OSError, ConfigError):  # such as a full disk, which may have ended the work
             print(report.block(), file=sys.stderr, flush=True)

@@ -456,6 +456,19 @@ class Cluster:
     """The processes that train."""
 
     workers: int = setting(2, "number of workers, the world size", at_least=1)
+    servers: int = setting(
+        0,
+        "further processes that hold the parameters, for strategy=parameter_server; 0: the workers hold them",
+        at_least=0,
+    )
+    role: Literal["server", "worker"] | None = setting(
+        None,
+        "which of these this process is, if each is started by hand with MASTER_ADDR and MASTER_PORT; null: a launcher "
+        "says it",
+    )
+    restarts: int = setting(
+        3, "most times that a lost worker is started again, and that all servers are after the loss of one", at_least=0
+    )
     spec: dict[str, Any] = setting(
         {},
         "addresses of the tasks of a cluster, by job, each of which is started by hand, as {chief: [HOST:PORT], "

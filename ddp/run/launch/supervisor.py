@@ -1,0 +1,282 @@
+"""Runs servers and workers, each of which may end without the others, and says how they ended.
+
+torchrun's engine ends all ranks once one has failed, and so does torch's `start_processes`, which starts a group and
+closes it whole. Here each is a process by itself (`worker.py`), in a session of its own, with a thread that waits for
+it. So a plain `subprocess` is all that it takes.
+
+| who     | how it ends                            | what follows                                                     |
+|---------|----------------------------------------|------------------------------------------------------------------|
+| a worker| by a signal, or because others are lost| it is started again, `restarts` times; then the others go on     |
+| a server| by a signal, or because others are lost| all servers are started again together, `restarts` times         |
+| either  | its program raised                     | the run has failed: all others are asked to stop                 |
+| servers | well                                   | the run is done; a worker that goes on is killed after a while   |
+
+A server that is started again goes on from the run's last checkpoint. Each start and end is told in the store in which
+servers and workers meet (`comm/meeting/cast.py`), as soon as the kernel reports it. The store is files in the private
+folder of the launch (`private_store.py`), so it outlives every process, and no other user reaches it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import NamedTuple, Protocol
+
+from ddp.comm.meeting.cast import STORE, Cast, Job, tell_end, tell_start
+from ddp.comm.meeting.secret import private_folder
+from ddp.process.clock import Patience, now_s
+from ddp.process.log import log
+from ddp.process.memory import available_cores
+from ddp.run.launch.engine import SHUTDOWN_S, Ended, paused_together, worker_command
+from ddp.run.launch.report import Failure, Report, in_words
+from ddp.train.stopping import ECHO_S, hears_signals, stop_signals
+
+LEAVE_S = 10.0
+"""Once the servers have ended, workers have this long to end, too."""
+FOLLOW_S = 5.0
+"""Once one server has ended because of another one, that one has this long to say why."""
+POLL_S = 0.25  # between two looks at the clock, while one of these times passes
+
+
+class Process(Protocol):
+    """A process that has been started, in a session of its own."""
+
+    pid: int
+
+    def wait(self) -> int:
+        """Returns its status once it has ended; a negative one is a signal."""
+
+
+def started(words: Sequence[str]) -> Process:
+    """Starts a process by the words after `env`."""
+    return subprocess.Popen(["env", *words], start_new_session=True)
+
+
+def run_cast(
+    arguments: Sequence[str], *, workers: int, servers: int, threads: int | None, restarts: int, logs: Path
+) -> Ended:
+    """Runs `ddp.run.launch.worker` in `servers` + `workers` processes, and waits.
+
+    Args:
+        threads: of a process; None: cores ÷ processes, at least 1.
+        restarts: most times that a worker is started again; and all servers.
+        logs: the folder of their reports.
+
+    Returns:
+        How they ended, by number: first the servers, then the workers (`report.called`).
+    """
+    from ddp.comm.meeting.private_store import Folder
+
+    threads = threads or max(1, available_cores() // (workers + servers))
+    with private_folder() as private, _heard() as events, paused_together():
+        launch = ["--parent", str(os.getpid()), "--private", str(private), *arguments]
+        launch += ["--servers", str(servers), "--workers", str(workers)]
+        command = worker_command("ddp.run.launch.worker", launch, threads=threads)
+        store = Folder(private / STORE)
+        cast = [Cast("server", index, workers, servers, store) for index in range(servers)]
+        cast += [Cast("worker", index, workers, servers, store) for index in range(workers)]
+        with contextlib.closing(_Supervisor(command, cast, events, restarts=restarts, logs=logs)) as supervisor:
+            return supervisor.run()
+
+
+class _End(NamedTuple):
+    rank: int
+    status: int
+
+
+Events = SimpleQueue[_End | signal.Signals]
+
+
+@contextlib.contextmanager
+def _heard() -> Iterator[Events]:
+    """Yields the queue to which each signal goes that asks this process to stop, for the duration of the block."""
+    events: Events = SimpleQueue()
+    signals = stop_signals() if hears_signals() else []
+    if signals and signal.getsignal(signal.SIGQUIT) is not signal.SIG_IGN:
+        signals.append(signal.SIGQUIT)
+    before = {number: signal.signal(number, lambda got, _: events.put(signal.Signals(got))) for number in signals}
+    try:
+        yield events
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Running(NamedTuple):
+    """A process that runs, in its part."""
+
+    part: Cast
+    process: Process
+
+
+class _Supervisor:
+    """Starts all, and answers each end of a process and each signal.
+
+    Args:
+        command: the words after `env`, but for a process's number and incarnation.
+        cast: by number, the part of each process as it is first started.
+        events: where the signals come in that this process gets.
+    """
+
+    def __init__(
+        self, command: Sequence[str], cast: Sequence[Cast], events: Events, *, restarts: int, logs: Path
+    ) -> None:
+        self._command, self._cast, self._events, self._restarts, self._logs = command, cast, events, restarts, logs
+        self._num_servers, self._stops = cast[0].num_servers, stop_signals()
+        self._running: dict[int, _Running] = {}
+        self._failures: dict[int, Failure] = {}
+        self._one_has_done_its_work = False  # a worker, so that the servers may need no other one
+        self._got: tuple[signal.Signals, float] | None = None  # the first signal, and when it came
+        self._over: Patience | None = None  # once the run is over: with whoever still runs
+        self._lost: dict[int, Failure] = {}  # servers, which are started again once all have ended
+        self._losing: Patience | None = None  # meanwhile: with the other servers
+        self._killed: set[int] = set()  # by this process
+
+    def run(self) -> Ended:
+        """Returns once all have ended, and none is to be started again."""
+        for rank in range(len(self._cast)):
+            self._start(rank)
+        while self._running:
+            try:
+                event = self._events.get(timeout=None if self._over is self._losing is None else POLL_S)
+            except Empty:
+                self._kill_the_late()
+                continue
+            if isinstance(event, _End):
+                self._answer(event.rank, event.status)
+            else:
+                self._obey(event)
+        return Ended(self._got[0], {}) if self._got else Ended(None, self._failures)
+
+    def close(self) -> None:
+        """Kills whatever still runs, after an error here, and waits for its end."""
+        self._signal(signal.SIGKILL, list(self._running))
+        while self._running:
+            if isinstance(event := self._events.get(), _End):
+                del self._running[event.rank]
+
+    def _start(self, rank: int, incarnation: int = 0) -> None:
+        part = replace(self._cast[rank], incarnation=incarnation)
+        tell_start(part)
+        self._killed.discard(rank)
+        process = started([*self._command, "--rank", str(rank), "--incarnation", str(incarnation)])
+        self._running[rank] = _Running(part, process)
+
+        def wait() -> None:
+            self._events.put(_End(rank, process.wait()))
+
+        threading.Thread(target=wait, name=f"ddp-waits-for-{part.job}-{part.index}", daemon=True).start()
+
+    def _start_again(self, rank: int, incarnation: int) -> None:
+        Report.forget(self._logs, rank=rank, servers=self._num_servers)
+        self._start(rank, incarnation)
+
+    def _of(self, job: Job) -> list[int]:
+        """Returns the numbers of the servers, or workers, that run."""
+        return [rank for rank, each in self._running.items() if each.part.job == job]
+
+    def _signal(self, number: signal.Signals, ranks: Iterable[int]) -> None:
+        if number is signal.SIGKILL:
+            self._killed.update(ranks)
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._running[rank].process.pid, number)
+
+    # --- the end of a process ----------------------------------------------------------------------------------------
+
+    def _answer(self, rank: int, status: int) -> None:
+        part = self._running.pop(rank).part
+        tell_end(part, in_words(status))
+        report = Report.read(self._logs, rank=rank, servers=self._num_servers) if status else None
+        if report is not None and not report.is_secondary:
+            self._fail({rank: Failure(status, time.time())})
+        elif part.job == "server":
+            self._answer_server(part, status, report)
+        elif status == 0:
+            self._one_has_done_its_work = True
+        elif self._over is None:
+            self._answer_worker(part, status, report)
+
+    def _answer_worker(self, part: Cast, status: int, report: Report | None) -> None:
+        """Starts a worker again that is lost, or goes on without it."""
+        rank = self._num_servers + part.index
+        if part.incarnation < self._restarts:
+            _say(part, status, report, f"it is started again ({part.incarnation + 1} of {self._restarts})")
+            self._start_again(rank, part.incarnation + 1)
+        elif self._of("worker") or self._one_has_done_its_work:
+            _say(part, status, report, "the others go on without it")
+        else:
+            self._fail({rank: Failure(status, time.time())})
+
+    def _answer_server(self, part: Cast, status: int, report: Report | None) -> None:
+        """Starts all servers again once one is lost, or ends the run with the last of them."""
+        if self._over is None and status - 128 in self._stops:  # it got this by itself, outside of training
+            self._obey(signal.Signals(status - 128))
+        elif self._over is None and status:
+            if self._losing is None:
+                who = "it is" if self._num_servers == 1 else "all servers are"
+                if part.incarnation < self._restarts:
+                    _say(part, status, report, f"{who} started again ({part.incarnation + 1} of {self._restarts})")
+                self._losing = Patience(FOLLOW_S)
+            if part.index not in self._killed:
+                self._lost[part.index] = Failure(status, time.time())
+            if report is None:  # the others cannot go on, and know no more
+                self._signal(signal.SIGKILL, self._of("server"))
+        if self._of("server"):
+            return
+        lost, self._lost, self._losing = self._lost, {}, None
+        if self._over is None and lost and part.incarnation < self._restarts:
+            for rank in range(self._num_servers):
+                self._start_again(rank, part.incarnation + 1)
+            return
+        if self._over is None and lost:
+            self._fail(lost)
+        self._end_within(LEAVE_S)
+        if self._got:
+            self._signal(signal.SIGTERM, self._of("worker"))
+
+    # --- the end of the run ------------------------------------------------------------------------------------------
+
+    def _end_within(self, limit_s: float) -> None:
+        if self._over is None or self._over.left_s() > limit_s:
+            self._over = Patience(limit_s)
+
+    def _fail(self, failures: Mapping[int, Failure]) -> None:
+        """Notes what has failed, and asks all others to stop."""
+        self._failures.update({**self._lost, **failures})
+        if self._over is None:
+            self._end_within(SHUTDOWN_S)
+            self._signal(signal.SIGTERM, self._running)
+
+    def _obey(self, number: signal.Signals) -> None:
+        """Asks the servers to stop, by the signal that this process got; at a second one, ends all at once."""
+        if self._got is None:
+            self._got = number, now_s()
+            self._end_within(SHUTDOWN_S)
+            self._signal(number, self._of("server"))
+        elif now_s() - self._got[1] > ECHO_S:
+            self._signal(signal.SIGKILL, self._running)
+
+    def _kill_the_late(self) -> None:
+        """Kills who should have ended by now."""
+        if self._over is not None and not self._over.left_s():
+            for rank, (part, _) in self._running.items():
+                if not self._got and not self._failures and rank not in self._killed:
+                    log.warning("%s still runs %.0f s after the servers have ended, and is killed", part, LEAVE_S)
+            self._signal(signal.SIGKILL, list(self._running))
+        elif self._losing is not None and not self._losing.left_s():
+            self._signal(signal.SIGKILL, self._of("server"))
+
+
+def _say(part: Cast, status: int, report: Report | None, then: str) -> None:
+    """Prints the one line about a loss that does not end the run."""
+    how = in_words(status) if report is None else f"has ended ({report.type}: {' '.join(report.message.split())})"
+    log.warning("%s %s; %s", part, how, then)
