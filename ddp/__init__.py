@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from ddp.policies import Averaging as Averaging
     from ddp.policies import Evaluation as Evaluation
     from ddp.policies import Folder as Folder
+    from ddp.policies import ParameterServer as ParameterServer
     from ddp.policies import Reading as Reading
     from ddp.replica.bucketed import BucketedDataParallel as BucketedDataParallel
     from ddp.replica.drop_in.data_parallel import DistributedDataParallel as DistributedDataParallel
@@ -131,6 +132,7 @@ _HOMES = {
     "load": "ddp.run.build.load",
     "LossFunction": "ddp.train.tasks.task",
     "NaiveDataParallel": "ddp.replica.naive",
+    "ParameterServer": "ddp.policies",
     "PeerLost": "ddp.errors",
     "predict": "ddp.train.evaluate",
     "Profiler": "ddp.train.profiler",

@@ -12,12 +12,22 @@ each are said once, here, and whatever is given a policy reads a new field witho
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ddp.errors import ConfigError
-from ddp.setting import Precision, StrategyName, WireName, check_region, check_values, setting, strategy_hint
+from ddp.setting import (
+    Precision,
+    ServerMode,
+    StrategyName,
+    WireName,
+    check_region,
+    check_values,
+    setting,
+    strategy_hint,
+)
 
 WatchAction = Literal["warn", "stop"]
 ONE_EVALUATION = "goes by evaluations, of which there is one, at the end"
@@ -126,6 +136,104 @@ class Averaging(Buckets):
                     f"region={self.region!r} with strategy={self.strategy!r}: a region is of strategy='central_storage'"
                     " alone; take that, or leave region out"
                 )
+        if self.strategy == "parameter_server" and not isinstance(self, ParameterServer):
+            raise ConfigError("strategy='parameter_server': has choices of its own; give a ddp.ParameterServer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving(Policy):
+    """Says when parameter servers make an update."""
+
+    mode: ServerMode = setting(
+        "sync",
+        "sync: of all parts of a step, whoever computes them; async: of each batch that comes back, of parameters that "
+        "may be old; bounded: async, but a worker waits rather than compute with parameters older than staleness",
+    )
+    backup_workers: int = setting(
+        0, "workers beyond the parts of a sync step, which compute copies of what is late", at_least=0
+    )
+    staleness: int | None = setting(
+        None, "of mode=bounded: most updates of others while a worker computes; null: for other modes", at_least=0
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.mode == "bounded") != (self.staleness is not None):
+            remedy = "say how many updates, as staleness=4" if self.staleness is None else "leave staleness out"
+            raise ConfigError(f"staleness={self.staleness} with mode={self.mode}: bounds mode=bounded alone; {remedy}")
+        if self.backup_workers and self.mode != "sync":
+            raise ConfigError(
+                f"backup_workers={self.backup_workers} with mode={self.mode}: nobody waits for the parts of a step "
+                "there; leave it out, or take mode=sync"
+            )
+
+    def num_parts(self, num_workers: int) -> int:
+        """Returns the number of parts of a step, each of which a worker computes.
+
+        Raises:
+            ConfigError: all workers would be backup workers.
+        """
+        if self.mode != "sync":
+            return 1
+        if self.backup_workers >= num_workers:
+            raise ConfigError(
+                f"backup_workers={self.backup_workers}: leaves none of {num_workers} worker(s) to compute the step; "
+                f"take at most {num_workers - 1}"
+            )
+        return num_workers - self.backup_workers
+
+    def problems(
+        self,
+        *,
+        workers: int,
+        servers: int,
+        clip_norm: float | None,
+        grows: bool,
+        has_hook: bool,
+        max_unreadable: int,
+    ) -> Iterator[str]:
+        """Yields, with the remedy, what parameter servers cannot train.
+
+        Args:
+            workers, servers: how many there are.
+            grows: the global batch grows.
+            has_hook: a hook sends less than all of the gradients.
+        """
+        try:
+            self.num_parts(workers)
+        except ConfigError as error:
+            yield str(error)
+        if self.mode != "sync":
+            if clip_norm is not None:
+                yield f"clip_norm={clip_norm:g}: would clip the gradients of one worker at a time; take mode=sync"
+            if grows:
+                yield (
+                    f"a growing batch with mode={self.mode}: batches of several sizes would overtake each other; take "
+                    "mode=sync, or leave the warm-up out"
+                )
+        if has_hook and servers > 1:
+            yield f"a hook with {servers} servers: what it remembers is of whole tensors, and these are cut; take one"
+        if max_unreadable:
+            yield f"max_unreadable={max_unreadable}: a worker cannot tell the others what it leaves out; leave it out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterServer(Serving, Averaging):
+    """Says that servers hold parameters and optimizer state, and workers push gradients, and when updates are made.
+
+    The processes are those of `ddp.launch(…, workers=3, servers=1)`, or of the settings `cluster.…`.
+    """
+
+    strategy: StrategyName = "parameter_server"
+
+
+def averaging_named(word: Any) -> Averaging:
+    """Returns the policy of a strategy with its defaults.
+
+    Raises:
+        ConfigError: there is no such word.
+    """
+    return ParameterServer() if word == "parameter_server" else Averaging(strategy=word)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,10 @@ WireName = Literal[Narrow, "fp32"]
 Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]
 Scaling = Literal["none", "linear", "sqrt", "legw"]
 Uneven = Literal["join", "stop_all", "raise"]
-StrategyName = Literal["auto", "one_device", "mirrored", "multi_worker", "sharded", "central_storage"]
+StrategyName = Literal[
+    "auto", "one_device", "mirrored", "multi_worker", "sharded", "central_storage", "parameter_server"
+]
+ServerMode = Literal["sync", "async", "bounded"]
 
 CALLED_ELSEWHERE = {  # word, or a sentence → what guides call it, in lower case, without "_" and "strategy"
     "auto": "replicated ddp ddpspawn ddpfork ddpnotebook distributeddataparallel horovod default",
@@ -35,10 +38,10 @@ CALLED_ELSEWHERE = {  # word, or a sentence → what guides call it, in lower ca
     "multi_worker": "multiworker multiworkermirrored collectiveallreduce",
     "sharded": "sharded zero zero1 zeroredundancyoptimizer ddpsharded",
     "central_storage": "centralstorage",
+    "parameter_server": "parameterserver parameterservers ps parameterserverv2 async asynchronous",
     "Parameters are whole on every rank here; sharded cuts the optimizer's state alone": (
         "fsdp fsdp2 fullyshard fullyshardeddataparallel deepspeed zero2 zero3"
     ),
-    "Parameter servers are not here yet: all ranks agree in every step": "parameterserver parameterservers ps",
     "TPUs are not supported": "tpu xla",
 }
 

@@ -28,7 +28,7 @@ from ddp.data.sets.validation import selection_in, with_share
 from ddp.errors import ConfigError, one_line
 from ddp.process.arguments import program, whole
 from ddp.run.build.components import load_data
-from ddp.run.build.sampling import Noted, sampler_for
+from ddp.run.build.sampling import Noted, num_parts, sampler_for
 from ddp.run.settings.address import no_own_code
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
@@ -64,7 +64,7 @@ class Start(NamedTuple):
 
     def samplers(self) -> list[TrainSampler]:
         """Returns the samplers of all ranks, as they were at this start."""
-        ranks = range(self.config.cluster.workers)
+        ranks = range(num_parts(self.config))
         samplers = [sampler_for(self.config, self.splits, rank=rank) for rank in ranks]
         if self.state is not None:
             for sampler in samplers:

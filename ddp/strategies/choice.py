@@ -13,6 +13,7 @@ from ddp import gpu
 from ddp.comm import checks
 from ddp.comm.communicator import Communicator
 from ddp.comm.device import device_of
+from ddp.comm.meeting.cast import cast
 from ddp.comm.session import init
 from ddp.errors import ConfigError
 from ddp.gradients.hooks.hook import Hook
@@ -25,13 +26,18 @@ from ddp.replica.drop_in.data_parallel import DistributedDataParallel
 from ddp.replica.drop_in.in_backward import refusal
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
+from ddp.replica.served import ServedDataParallel
 from ddp.replica.settlement import produces_sparse_gradient
 from ddp.replica.sharded import ShardedDataParallel
+from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.setting import Precision, StrategyName
 from ddp.strategies.central_storage import CentralStorage
 from ddp.strategies.replicated import Replicated
+from ddp.strategies.served import ParameterServer
 from ddp.strategies.sharded import Sharded
 from ddp.strategies.strategy import Strategy
+
+SYNCHRONISED = (SyncBatchNorm, nn.SyncBatchNorm)
 
 # --- The words -------------------------------------------------------------------------------------------------------
 
@@ -45,6 +51,7 @@ class Setup(NamedTuple):
         device: the kind of it.
         is_naive: the replica has no buckets.
         is_sparse: a layer of the model has sparse gradients.
+        waits: a layer waits in its forward for other ranks (`SyncBatchNorm`).
     """
 
     world_size: int
@@ -54,6 +61,7 @@ class Setup(NamedTuple):
     precision: Precision
     is_naive: bool
     is_sparse: bool
+    waits: bool = False
 
 
 class Refusal(NamedTuple):
@@ -88,6 +96,16 @@ SPARSE_GRADIENTS = Refusal(
 )
 PRIVATE_MEMORY = Refusal(lambda setup: not setup.shares_memory, central.PRIVATE_MEMORY)
 ON_GPU = Refusal(lambda setup: setup.device != "cpu", central.ON_GPU)
+LOSS_SCALE = Refusal(
+    lambda setup: setup.precision == "fp16",
+    "precision=fp16 repeats steps with another loss scale, which workers do not agree on; take precision=bf16",
+)
+NO_FELLOWS = Refusal(
+    lambda setup: setup.waits, "SyncBatchNorm waits for the other workers, which do not wait here; take BatchNorm"
+)
+SERVED_ON_CPU = Refusal(
+    lambda setup: setup.device != "cpu", "servers and workers exchange what is on the CPU; take device=cpu"
+)
 OF_SLICES = (NO_BUCKETS, MASTER_WEIGHTS, SPARSE_GRADIENTS)
 """Refused where each rank updates a slice."""
 
@@ -114,6 +132,7 @@ STRATEGIES: dict[StrategyName, Row] = {
     "multi_worker":    Row(BucketedDataParallel, Replicated),
     "sharded":         Row(ShardedDataParallel, Sharded, OF_SLICES),
     "central_storage": Row(CentralDataParallel, CentralStorage, (*OF_SLICES, PRIVATE_MEMORY, ON_GPU)),
+    "parameter_server": Row(ServedDataParallel, ParameterServer, (*OF_SLICES, LOSS_SCALE, NO_FELLOWS, SERVED_ON_CPU)),
 }
 # fmt: on
 
@@ -200,13 +219,14 @@ def replica_of(
             len(left_out),
             left_out[0],
         )
+    refuse(averaging.strategy, setup_of(model, comm, precision))
+    averaging = of_this_process(averaging)
     word, row = averaging.strategy, STRATEGIES[averaging.strategy]
     if isinstance(model, Replica) and word != "auto" and strategy_of(model) is not row.strategy:
         raise ConfigError(
             f"strategy={word} with a model in a {name}: give ddp.fit the bare module; or, for some of the ranks, a "
             f"{row.replica.__name__}(module, comm=…) of {row.replica.__module__}"
         )
-    refuse(word, setup_of(model, comm, precision))
     if isinstance(model, Replica):
         for key in ("wire", "hook", "bucket_cap_mb", "first_bucket_mb"):
             if (given := getattr(averaging, key)) != getattr(Averaging, key):
@@ -236,7 +256,14 @@ def setup_of(model: nn.Module, comm: Communicator, precision: Precision) -> Setu
         precision=precision,
         is_naive=isinstance(model, NaiveDataParallel),
         is_sparse=has_sparse_gradients(model),
+        waits=any(isinstance(layer, SYNCHRONISED) for layer in model.modules()),
     )
+
+
+def of_this_process(averaging: Averaging) -> Averaging:
+    """Returns how this process averages: a worker of parameter servers computes alone, and pushes what it has found."""
+    part = cast()
+    return Averaging() if part is not None and part.job == "worker" else averaging
 
 
 def has_sparse_gradients(model: nn.Module) -> bool:
@@ -250,6 +277,7 @@ def wrapped(module: nn.Module, comm: Communicator, averaging: Averaging, **how: 
     Args:
         how: further arguments of the replica.
     """
+    averaging = of_this_process(averaging)
     kind = DistributedDataParallel if has_sparse_gradients(module) else STRATEGIES[averaging.strategy].replica
     replica: BucketedDataParallel = kind(
         module,

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ddp.collectives.catalog import own_schedules
 from ddp.comm.communicator import Communicator
 from ddp.comm.host_share import shared_by_host
+from ddp.comm.meeting.cast import cast
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.data.loading.cache import cached
 from ddp.data.loading.iterable import sampler_of_stream
@@ -36,7 +37,16 @@ from ddp.errors import CheckpointError, ConfigError, nearest
 from ddp.gradients.hooks.hook import corrected
 from ddp.optim.layerwise import Layerwise
 from ddp.optim.schedules import RateSchedule, TorchSchedule
-from ddp.policies import ONE_EVALUATION, Averaging, Evaluation, Folder, Reading, Training
+from ddp.policies import (
+    ONE_EVALUATION,
+    Averaging,
+    Evaluation,
+    Folder,
+    ParameterServer,
+    Reading,
+    Training,
+    averaging_named,
+)
 from ddp.process.log import log
 from ddp.process.memory import available_bytes
 from ddp.replica.replica import Replica
@@ -103,7 +113,7 @@ class Given(Training):
             if not isinstance(value := getattr(self, name), kind):
                 raise ConfigError(f"{name}={value!r:.60}: give a ddp.{kind.__name__}, such as ddp.{kind.__name__}()")
         if not isinstance(self.strategy, Averaging):  # but a word
-            self.strategy = Averaging(strategy=self.strategy)
+            self.strategy = averaging_named(self.strategy)
         if not isinstance(self.folder, Folder):  # but a path
             self.folder = Folder(self.folder)
         _check_callbacks(self)
@@ -171,6 +181,13 @@ def sampler_for(given: Given, inputs: Inputs, comm: Communicator) -> tuple[Train
     order = order_of(given.batches.order, inputs.source)
     dealing = {**given.batches.dealing, "order": order, "global_batch": given.global_batch}
     dealing |= {"rank": comm.rank, "world_size": comm.world_size, "num_shards": _num_shards(given, comm)}
+    if isinstance(policy := given.strategy, ParameterServer):
+        if inputs.source.is_stream:
+            raise ConfigError("strategy='parameter_server': data is a stream, of which no part can be leased")
+        part = cast()
+        assert part is not None
+        dealing |= {"rank": 0, "world_size": 1}  # a server plans whole steps, and a worker the part that it leases
+        dealing["num_shards"] = dealing["num_shards"] or policy.num_parts(part.num_workers)
     if not inputs.source.is_stream:
         return sampler_of(inputs.source.samples, drop_last=inputs.source.drop_last, **dealing)
     if most := given.reading.max_unreadable:

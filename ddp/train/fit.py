@@ -35,15 +35,16 @@ from ddp.data.loading.source import Source
 from ddp.data.orders.sampler import TrainSampler
 from ddp.data.orders.steps import Batches, BatchWarmup
 from ddp.data.orders.token_budget import TokenBudget
-from ddp.errors import ConfigError, Diverged, UnusedParameters, nearest
+from ddp.errors import ConfigError, Diverged, UnusedParameters, nearest, said
 from ddp.optim.schedules import RateSchedule, TorchSchedule
-from ddp.policies import Averaging, Evaluation, Folder, Reading
+from ddp.policies import Averaging, Evaluation, Folder, ParameterServer, Reading
 from ddp.process.clock import now_s
 from ddp.process.files import json_object, make_folder, read_own, refuse_unwritable_name
 from ddp.process.log import log
 from ddp.setting import Precision, StrategyName
 from ddp.strategies.central_storage import CentralStorage
 from ddp.strategies.choice import ranks_of
+from ddp.strategies.parameter_server.server import Service
 from ddp.streams import preserved
 from ddp.train import arguments
 from ddp.train.arguments import NEEDED, Given, Inputs
@@ -53,12 +54,14 @@ from ddp.train.checkpoint import AfterEvaluation, Checkpointer, read_checkpoint,
 from ddp.train.checkpoint_store import CheckpointStore, resume_from, steps
 from ddp.train.evaluate import modes_kept, note_of_choice
 from ddp.train.kept import Kept, plain
+from ddp.train.leased import work
 from ddp.train.loop import end_of_run, train_loop
 from ddp.train.metric_names import is_metric
 from ddp.train.monitor.calls import calls_left
 from ddp.train.monitor.usage import rate_of_one_worker
 from ddp.train.progress import ProgressBar, StopNote
 from ddp.train.report import draw_curves, summary_of, write_summary
+from ddp.train.served import check_cast, service_of
 from ddp.train.starts import note_start_of_fit
 from ddp.train.state import TrainState
 from ddp.train.stopping import StopFlag, flag_of_a_new_fit, hears_signals
@@ -168,8 +171,11 @@ def train(given: Given) -> TrainState:
     Raises:
         ConfigError, CheckpointError, Diverged, UnusedParameters, PeerLost: as `fit`.
     """
+    part = check_cast(given)
     with _given_back(given.model):
         comm = ranks_of(given.model)
+        if part is not None and part.job == "worker":
+            return work(given, comm, part)
         return tried(_train, given, comm) if given.folder.trial else _train(given, comm)
 
 
@@ -202,13 +208,23 @@ def _trained(given: Given, comm: Communicator, stop: StopFlag) -> TrainState:
     # 2  the state
     run = open_run(given, inputs, comm)
     run.state.stop_flag = stop
+    service = service_of(given, run.state, run.settings)
     _say(given, comm, "\n".join(run.notes))
+    try:
+        return _run(given, inputs, run, stop, service)
+    except BaseException as error:
+        if service is not None:
+            service.end({"failed": f"{type(error).__name__}: {said(error)}"})
+        raise
 
+
+def _run(given: Given, inputs: Inputs, run: OpenRun, stop: StopFlag, service: Service | None) -> TrainState:
     # 3  the loop
+    comm = run.state.comm
     meters, start_s = Meters(ThroughputMeter(), NoiseMeter(), EpochCheck()), now_s()
     state = run.state
     with contextlib.nullcontext() if given.stop is not None else stop.listening(), calls_left(run.folder, comm):
-        _loop(given, inputs, run, meters)
+        _loop(given, inputs, run, meters, service)
         is_known = bool(stop.signal_name)
 
         # 4  the results
@@ -218,6 +234,8 @@ def _trained(given: Given, comm: Communicator, stop: StopFlag) -> TrainState:
         except BaseException as error:
             tell_of(error, state, given.callbacks)
             raise
+    if service is not None:
+        service.end({"evaluation": state.evaluation, "step": state.step, "stopped_by": state.stopped_by})
     if given.stop is None and stop.signal_name and not is_known:  # it has waited for the results
         signal.raise_signal(signal.Signals[stop.signal_name])
     return state
@@ -256,6 +274,7 @@ class OpenRun:
 
     Attributes:
         source: the training samples, in a cache if there is one.
+        settings: the arguments that the bits of the result depend on.
         identity: what the bits of the result depend on; beside: what a checkpoint has besides the state.
         folder: of the run, which exists; None: nothing is written. start: the checkpoint that it goes on from.
         num_steps: of the whole run; notes: what was derived, a line each.
@@ -263,6 +282,7 @@ class OpenRun:
 
     state: TrainState
     source: Source
+    settings: dict[str, Any]
     identity: dict[str, Any]
     beside: Kept
     folder: Path | None
@@ -306,13 +326,14 @@ def open_run(given: Given, inputs: Inputs, comm: Communicator) -> OpenRun:
     except BaseException:
         strategy.finish(alone=True)  # no step was made, so that nothing has to be gathered
         raise
-    notes = [*_headline(state, num_steps), *([dealing] if dealing else []), *arguments.idle_notes(inputs.replica)]
+    notes = [*_headline(state, num_steps, given.strategy), *([dealing] if dealing else [])]
+    notes += arguments.idle_notes(inputs.replica)
     begins_anew = given.folder.resume is not None and start is None
     notes += _notes(sampler, source, folder, num_left=num_steps - state.step, begins_anew=begins_anew)
     if folder is not None and given.stop is None and given.folder.every_steps is None and not hears_signals():
         way = "folder=ddp.Folder(every_steps=…) saves as it goes"
         notes.append(f"this fit is not in the main thread, so that no signal makes it save; {way}")
-    return OpenRun(state, source, identity, beside, folder, start, num_steps, notes)
+    return OpenRun(state, source, settings, identity, beside, folder, start, num_steps, notes)
 
 
 def _folder_and_start(keeps: Folder) -> tuple[Path | None, Path | None, Path | None]:
@@ -342,7 +363,7 @@ def _folder_and_start(keeps: Folder) -> tuple[Path | None, Path | None, Path | N
 # ------------------------------------------------------------------------------------------------------------ the loop
 
 
-def _loop(given: Given, inputs: Inputs, run: OpenRun, meters: Meters) -> None:
+def _loop(given: Given, inputs: Inputs, run: OpenRun, meters: Meters, service: Service | None) -> None:
     """Makes the steps of the run, while no other process may write into its folder."""
     state, keeps = run.state, given.folder
     store = None
@@ -358,7 +379,7 @@ def _loop(given: Given, inputs: Inputs, run: OpenRun, meters: Meters) -> None:
             callbacks = _callbacks(given, inputs, run, meters, store)
             if given.strategy.region is not None:
                 _publish(given.strategy.region, run)
-            train_loop(state, given, inputs._replace(source=run.source), callbacks)
+            train_loop(state, given, inputs._replace(source=run.source), callbacks, service)
         except BaseException as error:
             # An error that all ranks raise together has changed nothing, so that the optimizer can go on.
             state.strategy.finish(alone=not isinstance(error, (Diverged, UnusedParameters)))
@@ -420,13 +441,17 @@ def _begin(given: Given, run: OpenRun, store: CheckpointStore, until_end: contex
 # -------------------------------------------------------------------------------------------------------- what is said
 
 
-def _headline(state: TrainState, num_steps: int) -> list[str]:
+def _headline(state: TrainState, num_steps: int, policy: Averaging) -> list[str]:
     """Returns everything that was derived, in three lines."""
     comm, sampler, module = state.comm, state.sampler, state.model.module
     micros = next(iter(sampler.plans())).micros
     largest = max((len(micro.indices) for micro in micros), default=0)
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
-    workers = f"{counted(comm.world_size, 'worker')} × {counted(torch.get_num_threads(), 'thread')}"
+    workers = f"{counted(state.num_workers, 'worker')} × {counted(torch.get_num_threads(), 'thread')}"
+    share = f"worker 0: {counted(len(micros), 'forward')} of up to {counted(largest, 'sample')} a step"
+    if isinstance(policy, ParameterServer):
+        workers += f" and {counted(comm.world_size, 'server')}"
+        share = f"an update: {counted(policy.num_parts(state.num_workers), 'part')} ({policy.mode})"
     start = f", continuing after step {state.step:,}" if state.step else ""
     way = f", all-reduce: {comm.plan.describe()}" if comm.world_size > 1 else ""
     if state.model.compression is not None:
@@ -437,8 +462,7 @@ def _headline(state: TrainState, num_steps: int) -> list[str]:
     return [
         f"{workers} on {comm.device}, {type(module).__name__} with {num_parameters:,} parameters in a "
         f"{type(state.model).__name__}{way}",
-        f"global batch {sampler.sizes.in_words()} in {counted(sampler.num_shards, 'shard')}; worker 0: "
-        f"{counted(len(micros), 'forward')} of up to {counted(largest, 'sample')} a step; learning rate "
+        f"global batch {sampler.sizes.in_words()} in {counted(sampler.num_shards, 'shard')}; {share}; learning rate "
         f"{state.rates.base[0]:g}",
         f"{samples}, {counted(num_steps, 'step') if num_steps < ENDLESS else 'as many steps as it has'}{start}",
     ]

@@ -18,18 +18,26 @@ from ddp.optim.schedules import constant
 from ddp.policies import Evaluation
 from ddp.process.log import log
 from ddp.setting import Uneven
+from ddp.strategies.parameter_server.server import Service
 from ddp.train.arguments import Given, Inputs
 from ddp.train.batch_statistics import may_have_one, waits_in_training
 from ddp.train.callbacks import EARLY, Callback, tell_of
 from ddp.train.evaluate import Side, evaluate
 from ddp.train.first_look import EqualBatches, FirstLook
+from ddp.train.served import LeaseFeed
 from ddp.train.state import TrainState, agreed_reason, limits_of
 from ddp.train.step import StepRules, train_step
 from ddp.train.watcher import Watch
 from ddp.units import counted
 
 
-def train_loop(state: TrainState, given: Given, inputs: Inputs, callbacks: Sequence[Callback]) -> None:
+def train_loop(
+    state: TrainState,
+    given: Given,
+    inputs: Inputs,
+    callbacks: Sequence[Callback],
+    service: Service | None = None,
+) -> None:
     """Trains from `state` on, until `epochs` or `max_steps` is reached or any rank wants to stop. Collective.
 
     If `state` comes from a run that has stopped early, the stop is cleared from it, and training goes on. Its flag is
@@ -49,6 +57,7 @@ def train_loop(state: TrainState, given: Given, inputs: Inputs, callbacks: Seque
         given: length of the run, precision, reading, and when to evaluate.
         inputs: task, samples and schedule.
         callbacks: run at the moments of `callbacks.py`, in this order.
+        service: what a server does for workers, who compute in its place.
 
     Raises:
         ConfigError: settings that cannot work.
@@ -77,7 +86,11 @@ def train_loop(state: TrainState, given: Given, inputs: Inputs, callbacks: Seque
         looks=looks,
     )
     evaluator, evaluates = Evaluator(given, inputs, callbacks), held_out.is_evaluated
-    feed = _feed(state, source, uneven, reading.max_unreadable)
+    feed: LeaseFeed | TrainLoader | StreamFeed = (
+        _feed(state, source, uneven, reading.max_unreadable)
+        if service is None
+        else LeaseFeed(state, service, num_steps=num_steps)
+    )
     state.unreadable = feed.unreadable
     _check_waiting(state, uneven, reading.max_unreadable)
     state.stopped_by = ""

@@ -93,7 +93,7 @@ class ProgressBar(Callback):
         rate = self._meter.whole.samples_per_s
         if self._one_worker is None:
             return f"{rate:,.0f} samples/s"
-        num_workers = state.comm.world_size
+        num_workers = state.num_workers
         share = rate / (num_workers * self._one_worker)
         return f"{rate:,.0f} samples/s ({share:.0%} of {num_workers} × one worker)"
 

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ddp.comm.meeting.cast import cast
 from ddp.comm.meeting.place import roles
 from ddp.policies import Training
 from ddp.process.arguments import program, shown
@@ -33,7 +34,8 @@ def summary_of(state: TrainState, meters: Meters, given: Training, *, seconds: f
         **state.evaluation,
         "main_metric": state.main_metric,
         "higher_is_better": state.higher_is_better,
-        "world_size": comm.world_size,
+        "world_size": state.num_workers,
+        **({} if cast() is None else {"servers": comm.world_size}),
         **({"roles": by_rank} if len(by_rank := roles()) == comm.world_size else {}),
         "threads_per_worker": torch.get_num_threads(),
         "device": str(comm.device),
@@ -140,13 +142,16 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: l
         if is_metric(key) or key.startswith("yardstick_"):
             table.add_row(words_of(key), metric_in_words(key, value))
     workers = f"{counted(summary['world_size'], 'worker')} × {counted(summary['threads_per_worker'], 'thread')}"
-    rate = f"{summary['samples_per_s']:,.0f}" if summary["samples_per_s"] else "no step was left"
-    table.add_row("samples/s", f"{rate}   ({workers}, global batch {summary['global_batch']})")
     computing, waiting, data = (summary[f"{what}_fraction"] for what in ("compute", "wait", "data"))
-    if summary["world_size"] == 1:
+    if "servers" in summary:
+        workers += f" and {counted(summary['servers'], 'server')}"
+        shares = f"of a server: updating {computing + data:.0%}, waiting for workers {waiting:.0%}"
+    elif summary["world_size"] == 1:
         shares = f"computing {computing + waiting:.0%}, waiting for data {data:.0%}"
     else:
         shares = f"computing {computing:.0%}, waiting for other workers {waiting:.0%}, for data {data:.0%}"
+    rate = f"{summary['samples_per_s']:,.0f}" if summary["samples_per_s"] else "no step was left"
+    table.add_row("samples/s", f"{rate}   ({workers}, global batch {summary['global_batch']})")
     table.add_row("share of a step", shares)
     table.add_row("steps, epochs", f"{summary['steps']:,}, {summary['epochs']:g}")
     if summary["stopped_by"] not in titles:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
+from ddp.comm.meeting.cast import cast
 from ddp.comm.objects import all_gather_object
 from ddp.data.loading.loader_watch import Limits
 from ddp.data.orders.sampler import Micro, TrainSampler
@@ -102,6 +103,12 @@ class TrainState:
     def model(self) -> Replica:
         """Returns the replica that is trained."""
         return self.strategy.model
+
+    @property
+    def num_workers(self) -> int:
+        """Returns the number of processes that compute gradients: the ranks, unless those are servers."""
+        part = cast()
+        return self.comm.world_size if part is None else part.num_workers
 
     @property
     def masters(self) -> Mapping[Tensor, nn.Parameter]:

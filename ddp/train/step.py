@@ -20,7 +20,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from ddp.optim.precision import forward_precision
 from ddp.optim.schedules import TorchSchedule
 from ddp.process.clock import Stopwatch, now_s
 from ddp.setting import Precision
+from ddp.strategies.parameter_server.server import Received
 from ddp.streams import dropout_stream
 from ddp.train.batch_statistics import REMEDY, TOO_FEW
 from ddp.train.state import StepReport, TrainState
@@ -61,9 +62,12 @@ class StepRules:
 
 
 def train_step(
-    state: TrainState, rules: StepRules, plan: StepPlan, batches: Iterator[Any], *, wants_stop: bool
+    state: TrainState, rules: StepRules, plan: StepPlan, batches: Iterator[Any] | Received, *, wants_stop: bool
 ) -> tuple[StepReport, bool]:
     """Makes one step. Returns its report, and whether any rank wants to stop.
+
+    Args:
+        batches: of this rank; or at a server what workers have made of all.
 
     Raises:
         Diverged: loss or gradient norm is not finite; parameters and sampler are as before the step.
@@ -72,10 +76,16 @@ def train_step(
     start_s, fetching = now_s(), Stopwatch()
     model, strategy = state.model, state.strategy
     model.waited.take_s()
-    before = StepSnapshot(state, batches) if rules.precision == "fp16" else None
+    if isinstance(batches, Received):
+        model.waited.total_s, start_s = start_s - batches.since_s, batches.since_s
+    repeats = rules.precision == "fp16" and not isinstance(batches, Received)
+    before = StepSnapshot(state, cast(Iterator[Any], batches)) if repeats else None
     while True:
         these = batches if before is None else before.batches()
-        mine = _backward(state, rules, plan, these, fetching, wants_stop)
+        if isinstance(these, Received):
+            mine = _received(state, these, wants_stop)
+        else:
+            mine = backward(state, rules, plan, these, fetching, wants_stop)
         with state.phase("update"):
             agreement = strategy.agree(state.step + 1)
         if before is None or agreement is None or not agreement.is_overflow:
@@ -114,6 +124,15 @@ def train_step(
     return report, totals.num_stopping > 0
 
 
+def _received(state: TrainState, received: Received, wants_stop: bool) -> Totals:
+    """Takes the gradients that workers have returned, at a server, in the place of a backward. Returns the totals."""
+    if state.comm.world_size > 1:
+        wants_stop = state.comm.agree_any(wants_stop, label="a wish to stop")
+    totals = received.totals._replace(num_stopping=int(wants_stop))
+    received.hand_over(totals)
+    return totals
+
+
 class StepSnapshot:
     """The state before a step, as far as forward and backward change it, for a step that may be repeated.
 
@@ -147,7 +166,7 @@ class StepSnapshot:
                 buffer.copy_(before)
 
 
-def _backward(
+def backward(
     state: TrainState, rules: StepRules, plan: StepPlan, batches: Iterator[Any], fetching: Stopwatch, wants_stop: bool
 ) -> Totals:
     """Computes the gradients of this rank's micro-batches; the last one's backward averages them over all ranks.

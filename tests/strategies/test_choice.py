@@ -28,7 +28,7 @@ CLUSTER = {"workers": 1, "local_workers": 1}
 ONE = Setup(
     world_size=1, num_hosts=1, shares_memory=True, device="cpu", precision="fp32", is_naive=False, is_sparse=False
 )
-SLICED = ("sharded", "central_storage")
+SLICED = ("sharded", "central_storage", "parameter_server")
 SPARSE = nn.Sequential(nn.EmbeddingBag(3, 2, sparse=True))
 
 
@@ -58,7 +58,16 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
         {"one_device": "is for one worker", "central_storage": "needs memory that the workers of a host share, and "},
     ),
     "private memory of one": ({}, {"comm": {"shared_memory": False}}, {}),
-    "GPU": ({"device": "cuda"}, {"device": "cuda"}, {"central_storage": "keeps parameters in the host's memory, "}),
+    "GPU": (
+        {"device": "cuda"}, {"device": "cuda"},
+        {"central_storage": "keeps parameters in the host's memory, ", "parameter_server": "servers and workers exchange"},
+    ),
+    "loss scale": (
+        {"precision": "fp16"}, {"precision": "fp16"}, {"parameter_server": "precision=fp16 repeats steps with another"},
+    ),
+    "waits": (
+        {"waits": True}, {"replica": {"sync_batchnorm": True}}, {"parameter_server": "SyncBatchNorm waits for the"},
+    ),
 }
 # fmt: on
 
@@ -94,18 +103,17 @@ def test_the_parent_refuses_it_with_the_model_in_hand(monkeypatch: pytest.Monkey
 
 def test_the_words_are_those_of_the_command_line_and_of_python() -> None:
     assert tuple(STRATEGIES) == tuple(CHOICES["strategy"]) == WORDS
-    assert [same_bits_as(word) for word in WORDS] == ["auto"] * 4 + ["sharded", "central_storage"]
+    assert [same_bits_as(word) for word in WORDS] == ["auto"] * 4 + [*SLICED]
     for word, told in (
         ("replicated", "Did you mean auto?"),
         ("MirroredStrategy", "Did you mean mirrored?"),
         ("multi_worker_mirrored", "Did you mean multi_worker?"),
         ("fsdp", "Parameters are whole on every rank here; sharded cuts the optimizer's state alone."),
-        ("parameter_server", "Parameter servers are not here yet: all ranks agree in every step."),
         ("CentralStorageStrategy", "Did you mean central_storage?"),
         ("shard", "Did you mean sharded?"),
         (type("TPUStrategy", (), {"__repr__": lambda _: "theirs"})(), "TPUs are not supported."),
         (ddp.strategies.CentralStorage, "Did you mean central_storage?"),
-        (None, "sharded, central_storage."),
+        (None, "central_storage, parameter_server."),
     ):
         said = refused_with(lambda word=word: ddp.Averaging(strategy=word))
         assert said.startswith(f"strategy={word!r}: take one of auto, one_device, ") and said.endswith(told), said
@@ -135,7 +143,7 @@ def test_a_name_of_another_library_is_told_the_word() -> None:
         ("CentralStorageStrategy", '. Did you mean strategy="central_storage", of ddp.fit?'),
         ("MultiWorkerMirroredStrategy", '. Did you mean strategy="multi_worker", of ddp.fit?'),
         ("ZeroRedundancyOptimizer", '. Did you mean strategy="sharded", of ddp.fit?'),
-        ("ParameterServerStrategy", ". Parameter servers are not here yet: all ranks agree in every step"),
+        ("ParameterServerStrategy", '. Did you mean strategy="parameter_server", of ddp.fit?'),
         ("TPUStrategy", ". TPUs are not supported"),
         ("FSDP", ". Parameters are whole on every rank here; sharded cuts the optimizer's state alone"),
         ("Mirror", ""),
@@ -158,7 +166,7 @@ def on_two_hosts() -> list[str]:
         given = module if kind is None else kind(module, comm=comm)
         return refused_with(replica_of, given, optimizer, comm, ddp.Averaging(strategy=word))
 
-    said = [told(word) for word in WORDS]
+    said = [told(word) for word in WORDS if word != "parameter_server"]  # which has no ranks that are workers
     said += [told("sharded", ddp.BucketedDataParallel), told("multi_worker", ShardedDataParallel)]
     said += [told("sharded", CentralDataParallel), told("central_storage", ShardedDataParallel)]
     said += [told("multi_worker", ddp.NaiveDataParallel), told("auto", CentralDataParallel)]
@@ -168,7 +176,7 @@ def on_two_hosts() -> list[str]:
 
 def test_on_ranks_a_word_refuses_their_number_their_hosts_and_a_replica_of_another() -> None:
     told = {"one_device": "is for one worker, and there are 2", "mirrored": "is for the workers of one host, and"}
-    first = [f"strategy={word}: {told[word]}" if word in told else "" for word in WORDS]
+    first = [f"strategy={word}: {told[word]}" if word in told else "" for word in WORDS if word != "parameter_server"]
     wrapped = [
         "strategy=sharded with a model in a BucketedDataParallel: give ddp.fit the bare module; or, for some of the "
         "ranks, a ShardedDataParallel(module, comm=…) of ddp.replica.sharded",

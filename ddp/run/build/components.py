@@ -32,7 +32,7 @@ from ddp.errors import ConfigError
 from ddp.gradients import DenseStart, Hook, PowerSGD, RandomK, Sign, TopK
 from ddp.models.gpt import GPT
 from ddp.models.images import CNN, MLP, resnet
-from ddp.policies import Averaging, Buckets
+from ddp.policies import Averaging, Buckets, averaging_named
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import SyncBatchNorm
@@ -389,7 +389,7 @@ def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Repli
 def averaging_of(config: Config) -> Averaging:
     """Returns who holds parameters and optimizer state; how gradients travel is said to the replica."""
     chosen = asdict(config.strategy)
-    return Averaging(strategy=chosen.pop("name"), **chosen)
+    return replace(averaging_named(chosen.pop("name")), **chosen)
 
 
 # --- A model of the user's own ---------------------------------------------------------------------------------------

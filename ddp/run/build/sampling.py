@@ -68,11 +68,16 @@ def check_dealing(config: Config, splits: Splits, state: Mapping[str, Any] | Non
         raise ConfigError(f"data.skip_steps={config.data.skip_steps}: leaves out all steps of the run; name fewer")
 
 
+def num_parts(config: Config) -> int:
+    """Returns the number of parts of a step, each of which a worker computes."""
+    return config.strategy.num_parts(config.cluster.workers)
+
+
 def sampler_for(config: Config, splits: Splits, *, rank: int) -> TrainSampler:
     """Returns the sampler of a rank, at the beginning of the run."""
     shares = {**batches_of(config, splits).dealing, "global_batch": optimization.batch_of(config, splits.train)}
     try:
-        sampler, _ = sampler_of(splits.train, rank=rank, world_size=config.cluster.workers, **shares)
+        sampler, _ = sampler_of(splits.train, rank=rank, world_size=num_parts(config), **shares)
     except ConfigError as error:
         prefix = f"data={config.data.name}: "
         if str(error).startswith(("sharding=", "skip_steps=")):
@@ -164,7 +169,7 @@ def noted(config: Config, samples: Samples) -> dict[str, Any] | None:
     facts = {"num_samples": len(whole), **{name: _plain(each) for name, each in found.items() if each is not None}}
     sharding = _sharding(config, samples)
     if callable(sharding):
-        num_shards = config.batch.num_shards or config.cluster.workers
+        num_shards = config.batch.num_shards or num_parts(config)
         facts["shards"] = [_plain(sharding(shard, num_shards)) for shard in range(num_shards)]
     return facts
 

@@ -36,7 +36,7 @@ def validate(config: Config) -> None:
     """
     for problems in (
         *(out_of_bounds, _choice_problems, _order_problems, _warmup_problems, _algorithm_problems, _cluster_problems),
-        *(_device_problems, _course_problems, _sidecar_problems),
+        *(_device_problems, _course_problems, _sidecar_problems, _server_problems),
     ):
         for problem in problems(config):
             raise ConfigError(problem)
@@ -60,8 +60,9 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
             cores -= 1  # for the side-car
         config.cluster.threads_per_worker = max(1, cores // config.cluster.local_workers)
     if config.batch.num_shards is None:
-        fits = num_shards is not None and workers <= num_shards <= config.batch.global_size
-        config.batch.num_shards = num_shards if fits else workers
+        parts = config.strategy.num_parts(workers)
+        fits = num_shards is not None and parts <= num_shards <= config.batch.global_size
+        config.batch.num_shards = num_shards if fits else parts
     schedule = config.schedule
     if all(getattr(schedule, f"warmup_{unit}") is None for unit in WARMUPS):
         schedule.warmup_fraction = 0.05 if isinstance(schedule, settings.Falling) else 0.0
@@ -228,6 +229,21 @@ def _hook_problems(config: Config) -> Iterator[str]:
             yield f"hook.momentum={momentum:g}: optim={optim.name} has momentum, too; take optim=sgd optim.momentum=0"
 
 
+def _server_problems(config: Config) -> Iterator[str]:
+    """Yields what parameter servers cannot train."""
+    if not isinstance(config.strategy, settings.ParameterServerChoice):
+        return
+    for problem in config.strategy.problems(
+        workers=config.cluster.workers,
+        servers=config.cluster.servers,
+        clip_norm=config.clip_norm,
+        grows=config.batch.warmup_size is not None,
+        has_hook=config.hook.name != "none",
+        max_unreadable=config.loader.max_unreadable,
+    ):
+        yield f"strategy=parameter_server: {problem}"
+
+
 WARMUPS = ("steps", "samples", "epochs", "fraction")
 
 
@@ -356,6 +372,7 @@ def check_strategy(config: Config, model: nn.Module | None = None) -> None:
         precision=config.precision,
         is_naive=config.replica.kind == "naive",
         is_sparse=model is not None and has_sparse_gradients(model),
+        waits=config.replica.sync_batchnorm,
     )
     refuse(config.strategy.name, setup)
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddp.collectives.simulate import SEGMENT_BYTES
-from ddp.policies import Buckets, Checkpoints, Evaluation, Folder, Reading, Reports, Training, WatchAction
+from ddp.policies import Buckets, Checkpoints, Evaluation, Folder, Reading, Reports, Serving, Training, WatchAction
 from ddp.process.clock import LONGEST_S
 from ddp.run.settings.address import is_address
 from ddp.setting import Additions, Scaling, StrategyName, check_region, setting
@@ -45,14 +45,18 @@ TrackerName = Literal["tensorboard", "csv", "mlflow", "wandb"]
 # ------------------------------------------------------------------------------------------------- the six groups
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class StrategyChoice:
     """The strategy: who holds parameters and optimizer state."""
 
     name: StrategyName
 
+    def num_parts(self, num_workers: int) -> int:
+        """Returns the number of parts of a step, each of which a worker computes."""
+        return num_workers
 
-@dataclass(kw_only=True, slots=True)
+
+@dataclass(frozen=True, kw_only=True)
 class CentralStorageChoice(StrategyChoice):
     name: StrategyName = "central_storage"
     region: str | None = setting(
@@ -64,6 +68,11 @@ class CentralStorageChoice(StrategyChoice):
     def __post_init__(self) -> None:
         if self.region is not None:
             check_region(self.region)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterServerChoice(Serving, StrategyChoice):
+    name: StrategyName = "parameter_server"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -348,6 +357,10 @@ _ALL: dict[str, list[tuple[Any, str]]] = {
         (
             CentralStorageChoice(),
             "parameters and optimizer state are once on each host, in memory that all of its workers share",
+        ),
+        (
+            ParameterServerChoice(),
+            "servers hold parameters and optimizer state; workers lease samples and push gradients: docs/strategies.md",
         ),
     ],
     "data": [

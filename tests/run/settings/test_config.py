@@ -75,7 +75,6 @@ def test_hydra_starts_from_the_defaults_of_the_dataclasses(tmp_path: Path) -> No
         ("strategy=tf.distribute.MirroredStrategy", "MirroredStrategy. Did you mean strategy=mirrored? Valid: auto, o"),
         ("strategy=mine.parts:Plan", "unknown choice strategy=mine.parts:Plan. Valid: auto, central_storage, "),
         ("strategy=ddp_spawn", "unknown choice strategy=ddp_spawn. Did you mean strategy=auto?"),
-        ("strategy=parameter_server", "strategy=parameter_server. Parameter servers are not here yet: all ranks"),
         ("strategy=miror", "unknown choice strategy=miror. Did you mean strategy=mirrored?"),
         ("strategy.name=sharded", "a name is not set by itself; choose strategy=sharded"),
     ],

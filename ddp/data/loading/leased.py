@@ -1,0 +1,74 @@
+"""The feed of a worker of parameter servers: the batches of the parts of steps that it has leased."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Generic, Protocol, TypeVar
+
+from ddp.data.loading.fetching import KeyedBatches, Request
+from ddp.data.loading.loader_watch import Limits
+from ddp.data.orders.permutation import indices
+from ddp.data.orders.sampler import StepPlan, TrainSampler
+from ddp.data.samples import Collate
+
+
+class Leased(Protocol):
+    """A lease of `strategies/parameter_server/ledger.py`."""
+
+    @property
+    def plan(self) -> Any: ...
+    @property
+    def part(self) -> int: ...
+    @property
+    def num_parts(self) -> int: ...
+
+
+Lease = TypeVar("Lease", bound=Leased)
+
+
+class LeasedLoader(Generic[Lease]):
+    """Yields the batches of leases.
+
+    Args:
+        dataset, collate: as in `TrainLoader`.
+        sampler: says which samples a part has.
+    """
+
+    num_ahead = 3
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: TrainSampler,
+        *,
+        collate: Collate | None = None,
+        num_workers: int = 0,
+        processes: Mapping[str, Any] = MappingProxyType({}),
+        limits: Limits | None = None,
+    ) -> None:
+        self._batches, self._sampler = KeyedBatches(dataset, collate, packs=False), sampler
+        self._leases = deque[Lease]()
+
+    def put(self, leases: Sequence[Lease]) -> None:
+        """Takes further leases."""
+        self._leases.extend(leases)
+
+    def steps(self) -> Iterator[tuple[Lease, StepPlan, Iterator[Any]]]:
+        """Yields each lease, its part of the step, and its batches."""
+        seed = self._sampler.state.seed
+        while self._leases:
+            lease = self._leases.popleft()
+            plan, sampler = lease.plan, self._sampler
+            sampler.rank, sampler.world_size = lease.part, lease.num_parts
+            micros = []
+            for micro in sampler.parts(range(plan.position, plan.position + plan.size)):
+                found = sampler._samples(indices(micro.positions), plan.epoch)
+                micros.append(micro._replace(indices=tuple(found.tolist())))
+            requests = [Request(seed, plan.epoch, tuple(each.indices), each.indices) for each in micros]
+            batches = (self._batches[request].batch for request in requests)
+            yield lease, StepPlan(plan.epoch, plan.position, plan.size, tuple(micros)), batches
+
+    def close(self) -> None:
+        """Ends what reads ahead."""

@@ -1,0 +1,199 @@
+"""An edge: what one server and one worker send each other, over a communicator of their own. The server is its rank 0.
+
+    worker                              server
+    tell     {"what": …}       ──▶      heard                     plain values: a request,
+    heard                      ◀──      tell      {…}             and its answer
+    push     gradients         ──▶      taken     [numel]         by wire or hook, if there is one
+    pulled   [numel]           ◀──      pull      parameters      after the answer that promises it
+
+A push is an all-reduce of the two, for which the server has zeros. So wire formats and hooks work as between any ranks,
+and inside a host all of it goes through shared memory.
+
+If one of the two is lost, the other's next call raises PeerLost, and no other edge notices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ddp.comm.communicator import Communicator
+from ddp.comm.objects import packed, unpacked
+from ddp.gradients.bucket import Bucket, Slot, span
+from ddp.gradients.hooks.compression import Compression
+from ddp.gradients.hooks.hook import Hook
+from ddp.optim.layerwise import laid_out_like
+from ddp.optim.norms import in_memory_order
+from ddp.setting import WireName
+
+SERVER, WORKER = 0, 1
+LENGTH_BYTES, WORDS_BYTES = 8, 2040
+
+
+class Piece(NamedTuple):
+    """Elements of a parameter that one server holds, in the order of memory."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class Edge:
+    """One end of an edge. Collective to make.
+
+    Args:
+        comm: of the two.
+        parameters: of this process's model, by name.
+        pieces: what the server holds of them; the same at both ends.
+        wire: format of the gradients between hosts.
+        hook: sends less than all of the gradients; then the pieces are whole parameters.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        parameters: Mapping[str, nn.Parameter],
+        pieces: Sequence[Piece],
+        *,
+        wire: WireName | None,
+        hook: Hook | None,
+    ) -> None:
+        self.comm, self._wire = comm, wire
+        self._words = comm.allocate(LENGTH_BYTES + WORDS_BYTES, torch.uint8)  # in one message, if they are few
+        named = [(piece.name, parameters[piece.name]) for piece in pieces]
+        self._compression = None if hook is None else Compression(hook, comm, named)
+        self._packs = [_Pack(comm, parameters, those, dtype) for dtype, those in by_dtype(pieces, parameters)]
+
+    # --- words -------------------------------------------------------------------------------------------------------
+
+    def tell(self, values: dict[str, Any]) -> None:
+        """Sends plain values to the other end, which calls `heard`: a request, or the answer to it."""
+        data = packed(values)
+        self._words[:LENGTH_BYTES].view(torch.int64)[0] = len(data)
+        first = self._words[LENGTH_BYTES:][: len(data)]
+        first.copy_(data[: len(first)])
+        self.comm.broadcast(self._words, self.comm.rank, label="words")
+        if len(data) > len(first):
+            self.comm.broadcast(data[len(first) :].clone(), self.comm.rank, label="more words")
+
+    def heard(self) -> dict[str, Any]:
+        """Returns what the other end tells."""
+        other = 1 - self.comm.rank
+        self.comm.broadcast(self._words, other, label="words")
+        length = int(self._words[:LENGTH_BYTES].view(torch.int64)[0])
+        data = self._words[LENGTH_BYTES:][:length]
+        if length > len(data):
+            rest = torch.empty(length - len(data), dtype=torch.uint8)
+            data = torch.cat([data, self.comm.broadcast(rest, other, label="more words")])
+        values: dict[str, Any] = unpacked(data)
+        return values
+
+    # --- gradients ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def push(self, label: str) -> None:
+        """Sends the gradients of the worker's parameters; zeros for those that have none."""
+        for pack in self._packs:
+            pack.flat.zero_()  # the padding, too, in which a wire format may have left anything
+            for view, parameter, piece in pack.places():
+                if parameter.grad is not None:
+                    view.copy_(in_memory_order(laid_out_like(parameter, parameter.grad))[piece.start : piece.stop])
+        self._reduce(label)
+
+    @torch.no_grad()
+    def taken(self, label: str) -> list[Tensor]:
+        """Returns the gradients that the worker pushes: for each dtype, in the order of `by_dtype`, [numel].
+
+        At the server.
+        """
+        for pack in self._packs:
+            pack.flat.zero_()
+        self._reduce(label)
+        return [pack.flat.clone() for pack in self._packs]  # because the edge may be lost before they are used
+
+    def _reduce(self, label: str) -> None:
+        if self._compression is not None:
+            self._compression.begin()
+        for pack in self._packs:
+            if self._compression is not None:
+                self._compression.reduce(pack.bucket(), divide_by=1, async_op=False, label=label)
+            else:
+                self.comm.all_reduce(pack.flat, wire=self._wire, label=label)
+
+    def take_back(self) -> None:
+        """Lets the hook forget the last push, because it does not count. At both ends."""
+        if self._compression is not None:
+            self._compression.take_back()
+
+    # --- parameters --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load(self) -> None:
+        """Copies the server's parameters to where `pull` sends them from. At the server."""
+        for pack in self._packs:
+            for view, parameter, piece in pack.places():
+                view.copy_(in_memory_order(parameter)[piece.start : piece.stop])
+
+    @torch.no_grad()
+    def pull(self, label: str) -> None:
+        """Sends the parameters from the server to the worker. At both ends."""
+        for pack in self._packs:
+            self.comm.broadcast(pack.flat, SERVER, label=label)
+            if self.comm.rank == WORKER:
+                for view, parameter, piece in pack.places():
+                    in_memory_order(parameter)[piece.start : piece.stop] = view
+
+    def close(self) -> None:
+        """Ends the edge, which the other end does, too."""
+        self.comm.close()
+
+
+class _Pack:
+    """The pieces of one dtype, side by side.
+
+    Attributes:
+        flat: [numel], gradients or parameters, with padding between them.
+    """
+
+    def __init__(
+        self, comm: Communicator, parameters: Mapping[str, nn.Parameter], pieces: Sequence[Piece], dtype: torch.dtype
+    ) -> None:
+        self._parameters, self._pieces = parameters, pieces
+        self._starts, numel = places_of(pieces, dtype)
+        self.flat = comm.allocate(numel, dtype)
+        self._bucket: Bucket | None = None
+
+    def places(self) -> Iterator[tuple[Tensor, nn.Parameter, Piece]]:
+        """Yields each piece's place in the flat memory, with its parameter."""
+        for start, piece in zip(self._starts, self._pieces, strict=True):
+            yield self.flat[start : start + piece.stop - piece.start], self._parameters[piece.name], piece
+
+    def bucket(self) -> Bucket:
+        """Returns the flat memory as a bucket of whole parameters, for a hook."""
+        if self._bucket is None:
+            slots = [Slot(k, piece.name, self._parameters[piece.name]) for k, piece in enumerate(self._pieces)]
+            self._bucket = Bucket(0, slots)
+            self._bucket.allocate(self.flat)
+        return self._bucket
+
+
+def by_dtype(
+    pieces: Sequence[Piece], parameters: Mapping[str, nn.Parameter]
+) -> Iterator[tuple[torch.dtype, list[Piece]]]:
+    """Yields the pieces of each dtype, which travel together."""
+    in_order = sorted(pieces, key=lambda piece: str(parameters[piece.name].dtype))  # stable
+    for dtype, those in groupby(in_order, key=lambda piece: parameters[piece.name].dtype):
+        yield dtype, list(those)
+
+
+def places_of(pieces: Sequence[Piece], dtype: torch.dtype) -> tuple[list[int], int]:
+    """Returns where pieces of a dtype begin side by side, and the number of elements of all, with padding."""
+    starts, end = [], 0
+    for piece in pieces:
+        starts.append(end)
+        end += span(torch.empty(piece.stop - piece.start, dtype=dtype, device="meta"))
+    return starts, end

@@ -1,0 +1,470 @@
+"""A server: it leases samples to workers, sends them parameters, and makes updates of the gradients that come back.
+
+    main thread     the loop of `fit`: waits for the next update, makes it as the sharded strategy does among the
+                    servers, evaluates, saves. It alone changes parameters
+    doorman         a thread that lets workers in, as they come
+    attendants      a thread for each worker: answers its requests (`edge.py`)
+
+| request | server 0                                          | the other servers, which hold other pieces   |
+|---------|---------------------------------------------------|----------------------------------------------|
+| leases  | parts of steps, for the worker to read ahead      |                                              |
+| begin   | may it compute this part now? Then a pull follows | "pull", once they have made as many updates  |
+| push    | gradients, loss, count; do they count?            | gradients, which wait for server 0's word    |
+| forget  |                                                   | the last push does not count                 |
+
+Server 0 keeps the ledger (`ledger.py`). What it says of an update, all servers make, in one order. So they are always
+at the same version, and a worker that dies between two servers leaves nothing half done.
+
+Note "two locks". `_changed` guards the ledger and what was pushed, for moments. `_whole` is the main thread's while it
+changes parameters, evaluates or saves, and free while it waits for an update: a pull takes it, and so never sends half
+an update. Whoever takes both takes `_whole` first.
+
+No answer takes longer than `ANSWER_S`: "wait" is one, too. So a worker that waits is never taken for one that is lost.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ddp.comm.communicator import Communicator
+from ddp.comm.meeting.cast import Cast
+from ddp.comm.meeting.private_store import part_of
+from ddp.comm.objects import broadcast_object
+from ddp.comm.opening import open_communicator
+from ddp.comm.settings import CPU, Settings
+from ddp.errors import PeerLost, said
+from ddp.gradients.totals import Totals, count_of
+from ddp.policies import ParameterServer as Policy
+from ddp.process.clock import Patience, now_s
+from ddp.process.log import log
+from ddp.replica.served import ServedDataParallel
+from ddp.replica.sharded import Part
+from ddp.strategies.parameter_server.edge import SERVER, Edge, Piece, by_dtype, places_of
+from ddp.strategies.parameter_server.ledger import Lease, Ledger, Plan, Update
+from ddp.units import counted
+
+ANSWER_S = 2.0
+POLL_S = 0.05
+LAST_S = 10.0  # longest wait for workers that are to hear how the run has ended
+
+
+class Push(NamedTuple):
+    """Holds what a worker has returned for a part of a step.
+
+    Attributes:
+        flats: mean gradients over the part's items, one for each dtype (`Edge.taken`).
+        loss_sum, num_items, num_samples: of the part.
+        buffers: those of the model that have changed, by name.
+    """
+
+    flats: Sequence[Tensor]
+    loss_sum: float
+    num_items: float
+    num_samples: int
+    buffers: Mapping[str, Tensor]
+
+
+class Received(NamedTuple):
+    """Says that the gradients of an update are in the buckets.
+
+    Attributes:
+        totals: of the update.
+        since_s: when the wait for it began.
+        hand_over: ends the step of the model, and is given the totals, with the votes of the servers.
+    """
+
+    totals: Totals
+    since_s: float
+    hand_over: Callable[[Totals], None]
+
+
+class Service:
+    """Serves workers, until `end`. Collective among the servers to make.
+
+    Args:
+        part: of this process.
+        model: whose parameters are served.
+        pieces: what this server holds of them.
+        policy: when updates are made, and how gradients travel.
+        version: updates that the run has made before.
+        facts: plain values that a worker compares with its own.
+    """
+
+    def __init__(
+        self,
+        part: Cast,
+        model: ServedDataParallel,
+        pieces: Sequence[tuple[Piece, Part]],
+        policy: Policy,
+        *,
+        version: int,
+        facts: Mapping[str, Any],
+    ) -> None:
+        self._part, self._policy, self._model = part, policy, model
+        self._comm, self._facts = model.comm, dict(facts)
+        self._num_parts = policy.num_parts(part.num_workers)
+        self._ledger = Ledger(
+            mode=policy.mode,
+            num_parts=self._num_parts,
+            staleness=policy.staleness,
+            num_backups=policy.backup_workers,
+            version=version,
+        )
+        self._pieces = pieces
+        self._parameters = dict(model.module.named_parameters())
+        self._version, self._newest = version, version  # made here; seen by any worker before the servers were lost
+        self._buffers: dict[str, Tensor] = {}  # those that workers have changed
+        self._pushed: dict[tuple[int, int, int], Push] = {}  # by step, part and worker
+        self._wishes: list[str] = []  # to stop
+        self._over: dict[str, Any] | None = None
+        self._changed, self._whole = threading.Condition(), threading.Lock()
+        self._edges: dict[int, threading.Thread] = {}
+        self._num_here, self._empty_since_s, self._num_changes = 0, now_s(), 0
+        self._home = part_of(part.store, "parameter servers")
+        self._whole.acquire()
+        if part.index == 0:
+            self._home.set("incarnation", str(part.incarnation))
+        self._doorman = threading.Thread(target=self._let_in, name="ddp-doorman", daemon=True)
+        self._doorman.start()
+
+    # --- the main thread ---------------------------------------------------------------------------------------------
+
+    def epoch(self, plans: Iterable[Plan], *, stopping: Any) -> Iterator[tuple[Plan, Received]]:
+        """Yields each update of an epoch, in the order in which the servers make them. Collective among the servers.
+
+        Args:
+            plans: the steps of the epoch; read on server 0.
+            stopping: true once this process is to stop.
+
+        Raises:
+            PeerLost: no worker is left.
+        """
+        is_first, alone = self._part.index == 0, self._comm.world_size == 1
+        if is_first:
+            with self._changed:
+                self._ledger.begin_epoch(plans)
+                self._notify()
+        while True:
+            since_s = now_s()
+            if is_first:
+                said_of = self._next(stopping)
+            if not alone:
+                with nullcontext() if is_first else self._pulls_allowed():  # server 0 knows the next one already
+                    self._comm.peers.wait_for_rank_zero("the next update")
+                said_of = broadcast_object(self._comm, said_of if is_first else None)
+            if said_of is None:
+                with self._changed:
+                    self._pushed.clear()  # only what does not count
+                return
+            plan, keys, buffers = Plan(*said_of[0]), [tuple(key) for key in said_of[1]], said_of[2]
+            yield plan, self._received(keys, said_of[3], buffers, since_s=since_s)
+            with self._changed:
+                self._version += 1
+                self._notify()
+
+    def _next(self, stopping: Any) -> Any:
+        """Waits on server 0 for the next update; None if the epoch is over."""
+        warned_s = now_s()
+        while True:
+            with self._changed:  # `_whole` is held, so that nobody pulls between an update's number and the update
+                update, is_over, num_changes = self._ledger.take_update(), self._ledger.is_epoch_over, self._num_changes
+            if update is not None or is_over:
+                return None if update is None else self._described(update)
+            with self._pulls_allowed(), self._changed:
+                if self._num_changes == num_changes:
+                    self._changed.wait(POLL_S)
+            idle_s = 0.0 if self._num_here else now_s() - self._empty_since_s
+            if idle_s > self._comm.warn_s and now_s() - warned_s > self._comm.warn_s:
+                warned_s = now_s()
+                log.warning("no worker has been here for %.0f s: the servers wait for one", idle_s)
+            if idle_s > (LAST_S if stopping else self._comm.abort_s):
+                raise PeerLost(0, "unknown", 0, self._version, "the next update", "no worker is left; start some")
+
+    @contextmanager
+    def _pulls_allowed(self) -> Iterator[None]:
+        """Lets attendants send parameters in the block, in which the main thread only waits."""
+        self._whole.release()
+        try:
+            yield
+        finally:
+            self._whole.acquire()
+
+    def _notify(self) -> None:
+        """Lets all look again at the ledger and at what was pushed; with `_changed` held."""
+        self._num_changes += 1
+        self._changed.notify_all()
+
+    def _described(self, update: Update) -> Any:
+        """Returns an update as all servers must know it, in plain values."""
+        plan, workers, _ = update
+        with self._changed:
+            keys = [(plan.step, part, worker) for part, worker in enumerate(workers) if isinstance(worker, int)]
+            pushes = [self._pushed[key] for key in keys]
+        counts = [(push.loss_sum, push.num_items, push.num_samples) for push in pushes]
+        return tuple(plan), keys, _together([push.buffers for push in pushes], [each[2] for each in counts]), counts
+
+    @torch.no_grad()
+    def _received(
+        self,
+        keys: Sequence[tuple[int, int, int]],
+        counts: Sequence[Sequence[float]],
+        buffers: Mapping[str, Tensor],
+        *,
+        since_s: float,
+    ) -> Received:
+        """Writes the sum of what these pushes have into the buckets, in their order, divided by the global count."""
+        with self._changed:
+            pushes = [self._pushed.pop(key) for key in keys]
+        num_items = sum(each[1] for each in counts)
+        parts = dict(self._pieces)
+        packs = by_dtype([piece for piece, _ in self._pieces], self._parameters)
+        for index, (dtype, pieces) in enumerate(packs):
+            flats = [push.flats[index] for push in pushes]
+            shares = [each[1] / (num_items or 1) for each in counts]
+            total = flats[0].mul_(shares[0]) if flats else None
+            for flat, share in zip(flats[1:], shares[1:], strict=True):
+                assert total is not None
+                total.add_(flat, alpha=share)
+            for start, piece in zip(places_of(pieces, dtype)[0], pieces, strict=True):
+                gradient = parts[piece].gradient
+                if total is None:
+                    gradient.zero_()
+                else:
+                    gradient.copy_(total[start : start + len(gradient)])
+        module = self._model.module
+        for name, value in buffers.items():
+            module.get_buffer(name).copy_(value)
+        self._buffers.update(buffers)
+        totals = Totals(loss_sum=sum(each[0] for each in counts), num_items=count_of(num_items))
+        return Received(totals, since_s, self._model.take)
+
+    def take_wish(self) -> str:
+        """Returns why a worker wants to stop the run; "" if none does."""
+        with self._changed:
+            return self._wishes.pop() if self._wishes else ""
+
+    def end(self, over: Mapping[str, Any]) -> None:
+        """Tells the workers that the run is over, and lets them go.
+
+        Args:
+            over: plain values for them.
+        """
+        with self._changed:
+            self._over = dict(over)
+            self._notify()
+        with suppress(RuntimeError):  # the main thread need not have it, after an error
+            self._whole.release()
+        patience = Patience(LAST_S)
+        self._doorman.join(LAST_S)
+        for thread in list(self._edges.values()):
+            thread.join(patience.left_s())
+
+    # --- the doorman -------------------------------------------------------------------------------------------------
+
+    def _let_in(self) -> None:
+        home, mine, seen = self._home, self._part, 0
+        stop = threading.Event()
+        while self._over is None:
+            try:
+                num_arrivals = home.add(f"{mine.incarnation}/arrivals", 0)
+            except Exception as error:  # the store has gone, and with it the run
+                log.debug("the store does not answer: %s", said(error))
+                return
+            for number in range(seen, num_arrivals):
+                thread = threading.Thread(target=self._attend, args=(number,), name=f"ddp-worker-{number}", daemon=True)
+                self._edges[number] = thread
+                thread.start()
+                if mine.index == 0:
+                    home.set(f"{mine.incarnation}/welcome/{number}", "")
+            seen = num_arrivals
+            stop.wait(POLL_S)
+
+    def _attend(self, number: int) -> None:
+        """Serves one worker, from when it comes until it is gone."""
+        who, mine = f"worker {number}", self._part
+        comm: Communicator | None = None
+        has_entered = False
+        try:
+            store = part_of(self._home, f"{mine.incarnation}/edge/{mine.index}/{number}")
+            comm = open_communicator(store, mine.incarnation, SERVER, 2, edge_settings(self._comm), warn_s=1e9)
+            first = broadcast_object(comm, None, 1)
+            who = f"worker {first['index']}"
+            if problem := self._unlike(first["facts"]):
+                broadcast_object(comm, {"refused": problem}, SERVER)
+                return
+            broadcast_object(comm, {"pieces": [tuple(piece) for piece, _ in self._pieces]}, SERVER)
+            policy = self._policy
+            edge = Edge(
+                comm,
+                self._parameters,
+                [piece for piece, _ in self._pieces],
+                wire=policy.wire,
+                hook=policy.hook,
+            )
+            self._enters(first["version"])
+            has_entered = True
+            while self._serve(edge, number):
+                pass
+        except Exception as error:
+            if self._over is None:
+                log.debug("%s is gone: %s", who, said(error))
+                if has_entered and mine.index == 0:
+                    log.warning("%s is gone, and what it had leased goes to others (%s)", who, _why(error))
+        finally:
+            with self._changed:
+                if mine.index == 0:
+                    self._ledger.lost(number)
+                if has_entered:
+                    self._num_here -= 1
+                    self._empty_since_s = now_s()
+                self._notify()
+            if comm is not None:
+                with suppress(Exception):
+                    comm.close() if not comm.is_broken else comm.abandon("the other end is gone")
+            self._edges.pop(number, None)
+
+    def _unlike(self, facts: Mapping[str, Any]) -> str:
+        """Returns what a worker has other than the servers, in words; "" for nothing."""
+        for name, ours in self._facts.items():
+            if facts.get(name) != ours:
+                return f"{name} is {facts.get(name)} at the worker and {ours} at the servers: give both the same"
+        return ""
+
+    def _enters(self, version: int) -> None:
+        with self._changed:
+            self._num_here += 1
+            if version > max(self._version, self._newest) and self._part.index == 0:
+                log.warning(
+                    "the servers were lost after update %d, and go on from update %d: %s gone, and their samples are "
+                    "leased again",
+                    *(version, self._version, f"{counted(version - self._version, 'update')} are"),
+                )
+            self._newest = max(self._newest, version)
+
+    # --- an attendant ------------------------------------------------------------------------------------------------
+
+    def _serve(self, edge: Edge, number: int) -> bool:
+        """Answers one request; False after the last one."""
+        request = edge.heard()
+        what = request["what"]
+        if what == "bye":
+            edge.tell({})
+            return False
+        if what == "push":
+            return self._take_push(edge, number, request)
+        if what == "forget":
+            edge.take_back()
+            with self._changed:
+                self._pushed.pop((*request["key"], number), None)
+            edge.tell({})
+        elif what == "leases":
+            edge.tell(self._leases(number, request["most"]))
+        else:
+            self._begin(edge, number, request)
+        return True
+
+    def _leases(self, number: int, most: int) -> dict[str, Any]:
+        """Returns leases, as soon as there are some; or none, after a while."""
+        patience = Patience(ANSWER_S)
+        with self._changed:
+            while self._over is None:
+                if granted := self._ledger.grant(number, most=most, now_s=now_s()):
+                    return {"leases": [as_plain(lease) for lease in granted]}
+                if not (left_s := patience.left_s()):
+                    return {"leases": []}
+                self._changed.wait(min(left_s, POLL_S))
+            return {"leases": [], "over": self._over}
+
+    def _begin(self, edge: Edge, number: int, request: Mapping[str, Any]) -> None:
+        """Lets a worker compute a part, and sends it the parameters; or lets it wait."""
+        patience, verdict = Patience(ANSWER_S), "wait"
+        with self._changed:
+            while verdict == "wait" and self._over is None and (left_s := patience.left_s()):
+                if self._part.index:
+                    verdict = "now" if self._version >= request["version"] else "wait"
+                else:
+                    verdict = self._ledger.begin(number, as_lease(request["lease"]), now_s=now_s())
+                if verdict == "wait":
+                    self._changed.wait(min(left_s, POLL_S))
+        answer: dict[str, Any] = {"verdict": verdict}
+        if self._over is not None:
+            answer = {"verdict": "gone", "over": self._over}
+        elif verdict == "now":
+            if self._whole.acquire(timeout=ANSWER_S):
+                try:
+                    edge.load()
+                    answer |= {"version": self._version, "buffers": dict(self._buffers)}
+                    if not self._part.index:
+                        with self._changed:
+                            more = self._ledger.grant(number, most=request["most"], now_s=now_s())
+                        answer["leases"] = [as_plain(each) for each in more]
+                finally:
+                    self._whole.release()
+            else:
+                answer = {"verdict": "wait"}
+        edge.tell(answer)
+        if answer["verdict"] == "now":
+            edge.pull(f"update {answer['version']}, parameters")
+
+    def _take_push(self, edge: Edge, number: int, request: Mapping[str, Any]) -> bool:
+        lease = as_lease(request["lease"])
+        step, part = lease.plan.step, lease.part
+        flats = edge.taken(f"step {step}, gradients of part {part}")
+        push = Push(flats, request["loss_sum"], request["num_items"], request["num_samples"], request["buffers"])
+        with self._changed:
+            if self._part.index:
+                self._pushed[step, part, number] = push
+                counts = True
+            elif counts := self._ledger.returned(number, lease, now_s=now_s()):
+                self._pushed[step, part, number] = push
+            if request["stop"]:
+                self._wishes.append(request["stop"])
+            self._notify()
+        if not counts:
+            edge.take_back()
+        edge.tell({"counts": counts} | ({} if self._over is None else {"over": self._over}))
+        return True
+
+
+def edge_settings(comm: Communicator) -> Settings:
+    """Returns the settings of an edge: those of the process's communicator, on the CPU."""
+    return replace(comm.settings, device=CPU, backend="auto", algorithm="auto", generation=0)
+
+
+def as_plain(lease: Lease) -> list[Any]:
+    """Returns a lease as JSON can hold it."""
+    number, plan, part, num_parts = lease
+    return [number, list(plan), part, num_parts]
+
+
+def as_lease(plain: Sequence[Any]) -> Lease:
+    """Returns the lease that `as_plain` has had."""
+    number, plan, part, num_parts = plain
+    return Lease(number, Plan(*plan), part, num_parts)
+
+
+def _together(buffers: Sequence[Mapping[str, Tensor]], counts: Sequence[int]) -> dict[str, Tensor]:
+    """Returns the buffers of an update: of floating point, the mean over its parts by samples; else the last one's."""
+    names = list(dict.fromkeys(name for each in buffers for name in each))
+    found: dict[str, Tensor] = {}
+    for name in names:
+        here = [(each[name], count) for each, count in zip(buffers, counts, strict=True) if name in each]
+        last = here[-1][0]
+        if last.is_floating_point():
+            total = sum(count for _, count in here) or 1
+            mean = torch.stack([value.double() * count for value, count in here]).sum(0) / total
+            found[name] = mean.to(last.dtype)
+        else:
+            found[name] = last
+    return found
+
+
+def _why(error: BaseException) -> str:
+    return error.reason if isinstance(error, PeerLost) else f"{type(error).__name__}: {said(error)}"

@@ -1,0 +1,227 @@
+"""A worker's end of all its edges: it leases parts of steps, pulls parameters, and pushes gradients.
+
+    join      once, and again after servers were lost
+    leases    parts of steps, whose samples can be read meanwhile
+    begin     waits until a part may be computed, and pulls the parameters for it
+    push      gradients, loss and count of the part
+
+A worker keeps nothing that others need. If it is lost, its leases go to others; if the servers are lost, it drops its
+leases, waits for them to come back, and joins again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import DistError
+
+from ddp.comm.communicator import Communicator
+from ddp.comm.meeting.cast import Cast
+from ddp.comm.meeting.private_store import part_of
+from ddp.comm.objects import broadcast_object
+from ddp.comm.opening import open_communicator
+from ddp.errors import CommunicatorBroken, ConfigError, PeerLost
+from ddp.gradients.totals import Totals
+from ddp.policies import ParameterServer as Policy
+from ddp.process.clock import Patience
+from ddp.process.log import log
+from ddp.strategies.parameter_server.edge import SERVER, WORKER, Edge, Piece
+from ddp.strategies.parameter_server.ledger import Lease
+from ddp.strategies.parameter_server.server import POLL_S, as_lease, as_plain, edge_settings
+
+LOST = (PeerLost, CommunicatorBroken)
+"""What a call raises if its server is lost."""
+
+
+class Over(Exception):
+    """The run has ended.
+
+    Attributes:
+        facts: what the servers say of it.
+    """
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        super().__init__("the run has ended")
+        self.facts = facts
+
+
+class Servers:
+    """The servers of a run, as one worker sees them.
+
+    Args:
+        part: of this process.
+        comm: of this process alone; its settings are those of the edges.
+        module: the model, whose gradients are pushed, and whose parameters and buffers become the servers'.
+        facts: plain values that must be those of the servers.
+    """
+
+    def __init__(
+        self, part: Cast, comm: Communicator, module: nn.Module, policy: Policy, *, facts: Mapping[str, Any]
+    ) -> None:
+        self._part, self._comm, self._policy, self._facts = part, comm, policy, dict(facts)
+        self._module, self._parameters = module, dict(module.named_parameters())
+        self._home = part_of(part.store, "parameter servers")
+        self._edges: list[Edge] = []
+        self._pulled: dict[str, Tensor] = {}  # buffers as they were before the forward
+        self.version = 0  # updates that the servers had made at the last pull
+
+    def join(self) -> None:
+        """Connects with all servers, as soon as they are there.
+
+        Raises:
+            PeerLost: they have not come in time.
+            ConfigError: they train another model, or with other settings.
+        """
+        self.abandon("the servers were lost")
+        patience = Patience(self._comm.abort_s)
+        while True:
+            number, incarnation = self._welcomed(patience)
+            try:
+                self._edges = [self._edge(server, number, incarnation) for server in range(self._part.num_servers)]
+            except LOST:
+                self.abandon("a server was lost")
+                if not patience.left_s():
+                    raise
+            else:
+                return
+
+    def _welcomed(self, patience: Patience) -> tuple[int, int]:
+        """Returns this worker's number at servers that let it in, and which incarnation of them that is."""
+        home = self._home
+        number, incarnation = -1, -1
+        with suppress(DistError):  # the store has gone, and the run with it
+            while left_s := patience.left_s():
+                now = int(home.get("incarnation")) if home.check(["incarnation"]) else -1
+                if now > incarnation:
+                    incarnation = now
+                    number = home.add(f"{now}/arrivals", 1) - 1
+                if number >= 0 and home.check([f"{incarnation}/welcome/{number}"]):
+                    return number, incarnation
+                time.sleep(min(POLL_S, left_s))
+        raise PeerLost(SERVER, "unknown", 0, 0, "start-up", f"no server came; the limit is {patience.limit_s:g} s")
+
+    def _edge(self, server: int, number: int, incarnation: int) -> Edge:
+        store = part_of(self._home, f"{incarnation}/edge/{server}/{number}")
+        comm = open_communicator(store, incarnation, WORKER, 2, edge_settings(self._comm), warn_s=self._comm.warn_s)
+        broadcast_object(comm, {"index": self._part.index, "facts": self._facts, "version": self.version}, WORKER)
+        answer = broadcast_object(comm, None, SERVER)
+        if "refused" in answer:
+            comm.close()
+            raise ConfigError(answer["refused"])
+        pieces = [Piece(*piece) for piece in answer["pieces"]]
+        return Edge(comm, self._parameters, pieces, wire=self._policy.wire, hook=self._policy.hook)
+
+    # --- a part of a step, in the order of time -----------------------------------------------------------------------
+
+    def leases(self, most: int) -> list[Lease]:
+        """Returns further leases, so that this worker holds `most` that it has not begun; none yet, after a while.
+
+        Raises:
+            Over: the run has ended.
+        """
+        answer = self._asked(0, {"what": "leases", "most": most})
+        return [as_lease(each) for each in answer["leases"]]
+
+    def begin(self, lease: Lease, *, num_ahead: int) -> list[Lease] | None:
+        """Waits until a part may be computed, and pulls the parameters.
+
+        Args:
+            num_ahead: most leases that this worker holds and has not begun.
+
+        Returns:
+            Further leases; None if this one is to be left out.
+
+        Raises:
+            Over: the run has ended.
+        """
+        request = {"what": "begin", "lease": as_plain(lease), "most": num_ahead}
+        while (answer := self._asked(0, request))["verdict"] == "wait":
+            pass
+        if answer["verdict"] == "gone":
+            return None
+        self.version, buffers = answer["version"], answer["buffers"]
+        label = f"update {self.version}, parameters"
+        self._edges[0].pull(label)
+        for server, edge in enumerate(self._edges[1:], start=1):
+            while self._asked(server, {"what": "pull", "version": self.version})["verdict"] == "wait":
+                pass
+            edge.pull(label)
+        with torch.no_grad():
+            for name, value in buffers.items():
+                self._module.get_buffer(name).copy_(value)
+        self._pulled = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
+        return [as_lease(each) for each in answer["leases"]]
+
+    def push(self, lease: Lease, totals: Totals, *, num_samples: int, stop: str) -> bool:
+        """Pushes the gradients of a part, means over its items. Returns True if they count.
+
+        Args:
+            totals, num_samples: of the part.
+            stop: why this worker wants to end the run; "" if it does not.
+
+        Raises:
+            Over: the run has ended.
+        """
+        changed = {
+            name: buffer.detach()
+            for name, buffer in self._module.named_buffers()
+            if name not in self._pulled or not torch.equal(buffer, self._pulled[name])
+        }
+        request = {
+            "what": "push",
+            "lease": as_plain(lease),
+            "loss_sum": float(totals.loss_sum),
+            "num_items": float(totals.num_items),
+            "num_samples": num_samples,
+            "buffers": changed,
+            "stop": stop,
+        }
+        # Server 0 last, because it decides: then the others have what it says is to be used.
+        for server in range(1, len(self._edges)):
+            self._push(server, request | {"buffers": {}, "stop": ""})
+        counts: bool = self._push(0, request)["counts"]
+        if not counts:
+            for server in range(1, len(self._edges)):
+                self._asked(server, {"what": "forget", "key": [lease.plan.step, lease.part]})
+                self._edges[server].take_back()
+            self._edges[0].take_back()
+        return counts
+
+    def _push(self, server: int, request: dict[str, Any]) -> dict[str, Any]:
+        edge, lease = self._edges[server], request["lease"]
+        edge.tell(request)
+        edge.push(f"gradients of lease {lease[0]}")
+        return self._heard(edge.heard())
+
+    def _asked(self, server: int, request: dict[str, Any]) -> dict[str, Any]:
+        edge = self._edges[server]
+        edge.tell(request)
+        return self._heard(edge.heard())
+
+    def _heard(self, answer: dict[str, Any]) -> dict[str, Any]:
+        if "over" in answer:
+            raise Over(answer["over"])
+        return answer
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Says goodbye."""
+        for edge in self._edges:
+            with suppress(*LOST):
+                edge.tell({"what": "bye"})
+                edge.heard()
+                edge.close()
+        self._edges = []
+
+    def abandon(self, reason: str) -> None:
+        """Gives up all edges at once."""
+        for edge in self._edges:
+            edge.comm.abandon(reason)
+        self._edges = []
+        log.debug("left the servers: %s", reason)

@@ -1,0 +1,118 @@
+"""The training of a worker of parameter servers: it computes the parts of steps that it leases, and keeps nothing.
+
+    join the servers
+    until the run is over:
+        lease parts of steps; their samples are read ahead
+        for each part: begin (pull the parameters), forward, backward, push the gradients
+        if the servers are lost: drop all leases, wait for them to come back, join again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ddp.comm.communicator import Communicator
+from ddp.comm.meeting.cast import Cast
+from ddp.data.loading.leased import LeasedLoader
+from ddp.data.orders.sampler import StepPlan
+from ddp.errors import PeerLost
+from ddp.gradients.totals import Totals
+from ddp.optim.schedules import constant
+from ddp.policies import ParameterServer
+from ddp.process.clock import Stopwatch
+from ddp.process.log import log
+from ddp.strategies.choice import strategy_for
+from ddp.strategies.parameter_server.ledger import Lease
+from ddp.strategies.parameter_server.worker import LOST, Over, Servers
+from ddp.train import arguments
+from ddp.train.arguments import Given
+from ddp.train.first_look import FirstLook
+from ddp.train.served import facts_of
+from ddp.train.state import TrainState, limits_of
+from ddp.train.step import StepRules, backward
+from ddp.train.stopping import flag_of_a_new_fit
+
+
+def work(given: Given, comm: Communicator, part: Cast) -> TrainState:
+    """Computes for the servers until the run is over.
+
+    Callbacks, evaluations and the run's folder are the servers'.
+
+    Returns:
+        The state as the servers have it at the end, but for the model, whose parameters are those of the last pull.
+
+    Raises:
+        ConfigError: something cannot be trained, or is not as at the servers.
+        PeerLost: the servers are lost, and did not come back; or they have failed.
+    """
+    policy = given.strategy
+    assert isinstance(policy, ParameterServer)
+    inputs = arguments.inputs_of(given, comm)
+    sampler, _ = arguments.sampler_for(given, inputs, comm)
+    settings = arguments.settings_of(given, inputs, sampler)
+    source = arguments.with_cache(inputs.source, comm) if given.reading.cache else inputs.source
+    strategy = strategy_for(inputs.replica, given.optimizer, precision=given.precision)
+    stop = flag_of_a_new_fit() if given.stop is None else given.stop
+    state = TrainState(comm, strategy, given.optimizer, sampler, stop_flag=stop)
+    factor = constant()
+    rules = StepRules(
+        task=inputs.task,
+        schedule=lambda plan: factor(0, 1),  # rates are the servers'
+        precision=given.precision,
+        seed=sampler.state.seed,
+        noise_scale_every=0,
+        looks=[FirstLook(inputs.task, wanted=True)],
+    )
+    facts = facts_of(inputs.replica.module, sampler, settings)
+    servers = Servers(part, comm, inputs.replica.module, policy, facts=facts)
+    state.model.train()
+    with stop.listening():
+        try:
+            while True:
+                servers.join()
+                loader = LeasedLoader[Lease](
+                    source.samples,
+                    sampler,
+                    collate=source.collate,
+                    num_workers=source.num_workers,
+                    processes=source.processes,
+                    limits=limits_of(comm, stop),
+                )
+                try:
+                    while True:
+                        loader.put(servers.leases(loader.num_ahead))
+                        for lease, plan, batches in loader.steps():
+                            if (more := servers.begin(lease, num_ahead=loader.num_ahead)) is None:
+                                continue
+                            loader.put(more)
+                            totals = _computed(state, rules, lease, plan, batches)
+                            num_samples = sum(len(micro.indices) for micro in plan.micros)
+                            servers.push(lease, totals, num_samples=num_samples, stop=stop.reason)
+                except LOST as lost:
+                    log.warning("the servers are lost (%s): this worker waits for them to come back", lost)
+                finally:
+                    loader.close()
+        except Over as over:
+            servers.leave()
+            if failure := over.facts.get("failed"):
+                raise PeerLost(0, "unknown", 0, servers.version, "the run", f"a server failed: {failure}") from None
+            state.evaluation, state.step = dict(over.facts["evaluation"]), over.facts["step"]
+            state.stopped_by = over.facts["stopped_by"]
+        except BaseException as error:
+            servers.abandon(f"{type(error).__name__}: {error}")
+            raise
+    strategy.finish(alone=True)
+    return state
+
+
+def _computed(state: TrainState, rules: StepRules, lease: Lease, plan: StepPlan, batches: Iterator[Any]) -> Totals:
+    """Computes the gradients of a part; returns its totals.
+
+    Raises:
+        UnusedParameters, ConfigError: as in a step of any strategy.
+    """
+    state.step = lease.plan.step - 1  # random streams hang on it, and not on who computes
+    backward(state, rules, plan, batches, Stopwatch(), wants_stop=False)
+    state.model.raise_pending()
+    return state.model.totals

@@ -1,0 +1,115 @@
+"""Lets a server train (`strategies/parameter_server/`), whose steps are made of what workers return.
+
+The loop is the one of every run. Its feed yields updates in the place of batches, and the backward of a step is to take
+the gradients of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from torch import nn
+
+from ddp.comm.meeting.cast import Cast, cast
+from ddp.data.orders.sampler import StepPlan, TrainSampler
+from ddp.data.orders.steps import BatchWarmup
+from ddp.errors import ConfigError
+from ddp.policies import ParameterServer as Policy
+from ddp.strategies.parameter_server.ledger import Plan
+from ddp.strategies.parameter_server.server import Received, Service
+from ddp.strategies.served import ParameterServer
+from ddp.train.arguments import Given
+from ddp.train.state import TrainState
+
+
+def check_cast(given: Given) -> Cast | None:
+    """Returns the part of this process; None for a rank.
+
+    Raises:
+        ConfigError: it has one and the strategy is not that of parameter servers, or the reverse; or these cannot train
+            what is given.
+    """
+    part, policy = cast(), given.strategy
+    if not isinstance(policy, Policy):
+        if part is not None:
+            raise ConfigError(
+                f"strategy={policy.strategy!r} in {part} of a launch with servers: take strategy='parameter_server', "
+                "or leave servers out"
+            )
+        return None
+    if part is None:
+        raise ConfigError(
+            "strategy='parameter_server': there are no servers; start them with ddp.launch(…, servers=1), or "
+            "cluster.servers=1 on the command line"
+        )
+    for problem in policy.problems(
+        workers=part.num_workers,
+        servers=part.num_servers,
+        clip_norm=given.clip_norm,
+        grows=isinstance(given.global_batch, BatchWarmup),
+        has_hook=policy.hook is not None,
+        max_unreadable=given.reading.max_unreadable,
+    ):
+        raise ConfigError(f"strategy='parameter_server': {problem}")
+    return part
+
+
+def service_of(given: Given, state: TrainState, settings: Mapping[str, Any]) -> Service | None:
+    """Returns what this process does for workers; None where it is no server.
+
+    Args:
+        settings: what the bits of the result depend on.
+    """
+    if not isinstance(state.strategy, ParameterServer):
+        return None
+    part, policy = cast(), given.strategy
+    assert part is not None and isinstance(policy, Policy)
+    facts = facts_of(state.model.module, state.sampler, settings)
+    strategy = state.strategy
+    return Service(part, strategy.model, strategy.pieces(), policy, version=state.step, facts=facts)
+
+
+def facts_of(module: nn.Module, sampler: TrainSampler, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what must be the same at servers and workers, by name, in words."""
+    named = {
+        f"the parameter {name}": f"{list(each.shape)} {each.dtype} with strides {each.stride()}"
+        + ("" if each.requires_grad else ", frozen")
+        for name, each in module.named_parameters()
+    }
+    return {**{name: str(value) for name, value in settings.items()}, "samples": str(sampler.num_samples), **named}
+
+
+class LeaseFeed:
+    """Yields the steps of an epoch, as workers return them.
+
+    Args:
+        num_steps: of the whole run.
+    """
+
+    def __init__(self, state: TrainState, service: Service, *, num_steps: int) -> None:
+        self._state, self._service, self._num_steps = state, service, num_steps
+        self.unreadable: set[int] = set()  # a worker leaves none out
+
+    def epoch(self) -> Iterator[tuple[StepPlan, Received]]:
+        """Yields each plan with what was received for it. Collective among the servers."""
+        state, leased = self._state, dict[int, StepPlan]()
+
+        def plans() -> Iterator[Plan]:
+            for plan in islice(state.sampler.plans(), self._num_steps - state.step):
+                step = state.sampler.step_at(state.sampler.position_of(plan))
+                leased[step] = plan
+                yield Plan(step, plan.epoch, plan.position, plan.size)
+
+        for plan, received in self._service.epoch(plans(), stopping=state.stop_flag):
+            if wish := self._service.take_wish():
+                state.stop(wish)
+            others = StepPlan(plan.epoch, plan.position, plan.size, ())  # its samples count at server 0
+            yield leased.pop(plan.step, others), received
+
+    def ended(self, num_ending: int) -> None:
+        """Does nothing: data with a length end where the sampler says."""
+
+    def close(self) -> None:
+        """Does nothing: the workers go when the results are written."""
