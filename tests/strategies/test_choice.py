@@ -60,7 +60,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     "private memory of one": ({}, {"comm": {"shared_memory": False}}, {}),
     "GPU": (
         {"device": "cuda"}, {"device": "cuda"},
-        {"central_storage": "keeps parameters in the host's memory, ", "parameter_server": "servers and workers exchange"},
+        {"central_storage": "keeps parameters in the host's memory, ", "parameter_server": "servers and workers "},
     ),
     "loss scale": (
         {"precision": "fp16"}, {"precision": "fp16"}, {"parameter_server": "precision=fp16 repeats steps with another"},
