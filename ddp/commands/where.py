@@ -54,6 +54,7 @@ class Start(NamedTuple):
         step: the step after which it went on; 0 for a new run.
         state: of the sampler there; None for a new run.
         last_step: the last one that belongs to it, because a later start went on from there; None for the last start.
+        following: the sampler's state from which that one went on.
     """
 
     config: Config
@@ -61,6 +62,12 @@ class Start(NamedTuple):
     step: int = 0
     state: Mapping[str, Any] | None = None
     last_step: int | None = None
+    following: Mapping[str, Any] | None = None
+
+    def until(self, step: int, state: Mapping[str, Any] | None) -> Start:
+        """Returns it, if a later start goes on from a step and a state."""
+        is_next = self.last_step is None or step < self.last_step
+        return self._replace(last_step=step, following=state) if is_next else self
 
     def samplers(self) -> list[TrainSampler]:
         """Returns the samplers of all ranks, as they were at this start."""
@@ -113,11 +120,7 @@ def starts_of(run: Path) -> list[Start]:
         raise ConfigError(f"{path} is empty: no answer can be had from it")
     found: list[Start] = []
     for config, folder, step, state, facts, order in noted:
-        found = [
-            start._replace(last_step=step if start.last_step is None else min(step, start.last_step))
-            for start in found
-            if start.step < step  # what came after it was lost
-        ]
+        found = [start.until(step, state) for start in found if start.step < step]  # what came after it was lost
         with contextlib.chdir(folder if folder.is_dir() else "."):  # relative paths are meant from there
             splits = load_data(config) if facts is None else _noted_splits(config, facts)
             found.append(Start(config, splits, step, state))
@@ -196,20 +199,21 @@ def place_of_sample(starts: list[Start], sample: int, epoch: int) -> str:
 def _places(start: Start, sample: int, epoch: int, *, is_first: bool, is_last: bool) -> Iterator[str]:
     """Yields who reads a sample in the steps of one start; the first and the last also tell what is outside of them."""
     samplers = start.samplers()
-    first, origin = samplers[0], samplers[0].position
-    end = start.end(first)
+    first, end = samplers[0], start.end(samplers[0])
+    # Where workers lease steps, these are made in any order inside an epoch: the next start's state says which were.
+    following = start._replace(state=start.following).samplers()[0] if (start.following or {}).get("ahead") else None
     for position in first.order.positions(sample, seed=first.state.seed, epoch=epoch):
         where = epoch * first.length + position
         if (skipped := first.left_out_from(where)) is not None:
             if is_last or skipped <= end + 1:
                 yield f"left out, by data.skip_steps={start.config.data.skip_steps}"
             continue
-        if where < origin:
+        if first.was_made(where):
             if is_first:
                 yield f"read before step {start.step + 1:,}, with which this run began"
             continue
         step = first.step_at(where)
-        if step <= end:
+        if step <= end if following is None else following.was_made(where):
             yield _place(start, samplers, step, position)
         elif is_last:
             yield f"never read: that would be in step {step:,}, and the run has {end:,}"

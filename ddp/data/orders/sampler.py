@@ -5,7 +5,7 @@
 
 The state is (seed, epoch, consumed), and `consumed` counts *global* samples of the epoch. No rank occurs in it, so it
 is O(1), equal on all ranks, and valid at any other world size. A saved state also names the order that it belongs to,
-the number of steps that were made, and the ranges of steps that were left out.
+the number of steps that were made, the ranges of steps that were left out, and those that were made before their turn.
 
 TrainSampler cuts an epoch like this (B = 10 samples a step, V = 4 shards, W = 2 workers, micro-batches of at most 2):
 
@@ -27,6 +27,7 @@ Cost: a rank looks up its own samples only, some thousand at a time; no list of 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from itertools import chain, islice, takewhile
@@ -39,6 +40,7 @@ from ddp.data.orders.order import Checksum, FirstOf, Order, Permutation, length_
 from ddp.data.orders.permutation import Indices, indices
 from ddp.data.orders.sharding import OwnSharding, shard_order
 from ddp.data.orders.steps import (
+    Ahead,
     BatchSizes,
     BatchWarmup,
     SamplerState,
@@ -46,6 +48,7 @@ from ddp.data.orders.steps import (
     Skips,
     Steps,
     checked_range,
+    joined,
     read_state,
     replicas,
 )
@@ -91,6 +94,8 @@ class TrainSampler:
             ...                         # forward, backward, agree, optimizer step
             sampler.commit(plan)
 
+    Where workers lease steps, these happen in any order inside an epoch, and `commit_leased(plan)` notes them.
+
     Args:
         order: says which samples an epoch reads, in which order; or a number of samples, for a `Permutation` of them.
         global_batch: samples per step of all ranks together, at least `world_size`; or how they grow; or a budget of
@@ -132,9 +137,9 @@ class TrainSampler:
         if length < 1:
             raise ConfigError(f"the training set has {length} samples; check its path and its split")
         replicas(world_size, rank)
-        self.sizes = global_batch if isinstance(global_batch, Steps) else BatchSizes(length, global_batch)
-        if isinstance(self.sizes, BatchSizes):
-            _check_batch(self.sizes.batch, world_size, num_shards)
+        self._sizes = global_batch if isinstance(global_batch, Steps) else BatchSizes(length, global_batch)
+        if isinstance(self._sizes, BatchSizes):
+            _check_batch(self._sizes.batch, world_size, num_shards)
         if num_shards < world_size:
             raise ConfigError(
                 f"num_shards={num_shards} is less than {world_size} workers, so some would compute nothing: "
@@ -142,7 +147,7 @@ class TrainSampler:
             )
         if micro_size is not None and micro_size < 1:
             raise ConfigError(f"micro_size must be at least 1, got {micro_size}; leave it out for whole shards")
-        self.order, self.length, self.global_batch = order, length, self.sizes.usual
+        self.order, self.length, self.global_batch = order, length, self._sizes.usual
         self.num_shards, self.micro_size = num_shards, micro_size
         self.rank, self.world_size = rank, world_size
         self.seen: Checksum | None = Checksum()
@@ -150,19 +155,30 @@ class TrainSampler:
         self._skip_steps = None if skip_steps is None else checked_range(skip_steps)
         self._begin(SamplerState(seed, epoch=0, consumed=0), num_steps=0, skipped=())
 
-    def _begin(self, state: SamplerState, *, num_steps: int, skipped: Sequence[Skipped]) -> None:
+    def _begin(
+        self, state: SamplerState, *, num_steps: int, skipped: Sequence[Skipped], ahead: Sequence[range] = ()
+    ) -> None:
         """Goes on from a state.
 
         Args:
             num_steps: steps that were made.
             skipped: ranges that were left out.
+            ahead: ranges that were made before their turn.
         """
         position = state.epoch * self.length + state.consumed
-        self._skips = Skips(self.sizes, [each for each in skipped if each.stop <= position])
+        self.sizes: Steps = Ahead(self._sizes, ahead) if ahead else self._sizes
+        last = ahead[-1].stop if ahead else position
+        self._skips = Skips(self.sizes, [each for each in skipped if each.stop <= last])
         if self._skip_steps is not None:
             self._skips = self._skips.with_range(self._skip_steps, num_steps=num_steps, position=position)
         self._seed, self._next = state.seed, self._skips.past(position)  # `length` positions an epoch
-        self._num_steps, self._origin = num_steps, (num_steps, self._next)
+        self._num_steps, self._ahead = num_steps, list(ahead)
+        self._origin = (num_steps, self._next, list(ahead))
+
+    @property
+    def _left(self) -> Skips:
+        """Returns the steps that are left, without those that were made before their turn."""
+        return self._skips._replace(sizes=Ahead(self.sizes, self._ahead)) if self._ahead else self._skips
 
     @property
     def num_samples(self) -> int | None:
@@ -176,20 +192,20 @@ class TrainSampler:
 
     @property
     def state(self) -> SamplerState:
-        """Returns the position after the last committed step."""
+        """Returns the position after the last committed step before which all are committed."""
         return SamplerState(self._seed, *divmod(self._next, self.length))
 
     @property
     def position(self) -> int:
         """Returns how many samples all ranks together have trained on in the whole run."""
-        return self._next
+        return self._next + sum(map(len, self._ahead))
 
     @property
     def at_epoch_end(self) -> bool:
         """Returns True if no step of an epoch is left after the last committed one."""
         _, epoch, consumed = self.state
-        if consumed == 0:
-            return True
+        if consumed == 0 or self._ahead:
+            return not self._ahead
         return any(each.stop == self._next and 0 < each.start <= epoch * self.length for each in self._skips.ranges)
 
     def position_of(self, plan: StepPlan) -> int:
@@ -201,7 +217,7 @@ class TrainSampler:
         return self._plans_from(self._next)  # the state at this call, not at the first next()
 
     def _plans_from(self, position: int) -> Iterator[StepPlan]:
-        epoch, steps = position // self.length, self._steps_from(position)
+        epoch, steps = position // self.length, self._steps_from(position, self._left)
         while ahead := list(islice(steps, max(1, _LOOKED_UP * self.world_size // self.global_batch))):
             micros = [list(self.parts(step)) for step in ahead]
             positions = indices(each for those in micros for micro in those for each in micro.positions)
@@ -230,13 +246,13 @@ class TrainSampler:
             )
         return indices(found)
 
-    def _steps_from(self, position: int) -> Iterator[range]:
+    def _steps_from(self, position: int, steps: Skips) -> Iterator[range]:
         """Yields the positions in their epoch of all steps that are left of it."""
         epoch = position // self.length
         while position // self.length == epoch:
-            start, size = position % self.length, self.sizes.size_at(position)
+            start, size = position % self.length, steps.sizes.size_at(position)
             yield range(start, start + size)
-            position = self._skips.past(position + size)
+            position = steps.past(position + size)
 
     def end(self, *, epochs: int | None, num_steps: int | None) -> tuple[int, int]:
         """Returns the steps that are left of the run, and the position after them.
@@ -245,7 +261,7 @@ class TrainSampler:
             epochs: of the whole run; None for no limit.
             num_steps: most steps from now on; None for no limit.
         """
-        return self._skips.end(self._next, epochs=epochs, num_steps=num_steps)
+        return self._left.end(self._next, epochs=epochs, num_steps=num_steps)
 
     def left_out_from(self, position: int) -> int | None:
         """Returns the first step of the range in which the sample at a position is skipped, if that lies ahead."""
@@ -254,17 +270,22 @@ class TrainSampler:
 
     def step_at(self, position: int) -> int:
         """Returns the number of the run's step that has the sample at a position, not before the state loaded."""
-        num_steps, begin = self._origin
+        num_steps, begin, _ = self._origin
         return num_steps + self._skips.num_steps(begin, position + 1)
+
+    def was_made(self, position: int) -> bool:
+        """Returns True if the step that has the sample at a position was made before the state loaded."""
+        _, begin, ahead = self._origin
+        return position < begin or any(position in each for each in ahead)
 
     def steps_before(self, plan: StepPlan) -> list[range]:
         """Returns the steps of an epoch that come before one of its steps, since the state that was loaded."""
         begin = max(self._origin[1], self._skips.past(plan.epoch * self.length))
-        return list(takewhile(lambda step: step.start < plan.position, self._steps_from(begin)))
+        return list(takewhile(lambda step: step.start < plan.position, self._steps_from(begin, self._skips)))
 
     def seek(self, step: int) -> None:
         """Moves the state to where the run's step with this number begins, counted from 1; not before one loaded."""
-        num_steps, self._next = self._origin
+        num_steps, self._next, self._ahead = self._origin
         _, position = self.end(epochs=None, num_steps=step - 1 - num_steps)
         self._next = self._skips.past(position)
 
@@ -279,6 +300,17 @@ class TrainSampler:
             for part in range(num_parts):
                 begin, stop = (i * len(mine) // num_parts for i in (part, part + 1))
                 yield Micro(shard, part, mine[begin:stop])
+
+    def part_of(self, plan: StepPlan, part: int, num_parts: int) -> StepPlan:
+        """Returns what rank `part` of `num_parts` ranks has of a step, whatever this sampler's own rank is."""
+        other = copy.copy(self)
+        other.rank, other.world_size = part, num_parts
+        micros = list(other.parts(range(plan.position, plan.position + plan.size)))
+        positions = indices(each for micro in micros for each in micro.positions)
+        samples = iter(self._samples(positions, plan.epoch).tolist())
+        return plan._replace(
+            micros=tuple(micro._replace(indices=tuple(islice(samples, len(micro.positions)))) for micro in micros)
+        )
 
     def num_micros(self, size: int) -> int:
         """Returns this rank's number of micro-batches in a step of this size."""
@@ -296,7 +328,26 @@ class TrainSampler:
                 f"the step at epoch {plan.epoch}, position {plan.position} cannot be committed: the sampler is at "
                 f"epoch {epoch}, position {consumed}; commit each plan once, in the order of plans()"
             )
-        self._next = self._skips.past(self._next + plan.size)
+        self._next = self._left.past(self._next + plan.size)
+        self._ahead = [each for each in self._ahead if each.stop > self._next]
+        self._note(plan)
+
+    def commit_leased(self, plan: StepPlan) -> None:
+        """Notes a step that has happened, in any order inside the epoch; the state moves past it in its turn.
+
+        Raises:
+            ConfigError: it is a step of another epoch, or was committed already.
+        """
+        begin = self.position_of(plan)
+        is_of_this_epoch = plan.epoch == self._next // self.length and begin > self._next
+        if not is_of_this_epoch or any(begin in each for each in self._ahead):
+            self.commit(plan)  # which refuses it, but in its turn
+        else:
+            self._ahead = joined(self._ahead, range(begin, begin + plan.size))
+            self._note(plan)
+
+    def _note(self, plan: StepPlan) -> None:
+        """Counts a step that was committed, and its samples."""
         self._num_steps += 1
         if self.seen is not None:
             self.seen = self.seen.and_(chain.from_iterable(micro.indices for micro in plan.micros))
@@ -322,12 +373,14 @@ class TrainSampler:
 
         Steps that were to be left out next are not yet: who goes on may leave out others.
         """
-        position, skips = self._next, self._skips.before(self._next)
-        if skips and skips[-1].stop == position and skips[-1][:2] == self._skip_steps:
+        position, skips = self._next, self._skips.before(self._ahead[-1].stop if self._ahead else self._next)
+        if skips and skips[-1].stop == position and skips[-1][:2] == self._skip_steps and not self._ahead:
             position = skips.pop().start
         state = SamplerState(self._seed, *divmod(position, self.length))
         about = {"order": self.order.identity, "length": self.length, "num_steps": self._num_steps}
         about |= {"set_apart": self.set_apart} if self.set_apart else {}
+        first = state.epoch * self.length
+        about |= {"ahead": [[each.start - first, each.stop - first] for each in self._ahead]} if self._ahead else {}
         return {**state._asdict(), **about, "skipped": [list(each) for each in skips]}
 
     def places(self) -> Any:
@@ -351,19 +404,20 @@ class TrainSampler:
                 f"{self.set_apart or 'none'}, {wrong}: give the same share, seed and data as then, or begin another run"
             )
         loaded, mine = read_state(state, length=self.length), self.order.identity
-        saved = state.get("order", "not noted")
-        if loaded.consumed and saved != mine:
+        saved, first = state.get("order", "not noted"), loaded.epoch * self.length
+        ahead = [range(first + start, first + stop) for start, stop in state.get("ahead", ())]
+        if (num_samples := loaded.consumed + sum(map(len, ahead))) and saved != mine:
             raise ConfigError(
-                f"the state is one after {loaded.consumed} of {self.length} samples of an epoch whose order was "
+                f"the state is one after {num_samples} of {self.length} samples of an epoch whose order was "
                 f"{saved}, and this order is {mine}, so that samples would be read twice or never: give back that "
                 "order, its data, its sharding, shards and batch, or go on from the end of an epoch"
             )
-        position = loaded.epoch * self.length + loaded.consumed
+        position = first + loaded.consumed
         num_steps = int(state.get("num_steps", self.sizes.num_steps(0, position)))
         skipped = [Skipped(*each) for each in state.get("skipped", ())]
         if state.get("length", self.length) != self.length:  # their positions were those of other epochs
             skipped = [each._replace(start=0, stop=0) for each in skipped]
-        self._begin(loaded, num_steps=num_steps, skipped=skipped)
+        self._begin(loaded, num_steps=num_steps, skipped=skipped, ahead=ahead)
 
 
 class EvaluationSampler(Sampler[int]):

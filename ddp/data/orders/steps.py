@@ -133,6 +133,10 @@ class Steps(ABC):
     def setting(self) -> Any:
         """Returns the settings that the sizes follow from, as JSON can hold it."""
 
+    def past(self, position: int) -> int:
+        """Returns where the next step begins, from a position on: there, unless that step was made already."""
+        return position
+
     def end(self, begin: int, *, epochs: int | None, num_steps: int | None) -> tuple[int, int]:
         """Returns the steps that are left after `begin` samples, and the position after them.
 
@@ -228,6 +232,86 @@ class BatchSizes(Steps):
         return math.ceil(samples / size), samples, size
 
 
+# --- Steps that were made before their turn --------------------------------------------------------------------------
+#
+#     positions    0     8    16    24    32    40 …      steps that workers lease are made in any order: a state at
+#     made         ✓           ✓     ✓                    position 8 has [16, 32) ahead, and steps 1 and 2 come next
+#     to come            1                 2     3
+#
+# With another batch than then, a step ends where those that were made begin.
+
+
+class Ahead(Steps):
+    """The steps that are left where some were made before their turn.
+
+    Args:
+        sizes: of all steps.
+        ranges: positions of the run that were made, in rising order and apart from each other.
+    """
+
+    def __init__(self, sizes: Steps, ranges: Sequence[range]) -> None:
+        self.length, self._sizes, self.ranges = sizes.length, sizes, ranges
+
+    @property
+    def stop(self) -> int:
+        """Returns the position from which on no step was made."""
+        return self.ranges[-1].stop
+
+    def past(self, position: int) -> int:
+        """Returns where the next step begins that was not made."""
+        for each in self.ranges:
+            position = each.stop if position in each else position
+        return position
+
+    def size_at(self, position: int) -> int:
+        """Returns the size of the step that begins after `position` samples of the run."""
+        rooms = (each.start - position for each in self.ranges if each.start > position)
+        return min(self._sizes.size_at(position), *rooms, self.length)
+
+    def num_steps(self, begin: int, end: int) -> int:
+        """Returns the number of steps that lead from one position to another, or just beyond it."""
+        begin, num_steps = self.past(begin), 0
+        while begin < min(end, self.stop):
+            begin, num_steps = self.past(begin + self.size_at(begin)), num_steps + 1
+        return num_steps + self._sizes.num_steps(begin, end)
+
+    def after(self, begin: int, num_steps: int) -> int:
+        """Returns the position after some steps."""
+        begin = self.past(begin)
+        while num_steps and begin < self.stop:
+            begin, num_steps = self.past(begin + self.size_at(begin)), num_steps - 1
+        return self._sizes.after(begin, num_steps)
+
+    def all(self) -> set[int]:
+        """Returns the sizes that the steps of a run may have, as long as the batch stays."""
+        return self._sizes.all()
+
+    @property
+    def usual(self) -> int:
+        """Returns the samples of a step, but for exceptions."""
+        return self._sizes.usual
+
+    @property
+    def setting(self) -> Any:
+        """Returns the settings that the sizes follow from."""
+        return self._sizes.setting
+
+    def in_words(self) -> str:
+        """Returns how large a step is."""
+        return self._sizes.in_words()
+
+
+def joined(ranges: Sequence[range], more: range) -> list[range]:
+    """Returns ranges of positions and one more, in rising order; those that touch become one."""
+    found: list[range] = []
+    for each in sorted([*ranges, more], key=lambda each: each.start):
+        if found and found[-1].stop == each.start:
+            found[-1] = range(found[-1].start, each.stop)
+        else:
+            found.append(each)
+    return found
+
+
 # --- Steps that are left out -----------------------------------------------------------------------------------------
 #
 #     steps        1  2  3  4  5 …       skip_steps=(3, 4)
@@ -274,6 +358,12 @@ class Skips(NamedTuple):
                 f"step {first}; name later steps, or go back to a checkpoint before them"
             )
         start, stop = (self.sizes.after(position, step - num_steps) for step in (first - 1, last))
+        if isinstance(self.sizes, Ahead) and start < self.sizes.stop:
+            least = num_steps + self.sizes.num_steps(position, self.sizes.stop) + 1
+            raise ConfigError(
+                f"skip_steps=[{first},{last}]: the run goes on after step {num_steps}, of which some were made before "
+                f"their turn; name steps from {least} on, or go back to an earlier checkpoint"
+            )
         return self._replace(ranges=[*self.ranges, Skipped(first, last, start, stop)])
 
     def before(self, position: int) -> list[Skipped]:
@@ -282,9 +372,10 @@ class Skips(NamedTuple):
 
     def past(self, position: int) -> int:
         """Returns where the next step begins."""
+        found = self.sizes.past(position)
         for each in self.ranges:
-            position = each.stop if each.start <= position < each.stop else position
-        return position
+            found = each.stop if each.start <= found < each.stop else found
+        return found if found == position else self.past(found)
 
     def within(self, begin: int, end: int) -> Iterator[range]:
         """Yields the positions that are left out, range by range."""

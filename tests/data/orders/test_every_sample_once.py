@@ -6,8 +6,11 @@ The oracle is the multiset. Real files and loader processes in forty cells; plan
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
+from collections.abc import Callable
 from functools import reduce
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,7 +24,7 @@ from ddp.data.loading.loader import TrainLoader
 from ddp.data.orders.order import Blocks, Checksum, Fixed, Order, Stratified, key_of
 from ddp.data.orders.sampler import TrainSampler, sampler_of
 from ddp.data.orders.sharding import Lanes, _equal_lanes
-from ddp.data.orders.steps import SamplerState, Skips
+from ddp.data.orders.steps import Ahead, SamplerState, Skips, joined
 from ddp.data.orders.token_budget import TokenBudget
 from ddp.errors import ConfigError
 from tests.mutants import mutants, mutated
@@ -187,7 +190,77 @@ def promises() -> None:
         assert skipping.state_dict()["num_steps"] == number
 
 
+def leased() -> None:
+    """Commits the steps of an epoch in any order, and resumes with other ranks and batches: each sample once."""
+    for seed in range(14):
+        in_any_order(seed)
+
+
+def in_any_order(seed: int) -> None:
+    draw = random.Random(seed)
+    length, batch, num_made, epoch = draw.randint(5, 40), draw.randint(3, 8), 0, draw.randint(0, 2)
+    skip, length = ((2, 3), 3 * batch + length) if seed % 3 == 0 else (None, length)  # which ends inside the epoch
+    state, seen = None, Checksum()
+    made: list[tuple[int, int]] = []  # samples by position
+    while True:
+        choices: dict[str, Any] = {"global_batch": batch, "num_shards": 3, "skip_steps": skip}
+        size = draw.randint(1, 3)
+        samplers = [TrainSampler(length, rank=rank, world_size=size, **choices) for rank in range(size)]
+        for sampler in samplers:
+            sampler.load_state_dict(state or {**sampler.state_dict(), "epoch": epoch, "num_steps": 0})
+        first = samplers[0]
+        lowest = epoch * length + first.state.consumed
+        assert first.position == epoch * length + len(made) + sum(map(len, first._skips.within(0, lowest)))
+        plans = list(zip(*(sampler.plans() for sampler in samplers), strict=True))
+        before = [range(plan.position, plan.position + plan.size) for plan, *_ in plans]
+        for number, (plan, *others) in enumerate(plans):
+            where = first.position_of(plan)
+            assert first.step_at(where) == first.step_at(where + plan.size - 1) == num_made + number + 1
+            assert not first.was_made(where) and first.steps_before(plan) == before[:number]
+            assert [first.part_of(plan, rank, size) for rank in range(size)] == [plan, *others]
+        assert all(first.was_made(epoch * length + position) for position, _ in made)
+        assert first.end(epochs=epoch + 1, num_steps=None) == (len(plans), (epoch + 1) * length)
+        assert first.end(epochs=epoch + 2, num_steps=len(plans) + 1)[0] == len(plans) + 1
+        for number in range(len(plans)):
+            left, end = first.end(epochs=None, num_steps=number)
+            assert left == number and first._skips.past(end) == first.position_of(plans[number][0])
+        assert len(plans) < 2 or "commit each plan once" in refusal(first.commit, plans[-1][0])
+        draw.shuffle(plans)
+        for done in plans[: draw.randint(0, len(plans))]:
+            assert not first.at_epoch_end or not made
+            for sampler, plan in zip(samplers, done, strict=True):
+                sampler.commit_leased(plan)
+                made += [each for micro in plan.micros for each in zip(micro.positions, micro.indices, strict=True)]
+            num_made += 1
+            assert "commit each plan once" in refusal(first.commit_leased, done[0])
+            assert first.state_dict()["num_steps"] == num_made
+            assert next(first.plans(), done[0]).epoch in (epoch, epoch + 1)
+        seen = reduce(Checksum.with_, [sampler.seen for sampler in samplers], seen)
+        if first.state.epoch > epoch:
+            break
+        state = json.loads(json.dumps(first.state_dict()))
+        assert all(one[1] < two[0] for one, two in pairwise(state.get("ahead", [])))
+        assert all(sampler.state_dict() == first.state_dict() for sampler in samplers)
+        batch = batch if skip is not None or seed % 2 else draw.randint(3, 8)
+    assert first.at_epoch_end and "ahead" not in first.state_dict() and first.state.consumed == 0
+    left_out = [p for each in first._skips.within(epoch * length, (epoch + 1) * length) for p in each]
+    order = first.order.samples(np.arange(length), seed=0, epoch=epoch)
+    expected = [(p, int(order[p])) for p in range(length) if p + epoch * length not in left_out]
+    assert sorted(made) == expected
+    assert first.expected(epoch) == Checksum.of(np.array([index for _, index in expected])) == seen
+
+
+def refusal(commit: Callable[[Any], None], plan: Any) -> str:
+    try:
+        commit(plan)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 HARMLESS = {
+    "found: list[range]": "an annotation",
+    "if each.start > position": "no step begins in a range that was made",
     "found[0] != (seed, epoch)": "the sequence is made again",
     "self._files = found": "the sequence is made again",
     "largest=min(self.window, self.length)": "more rounds",
@@ -200,20 +273,25 @@ HARMLESS = {
 }
 MUTATED: list[Any] = [
     *(Lanes.__init__, Lanes.samples, Blocks.samples, Blocks._windows, Blocks._sequence),
-    *(_equal_lanes, key_of, TrainSampler._steps_from, Skips.past, TrainSampler.commit),
+    *(_equal_lanes, key_of, TrainSampler._steps_from, Skips.past),
+]
+OF_LEASES: list[Any] = [
+    *(Ahead.past, Ahead.size_at, joined, TrainSampler.was_made, TrainSampler.commit_leased),
+    *(TrainSampler.commit, TrainSampler._note),
 ]
 
 
-@pytest.mark.parametrize("function", MUTATED, ids=lambda function: function.__qualname__)
+@pytest.mark.parametrize("function", [*MUTATED, *OF_LEASES], ids=lambda function: function.__qualname__)
 def test_a_mutant_breaks_a_promise(function):
-    promises()
+    promise = leased if function in OF_LEASES else promises
+    promise()
     survivors = []
     for mutant in mutants(function):
         if any(words in mutant.before for words in HARMLESS):
             continue
         with mutated(function, mutant):
             try:
-                promises()
+                promise()
             except Exception:
                 continue
         survivors.append(f"{mutant.before}   became   {mutant.after}")

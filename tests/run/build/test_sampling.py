@@ -124,7 +124,7 @@ def test_each_start_of_a_run_answers_for_its_own_steps():
     starts: list[Start] = []
     state = None
     for config, begin, end in [(first, 0, 5), (others[0], 5, 7), (others[1], 7, 15)]:
-        starts = [each._replace(last_step=begin if each.last_step is None else each.last_step) for each in starts]
+        starts = [each.until(begin, state) for each in starts]
         starts.append(Start(config, SPLITS, begin, state))
         samplers = starts[-1].samplers()
         for sampler in samplers:
@@ -144,6 +144,24 @@ def test_each_start_of_a_run_answers_for_its_own_steps():
     assert "epoch 0: read before step 6, with which this run began" in place_of_sample(begins_later, early, 0)
     left_out = set(range(40)) - {i for step, who in read.items() if step <= 8 for *_, i in who}
     assert any("left out, by data.skip_steps" in place_of_sample(starts, sample, 0) for sample in left_out)
+
+
+def test_steps_that_were_made_before_their_turn_are_found():
+    """Of ten steps workers make five in any order, 1 2 3 5 7; then the run goes on with others."""
+    config = config_of(2, batch={"global_size": 4, "num_shards": 2})
+    first = Start(config, SPLITS)
+    samplers = first.samplers()
+    for plans in [list(zip(*(each.plans() for each in samplers), strict=True))[number] for number in (1, 0, 4, 6, 2)]:
+        for sampler, plan in zip(samplers, plans, strict=True):
+            sampler.commit_leased(plan)
+    state = samplers[0].state_dict()
+    starts = [first.until(5, state), Start(config, SPLITS, 5, state)]
+    numbers = {0: "1", 4: "2", 8: "3", 16: "5", 24: "7", 12: "6", 20: "7", 28: "8", 32: "9", 36: "10"}
+    for position, sample in enumerate(samplers[0].order.samples(np.arange(40), seed=config.seed, epoch=0).tolist()):
+        answer = place_of_sample(starts, sample, 0)
+        assert f"step {numbers[position // 4 * 4]}, rank" in answer and "\n" not in answer
+    early = samplers[0].part_of(plans[0], 0, 1).micros[0].indices[0]
+    assert "read before step 6" in place_of_sample(starts[1:], early, 0)
 
 
 def numbered(sampler, begin, end):
