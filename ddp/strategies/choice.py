@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -261,9 +262,14 @@ def setup_of(model: nn.Module, comm: Communicator, precision: Precision) -> Setu
 
 
 def of_this_process(averaging: Averaging) -> Averaging:
-    """Returns how this process averages: a worker of parameter servers computes alone, and pushes what it has found."""
+    """Returns how the replica of this process averages: of parameter servers, nothing travels by it.
+
+    A worker computes alone, and pushes what it has found; a server takes what workers push.
+    """
     part = cast()
-    return Averaging() if part is not None and part.job == "worker" else averaging
+    if part is None:
+        return averaging
+    return Averaging() if part.job == "worker" else replace(averaging, wire=None, hook=None)
 
 
 def has_sparse_gradients(model: nn.Module) -> bool:

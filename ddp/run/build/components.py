@@ -387,8 +387,10 @@ def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Repli
 
 
 def averaging_of(config: Config) -> Averaging:
-    """Returns who holds parameters and optimizer state; how gradients travel is said to the replica."""
+    """Returns who holds parameters and optimizer state; to a replica that sends gradients it is said how, instead."""
     chosen = asdict(config.strategy)
+    if isinstance(config.strategy, settings.ParameterServerChoice):
+        chosen |= {"wire": config.replica.wire, "hook": make_hook(config)}
     return replace(averaging_named(chosen.pop("name")), **chosen)
 
 
