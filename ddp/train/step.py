@@ -101,7 +101,10 @@ def train_step(
             strategy.update(agreement)
     else:  # no rank could read a sample: momentum and decay alone must not move parameters
         model.take_back()
-    state.sampler.commit(plan)
+    if isinstance(batches, Received):
+        state.sampler.commit_leased(plan)
+    else:
+        state.sampler.commit(plan)
     state.step, state.train_loss = state.step + 1, totals.mean_loss
     if isinstance(rules.schedule, TorchSchedule):
         rules.schedule.stepped(is_epoch_end=state.sampler.at_epoch_end)

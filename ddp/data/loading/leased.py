@@ -9,7 +9,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from ddp.data.loading.fetching import KeyedBatches, Request
 from ddp.data.loading.loader_watch import Limits
-from ddp.data.orders.permutation import indices
 from ddp.data.orders.sampler import StepPlan, TrainSampler
 from ddp.data.samples import Collate
 
@@ -60,15 +59,10 @@ class LeasedLoader(Generic[Lease]):
         seed = self._sampler.state.seed
         while self._leases:
             lease = self._leases.popleft()
-            plan, sampler = lease.plan, self._sampler
-            sampler.rank, sampler.world_size = lease.part, lease.num_parts
-            micros = []
-            for micro in sampler.parts(range(plan.position, plan.position + plan.size)):
-                found = sampler._samples(indices(micro.positions), plan.epoch)
-                micros.append(micro._replace(indices=tuple(found.tolist())))
-            requests = [Request(seed, plan.epoch, tuple(each.indices), each.indices) for each in micros]
-            batches = (self._batches[request].batch for request in requests)
-            yield lease, StepPlan(plan.epoch, plan.position, plan.size, tuple(micros)), batches
+            whole = StepPlan(lease.plan.epoch, lease.plan.position, lease.plan.size, ())
+            plan = self._sampler.part_of(whole, lease.part, lease.num_parts)
+            requests = [Request(seed, plan.epoch, tuple(each.indices), each.indices) for each in plan.micros]
+            yield lease, plan, (self._batches[request].batch for request in requests)
 
     def close(self) -> None:
         """Ends what reads ahead."""
