@@ -93,7 +93,9 @@ class KeyedBatches(Dataset[Any]):
         return packed(partial(self._finished, request), ((each, self.dataset[each]) for each in request.indices))
 
     def _finished(self, request: Request) -> Fetched:
-        """Returns a finished batch."""
+        """Returns a finished batch; None of no samples."""
+        if not request.indices:
+            return Fetched(None, [])
         if self.at_once:
             with suppress(*self.tolerated):  # else sample by sample, to find out which it is
                 return Fetched(self.dataset.batch(request.indices), [])

@@ -61,6 +61,7 @@ class TrainLoader:
 
     Attributes:
         unreadable: numbers of the samples that this rank has left out, the known ones included.
+        num_prefetched: batches that loader processes fetch before they are asked for.
 
     Raises:
         ConfigError: the sampler was made for another length.
@@ -100,6 +101,7 @@ class TrainLoader:
             processes=processes,
         )
         self._watch, self._has_processes = LoaderWatch(loader, limits), num_workers > 0
+        self.num_prefetched = num_workers * (loader.prefetch_factor or 0)
         self._requests.asked = self._watch.asked if num_workers else None
 
     def epoch(self) -> Iterator[tuple[StepPlan, Iterator[Any]]]:
@@ -109,19 +111,23 @@ class TrainLoader:
         None if none of its samples can be read, but they may be left out. A new call starts again from the sampler's
         state, and earlier iterators must not be used any more.
         """
-        self._ahead.end()  # because data need not bear two readers
         # One sequence of plans has two readers: the loader, which runs ahead, and the caller's steps.
         plans, ahead = _two_readers(self.sampler.plans())
         seed = self.sampler.state.seed
-        self._requests.source = (request for plan in ahead for request in self._requests_of(plan, seed))
-        batches = self._readable(self._watch.explained(self._on_time(self._watch.batches())))
+        batches = self.stream(request for plan in ahead for request in self.requests_of(plan, seed))
         for plan in plans:
             micros = islice(batches, len(plan.micros))
             yield plan, micros
             for _ in micros:  # after a step that was broken off, plans and batches must stay in line
                 pass
 
-    def _requests_of(self, plan: StepPlan, seed: int) -> Iterator[Request]:
+    def stream(self, requests: Iterable[Request]) -> Iterator[Any]:
+        """Returns an iterator over the batches of requests, which are taken ahead. Earlier ones must not be used."""
+        self._ahead.end()  # because data need not bear two readers
+        self._requests.source = requests
+        return self._readable(self._watch.explained(self._on_time(self._watch.batches())))
+
+    def requests_of(self, plan: StepPlan, seed: int) -> Iterator[Request]:
         """Yields the requests of a step's batches."""
         for micro in plan.micros:
             keys = micro.positions if self._repeats else micro.indices
