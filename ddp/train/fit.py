@@ -61,7 +61,7 @@ from ddp.train.monitor.calls import calls_left
 from ddp.train.monitor.usage import rate_of_one_worker
 from ddp.train.progress import ProgressBar, StopNote
 from ddp.train.report import draw_curves, summary_of, write_summary
-from ddp.train.served import check_cast, service_of
+from ddp.train.served import check_cast, going_on, service_of
 from ddp.train.starts import note_start_of_fit
 from ddp.train.state import TrainState
 from ddp.train.stopping import StopFlag, flag_of_a_new_fit, hears_signals
@@ -176,6 +176,7 @@ def train(given: Given) -> TrainState:
         comm = ranks_of(given.model)
         if part is not None and part.job == "worker":
             return work(given, comm, part)
+        given = given if part is None else going_on(given, part)
         return tried(_train, given, comm) if given.folder.trial else _train(given, comm)
 
 

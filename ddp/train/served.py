@@ -7,7 +7,9 @@ the gradients of one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -21,7 +23,10 @@ from ddp.strategies.parameter_server.ledger import Plan
 from ddp.strategies.parameter_server.server import Received, Service
 from ddp.strategies.served import ParameterServer
 from ddp.train.arguments import Given
+from ddp.train.checkpoint_store import steps
 from ddp.train.state import TrainState
+
+FOLDER = "folder of the run"
 
 
 def check_cast(given: Given) -> Cast | None:
@@ -56,6 +61,18 @@ def check_cast(given: Given) -> Cast | None:
     return part
 
 
+def going_on(given: Given, part: Cast) -> Given:
+    """Returns what is given to a server that is started anew: it goes on in the run's folder, if that has checkpoints.
+
+    The folder may have been named by date and time, so that only the store knows it.
+    """
+    if not part.incarnation or given.folder.path is None or not part.store.check([FOLDER]):
+        return given
+    folder = Path(part.store.get(FOLDER).decode())
+    resume = "auto" if steps(folder / "checkpoints") else None
+    return replace(given, folder=replace(given.folder, path=folder, resume=resume))
+
+
 def service_of(given: Given, state: TrainState, settings: Mapping[str, Any]) -> Service | None:
     """Returns what this process does for workers; None where it is no server.
 
@@ -66,6 +83,8 @@ def service_of(given: Given, state: TrainState, settings: Mapping[str, Any]) -> 
         return None
     part, policy = cast(), given.strategy
     assert part is not None and isinstance(policy, Policy)
+    if part.index == 0 and state.run_dir is not None:
+        part.store.set(FOLDER, str(state.run_dir))
     facts = facts_of(state.model.module, state.sampler, settings)
     strategy = state.strategy
     return Service(part, strategy.model, strategy.pieces(), policy, version=state.step, facts=facts)

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.meeting.cast import Cast
+from ddp.comm.meeting.cast import Cast, how_ended
 from ddp.comm.meeting.private_store import part_of
 from ddp.comm.objects import broadcast_object
 from ddp.comm.opening import open_communicator
@@ -288,9 +288,8 @@ class Service:
 
     def _attend(self, number: int) -> None:
         """Serves one worker, from when it comes until it is gone."""
-        who, mine = f"worker {number}", self._part
+        who, mine, entered = f"worker {number}", self._part, None
         comm: Communicator | None = None
-        has_entered = False
         try:
             store = part_of(self._home, f"{mine.incarnation}/edge/{mine.index}/{number}")
             comm = open_communicator(store, mine.incarnation, SERVER, 2, edge_settings(self._comm), warn_s=1e9)
@@ -309,19 +308,21 @@ class Service:
                 hook=policy.hook,
             )
             self._enters(first["version"])
-            has_entered = True
+            entered = first
             while self._serve(edge, number):
                 pass
         except Exception as error:
             if self._over is None:
                 log.debug("%s is gone: %s", who, said(error))
-                if has_entered and mine.index == 0:
-                    log.warning("%s is gone, and what it had leased goes to others (%s)", who, _why(error))
+                if entered is not None and mine.index == 0:
+                    how = how_ended(mine.store, "worker", entered["index"], entered["incarnation"])
+                    how = how or f"is gone ({error.reason if isinstance(error, PeerLost) else said(error)})"
+                    log.warning("%s %s: what it had leased goes to others", who, how)
         finally:
             with self._changed:
                 if mine.index == 0:
                     self._ledger.lost(number)
-                if has_entered:
+                if entered is not None:
                     self._num_here -= 1
                     self._empty_since_s = now_s()
                 self._notify()
@@ -465,6 +466,3 @@ def _together(buffers: Sequence[Mapping[str, Tensor]], counts: Sequence[int]) ->
             found[name] = last
     return found
 
-
-def _why(error: BaseException) -> str:
-    return error.reason if isinstance(error, PeerLost) else f"{type(error).__name__}: {said(error)}"

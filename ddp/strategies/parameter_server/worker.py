@@ -108,7 +108,8 @@ class Servers:
     def _edge(self, server: int, number: int, incarnation: int) -> Edge:
         store = part_of(self._home, f"{incarnation}/edge/{server}/{number}")
         comm = open_communicator(store, incarnation, WORKER, 2, edge_settings(self._comm), warn_s=self._comm.warn_s)
-        broadcast_object(comm, {"index": self._part.index, "facts": self._facts, "version": self.version}, WORKER)
+        mine = {"index": self._part.index, "incarnation": self._part.incarnation}
+        broadcast_object(comm, {**mine, "facts": self._facts, "version": self.version}, WORKER)
         answer = broadcast_object(comm, None, SERVER)
         if "refused" in answer:
             comm.close()
