@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from ddp.policies import Averaging as Averaging
     from ddp.policies import Evaluation as Evaluation
     from ddp.policies import Folder as Folder
+    from ddp.policies import LocalSGD as LocalSGD
     from ddp.policies import ParameterServer as ParameterServer
     from ddp.policies import Reading as Reading
     from ddp.replica.bucketed import BucketedDataParallel as BucketedDataParallel
@@ -130,6 +131,7 @@ _HOMES = {
     "LanguageModel": "ddp.train.tasks.cross_entropy",
     "launch": "ddp.run.launch.from_python",
     "load": "ddp.run.build.load",
+    "LocalSGD": "ddp.policies",
     "LossFunction": "ddp.train.tasks.task",
     "NaiveDataParallel": "ddp.replica.naive",
     "ParameterServer": "ddp.policies",

@@ -3,6 +3,7 @@
     ddp.Evaluation     when a run is evaluated                              settings: evaluate.…
     ddp.Reading        how samples are read                                 loader.…
     ddp.Averaging      how gradients are averaged, and who updates what     strategy, replica.…, hook.…
+    ddp.LocalSGD       the same, of workers that agree after several steps  strategy=local_sgd, strategy.…
     ddp.Folder         what a run keeps and shows                           checkpoint.…, report.…
     ddp.Batches        how samples become steps                             data.…, batch.… (`data/orders/steps.py`)
 
@@ -19,6 +20,7 @@ from typing import Any, Literal, get_args
 
 from ddp.errors import ConfigError
 from ddp.setting import (
+    Island,
     Precision,
     ServerMode,
     StrategyName,
@@ -136,8 +138,9 @@ class Averaging(Buckets):
                     f"region={self.region!r} with strategy={self.strategy!r}: a region is of strategy='central_storage'"
                     " alone; take that, or leave region out"
                 )
-        if self.strategy == "parameter_server" and not isinstance(self, ParameterServer):
-            raise ConfigError("strategy='parameter_server': has choices of its own; give a ddp.ParameterServer")
+        kind = KINDS.get(self.strategy, Averaging)
+        if not isinstance(self, kind):
+            raise ConfigError(f"strategy={self.strategy!r}: has choices of its own; give a ddp.{kind.__name__}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,13 +230,83 @@ class ParameterServer(Serving, Averaging):
     strategy: StrategyName = "parameter_server"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rounds(Policy):
+    """Workers that train by themselves, and agree at the end of a round."""
+
+    every: int = setting(8, "inner steps of a round: each worker's own, between two agreements", at_least=1)
+    outer_lr: float = setting(1.0, "how much of their mean difference the common parameters take; 1: all", above=0)
+    outer_momentum: float = setting(
+        0.0, "Nesterov momentum of the common parameters; DiLoCo has 0.9, with outer_lr=0.7", at_least=0, below=1
+    )
+    warmup_samples: int = setting(
+        0, "samples of the run until which gradients are averaged in each step, as by strategy=mirrored", at_least=0
+    )
+    island: Island = setting(
+        "worker",
+        "who trains alone in a round; worker: each worker; host: each host, whose workers average gradients in memory",
+    )
+    fragments: int = setting(
+        1, "parts of the parameters that are exchanged at different inner steps; several need a delay", at_least=1
+    )
+    delay: int = setting(
+        0, "inner steps that go on while differences are under way; 0: workers wait at the end of a round", at_least=0
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.delay >= self.every:
+            raise ConfigError(
+                f"delay={self.delay}: is a whole round of every={self.every} inner steps or more; take less than every"
+            )
+        if self.fragments > self.every:
+            raise ConfigError(
+                f"fragments={self.fragments}: more than the every={self.every} inner steps after which they are sent; "
+                "take as many at most"
+            )
+        if self.fragments > 1 and not self.delay:
+            raise ConfigError(
+                f"fragments={self.fragments}: with delay=0 nothing would be under way; set delay, or leave it out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGD(Rounds, Averaging):
+    """Says that each worker trains by itself for a round, and what the workers then agree on (local SGD, DiLoCo)."""
+
+    strategy: StrategyName = "local_sgd"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.strategy != "local_sgd":
+            raise ConfigError(f"ddp.LocalSGD(strategy={self.strategy!r}): is local_sgd; leave strategy out")
+        if self.hook is not None and self.delay:
+            raise ConfigError(
+                f"hook={self.hook!r} with delay={self.delay}: a hook keeps what it has not sent until an exchange is "
+                "complete; take wire='int8', or delay=0"
+            )
+        if self.outer_momentum and getattr(self.hook, "momentum", 0):
+            raise ConfigError(
+                f"outer_momentum={self.outer_momentum:g} with {self.hook!r}, which has momentum, too: leave one out"
+            )
+        if self.verify_every and self.delay:
+            raise ConfigError(
+                f"verify_every={self.verify_every} with delay={self.delay}: workers differ while differences are under "
+                "way; leave one out"
+            )
+
+
+KINDS: dict[str, type[Averaging]] = {"parameter_server": ParameterServer, "local_sgd": LocalSGD}
+"""The policies of words that have choices of their own."""
+
+
 def averaging_named(word: Any) -> Averaging:
     """Returns the policy of a strategy with its defaults.
 
     Raises:
         ConfigError: there is no such word.
     """
-    return ParameterServer() if word == "parameter_server" else Averaging(strategy=word)
+    return KINDS[word]() if word in KINDS else Averaging(strategy=word)
 
 
 @dataclass(frozen=True, kw_only=True)

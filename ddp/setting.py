@@ -27,9 +27,10 @@ Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]
 Scaling = Literal["none", "linear", "sqrt", "legw"]
 Uneven = Literal["join", "stop_all", "raise"]
 StrategyName = Literal[
-    "auto", "one_device", "mirrored", "multi_worker", "sharded", "central_storage", "parameter_server"
+    "auto", "one_device", "mirrored", "multi_worker", "sharded", "central_storage", "parameter_server", "local_sgd"
 ]
 ServerMode = Literal["sync", "async", "bounded"]
+Island = Literal["worker", "host"]
 
 CALLED_ELSEWHERE = {  # word, or a sentence → what guides call it, in lower case, without "_" and "strategy"
     "auto": "replicated ddp ddpspawn ddpfork ddpnotebook distributeddataparallel horovod default",
@@ -39,6 +40,7 @@ CALLED_ELSEWHERE = {  # word, or a sentence → what guides call it, in lower ca
     "sharded": "sharded zero zero1 zeroredundancyoptimizer ddpsharded",
     "central_storage": "centralstorage",
     "parameter_server": "parameterserver parameterservers ps parameterserverv2 async asynchronous",
+    "local_sgd": "localsgd diloco streamingdiloco postlocalsgd postlocalsgdoptimizer periodicmodelaverager fedavg",
     "Parameters are whole on every rank here; sharded cuts the optimizer's state alone": (
         "fsdp fsdp2 fullyshard fullyshardeddataparallel deepspeed zero2 zero3"
     ),
@@ -144,7 +146,7 @@ def check_values(policy: Any) -> None:
         is_whole = is_number and isinstance(value, Integral)
         if int in options and not (is_whole and (least is None or value >= least)):
             raise ConfigError(f"{item.name}={value!r}: must be a whole number from {least} up")
-        if float in options and not (is_number and bounds.admit(value)):
+        if float in options and not (is_number and (bounds.above is None or bounds.admit(value))):
             above = "" if bounds.above is None else f" above {bounds.above:g}"
             or_none = metadata.get("meaning", "").partition("null: ")[2] if item.default is None else ""
             remedy = f"; leave it out for {or_none}" if or_none else ""

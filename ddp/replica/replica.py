@@ -187,7 +187,7 @@ class Replica(nn.Module, ABC):
     def ride_along(self, totals: Totals) -> None:
         """Sends this rank's part of the step's totals with the gradients, which are then divided by the global count.
 
-        Call it between the step's last forward and its backward.
+        Call it between a forward and its backward; in several micro-batches the last call counts.
         """
         self._mine = totals
 

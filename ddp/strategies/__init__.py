@@ -1,6 +1,7 @@
 """Strategies: who holds parameters and optimizer state, and how often the workers agree; for a loop of your own."""
 
 from ddp.strategies.central_storage import CentralStorage as CentralStorage
+from ddp.strategies.local_sgd import LocalSteps as LocalSteps
 from ddp.strategies.replicated import Replicated as Replicated
 from ddp.strategies.sharded import Sharded as Sharded
 from ddp.strategies.strategy import Agreement as Agreement

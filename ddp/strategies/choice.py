@@ -18,13 +18,14 @@ from ddp.comm.meeting.cast import cast
 from ddp.comm.session import init
 from ddp.errors import ConfigError
 from ddp.gradients.hooks.hook import Hook
-from ddp.policies import Averaging
+from ddp.policies import Averaging, Rounds
 from ddp.process.log import log
 from ddp.replica import central
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.central import CentralDataParallel
 from ddp.replica.drop_in.data_parallel import DistributedDataParallel
 from ddp.replica.drop_in.in_backward import refusal
+from ddp.replica.local import LocalDataParallel
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.served import ServedDataParallel
@@ -33,10 +34,12 @@ from ddp.replica.sharded import ShardedDataParallel
 from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.setting import Precision, StrategyName
 from ddp.strategies.central_storage import CentralStorage
+from ddp.strategies.local_sgd import LocalSteps
 from ddp.strategies.replicated import Replicated
 from ddp.strategies.served import ParameterServer
 from ddp.strategies.sharded import Sharded
 from ddp.strategies.strategy import Strategy
+from ddp.strategies.streaming import Streaming
 
 SYNCHRONISED = (SyncBatchNorm, nn.SyncBatchNorm)
 
@@ -107,6 +110,22 @@ NO_FELLOWS = Refusal(
 SERVED_ON_CPU = Refusal(
     lambda setup: setup.device != "cpu", "servers and workers exchange what is on the CPU; take device=cpu"
 )
+NO_ROUNDS = (
+    Refusal(lambda setup: setup.is_naive, "needs replica.kind=bucketed, whose buckets are exchanged; leave one out"),
+    Refusal(
+        lambda setup: setup.precision in ("fp16", "bf16_pure"),
+        "precision={0.precision} has a loss scale or master weights, of which all workers need the same; take "
+        "precision=bf16 or fp32",
+    ),
+    Refusal(
+        lambda setup: setup.is_sparse,
+        "a layer has sparse gradients, and the difference of its weights is dense; take strategy=auto",
+    ),
+    Refusal(
+        lambda setup: setup.waits,
+        "SyncBatchNorm lets all workers wait for each other in each forward; take BatchNorm, or strategy=auto",
+    ),
+)
 OF_SLICES = (NO_BUCKETS, MASTER_WEIGHTS, SPARSE_GRADIENTS)
 """Refused where each rank updates a slice."""
 
@@ -134,6 +153,7 @@ STRATEGIES: dict[StrategyName, Row] = {
     "sharded":         Row(ShardedDataParallel, Sharded, OF_SLICES),
     "central_storage": Row(CentralDataParallel, CentralStorage, (*OF_SLICES, PRIVATE_MEMORY, ON_GPU)),
     "parameter_server": Row(ServedDataParallel, ParameterServer, (*OF_SLICES, LOSS_SCALE, NO_FELLOWS, SERVED_ON_CPU)),
+    "local_sgd":       Row(LocalDataParallel, LocalSteps, NO_ROUNDS),
 }
 # fmt: on
 
@@ -257,7 +277,7 @@ def setup_of(model: nn.Module, comm: Communicator, precision: Precision) -> Setu
         precision=precision,
         is_naive=isinstance(model, NaiveDataParallel),
         is_sparse=has_sparse_gradients(model),
-        waits=any(isinstance(layer, SYNCHRONISED) for layer in model.modules()),
+        waits=waits(model),
     )
 
 
@@ -275,6 +295,11 @@ def of_this_process(averaging: Averaging) -> Averaging:
 def has_sparse_gradients(model: nn.Module) -> bool:
     """Returns True if a layer of the model has sparse gradients."""
     return any(produces_sparse_gradient(layer) for layer in model.modules())
+
+
+def waits(model: nn.Module) -> bool:
+    """Returns True if a layer of the model waits in its forward for other ranks."""
+    return any(isinstance(layer, SYNCHRONISED) for layer in model.modules())
 
 
 def wrapped(module: nn.Module, comm: Communicator, averaging: Averaging, **how: Any) -> BucketedDataParallel:
@@ -305,10 +330,12 @@ def strategy_for(
     precision: Precision = "fp32",
     clip_norm: float | None = None,
     watched: bool = True,
+    averaging: Averaging | None = None,
 ) -> Strategy:
     """Returns the strategy for a kind of replica. With precision="bf16_pure" the parameters are bfloat16 then.
 
     Args:
+        averaging: has the settings of the strategy's own, if there are any.
         precision, clip_norm, watched: as in `Replicated`.
 
     Raises:
@@ -323,7 +350,10 @@ def strategy_for(
             checks.wire(replica.wire, "mean", torch.bfloat16)
         except ConfigError as error:
             raise ConfigError(f"{error}; with precision='bf16_pure' gradients are bfloat16") from None
-    return chosen(replica, optimizer, precision=precision, clip_norm=clip_norm, watched=watched)
+    own: dict[str, Any] = {"rounds": averaging} if isinstance(averaging, Rounds) else {}
+    if isinstance(averaging, Rounds) and averaging.delay:
+        chosen = Streaming
+    return chosen(replica, optimizer, precision=precision, clip_norm=clip_norm, watched=watched, **own)
 
 
 def check_momentum(hook: Hook, optimizer: Optimizer) -> None:

@@ -57,7 +57,7 @@ class Replicated:
         return model if isinstance(model, Replica) else BucketedDataParallel(model)
 
     @contextmanager
-    def micro_batch(self, *, is_last: bool = True) -> Iterator[int]:
+    def micro_batch(self, *, is_last: bool = True, synchronous: bool = False) -> Iterator[int]:
         with nullcontext() if is_last else self.model.no_sync():
             yield 1 if self.loss_scale is None else self.loss_scale.value
 
@@ -71,11 +71,11 @@ class Replicated:
             model.raise_pending()
             totals = model.totals
             if not math.isfinite(totals.mean_loss):
-                raise Diverged(_diverged(step, "loss", totals.mean_loss))
+                raise Diverged(diverged(step, "loss", totals.mean_loss))
             if math.isfinite(length):
                 return Agreement(totals, norm, length)
             if (scale := self.loss_scale) is None:
-                raise Diverged(_diverged(step, "gradient norm", length))
+                raise Diverged(diverged(step, "gradient norm", length))
             if not scale.shrink():
                 raise Diverged(
                     f"a gradient of step {step} is not finite, even with a loss scale of {scale.value}; parameters are "
@@ -88,8 +88,7 @@ class Replicated:
         self.model.take_back()
         return Agreement(totals, norm, length, is_overflow=True)
 
-    def update(self, agreement: Agreement | None) -> None:
-        assert agreement is not None
+    def update(self, agreement: Agreement) -> None:
         self._step(agreement.norm)
         if self.loss_scale is not None:
             self.loss_scale.grow()
@@ -102,6 +101,11 @@ class Replicated:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("local_sgd") is not None:
+            log.warning(
+                "the checkpoint is of strategy=local_sgd: the run goes on with worker 0's optimizer state; those of "
+                "the others are dropped, and the momentum of the common parameters"
+            )
         self.masters.load_state_dict(state["model"])
         self._load_optimizer_state(state["optimizer"])
         if self.loss_scale is not None and state["loss_scale"] is not None:
@@ -130,7 +134,8 @@ class Replicated:
             self.optimizer.load_state_dict(state)
 
 
-def _diverged(step: int, what: str, value: float) -> str:
+def diverged(step: int, what: str, value: float) -> str:
+    """Returns what is said of a step whose loss or gradient is not finite."""
     return (
         f"the {what} of step {step} is {value} on every rank; parameters are still those of step {step - 1}. "
         "Lower the learning rate (optim.lr), warm it up (schedule.warmup_steps), or clip gradients (clip_norm=1.0)"

@@ -1,6 +1,6 @@
 """A strategy: who holds parameters and optimizer state, and how often the workers agree. A loop calls its members.
 
-    strategy = ddp.strategies.Replicated(net, optimizer)              # or Sharded
+    strategy = ddp.strategies.Replicated(net, optimizer)              # or Sharded, LocalSteps, …
     for inputs, targets in batches:
         optimizer.zero_grad()
         loss_of(strategy.model(inputs), targets).backward()           # of a mean: the gradients are averaged
@@ -12,6 +12,7 @@ A step in several micro-batches has each forward and backward in a block of its 
             with strategy.micro_batch(is_last=number == len(parts) - 1) as scale:
                 (loss_of(strategy.model(inputs), targets) / len(parts) * scale).backward()
 
+With `LocalSteps` each such block is a step of this rank's own, so its loss is a mean, and not divided by their number.
 `ddp.fit` calls the same members, and is otherwise unknown to a strategy.
 """
 
@@ -50,15 +51,19 @@ class Strategy(Protocol):
     def model(self) -> Replica:
         """Returns the model that the loop calls."""
 
-    def micro_batch(self, *, is_last: bool = True) -> AbstractContextManager[int]:
+    def micro_batch(self, *, is_last: bool = True, synchronous: bool = False) -> AbstractContextManager[int]:
         """Begins a block for forward and backward of one micro-batch of a step.
+
+        Args:
+            is_last: the step ends with it.
+            synchronous: gradients are averaged in this step, also by a strategy that agrees seldom.
 
         Yields:
             The factor for the loss, which `Totals.loss_scale` takes, too.
         """
 
-    def agree(self, step: int) -> Agreement | None:
-        """Returns values that are the same on every rank; None from a strategy that does not know them after this step.
+    def agree(self, step: int) -> Agreement:
+        """Returns values that are the same on every rank.
 
         Args:
             step: its number, from 1, for messages.
@@ -67,17 +72,21 @@ class Strategy(Protocol):
             UnusedParameters, Diverged: the step cannot be made. On every rank; nothing has changed.
         """
 
-    def update(self, agreement: Agreement | None) -> None:
+    def update(self, agreement: Agreement) -> None:
         """Clips the gradients, and makes the optimizer's step with the rates that its groups have now."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the whole state, valid for every strategy and world size: "model", "optimizer", "loss_scale".
 
+        A strategy may add "local_sgd", of which the others say that they cannot use it.
         Collective; what ranks other than 0 get may be incomplete.
         """
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` has returned on rank 0, which every rank has now."""
+        """Goes on from what `state_dict` has returned on rank 0. Collective.
+
+        Every rank has it now, but for "local_sgd", which stays on rank 0.
+        """
 
     def finish(self, *, alone: bool = False) -> None:
         """Leaves parameters and state whole, in the module and in the optimizer. Collective unless `alone`.
@@ -88,13 +97,13 @@ class Strategy(Protocol):
         """
 
 
-def step(strategy: Strategy) -> Agreement | None:
+def step(strategy: Strategy) -> Agreement:
     """Ends a step of a user's own loop, after backward: the ranks agree, and the optimizer steps. Collective.
 
     Raises:
         UnusedParameters, Diverged: as `Strategy.agree`.
     """
     agreement = strategy.agree(strategy.model.num_steps)
-    if agreement is None or not agreement.is_overflow:
+    if not agreement.is_overflow:
         strategy.update(agreement)
     return agreement

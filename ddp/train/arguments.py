@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -29,7 +29,7 @@ from ddp.data.loading.iterable import sampler_of_stream
 from ddp.data.loading.source import UNKEYED, Source, fingerprint, source_of
 from ddp.data.orders.order import Order
 from ddp.data.orders.sampler import TrainSampler, sampler_of
-from ddp.data.orders.steps import Batches, BatchWarmup
+from ddp.data.orders.steps import Batches, BatchWarmup, RoundLength
 from ddp.data.orders.token_budget import TokenBudget
 from ddp.data.samples import WholeBatches
 from ddp.data.sets.validation import selection_in
@@ -44,6 +44,7 @@ from ddp.policies import (
     Folder,
     ParameterServer,
     Reading,
+    Rounds,
     Training,
     averaging_named,
 )
@@ -137,6 +138,9 @@ def _check_callbacks(given: Given) -> None:
             raise ConfigError(f"EarlyStopping: {ONE_EVALUATION}; give ddp.Evaluation every_epochs or every_steps")
     if sum(isinstance(each, EMA) for each in callbacks) > 1:
         raise ConfigError("callbacks has two EMA: evaluations and ddp.load use the averages of one; leave one out")
+    policy = given.strategy
+    if isinstance(policy, Rounds) and policy.delay and any(isinstance(each, EMA) for each in callbacks):
+        raise ConfigError(f"EMA with delay={policy.delay}: workers differ between rounds; leave one out")
     refuse_twice(callbacks)
 
 
@@ -188,8 +192,14 @@ def sampler_for(given: Given, inputs: Inputs, comm: Communicator) -> tuple[Train
         assert part is not None
         dealing |= {"rank": 0, "world_size": 1}  # a server plans whole steps, and a worker the part that it leases
         dealing["num_shards"] = dealing["num_shards"] or policy.num_parts(part.num_workers)
+    rounds = round_length(given.strategy)
     if not inputs.source.is_stream:
-        return sampler_of(inputs.source.samples, drop_last=inputs.source.drop_last, **dealing)
+        return sampler_of(inputs.source.samples, drop_last=inputs.source.drop_last, rounds=rounds, **dealing)
+    if rounds is not None:
+        raise ConfigError(
+            "strategy=local_sgd: data is a stream, of which nobody knows where a round ends; give a data set with a "
+            "length, or take strategy=auto"
+        )
     if most := given.reading.max_unreadable:
         raise ConfigError(f"max_unreadable={most}: data is a stream, which must leave samples out itself")
     limits = {"epochs": given.epochs, "max_steps": given.max_steps}
@@ -199,6 +209,11 @@ def sampler_for(given: Given, inputs: Inputs, comm: Communicator) -> tuple[Train
         told = _told_length(inputs.source.samples, comm, is_sum=given.batches.sharding == "off")
     dealing |= {"num_processes": processes, "told": told}
     return sampler_of_stream(limits=limits, schedule=inputs.schedule, **dealing), ""
+
+
+def round_length(policy: Any) -> RoundLength | None:
+    """Returns which steps are rounds; None: none is."""
+    return RoundLength(policy.every, policy.warmup_samples) if isinstance(policy, Rounds) else None
 
 
 def _told_length(data: Any, comm: Communicator, *, is_sum: bool) -> int | None:
@@ -217,6 +232,8 @@ def _told_length(data: Any, comm: Communicator, *, is_sum: bool) -> int | None:
 def _num_shards(given: Given, comm: Communicator) -> int | None:
     """Returns the number of shards; unless given, that of the run to be resumed, while it still fits. Collective."""
     keeps, size = given.folder, given.global_batch
+    if isinstance(given.strategy, Rounds):
+        return given.batches.num_shards
     if given.batches.num_shards is not None or keeps.resume is None:
         return given.batches.num_shards
 
@@ -243,7 +260,8 @@ def strategy_of(given: Given, replica: Replica) -> Strategy:
     ours = (EMA, EarlyStopping, Watch)
     watched = any(type(each) not in ours for each in given.callbacks if not isinstance(each, Tracker))
     precision, clip_norm = given.precision, given.clip_norm
-    return strategy_for(replica, given.optimizer, precision=precision, clip_norm=clip_norm, watched=watched)
+    how: dict[str, Any] = {"precision": precision, "clip_norm": clip_norm, "watched": watched}
+    return strategy_for(replica, given.optimizer, averaging=given.strategy, **how)
 
 
 def idle_notes(replica: Replica) -> list[str]:
@@ -256,6 +274,16 @@ def idle_notes(replica: Replica) -> list[str]:
     if replica.comm.world_size == 1:
         return [f"{given[0]} does nothing here: there is one worker"]
     return [f"{given[0]} does nothing here: all workers share a host's memory; to try it: comm.shared_memory=false"]
+
+
+def round_notes(policy: Averaging) -> list[str]:
+    """Returns a line on what outer momentum costs in a small run, if there is any."""
+    if not (isinstance(policy, Rounds) and policy.outer_momentum):
+        return []
+    return [
+        f"outer_momentum={policy.outer_momentum:g}: pays in long runs; in one of 640 steps on 4 workers loss was 32 % "
+        "above synchronous with every=8, and 20 % with 32; without it, 7 % and 10 %"
+    ]
 
 
 def order_of(order: Order | None, source: Source) -> Order | None:
@@ -374,10 +402,16 @@ def settings_of(given: Given, inputs: Inputs, sampler: TrainSampler) -> dict[str
         "clip_norm": given.clip_norm,
         "skip_steps": given.batches.skip_steps,
         "wire": given.strategy.wire,
+        **({"strategy": rounds_of(given.strategy)} if isinstance(given.strategy, Rounds) else {}),
         "hook": None if hook is None else repr(corrected(hook)),
         "evaluation": {"every_epochs": evaluation.every_epochs, "every_steps": evaluation.every_steps},
         "chooses by": None if inputs.held_out.validation is None else "validation_data",
     }
+
+
+def rounds_of(policy: Rounds) -> dict[str, Any]:
+    """Returns the settings of rounds by name."""
+    return {"name": "local_sgd", **{item.name: getattr(policy, item.name) for item in fields(Rounds)}}
 
 
 def _task_in_words(task: Task) -> str:

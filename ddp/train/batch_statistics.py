@@ -50,7 +50,7 @@ def may_have_one(comm: Communicator, sampler: TrainSampler, *, num_steps: int) -
         return []
     is_short = num_steps < sampler.num_steps_per_epoch
     sizes = {plan.size for plan in islice(sampler.plans(), num_steps)} if is_short else sampler.sizes.all()
-    mine = [size for size in sizes if any(len(micro.positions) == 1 for micro in sampler.parts(range(size)))]
+    mine = [size for size in sizes if any(len(micro.positions) == 1 for micro in sampler.micros(range(size)))]
     return sorted(set[int]().union(*all_gather_object(comm, mine)))
 
 

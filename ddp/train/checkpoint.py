@@ -7,6 +7,7 @@
     position.pt    step and sampler position: global numbers, valid at any world size
     slots.pt       "random": by rank, the states of its generators
     hook.pt        what a hook has not sent yet, if there is one (`gradients/hooks/compression.py`)
+    local_sgd.pt   of strategy=local_sgd: the momentum of the common parameters, and the other ranks' optimizer states
     callbacks.pt   the states of callbacks, and loss.pt, of the loss (`kept.py`)
     meta           the identity of the run (below); readable without loading a tensor
 
@@ -83,7 +84,7 @@ def save_checkpoint(
         "optimizer_settings": state.first_settings,
         "all_reduce_choices": dict(state.comm.plan.choices),
         "gradient_order": state.model.gradient_order,
-        "hook": None if compression is None else repr(compression.hook),
+        "hook": None if compression is None else compression.name,
         "added_groups": _added_groups(state),
         "changed_frozen": sorted(state.frozen() ^ state.first_frozen),
         "averages": None if kept is None else kept.name_of_averages,
@@ -107,6 +108,8 @@ def save_checkpoint(
             parts["schedule"] = plain(state.schedule.state_dict())
         if hook is not None:
             parts["hook"] = hook
+        if (rounds := whole.get("local_sgd")) is not None:
+            parts["local_sgd"] = plain(rounds)
         return store.save(state.step, parts, meta=meta, score=score).absolute()
 
     return on_rank_zero(state.comm, write, label=f"checkpoint of step {state.step}")
@@ -122,22 +125,22 @@ def _together(parts: Sequence[Checksum | None]) -> tuple[int, ...] | None:
 def read_checkpoint(comm: Communicator, path: Path) -> StoredCheckpoint:
     """Returns a checkpoint, or the last one of a folder, as rank 0 sees it, on every rank. Collective.
 
-    What a hook has kept stays on rank 0, because it may be larger than the model. All else goes to the memory of the
-    CPU, because a GPU need not have room for it beside the model.
+    What a hook has kept, and the optimizer states of other ranks, stay on rank 0, because they may be larger than the
+    model. All else goes to the memory of the CPU, because a GPU need not have room for it beside the model.
 
     Raises:
         CheckpointError: there is none, or none is whole; on every rank.
     """
-    of_hook = {}
+    on_zero = {}
 
     def read() -> dict[str, Any]:
         found = load(path)
-        for_all = {name: part for name, part in found.parts.items() if name != "hook"}
-        of_hook.update({name: found.parts[name] for name in found.parts.keys() - for_all})
+        for_all = {name: part for name, part in found.parts.items() if name not in ("hook", "local_sgd")}
+        on_zero.update({name: found.parts[name] for name in found.parts.keys() - for_all})
         return {**vars(found), "parts": for_all}
 
     found = StoredCheckpoint(**on_rank_zero(on_cpu(comm), read, label="reading a checkpoint"))
-    return replace(found, parts={**found.parts, **of_hook})
+    return replace(found, parts={**found.parts, **on_zero})
 
 
 def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mapping[str, Any]) -> None:
@@ -163,7 +166,8 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     for name in checkpoint.meta.get("changed_frozen", ()):
         named[name].requires_grad_(name in state.first_frozen)
     scale = parts["position"].get("loss_scale")  # checkpoints of the first version have none
-    state.strategy.load_state_dict({"model": parts["model"], "optimizer": parts["optimizer"], "loss_scale": scale})
+    whole = {"model": parts["model"], "optimizer": parts["optimizer"], "loss_scale": scale}
+    state.strategy.load_state_dict({**whole, "local_sgd": parts.get("local_sgd")})
     unknown: list[dict[str, str]] = [{} for _ in settings]  # in checkpoints of the first version
     began = zip(checkpoint.meta.get("optimizer_settings", unknown), state.first_settings, strict=False)
     base = _base_rates(parts["position"], state.optimizer, settings)
@@ -178,7 +182,8 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     in_memory = state.comm.settings.algorithm in ("auto", "shared_memory")
     if state.comm.host_partition.num_hosts == 1 and in_memory:  # where every strategy has the same bits
         for each in (earlier, mine):
-            each.pop("strategy", None)
+            if (each.get("strategy") or {}).get("name") != "local_sgd":
+                each.pop("strategy", None)
     changed = changes(earlier, mine)
     if changed and state.comm.rank == 0:
         log.warning("the bits of the result may differ from an uninterrupted run: %s", "; ".join(changed))
@@ -212,7 +217,7 @@ def _base_rates(
 def _restore_hook(checkpoint: StoredCheckpoint, state: TrainState) -> None:
     """Gives the hook what it has kept. If it is another hook, it begins with nothing, and rank 0 says so."""
     compression = state.model.compression
-    then, now = checkpoint.meta.get("hook"), None if compression is None else repr(compression.hook)
+    then, now = checkpoint.meta.get("hook"), None if compression is None else compression.name
     if then == now and compression is not None:
         compression.load_state_dict(checkpoint.parts.get("hook"))
     elif then is not None and state.comm.rank == 0:

@@ -328,7 +328,7 @@ def open_run(given: Given, inputs: Inputs, comm: Communicator) -> OpenRun:
         strategy.finish(alone=True)  # no step was made, so that nothing has to be gathered
         raise
     notes = [*_headline(state, num_steps, given.strategy), *([dealing] if dealing else [])]
-    notes += arguments.idle_notes(inputs.replica)
+    notes += [*arguments.idle_notes(inputs.replica), *arguments.round_notes(given.strategy)]
     begins_anew = given.folder.resume is not None and start is None
     notes += _notes(sampler, source, folder, num_left=num_steps - state.step, begins_anew=begins_anew)
     if folder is not None and given.stop is None and given.folder.every_steps is None and not hears_signals():

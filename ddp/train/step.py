@@ -2,6 +2,7 @@
 
     for each micro-batch of mine:             its own dropout stream; forward, backward of the loss *sum*
                                               (gradients are sent during the last one only)
+                                              of a round each is a step of this rank's own, at its own rate
     all ranks' totals are known               loss, number of items, does anyone want to stop?
     a parameter without a gradient?           UnusedParameters, on every rank alike
     loss or gradient not a finite number?     Diverged, on every rank alike; no parameter was changed, and a hook that
@@ -83,20 +84,19 @@ def train_step(
     while True:
         these = batches if before is None else before.batches()
         if isinstance(these, Received):
-            mine = _received(state, these, wants_stop)
+            _received(state, these, wants_stop)
         else:
-            mine = backward(state, rules, plan, these, fetching, wants_stop)
+            backward(state, rules, plan, these, fetching, wants_stop)
         with state.phase("update"):
             agreement = strategy.agree(state.step + 1)
-        if before is None or agreement is None or not agreement.is_overflow:
+        if before is None or not agreement.is_overflow:
             break
         before.restore(state)
-    # Ranks that have not agreed yet know their own totals alone, and cannot end together: a wish to stop waits.
-    totals = mine._replace(num_stopping=0, num_ending=0) if agreement is None else agreement.totals
-    if not isinstance(rules.schedule, TorchSchedule):
-        state.rates.set(rules.schedule(plan))
+    totals = agreement.totals
+    if not plan.num_inner:  # else inner steps have set it
+        _set_rate(state, rules, plan)
     rate = float(state.optimizer.param_groups[0]["lr"])
-    if agreement is None or totals.num_items:
+    if totals.num_items:
         with state.phase("update"):
             strategy.update(agreement)
     else:  # no rank could read a sample: momentum and decay alone must not move parameters
@@ -116,7 +116,7 @@ def train_step(
         num_items=totals.items_on_host,
         num_samples=plan.size,
         parts=totals.parts,
-        gradient_norm=math.nan if agreement is None else agreement.length,
+        gradient_norm=agreement.length,
         rate=rate,
         step_s=now_s() - start_s,
         data_s=fetching.total_s,
@@ -127,13 +127,17 @@ def train_step(
     return report, totals.num_stopping > 0
 
 
-def _received(state: TrainState, received: Received, wants_stop: bool) -> Totals:
-    """Takes the gradients that workers have returned, at a server, in the place of a backward. Returns the totals."""
+def _received(state: TrainState, received: Received, wants_stop: bool) -> None:
+    """Takes the gradients that workers have returned, at a server, in the place of a backward."""
     if state.comm.world_size > 1:
         wants_stop = state.comm.agree_any(wants_stop, label="a wish to stop")
     totals = received.totals._replace(num_stopping=int(wants_stop))
     received.hand_over(totals)
-    return totals
+
+
+def _set_rate(state: TrainState, rules: StepRules, plan: StepPlan) -> None:
+    if not isinstance(rules.schedule, TorchSchedule):
+        state.rates.set(rules.schedule(plan))
 
 
 class StepSnapshot:
@@ -171,11 +175,8 @@ class StepSnapshot:
 
 def backward(
     state: TrainState, rules: StepRules, plan: StepPlan, batches: Iterator[Any], fetching: Stopwatch, wants_stop: bool
-) -> Totals:
+) -> None:
     """Computes the gradients of this rank's micro-batches; the last one's backward averages them over all ranks.
-
-    Returns:
-        This rank's own totals.
 
     Raises:
         ConfigError: the loss does not depend on the model.
@@ -192,11 +193,13 @@ def backward(
             with fetching.running(), state.phase("data"):
                 batch = next(batches)
                 batch = None if batch is None else to_device(batch, device)
-        with state.strategy.micro_batch(is_last=is_last) as scale:
+        if plan.num_inner:
+            _set_rate(state, rules, plan.inner(number - 1))
+        with state.strategy.micro_batch(is_last=is_last, synchronous=not plan.num_inner) as scale:
             totals = totals._replace(loss_scale=scale)
+            model.ride_along(totals)
             if micro is None or batch is None:  # there are no samples for this rank, or none of them can be read
                 if is_last:
-                    model.ride_along(totals)
                     with state.phase("backward"):
                         model.reduce_without_backward()
                 continue
@@ -205,8 +208,7 @@ def backward(
             totals = totals._replace(
                 loss_sum=totals.loss_sum + loss_sum.detach(), num_items=totals.num_items + num_items
             )
-            if is_last:
-                model.ride_along(totals)
+            model.ride_along(totals)
             with state.phase("backward"):
                 (loss_sum if scale == 1 else loss_sum * scale).backward()
         if totals.measure and not is_last:  # then the first micro-batch is this rank's part
@@ -218,7 +220,6 @@ def backward(
             f"{name_of(rules.task)}.loss returned a loss that was not computed from what the model returned, so "
             "backward did not reach the model: compute it from model(…), without detach(), item() or torch.tensor()"
         )
-    return totals
 
 
 def _forward(state: TrainState, rules: StepRules, micro: Micro, batch: Any) -> tuple[Tensor, float | Tensor]:

@@ -13,6 +13,7 @@ from torch import nn
 import ddp
 from ddp.comm.transport import topology
 from ddp.errors import ConfigError
+from ddp.policies import averaging
 from ddp.replica.central import CentralDataParallel
 from ddp.replica.sharded import ShardedDataParallel
 from ddp.run.build import components, stages
@@ -44,14 +45,23 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
         {"world_size": 2, "num_hosts": 2}, {"cluster": {"workers": 2, "local_workers": 1}},
         {"one_device": "is for one worker", "mirrored": "there are several hosts; take strategy=multi_worker"},
     ),
-    "naive": ({"is_naive": True}, {"replica": {"kind": "naive"}}, dict.fromkeys(SLICED, "needs replica.kind=bucketed")),
+    "naive": (
+        {"is_naive": True}, {"replica": {"kind": "naive"}},
+        dict.fromkeys((*SLICED, "local_sgd"), "needs replica.kind=bucketed"),
+    ),
     "pure": (
         {"precision": "bf16_pure"}, {"precision": "bf16_pure"},
-        dict.fromkeys(SLICED, "precision=bf16_pure has master weights, which are not cut into slices; take prec"),
+        {
+            **dict.fromkeys(SLICED, "precision=bf16_pure has master weights, which are not cut into slices; take prec"),
+            "local_sgd": "precision=bf16_pure has a loss scale or master weights, of which all workers need the same; ",
+        },
     ),
     "sparse": (
         {"is_sparse": True}, {},
-        dict.fromkeys(SLICED, "a layer has sparse gradients, which no slice can hold; take strategy=auto"),
+        {
+            **dict.fromkeys(SLICED, "a layer has sparse gradients, which no slice can hold; take strategy=auto"),
+            "local_sgd": "a layer has sparse gradients, and the difference of its weights is dense; take strategy=auto",
+        },
     ),
     "private memory": (
         {"world_size": 2, "shares_memory": False}, {"cluster": {"workers": 2}, "comm": {"shared_memory": False}},
@@ -63,10 +73,18 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
         {"central_storage": "keeps parameters in the host's memory, ", "parameter_server": "servers and workers "},
     ),
     "loss scale": (
-        {"precision": "fp16"}, {"precision": "fp16"}, {"parameter_server": "precision=fp16 repeats steps with another"},
+        {"precision": "fp16"}, {"precision": "fp16"},
+        {
+            "parameter_server": "precision=fp16 repeats steps with another",
+            "local_sgd": "precision=fp16 has a loss scale or master weights, of which all workers need the same; take",
+        },
     ),
     "waits": (
-        {"waits": True}, {"replica": {"sync_batchnorm": True}}, {"parameter_server": "SyncBatchNorm waits for the"},
+        {"waits": True}, {"replica": {"sync_batchnorm": True}},
+        {
+            "parameter_server": "SyncBatchNorm waits for the",
+            "local_sgd": "SyncBatchNorm lets all workers wait for each other in each forward; take BatchNorm, or ",
+        },
     ),
 }
 # fmt: on
@@ -103,7 +121,7 @@ def test_the_parent_refuses_it_with_the_model_in_hand(monkeypatch: pytest.Monkey
 
 def test_the_words_are_those_of_the_command_line_and_of_python() -> None:
     assert tuple(STRATEGIES) == tuple(CHOICES["strategy"]) == WORDS
-    assert [same_bits_as(word) for word in WORDS] == ["auto"] * 4 + [*SLICED]
+    assert [same_bits_as(word) for word in WORDS] == ["auto"] * 4 + [*SLICED, "local_sgd"]
     for word, told in (
         ("replicated", "Did you mean auto?"),
         ("MirroredStrategy", "Did you mean mirrored?"),
@@ -113,7 +131,9 @@ def test_the_words_are_those_of_the_command_line_and_of_python() -> None:
         ("shard", "Did you mean sharded?"),
         (type("TPUStrategy", (), {"__repr__": lambda _: "theirs"})(), "TPUs are not supported."),
         (ddp.strategies.CentralStorage, "Did you mean central_storage?"),
-        (None, "central_storage, parameter_server."),
+        ("DiLoCo", "Did you mean local_sgd?"),
+        ("PostLocalSGDOptimizer", "Did you mean local_sgd?"),
+        (None, "central_storage, parameter_server, local_sgd."),
     ):
         said = refused_with(lambda word=word: ddp.Averaging(strategy=word))
         assert said.startswith(f"strategy={word!r}: take one of auto, one_device, ") and said.endswith(told), said
@@ -144,6 +164,7 @@ def test_a_name_of_another_library_is_told_the_word() -> None:
         ("MultiWorkerMirroredStrategy", '. Did you mean strategy="multi_worker", of ddp.fit?'),
         ("ZeroRedundancyOptimizer", '. Did you mean strategy="sharded", of ddp.fit?'),
         ("ParameterServerStrategy", '. Did you mean strategy="parameter_server", of ddp.fit?'),
+        ("DiLoCo", '. Did you mean strategy="local_sgd", of ddp.fit?'),
         ("TPUStrategy", ". TPUs are not supported"),
         ("FSDP", ". Parameters are whole on every rank here; sharded cuts the optimizer's state alone"),
         ("Mirror", ""),
@@ -164,7 +185,7 @@ def on_two_hosts() -> list[str]:
         module = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         given = module if kind is None else kind(module, comm=comm)
-        return refused_with(replica_of, given, optimizer, comm, ddp.Averaging(strategy=word))
+        return refused_with(replica_of, given, optimizer, comm, averaging(word))
 
     said = [told(word) for word in WORDS if word != "parameter_server"]  # which has no ranks that are workers
     said += [told("sharded", ddp.BucketedDataParallel), told("multi_worker", ShardedDataParallel)]

@@ -1,28 +1,23 @@
-"""Strategies in a loop of one's own make bitwise what `ddp.fit` does; and fit's loop bears one that agrees seldom."""
+"""Strategies in a loop of one's own make bitwise what `ddp.fit` does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from flat import fit_over, train_on
+from flat import fit_over
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ddp
-from ddp.data.samples import TensorSet
 from ddp.errors import ConfigError, Diverged
 from ddp.optim.precision import forward_precision
 from ddp.replica.broadcast import tensor_hash
 from ddp.replica.central import CentralDataParallel
 from ddp.replica.sharded import ShardedDataParallel
-from ddp.strategies import Agreement, CentralStorage, Replicated, Sharded, Strategy, step
-from ddp.train.state import StepReport, TrainState
-from ddp.train.stopping import StopFlag
+from ddp.strategies import CentralStorage, Replicated, Sharded, Strategy, step
 
 X = torch.randn(40, 12, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(1))
@@ -77,7 +72,6 @@ def by_hand(comm: ddp.Communicator, kind: type[Replicated], precision: Any = "fp
                     strategy.model.ride_along(totals._replace(loss_scale=scale))
                     (loss * scale).backward()
             agreement = step(strategy)
-            assert agreement is not None
             assert agreement.totals.num_items == 8
             is_done = not agreement.is_overflow
             num_repeated += agreement.is_overflow
@@ -136,60 +130,3 @@ def loops() -> None:
 
 def test_a_loop_of_ones_own_makes_what_fit_makes() -> None:
     run_ranks(loops, 2)
-
-
-class Seldom:
-    """Knows totals after every second step only; then the same as `Replicated`."""
-
-    def __init__(self, inner: Replicated) -> None:
-        self.model, self._inner = inner.model, inner
-        self._known: Agreement | None = None
-
-    @contextmanager
-    def micro_batch(self, *, is_last: bool = True) -> Iterator[int]:
-        with self._inner.micro_batch(is_last=is_last) as scale:
-            yield scale
-
-    def agree(self, step: int) -> Agreement | None:
-        self._known = self._inner.agree(step)
-        return None if step % 2 else self._known
-
-    def update(self, agreement: Agreement | None) -> None:
-        assert agreement in (None, self._known)
-        self._inner.update(self._known)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-
-class Notes(ddp.Callback):
-    """Rank 0 wants to stop in step 3."""
-
-    def __init__(self, stop: StopFlag) -> None:
-        self.reports, self._stop = list[StepReport](), stop
-
-    def step_start(self, state: TrainState) -> None:
-        if state.step + 1 == 3 and state.comm.rank == 0:
-            self._stop.request("SIGTERM")
-
-    def step_end(self, state: TrainState, report: StepReport) -> None:
-        self.reports.append(report)
-
-
-def seldom(kind: Any) -> tuple[list[str], list[float], str, int]:
-    comm, stop = ddp.init(abort_s=60), StopFlag()
-    module, optimizer = made()
-    strategy: Strategy = kind(Replicated(module, optimizer)) if kind else Replicated(module, optimizer)
-    notes = Notes(stop)
-    state = TrainState(comm, strategy, optimizer, sampler_of(comm))
-    train_on(state, TensorSet(X, CLASSES), max_steps=4, callbacks=[notes], stop=stop)
-    ddp.shutdown()
-    return bits(module, optimizer), [report.num_items for report in notes.reports], state.stopped_by, state.step
-
-
-def test_the_loop_bears_a_strategy_that_agrees_now_and_then() -> None:
-    whole = run_ranks(seldom, 2, None)
-    assert [(counts, why, steps) for _, counts, why, steps in whole] == [([8, 8, 8], "SIGTERM", 3)] * 2
-    here = run_ranks(seldom, 2, Seldom)  # each rank's own count, and a stop that waits until all know of it
-    assert [(counts, why, steps) for _, counts, why, steps in here] == [([4, 8, 4, 8], "SIGTERM", 4)] * 2
-    assert here[0][0] == here[1][0] != whole[0][0]

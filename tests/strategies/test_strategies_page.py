@@ -29,7 +29,9 @@ BY_HAND: dict[str, Any] = {
     "multi_worker": ddp.strategies.Replicated,
     "sharded": ddp.strategies.Sharded,
     "central_storage": ddp.strategies.CentralStorage,
+    "local_sgd": ddp.strategies.LocalSteps,
 }
+NUM_INNER = 2
 
 
 def value(formula: str, **numbers: int) -> float:
@@ -62,13 +64,18 @@ def counted(ranks_per_host: int) -> dict[str, tuple[list[Span], int]]:
         inputs = torch.ones(BATCH, WIDTH).tensor_split(comm.world_size)[comm.rank]
         for _ in range(3):
             before = sent
-            strategy.optimizer.zero_grad()
-            strategy.model(inputs).square().mean().backward()
+            common: list[torch.Tensor] = []
+            num_inner = NUM_INNER if kind is ddp.strategies.LocalSteps else 1
+            for number in range(1, num_inner + 1):
+                strategy.optimizer.zero_grad()
+                with strategy.micro_batch(is_last=number == num_inner):
+                    strategy.model(inputs).square().mean().backward()
+                    common = [*getattr(strategy, "_common", [])]
             ddp.strategies.step(strategy)
             comm.barrier()
             travelled = sent - before
         state = [each for of_one in strategy.optimizer.state.values() for each in of_one.values() if each.numel() > 1]
-        found[kind.__name__] = spans_of([net.weight, net.weight.grad, *state]), travelled
+        found[kind.__name__] = spans_of([net.weight, net.weight.grad, *common, *state]), travelled
         strategy.finish()
     ddp.shutdown()
     return found
@@ -84,9 +91,10 @@ def test_formulas_are_what_is_counted(n: int, num_hosts: int) -> None:
         hosts = [mine[first : first + n] for first in range(0, len(mine), n)]
         held = max(bytes_in(span for spans, _ in host for span in spans) for host in hosts)
         sent = max(sum(each for _, each in host) for host in hosts)
-        numbers = {"P": WIDTH**2, "n": n, "H": num_hosts, "B": BATCH}
+        numbers = {"P": WIDTH**2, "n": n, "H": num_hosts, "B": BATCH, "K": NUM_INNER}
+        num_samples = BATCH * (NUM_INNER if word == "local_sgd" else 1)
         assert held == pytest.approx(value(memory, **numbers), rel=0.02), word
-        assert sent / BATCH == pytest.approx(value(travels, **numbers), rel=0.02, abs=20), word
+        assert sent / num_samples == pytest.approx(value(travels, **numbers), rel=0.02, abs=20), word
 
 
 def test_every_word_has_a_row() -> None:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from itertools import chain, islice, takewhile
+from itertools import chain, islice, pairwise, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +43,8 @@ from ddp.data.orders.steps import (
     Ahead,
     BatchSizes,
     BatchWarmup,
+    RoundLength,
+    RoundSizes,
     SamplerState,
     Skipped,
     Skips,
@@ -74,6 +76,7 @@ class StepPlan(NamedTuple):
 
     Attributes:
         is_last: this rank's stream ends with it. Data with a length do not say so.
+        num_inner: it is a round of so many inner steps, and each of `micros` is one; 0: gradients are averaged.
     """
 
     epoch: int
@@ -81,6 +84,12 @@ class StepPlan(NamedTuple):
     size: int
     micros: tuple[Micro, ...]
     is_last: bool = False
+    num_inner: int = 0
+
+    def inner(self, number: int) -> StepPlan:
+        """Returns an inner step, counted from 0, as a step of its own; of a step without such, the whole."""
+        begin, end = (each * self.size // max(1, self.num_inner) for each in (number, number + 1))
+        return self._replace(position=self.position + begin, size=end - begin) if self.num_inner else self
 
 
 class TrainSampler:
@@ -107,6 +116,7 @@ class TrainSampler:
         seed: of the order.
         skip_steps: first and last of the steps, counted from 1, whose samples are left out. A run that is resumed
             counts on from the steps that it has made.
+        rounds: steps are rounds, whose micro-batches are inner steps of a batch; then shards are ranks.
 
     Attributes:
         seen: what the samples of this rank add up to since the epoch began, to be compared with what is expected; None
@@ -128,8 +138,11 @@ class TrainSampler:
         micro_size: int | None = None,
         seed: int = 0,
         skip_steps: tuple[int, int] | None = None,
+        rounds: RoundLength | None = None,
     ) -> None:
         num_shards = world_size if num_shards is None else num_shards
+        if rounds is not None:
+            _check_rounds(global_batch, micro_size, num_shards, world_size)
         if isinstance(global_batch, TokenBudget):
             order = _only_order(order, global_batch)
         order = _checked_order(order) if isinstance(order, Order) else Permutation(order)
@@ -137,7 +150,11 @@ class TrainSampler:
         if length < 1:
             raise ConfigError(f"the training set has {length} samples; check its path and its split")
         replicas(world_size, rank)
-        self._sizes = global_batch if isinstance(global_batch, Steps) else BatchSizes(length, global_batch)
+        if isinstance(global_batch, Steps):
+            self._sizes: Steps = global_batch
+        else:
+            of_rounds = rounds and RoundSizes(length, global_batch, rounds)
+            self._sizes = of_rounds or BatchSizes(length, global_batch)
         if isinstance(self._sizes, BatchSizes):
             _check_batch(self._sizes.batch, world_size, num_shards)
         if num_shards < world_size:
@@ -219,12 +236,12 @@ class TrainSampler:
     def _plans_from(self, position: int) -> Iterator[StepPlan]:
         epoch, steps = position // self.length, self._steps_from(position, self._left)
         while ahead := list(islice(steps, max(1, _LOOKED_UP * self.world_size // self.global_batch))):
-            micros = [list(self.parts(step)) for step in ahead]
+            micros = [self.micros(step) for step in ahead]
             positions = indices(each for those in micros for micro in those for each in micro.positions)
             samples = iter(self._samples(positions, epoch).tolist())
             for step, those in zip(ahead, micros, strict=True):
                 found = tuple(micro._replace(indices=tuple(islice(samples, len(micro.positions)))) for micro in those)
-                yield StepPlan(epoch, step.start, len(step), found)
+                yield StepPlan(epoch, step.start, len(step), found, num_inner=self._num_inner(step, epoch))
 
     def _samples(self, positions: Indices, epoch: int) -> Indices:
         """Returns the samples at positions of an epoch.
@@ -312,9 +329,29 @@ class TrainSampler:
             micros=tuple(micro._replace(indices=tuple(islice(samples, len(micro.positions)))) for micro in micros)
         )
 
+    def micros(self, step: Sequence[int]) -> list[Micro]:
+        """Returns this rank's micro-batches of a step; of a round, the parts of its inner steps."""
+        if not isinstance(self._sizes, RoundSizes):
+            return list(self.parts(step))
+        size, number = len(step), self._in_round(len(step))
+        cuts = [inner * size // number for inner in range(number + 1)]
+        pieces = [step[begin:end] for begin, end in pairwise(cuts)]
+        return [micro._replace(part=inner) for inner, piece in enumerate(pieces) for micro in self.parts(piece)]
+
+    def _in_round(self, size: int) -> int:
+        """Returns the inner steps of a round; fewer where a rank would have no sample in one."""
+        assert isinstance(self._sizes, RoundSizes)
+        return max(1, min(self._sizes.num_inner(size), size // self.world_size))
+
+    def _num_inner(self, step: Sequence[int], epoch: int) -> int:
+        """Returns the inner steps of a step; 0 if gradients are averaged in it."""
+        sizes, position = self._sizes, epoch * self.length + step[0]
+        is_round = isinstance(sizes, RoundSizes) and position >= sizes.batch.num_samples
+        return self._in_round(len(step)) if is_round else 0
+
     def num_micros(self, size: int) -> int:
         """Returns this rank's number of micro-batches in a step of this size."""
-        return sum(1 for _ in self.parts(range(size)))
+        return len(self.micros(range(size)))
 
     def commit(self, plan: StepPlan) -> None:
         """Moves the state past a step that has happened, at the end of an epoch to the beginning of the next one.
@@ -457,6 +494,7 @@ def sampler_of(
     world_size: int,
     num_shards: int | None,
     drop_last: bool = False,
+    rounds: RoundLength | None = None,
     **choices: Any,
 ) -> tuple[TrainSampler, str]:
     """Returns the sampler of a data set, and a note on how its samples are shared, if that is not as usual.
@@ -474,10 +512,18 @@ def sampler_of(
     if isinstance(global_batch, TokenBudget):
         order = _only_order(len(samples) if order is None else order, global_batch)
     batch = global_batch if isinstance(global_batch, int) else None
+    if batch is not None and rounds is not None:
+        batch = None if rounds.warmup_samples else batch * rounds.every
     chosen, note = shard_order(samples, order, sharding, num_shards=num_shards, batch=batch)
     chosen = _whole_steps(chosen, batch) if drop_last else chosen
     sampler = TrainSampler(
-        chosen, global_batch=global_batch, rank=rank, world_size=world_size, num_shards=num_shards, **choices
+        chosen,
+        global_batch=global_batch,
+        rank=rank,
+        world_size=world_size,
+        num_shards=num_shards,
+        rounds=rounds,
+        **choices,
     )
     sampler.set_apart = getattr(samples, "set_apart", "")
     return sampler, note
@@ -520,6 +566,23 @@ def _whole_steps(order: Order, batch: int | None) -> Order:
             f"global_batch={batch}; leave it out"
         )
     return order if length == order.length else FirstOf(order, length)
+
+
+def _check_rounds(
+    batch: int | BatchWarmup | TokenBudget, micro_size: int | None, num_shards: int, world_size: int
+) -> None:
+    """Raises ConfigError for what cannot be said beside rounds."""
+    if isinstance(batch, TokenBudget):
+        raise ConfigError("strategy=local_sgd with a budget of tokens: give a number of samples, or take strategy=auto")
+    if micro_size is not None:
+        raise ConfigError(
+            f"strategy=local_sgd with micro_size={micro_size}: a micro-batch is an inner step; leave micro_size out"
+        )
+    if num_shards != world_size:
+        raise ConfigError(
+            f"strategy=local_sgd with num_shards={num_shards}: each of the {world_size} workers has one share; leave "
+            "num_shards out"
+        )
 
 
 def _check_batch(batch: BatchWarmup, world_size: int, num_shards: int) -> None:

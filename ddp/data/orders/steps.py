@@ -22,6 +22,7 @@ from ddp.data.orders.sharding import OwnSharding
 from ddp.data.samples import Collate
 from ddp.errors import ConfigError
 from ddp.setting import Uneven, check_values, setting
+from ddp.units import counted
 
 # --- `ddp.Batches`, an argument of `ddp.fit` -------------------------------------------------------------------------
 
@@ -164,12 +165,15 @@ class BatchSizes(Steps):
     def __init__(self, length: int, batch: int | BatchWarmup) -> None:
         self.length = length
         if isinstance(batch, BatchWarmup):
-            are_whole = all(isinstance(each, int) and not isinstance(each, bool) for each in batch)
-            if not are_whole or not (0 < batch.first < batch.last and batch.num_samples > 0):
-                raise ConfigError(
-                    f"{batch}: takes whole numbers; first must be at least 1 and less than last, num_samples at least 1"
-                )
+            self._check(batch)
         self.batch = batch if isinstance(batch, BatchWarmup) else BatchWarmup(batch, batch, 0)
+
+    def _check(self, batch: BatchWarmup) -> None:
+        are_whole = all(isinstance(each, int) and not isinstance(each, bool) for each in batch)
+        if not are_whole or not (0 < batch.first < batch.last and batch.num_samples > 0):
+            raise ConfigError(
+                f"{batch}: takes whole numbers; first must be at least 1 and less than last, num_samples at least 1"
+            )
 
     def size_at(self, position: int) -> int:
         """Returns the size of the step that begins after `position` samples of the run."""
@@ -310,6 +314,61 @@ def joined(ranges: Sequence[range], more: range) -> list[range]:
         else:
             found.append(each)
     return found
+
+
+# --- Rounds, each of several steps of a worker's own ---
+
+
+class RoundLength(NamedTuple):
+    """Says which steps are rounds: after `warmup_samples` samples, each `every` batches."""
+
+    every: int
+    warmup_samples: int
+
+
+class RoundBatch(BatchWarmup):
+    """The samples of a round: several times a batch; until `num_samples` it is one batch."""
+
+    def size_at(self, position: int) -> int:
+        """Returns the samples of the step that begins after `position` samples of the run."""
+        return self.first if position < self.num_samples else self.last
+
+
+class RoundSizes(BatchSizes):
+    """Rounds of several inner steps of a batch each, in the place of steps; before them, steps of a batch.
+
+    Args:
+        length, batch: as in `BatchSizes`, of an inner step.
+
+    Raises:
+        ConfigError: the batch grows.
+    """
+
+    def __init__(self, length: int, batch: int | BatchWarmup, rounds: RoundLength) -> None:
+        if not isinstance(batch, int):
+            raise ConfigError(
+                f"strategy=local_sgd with {batch}: its rounds have batches of one size; leave the growth out, or let "
+                "warmup_samples put rounds off"
+            )
+        super().__init__(length, RoundBatch(batch, batch * rounds.every, rounds.warmup_samples))
+
+    def _check(self, batch: BatchWarmup) -> None:
+        """Takes a round of one batch, too, and none before it."""
+
+    @property
+    def setting(self) -> int:
+        """Returns the samples of an inner step."""
+        return self.batch.first
+
+    def in_words(self) -> str:
+        """Returns the samples of an inner step, and how many such make a round."""
+        first, last, num_samples = self.batch
+        later = f" after {num_samples:,} samples" if num_samples else ""
+        return f"{first} in rounds of {counted(last // first, 'inner step')}{later},"
+
+    def num_inner(self, size: int) -> int:
+        """Returns the inner steps of a round of this size."""
+        return math.ceil(size / self.batch.first)
 
 
 # --- Steps that are left out -----------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ class Compression(Reducer):
         comm: the ranks that take part, or a stand-in.
         num_steps: committed steps with this hook.
         numels: by name, the number of elements of each parameter.
+        sends: what it compresses: "gradients", or "differences" of parameters, whose size is another one.
         is_owed: a rank remembers gradients of a run on other hosts, which must be sent even if nothing else is.
 
     Raises:
@@ -64,9 +65,23 @@ class Compression(Reducer):
             self.numels[name], self._dtypes[name] = parameter.numel(), parameter.dtype
         self.hook, self.num_steps = corrected(copy.deepcopy(hook)), 0  # what it remembers is this replica's own
         self.hook.check()
+        self.sends = "gradients"
         self._owners = owners(self.numels, comm.host_partition.num_places)
         self._is_pending = self.is_owed = False
         self._is_finite = torch.ones((), dtype=torch.bool, device=comm.device)
+
+    @property
+    def name(self) -> str:
+        """Returns what must agree where a run goes on with what the hook has kept."""
+        return repr(self.hook) if self.sends == "gradients" else f"{self.hook!r} of {self.sends}"
+
+    def change_to(self, sends: str) -> None:
+        """Compresses something else from now on. What is not sent yet is forgotten, because its size is another one."""
+        if sends != self.sends:
+            self.commit()
+            self.sends = sends
+            for memory in self.hook.memories().values():
+                memory.committed.clear()
 
     def begin(self) -> None:
         """Begins a step, which commits the last one."""

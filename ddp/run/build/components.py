@@ -382,8 +382,8 @@ def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Repli
         replica.verify_replicas(every=config.replica.verify_every)
         return replica
     buckets = {item.name: getattr(config.replica, item.name) for item in fields(Buckets)}
-    averaging = replace(averaging_of(config), hook=make_hook(config), **buckets)
-    return wrapped(module, comm, averaging, broadcast_buffers=False)
+    policy = replace(averaging_of(config), hook=make_hook(config), **buckets)
+    return wrapped(module, comm, policy, broadcast_buffers=False)
 
 
 def averaging_of(config: Config) -> Averaging:

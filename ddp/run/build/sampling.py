@@ -23,6 +23,7 @@ from ddp.errors import ConfigError
 from ddp.run.build import optimizer as optimization
 from ddp.run.settings.address import from_address, is_address, own_parts
 from ddp.run.settings.config import Config
+from ddp.train.arguments import round_length
 
 
 def batches_of(config: Config, splits: Splits) -> Batches:
@@ -77,7 +78,8 @@ def sampler_for(config: Config, splits: Splits, *, rank: int) -> TrainSampler:
     """Returns the sampler of a rank, at the beginning of the run."""
     shares = {**batches_of(config, splits).dealing, "global_batch": optimization.batch_of(config, splits.train)}
     try:
-        sampler, _ = sampler_of(splits.train, rank=rank, world_size=num_parts(config), **shares)
+        rounds = round_length(config.strategy)
+        sampler, _ = sampler_of(splits.train, rank=rank, world_size=num_parts(config), rounds=rounds, **shares)
     except ConfigError as error:
         prefix = f"data={config.data.name}: "
         if str(error).startswith(("sharding=", "skip_steps=")):

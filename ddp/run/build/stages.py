@@ -191,7 +191,8 @@ def bits_depend_on(config: Config, splits: Splits) -> dict[str, Any]:
     synchronised = {"sync_batchnorm": True} if config.replica.sync_batchnorm else {}
     reading = {"max_unreadable": config.loader.max_unreadable, "debug": config.loader.debug}
     chosen = {key: plain[key] for key in (*keys, "epochs", "max_steps")}
-    chosen["strategy"] = {"name": same_bits_as(config.strategy.name)}
+    chosen["strategy"] = {**asdict(config.strategy), "name": same_bits_as(config.strategy.name)}
+    chosen["strategy"].pop("region", None)
     chosen |= {"callbacks": config.callbacks} if config.callbacks else {}
     return {**chosen, "loader": reading, **facts, **synchronised}
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ddp.collectives.catalog import ALL_REDUCE, BETWEEN_HOSTS, all_reduce_schedules
 from ddp.errors import ConfigError, did_you_mean
-from ddp.policies import ONE_EVALUATION
+from ddp.policies import ONE_EVALUATION, Rounds
 from ddp.process.memory import available_cores
 from ddp.run.settings import config as settings
 from ddp.run.settings.address import is_address, own_parts
@@ -36,7 +36,7 @@ def validate(config: Config) -> None:
     """
     for problems in (
         *(out_of_bounds, _choice_problems, _order_problems, _warmup_problems, _algorithm_problems, _cluster_problems),
-        *(_device_problems, _course_problems, _sidecar_problems, _server_problems),
+        *(_device_problems, _course_problems, _sidecar_problems, _server_problems, _round_problems),
     ):
         for problem in problems(config):
             raise ConfigError(problem)
@@ -62,6 +62,7 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
     if config.batch.num_shards is None:
         parts = config.strategy.num_parts(workers)
         fits = num_shards is not None and parts <= num_shards <= config.batch.global_size
+        fits = fits and not isinstance(config.strategy, Rounds)  # in which each worker has one share
         config.batch.num_shards = num_shards if fits else parts
     schedule = config.schedule
     if all(getattr(schedule, f"warmup_{unit}") is None for unit in WARMUPS):
@@ -112,6 +113,40 @@ def _sidecar_problems(config: Config) -> Iterator[str]:
         )
     if config.trial:
         yield f"trial=true: keeps no checkpoint, and {key} evaluates checkpoints; leave one out"
+
+
+def _round_problems(config: Config) -> Iterator[str]:
+    """Yields what contradicts the rounds of strategy=local_sgd."""
+    rounds, batch, workers = config.strategy, config.batch, config.cluster.workers
+    if not isinstance(rounds, Rounds):
+        return
+    key = "strategy=local_sgd"
+    if batch.micro_size is not None:
+        yield f"batch.micro_size={batch.micro_size}: with {key} a micro-batch is an inner step; leave one out"
+    if batch.tokens is not None:
+        yield f"batch.tokens={batch.tokens}: with {key} an inner step has batch.global_size samples; leave one out"
+    if batch.warmup_size is not None:
+        yield (
+            f"batch.warmup_size={batch.warmup_size}: the rounds of {key} have batches of one size; leave it out, or "
+            "let strategy.warmup_samples put rounds off"
+        )
+    if batch.num_shards not in (None, workers):
+        yield f"batch.num_shards={batch.num_shards}: with {key} each of {workers} workers has one share; leave it out"
+    if rounds.island == "host" and config.cluster.local_workers == workers:
+        yield (
+            "strategy.island=host: all workers are on one host, so that none would train alone; leave it out, or take "
+            "strategy=mirrored"
+        )
+    if rounds.delay:
+        given = {
+            f"hook={config.hook.name}": config.hook.name != "none",
+            f"replica.verify_every={config.replica.verify_every}": config.replica.verify_every,
+            f"ema.decay={config.ema.decay}": config.ema.decay is not None,
+        }
+        for what in (what for what, is_given in given.items() if is_given):
+            yield f"{what}: with strategy.delay={rounds.delay} workers differ between rounds; leave one out"
+    if rounds.outer_momentum and getattr(config.hook, "momentum", 0):
+        yield f"strategy.outer_momentum={rounds.outer_momentum:g}: the hook has momentum, too; leave one out"
 
 
 WAYS = (
@@ -360,7 +395,7 @@ def check_strategy(config: Config, model: nn.Module | None = None) -> None:
     if config.strategy.name == "auto":
         return
     from ddp import gpu  # this late, as in `check_gpus`
-    from ddp.strategies.choice import Setup, has_sparse_gradients, refuse
+    from ddp.strategies.choice import Setup, has_sparse_gradients, refuse, waits
 
     workers = config.cluster.workers
     on_gpu = config.device == gpu.KIND or (config.device == "auto" and gpu.cuda.device_count() > 0)
@@ -372,7 +407,7 @@ def check_strategy(config: Config, model: nn.Module | None = None) -> None:
         precision=config.precision,
         is_naive=config.replica.kind == "naive",
         is_sparse=model is not None and has_sparse_gradients(model),
-        waits=config.replica.sync_batchnorm,
+        waits=config.replica.sync_batchnorm or (model is not None and waits(model)),
     )
     refuse(config.strategy.name, setup)
 

@@ -24,7 +24,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddp.collectives.simulate import SEGMENT_BYTES
-from ddp.policies import Buckets, Checkpoints, Evaluation, Folder, Reading, Reports, Serving, Training, WatchAction
+from ddp.policies import (
+    Buckets,
+    Checkpoints,
+    Evaluation,
+    Folder,
+    Reading,
+    Reports,
+    Rounds,
+    Serving,
+    Training,
+    WatchAction,
+)
 from ddp.process.clock import LONGEST_S
 from ddp.run.settings.address import is_address
 from ddp.setting import Additions, Scaling, StrategyName, check_region, setting
@@ -47,7 +58,7 @@ TrackerName = Literal["tensorboard", "csv", "mlflow", "wandb"]
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyChoice:
-    """The strategy: who holds parameters and optimizer state."""
+    """The strategy: who holds what, and how often the workers agree."""
 
     name: StrategyName
 
@@ -73,6 +84,11 @@ class CentralStorageChoice(StrategyChoice):
 @dataclass(frozen=True, kw_only=True)
 class ParameterServerChoice(Serving, StrategyChoice):
     name: StrategyName = "parameter_server"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGDChoice(Rounds, StrategyChoice):
+    name: StrategyName = "local_sgd"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -362,6 +378,7 @@ _ALL: dict[str, list[tuple[Any, str]]] = {
             ParameterServerChoice(),
             "servers hold parameters and optimizer state; workers lease samples and push gradients: docs/strategies.md",
         ),
+        (LocalSGDChoice(), "workers train by themselves, and agree every few dozen steps: local SGD, DiLoCo"),
     ],
     "data": [
         (Images(name="digits"), "1,797 scanned digits of 8×8 pixels; scikit-learn brings them"),
