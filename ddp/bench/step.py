@@ -34,7 +34,7 @@ from __future__ import annotations
 import copy
 import gc
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -262,7 +262,11 @@ class Training:
     def turn_s(self, comm: Communicator) -> float:
         """Returns the median step of the rank where that is longest: the others wait for it, or would have to."""
         comm.barrier()
-        return slowest([statistics.median(self.steps_s(self.num_steps))])[0]
+        return slowest([self.of_turn(self.steps_s(self.num_steps))])[0]
+
+    def of_turn(self, steps_s: Sequence[float]) -> float:
+        """Returns the time of a step, from those of a turn."""
+        return statistics.median(steps_s)
 
     def waited_s(self) -> float:
         """Returns how long all backwards have waited for reductions so far; 0 if the class is torch's."""

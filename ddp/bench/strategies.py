@@ -5,13 +5,15 @@
 | mirrored        | every rank has all parameters and state, and makes the whole update (`strategies/replicated.py`) |
 | sharded         | each rank updates a slice, and gives it to all (`strategies/sharded.py`)                         |
 | central_storage | the ranks of a host share parameters and state (`strategies/central_storage.py`)                 |
+| local_sgd       | a rank's own; every eighth ends with an exchange of weights (`strategies/local_sgd.py`)          |
 | by_hand         | `ddp.BucketedDataParallel`, and then the optimizer: what `mirrored` does, without the word       |
 | torch           | `torch.nn.parallel.DistributedDataParallel` on Gloo, with gradient_as_bucket_view=True           |
 | torch_zero      | the same with torch's `ZeroRedundancyOptimizer`: each rank updates some of the tensors           |
 | alone           | no communication; all ranks compute at the same time, and each makes the whole update            |
 
 All have the same optimizer: torch's fused AdamW, or LAMB (`ddp/optim/lamb.py`). The first three find the norm of the
-global gradient in every step, as `ddp.fit` does; the others do not.
+global gradient in every step, as `ddp.fit` does, and local_sgd that of its own; the others do not. A step of local_sgd
+is the mean over rounds.
 
 Times are those of turns in one launch (ddp/bench/step.py, where a repetition is one step). The bytes of parameters and
 state are counted there, too, and on a bed the bytes that leave a host. Memory is measured in a launch of its own for
@@ -28,7 +30,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import math
 import os
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -45,7 +49,7 @@ from ddp.bench.counts import bytes_in, bytes_sent, sampling, spans_of
 from ddp.bench.place import HERE, Place
 from ddp.bench.step import Training, make, refuse_divergence, session
 from ddp.bench.turns import OVER_TURNS, STEP, TimedCell, announce, slowest, take_turns
-from ddp.bench.workloads import Batch, workload
+from ddp.bench.workloads import Batch, loss_of, workload
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.comm.session import init, shutdown
@@ -53,6 +57,7 @@ from ddp.errors import ConfigError
 from ddp.optim.lamb import LAMB
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.strategies.central_storage import CentralStorage
+from ddp.strategies.local_sgd import LocalSteps
 from ddp.strategies.replicated import Replicated
 from ddp.strategies.sharded import Sharded
 from ddp.strategies.strategy import step
@@ -66,7 +71,9 @@ KINDS: dict[str, type[Replicated]] = {
     "mirrored": Replicated,
     "sharded": Sharded,
     "central_storage": CentralStorage,
+    "local_sgd": LocalSteps,
 }
+EVERY = 8  # steps of local_sgd from one exchange to the next
 OF_TORCH: dict[str, Callable[[nn.Module], nn.Module]] = {
     "torch": partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True),
     "torch_zero": partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True),
@@ -172,12 +179,30 @@ class StrategyTraining(Training):
         else:
             self._set_up(WRAPS[name](module), batch, make_optimizer(parameters))
         self._sent, self._num_counted = 0, 0
+        self.every, self._number = EVERY if name == "local_sgd" else 1, 0
 
-    def _update(self) -> None:
+    def step(self) -> None:
         if self._strategy is None:
-            self._optimizer.step()
-        else:
+            super().step()
+            return
+        inputs, targets = self._batch
+        self._number += 1
+        is_last = self._number % self.every == 0
+        self._optimizer.zero_grad(set_to_none=True)
+        with self._strategy.micro_batch(is_last=is_last):
+            loss = loss_of(self.replica(inputs), targets)
+            loss.backward()
+        if is_last:
             step(self._strategy)
+        self.loss = loss.detach()
+
+    def find_pace(self) -> None:
+        super().find_pace()
+        self.num_steps = math.ceil(self.num_steps / self.every) * self.every
+        self.steps_s(-self._number % self.every)  # so that a turn has whole rounds
+
+    def of_turn(self, steps_s: Sequence[float]) -> float:
+        return super().of_turn(steps_s) if self.every == 1 else statistics.fmean(steps_s)
 
     def turn_s(self, comm: Communicator) -> float:
         comm.barrier()
@@ -273,7 +298,7 @@ class MeasureStrategy:
             if self.strategy not in OF_TORCH:
                 init(device="cpu")
             training = StrategyTraining(self.strategy, self.optimizer, *make(self.model, rank=dist.get_rank()))
-            for _ in range(NUM_STEPS):
+            for _ in range(NUM_STEPS * training.every):
                 training.step()
             peak = _together(take) - before
         return {self.strategy: _total(peak)}

@@ -10,6 +10,8 @@
 | sign             | the same with `hook=ErrorFeedback(Sign())`; the next ones in the same way                       |
 | top_k, random_k  | one number in a hundred, and one in ten                                                         |
 | powersgd4, …1    | matrices of rank 4, and of rank 1                                                               |
+| local50_int8     | `ddp.strategies.LocalSteps`: 50 steps of each rank's own, and one exchange, `wire="int8"`       |
+| alone            | nothing travels: each rank trains by itself                                                     |
 | torch            | `torch.nn.parallel.DistributedDataParallel` on Gloo, as they are                                |
 | torch_fp16       | the same with `fp16_compress_hook`                                                              |
 | torch_powersgd4… | the same with `powerSGD_hook` and all gradients in one bucket                                   |
@@ -19,6 +21,7 @@ All methods train a copy of one model on the same batch, and take turns. Besides
     on the link     bytes that left the busiest host in a step, as its network interface counts them; headers included
     predicted       bytes that this package says leave a host, and what it forecasts of a step (`bench/forecast/`),
                     given what forward, backward and update take without the waiting
+    of alone        samples/s as a part of those without communication, which take turns with it (`--methods alone,…`)
     encoding        processor time of a rank for encoding and decoding, without what collectives take
 """
 
@@ -48,7 +51,7 @@ from ddp.bench.forecast.work import Gradient, Work, bytes_of
 from ddp.bench.place import HERE, Place, refuse_unknown, split
 from ddp.bench.step import Training, make, session
 from ddp.bench.turns import PROGRESS, STEP, Cell, num_repetitions, slowest, take_turns
-from ddp.bench.workloads import add_models, models_of
+from ddp.bench.workloads import add_models, loss_of, models_of
 from ddp.comm.communicator import Communicator
 from ddp.commands.command import respond
 from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
@@ -56,7 +59,10 @@ from ddp.process.arguments import Parser
 from ddp.process.clock import now_s
 from ddp.process.memory import available_cores
 from ddp.replica.drop_in.data_parallel import DistributedDataParallel
+from ddp.replica.local import LocalDataParallel
 from ddp.replica.replica import Replica
+from ddp.strategies import strategy
+from ddp.strategies.local_sgd import LocalSteps
 from ddp.units import three_digits, written
 
 Make = Callable[[nn.Module], nn.Module]
@@ -89,11 +95,14 @@ OURS: dict[str, dict[str, Any]] = {
 }
 METHODS: dict[str, Make] = {
     **{name: partial(DistributedDataParallel, **how) for name, how in OURS.items()},
+    "alone": lambda module: module,
     "torch": partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True),
     "torch_fp16": _torch_fp16,
     "torch_powersgd4": partial(_torch_power_sgd, 4),
     "torch_powersgd1": partial(_torch_power_sgd, 1),
 }
+EVERY = 50  # steps of a round
+LOCAL = f"local{EVERY}_int8"
 WARM_UP_STEPS = 3  # torch's PowerSGD begins with its third step
 
 
@@ -104,7 +113,7 @@ class HookCell(Cell):
     Attributes:
         model: what is trained.
         step_s: of a step, by turn.
-        ratio: median over turns of plain's step ÷ this one's.
+        ratio: median over turns of plain's step ÷ this one's; of_alone: of alone's ÷ this one's.
         link_bytes: what has left the busiest host in a step; None where its interface also carries other things.
         encoding_s: processor time of a rank; None where collectives do the encoding.
         predicted_bytes, predicted_s: what was to be expected of the bytes and of the step; None for torch's.
@@ -115,6 +124,7 @@ class HookCell(Cell):
         "method": "how gradients travel (--help lists the methods)",
         "step": STEP,
         "plain ÷ step": "median over turns; how many times as fast a step is",
+        "of alone": "samples/s ÷ those without communication, median over turns",
         "predicted": "a step by the forecast, from the measured links and what a step takes without waiting",
         "on the link": "MB that leave the busiest host in a step, counted by its network interface",
         "predicted MB": "MB that were to leave it, headers not included",
@@ -123,6 +133,7 @@ class HookCell(Cell):
     model: str
     step_s: Sequence[float]
     ratio: float | None
+    of_alone: float | None
     link_bytes: float | None
     encoding_s: float | None
     predicted_bytes: float | None = None
@@ -134,6 +145,7 @@ class HookCell(Cell):
             "method": self.name,
             "step": written(three_digits, statistics.median(self.step_s), 1e3),
             "plain ÷ step": written(three_digits, self.ratio),
+            "of alone": written("{:.3f}".format, self.of_alone),
             "predicted": written(three_digits, self.predicted_s, 1e3),
             "on the link": written(three_digits, self.link_bytes, 1e-6),
             "predicted MB": written(three_digits, self.predicted_bytes, 1e-6),
@@ -150,7 +162,7 @@ class TimeHooks:
     """
 
     model: str
-    methods: tuple[str, ...] = tuple(METHODS)
+    methods: tuple[str, ...] = (*METHODS, LOCAL)
     num_turns: int = 3
     place: Place = HERE
 
@@ -161,14 +173,14 @@ class TimeHooks:
 
     def _measure(self, comm: Communicator) -> list[HookCell]:
         module, batch = make(self.model, rank=comm.rank)
-        methods = {name: Method(METHODS[name](copy.deepcopy(module)), batch) for name in self.methods}
+        methods = {name: _method(name, copy.deepcopy(module), batch) for name in self.methods}
         for name, method in methods.items():
             method.find_pace()
             if dist.get_rank() == 0:
                 print(f"{PROGRESS}{self.model}: {name} runs", flush=True)
         turns = {name: partial(method.turn_s, comm) for name, method in methods.items()}
         turns_s = take_turns(turns, self.num_turns)
-        plain_s = turns_s.get("plain")
+        plain_s, alone_s = turns_s.get("plain"), turns_s.get("alone")
         compute_s, update_s = next((method.parts_s() for name, method in methods.items() if name in OURS), (0.0, 0.0))
         adding_s = encoding.adding_s()
         predicted = {
@@ -184,6 +196,7 @@ class TimeHooks:
                 model=self.model,
                 step_s=turns_s[name],
                 ratio=None if plain_s is None else statistics.median(map(float.__truediv__, plain_s, turns_s[name])),
+                of_alone=None if alone_s is None else statistics.median(map(float.__truediv__, alone_s, turns_s[name])),
                 link_bytes=method.link_bytes() if self.place.bed is not None else None,
                 encoding_s=method.encoding_s(),
                 predicted_bytes=predicted[name].link_bytes if name in predicted else None,
@@ -191,6 +204,10 @@ class TimeHooks:
             )
             for name, method in methods.items()
         ]
+
+
+def _method(name: str, module: nn.Module, batch: Any) -> Method:
+    return Rounds(module, batch) if name == LOCAL else Method(METHODS[name](module), batch)
 
 
 class Method(Training):
@@ -213,7 +230,7 @@ class Method(Training):
         before = bytes_sent()
         waited_s, steps_s = self.waited_s(), self.steps_s(self.num_steps)
         self._busy_s.append((sum(steps_s) - self.waited_s() + waited_s) / self.num_steps)
-        took_s = slowest([statistics.median(steps_s)])[0]
+        took_s = slowest([self.of_turn(steps_s)])[0]
         comm.barrier()
         self._bytes, self._num_steps = self._bytes + bytes_sent() - before, self._num_steps + self.num_steps
         return took_s
@@ -256,6 +273,33 @@ class Method(Training):
         return None if self._clocked is None else slowest([self._clocked.encoding_s / self._num_steps])[0]
 
 
+class Rounds(Method):
+    """Trains by rounds; the time of a step is the mean over whole rounds, each with its exchange."""
+
+    def __init__(self, module: nn.Module, batch: Any) -> None:
+        super().__init__(LocalDataParallel(module, wire="int8"), batch)
+        self._strategy, self._number = LocalSteps(self.replica, self._optimizer), 0
+
+    def step(self) -> None:
+        inputs, targets = self._batch
+        self._number += 1
+        is_last = self._number % EVERY == 0
+        self._optimizer.zero_grad(set_to_none=True)
+        with self._strategy.micro_batch(is_last=is_last):
+            loss = loss_of(self.replica(inputs), targets)
+            loss.backward()
+        if is_last:
+            strategy.step(self._strategy)
+        self.loss = loss.detach()
+
+    def find_pace(self) -> None:
+        self.steps_s(EVERY)
+        self.num_steps = EVERY
+
+    def of_turn(self, steps_s: Sequence[float]) -> float:
+        return statistics.fmean(steps_s)
+
+
 class Clocked:
     """Stands for a communicator, and measures what a hook does outside of its collectives."""
 
@@ -292,7 +336,7 @@ def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, workers="2", least=1, turns=9)
     add_models(parser)
-    usual = ",".join(METHODS)
+    usual = ",".join((*METHODS, LOCAL))
     parser.add_argument("--methods", default=usual, metavar="NAME,NAME,…", help="what to time (default: all)")
     sys.exit(respond(parser, parser.parse_args(), answer))
 
@@ -300,7 +344,7 @@ def main() -> None:
 def answer(options: argparse.Namespace) -> str:
     """Times what was asked for; the report is printed."""
     where, models, methods = place_of(options), models_of(options), tuple(split("--methods", options.methods))
-    refuse_unknown("method", methods, METHODS)
+    refuse_unknown("method", methods, (*METHODS, LOCAL))
     run(options, [TimeHooks(model, methods, options.turns, where) for model in models], HookCell, where)
     return ""
 
