@@ -2,7 +2,7 @@
 
     trials of a study ── run, on every worker ── a line of results.jsonl ── table, picture
 
-A study that was stopped goes on with the next run. `large_batch.py` and `less_traffic.py` are studies.
+A study that was stopped goes on with the next run. `large_batch.py`, `less_traffic.py` and `few_agreements.py` are some.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from ddp.train.callbacks import NoiseMeter
 from ddp.train.noise_scale import Estimate
 from ddp.train.state import TrainState
 
-WORKERS = 2
 Trial = Any
 """One run of a study, before it is made: a frozen dataclass of the study's own, with a seed."""
 
@@ -58,11 +57,13 @@ class Study(ABC):
     Attributes:
         kind: the class of its trials.
         communication: keywords of `ddp.init`.
+        workers: how many train.
         num_trials: how many there are.
     """
 
     kind: ClassVar[type]
     communication: ClassVar[Mapping[str, Any]] = {}
+    workers: ClassVar[int] = 2
     num_trials: int
 
     @abstractmethod
@@ -190,7 +191,7 @@ def carry_out(study: Study, name: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path, picture = folder.absolute() / "results.jsonl", folder / f"{name}.png"
     try:
-        ddp.launch(make_runs, study, path, workers=WORKERS)
+        ddp.launch(make_runs, study, path, workers=study.workers)
     except KeyboardInterrupt:
         print(f"{name}: stopped; the same command goes on with the next run", file=sys.stderr)
         sys.exit(130)
