@@ -115,7 +115,7 @@ class FewAgreements(Study):
                 way,
                 f"{statistics.fmean(scores):.3f}" if scores else "",
                 f"{statistics.fmean(over):.3f}" if over else "",
-                " ".join(f"{each:.3f}" for each in over),
+                " ".join(f"{each:.2f}" for each in over),
             )
         Console().print(table)
 

@@ -2,7 +2,7 @@
 
     trials of a study ── run, on every worker ── a line of results.jsonl ── table, picture
 
-A study that was stopped goes on with the next run. `large_batch.py`, `less_traffic.py` and `few_agreements.py` are some.
+A study that was stopped goes on with the next run. `large_batch.py` and `few_agreements.py` are studies.
 """
 
 from __future__ import annotations

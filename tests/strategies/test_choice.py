@@ -13,7 +13,7 @@ from torch import nn
 import ddp
 from ddp.comm.transport import topology
 from ddp.errors import ConfigError
-from ddp.policies import averaging
+from ddp.policies import averaging_named
 from ddp.replica.central import CentralDataParallel
 from ddp.replica.sharded import ShardedDataParallel
 from ddp.run.build import components, stages
@@ -185,7 +185,7 @@ def on_two_hosts() -> list[str]:
         module = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         given = module if kind is None else kind(module, comm=comm)
-        return refused_with(replica_of, given, optimizer, comm, averaging(word))
+        return refused_with(replica_of, given, optimizer, comm, averaging_named(word))
 
     said = [told(word) for word in WORDS if word != "parameter_server"]  # which has no ranks that are workers
     said += [told("sharded", ddp.BucketedDataParallel), told("multi_worker", ShardedDataParallel)]
