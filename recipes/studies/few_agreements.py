@@ -106,7 +106,7 @@ class FewAgreements(Study):
         found = ratios(results)
         table = Table(title="held-out loss, mean over seeds", box=SIMPLE_HEAD, pad_edge=False)
         table.add_column("way", no_wrap=True)
-        for column in ("bits per byte", "÷ synchronous", "by seed"):
+        for column in ("bits per byte", "÷ synchronous", "over seeds"):
             table.add_column(column, justify="right", no_wrap=True)
         for way in WAYS:
             scores = [each.score for each in results if each.trial.way == way and each.score is not None]
@@ -115,7 +115,7 @@ class FewAgreements(Study):
                 way,
                 f"{statistics.fmean(scores):.3f}" if scores else "",
                 f"{statistics.fmean(over):.3f}" if over else "",
-                " ".join(f"{each:.2f}" for each in over),
+                f"{min(over):.3f} – {max(over):.3f}" if over else "",
             )
         Console().print(table)
 
