@@ -102,7 +102,8 @@ def refused_with(function: Any, *args: Any) -> str:
 def test_a_word_refuses_what_it_cannot_train_and_nothing_else(what: str) -> None:
     setup, settings, told = REFUSED[what]
     for word in WORDS:
-        config = from_plain({"cluster": CLUSTER, "strategy": {"name": word}, **settings})
+        cluster = {**settings.get("cluster", CLUSTER), "servers": int(word == "parameter_server")}
+        config = from_plain({**settings, "cluster": cluster, "strategy": {"name": word}})
         before = refused_with(check_strategy, config, SPARSE if what == "sparse" else nn.Linear(1, 1))
         assert refused_with(refuse, word, ONE._replace(**setup)) == before
         assert (before.startswith(f"strategy={word}: ") and told[word] in before) if word in told else not before

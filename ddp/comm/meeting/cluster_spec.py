@@ -7,7 +7,7 @@
 |-----------|-----------------------------------------------------------------------------|
 | chief     | one, which is rank 0                                                        |
 | worker    | the ranks that follow; the first one is rank 0 where there is no chief      |
-| ps        | refused: a parameter server is for a strategy that has such                 |
+| ps        | the servers, for a strategy with parameter servers; refused in all others   |
 | evaluator | no rank, and need not be listed: the side-car of what the others train      |
 
 The tasks of a job are a list of addresses HOST:PORT, or a mapping from their indices to addresses. The ranks meet at
@@ -63,7 +63,7 @@ class Cluster(NamedTuple):
 
     Attributes:
         source: where it is described: TF_CONFIG or cluster.spec.
-        ranks: the tasks that train, by rank.
+        ranks: the servers, and then the tasks that train, by rank.
         task: this process.
     """
 
@@ -75,6 +75,15 @@ class Cluster(NamedTuple):
     def rank(self) -> int | None:
         """The rank of this process; None: it is the evaluator."""
         return self.ranks.index(self.task) if self.task in self.ranks else None
+
+    def refuse_servers(self) -> None:
+        """Raises ConfigError if there are parameter servers."""
+        if any(each.job == "ps" for each in self.ranks):
+            key = SETTING if self.source == SETTING else f"{self.source}.cluster"
+            raise ConfigError(
+                f"{key}.ps: is for strategy=parameter_server, and in all others the workers keep the parameters: leave "
+                "the job out, or take that one"
+            )
 
 
 def from_variable(text: str) -> Cluster | None:
@@ -114,17 +123,12 @@ def _cluster(source: str, key: str, tasks: Sequence[Task], task_key: str, task: 
     """Returns the cluster of these tasks; `key` and `task_key` name the fields in errors."""
     if task is None:
         raise ConfigError(f"{task_key} is missing: which of {_list(tasks)} is this process?")
-    ranks = tuple(each for each in tasks if each.job in TRAINS)
+    ranks = tuple(sorted((each for each in tasks if each.job != "evaluator"), key=lambda each: each.job != "ps"))
     if task.job == "evaluator":
         return Cluster(source, ranks, task)
     found = next((each for each in tasks if str(each) == str(task)), None)
     if found is None:
         raise ConfigError(f"{task_key}={task}: is no task of {key}, which has {_list(tasks) or 'none'}")
-    if any(each.job == "ps" for each in tasks):
-        raise ConfigError(
-            f"{key}.ps: is for a strategy with parameter servers, and in all others the workers keep the parameters: "
-            "leave the job out, or take strategy=sharded or central_storage, which spread what they keep"
-        )
     return Cluster(source, ranks, found)
 
 

@@ -263,6 +263,15 @@ def take_cluster(spec: Mapping[str, Any], task: str | None) -> None:
     _own = cluster_spec.from_settings(spec, task, os.environ.get(cluster_spec.VARIABLE, ""))
 
 
+_may_have_servers = False
+
+
+def allow_servers() -> None:
+    """Lets the description of a cluster have parameter servers, because this process will have a part (`cast.py`)."""
+    global _may_have_servers
+    _may_have_servers = True
+
+
 def evaluator() -> str:
     """Returns "evaluator:0, as TF_CONFIG says" in the evaluator of a cluster, which is no rank; "" elsewhere."""
     described = None
@@ -308,10 +317,12 @@ def _cluster(env: Mapping[str, str]) -> Cluster | None:
 
 
 def _described(env: Mapping[str, str]) -> Place | None:
-    """Returns the place of this process in the cluster that is described; the chief is rank 0."""
+    """Returns the place of this process in the cluster that is described: servers, the chief, the other workers."""
     cluster = _cluster(env)
     if cluster is None or (rank := cluster.rank) is None:
         return None
+    if not _may_have_servers:
+        cluster.refuse_servers()
     if (world_size := len(cluster.ranks)) == 1:
         return Place(cluster.source, 0, 1, tasks=cluster.ranks) if cluster is _own else None
     hosts = [task.host for task in cluster.ranks]

@@ -38,7 +38,7 @@ from ddp.run.build.load import load_initial_weights
 from ddp.run.build.sampling import batches_of, check_dealing, noted, sampler_for
 from ddp.run.settings import config as settings
 from ddp.run.settings.address import origins
-from ddp.run.settings.checks import check_strategy
+from ddp.run.settings.checks import check_servers, check_strategy
 from ddp.run.settings.config import Config, folder_of
 from ddp.strategies.choice import same_bits_as
 from ddp.strategies.region import refuse_kept
@@ -79,6 +79,7 @@ def check(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
         raise ConfigError(f"evaluate.by=sidecar: data={config.data.name} have no held-out samples; leave it out")
     model = components.synchronised(config, components.make_model_without_memory(config, splits))
     check_strategy(config, model)
+    check_servers(config, model)
     if (region := components.averaging_of(config).region) is not None:
         refuse_kept(region)
     with optimization.without_compiler():

@@ -44,7 +44,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from ddp.comm.meeting.place import take_cluster
+from ddp.comm.meeting.place import allow_servers, take_cluster
 from ddp.errors import USER_ERRORS, ConfigError, first_line
 from ddp.process.arguments import program, setting_for, shown, train_command, typed_command
 from ddp.process.files import json_object, read_own
@@ -241,6 +241,7 @@ def join_cluster(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: the description cannot be right; see `comm/meeting/cluster_spec.py`.
     """
+    allow_servers()  # rank 0 refuses them, if the run's strategy has none
     words = [each.lstrip("+") for each in arguments if each.lstrip("+").startswith(("cluster.spec", "cluster.task"))]
     if not words:
         return
@@ -266,7 +267,7 @@ def join_cluster(arguments: Sequence[str]) -> None:
 
 def is_of_task(argument: str) -> bool:
     """Returns True for the setting that says which task of a cluster a process is, and so is not the run's."""
-    return argument.lstrip("+").startswith("cluster.task=")
+    return argument.lstrip("+").startswith(("cluster.task=", "cluster.role="))
 
 
 HYDRAS = {"-m", "--multirun", "-c", "--cfg", "-p", "--package", "--resolve", "-i", "--info"}

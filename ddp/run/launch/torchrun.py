@@ -5,6 +5,9 @@
     all ranks  ◀── "data/RANK" ──▶                                what fetching said
     all ranks  train in this process
 
+With servers (`cluster.servers`), these are the last ranks of a launcher, and the tasks `ps` where the cluster is
+described. Here they have the first numbers (`report.called`), so that server 0 prepares the run, and shows it.
+
 The words travel through the store that torchrun keeps, so that an error at one rank ends all ranks at once and one
 message is seen. After a restart by torchrun, rank 0 finds the run of the first attempt in the store and continues it.
 """
@@ -26,6 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ddp.comm.meeting.cast import Cast, Job, take_part
 from ddp.comm.meeting.place import Place, place
 from ddp.errors import ConfigError, PeerLost, first_line
 from ddp.process.memory import collect_later
@@ -40,7 +44,7 @@ from ddp.run.launch.command_line import (
     print_error,
 )
 from ddp.run.launch.engine import CUBLAS_WORKSPACE
-from ddp.run.launch.report import Report
+from ddp.run.launch.report import Report, called
 from ddp.run.launch.run_folder import forget_trial, only_writer, prepare
 from ddp.run.launch.worker import ORPHAN_GRACE_S, follow_parent, leave
 from ddp.run.launch.worker import train as train_in_this_process
@@ -57,14 +61,18 @@ def main() -> NoReturn:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACE
     with bad_input_to(exit_with_error):
         join_cluster(sys.argv[1:])
-        here = place()
+        launched = here = place()
+        servers = 0
+        if here is not None:
+            servers = _num_servers(here)
+            here = _servers_first(here, servers)
         if here is not None and here.tasks:  # each in a terminal of its own, where nobody need wait for the others
-            _refuse_of_one_process(here.world_size, described_by=here.launcher)
-    if here is None:
+            _refuse_of_one_process(here.world_size - servers, servers, described_by=here.launcher)
+    if here is None or launched is None:
         exit_with_error("no launcher has started this process: use torchrun --nproc-per-node N, or recipes/train.py")
     if not here.tasks:  # those are started by hand, in a shell that may end before them
         follow_parent(os.getppid(), grace_s=ORPHAN_GRACE_S)
-    sent, _store = _received(here)  # which this process may serve, as long as it lives
+    sent, attempt, _store = _received(here, launched, servers)  # which this process may serve, as long as it lives
 
     import torch
 
@@ -72,12 +80,14 @@ def main() -> NoReturn:
     assert config.cluster.threads_per_worker is not None
     torch.set_num_threads(config.cluster.threads_per_worker)  # torchrun has set OMP_NUM_THREADS=1
     terminal = tolerant(os.dup(2), like=sys.stderr)
-    status = train_in_this_process(config, run_dir, rank=here.rank, role=here.role)
+    play = partial(_play, here, servers, attempt) if servers else lambda: None
+    status = train_in_this_process(config, run_dir, rank=here.rank, role=here.role, play=play)
     if config.trial and here.rank == 0:
         forget_trial(run_dir)
-    report = Report.read(run_dir / "logs", rank=here.rank) if status else None
+    report = Report.read(run_dir / "logs", rank=here.rank, servers=servers) if status else None
     if report is not None and report.is_secondary:
-        print(f"rank {here.rank} stopped because another rank failed: {report.message}", file=terminal, flush=True)
+        who = called(here.rank, servers)
+        print(f"{who} stopped because another rank failed: {report.message}", file=terminal, flush=True)
     elif report is not None:
         print(report.block(), file=terminal, flush=True)
         _tell_torchrun(report.block())
@@ -93,8 +103,47 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
-def _received(here: Place) -> tuple[dict[str, Any], Any]:
-    """Returns the run that rank 0 has prepared, and the store; ends the process where anything failed."""
+def _num_servers(here: Place) -> int:
+    """Returns how many of all processes are servers: see above.
+
+    Raises:
+        ConfigError: `cluster.servers` says something else than the description of the cluster, or leaves no worker.
+    """
+    asked = next((each for each in reversed(sys.argv[1:]) if each.lstrip("+").startswith("cluster.servers=")), "")
+    number = int(value) if (value := asked.partition("=")[2]).isdigit() else 0
+    if here.tasks:
+        described = sum(task.job == "ps" for task in here.tasks)
+        if asked and number != described:
+            raise ConfigError(f"{asked}: {here.launcher} has {counted(described, 'task')} of the job ps; leave it out")
+        number = described
+    if number >= here.world_size:
+        raise ConfigError(
+            f"cluster.servers={number}: of the {here.world_size} that were started, one at least must be a worker: "
+            "start more processes, or take fewer servers"
+        )
+    return number
+
+
+def _servers_first(here: Place, servers: int) -> Place:
+    """Returns a process's place with the servers in front, which are the last ranks of a launcher."""
+    return here if here.tasks else here._replace(rank=(here.rank + servers) % here.world_size)
+
+
+def _play(here: Place, servers: int, attempt: Any) -> None:
+    """Gives this process its part among servers and workers, which meet in the store of this attempt."""
+    from ddp.comm.meeting.private_store import part_of
+
+    job: Job = "server" if here.rank < servers else "worker"
+    index, workers = here.rank - (servers if job == "worker" else 0), here.world_size - servers
+    take_part(Cast(job, index, workers, servers, part_of(attempt, "cast")))
+
+
+def _received(here: Place, launched: Place, servers: int) -> tuple[dict[str, Any], Any, Any]:
+    """Returns the run that rank 0 has prepared, and the stores of this attempt and of all; ends the process otherwise.
+
+    Args:
+        launched: the place of this process as its launcher says, which may have other numbers.
+    """
     from torch.distributed import DistError
 
     from ddp.comm.meeting.private_store import part_of
@@ -107,7 +156,7 @@ def _received(here: Place) -> tuple[dict[str, Any], Any]:
 
     rank, world_size, has_said = here.rank, here.world_size, False
     try:
-        opened = open_store(here, warn_s=WARN_S, abort_s=ABORT_S)
+        opened = open_store(launched, warn_s=WARN_S, abort_s=ABORT_S)
         job = part_of(opened.store, "ddp.run.launch.command_line")
         attempt = rendezvous(job, rank, world_size, warn_s=WARN_S, abort_s=ABORT_S, tasks=here.tasks)
         local_rank, local_workers = on_this_host(here, attempt, within_s=ABORT_S)
@@ -123,7 +172,11 @@ def _received(here: Place) -> tuple[dict[str, Any], Any]:
                 typed[other] = json.loads(watchdog.wait_for_word(f"typed/{other}", other, says))
             earlier = json.loads(job.get("run")) if job.check(["run"]) else None
             sent = _unlike_rank_0(here, typed)  # before there is a folder
-            sent = sent or prepared(world_size=world_size, local_workers=local_workers, earlier=earlier)
+            if world_size == local_workers:
+                local_workers -= servers
+            sent = sent or prepared(
+                workers=world_size - servers, servers=servers, local_workers=local_workers, earlier=earlier
+            )
             has_said = "error" in sent
             if "error" not in sent:
                 job.set("run", json.dumps(sent))
@@ -151,10 +204,12 @@ def _received(here: Place) -> tuple[dict[str, Any], Any]:
             attempt.add("readers", 1)
         _tell_torchrun(sent["error"])
         sys.exit(2)
-    return sent, opened
+    return sent, attempt, opened
 
 
-def prepared(*, world_size: int, local_workers: int, earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def prepared(
+    *, workers: int, servers: int = 0, local_workers: int, earlier: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Prepares the run on rank 0. Returns for all ranks, as JSON can hold it, `config` and `run_dir`; or `error`.
 
     Args:
@@ -168,9 +223,9 @@ def prepared(*, world_size: int, local_workers: int, earlier: Mapping[str, Any] 
 
     with bad_input_to(refuse):
         if earlier is None:
-            config, run_dir = _asked_for(world_size=world_size, local_workers=local_workers)
+            config, run_dir = _asked_for(workers=workers, servers=servers, local_workers=local_workers)
         else:
-            config, run_dir = _restarted(earlier, world_size=world_size)
+            config, run_dir = _restarted(earlier, workers=workers)
         with contextlib.ExitStack() as until_end:
             until_end.enter_context(only_writer(run_dir))
             prepare(config, run_dir, local_workers=local_workers, is_restart=earlier is not None)
@@ -179,37 +234,38 @@ def prepared(*, world_size: int, local_workers: int, earlier: Mapping[str, Any] 
     return sent
 
 
-def _asked_for(*, world_size: int, local_workers: int) -> tuple[Config, Path]:
+def _asked_for(*, workers: int, servers: int, local_workers: int) -> tuple[Config, Path]:
     """Returns the run that the command line asks for."""
-    _refuse_of_one_process(world_size)
+    _refuse_of_one_process(workers, servers)
     overrides = [each for each in options_first(sys.argv[1:]) if not is_of_task(each)]  # which is rank 0's alone
-    return composed([*overrides, f"cluster.workers={world_size}", f"+cluster.local_workers={local_workers}"])
+    counts = [f"cluster.workers={workers}", f"cluster.servers={servers}", f"+cluster.local_workers={local_workers}"]
+    return composed([*overrides, *counts])
 
 
-def _refuse_of_one_process(world_size: int, *, described_by: str = "") -> None:
+def _refuse_of_one_process(workers: int, servers: int, *, described_by: str = "") -> None:
     """Raises ConfigError for what only a process can do that starts workers of its own.
 
     Args:
         described_by: the description of a cluster that says what this process is; "" where a launcher does.
     """
-    already = f"{described_by or 'the launcher'} says that there {'is' if world_size == 1 else 'are'} "
-    already += counted(world_size, "worker")
+    already = f"{described_by or 'the launcher'} says that there {'is' if workers == 1 else 'are'} "
+    already += counted(workers, "worker") + (f" beside {counted(servers, 'server')}" if servers else "")
     for argument in sys.argv[1:]:
         key, _, value = argument.partition("=")
         if argument in ("-m", "--multirun", "-h", "--help"):
             remedy = f"leave {described_by} out" if described_by else "start it without a launcher"
             raise ConfigError(f"{argument} is for a process that starts its own workers, and {already}: {remedy}")
-        if key == "cluster.workers" and value != str(world_size):
+        if key == "cluster.workers" and value != str(workers):
             raise ConfigError(f"{argument}: {already} already; leave this setting out")
 
 
-def _restarted(earlier: Mapping[str, Any], *, world_size: int) -> tuple[Config, Path]:
+def _restarted(earlier: Mapping[str, Any], *, workers: int) -> tuple[Config, Path]:
     """Returns the run of the earlier attempt, to go on from its last checkpoint, or from its beginning without one."""
     config, run_dir = from_plain(earlier["config"]), Path(earlier["run_dir"])
     if any((run_dir / "checkpoints").glob("*step-*")):
         config.resume = "auto"
-    if config.cluster.workers != world_size:
-        config.cluster.workers, config.batch.num_shards = world_size, None
+    if config.cluster.workers != workers:
+        config.cluster.workers, config.batch.num_shards = workers, None
     return config, run_dir
 
 

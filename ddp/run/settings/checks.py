@@ -36,7 +36,7 @@ def validate(config: Config) -> None:
     """
     for problems in (
         *(out_of_bounds, _choice_problems, _order_problems, _warmup_problems, _algorithm_problems, _cluster_problems),
-        *(_device_problems, _course_problems, _sidecar_problems, _server_problems, _round_problems),
+        *(_server_problems, _device_problems, _course_problems, _sidecar_problems, _round_problems),
     ):
         for problem in problems(config):
             raise ConfigError(problem)
@@ -58,7 +58,8 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
         cores = available_cores()
         if config.evaluate.by == "sidecar" and cores > config.cluster.local_workers:
             cores -= 1  # for the side-car
-        config.cluster.threads_per_worker = max(1, cores // config.cluster.local_workers)
+        beside = config.cluster.servers if config.cluster.local_workers == workers else 0
+        config.cluster.threads_per_worker = max(1, cores // (config.cluster.local_workers + beside))
     if config.batch.num_shards is None:
         parts = config.strategy.num_parts(workers)
         fits = num_shards is not None and parts <= num_shards <= config.batch.global_size
@@ -264,21 +265,6 @@ def _hook_problems(config: Config) -> Iterator[str]:
             yield f"hook.momentum={momentum:g}: optim={optim.name} has momentum, too; take optim=sgd optim.momentum=0"
 
 
-def _server_problems(config: Config) -> Iterator[str]:
-    """Yields what parameter servers cannot train."""
-    if not isinstance(config.strategy, settings.ParameterServerChoice):
-        return
-    for problem in config.strategy.problems(
-        workers=config.cluster.workers,
-        servers=config.cluster.servers,
-        clip_norm=config.clip_norm,
-        grows=config.batch.warmup_size is not None,
-        has_hook=config.hook.name != "none",
-        max_unreadable=config.loader.max_unreadable,
-    ):
-        yield f"strategy=parameter_server: {problem}"
-
-
 WARMUPS = ("steps", "samples", "epochs", "fraction")
 
 
@@ -318,10 +304,12 @@ def _cluster_problems(config: Config) -> Iterator[str]:
     most = most_workers()
     if config.cluster.local_workers is not None and local_workers > workers:
         yield f"cluster.local_workers={local_workers}: is more than cluster.workers={workers}"
-    if local_workers > most:
+    servers = config.cluster.servers if local_workers == workers else 0  # else only the launcher knows where they are
+    if local_workers + servers > most:
+        what = f"{local_workers} workers" + (f" and {counted(servers, 'server')}" if servers else "")
         yield (
-            f"cluster.workers={workers}: {local_workers} workers here are too many for {available_cores()} cores; "
-            f"take at most {most}"
+            f"cluster.workers={workers}: {what} here are too many for {available_cores()} cores; take at most "
+            f"{most - servers if servers < most else most}"
         )
     if batch.global_size < workers:
         yield (
@@ -335,6 +323,41 @@ def _cluster_problems(config: Config) -> Iterator[str]:
         )
     if config.comm.warn_s >= config.comm.abort_s:
         yield f"comm.warn_s={config.comm.warn_s:g}: must be less than comm.abort_s={config.comm.abort_s:g}"
+
+
+def _server_problems(config: Config) -> Iterator[str]:
+    """Yields servers without a strategy that has them, the reverse, and what such a strategy cannot train."""
+    cluster = config.cluster
+    if cluster.role is not None and not cluster.servers:
+        yield f"cluster.role={cluster.role}: is for a run with servers; set cluster.servers=1, or leave it out"
+    if not isinstance(config.strategy, settings.ParameterServerChoice):
+        if cluster.servers:
+            yield (
+                f"cluster.servers={cluster.servers}: is for strategy=parameter_server, and with "
+                f"strategy={config.strategy.name} the workers keep the parameters; leave it out, or take that one"
+            )
+        return
+    if not cluster.servers:
+        yield "strategy=parameter_server: who holds the parameters? Set cluster.servers=1"
+    for problem in config.strategy.problems(
+        workers=cluster.workers,
+        servers=cluster.servers,
+        clip_norm=config.clip_norm,
+        grows=config.batch.warmup_size is not None,
+        has_hook=config.hook.name != "none",
+        max_unreadable=config.loader.max_unreadable,
+    ):
+        yield f"strategy=parameter_server: {problem}"
+
+
+def check_servers(config: Config, model: nn.Module) -> None:
+    """Raises ConfigError if there are more servers than tensors to be held."""
+    num_tensors = sum(parameter.requires_grad for parameter in model.parameters())
+    if config.cluster.servers > num_tensors:
+        raise ConfigError(
+            f"cluster.servers={config.cluster.servers}: the model has {counted(num_tensors, 'tensor')} to train, and a "
+            "server without one does nothing; take fewer"
+        )
 
 
 def _device_problems(config: Config) -> Iterator[str]:

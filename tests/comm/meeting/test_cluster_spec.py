@@ -50,6 +50,7 @@ def worker(index: int | str) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def no_cluster_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "_own", None)
+    monkeypatch.setattr(places, "_may_have_servers", False)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +122,8 @@ def test_each_task_of_tensorflow_s_variable_has_its_rank(text: str, expected: Pl
             "TF_CONFIG.cluster.worker: worker:1 has the address of chief:0, g:1; give it its own",
         ),
         (tf_config(worker(0), {"worker": ["h:1"], "chief": ["g:1", "g:2"]}), "TF_CONFIG.cluster.chief: has more than"),
-        (tf_config({"type": "ps", "index": 0}, {"worker": ["h:1"], "ps": ["h:2"]}), "TF_CONFIG.cluster.ps: is for a"),
-        (tf_config(worker(0), {"worker": ["h:1"], "ps": ["h:2"]}), "leave the job out, or take strategy=sharded or"),
+        (tf_config({"type": "ps", "index": 0}, {"worker": ["h:1"], "ps": ["h:2"]}), "TF_CONFIG.cluster.ps: is for s"),
+        (tf_config(worker(0), {"worker": ["h:1"], "ps": ["h:2"]}), "leave the job out, or take that one"),
     ],
 )
 def test_a_description_that_cannot_be_right_is_refused_by_its_field(text: str, words: str) -> None:
@@ -153,7 +154,6 @@ def test_settings_describe_the_same_and_what_they_leave_out_is_tensorflow_s() ->
         ({"worker": WORKERS}, "worker", "", "cluster.task=worker: must be JOB:INDEX, as worker:0, where JOB is one"),
         ({"worker": WORKERS}, "worker:3", "", "cluster.task=worker:3: is no task of cluster.spec, which has worker:0"),
         ({}, "worker:0", "", "cluster.task=worker:0: of which cluster? Give cluster.spec, too, or TF_CONFIG"),
-        ({"ps": ["h:1"], "worker": WORKERS[2:]}, "worker:0", "", "cluster.spec.ps: is for a strategy with param"),
         (
             {"worker": WORKERS},
             "worker:0",
@@ -172,6 +172,19 @@ def test_settings_that_cannot_be_right_are_refused(spec: Any, task: str | None, 
     with pytest.raises(ConfigError) as refused:
         from_settings(spec, task, variable)
     assert str(refused.value).startswith(words)
+
+
+def test_the_tasks_ps_are_the_first_ranks_where_a_run_may_have_servers() -> None:
+    spec, server = {"worker": WORKERS[2:], "ps": ["h:1"], "chief": ["c:9"]}, Task("ps", 0, "h:1")
+    take_cluster(spec, "worker:0")
+    with pytest.raises(ConfigError, match=r"^cluster\.spec\.ps: is for strategy=parameter_server, and in all others"):
+        place()
+    places.allow_servers()
+    tasks = (server, CHIEF, Task("worker", 0, "g:3"))
+    assert place() == Place("cluster.spec", 2, 3, 0, 1, "h", 1, tasks)
+    take_cluster(spec, "ps:0")
+    assert (here := place()) is not None
+    assert (here.rank, here.role) == (0, "ps:0")
 
 
 def test_a_described_cluster_comes_before_a_launcher_of_one_and_is_refused_beside_another_one() -> None:

@@ -450,7 +450,7 @@ def test_every_error_of_hydra_becomes_one_sentence(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", f"hydra.run.dir={tmp_path}", override])
     with pytest.raises(Exception) as error:
-        _asked_for(world_size=2, local_workers=2)
+        _asked_for(workers=2, servers=0, local_workers=2)
     message = translated(error.value)
     assert message is not None and words in message
     assert "\n" not in message and "schema_" not in message
@@ -617,13 +617,13 @@ def test_a_folder_that_another_run_writes_is_refused_and_a_fresh_one_left_empty(
         with subprocess.Popen([sys.executable, "-c", code, folder], stdin=pipe, stdout=pipe) as other:
             assert other.stdout is not None and other.stdout.readline()
             before = sorted(tmp_path.rglob("*"))
-            sent = prepared(world_size=2, local_workers=2)
+            sent = prepared(workers=2, local_workers=2)
             assert f"{folder} is being written by process {other.pid} on host" in sent["error"]
             assert sorted(tmp_path.rglob("*")) == before and checked == []
     (run_dir / "checkpoints").rmdir()
     monkeypatch.setattr(sys, "argv", [*sys.argv, "resume=nowhere/config"])
     monkeypatch.setattr(sys.modules["ddp.run.build.stages"], "check", _refuse)
-    assert prepared(world_size=2, local_workers=2)["error"] == "no such data"
+    assert prepared(workers=2, local_workers=2)["error"] == "no such data"
     assert not run_dir.exists()
 
 

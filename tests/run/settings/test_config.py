@@ -23,6 +23,7 @@ COLUMNS = {**FILES, "inputs": ["a"], "target": "b", "num_classes": 2}
 GIVEN = {"image_folder": {"path": "x"}, "tar": FILES, "tokens": FILES, "csv": COLUMNS, "jsonl": COLUMNS}
 BESIDE |= {name: [f"data.{key}={value}" for key, value in given.items()] for name, given in GIVEN.items()}
 BESIDE["tokens"].append("model=gpt")
+BESIDE["parameter_server"] = ["cluster.servers=1"]
 
 
 def compose(tmp_path: Path, *overrides: str) -> Config:
@@ -105,6 +106,7 @@ def test_plain_form_round_trips_through_yaml(group: str, name: str) -> None:
     for override in BESIDE.get(name, []):
         key, value = override.split("=")
         plain |= {key: {"name": value}} if "." not in key else {}
+    plain |= {"cluster": {"servers": 1}} if name == "parameter_server" else {}
     config = from_plain(plain | {"init_from": {"rename": {"fc": "head"}, "skip": ["a"]}, "clip_norm": 1})
     resolve(config)
     assert from_plain(yaml.safe_load(yaml.safe_dump(asdict(config)))) == config
@@ -121,6 +123,9 @@ def test_a_batch_can_grow_with_the_workers(tmp_path: Path) -> None:
 BAD = {
     "cluster.workers": [0, -1, 10_000],
     "cluster.threads_per_worker": [0],
+    "cluster.servers": [-1, 1],
+    "cluster.role": ["server", "chief"],
+    "cluster.restarts": [-1],
     "cluster.devices": [[], [-1], [0, 1, 0]],
     "batch.global_size": [0, 1],
     "batch.num_shards": [1, 65],
