@@ -115,7 +115,7 @@ class FewAgreements(Study):
                 way,
                 f"{statistics.fmean(scores):.3f}" if scores else "",
                 f"{statistics.fmean(over):.3f}" if over else "",
-                f"{min(over):.3f} – {max(over):.3f}" if over else "",
+                f"{min(over):.3f}–{max(over):.3f}" if over else "",
             )
         Console().print(table)
 

@@ -29,7 +29,7 @@ def test_a_table_and_a_picture_of_what_there_is(capsys: pytest.CaptureFixture[st
     assert len(found["every 100"]) == 2 and found[SYNCHRONOUS] == [1.0] * 3
     STUDY.show(studied())
     line = next(line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("every 32  "))
-    assert re.split("  +", line.strip()) == ["every 32", "2.310", "1.100", "1.100 – 1.100"]
+    assert re.split("  +", line.strip()) == ["every 32", "2.310", "1.100", "1.100–1.100"]
     for results in ([], studied()[:2], studied()):
         STUDY.show(results)
         STUDY.draw(results, figure := Figure())
