@@ -5,7 +5,7 @@
 
 | job       | its tasks                                                                   |
 |-----------|-----------------------------------------------------------------------------|
-| chief     | one, which is rank 0                                                        |
+| chief     | one, which is rank 0 where there are no servers                             |
 | worker    | the ranks that follow; the first one is rank 0 where there is no chief      |
 | ps        | the servers, for a strategy with parameter servers; refused in all others   |
 | evaluator | no rank, and need not be listed: the side-car of what the others train      |

@@ -267,7 +267,7 @@ def join_cluster(arguments: Sequence[str]) -> None:
 
 def is_of_task(argument: str) -> bool:
     """Returns True for the setting that says which task of a cluster a process is, and so is not the run's."""
-    return argument.lstrip("+").startswith(("cluster.task=", "cluster.role="))
+    return argument.lstrip("+").startswith("cluster.task=")
 
 
 HYDRAS = {"-m", "--multirun", "-c", "--cfg", "-p", "--package", "--resolve", "-i", "--info"}

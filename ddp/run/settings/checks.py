@@ -328,8 +328,6 @@ def _cluster_problems(config: Config) -> Iterator[str]:
 def _server_problems(config: Config) -> Iterator[str]:
     """Yields servers without a strategy that has them, the reverse, and what such a strategy cannot train."""
     cluster = config.cluster
-    if cluster.role is not None and not cluster.servers:
-        yield f"cluster.role={cluster.role}: is for a run with servers; set cluster.servers=1, or leave it out"
     if not isinstance(config.strategy, settings.ParameterServerChoice):
         if cluster.servers:
             yield (

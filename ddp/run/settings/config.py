@@ -491,11 +491,6 @@ class Cluster:
         "further processes that hold the parameters, for strategy=parameter_server; 0: the workers hold them",
         at_least=0,
     )
-    role: Literal["server", "worker"] | None = setting(
-        None,
-        "which of these this process is, if each is started by hand with MASTER_ADDR and MASTER_PORT; null: a launcher "
-        "says it",
-    )
     restarts: int = setting(
         3, "most times that a lost worker is started again, and that all servers are after the loss of one", at_least=0
     )

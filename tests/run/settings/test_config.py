@@ -124,7 +124,6 @@ BAD = {
     "cluster.workers": [0, -1, 10_000],
     "cluster.threads_per_worker": [0],
     "cluster.servers": [-1, 1],
-    "cluster.role": ["server", "chief"],
     "cluster.restarts": [-1],
     "cluster.devices": [[], [-1], [0, 1, 0]],
     "batch.global_size": [0, 1],
