@@ -24,7 +24,8 @@ The words of this package, one meaning each:
     call                one call of a collective, with its number
     status              what a rank's watchdog publishes about it: its call, its host, its stack
     schedule            the rounds of a collective, rank by rank, as data
-    round               the transfers of a rank that are in flight together
+    round               the transfers of a rank that are in flight together; and of local SGD: the inner steps, each
+                        of one rank's own, between two agreements
     chunk               one rank's share of a buffer
     segment             a piece of a chunk, so that transfer and addition overlap
     lane                one segment of all chunks on its way through the rounds of a schedule; and in `data/`: the
