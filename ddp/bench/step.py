@@ -221,7 +221,13 @@ def make(model: str, *, rank: int) -> tuple[nn.Module, Batch]:
 
 
 class Training:
-    """Trains one variant of a model with its optimizer. The constructor is collective."""
+    """Trains one variant of a model with its optimizer. The constructor is collective.
+
+    Attributes:
+        every: steps of a round, if the last one of these has more to do than the others; a turn has whole rounds.
+    """
+
+    every = 1
 
     def __init__(self, variant: str, module: nn.Module, batch: Batch) -> None:
         self._set_up(VARIANTS[variant](module), batch)
@@ -265,8 +271,10 @@ class Training:
         return slowest([self.of_turn(self.steps_s(self.num_steps))])[0]
 
     def of_turn(self, steps_s: Sequence[float]) -> float:
-        """Returns the time of a step, from those of a turn."""
-        return statistics.median(steps_s)
+        """Returns the time of a step, from those of a turn: a median; of rounds, that of the last steps counts once."""
+        last, every = statistics.median(steps_s[self.every - 1 :: self.every]), self.every
+        others = [step_s for number, step_s in enumerate(steps_s, 1) if number % every]
+        return (last + (every - 1) * statistics.median(others)) / every if others else last
 
     def waited_s(self) -> float:
         """Returns how long all backwards have waited for reductions so far; 0 if the class is torch's."""

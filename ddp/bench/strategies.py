@@ -32,7 +32,6 @@ import copy
 import gc
 import math
 import os
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -200,9 +199,6 @@ class StrategyTraining(Training):
         super().find_pace()
         self.num_steps = math.ceil(self.num_steps / self.every) * self.every
         self.steps_s(-self._number % self.every)  # so that a turn has whole rounds
-
-    def of_turn(self, steps_s: Sequence[float]) -> float:
-        return super().of_turn(steps_s) if self.every == 1 else statistics.fmean(steps_s)
 
     def turn_s(self, comm: Communicator) -> float:
         comm.barrier()

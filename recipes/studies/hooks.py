@@ -274,7 +274,9 @@ class Method(Training):
 
 
 class Rounds(Method):
-    """Trains by rounds; the time of a step is the mean over whole rounds, each with its exchange."""
+    """Trains by rounds, each with its exchange."""
+
+    every = EVERY
 
     def __init__(self, module: nn.Module, batch: Any) -> None:
         super().__init__(LocalDataParallel(module, wire="int8"), batch)
@@ -295,9 +297,6 @@ class Rounds(Method):
     def find_pace(self) -> None:
         self.steps_s(EVERY)
         self.num_steps = EVERY
-
-    def of_turn(self, steps_s: Sequence[float]) -> float:
-        return statistics.fmean(steps_s)
 
 
 class Clocked:

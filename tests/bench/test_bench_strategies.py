@@ -9,6 +9,7 @@ from ranks import run_ranks
 
 from ddp.__main__ import main
 from ddp.bench.report import from_json, to_json
+from ddp.bench.step import Training
 from ddp.bench.strategies import MIB, STRATEGIES, MeasureStrategy, StrategyCell, TimeStrategies, merged
 from ddp.bench.workloads import WORKLOADS
 from ddp.optim.norms import BLOCK_NUMEL
@@ -34,6 +35,14 @@ def test_figures_of_a_job_are_put_together_and_compared() -> None:
     assert (sharded["peak"], sharded["÷ mirrored"], sharded["held"], sharded["sent"]) == ("6.0", "0.75", "3.0", "")
     assert (torch["÷ sharded"], torch["sent"]) == ("2.000", "1,234") and alone["over alone"] == "+0.0%"
     assert (mirrored["strategy"], mirrored["step"], mirrored["÷ mirrored"]) == ("mirrored", "", "1.00")
+
+
+def test_a_round_is_its_steps_and_the_one_that_ends_it() -> None:
+    """Also where one step in six has been delayed by something else."""
+    training = Training.__new__(Training)
+    assert training.of_turn([3.0, 1.0, 2.0]) == 2.0
+    training.every = 3
+    assert training.of_turn([1.0, 1.0, 4.0, 1.0, 9.0, 4.0]) == 2.0
 
 
 def everything() -> tuple[StrategyCell, StrategyCell]:
