@@ -79,6 +79,7 @@ class Given(Training):
     Attributes:
         stop: a wish to stop that the caller sets; None: signals set it.
         settings: what the result depends on, by key, to be compared on a resume; None: the arguments.
+        home: a part of a store, in which servers and workers meet for this training.
     """
 
     model: nn.Module
@@ -97,6 +98,7 @@ class Given(Training):
     callbacks: Sequence[Callback] = ()
     stop: StopFlag | None = None
     settings: Mapping[str, Any] | None = None
+    home: Any = None
 
     def __post_init__(self) -> None:
         for name in ("loss", "global_batch"):

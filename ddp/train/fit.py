@@ -14,7 +14,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -61,7 +61,7 @@ from ddp.train.monitor.calls import calls_left
 from ddp.train.monitor.usage import rate_of_one_worker
 from ddp.train.progress import ProgressBar, StopNote
 from ddp.train.report import draw_curves, summary_of, write_summary
-from ddp.train.served import check_cast, going_on, service_of
+from ddp.train.served import check_cast, going_on, next_home, service_of
 from ddp.train.starts import note_start_of_fit
 from ddp.train.state import TrainState
 from ddp.train.stopping import StopFlag, flag_of_a_new_fit, hears_signals
@@ -175,9 +175,11 @@ def train(given: Given) -> TrainState:
     part = check_cast(given)
     with _given_back(given.model):
         comm = ranks_of(given.model)
-        if part is not None and part.job == "worker":
-            return work(given, comm, part)
-        given = given if part is None else going_on(given, part)
+        if part is not None:
+            given = replace(given, home=next_home(part))
+            if part.job == "worker":
+                return work(given, comm, part)
+            given = going_on(given, part)
         return tried(_train, given, comm) if given.folder.trial else _train(given, comm)
 
 

@@ -18,7 +18,6 @@ from ddp.data.loading.leased import LeasedLoader
 from ddp.data.orders.sampler import StepPlan
 from ddp.errors import PeerLost
 from ddp.gradients.totals import Totals
-from ddp.optim.schedules import constant
 from ddp.policies import ParameterServer
 from ddp.process.clock import Stopwatch
 from ddp.process.log import log
@@ -55,17 +54,16 @@ def work(given: Given, comm: Communicator, part: Cast) -> TrainState:
     strategy = strategy_for(inputs.replica, given.optimizer, precision=given.precision)
     stop = flag_of_a_new_fit() if given.stop is None else given.stop
     state = TrainState(comm, strategy, given.optimizer, sampler, stop_flag=stop)
-    factor = constant()
     rules = StepRules(
         task=inputs.task,
-        schedule=lambda plan: factor(0, 1),  # rates are the servers'
+        schedule=lambda _: 1.0,  # rates are the servers'
         precision=given.precision,
         seed=sampler.state.seed,
         noise_scale_every=0,
         looks=[FirstLook(inputs.task, wanted=True)],
     )
     facts = facts_of(inputs.replica.module, sampler, settings)
-    servers = Servers(part, comm, inputs.replica.module, policy, facts=facts)
+    servers = Servers(part, given.home, comm, inputs.replica.module, policy, facts=facts)
     state.model.train()
     with stop.listening():
         try:
@@ -76,6 +74,7 @@ def work(given: Given, comm: Communicator, part: Cast) -> TrainState:
                     sampler,
                     collate=source.collate,
                     num_workers=source.num_workers,
+                    device=comm.device,
                     processes=source.processes,
                     limits=limits_of(comm, stop),
                 )

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ddp.comm.meeting.cast import Cast, cast
+from ddp.comm.meeting.private_store import part_of
 from ddp.data.orders.sampler import StepPlan, TrainSampler
 from ddp.data.orders.steps import BatchWarmup
 from ddp.errors import ConfigError
@@ -26,7 +28,9 @@ from ddp.train.arguments import Given
 from ddp.train.checkpoint_store import steps
 from ddp.train.state import TrainState
 
-FOLDER = "folder of the run"
+ALIKE = ("loss", "global_batch", "order", "num_shards", "micro_size", "seed", "precision", "wire", "hook")
+FOLDER = "folder"
+_number = count()  # of the trainings of this program, which all processes run alike
 
 
 def check_cast(given: Given) -> Cast | None:
@@ -61,14 +65,19 @@ def check_cast(given: Given) -> Cast | None:
     return part
 
 
+def next_home(part: Cast) -> Store:
+    """Returns the part of the store in which the processes meet for the training that begins."""
+    return part_of(part.store, f"training {next(_number)}")
+
+
 def going_on(given: Given, part: Cast) -> Given:
     """Returns what is given to a server that is started anew: it goes on in the run's folder, if that has checkpoints.
 
     The folder may have been named by date and time, so that only the store knows it.
     """
-    if not part.incarnation or given.folder.path is None or not part.store.check([FOLDER]):
+    if not part.incarnation or given.folder.path is None or not given.home.check([FOLDER]):
         return given
-    folder = Path(part.store.get(FOLDER).decode())
+    folder = Path(given.home.get(FOLDER).decode())
     resume = "auto" if steps(folder / "checkpoints") else None
     return replace(given, folder=replace(given.folder, path=folder, resume=resume))
 
@@ -84,10 +93,10 @@ def service_of(given: Given, state: TrainState, settings: Mapping[str, Any]) -> 
     part, policy = cast(), given.strategy
     assert part is not None and isinstance(policy, Policy)
     if part.index == 0 and state.run_dir is not None:
-        part.store.set(FOLDER, str(state.run_dir))
+        given.home.set(FOLDER, str(state.run_dir))
     facts = facts_of(state.model.module, state.sampler, settings)
     strategy = state.strategy
-    return Service(part, strategy.model, strategy.pieces(), policy, version=state.step, facts=facts)
+    return Service(part, given.home, strategy.model, strategy.pieces(), policy, version=state.step, facts=facts)
 
 
 def facts_of(module: nn.Module, sampler: TrainSampler, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +106,7 @@ def facts_of(module: nn.Module, sampler: TrainSampler, settings: Mapping[str, An
         + ("" if each.requires_grad else ", frozen")
         for name, each in module.named_parameters()
     }
-    return {**{name: str(value) for name, value in settings.items()}, "samples": str(sampler.num_samples), **named}
+    return {**{name: str(settings[name]) for name in ALIKE}, "len(data)": str(sampler.num_samples), **named}
 
 
 class LeaseFeed:

@@ -24,6 +24,7 @@ No answer takes longer than `ANSWER_S`: "wait" is one, too. So a worker that wai
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -32,6 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.cast import Cast, how_ended
@@ -90,6 +92,7 @@ class Service:
 
     Args:
         part: of this process.
+        home: the part of the store in which the processes meet for this training.
         model: whose parameters are served.
         pieces: what this server holds of them.
         policy: when updates are made, and how gradients travel.
@@ -100,6 +103,7 @@ class Service:
     def __init__(
         self,
         part: Cast,
+        home: Store,
         model: ServedDataParallel,
         pieces: Sequence[tuple[Piece, Part]],
         policy: Policy,
@@ -127,7 +131,7 @@ class Service:
         self._changed, self._whole = threading.Condition(), threading.Lock()
         self._edges: dict[int, threading.Thread] = {}
         self._num_here, self._empty_since_s, self._num_changes = 0, now_s(), 0
-        self._home = part_of(part.store, "parameter servers")
+        self._home = home
         self._whole.acquire()
         if part.index == 0:
             self._home.set("incarnation", str(part.incarnation))
@@ -259,6 +263,9 @@ class Service:
         with self._changed:
             self._over = dict(over)
             self._notify()
+        if self._part.index == 0 and "failed" not in over:  # who comes later has nothing to do, either
+            with suppress(DistError):
+                self._home.set("over", json.dumps(self._over))
         with suppress(RuntimeError):  # the main thread need not have it, after an error
             self._whole.release()
         patience = Patience(LAST_S)

@@ -11,6 +11,7 @@ leases, waits for them to come back, and joins again.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import DistError
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.cast import Cast
@@ -55,17 +56,25 @@ class Servers:
 
     Args:
         part: of this process.
+        home: the part of the store in which the processes meet for this training.
         comm: of this process alone; its settings are those of the edges.
         module: the model, whose gradients are pushed, and whose parameters and buffers become the servers'.
         facts: plain values that must be those of the servers.
     """
 
     def __init__(
-        self, part: Cast, comm: Communicator, module: nn.Module, policy: Policy, *, facts: Mapping[str, Any]
+        self,
+        part: Cast,
+        home: Store,
+        comm: Communicator,
+        module: nn.Module,
+        policy: Policy,
+        *,
+        facts: Mapping[str, Any],
     ) -> None:
         self._part, self._comm, self._policy, self._facts = part, comm, policy, dict(facts)
         self._module, self._parameters = module, dict(module.named_parameters())
-        self._home = part_of(part.store, "parameter servers")
+        self._home = home
         self._edges: list[Edge] = []
         self._pulled: dict[str, Tensor] = {}  # buffers as they were before the forward
         self.version = 0  # updates that the servers had made at the last pull
@@ -74,6 +83,7 @@ class Servers:
         """Connects with all servers, as soon as they are there.
 
         Raises:
+            Over: the run has ended.
             PeerLost: they have not come in time.
             ConfigError: they train another model, or with other settings.
         """
@@ -96,6 +106,8 @@ class Servers:
         number, incarnation = -1, -1
         with suppress(DistError):  # the store has gone, and the run with it
             while left_s := patience.left_s():
+                if home.check(["over"]):
+                    raise Over(json.loads(home.get("over")))
                 now = int(home.get("incarnation")) if home.check(["incarnation"]) else -1
                 if now > incarnation:
                     incarnation = now
