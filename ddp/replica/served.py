@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ddp.errors import ConfigError
 from ddp.gradients.totals import Totals
 from ddp.replica.parameters import Change
@@ -18,16 +20,17 @@ class ServedDataParallel(ShardedDataParallel):
                 "before the training begins, or take strategy=auto"
             )
 
-    def take(self, totals: Totals) -> None:
+    def take(self, totals: Totals, *, without: Collection[str]) -> None:
         """Ends a step whose gradients are in the buckets.
 
         Args:
             totals: of the step.
+            without: names of the parameters that got no gradient from anybody.
 
         Raises:
             ConfigError: parameters were frozen, unfrozen or converted since the training began.
         """
         self.prepare()
         for slot in self.layout.slots:
-            slot.parameter.grad = slot.view
+            slot.parameter.grad = None if slot.name in without else slot.view
         self._end_step(totals)

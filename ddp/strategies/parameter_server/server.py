@@ -29,6 +29,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,7 @@ class Push(NamedTuple):
         flats: mean gradients over the part's items, one for each dtype (`Edge.taken`).
         loss_sum, num_items, num_samples: of the part.
         buffers: those of the model that have changed, by name.
+        without: names of the parameters that got no gradient.
     """
 
     flats: Sequence[Tensor]
@@ -71,6 +73,7 @@ class Push(NamedTuple):
     num_items: float
     num_samples: int
     buffers: Mapping[str, Tensor]
+    without: Sequence[str]
 
 
 class Received(NamedTuple):
@@ -167,8 +170,9 @@ class Service:
                 with self._changed:
                     self._pushed.clear()  # only what does not count
                 return
-            plan, keys, buffers = Plan(*said_of[0]), [tuple(key) for key in said_of[1]], said_of[2]
-            yield plan, self._received(keys, said_of[3], buffers, since_s=since_s)
+            told, keys, counts, buffers, without = said_of
+            totals = self._received([tuple(key) for key in keys], counts, buffers)
+            yield Plan(*told), Received(totals, since_s, partial(self._model.take, without=without))
             with self._changed:
                 self._version += 1
                 self._notify()
@@ -212,7 +216,9 @@ class Service:
             keys = [(plan.step, part, worker) for part, worker in enumerate(workers) if isinstance(worker, int)]
             pushes = [self._pushed[key] for key in keys]
         counts = [(push.loss_sum, push.num_items, push.num_samples) for push in pushes]
-        return tuple(plan), keys, _together([push.buffers for push in pushes], [each[2] for each in counts]), counts
+        buffers = _together([push.buffers for push in pushes], [each[2] for each in counts])
+        without = sorted(set.intersection(*(set(push.without) for push in pushes)) if pushes else ())
+        return tuple(plan), keys, counts, buffers, without
 
     @torch.no_grad()
     def _received(
@@ -220,9 +226,7 @@ class Service:
         keys: Sequence[tuple[int, int, int]],
         counts: Sequence[Sequence[float]],
         buffers: Mapping[str, Tensor],
-        *,
-        since_s: float,
-    ) -> Received:
+    ) -> Totals:
         """Writes the sum of what these pushes have into the buckets, in their order, divided by the global count."""
         with self._changed:
             pushes = [self._pushed.pop(key) for key in keys]
@@ -246,8 +250,7 @@ class Service:
         for name, value in buffers.items():
             module.get_buffer(name).copy_(value)
         self._buffers.update(buffers)
-        totals = Totals(loss_sum=sum(each[0] for each in counts), num_items=count_of(num_items))
-        return Received(totals, since_s, self._model.take)
+        return Totals(loss_sum=sum(each[0] for each in counts), num_items=count_of(num_items))
 
     def take_wish(self) -> str:
         """Returns why a worker wants to stop the run; "" if none does."""
@@ -349,10 +352,11 @@ class Service:
         with self._changed:
             self._num_here += 1
             if version > max(self._version, self._newest) and self._part.index == 0:
+                gone = counted(version - self._version, "update")
                 log.warning(
                     "the servers were lost after update %d, and go on from update %d: %s gone, and their samples are "
                     "leased again",
-                    *(version, self._version, f"{counted(version - self._version, 'update')} are"),
+                    *(version, self._version, f"{gone} {'is' if gone.startswith('1 ') else 'are'}"),
                 )
             self._newest = max(self._newest, version)
 
@@ -425,7 +429,7 @@ class Service:
         lease = as_lease(request["lease"])
         step, part = lease.plan.step, lease.part
         flats = edge.taken(f"step {step}, gradients of part {part}")
-        push = Push(flats, request["loss_sum"], request["num_items"], request["num_samples"], request["buffers"])
+        push = Push(flats, *(request[name] for name in Push._fields[1:]))
         with self._changed:
             if self._part.index:
                 self._pushed[step, part, number] = push

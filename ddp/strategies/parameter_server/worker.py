@@ -192,11 +192,12 @@ class Servers:
             "num_items": float(totals.num_items),
             "num_samples": num_samples,
             "buffers": changed,
+            "without": [name for name, each in self._parameters.items() if each.requires_grad and each.grad is None],
             "stop": stop,
         }
         # Server 0 last, because it decides: then the others have what it says is to be used.
         for server in range(1, len(self._edges)):
-            self._push(server, request | {"buffers": {}, "stop": ""})
+            self._push(server, request | {"buffers": {}, "without": [], "stop": ""})
         counts: bool = self._push(0, request)["counts"]
         if not counts:
             for server in range(1, len(self._edges)):

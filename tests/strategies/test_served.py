@@ -1,0 +1,275 @@
+"""Parameter servers train what one process trains; each sample counts once, whoever is lost, and on each resume."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import members
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.nn import functional as F
+
+import ddp
+from ddp.comm.meeting.cast import Cast, cast, take_part
+from ddp.run.launch import supervisor
+from ddp.strategies.parameter_server import server as served
+
+BATCH, NUM_SAMPLES = 10, 46  # the last step of an epoch has six samples
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "backup": {"backup_workers": 1},
+    "async": {"mode": "async"},
+    "bounded": {"mode": "bounded", "staleness": 1},
+}
+
+
+def parameters(module: nn.Module) -> Tensor:
+    return torch.cat([each.detach().double().flatten() for each in module.parameters()])
+
+
+# --- it is what one process trains -----------------------------------------------------------------------------------
+
+KINDS = {"mlp": members.mlp, "cnn": members.cnn, "gpt": members.gpt, "odd": members.Odd}
+
+
+def trained(kind: str, optimizer: str, shards: int, epochs: int, strategy: Any = "auto") -> Tensor:
+    """The parameters after a training in float64, where the model has no dropout of its own precision."""
+    with members.small_blocks():
+        torch.manual_seed(0)
+        module = KINDS[kind]().double()
+        data = members.odd_samples() if kind == "odd" else members.samples(kind)
+        data = tuple(each.double() if each.is_floating_point() else each for each in data)
+        task = ddp.LanguageModel() if kind == "gpt" else F.cross_entropy
+        state = ddp.fit(
+            module,
+            data,
+            members.OPTIMIZERS[optimizer](members.groups_of(module)),
+            loss=task,
+            global_batch=BATCH,
+            epochs=epochs,
+            schedule=ddp.optim.cosine(),
+            clip_norm=0.5 if optimizer == "adamw" else None,
+            batches=ddp.Batches(num_shards=shards, seed=3),
+            strategy=strategy,
+            folder=None,
+        )
+    assert state.step == 5 * epochs
+    return parameters(module)
+
+
+CASES = [("mlp", "adamw", 40), ("gpt", "lamb", 3), ("cnn", "sgd", 3), ("odd", "nesterov", 3), ("mlp", "lars", 3)]
+
+
+def sync_trainings(backups: int) -> list[Tensor]:
+    policy = ddp.ParameterServer(backup_workers=backups)
+    return [trained(*case[:2], 2, case[2], policy) for case in CASES]
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(2, 1), (3, 2)])
+def test_sync_is_one_process_on_the_whole_batch(workers: int, servers: int) -> None:
+    found = ddp.launch(sync_trainings, workers - 2, workers=workers, servers=servers)
+    for case, theirs in zip(CASES, zip(*found[:servers], strict=True), strict=True):
+        expected = trained(*case[:2], 2, case[2])
+        for mine in theirs:
+            assert torch.equal(mine, theirs[0])  # on each server
+            assert (mine - expected).abs().max() <= 1e-12, case
+
+
+# --- each sample once ------------------------------------------------------------------------------------------------
+
+
+class Counts(nn.Module):
+    """A weight for each sample, which by SGD with rate 1 falls by 1 ÷ batch for each time that the sample counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(NUM_SAMPLES, dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.weight[index]
+
+
+class Once(ddp.Task):
+    main_metric = "loss"
+
+    def __init__(self, pause_s: float) -> None:
+        self._pause = [pause_s]  # no plain value, which would have to be the same everywhere
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        time.sleep(*self._pause)
+        return model(batch[0]).sum(), len(batch[0])
+
+
+class Scripted(ddp.Callback):
+    """Sends signals after certain steps of the first servers: "worker 1", or "server 0", which is this process."""
+
+    def __init__(self, folder: Path, script: Mapping[int, tuple[str, signal.Signals]]) -> None:
+        self._folder, self._script = folder, script
+
+    def step_end(self, state: ddp.TrainState, report: ddp.StepReport) -> None:
+        me = cast()
+        assert me is not None
+        who, number = self._script.get(state.step, ("", signal.SIGTERM))
+        if who and not me.incarnation and (who == str(me) or (who.startswith("worker") and not me.index)):
+            os.kill(int((self._folder / who).read_text()), number)
+
+
+def counted(folder: Path, mode: Mapping[str, Any], script: Mapping[int, Any], epochs: int = 3) -> Any:
+    me = cast()
+    assert me is not None
+    served.LAST_S = 1.0  # for a stopped worker, which never says goodbye
+    (folder / str(me)).write_text(str(os.getpid()))
+    torch.manual_seed(0)
+    module = Counts()
+    state = ddp.fit(
+        module,
+        (torch.arange(NUM_SAMPLES), torch.zeros(NUM_SAMPLES)),
+        torch.optim.SGD(module.parameters(), lr=1.0),
+        loss=Once(0.01 if script else 0.0),
+        global_batch=BATCH,
+        epochs=epochs,
+        strategy=ddp.ParameterServer(**mode),
+        folder=ddp.Folder(folder / "run", every_steps=4, progress=False, curves=False),
+        callbacks=[Scripted(folder, script)],
+    )
+    return state.step, module.weight.detach()
+
+
+def times_counted(weight: Tensor, epochs: int) -> bool:
+    """Whether each sample has counted once an epoch: in steps of 10 samples, or in the last one, of 6."""
+    parts = [{round(k / 10 + (epochs - k) / 6, 9) for k in range(epochs + 1)}]
+    return {round(-each, 9) for each in weight.tolist()} <= parts[0] and abs(weight.sum() + 5 * epochs) < 1e-9
+
+
+KILLED = {4: ("worker 1", signal.SIGKILL)}
+STOPPED = {4: ("worker 1", signal.SIGSTOP)}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_sample_counts_once_though_a_worker_is_killed(mode: str, tmp_path: Path) -> None:
+    found = ddp.launch(counted, tmp_path, MODES[mode], KILLED, workers=3, servers=1)
+    assert found[0][0] == 15
+    assert times_counted(found[0][1], 3)
+
+
+@pytest.mark.parametrize("mode", ["sync", "bounded"])
+def test_a_stopped_worker_is_not_waited_for(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "LEAVE_S", 0.5)
+    found = ddp.launch(counted, tmp_path, MODES[mode], STOPPED, workers=3, servers=2)
+    assert found[0][0] == 15
+    assert times_counted(found[0][1], 3)
+
+
+@pytest.mark.parametrize(("mode", "servers"), [("sync", 2), ("async", 1)])
+def test_lost_servers_go_on_from_a_checkpoint_and_say_what_is_gone(
+    mode: str, servers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = {7: (f"server {servers - 1}", signal.SIGKILL)}
+    found = ddp.launch(counted, tmp_path, MODES[mode], script, workers=2, servers=servers)
+    assert found[0][0] == 15
+    assert times_counted(found[0][1], 3)
+    assert re.search("after update [67], and go on from update 4: [23] updates are gone", capfd.readouterr().err)
+
+
+# --- a checkpoint goes from any strategy to any other ----------------------------------------------------------------
+
+
+class Enough(ddp.Callback):
+    def step_end(self, state: ddp.TrainState, report: ddp.StepReport) -> None:
+        if state.step == 4:
+            state.stop("enough")
+
+
+def partly(folder: Path, strategy: Any, *, stops: bool) -> tuple[int, Tensor]:
+    """Two epochs, or five steps of them; worker 1 is slow, so that others overtake it."""
+    torch.manual_seed(0)
+    module, data = Counts(), (torch.arange(NUM_SAMPLES), torch.zeros(NUM_SAMPLES))
+    state = ddp.fit(
+        module,
+        data,
+        torch.optim.SGD(module.parameters(), lr=1.0),
+        loss=Once(0.5 if stops and str(cast()) == "worker 1" else 0.0),
+        global_batch=BATCH,
+        epochs=2,
+        strategy=strategy,
+        folder=ddp.Folder(folder, resume="auto", progress=False, curves=False),
+        callbacks=[Enough()] if stops else [],
+    )
+    return state.step, module.weight.detach()
+
+
+def sampler_in(folder: Path) -> dict[str, Any]:
+    (last,) = (folder / "checkpoints").glob("*step-*")
+    found: dict[str, Any] = torch.load(last / "position.pt", weights_only=True)["sampler"]
+    return found
+
+
+ASYNC = ddp.ParameterServer(mode="async")
+
+
+@pytest.mark.parametrize("order", ["async, auto", "auto, async"])
+def test_a_run_goes_on_under_another_strategy_with_each_sample_once(order: str, tmp_path: Path) -> None:
+    for strategy, stops in zip(order.split(", "), (True, False), strict=True):
+        policy, servers = (ASYNC, 1) if strategy == "async" else ("auto", 0)
+        found = ddp.launch(partly, tmp_path, policy, stops=stops, workers=2, servers=servers)
+        if stops:
+            assert found[0][0] == 5
+            assert ("ahead" in sampler_in(tmp_path)) == (strategy == "async")
+    assert found[0][0] == 10
+    assert times_counted(found[0][1], 2)
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+def refused(how: Mapping[str, Any], strategy: Any) -> str:
+    """What the first process of a launch with servers is told."""
+    module = nn.Linear(2, 2) if "norm" not in how else nn.Sequential(nn.Linear(2, 2), ddp.SyncBatchNorm(2))
+    given = {"loss": F.cross_entropy, "global_batch": 4, "epochs": 1, **{k: v for k, v in how.items() if k != "norm"}}
+    try:
+        ddp.fit(
+            module,
+            (torch.zeros(8, 2), torch.zeros(8, dtype=torch.int64)),
+            torch.optim.SGD(module.parameters(), lr=0.1),
+            strategy=strategy,
+            folder=None,
+            **given,
+        )
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+GROWS = ddp.BatchWarmup(2, 4, 4)
+BAD: list[tuple[dict[str, Any], Any, str]] = [
+    ({}, "auto", "strategy='auto' in server 0 of a launch with servers: take strategy='parameter_server', or leave"),
+    ({"clip_norm": 1.0}, ASYNC, "clip_norm=1: would clip the gradients of one worker at a time; take mode=sync"),
+    ({"global_batch": GROWS}, ASYNC, "a growing batch with mode=async: batches of several sizes would overtake"),
+    ({"norm": 1}, ASYNC, "SyncBatchNorm waits for the other workers, which do not wait here; take BatchNorm"),
+    ({"precision": "fp16"}, "parameter_server", "precision=fp16 repeats steps with another loss scale"),
+    ({}, ddp.ParameterServer(backup_workers=3), "backup_workers=3: leaves none of 3 worker(s) to compute the step"),
+    ({"reading": ddp.Reading(max_unreadable=1)}, ASYNC, "max_unreadable=1: a worker cannot tell the others what it"),
+]
+
+
+def test_what_servers_cannot_train_is_one_sentence() -> None:
+    served_by = Cast("server", 0, 3, 1, HashStore())
+    take_part(served_by)
+    try:
+        for how, strategy, told in BAD:
+            assert told in refused(how, strategy)
+    finally:
+        take_part(None)
+        ddp.shutdown()
+    assert "there are no servers; start them with ddp.launch(…, servers=1)" in refused({}, "parameter_server")
