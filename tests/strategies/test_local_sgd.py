@@ -455,8 +455,8 @@ def said_on_rank_zero(log: logging.Logger) -> list[str]:
 def saved(folder: Path, policy: ddp.Averaging, *, stops: Sequence[int], **how: Any) -> dict[str, str]:
     """Returns this rank's bits after a run that ends after each of these numbers of steps, and goes on."""
     module, optimizer = made(CASES["gpt"])
-    for stop in stops:
-        torch.manual_seed(stop)  # the model is another one each time, and becomes the checkpoint's
+    for number, stop in enumerate(stops):
+        torch.manual_seed(number)  # the model is another one each time, and becomes the checkpoint's
         module = gpt().double()
         optimizer = adamw(module.parameters())
         given = {"strategy": policy, "max_steps": stop, "resume": "auto", "checkpoint_every_steps": 2, **how}
@@ -467,10 +467,11 @@ def saved(folder: Path, policy: ddp.Averaging, *, stops: Sequence[int], **how: A
 def resumed(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, policy in SAVED.items():
-        found[name] = [saved(folder / f"{name} {len(stops)}", policy, stops=stops) for stops in ([2, 4, 6], [2, 6])]
+        stops = [2, 4, 6] if name == "rounds" else [2, 4]
+        found[name] = [saved(folder / f"{name} {len(each)}", policy, stops=each) for each in (stops, stops[-1:])]
     said = said_on_rank_zero(log)
-    found["mirrored"] = saved(folder / "rounds 2", ddp.Averaging(), stops=[8])
-    found["again"] = saved(folder / "rounds 2", SAVED["rounds"], stops=[10])
+    found["mirrored"] = saved(folder / "rounds 1", ddp.Averaging(), stops=[8])
+    found["again"] = saved(folder / "rounds 1", SAVED["rounds"], stops=[10])
     found["said"] = [each for each in said if "local_sgd" in each and "differ" not in each]
     return found
 
@@ -484,6 +485,7 @@ def on_two(folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def everything(folder: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found: dict[str, Any] = {"torch": of_torch(4)}
     ddp.init(abort_s=60)
@@ -501,8 +503,7 @@ def everything(folder: Path) -> dict[str, Any]:
     topology.boot_id = lambda: f"host {int(os.environ['RANK']) // 2}"
     ddp.init(abort_s=60)
     found["islands"] = trained(CASES["islands"])
-    found["verified"] = even(ddp.LocalSGD(every=4, verify_every=1))
-    found["int8"] = even(ddp.LocalSGD(every=4, wire="int8"))
+    found["int8"] = even(ddp.LocalSGD(every=4, wire="int8", verify_every=1), 32, global_batch=8)
     found["hook"] = even(ddp.LocalSGD(every=4, warmup_samples=20, hook=ddp.gradients.PowerSGD(2)))
     ddp.shutdown()
     return found
@@ -561,10 +562,9 @@ def test_a_warm_up_is_mirrored_bit_for_bit(on_ranks: list[dict[str, Any]]) -> No
 
 def test_differences_travel_by_wires_and_hooks(on_ranks: list[dict[str, Any]]) -> None:
     first = on_ranks[0]
-    for name in ("int8", "hook", "verified"):
+    for name in ("int8", "hook"):
         assert all(torch.equal(found[name], first[name]) for found in on_ranks)
-    assert torch.equal(first["verified"], even_here := first["verified"]) and even_here.isfinite().all()
-    assert 0 < off_by(first["int8"], first["verified"]) < 1e-2
+    assert 0 < off_by(first["int8"], first["every=4"]) < 1e-2
     assert first["hook"].isfinite().all()
 
 
