@@ -117,4 +117,4 @@ if __name__ == "__main__":
 #
 # ## Next
 #
-# That is all. `scripts/ddp scale` and `forecast` ask it of your own run; `docs/reading.md` leads on, into the library.
+# `18_servers_and_staleness.py`: one worker is slow. `scripts/ddp scale` and `forecast` ask this one of your own run.
