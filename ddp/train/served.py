@@ -96,7 +96,16 @@ def service_of(given: Given, state: TrainState, settings: Mapping[str, Any]) -> 
         given.home.set(FOLDER, str(state.run_dir))
     facts = facts_of(state.model.module, state.sampler, settings)
     strategy = state.strategy
-    return Service(part, given.home, strategy.model, strategy.pieces(), policy, version=state.step, facts=facts)
+    return Service(
+        part,
+        given.home,
+        strategy.model,
+        strategy.pieces(),
+        policy,
+        num_shards=state.sampler.num_shards,
+        version=state.step,
+        facts=facts,
+    )
 
 
 def facts_of(module: nn.Module, sampler: TrainSampler, settings: Mapping[str, Any]) -> dict[str, Any]:

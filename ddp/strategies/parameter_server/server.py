@@ -99,6 +99,7 @@ class Service:
         model: whose parameters are served.
         pieces: what this server holds of them.
         policy: when updates are made, and how gradients travel.
+        num_shards: parts of a step that random streams hang on (`Ledger`).
         version: updates that the run has made before.
         facts: plain values that a worker compares with its own.
     """
@@ -111,15 +112,16 @@ class Service:
         pieces: Sequence[tuple[Piece, Part]],
         policy: Policy,
         *,
+        num_shards: int,
         version: int,
         facts: Mapping[str, Any],
     ) -> None:
         self._part, self._policy, self._model = part, policy, model
         self._comm, self._facts = model.comm, dict(facts)
-        self._num_parts = policy.num_parts(part.num_workers)
         self._ledger = Ledger(
             mode=policy.mode,
-            num_parts=self._num_parts,
+            num_parts=policy.num_parts(part.num_workers),
+            num_shards=num_shards,
             staleness=policy.staleness,
             num_backups=policy.backup_workers,
             version=version,
@@ -132,7 +134,7 @@ class Service:
         self._wishes: list[str] = []  # to stop
         self._over: dict[str, Any] | None = None
         self._changed, self._whole = threading.Condition(), threading.Lock()
-        self._edges: dict[int, threading.Thread] = {}
+        self._attendants: dict[int, threading.Thread] = {}
         self._num_here, self._empty_since_s, self._num_changes = 0, now_s(), 0
         self._home = home
         self._whole.acquire()
@@ -273,7 +275,7 @@ class Service:
             self._whole.release()
         patience = Patience(LAST_S)
         self._doorman.join(LAST_S)
-        for thread in list(self._edges.values()):
+        for thread in list(self._attendants.values()):
             thread.join(patience.left_s())
 
     # --- the doorman -------------------------------------------------------------------------------------------------
@@ -289,7 +291,7 @@ class Service:
                 return
             for number in range(seen, num_arrivals):
                 thread = threading.Thread(target=self._attend, args=(number,), name=f"ddp-worker-{number}", daemon=True)
-                self._edges[number] = thread
+                self._attendants[number] = thread
                 thread.start()
                 if mine.index == 0:
                     home.set(f"{mine.incarnation}/welcome/{number}", "")
@@ -308,15 +310,10 @@ class Service:
             if problem := self._unlike(first["facts"]):
                 broadcast_object(comm, {"refused": problem}, SERVER)
                 return
-            broadcast_object(comm, {"pieces": [tuple(piece) for piece, _ in self._pieces]}, SERVER)
-            policy = self._policy
-            edge = Edge(
-                comm,
-                self._parameters,
-                [piece for piece, _ in self._pieces],
-                wire=policy.wire,
-                hook=policy.hook,
-            )
+            pieces = [piece for piece, _ in self._pieces]
+            buffers = dict(self._model.module.named_buffers())  # all of them once; with each pull those that change
+            broadcast_object(comm, {"pieces": list(map(tuple, pieces)), "buffers": buffers}, SERVER)
+            edge = Edge(comm, self._parameters, pieces, wire=self._policy.wire, hook=self._policy.hook)
             self._enters(first["version"])
             entered = first
             while self._serve(edge, number):
@@ -339,7 +336,7 @@ class Service:
             if comm is not None:
                 with suppress(Exception):
                     comm.close() if not comm.is_broken else comm.abandon("the other end is gone")
-            self._edges.pop(number, None)
+            self._attendants.pop(number, None)
 
     def _unlike(self, facts: Mapping[str, Any]) -> str:
         """Returns what a worker has other than the servers, in words; "" for nothing."""

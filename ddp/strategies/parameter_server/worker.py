@@ -126,8 +126,14 @@ class Servers:
         if "refused" in answer:
             comm.close()
             raise ConfigError(answer["refused"])
+        self._take_buffers(answer["buffers"])
         pieces = [Piece(*piece) for piece in answer["pieces"]]
         return Edge(comm, self._parameters, pieces, wire=self._policy.wire, hook=self._policy.hook)
+
+    @torch.no_grad()
+    def _take_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        for name, value in buffers.items():
+            self._module.get_buffer(name).copy_(value)
 
     # --- a part of a step, in the order of time -----------------------------------------------------------------------
 
@@ -164,9 +170,7 @@ class Servers:
             while self._asked(server, {"what": "pull", "version": self.version})["verdict"] == "wait":
                 pass
             edge.pull(label)
-        with torch.no_grad():
-            for name, value in buffers.items():
-                self._module.get_buffer(name).copy_(value)
+        self._take_buffers(buffers)
         self._pulled = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
         return [as_lease(each) for each in answer["leases"]]
 
