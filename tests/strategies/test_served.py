@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -186,41 +187,47 @@ def test_lost_servers_go_on_from_a_checkpoint_and_say_what_is_gone(
 
 
 class Enough(ddp.Callback):
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
     def step_end(self, state: ddp.TrainState, report: ddp.StepReport) -> None:
-        if state.step == 2:
+        if state.step == 3:
             state.stop("enough")
+        if state.step == 4:
+            (self._folder / "enough").touch()
 
 
 class Overtaken(Once):
-    """Lets worker 1 begin first, and take long."""
+    """Lets who begins first, with the first or fourth of five steps, end after the other worker has made the rest."""
 
     def __init__(self, folder: Path) -> None:
-        self._files = [folder / "worker 1 has begun"]
+        super().__init__(0.0)
+        self._files = folder / "begun", folder / "enough"
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
-        (begun,), is_slow = self._files, str(cast()) == "worker 1"
-        if is_slow:
-            begun.touch()
-        while cast() is not None and not begun.exists():
-            time.sleep(0.005)
-        self._pause = [0.5 if is_slow else 0.0]
+        begun, enough = self._files
+        with contextlib.suppress(FileExistsError):
+            begun.touch(exist_ok=False)
+            stop_s = time.monotonic() + 20
+            while cast() is not None and not enough.exists() and time.monotonic() < stop_s:
+                time.sleep(0.005)
         return super().loss(model, batch)
 
 
 def partly(folder: Path, strategy: Any, *, stops: bool) -> tuple[int, Tensor]:
-    """Two epochs, or three steps of them, in which the other worker overtakes worker 1."""
+    """Two epochs, or four steps of them, in which one worker overtakes the other."""
     torch.manual_seed(0)
     module, data = Counts(), (torch.arange(NUM_SAMPLES), torch.zeros(NUM_SAMPLES))
     state = ddp.fit(
         module,
         data,
         torch.optim.SGD(module.parameters(), lr=1.0),
-        loss=Overtaken(folder),
+        loss=Overtaken(folder) if stops else Once(0.0),
         global_batch=BATCH,
         epochs=2,
         strategy=strategy,
         folder=ddp.Folder(folder, resume="auto", progress=False, curves=False),
-        callbacks=[Enough()] if stops else [],
+        callbacks=[Enough(folder)] if stops else [],
     )
     return state.step, module.weight.detach()
 
@@ -240,7 +247,7 @@ def test_a_run_goes_on_under_another_strategy_with_each_sample_once(order: str, 
         policy, servers = (ASYNC, 1) if strategy == "async" else ("auto", 0)
         found = ddp.launch(partly, tmp_path, policy, stops=stops, workers=2, servers=servers)
         if stops:
-            assert found[0][0] == 3
+            assert found[0][0] == 4
             assert ("ahead" in sampler_in(tmp_path)) == (strategy == "async")
     assert found[0][0] == 10
     assert times_counted(found[0][1], 2)
