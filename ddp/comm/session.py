@@ -25,6 +25,7 @@ from ddp import gpu
 from ddp.collectives.simulate import SEGMENT_BYTES
 from ddp.comm.communicator import Communicator
 from ddp.comm.device import chosen_device, device_named
+from ddp.comm.meeting.by_arrival import my_part
 from ddp.comm.meeting.place import Place, place
 from ddp.comm.meeting.private_store import for_torch, part_of, sealed
 from ddp.comm.meeting.rendezvous import Opened, answered, on_this_host, open_store, rendezvous
@@ -104,6 +105,8 @@ def init(
         if asked is not None and asked.index not in (None, comm.device.index):
             raise ConfigError(f"device={device}: this process's communicator is on {comm.device}; shut it down first")
         return comm
+    if dist.group.WORLD is None:
+        my_part(warn_s=warn_s, abort_s=abort_s or ABORT_S)
     keep_large_blocks()
     _session.generation += 1
     _session.handled = sys.exception()

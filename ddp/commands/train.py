@@ -1,5 +1,6 @@
 """Trains with the settings that follow, which Hydra reads; below torchrun, mpirun, …, in its processes.
 
+As a server or worker that is started by hand (`cluster.role`) it joins the others.
 In the task `evaluator` of a cluster it follows the others' run as its side-car.
 """
 
@@ -7,11 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from typing import NoReturn
 
 from ddp.comm.meeting.place import evaluator, is_rank
 from ddp.process.arguments import program
+from ddp.run.launch import by_hand
 from ddp.run.launch import command_line as launcher
 from ddp.run.launch import torchrun as under_torchrun
 
@@ -27,8 +30,9 @@ def train() -> NoReturn:
     if {"-h", "--help"} & set(sys.argv[1:]):
         launcher.main()  # which answers, and needs no cluster
     with launcher.bad_input_to(launcher.exit_with_error):
+        role = launcher.take_role(sys.argv[1:])
         launcher.join_cluster(sys.argv[1:])
-        as_asked = under_torchrun.main if is_rank() else launcher.main
+        as_asked = partial(by_hand.main, role) if role else under_torchrun.main if is_rank() else launcher.main
         if me := evaluator():
             import_module("ddp.commands.sidecar").follow_the_others(me, sys.argv[1:])
     as_asked()

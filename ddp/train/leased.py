@@ -30,7 +30,7 @@ from ddp.train.first_look import FirstLook
 from ddp.train.served import facts_of
 from ddp.train.state import TrainState, limits_of
 from ddp.train.step import StepRules, backward
-from ddp.train.stopping import flag_of_a_new_fit
+from ddp.train.stopping import StopFlag, flag_of_a_new_fit
 
 
 def work(given: Given, comm: Communicator, part: Cast) -> TrainState:
@@ -80,6 +80,7 @@ def work(given: Given, comm: Communicator, part: Cast) -> TrainState:
                 )
                 try:
                     while True:
+                        _leave_if_asked(part, stop, servers)
                         loader.put(servers.leases(loader.num_ahead))
                         for lease, plan, batches in loader.steps():
                             if (more := servers.begin(lease, num_ahead=loader.num_ahead)) is None:
@@ -87,7 +88,9 @@ def work(given: Given, comm: Communicator, part: Cast) -> TrainState:
                             loader.put(more)
                             totals = _computed(state, rules, lease, plan, batches)
                             num_samples = sum(len(micro.indices) for micro in plan.micros)
-                            servers.push(lease, totals, num_samples=num_samples, stop=stop.reason)
+                            wish = "" if part.by_hand else stop.reason
+                            servers.push(lease, totals, num_samples=num_samples, stop=wish)
+                            _leave_if_asked(part, stop, servers)
                 except LOST as lost:
                     log.warning("the servers are lost (%s): this worker waits for them to come back", lost)
                 finally:
@@ -103,6 +106,16 @@ def work(given: Given, comm: Communicator, part: Cast) -> TrainState:
             raise
     strategy.finish(alone=True)
     return state
+
+
+def _leave_if_asked(part: Cast, stop: StopFlag, servers: Servers) -> None:
+    """Ends the work of a process that was started by hand, and is to stop: the run goes on without it.
+
+    Raises:
+        Over: for this worker.
+    """
+    if part.by_hand and stop.reason:
+        raise Over({"evaluation": {}, "step": servers.version, "stopped_by": stop.reason})
 
 
 def _computed(state: TrainState, rules: StepRules, lease: Lease, plan: StepPlan, batches: Iterator[Any]) -> Totals:

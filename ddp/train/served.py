@@ -15,8 +15,11 @@ from typing import Any
 from torch import nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from ddp.comm.meeting.by_arrival import my_part
 from ddp.comm.meeting.cast import Cast, cast
 from ddp.comm.meeting.private_store import part_of
+from ddp.comm.opening import WARN_S
+from ddp.comm.session import ABORT_S
 from ddp.data.orders.sampler import StepPlan, TrainSampler
 from ddp.data.orders.steps import BatchWarmup
 from ddp.errors import ConfigError
@@ -40,7 +43,7 @@ def check_cast(given: Given) -> Cast | None:
         ConfigError: it has one and the strategy is not that of parameter servers, or the reverse; or these cannot train
             what is given.
     """
-    part, policy = cast(), given.strategy
+    part, policy = my_part(warn_s=WARN_S, abort_s=ABORT_S), given.strategy
     if not isinstance(policy, Policy):
         if part is not None:
             raise ConfigError(
@@ -51,7 +54,7 @@ def check_cast(given: Given) -> Cast | None:
     if part is None:
         raise ConfigError(
             "strategy='parameter_server': there are no servers; start them with ddp.launch(…, servers=1), or "
-            "cluster.servers=1 on the command line"
+            "cluster.servers=1 on the command line, or start each process with DDP_ROLE=server or DDP_ROLE=worker"
         )
     for problem in policy.problems(
         workers=part.num_workers,

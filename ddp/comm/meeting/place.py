@@ -50,7 +50,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddp.comm.meeting import cluster_spec
-from ddp.comm.meeting.cast import cast
+from ddp.comm.meeting.cast import ROLE, cast, told
 from ddp.comm.meeting.cluster_spec import Cluster, Task
 from ddp.comm.meeting.secret import FOLDER
 from ddp.errors import ConfigError
@@ -244,6 +244,8 @@ def refuse_workers(what: str, *, instead: str) -> None:
     """Raises ConfigError in a rank that has others beside it, because `what` would start workers in each of them."""
     if (mine := cast()) is not None:
         raise ConfigError(f"{what}: this process is {mine} already: {instead}")
+    if (me := told()) is not None and me.job:
+        raise ConfigError(f"{what}: this process is a {me.job} already, as {ROLE} says: {instead}")
     if (found := place()) is not None and found.world_size > 1:
         by = "RANK" if found.launcher == _TORCHRUN.name else found.launcher  # which many others set as well
         rank = f"rank {found.rank} of {found.world_size} already, as {by} says"

@@ -161,7 +161,7 @@ def open_store(place: Place, *, warn_s: float, abort_s: float) -> Opened:
         PeerLost: rank 0 cannot be reached.
     """
     if place.part and place.world_size > 1 and (mine := cast()) is not None:
-        return Opened(part_of(mine.store, f"servers/{mine.incarnation}"))
+        return Opened(part_of(mine.store, f"servers/{mine.incarnation}"), mine.served)
     if not place.address:
         return Opened(sealed(_get_default_store(), secret()) if place.world_size > 1 else HashStore())
     if (folder := private_part(place.port)) is not None:
@@ -179,13 +179,20 @@ def _served(place: Place, timeout_s: float) -> Store:
         return TCPStore(place.address, place.port, timeout=timedelta(seconds=timeout_s), **choices)
     except DistError as error:
         where = f"MASTER_ADDR={place.address}, MASTER_PORT={place.port}"
-        once = ""
+        who, all_of_them, once = _keeper(place), "ranks", ""
         if place.tasks:
             where, once = f"{place.role} at {place.address}:{place.port}", f"start {place.role} once, and "
+        elif place.part:
+            all_of_them, once = "processes", "start one server, or say cluster.servers=2 (DDP_SERVERS), and "
         raise ConfigError(
-            f"{where}: rank 0 cannot serve the store of the ranks there ({first_line(error)}); {once}give all ranks "
-            "an address of rank 0's host, and a port that is free there"
+            f"{where}: {who} cannot serve the store of the {all_of_them} there ({first_line(error)}); {once}give all "
+            f"{all_of_them} an address of {who}'s host, and a port that is free there"
         ) from error
+
+
+def _keeper(place: Place) -> str:
+    """Returns who serves the store, in words: a server of a run with parameter servers, if this has a part in one."""
+    return "server 0" if place.part else "rank 0"
 
 
 def _reached(place: Place, *, warn_s: float, abort_s: float) -> Store:
@@ -214,7 +221,8 @@ def _reached(place: Place, *, warn_s: float, abort_s: float) -> Store:
     if place.tasks:
         where = f"{where} as {place.tasks[0]}"
     if not over.wait(min(warn_s, abort_s)):
-        log.warning("start-up has waited %.0f s for rank 0, which keeps the store of the ranks at %s", warn_s, where)
+        who = _keeper(place)
+        log.warning("start-up has waited %.0f s for %s, which keeps the store of the ranks at %s", warn_s, who, where)
         over.wait(max(0.0, abort_s - warn_s))
         over.set()
         connecting.join(LET_GO_S)  # one that returns from torch while the interpreter exits would abort the process
@@ -223,6 +231,8 @@ def _reached(place: Place, *, warn_s: float, abort_s: float) -> Store:
         return found[0]
     why = first_line(failed[0]) if failed else f"nothing that it says within {abort_s:g} s"
     reason = f"the store of the ranks, which it keeps at {where}, is out of reach ({why}). Was it started?"
+    if place.part:
+        reason = f"no server serves a store at {where} ({why}). Was one started, with the same address and port?"
     raise PeerLost(0, "unknown", 0, 0, "start-up", reason)
 
 

@@ -42,8 +42,9 @@ from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, cast, get_args
 
+from ddp.comm.meeting.cast import ROLE, SERVERS, WORKERS, Job, Told, told
 from ddp.comm.meeting.place import allow_servers, take_cluster
 from ddp.errors import USER_ERRORS, ConfigError, first_line
 from ddp.process.arguments import program, setting_for, shown, train_command, typed_command
@@ -144,8 +145,9 @@ class Task:
 
 def _trained(config: Config, run_dir: Path) -> int:
     """Prepares and makes a run; returns its status."""
-    if config.cluster.spec or config.cluster.task:
-        raise ConfigError("cluster.spec: every task needs it on its command line, and not in a file")
+    for key in ("spec", "task", "role"):
+        if getattr(config.cluster, key):
+            raise ConfigError(f"cluster.{key}: every process needs it on its command line, and not in a file")
     check_gpus(config)
     check_strategy(config)
     print(f"starting {counted(config.cluster.workers, 'worker')} for {shown(run_dir)}/ …", flush=True)
@@ -265,9 +267,34 @@ def join_cluster(arguments: Sequence[str]) -> None:
         take_cluster(spec, task)
 
 
+def take_role(arguments: Sequence[str]) -> Told | None:
+    """Puts what the command line says of this process's role into the variables for it; returns what these tell then.
+
+    None: this process is not started by hand as a server or worker.
+
+    Raises:
+        ConfigError: it cannot be.
+    """
+    words = [each.lstrip("+") for each in arguments]
+    asked = dict(word.split("=", 1) for word in words if word.startswith("cluster.") and "=" in word)
+    if (role := asked.get("cluster.role", "null")) != "null":
+        if role not in get_args(Job):
+            raise ConfigError(f"cluster.role={role}: must be {' or '.join(get_args(Job))}")
+        if role != os.environ.setdefault(ROLE, role):
+            raise ConfigError(f"cluster.role={role}: but {ROLE} is {os.environ[ROLE]}: leave one out")
+    if not os.environ.get(ROLE):
+        return None
+    if strange := [word for word in words if word.startswith(("cluster.spec", "cluster.task"))]:
+        raise ConfigError(f"{strange[0]}: this process is a {os.environ[ROLE]} by its role; leave one of the two out")
+    for name, key in ((SERVERS, "cluster.servers"), (WORKERS, "cluster.workers")):
+        if key in asked:
+            os.environ[name] = asked[key]
+    return told()
+
+
 def is_of_task(argument: str) -> bool:
-    """Returns True for the setting that says which task of a cluster a process is, and so is not the run's."""
-    return argument.lstrip("+").startswith("cluster.task=")
+    """Returns True for a setting that says which process of several this one is, and so is not the run's."""
+    return argument.lstrip("+").startswith(("cluster.task=", "cluster.role="))
 
 
 HYDRAS = {"-m", "--multirun", "-c", "--cfg", "-p", "--package", "--resolve", "-i", "--info"}

@@ -103,7 +103,7 @@ def continued(config: Config, overrides: Sequence[str], run_dir: Path) -> Config
         code = plain["run"]["code"]
         plain.update({group: now[group] for group in ("run", "init_from")})  # it goes on elsewhere, from a checkpoint
         plain["run"]["code"] = code
-    derived = {"cluster": ["local_workers", "spec", "task"], "batch": ["num_shards"]}
+    derived = {"cluster": ["local_workers", "spec", "task", "role"], "batch": ["num_shards"]}
     if "cluster.workers" in keys:
         derived["cluster"].append("threads_per_worker")
     for group, names in derived.items():

@@ -23,13 +23,13 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp.comm.meeting.cast import Cast, Job, take_part
+from ddp.comm.meeting.cast import numbered, take_part, told
 from ddp.comm.meeting.place import Place, place
 from ddp.errors import ConfigError, PeerLost, first_line
 from ddp.process.memory import collect_later
@@ -55,10 +55,7 @@ from ddp.units import counted
 
 def main() -> NoReturn:
     """Trains as one of the ranks that are there; ends the process. `cluster.workers` is the world size."""
-    collect_later()
-    keep_writing()
-    os.environ["MKL_CBWR"] = "AUTO"  # before torch is imported; see ddp/run/launch/engine.py
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACE
+    become_worker()
     with bad_input_to(exit_with_error):
         join_cluster(sys.argv[1:])
         launched = here = place()
@@ -73,27 +70,45 @@ def main() -> NoReturn:
     if not here.tasks:  # those are started by hand, in a shell that may end before them
         follow_parent(os.getppid(), grace_s=ORPHAN_GRACE_S)
     sent, attempt, _store = _received(here, launched, servers)  # which this process may serve, as long as it lives
+    play = partial(_play, here, servers, attempt) if servers else lambda: None
+    train_as(here.rank, from_plain(sent["config"]), Path(sent["run_dir"]), role=here.role, play=play)
 
+
+def become_worker() -> None:
+    """Makes this process one that computes, before it imports torch."""
+    collect_later()
+    keep_writing()
+    os.environ["MKL_CBWR"] = "AUTO"  # see ddp/run/launch/engine.py
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACE
+
+
+def train_as(
+    rank: int, config: Config, run_dir: Path, *, role: str = "", play: Callable[[], object] = lambda: None
+) -> NoReturn:
+    """Trains in this process, says how it ended, and on rank 0 completes the results; ends the process.
+
+    Args:
+        rank, role, play: see `worker.train`.
+    """
     import torch
 
-    config, run_dir = from_plain(sent["config"]), Path(sent["run_dir"])
+    servers = config.cluster.servers
     assert config.cluster.threads_per_worker is not None
     torch.set_num_threads(config.cluster.threads_per_worker)  # torchrun has set OMP_NUM_THREADS=1
     terminal = tolerant(os.dup(2), like=sys.stderr)
-    play = partial(_play, here, servers, attempt) if servers else lambda: None
-    status = train_in_this_process(config, run_dir, rank=here.rank, role=here.role, play=play)
-    if config.trial and here.rank == 0:
+    status = train_in_this_process(config, run_dir, rank=rank, role=role, play=play)
+    if config.trial and rank == 0:
         forget_trial(run_dir)
-    report = Report.read(run_dir / "logs", rank=here.rank, servers=servers) if status else None
+    report = Report.read(run_dir / "logs", rank=rank, servers=servers) if status else None
     if report is not None and report.is_secondary:
-        who = called(here.rank, servers)
+        who = called(rank, servers)
         print(f"{who} stopped because another rank failed: {report.message}", file=terminal, flush=True)
     elif report is not None:
         print(report.block(), file=terminal, flush=True)
         _tell_torchrun(report.block())
     if status:
         leave(status)
-    if here.rank == 0:
+    if rank == 0:
         from ddp.run.build.stages import finish
         from ddp.train.sidecar import is_followed, wait_for
 
@@ -111,6 +126,8 @@ def _num_servers(here: Place) -> int:
     """
     asked = next((each for each in reversed(sys.argv[1:]) if each.lstrip("+").startswith("cluster.servers=")), "")
     number = int(value) if (value := asked.partition("=")[2]).isdigit() else 0
+    if not asked and (me := told()) is not None:
+        number = me.num_servers or 0
     if here.tasks:
         described = sum(task.job == "ps" for task in here.tasks)
         if asked and number != described:
@@ -133,9 +150,8 @@ def _play(here: Place, servers: int, attempt: Any) -> None:
     """Gives this process its part among servers and workers, which meet in the store of this attempt."""
     from ddp.comm.meeting.private_store import part_of
 
-    job: Job = "server" if here.rank < servers else "worker"
-    index, workers = here.rank - (servers if job == "worker" else 0), here.world_size - servers
-    take_part(Cast(job, index, workers, servers, part_of(attempt, "cast")))
+    workers, store = here.world_size - servers, part_of(attempt, "cast")
+    take_part(numbered(here.rank, workers=workers, servers=servers, store=store))
 
 
 def _received(here: Place, launched: Place, servers: int) -> tuple[dict[str, Any], Any, Any]:
@@ -164,14 +180,14 @@ def _received(here: Place, launched: Place, servers: int) -> tuple[dict[str, Any
             os.environ.update({name: interface for name, interface in ON_LOOPBACK.items() if name not in os.environ})
         watchdog = Watchdog(attempt, rank, world_size, generation=0, warn_s=math.inf, abort_s=ABORT_S)
         if here.tasks and rank:
-            watchdog.publish(f"typed/{rank}", json.dumps(_typed()))
+            watchdog.publish(f"typed/{rank}", json.dumps(typed()))
         if rank == 0:
-            typed = {}
+            theirs = {}
             for other in range(1, world_size if here.tasks else 1):
                 says = Call(0, f"rank {other} says which settings it is given")
-                typed[other] = json.loads(watchdog.wait_for_word(f"typed/{other}", other, says))
+                theirs[other] = json.loads(watchdog.wait_for_word(f"typed/{other}", other, says))
             earlier = json.loads(job.get("run")) if job.check(["run"]) else None
-            sent = _unlike_rank_0(here, typed)  # before there is a folder
+            sent = _unlike_rank_0(here, theirs)  # before there is a folder
             if world_size == local_workers:
                 local_workers -= servers
             sent = sent or prepared(
@@ -185,7 +201,7 @@ def _received(here: Place, launched: Place, servers: int) -> tuple[dict[str, Any
             importlib.import_module("ddp.run.build.stages")  # it takes a second, while rank 0 prepares
             sent = json.loads(watchdog.wait_for_word("start", 0, Call(0, "rank 0 prepares the run")))
         if "error" not in sent:
-            fetched = _prepare_host(sent) if rank and not local_rank else {}
+            fetched = prepare_host(sent) if rank and not local_rank else {}
             has_said = "error" in fetched
             watchdog.publish(f"data/{rank}", json.dumps(fetched))
             for other in range(world_size):
@@ -208,11 +224,12 @@ def _received(here: Place, launched: Place, servers: int) -> tuple[dict[str, Any
 
 
 def prepared(
-    *, workers: int, servers: int = 0, local_workers: int, earlier: Mapping[str, Any] | None = None
+    *, workers: int | None, servers: int = 0, local_workers: int | None, earlier: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Prepares the run on rank 0. Returns for all ranks, as JSON can hold it, `config` and `run_dir`; or `error`.
 
     Args:
+        workers: None: as the settings say. local_workers: None: all, as if this process started them.
         earlier: what this returned in the attempt that torchrun has restarted.
     """
     sent: dict[str, Any] = {}
@@ -225,7 +242,7 @@ def prepared(
         if earlier is None:
             config, run_dir = _asked_for(workers=workers, servers=servers, local_workers=local_workers)
         else:
-            config, run_dir = _restarted(earlier, workers=workers)
+            config, run_dir = _restarted(earlier, workers=workers or 1)
         with contextlib.ExitStack() as until_end:
             until_end.enter_context(only_writer(run_dir))
             prepare(config, run_dir, local_workers=local_workers, is_restart=earlier is not None)
@@ -234,11 +251,15 @@ def prepared(
     return sent
 
 
-def _asked_for(*, workers: int, servers: int, local_workers: int) -> tuple[Config, Path]:
+def _asked_for(*, workers: int | None, servers: int, local_workers: int | None) -> tuple[Config, Path]:
     """Returns the run that the command line asks for."""
-    _refuse_of_one_process(workers, servers)
     overrides = [each for each in options_first(sys.argv[1:]) if not is_of_task(each)]  # which is rank 0's alone
-    counts = [f"cluster.workers={workers}", f"cluster.servers={servers}", f"+cluster.local_workers={local_workers}"]
+    counts = [f"cluster.servers={servers}"]
+    if workers is not None:
+        _refuse_of_one_process(workers, servers)
+        counts += [f"cluster.workers={workers}"]
+    if local_workers is not None:
+        counts += [f"+cluster.local_workers={local_workers}"]
     return composed([*overrides, *counts])
 
 
@@ -269,19 +290,19 @@ def _restarted(earlier: Mapping[str, Any], *, workers: int) -> tuple[Config, Pat
     return config, run_dir
 
 
-def _typed() -> list[str]:
+def typed() -> list[str]:
     """Returns the settings on this process's command line, but for what says which cluster this is."""
-    return [each for each in sys.argv[1:] if not each.lstrip("+").startswith(("cluster.spec", "cluster.task"))]
+    return [each for each in sys.argv[1:] if not (is_of_task(each) or each.lstrip("+").startswith("cluster.spec"))]
 
 
-def _unlike_rank_0(here: Place, typed: Mapping[int, Sequence[str]]) -> dict[str, Any]:
+def _unlike_rank_0(here: Place, theirs: Mapping[int, Sequence[str]]) -> dict[str, Any]:
     """Returns an `error` if a task that is started by hand is given settings that rank 0, which composes, is not.
 
     Args:
-        typed: the settings of the other tasks, by rank.
+        theirs: the settings of the other tasks, by rank.
     """
-    for rank, settings in typed.items():
-        if strange := [each for each in settings if each not in _typed()]:
+    for rank, settings in theirs.items():
+        if strange := [each for each in settings if each not in typed()]:
             error = f"{here.tasks[rank]}: {' '.join(strange)}: a run has the settings of {here.tasks[0]}; give them "
             error += "there, or nowhere"
             print_error(error)
@@ -289,7 +310,7 @@ def _unlike_rank_0(here: Place, typed: Mapping[int, Sequence[str]]) -> dict[str,
     return {}
 
 
-def _prepare_host(sent: Mapping[str, Any]) -> dict[str, str]:
+def prepare_host(sent: Mapping[str, Any]) -> dict[str, str]:
     """Fetches the data for all ranks of this host, which need not share a disk with rank 0's.
 
     One rank of each host calls it, except on that of rank 0, which has done so. Returns an `error` if there was one.

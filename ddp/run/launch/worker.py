@@ -38,7 +38,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from ddp.comm.meeting.cast import STORE, Cast, Job, take_part
+from ddp.comm.meeting.cast import STORE, numbered, take_part
 from ddp.comm.meeting.secret import take_secret
 from ddp.errors import ConfigError, said
 from ddp.process.files import make_folder, to_append
@@ -119,10 +119,9 @@ def _play(options: argparse.Namespace) -> None:
     """Gives this process its part among servers and workers that one host's launcher has started."""
     from ddp.comm.meeting.private_store import Folder  # and torch with it
 
-    job: Job = "server" if options.rank < options.servers else "worker"
-    index = options.rank if job == "server" else options.rank - options.servers
+    counts = {"workers": options.workers, "servers": options.servers}
     store = Folder(options.private / STORE)
-    take_part(Cast(job, index, options.workers, options.servers, store, options.incarnation))
+    take_part(numbered(options.rank, **counts, store=store, incarnation=options.incarnation))
 
 
 def _call(

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddp.collectives.simulate import SEGMENT_BYTES
+from ddp.comm.meeting.cast import Job
 from ddp.policies import (
     Buckets,
     Checkpoints,
@@ -500,6 +501,11 @@ class Cluster:
         "worker: [HOST:PORT, …]}: docs/engines.md",
     )
     task: str | None = setting(None, "which of these tasks this process is, as worker:0")
+    role: Job | None = setting(
+        None,
+        "what this process is in a run with servers whose processes are started by hand, at any time: docs/engines.md; "
+        "workers need nothing else",
+    )
     local_workers: int | None = None  # of these, on this host; set by the launcher
     threads_per_worker: int | None = setting(
         None, "CPU threads of a worker; null: cores ÷ workers of the host", at_least=1

@@ -15,6 +15,7 @@ import json
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.cast import Cast
 from ddp.comm.meeting.private_store import part_of
+from ddp.comm.meeting.rendezvous import answered
 from ddp.comm.objects import broadcast_object
 from ddp.comm.opening import open_communicator
 from ddp.errors import CommunicatorBroken, ConfigError, PeerLost
@@ -90,7 +92,8 @@ class Servers:
         self.abandon("the servers were lost")
         patience = Patience(self._comm.abort_s)
         while True:
-            number, incarnation = self._welcomed(patience)
+            within_s = max(1.0, patience.left_s())
+            number, incarnation = answered(partial(self._welcomed, patience), within_s=within_s)
             try:
                 self._edges = [self._edge(server, number, incarnation) for server in range(self._part.num_servers)]
             except LOST:
@@ -104,7 +107,7 @@ class Servers:
         """Returns this worker's number at servers that let it in, and which incarnation of them that is."""
         home = self._home
         number, incarnation = -1, -1
-        with suppress(DistError):  # the store has gone, and the run with it
+        try:
             while left_s := patience.left_s():
                 if home.check(["over"]):
                     raise Over(json.loads(home.get("over")))
@@ -115,6 +118,12 @@ class Servers:
                 if number >= 0 and home.check([f"{incarnation}/welcome/{number}"]):
                     return number, incarnation
                 time.sleep(min(POLL_S, left_s))
+        except DistError as error:
+            reason = (
+                "the store in which servers and workers meet has gone, and this run with it: start the servers again, "
+                "with resume=auto, and then the workers"
+            )
+            raise PeerLost(SERVER, "unknown", 0, 0, "start-up", reason) from error
         raise PeerLost(SERVER, "unknown", 0, 0, "start-up", f"no server came; the limit is {patience.limit_s:g} s")
 
     def _edge(self, server: int, number: int, incarnation: int) -> Edge:

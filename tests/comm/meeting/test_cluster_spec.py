@@ -31,7 +31,7 @@ from ddp.commands import train
 from ddp.errors import ConfigError, PeerLost
 from ddp.process.log import add_handler, log
 from ddp.run.launch.command_line import join_cluster
-from ddp.run.launch.torchrun import _typed, _unlike_rank_0
+from ddp.run.launch.torchrun import _unlike_rank_0, typed
 
 WORKERS = ["h:1", "h:2", "g:3"]
 TASKS = tuple(Task("worker", index, address) for index, address in enumerate(WORKERS))
@@ -386,7 +386,7 @@ def test_settings_that_rank_0_lacks_are_not_dropped_in_silence(
     here = Place("cluster.spec", 0, 4, 0, 1, "c", 9, (CHIEF, *TASKS))
     own = ["max_steps=2", "run.name=mine"]
     monkeypatch.setattr(sys, "argv", ["ddp train", *own, "+cluster.spec={}", "cluster.task=chief:0"])
-    assert _typed() == own
+    assert typed() == own
     assert _unlike_rank_0(here, {1: [], 2: ["run.name=mine"], 3: own}) == {}
     error = "worker:1: max_steps=3: a run has the settings of chief:0; give them there, or nowhere"
     assert _unlike_rank_0(here, {1: [], 2: ["run.name=mine", "max_steps=3"]}) == {"error": error}
