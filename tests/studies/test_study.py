@@ -50,6 +50,7 @@ def test_runs_are_made_once(tmp_path: Path) -> None:
         ("optimizers.py --turns nan", "--turns: nan: give a whole number from 1 up"),
         ("large_batch.py --num-train 100", "100: give a whole number from 8,192 up: an epoch has a whole batch"),
         ("less_traffic.py --seeds 6", "6: give a whole number from 1 to 5"),
+        ("servers.py --kills -1", "--kills: -1: give a whole number from 0 up"),
         ("hooks.py --methods signs", "method 'signs' is unknown; choose among plain"),
         ("hooks.py --models digits", "model 'digits' is unknown; choose among small-mlp"),
         ("memory.py --variants ours,theirs", "variant 'theirs' is unknown; choose among ours"),

@@ -147,9 +147,6 @@ SUBJECTS = {  # chapter → the functions that it is about
     ],
     "15_who_starts_it": ["comm/meeting/place.py: _placed, _meeting, _port_of, _starter"],
     "16_central_storage": ["comm/host_share.py: shared_by_host, _mapped"],
-    "18_servers_and_staleness": [
-        "strategies/parameter_server/ledger.py: take_update, begin, returned, _may_begin, _draw",
-    ],
 }
 
 
