@@ -44,7 +44,7 @@ KINDS = {"mlp": members.mlp, "cnn": members.cnn, "gpt": members.gpt, "odd": memb
 def trained(kind: str, optimizer: str, shards: int, epochs: int, strategy: Any = "auto") -> Tensor:
     """The parameters after a training in float64, where the model has no dropout of its own precision."""
     with members.small_blocks():
-        torch.manual_seed(0)
+        torch.manual_seed(1 if str(cast()).startswith("worker") else 0)  # who begins with other values, frozen ones too
         module = KINDS[kind]().double()
         data = members.odd_samples() if kind == "odd" else members.samples(kind)
         data = tuple(each.double() if each.is_floating_point() else each for each in data)

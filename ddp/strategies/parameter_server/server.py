@@ -311,8 +311,8 @@ class Service:
                 broadcast_object(comm, {"refused": problem}, SERVER)
                 return
             pieces = [piece for piece, _ in self._pieces]
-            buffers = dict(self._model.module.named_buffers())  # all of them once; with each pull those that change
-            broadcast_object(comm, {"pieces": list(map(tuple, pieces)), "buffers": buffers}, SERVER)
+            rest = {} if mine.index else self._rest()
+            broadcast_object(comm, {"pieces": list(map(tuple, pieces)), "rest": rest}, SERVER)
             edge = Edge(comm, self._parameters, pieces, wire=self._policy.wire, hook=self._policy.hook)
             self._enters(first["version"])
             entered = first
@@ -344,6 +344,11 @@ class Service:
             if facts.get(name) != ours:
                 return f"{name} is {facts.get(name)} at the worker and {ours} at the servers: give both the same"
         return ""
+
+    def _rest(self) -> dict[str, Tensor]:
+        """Returns what no pull has, but for buffers that change: all buffers, and the parameters that nobody trains."""
+        frozen = {name: each.detach() for name, each in self._parameters.items() if not each.requires_grad}
+        return frozen | dict(self._model.module.named_buffers())
 
     def _enters(self, version: int) -> None:
         with self._changed:

@@ -135,14 +135,16 @@ class Servers:
         if "refused" in answer:
             comm.close()
             raise ConfigError(answer["refused"])
-        self._take_buffers(answer["buffers"])
+        self._take(answer["rest"])
         pieces = [Piece(*piece) for piece in answer["pieces"]]
         return Edge(comm, self._parameters, pieces, wire=self._policy.wire, hook=self._policy.hook)
 
     @torch.no_grad()
-    def _take_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        for name, value in buffers.items():
-            self._module.get_buffer(name).copy_(value)
+    def _take(self, values: Mapping[str, Tensor]) -> None:
+        """Takes buffers and frozen parameters as the servers have them."""
+        here = self._parameters | dict(self._module.named_buffers())
+        for name, value in values.items():
+            here[name].copy_(value)
 
     # --- a part of a step, in the order of time -----------------------------------------------------------------------
 
@@ -179,7 +181,7 @@ class Servers:
             while self._asked(server, {"what": "pull", "version": self.version})["verdict"] == "wait":
                 pass
             edge.pull(label)
-        self._take_buffers(buffers)
+        self._take(buffers)
         self._pulled = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
         return [as_lease(each) for each in answer["leases"]]
 
