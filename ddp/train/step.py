@@ -36,12 +36,14 @@ from ddp.optim.norms import gradient_norm
 from ddp.optim.precision import forward_precision
 from ddp.optim.schedules import TorchSchedule
 from ddp.process.clock import Stopwatch, now_s
+from ddp.process.log import log
 from ddp.setting import Precision
 from ddp.strategies.parameter_server.server import Received
 from ddp.streams import dropout_stream
 from ddp.train.batch_statistics import REMEDY, TOO_FEW
 from ddp.train.state import StepReport, TrainState
 from ddp.train.tasks.task import Task, name_of
+from ddp.units import counted
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,8 @@ def backward(
     num_averaged = model.num_steps
     every, has_parts = rules.noise_scale_every, state.comm.world_size > 1 or len(plan.micros) > 1
     measures = every > 0 and state.step % every == 0 and has_parts and model.measures_parts
-    totals = Totals(num_stopping=int(wants_stop), num_ending=int(plan.is_last), measure=measures)
+    is_stopping = wants_stop and not plan.num_inner
+    totals = Totals(num_stopping=int(is_stopping), num_ending=int(plan.is_last), measure=measures)
     for number, micro in enumerate(plan.micros or (None,), 1):
         is_last, batch = number >= len(plan.micros), None
         if micro is not None:
@@ -195,6 +198,9 @@ def backward(
                 batch = None if batch is None else to_device(batch, device)
         if plan.num_inner:
             _set_rate(state, rules, plan.inner(number - 1))
+            if state.stop_flag and not totals.num_stopping:  # a round is long: what is asked in its midst counts
+                totals = totals._replace(num_stopping=1)
+                _say_what_is_left(state, len(plan.micros) - number)
         with state.strategy.micro_batch(is_last=is_last, synchronous=not plan.num_inner) as scale:
             totals = totals._replace(loss_scale=scale)
             model.ride_along(totals)
@@ -219,6 +225,15 @@ def backward(
         raise ConfigError(
             f"{name_of(rules.task)}.loss returned a loss that was not computed from what the model returned, so "
             "backward did not reach the model: compute it from model(…), without detach(), item() or torch.tensor()"
+        )
+
+
+def _say_what_is_left(state: TrainState, num_inner: int) -> None:
+    """Tells whoever has sent a signal why the run does not end yet."""
+    if state.stop_flag.signal_name and num_inner:
+        log.warning(
+            "%s: the run ends with this round, after %s more; a second signal ends it at once, without a checkpoint",
+            *(state.stop_flag.signal_name, counted(num_inner, "inner step")),
         )
 
 
