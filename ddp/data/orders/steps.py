@@ -355,6 +355,20 @@ class RoundSizes(BatchSizes):
     def _check(self, batch: BatchWarmup) -> None:
         """Takes a round of one batch, too, and none before it."""
 
+    def _stretch(self, position: int) -> tuple[int, int, int]:
+        if position >= self.batch.num_samples:
+            return super()._stretch(position)
+        left, size = self.length - position % self.length, self.batch.first
+        num_steps = math.ceil(min(left, self.batch.num_samples - position) / size)
+        return num_steps, min(left, num_steps * size), size
+
+    def all(self) -> set[int]:
+        """Returns the sizes that the steps of a run may have; epochs before rounds are like the first."""
+        first, last, num_samples = self.batch
+        spared = max(0, num_samples // self.length - 1) * self.length
+        rest = RoundLength(last // first, num_samples - spared)
+        return RoundSizes(self.length, first, rest).all() if spared else super().all()
+
     @property
     def setting(self) -> int:
         """Returns the samples of an inner step."""
