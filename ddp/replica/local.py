@@ -54,6 +54,7 @@ class LocalDataParallel(BucketedDataParallel):
             totals: of all ranks.
         """
         self._mine = None
+        self.backward.early.clear()  # inner steps have taken these gradients
         self._end_step(totals)
 
     def layout(self) -> Layout:

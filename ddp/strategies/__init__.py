@@ -7,3 +7,4 @@ from ddp.strategies.sharded import Sharded as Sharded
 from ddp.strategies.strategy import Agreement as Agreement
 from ddp.strategies.strategy import Strategy as Strategy
 from ddp.strategies.strategy import step as step
+from ddp.strategies.streaming import Streaming as Streaming

@@ -52,20 +52,24 @@ class LocalSteps(Replicated):
     Args:
         model: a module, which is wrapped in a `LocalDataParallel`; or such a replica.
         optimizer: over its parameters: this rank's own, for inner steps.
-        rounds: how the common parameters follow; how long a round is the loop says, by `is_last`.
+        rounds: how the common parameters follow, without a delay; how long a round is the loop says, by `is_last`.
         how: as in `Replicated`, but not with precision="fp16" or "bf16_pure".
 
     Raises:
-        ConfigError: the model, the precision or the hosts do not go with it.
+        ConfigError: the model, the precision, the hosts or a delay do not go with it.
     """
 
     model: LocalDataParallel
+    _may_be_late = False
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, rounds: Rounds | None = None, **how: Any) -> None:
         if how.get("precision") in ("fp16", "bf16_pure"):
             raise ConfigError(f"LocalSteps with precision={how['precision']!r}: take precision='bf16' or 'fp32'")
+        rounds = rounds or LocalSGD()
+        if rounds.delay and not self._may_be_late:
+            raise ConfigError(f"LocalSteps with delay={rounds.delay}: take ddp.strategies.Streaming, or delay=0")
         super().__init__(model, optimizer, **how)
-        self.rounds = rounds = rounds or LocalSGD()
+        self.rounds = rounds
         momentum = rounds.outer_momentum
         whole = list(self.model.module.parameters())
         self._outer = SGD(whole, lr=rounds.outer_lr, momentum=momentum, nesterov=momentum > 0)
@@ -150,7 +154,8 @@ class LocalSteps(Replicated):
         if told is not None:
             torch._foreach_mul_(differences, float(self._num_items))
         if not self._is_finite:
-            differences[0].fill_(torch.nan)  # so that all ranks know it
+            for difference in differences:
+                difference.fill_(torch.nan)  # so that all ranks know it
         _put(common, inner)
         for parameter, difference in zip(inner, differences, strict=True):
             parameter.grad = difference
@@ -166,7 +171,8 @@ class LocalSteps(Replicated):
     @torch.no_grad()
     def _average_statistics(self, agreement: Agreement) -> None:
         """Gives all ranks the mean of BatchNorm's running statistics, weighted by items."""
-        comm, layers = self.model.comm, [each for each in self.model.modules() if isinstance(each, _NormBase)]
+        comm, modules = self.model.comm, self.model.modules()
+        layers = [each for each in modules if isinstance(each, _NormBase) and each.training]  # others keep theirs
         found = [each for layer in layers for each in (layer.running_mean, layer.running_var) if each is not None]
         if found and comm.world_size > 1:
             everyone = agreement.totals.items_on_host
@@ -178,6 +184,8 @@ class LocalSteps(Replicated):
             with torch.no_grad():
                 _put(self._common, self._inner)
             self._inner, self._common = [], []
+        if self._island is not None and not alone:
+            self._island.close()
         super().finish(alone=alone)
 
     # --- in a checkpoint ---------------------------------------------------------------------------------------------

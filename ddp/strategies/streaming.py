@@ -80,7 +80,10 @@ class Fragment:
         self.num_steps, self.num_items = 0, 0.0
 
     def apply(self, outer: Optimizer) -> Tensor:
-        """Makes the outer step, and returns the sum of squares of the mean difference. Collective."""
+        """Makes the outer step, and returns the sum of squares of the mean difference. Collective.
+
+        If that is not finite, there is no step: the parameters are the common ones.
+        """
         self.wait()
         rest = 1.0 if self._model.comm.enqueues else Totals.read(self._count.tolist()).rest
         for bucket in self._buckets:
@@ -88,6 +91,9 @@ class Fragment:
                 bucket.gradients.mul_(rest)
         progress = [now - then for now, then in zip(self.parameters, self.launched, strict=True)]
         self.take_back()
+        square = torch.stack([bucket.square() for bucket in self._buckets]).sum()
+        if not math.isfinite(float(square)):
+            return square
         views = [view for bucket in self._buckets for view in bucket.views_of(bucket.flat)]
         for parameter, mean in zip(self.parameters, views, strict=True):
             parameter.grad = mean
@@ -96,7 +102,7 @@ class Fragment:
         torch._foreach_add_(list(self.parameters), progress)
         for parameter in self.parameters:
             parameter.grad = None
-        return torch.stack([bucket.square() for bucket in self._buckets]).sum()
+        return square
 
     def wait(self) -> None:
         """Returns once nothing of it is under way."""
@@ -118,8 +124,11 @@ class Streaming(LocalSteps):
         rounds: with a delay.
 
     Raises:
-        ConfigError: as `LocalSteps`; or a hook, which keeps what it has not sent until an exchange is complete.
+        ConfigError: as `LocalSteps`, but for the delay; or a hook, which keeps what it has not sent until an exchange
+            is complete.
     """
+
+    _may_be_late = True
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, rounds: Rounds, **how: Any) -> None:
         super().__init__(model, optimizer, rounds, **how)
@@ -217,7 +226,11 @@ class Streaming(LocalSteps):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Makes the parameters of all ranks equal, as at the end of a round without delay. Collective."""
+        """Makes the parameters of all ranks equal, as at the end of a round without delay. Collective.
+
+        Raises:
+            Diverged: a difference is not finite. On every rank; the parameters are the last common ones.
+        """
         for fragment in self._fragments:
             if fragment.launched:
                 self._apply(fragment)
@@ -225,6 +238,8 @@ class Streaming(LocalSteps):
         self._launch(late)
         for fragment in late:
             self._apply(fragment)
+        if not math.isfinite(norm := float(self._square.sqrt())):
+            raise Diverged(diverged(self.model.num_steps, "gradient norm", norm))
 
     @torch.no_grad()
     def _take_back(self) -> None:
@@ -237,6 +252,7 @@ class Streaming(LocalSteps):
     def _forget(self) -> None:
         """Begins with the parameters as they are then, in the next round."""
         self._layout, self._fragments, self._inner = None, [], []
+        self._square = torch.zeros_like(self._square)
 
     def state_dict(self) -> dict[str, Any]:
         self.settle()
@@ -253,5 +269,6 @@ class Streaming(LocalSteps):
                     fragment.take_back()
         else:
             self.settle()
+            self._apart.close()
         self._forget()
         super().finish(alone=alone)

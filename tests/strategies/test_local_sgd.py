@@ -28,6 +28,7 @@ from torch.nn import functional as F
 
 import ddp
 from ddp.comm.transport import topology
+from ddp.data.orders.steps import RoundLength, RoundSizes
 from ddp.errors import ConfigError, Diverged
 from ddp.process.log import log
 from ddp.run.settings.reader import from_plain
@@ -314,7 +315,7 @@ def one_process(num_epochs: int) -> Tensor:
 
 
 class NotFinite(Task):
-    """Cross entropy, whose loss or gradient is infinite on rank 2, in the second inner step of the second round."""
+    """Cross entropy, whose loss, gradient or parameters are infinite on rank 2, in the second round."""
 
     main_metric = "loss"
 
@@ -326,25 +327,74 @@ class NotFinite(Task):
         inputs, targets = batch
         outputs = model(inputs)
         loss = F.cross_entropy(outputs, targets, reduction="sum")
-        if dist.get_rank() == 2 and model.training and self._calls[0] == 5:
+        if dist.get_rank() == 2 and model.training and self._calls[0] == (4 if self.what == "parameters" else 5):
             if self.what == "loss":
                 return loss + torch.inf, len(targets)
             outputs.register_hook(lambda gradient: gradient * torch.inf)
+            if self.what == "parameters":
+                for parameter in model.parameters():
+                    parameter.data.fill_(torch.inf)
         return loss, len(targets)
 
     def metrics(self, model: nn.Module, batch: Any) -> Any:
         raise AssertionError
 
 
-def stopped(policy: ddp.LocalSGD, what: str) -> tuple[str, bool]:
-    """Returns what is said of a round that is not finite, and if parameters are those after the round before it."""
+def stopped(policy: ddp.LocalSGD, what: str) -> tuple[str, bool, Tensor]:
+    """Returns what is said of a round that is not finite, if parameters are as before it, and those."""
     module, optimizer = made(CASES["mlp"])
+    module.empty = nn.Parameter(torch.zeros(0, dtype=torch.float64))  # the first one, and can hold no NaN
     watch = Watch()
     try:
         fitted(module, samples("mlp"), optimizer, strategy=policy, loss=NotFinite(what), callbacks=[watch], epochs=2)
     except Diverged as error:
-        return str(error), bool(torch.equal(flat(module), watch.seen[-1]))
-    return "", False
+        return str(error), bool(torch.equal(flat(module), watch.seen[-1])), flat(module)
+    return "", False, flat(module)
+
+
+def kept_running_mean() -> bool:
+    """Returns True if a layer of BatchNorm that stays in evaluation mode keeps its statistics to the bit."""
+    torch.manual_seed(3)
+    layer = nn.BatchNorm1d(36, dtype=torch.float64)
+    layer.train = lambda mode=True: layer  # type: ignore[assignment, misc]
+    layer.training, layer.running_mean = False, torch.rand(36, dtype=torch.float64)
+    module, before = nn.Sequential(nn.Flatten(), layer, nn.Linear(36, 5).double()), layer.running_mean.clone()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    fitted(module, samples("mlp"), optimizer, strategy=ddp.LocalSGD(every=3), epochs=1)
+    return torch.equal(layer.running_mean, before)
+
+
+class Freezes(ddp.Callback):
+    """Freezes the first layer after a round."""
+
+    def step_end(self, state: ddp.TrainState, report: ddp.StepReport) -> None:
+        state.model.module[1].requires_grad_(False)
+
+
+def closes_its_group() -> bool:
+    """Returns True if no group of ranks stays open after a run with a delay, in which a layer is frozen."""
+    even(ddp.LocalSGD(every=3, delay=1), max_steps=2, callbacks=[Freezes()])
+    return all(group._is_closed for group in ddp.init()._groups)
+
+
+def hears_a_signal() -> tuple[int, list[str]]:
+    """Returns the steps of a run that gets a signal on rank 1 in its first round, and what is said."""
+    comm, said, flags = ddp.init(), said_on_rank_zero(log), list[Any]()
+
+    class Began(ddp.Callback):
+        def fit_start(self, state: ddp.TrainState) -> None:
+            flags.append(state.stop_flag)
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        if flags and comm.rank == 1:
+            flags[0].request("SIGTERM")
+        return F.cross_entropy(outputs, targets)
+
+    module, optimizer = made(CASES["mlp"])
+    given = {"strategy": ddp.LocalSGD(every=3), "loss": loss, "callbacks": [Began()], "epochs": 2}
+    return fitted(module, samples("mlp"), optimizer, **given).step, [each for each in said if "round" in each]
+
+
 
 
 # --- mutants ---------------------------------------------------------------------------------------------------------
@@ -425,7 +475,7 @@ def mutated(where: str, line: str, becomes: str) -> tuple[Any, str, Any]:
 def survivors() -> list[str]:
     """Returns the mutants whose run is like the library's on every rank."""
     comm, found = ddp.init(), []
-    few = {"fragments": {"max_steps": 1}}  # at whose end not all has just been launched
+    few = {name: {"max_steps": 1} for name in ("mlp", "cnn", "fragments")}  # of the last, not all is under way then
     names = dict.fromkeys(each[3] for each in MUTANTS.values())
     expected = {name: trained(CASES[name], epochs=1, **few.get(name, {}))[0] for name in names}
     for mutant, (*change, name) in MUTANTS.items():
@@ -497,6 +547,9 @@ def everything(folder: Path) -> dict[str, Any]:
     found["mirrored"] = even(ddp.Averaging())
     found["stopped"] = [stopped(ddp.LocalSGD(every=3), what) for what in ("loss", "gradient")]
     found["stopped late"] = stopped(ddp.LocalSGD(every=3, delay=1), "loss")[0]
+    found["stopped by parameters"] = stopped(ddp.LocalSGD(every=3, delay=1, fragments=3, **OWN_BUCKETS), "parameters")
+    found["kept"] = kept_running_mean()
+    found["closed"] = closes_its_group()
     found["resumed"] = resumed(folder)
     found["survivors"] = survivors()
     ddp.shutdown()
@@ -505,6 +558,7 @@ def everything(folder: Path) -> dict[str, Any]:
     found["islands"] = trained(CASES["islands"])
     found["int8"] = even(ddp.LocalSGD(every=4, wire="int8", verify_every=1), 32, global_batch=8)
     found["hook"] = even(ddp.LocalSGD(every=4, warmup_samples=20, hook=ddp.gradients.PowerSGD(2)))
+    found["signal"] = hears_a_signal()  # last, because a signal ends the program
     ddp.shutdown()
     return found
 
@@ -570,10 +624,42 @@ def test_differences_travel_by_wires_and_hooks(on_ranks: list[dict[str, Any]]) -
 
 def test_a_round_that_is_not_finite_leaves_the_last_common_parameters(on_ranks: list[dict[str, Any]]) -> None:
     for found in on_ranks:
-        for (said, is_as_before), what in zip(found["stopped"], ("loss", "gradient norm"), strict=True):
+        for (said, is_as_before, _), what in zip(found["stopped"], ("loss", "gradient norm"), strict=True):
             assert said.startswith(f"the {what} of step 2 is ") and "on every rank; parameters are still those" in said
             assert is_as_before
         assert found["stopped late"].startswith("the loss of step 2 is inf on every rank")
+        said, _, last = found["stopped by parameters"]
+        assert said.startswith("the loss of step 2 is nan on every rank")
+        assert last.isfinite().all() and torch.equal(last, on_ranks[0]["stopped by parameters"][2])
+
+
+def test_statistics_that_are_not_trained_keep_their_bits(on_ranks: list[dict[str, Any]]) -> None:
+    assert all(found["kept"] for found in on_ranks)
+
+
+def test_layers_are_frozen_between_late_rounds_and_nothing_stays_open(on_ranks: list[dict[str, Any]]) -> None:
+    assert all(found["closed"] for found in on_ranks)
+
+
+def test_a_signal_ends_the_running_round_and_says_what_is_left(on_ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(on_ranks):
+        told = "SIGTERM: the run ends with this round, after 1 inner step more; a second signal ends it at once, "
+        assert found["signal"] == (1, [f"{told}without a checkpoint"] if rank == 1 else [])
+
+
+def test_a_long_warm_up_is_counted_at_once() -> None:
+    sizes = RoundSizes(46, 10, RoundLength(every=4, warmup_samples=10**12))
+    assert sizes.all() == {6, 10, 40}
+    sizes, position = RoundSizes(46, 10, RoundLength(every=2, warmup_samples=70)), 0
+    for number in range(12):
+        assert sizes.num_steps(0, position) == number and sizes.after(0, number) == position
+        position += sizes.size_at(position)
+
+
+def test_a_loop_by_hand_takes_another_class_for_a_delay() -> None:
+    module, optimizer = made(CASES["mlp"])
+    said = refused_with(ddp.strategies.LocalSteps, module, optimizer, ddp.LocalSGD(delay=1))
+    assert said == "LocalSteps with delay=1: take ddp.strategies.Streaming, or delay=0"
 
 
 def test_a_run_goes_on_bit_for_bit_twice(on_ranks: list[dict[str, Any]]) -> None:
