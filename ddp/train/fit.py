@@ -240,6 +240,7 @@ def _run(given: Given, inputs: Inputs, run: OpenRun, stop: StopFlag, service: Se
             raise
     if service is not None:
         service.end({"evaluation": state.evaluation, "step": state.step, "stopped_by": state.stopped_by})
+        _say(given, comm, f"no gradient was of parameters more than {counted(service.oldest, 'update')} old")
     if given.stop is None and stop.signal_name and not is_known:  # it has waited for the results
         signal.raise_signal(signal.Signals[stop.signal_name])
     return state
@@ -307,7 +308,8 @@ def open_run(given: Given, inputs: Inputs, comm: Communicator) -> OpenRun:
     for each in inputs.held_out.given().values():
         size, num_samples = given.evaluation.batch, len(each.samples)
         check_evaluation(inputs.replica, num_samples, batch_size=size, world_size=comm.world_size)
-    source = arguments.with_cache(inputs.source, comm) if given.reading.cache else inputs.source
+    computes = not isinstance(given.strategy, ParameterServer)  # else workers read the samples
+    source = arguments.with_cache(inputs.source, comm) if given.reading.cache and computes else inputs.source
     strategy = arguments.strategy_of(given, inputs.replica)
     state = TrainState(comm, strategy, given.optimizer, sampler, schedule=inputs.scheduler)
     state.main_metric = f"{inputs.held_out.chooser}_{inputs.task.main_metric}"

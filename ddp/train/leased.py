@@ -16,14 +16,15 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.cast import Cast
 from ddp.data.loading.leased import LeasedLoader
 from ddp.data.orders.sampler import StepPlan
-from ddp.errors import PeerLost
+from ddp.errors import ConfigError, PeerLost
 from ddp.gradients.totals import Totals
 from ddp.policies import ParameterServer
-from ddp.process.clock import Stopwatch
+from ddp.process.clock import Stopwatch, now_s
 from ddp.process.log import log
 from ddp.strategies.choice import strategy_for
 from ddp.strategies.parameter_server.ledger import Lease
-from ddp.strategies.parameter_server.worker import LOST, Over, Servers
+from ddp.strategies.parameter_server.server import LOST
+from ddp.strategies.parameter_server.worker import Over, Servers
 from ddp.train import arguments
 from ddp.train.arguments import Given
 from ddp.train.first_look import FirstLook
@@ -69,6 +70,7 @@ def work(given: Given, comm: Communicator, part: Cast) -> TrainState:
         try:
             while True:
                 servers.join()
+                began_s = now_s()
                 loader = LeasedLoader[Lease](
                     source.samples,
                     sampler,
@@ -80,18 +82,23 @@ def work(given: Given, comm: Communicator, part: Cast) -> TrainState:
                 )
                 try:
                     while True:
-                        _leave_if_asked(part, stop, servers)
+                        _leave_if_asked(stop, servers)
                         loader.put(servers.leases(loader.num_ahead))
                         for lease, plan, batches in loader.steps():
                             if (more := servers.begin(lease, num_ahead=loader.num_ahead)) is None:
                                 continue
                             loader.put(more)
+                            began_s = now_s()
                             totals = _computed(state, rules, lease, plan, batches)
                             num_samples = sum(len(micro.indices) for micro in plan.micros)
-                            wish = "" if part.by_hand else stop.reason
-                            servers.push(lease, totals, num_samples=num_samples, stop=wish)
-                            _leave_if_asked(part, stop, servers)
+                            servers.push(lease, totals, num_samples=num_samples)
+                            _leave_if_asked(stop, servers)
                 except LOST as lost:
+                    if now_s() - began_s > comm.abort_s:
+                        raise ConfigError(
+                            f"a part took {now_s() - began_s:.0f} s, and after comm.abort_s={comm.abort_s:g} s servers "
+                            "give a worker up: raise it (ddp.init(abort_s=…)), or take a smaller batch"
+                        ) from lost
                     log.warning("the servers are lost (%s): this worker waits for them to come back", lost)
                 finally:
                     loader.close()
@@ -108,13 +115,13 @@ def work(given: Given, comm: Communicator, part: Cast) -> TrainState:
     return state
 
 
-def _leave_if_asked(part: Cast, stop: StopFlag, servers: Servers) -> None:
-    """Ends the work of a process that was started by hand, and is to stop: the run goes on without it.
+def _leave_if_asked(stop: StopFlag, servers: Servers) -> None:
+    """Ends the work of a process that a signal asks to stop, between two parts: the run goes on without it.
 
     Raises:
         Over: for this worker.
     """
-    if part.by_hand and stop.reason:
+    if stop.reason:
         raise Over({"evaluation": {}, "step": servers.version, "stopped_by": stop.reason})
 
 

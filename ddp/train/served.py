@@ -29,7 +29,7 @@ from ddp.strategies.parameter_server.server import Received, Service
 from ddp.strategies.served import ParameterServer
 from ddp.train.arguments import Given
 from ddp.train.checkpoint_store import steps
-from ddp.train.state import TrainState
+from ddp.train.state import TrainState, agreed_reason
 
 ALIKE = ("loss", "global_batch", "order", "num_shards", "micro_size", "seed", "precision", "wire", "hook")
 FOLDER = "folder"
@@ -143,10 +143,10 @@ class LeaseFeed:
                 yield Plan(step, plan.epoch, plan.position, plan.size)
 
         for plan, received in self._service.epoch(plans(), stopping=state.stop_flag):
-            if wish := self._service.take_wish():
-                state.stop(wish)
             others = StepPlan(plan.epoch, plan.position, plan.size, ())  # its samples count at server 0
             yield leased.pop(plan.step, others), received
+        if self._service.is_stopped:
+            state.stopped_by = agreed_reason(state) or "stopped"
 
     def ended(self, num_ending: int) -> None:
         """Does nothing: data with a length end where the sampler says."""

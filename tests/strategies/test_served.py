@@ -172,6 +172,12 @@ def test_a_stopped_worker_is_not_waited_for(
     assert times_counted(found[0][1], 3)
 
 
+def test_a_worker_that_is_asked_to_stop_leaves_alone(tmp_path: Path) -> None:
+    found = ddp.launch(counted, tmp_path, MODES["async"], {4: ("worker 1", signal.SIGTERM)}, workers=2, servers=1)
+    assert [found[0][0], found[2][0] < 15] == [15, True]
+    assert times_counted(found[0][1], 3)
+
+
 @pytest.mark.parametrize(("mode", "servers"), [("sync", 2), ("async", 1)])
 def test_lost_servers_go_on_from_a_checkpoint_and_say_what_is_gone(
     mode: str, servers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -181,6 +187,34 @@ def test_lost_servers_go_on_from_a_checkpoint_and_say_what_is_gone(
     assert found[0][0] == 15
     assert times_counted(found[0][1], 3)
     assert re.search("after update [67], and go on from update 4: [23] updates are gone", capfd.readouterr().err)
+
+
+def twice(folder: Path) -> list[Tensor]:
+    """A training that stops and goes on, with a new model, and one that does not stop; each with all buffers."""
+    found = []
+    for path, until in (("halves", 3), ("halves", 8), ("whole", 8)):
+        torch.manual_seed(until)  # first weights and buffers are the checkpoint's, and not this program's
+        module = members.cnn().double()
+        if path == "whole":
+            torch.manual_seed(3)
+            module = members.cnn().double()
+        ddp.fit(
+            module,
+            members.samples("cnn"),
+            torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9),
+            loss=F.cross_entropy,
+            global_batch=BATCH,
+            max_steps=until,
+            strategy="parameter_server",
+            folder=ddp.Folder(folder / path, resume="auto", progress=False, curves=False),
+        )
+        found.append(torch.cat([each.double().flatten() for each in module.state_dict().values()]))
+    return found
+
+
+def test_a_run_that_goes_on_has_the_bits_of_one_that_did_not_stop(tmp_path: Path) -> None:
+    _, halves, whole = ddp.launch(twice, tmp_path, workers=2, servers=1)[0]
+    assert torch.equal(halves, whole)
 
 
 # --- a checkpoint goes from any strategy to any other ----------------------------------------------------------------

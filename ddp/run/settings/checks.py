@@ -311,15 +311,20 @@ def _cluster_problems(config: Config) -> Iterator[str]:
             f"cluster.workers={workers}: {what} here are too many for {available_cores()} cores; take at most "
             f"{most - servers if servers < most else most}"
         )
-    if batch.global_size < workers:
+    try:
+        parts = config.strategy.num_parts(workers)
+    except ConfigError as error:
+        yield f"strategy.{error}"
+        return
+    if batch.global_size < parts:
         yield (
             f"batch.global_size={batch.global_size}: smaller than cluster.workers={workers}, so some would have no "
-            f"sample; take a global batch of at least {workers}, or fewer workers"
+            f"sample; take a global batch of at least {parts}, or fewer workers"
         )
-    if batch.num_shards is not None and not workers <= batch.num_shards <= batch.global_size:
+    if batch.num_shards is not None and not parts <= batch.num_shards <= batch.global_size:
         yield (
-            f"batch.num_shards={batch.num_shards}: must be from cluster.workers={workers} to batch.global_size="
-            f"{batch.global_size}"
+            f"batch.num_shards={batch.num_shards}: must be from {parts}, the workers that share a batch, to "
+            f"batch.global_size={batch.global_size}"
         )
     if config.comm.warn_s >= config.comm.abort_s:
         yield f"comm.warn_s={config.comm.warn_s:g}: must be less than comm.abort_s={config.comm.abort_s:g}"

@@ -19,7 +19,8 @@ Note "two locks". `_changed` guards the ledger and what was pushed, for moments.
 changes parameters, evaluates or saves, and free while it waits for an update: a pull takes it, and so never sends half
 an update. Whoever takes both takes `_whole` first.
 
-No answer takes longer than `ANSWER_S`: "wait" is one, too. So a worker that waits is never taken for one that is lost.
+Every request is answered within `ANSWER_S`, if only by "wait". So a worker that waits never takes the server for lost,
+and the other servers hear from server 0 as often.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from ddp.comm.meeting.private_store import part_of
 from ddp.comm.objects import broadcast_object
 from ddp.comm.opening import open_communicator
 from ddp.comm.settings import CPU, Settings
-from ddp.errors import PeerLost, said
+from ddp.errors import CommunicatorBroken, ConfigError, PeerLost, first_line, said
 from ddp.gradients.totals import Totals, count_of
 from ddp.policies import ParameterServer as Policy
 from ddp.process.clock import Patience, now_s
@@ -53,8 +54,11 @@ from ddp.strategies.parameter_server.edge import SERVER, Edge, Piece, by_dtype, 
 from ddp.strategies.parameter_server.ledger import Lease, Ledger, Plan, Update
 from ddp.units import counted
 
-ANSWER_S = 2.0
-POLL_S = 0.05
+ANSWER_S = 2.0  # longest time that a request waits for its answer, unless deadlines are short
+POLL_S, ARRIVALS_S = 0.05, 0.2
+WAIT, OVER, STOP = "wait", "over", "stop"  # words of server 0 in the place of an update
+LOST = (PeerLost, CommunicatorBroken)
+"""What a call raises if the other end is lost."""
 LAST_S = 10.0  # longest wait for workers that are to hear how the run has ended
 
 
@@ -102,6 +106,10 @@ class Service:
         num_shards: parts of a step that random streams hang on (`Ledger`).
         version: updates that the run has made before.
         facts: plain values that a worker compares with its own.
+
+    Attributes:
+        oldest: most updates between the pull of parameters and the update by their gradient, so far.
+        is_stopped: the last epoch has ended early, because this process is to stop and no worker is here.
     """
 
     def __init__(
@@ -128,17 +136,21 @@ class Service:
         )
         self._pieces = pieces
         self._parameters = dict(model.module.named_parameters())
-        self._version, self._newest = version, version  # made here; seen by any worker before the servers were lost
+        self._version = version
         self._buffers: dict[str, Tensor] = {}  # those that workers have changed
         self._pushed: dict[tuple[int, int, int], Push] = {}  # by step, part and worker
-        self._wishes: list[str] = []  # to stop
+        self._error: BaseException | None = None  # of a thread, for the main one
+        self._answer_s = min(ANSWER_S, self._comm.abort_s / 4)
+        self.oldest, self.is_stopped = 0, False
         self._over: dict[str, Any] | None = None
         self._changed, self._whole = threading.Condition(), threading.Lock()
-        self._attendants: dict[int, threading.Thread] = {}
-        self._num_here, self._empty_since_s, self._num_changes = 0, now_s(), 0
+        self._attendants: dict[int, threading.Thread] = {}  # by the worker's number, and their communicators
+        self._comms: dict[int, Communicator] = {}
+        self._num_here, self._empty_since_s, self._warned_s, self._num_changes = 0, now_s(), 0.0, 0
         self._home = home
         self._whole.acquire()
         if part.index == 0:
+            self._say_what_is_gone()
             self._home.set("incarnation", str(part.incarnation))
         self._doorman = threading.Thread(target=self._let_in, name="ddp-doorman", daemon=True)
         self._doorman.start()
@@ -153,49 +165,66 @@ class Service:
             stopping: true once this process is to stop.
 
         Raises:
-            PeerLost: no worker is left.
+            ConfigError: no worker has come, or is left.
         """
-        is_first, alone = self._part.index == 0, self._comm.world_size == 1
+        is_first, alone, last_step = self._part.index == 0, self._comm.world_size == 1, 0
         if is_first:
             with self._changed:
                 self._ledger.begin_epoch(plans)
                 self._notify()
         while True:
             since_s = now_s()
-            if is_first:
-                said_of = self._next(stopping)
-            if not alone:
-                with nullcontext() if is_first else self._pulls_allowed():  # server 0 knows the next one already
-                    self._comm.peers.wait_for_rank_zero("the next update")
-                said_of = broadcast_object(self._comm, said_of if is_first else None)
-            if said_of is None:
-                with self._changed:
-                    self._pushed.clear()  # only what does not count
+            word: Any = WAIT
+            while word == WAIT:
+                word = self._next(stopping) if is_first else None
+                if not alone:
+                    with nullcontext() if is_first else self._pulls_allowed():  # server 0 knows the next one already
+                        word = broadcast_object(self._comm, word)
+            if word in (OVER, STOP):
+                self.is_stopped = word == STOP
+                with self._changed:  # what is left of these steps does not count
+                    self._pushed = {key: push for key, push in self._pushed.items() if key[0] > last_step}
                 return
-            told, keys, counts, buffers, without = said_of
+            told, keys, counts, buffers, without = word
+            plan, last_step = Plan(*told), max(last_step, told[0])
             totals = self._received([tuple(key) for key in keys], counts, buffers)
-            yield Plan(*told), Received(totals, since_s, partial(self._model.take, without=without))
+            if (num_samples := sum(each[2] for each in counts)) != plan.size:
+                raise AssertionError(f"step {plan.step} has {plan.size} samples, and {num_samples} were returned")
+            yield plan, Received(totals, since_s, partial(self._model.take, without=without))
             with self._changed:
                 self._version += 1
                 self._notify()
+            if is_first:
+                self._home.set("version", str(self._version))
 
     def _next(self, stopping: Any) -> Any:
-        """Waits on server 0 for the next update; None if the epoch is over."""
-        warned_s = now_s()
+        """Waits on server 0 for the next update, and returns it; or OVER, STOP, or after a while WAIT."""
+        patience = Patience(self._answer_s)
         while True:
             with self._changed:  # `_whole` is held, so that nobody pulls between an update's number and the update
                 update, is_over, num_changes = self._ledger.take_update(), self._ledger.is_epoch_over, self._num_changes
-            if update is not None or is_over:
-                return None if update is None else self._described(update)
+            if self._error is not None:
+                raise self._error
+            if update is not None:
+                return self._described(update)
+            if is_over:
+                return OVER
+            idle_s = 0.0 if self._num_here else now_s() - self._empty_since_s
+            if stopping and idle_s > POLL_S:
+                return STOP
+            if idle_s > self._comm.abort_s:
+                raise ConfigError(
+                    f"no worker has been here for {idle_s:.0f} s (comm.abort_s): start some; what is saved goes on by "
+                    "resume=auto"
+                )
+            if not patience.left_s():
+                if idle_s > self._warned_s + self._comm.warn_s:
+                    self._warned_s = idle_s
+                    log.warning("no worker has been here for %.0f s: the servers wait for one", idle_s)
+                return WAIT
             with self._pulls_allowed(), self._changed:
                 if self._num_changes == num_changes:
                     self._changed.wait(POLL_S)
-            idle_s = 0.0 if self._num_here else now_s() - self._empty_since_s
-            if idle_s > self._comm.warn_s and now_s() - warned_s > self._comm.warn_s:
-                warned_s = now_s()
-                log.warning("no worker has been here for %.0f s: the servers wait for one", idle_s)
-            if idle_s > (LAST_S if stopping else self._comm.abort_s):
-                raise PeerLost(0, "unknown", 0, self._version, "the next update", "no worker is left; start some")
 
     @contextmanager
     def _pulls_allowed(self) -> Iterator[None]:
@@ -213,7 +242,8 @@ class Service:
 
     def _described(self, update: Update) -> Any:
         """Returns an update as all servers must know it, in plain values."""
-        plan, workers, _ = update
+        plan, workers, age = update
+        self.oldest = max(self.oldest, age)
         with self._changed:
             keys = [(plan.step, part, worker) for part, worker in enumerate(workers) if isinstance(worker, int)]
             pushes = [self._pushed[key] for key in keys]
@@ -254,11 +284,6 @@ class Service:
         self._buffers.update(buffers)
         return Totals(loss_sum=sum(each[0] for each in counts), num_items=count_of(num_items))
 
-    def take_wish(self) -> str:
-        """Returns why a worker wants to stop the run; "" if none does."""
-        with self._changed:
-            return self._wishes.pop() if self._wishes else ""
-
     def end(self, over: Mapping[str, Any]) -> None:
         """Tells the workers that the run is over, and lets them go.
 
@@ -266,6 +291,8 @@ class Service:
             over: plain values for them.
         """
         with self._changed:
+            if self._over is not None:
+                return
             self._over = dict(over)
             self._notify()
         if self._part.index == 0 and "failed" not in over:  # who comes later has nothing to do, either
@@ -277,6 +304,10 @@ class Service:
         self._doorman.join(LAST_S)
         for thread in list(self._attendants.values()):
             thread.join(patience.left_s())
+        for comm in list(self._comms.values()):  # of workers that do not come for the word; so that their threads end
+            comm.abandon("the run is over")
+        for thread in list(self._attendants.values()):
+            thread.join(1.0)
 
     # --- the doorman -------------------------------------------------------------------------------------------------
 
@@ -286,8 +317,8 @@ class Service:
         while self._over is None:
             try:
                 num_arrivals = home.add(f"{mine.incarnation}/arrivals", 0)
-            except Exception as error:  # the store has gone, and with it the run
-                log.debug("the store does not answer: %s", said(error))
+            except (DistError, OSError) as error:  # then nobody can come any more
+                log.warning("the store does not answer, so that no further worker can come: %s", first_line(error))
                 return
             for number in range(seen, num_arrivals):
                 thread = threading.Thread(target=self._attend, args=(number,), name=f"ddp-worker-{number}", daemon=True)
@@ -296,7 +327,7 @@ class Service:
                 if mine.index == 0:
                     home.set(f"{mine.incarnation}/welcome/{number}", "")
             seen = num_arrivals
-            stop.wait(POLL_S)
+            stop.wait(ARRIVALS_S)
 
     def _attend(self, number: int) -> None:
         """Serves one worker, from when it comes until it is gone."""
@@ -305,6 +336,7 @@ class Service:
         try:
             store = part_of(self._home, f"{mine.incarnation}/edge/{mine.index}/{number}")
             comm = open_communicator(store, mine.incarnation, SERVER, 2, edge_settings(self._comm), warn_s=1e9)
+            self._comms[number] = comm
             first = broadcast_object(comm, None, 1)
             who = f"worker {first['index']}"
             if problem := self._unlike(first["facts"]):
@@ -314,17 +346,17 @@ class Service:
             rest = {} if mine.index else self._rest()
             broadcast_object(comm, {"pieces": list(map(tuple, pieces)), "rest": rest}, SERVER)
             edge = Edge(comm, self._parameters, pieces, wire=self._policy.wire, hook=self._policy.hook)
-            self._enters(first["version"])
+            self._enters()
             entered = first
             while self._serve(edge, number):
                 pass
-        except Exception as error:
-            if self._over is None:
-                log.debug("%s is gone: %s", who, said(error))
-                if entered is not None and mine.index == 0:
-                    how = how_ended(mine.store, "worker", entered["index"], entered["incarnation"])
-                    how = how or f"is gone ({error.reason if isinstance(error, PeerLost) else said(error)})"
-                    log.warning("%s %s: what it had leased goes to others", who, how)
+        except (*LOST, DistError) as error:
+            if self._over is None and entered is not None and mine.index == 0:
+                how = how_ended(mine.store, "worker", entered["index"], entered["incarnation"])
+                how = how or f"is gone ({error.reason if isinstance(error, PeerLost) else said(error)})"
+                log.warning("%s %s: what it had leased goes to others", who, how)
+        except BaseException as error:  # such as one of the user's order of samples
+            self._error = error
         finally:
             with self._changed:
                 if mine.index == 0:
@@ -336,6 +368,7 @@ class Service:
             if comm is not None:
                 with suppress(Exception):
                     comm.close() if not comm.is_broken else comm.abandon("the other end is gone")
+            self._comms.pop(number, None)
             self._attendants.pop(number, None)
 
     def _unlike(self, facts: Mapping[str, Any]) -> str:
@@ -350,17 +383,20 @@ class Service:
         frozen = {name: each.detach() for name, each in self._parameters.items() if not each.requires_grad}
         return frozen | dict(self._model.module.named_buffers())
 
-    def _enters(self, version: int) -> None:
+    def _enters(self) -> None:
         with self._changed:
             self._num_here += 1
-            if version > max(self._version, self._newest) and self._part.index == 0:
-                gone = counted(version - self._version, "update")
-                log.warning(
-                    "the servers were lost after update %d, and go on from update %d: %s gone, and their samples are "
-                    "leased again",
-                    *(version, self._version, f"{gone} {'is' if gone.startswith('1 ') else 'are'}"),
-                )
-            self._newest = max(self._newest, version)
+            self._warned_s = 0.0
+
+    def _say_what_is_gone(self) -> None:
+        """Says how many updates earlier servers have made after the checkpoint that these go on from."""
+        last = int(self._home.get("version")) if self._home.check(["version"]) else 0
+        if num_gone := max(0, last - self._version):
+            log.warning(
+                "the servers were lost after update %d, and go on from update %d: %s gone, and their samples are "
+                "leased again",
+                *(last, self._version, f"{counted(num_gone, 'update')} {'is' if num_gone == 1 else 'are'}"),
+            )
 
     # --- an attendant ------------------------------------------------------------------------------------------------
 
@@ -386,7 +422,7 @@ class Service:
 
     def _leases(self, number: int, most: int) -> dict[str, Any]:
         """Returns leases, as soon as there are some; or none, after a while."""
-        patience = Patience(ANSWER_S)
+        patience = Patience(self._answer_s)
         with self._changed:
             while self._over is None:
                 if granted := self._ledger.grant(number, most=most, now_s=now_s()):
@@ -398,34 +434,42 @@ class Service:
 
     def _begin(self, edge: Edge, number: int, request: Mapping[str, Any]) -> None:
         """Lets a worker compute a part, and sends it the parameters; or lets it wait."""
-        patience, verdict = Patience(ANSWER_S), "wait"
-        with self._changed:
-            while verdict == "wait" and self._over is None and (left_s := patience.left_s()):
-                if self._part.index:
-                    verdict = "now" if self._version >= request["version"] else "wait"
-                else:
-                    verdict = self._ledger.begin(number, as_lease(request["lease"]), now_s=now_s())
-                if verdict == "wait":
-                    self._changed.wait(min(left_s, POLL_S))
-        answer: dict[str, Any] = {"verdict": verdict}
-        if self._over is not None:
-            answer = {"verdict": "gone", "over": self._over}
-        elif verdict == "now":
-            if self._whole.acquire(timeout=ANSWER_S):
+        patience = Patience(self._answer_s)
+        answer: dict[str, Any] = {"verdict": "wait"}
+        while answer["verdict"] == "wait" and (left_s := patience.left_s()):
+            if self._over is not None:
+                answer = {"verdict": "gone", "over": self._over}
+            elif self._whole.acquire(timeout=left_s):
                 try:
-                    edge.load()
-                    answer |= {"version": self._version, "buffers": dict(self._buffers)}
-                    if not self._part.index:
-                        with self._changed:
-                            more = self._ledger.grant(number, most=request["most"], now_s=now_s())
-                        answer["leases"] = [as_plain(each) for each in more]
+                    answer = self._begun(edge, number, request)
                 finally:
                     self._whole.release()
-            else:
-                answer = {"verdict": "wait"}
+            if answer["verdict"] == "wait":
+                with self._changed:
+                    self._changed.wait(min(left_s, POLL_S))
         edge.tell(answer)
         if answer["verdict"] == "now":
             edge.pull(f"update {answer['version']}, parameters")
+
+    def _begun(self, edge: Edge, number: int, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the answer to a request to begin, and copies the parameters if it is "now"; with `_whole` held."""
+        leases: list[Lease] = []
+        with self._changed:
+            if self._part.index:
+                verdict = "now" if self._version >= request["version"] else "wait"
+            else:
+                verdict = self._ledger.begin(number, as_lease(request["lease"]), now_s=now_s())
+                if verdict == "now":
+                    leases = self._ledger.grant(number, most=request["most"], now_s=now_s())
+        if verdict != "now":
+            return {"verdict": verdict}
+        edge.load()
+        return {
+            "verdict": verdict,
+            "version": self._version,
+            "buffers": dict(self._buffers),
+            "leases": [as_plain(each) for each in leases],
+        }
 
     def _take_push(self, edge: Edge, number: int, request: Mapping[str, Any]) -> bool:
         lease = as_lease(request["lease"])
@@ -438,8 +482,6 @@ class Service:
                 counts = True
             elif counts := self._ledger.returned(number, lease, now_s=now_s()):
                 self._pushed[step, part, number] = push
-            if request["stop"]:
-                self._wishes.append(request["stop"])
             self._notify()
         if not counts:
             edge.take_back()

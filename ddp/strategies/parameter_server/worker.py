@@ -28,17 +28,14 @@ from ddp.comm.meeting.private_store import part_of
 from ddp.comm.meeting.rendezvous import answered
 from ddp.comm.objects import broadcast_object
 from ddp.comm.opening import open_communicator
-from ddp.errors import CommunicatorBroken, ConfigError, PeerLost
+from ddp.errors import ConfigError, PeerLost
 from ddp.gradients.totals import Totals
 from ddp.policies import ParameterServer as Policy
 from ddp.process.clock import Patience
 from ddp.process.log import log
 from ddp.strategies.parameter_server.edge import SERVER, WORKER, Edge, Piece
 from ddp.strategies.parameter_server.ledger import Lease
-from ddp.strategies.parameter_server.server import POLL_S, as_lease, as_plain, edge_settings
-
-LOST = (PeerLost, CommunicatorBroken)
-"""What a call raises if its server is lost."""
+from ddp.strategies.parameter_server.server import LOST, POLL_S, as_lease, as_plain, edge_settings
 
 
 class Over(Exception):
@@ -86,8 +83,8 @@ class Servers:
 
         Raises:
             Over: the run has ended.
-            PeerLost: they have not come in time.
-            ConfigError: they train another model, or with other settings.
+            PeerLost: the store in which all meet has gone.
+            ConfigError: they have not come in time, or train another model, or with other settings.
         """
         self.abandon("the servers were lost")
         patience = Patience(self._comm.abort_s)
@@ -95,7 +92,8 @@ class Servers:
             within_s = max(1.0, patience.left_s())
             number, incarnation = answered(partial(self._welcomed, patience), within_s=within_s)
             try:
-                self._edges = [self._edge(server, number, incarnation) for server in range(self._part.num_servers)]
+                for server in range(self._part.num_servers):
+                    self._edges.append(self._edge(server, number, incarnation))
             except LOST:
                 self.abandon("a server was lost")
                 if not patience.left_s():
@@ -124,20 +122,25 @@ class Servers:
                 "with resume=auto, and then the workers"
             )
             raise PeerLost(SERVER, "unknown", 0, 0, "start-up", reason) from error
-        raise PeerLost(SERVER, "unknown", 0, 0, "start-up", f"no server came; the limit is {patience.limit_s:g} s")
+        raise ConfigError(
+            f"{self._part}: no server has come within {patience.limit_s:g} s (comm.abort_s): start the servers first"
+        )
 
     def _edge(self, server: int, number: int, incarnation: int) -> Edge:
         store = part_of(self._home, f"{incarnation}/edge/{server}/{number}")
         comm = open_communicator(store, incarnation, WORKER, 2, edge_settings(self._comm), warn_s=self._comm.warn_s)
-        mine = {"index": self._part.index, "incarnation": self._part.incarnation}
-        broadcast_object(comm, {**mine, "facts": self._facts, "version": self.version}, WORKER)
-        answer = broadcast_object(comm, None, SERVER)
-        if "refused" in answer:
-            comm.close()
-            raise ConfigError(answer["refused"])
-        self._take(answer["rest"])
-        pieces = [Piece(*piece) for piece in answer["pieces"]]
-        return Edge(comm, self._parameters, pieces, wire=self._policy.wire, hook=self._policy.hook)
+        try:
+            mine = {"index": self._part.index, "incarnation": self._part.incarnation, "facts": self._facts}
+            broadcast_object(comm, mine, WORKER)
+            answer = broadcast_object(comm, None, SERVER)
+            if "refused" in answer:
+                raise ConfigError(answer["refused"])
+            self._take(answer["rest"])
+            pieces = [Piece(*piece) for piece in answer["pieces"]]
+            return Edge(comm, self._parameters, pieces, wire=self._policy.wire, hook=self._policy.hook)
+        except BaseException as error:
+            comm.abandon(f"{type(error).__name__}: {error}")
+            raise
 
     @torch.no_grad()
     def _take(self, values: Mapping[str, Tensor]) -> None:
@@ -181,16 +184,15 @@ class Servers:
             while self._asked(server, {"what": "pull", "version": self.version})["verdict"] == "wait":
                 pass
             edge.pull(label)
-        self._take(buffers)
+        self._take(self._pulled | buffers)  # also back to what they were before the part computed last
         self._pulled = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
         return [as_lease(each) for each in answer["leases"]]
 
-    def push(self, lease: Lease, totals: Totals, *, num_samples: int, stop: str) -> bool:
+    def push(self, lease: Lease, totals: Totals, *, num_samples: int) -> bool:
         """Pushes the gradients of a part, means over its items. Returns True if they count.
 
         Args:
             totals, num_samples: of the part.
-            stop: why this worker wants to end the run; "" if it does not.
 
         Raises:
             Over: the run has ended.
@@ -208,11 +210,10 @@ class Servers:
             "num_samples": num_samples,
             "buffers": changed,
             "without": [name for name, each in self._parameters.items() if each.requires_grad and each.grad is None],
-            "stop": stop,
         }
         # Server 0 last, because it decides: then the others have what it says is to be used.
         for server in range(1, len(self._edges)):
-            self._push(server, request | {"buffers": {}, "without": [], "stop": ""})
+            self._push(server, request | {"buffers": {}, "without": []})
         counts: bool = self._push(0, request)["counts"]
         if not counts:
             for server in range(1, len(self._edges)):

@@ -12,7 +12,7 @@ import yaml
 from ddp.errors import ConfigError
 from ddp.process.memory import available_cores
 from ddp.run.launch.command_line import CONF, composed, translated
-from ddp.run.settings.checks import resolve
+from ddp.run.settings.checks import resolve, validate
 from ddp.run.settings.config import CHOICES, Config, OwnData, OwnModel, choose
 from ddp.run.settings.reader import from_plain
 
@@ -293,3 +293,11 @@ def test_resumed_number_of_shards_wins_while_it_fits() -> None:
 def test_many_hosts_may_have_many_workers() -> None:
     config = from_plain({"cluster": {"workers": 512, "local_workers": 2}, "batch": {"global_size": 512}})
     assert config.cluster.workers == 512
+
+
+@pytest.mark.parametrize("mode", [{}, {"backup_workers": 1}, {"mode": "async"}, {"mode": "bounded", "staleness": 2}])
+def test_each_mode_of_servers_starts_from_settings(mode: dict[str, Any]) -> None:
+    config = from_plain({"cluster": {"servers": 1, "workers": 3}, "strategy": {"name": "parameter_server", **mode}})
+    validate(config)
+    resolve(config)
+    assert config.batch.num_shards == {"backup_workers": 2, "mode": 1}.get(next(iter(mode), ""), 3)
