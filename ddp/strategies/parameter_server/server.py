@@ -222,9 +222,8 @@ class Service:
                     self._warned_s = idle_s
                     log.warning("no worker has been here for %.0f s: the servers wait for one", idle_s)
                 return WAIT
-            with self._pulls_allowed(), self._changed:
-                if self._num_changes == num_changes:
-                    self._changed.wait(POLL_S)
+            with self._pulls_allowed():
+                self._wait_for_change(num_changes, POLL_S)
 
     @contextmanager
     def _pulls_allowed(self) -> Iterator[None]:
@@ -239,6 +238,12 @@ class Service:
         """Lets all look again at the ledger and at what was pushed; with `_changed` held."""
         self._num_changes += 1
         self._changed.notify_all()
+
+    def _wait_for_change(self, num_changes: int, limit_s: float) -> None:
+        """Waits until there have been more changes than these; for a while only, because time makes parts late, too."""
+        with self._changed:
+            if self._num_changes == num_changes:
+                self._changed.wait(limit_s)
 
     def _described(self, update: Update) -> Any:
         """Returns an update as all servers must know it, in plain values."""
@@ -437,6 +442,7 @@ class Service:
         patience = Patience(self._answer_s)
         answer: dict[str, Any] = {"verdict": "wait"}
         while answer["verdict"] == "wait" and (left_s := patience.left_s()):
+            num_changes = self._num_changes
             if self._over is not None:
                 answer = {"verdict": "gone", "over": self._over}
             elif self._whole.acquire(timeout=left_s):
@@ -445,8 +451,7 @@ class Service:
                 finally:
                     self._whole.release()
             if answer["verdict"] == "wait":
-                with self._changed:
-                    self._changed.wait(min(left_s, POLL_S))
+                self._wait_for_change(num_changes, min(left_s, POLL_S))
         edge.tell(answer)
         if answer["verdict"] == "now":
             edge.pull(f"update {answer['version']}, parameters")
