@@ -4,7 +4,7 @@
     until the run is over:
         lease parts of steps; their samples are read ahead
         for each part: begin (pull the parameters), forward, backward, push the gradients
-        if the servers are lost: drop all leases, wait for them to come back, join again
+        if the servers are lost, or fail: drop all leases, wait for them to come back, join again
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.cast import Cast
 from ddp.data.loading.leased import LeasedLoader
 from ddp.data.orders.sampler import StepPlan
-from ddp.errors import ConfigError, PeerLost
+from ddp.errors import ConfigError
 from ddp.gradients.totals import Totals
 from ddp.policies import ParameterServer
 from ddp.process.clock import Stopwatch, now_s
@@ -44,7 +44,7 @@ def work(given: Given, comm: Communicator, part: Cast) -> TrainState:
 
     Raises:
         ConfigError: something cannot be trained, or is not as at the servers.
-        PeerLost: the servers are lost, and did not come back; or they have failed.
+        PeerLost: the servers are lost or have failed, and this worker is to stop; or the store has gone.
     """
     policy = given.strategy
     assert isinstance(policy, ParameterServer)
@@ -69,7 +69,7 @@ def work(given: Given, comm: Communicator, part: Cast) -> TrainState:
     with stop.listening():
         try:
             while True:
-                servers.join()
+                servers.join(stopping=stop)
                 began_s = now_s()
                 loader = LeasedLoader[Lease](
                     source.samples,
@@ -100,12 +100,15 @@ def work(given: Given, comm: Communicator, part: Cast) -> TrainState:
                             "give a worker up: raise it (ddp.init(abort_s=…)), or take a smaller batch"
                         ) from lost
                     log.warning("the servers are lost (%s): this worker waits for them to come back", lost)
+                except Over as over:
+                    if "failed" not in over.facts:
+                        raise
+                    # Whoever has started the servers knows better whether they come back, and else ends this worker.
+                    log.debug("a server failed (%s): this worker waits", over.facts["failed"])
                 finally:
                     loader.close()
         except Over as over:
             servers.leave()
-            if failure := over.facts.get("failed"):
-                raise PeerLost(0, "unknown", 0, servers.version, "the run", f"a server failed: {failure}") from None
             state.evaluation, state.step = dict(over.facts["evaluation"]), over.facts["step"]
             state.stopped_by = over.facts["stopped_by"]
         except BaseException as error:

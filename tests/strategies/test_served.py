@@ -111,7 +111,10 @@ class Once(ddp.Task):
 
 
 class Scripted(ddp.Callback):
-    """Sends signals after certain steps of the first servers: "worker 1", or "server 0", which is this process."""
+    """Sends signals after certain steps of the first servers: "worker 1", or "server 0", which is this process.
+
+    Or "raises".
+    """
 
     def __init__(self, folder: Path, script: Mapping[int, tuple[str, signal.Signals]]) -> None:
         self._folder, self._script = folder, script
@@ -120,6 +123,8 @@ class Scripted(ddp.Callback):
         me = cast()
         assert me is not None
         who, number = self._script.get(state.step, ("", signal.SIGTERM))
+        if who == "raises":
+            raise LookupError(state.step)  # and `counted` waits, so that the workers know before this process ends
         if who and not me.incarnation and (who == str(me) or (who.startswith("worker") and not me.index)):
             os.kill(int((self._folder / who).read_text()), number)
 
@@ -131,17 +136,21 @@ def counted(folder: Path, mode: Mapping[str, Any], script: Mapping[int, Any], ep
     (folder / str(me)).write_text(str(os.getpid()))
     torch.manual_seed(0)
     module = Counts()
-    state = ddp.fit(
-        module,
-        (torch.arange(NUM_SAMPLES), torch.zeros(NUM_SAMPLES)),
-        torch.optim.SGD(module.parameters(), lr=1.0),
-        loss=Once(0.01 if script else 0.0),
-        global_batch=BATCH,
-        epochs=epochs,
-        strategy=ddp.ParameterServer(**mode),
-        folder=ddp.Folder(folder / "run", every_steps=4, progress=False, curves=False),
-        callbacks=[Scripted(folder, script)],
-    )
+    try:
+        state = ddp.fit(
+            module,
+            (torch.arange(NUM_SAMPLES), torch.zeros(NUM_SAMPLES)),
+            torch.optim.SGD(module.parameters(), lr=1.0),
+            loss=Once(0.01 if script else 0.0),
+            global_batch=BATCH,
+            epochs=epochs,
+            strategy=ddp.ParameterServer(**mode),
+            folder=ddp.Folder(folder / "run", every_steps=4, progress=False, curves=False),
+            callbacks=[Scripted(folder, script)],
+        )
+    except LookupError:
+        time.sleep(1)
+        raise
     return state.step, module.weight.detach()
 
 
@@ -187,6 +196,13 @@ def test_lost_servers_go_on_from_a_checkpoint_and_say_what_is_gone(
     assert found[0][0] == 15
     assert times_counted(found[0][1], 3)
     assert re.search("after update [67], and go on from update 4: [23] updates are gone", capfd.readouterr().err)
+
+
+def test_where_a_server_fails_its_error_alone_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    script = {4: ("raises", signal.SIGTERM)}
+    with pytest.raises(ddp.WorkersFailed, match=r"\Aserver 0 on host \S+ failed at step 4:\n(?s:.*)\nLookupError: 4\n"):
+        ddp.launch(counted, tmp_path, MODES["sync"], script, workers=2, servers=1)
+    assert "again" not in caplog.text  # nobody is started again
 
 
 def twice(folder: Path) -> list[Tensor]:

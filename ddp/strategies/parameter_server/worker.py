@@ -78,8 +78,11 @@ class Servers:
         self._pulled: dict[str, Tensor] = {}  # buffers as they were before the forward
         self.version = 0  # updates that the servers had made at the last pull
 
-    def join(self) -> None:
+    def join(self, *, stopping: Any = False) -> None:
         """Connects with all servers, as soon as they are there.
+
+        Args:
+            stopping: true once this process is to stop.
 
         Raises:
             Over: the run has ended.
@@ -90,7 +93,7 @@ class Servers:
         patience = Patience(self._comm.abort_s)
         while True:
             within_s = max(1.0, patience.left_s())
-            number, incarnation = answered(partial(self._welcomed, patience), within_s=within_s)
+            number, incarnation = answered(partial(self._welcomed, patience, stopping), within_s=within_s)
             try:
                 for server in range(self._part.num_servers):
                     self._edges.append(self._edge(server, number, incarnation))
@@ -101,7 +104,7 @@ class Servers:
             else:
                 return
 
-    def _welcomed(self, patience: Patience) -> tuple[int, int]:
+    def _welcomed(self, patience: Patience, stopping: Any) -> tuple[int, int]:
         """Returns this worker's number at servers that let it in, and which incarnation of them that is."""
         home = self._home
         number, incarnation = -1, -1
@@ -115,6 +118,8 @@ class Servers:
                     number = home.add(f"{now}/arrivals", 1) - 1
                 if number >= 0 and home.check([f"{incarnation}/welcome/{number}"]):
                     return number, incarnation
+                if stopping:
+                    break
                 time.sleep(min(POLL_S, left_s))
         except DistError as error:
             reason = (
@@ -122,6 +127,8 @@ class Servers:
                 "with resume=auto, and then the workers"
             )
             raise PeerLost(SERVER, "unknown", 0, 0, "start-up", reason) from error
+        if stopping:
+            raise PeerLost(SERVER, "unknown", 0, 0, "start-up", "no server is there, and this worker is to stop")
         raise ConfigError(
             f"{self._part}: no server has come within {patience.limit_s:g} s (comm.abort_s): start the servers first"
         )
