@@ -165,8 +165,9 @@ def _step(ranks: Sequence[dict[str, Any]], clocks: Sequence[ClockOffset]) -> lis
     for each, raw, clock in zip(ranks, raws, clocks, strict=True):
         spans = spans_of(raw, last_s)
         began_s = next((phase.began_s for phase in reversed(raw.phases) if phase.name == "backward"), raw.began_s)
-        if each["backward_began_s"] is not None:
-            began_s = each["backward_began_s"] + clock.offset_s
+        noted_s = each["backward_began_s"]
+        if noted_s is not None and noted_s + clock.offset_s >= raw.began_s:  # else it is that of an earlier step
+            began_s = noted_s + clock.offset_s
         offsets = accumulate((bucket["bytes"] for bucket in each["buckets"]), initial=0)
         parts = {f"{part}_s": sum(span.ended_s - span.began_s for span in spans if span.part == part) for part in PARTS}
         names = [name for name in BucketTimes.__dataclass_fields__ if name != "offset"]
