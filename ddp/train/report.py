@@ -14,6 +14,7 @@ from rich.table import Table
 
 from ddp.comm.meeting.cast import cast
 from ddp.comm.meeting.place import roles
+from ddp.data.orders.steps import RoundSizes
 from ddp.policies import Training
 from ddp.process.arguments import program, shown
 from ddp.process.files import json_object, read_own, whole_file, write_whole
@@ -29,6 +30,7 @@ LOWEST_LOSS_SHOWN = 1e-4  # a logarithmic axis needs a floor
 
 def summary_of(state: TrainState, meters: Meters, given: Training, *, seconds: float) -> dict[str, Any]:
     """Returns the figures of a run, as JSON can hold them."""
+    sizes = getattr(state.sampler, "sizes", None)  # a stream has none
     whole, comm, checks = meters.throughput.whole, state.comm, state.model.num_verified
     return {
         **state.evaluation,
@@ -41,7 +43,7 @@ def summary_of(state: TrainState, meters: Meters, given: Training, *, seconds: f
         "device": str(comm.device),
         "all_reduce": comm.plan.describe(),
         "choices": dict(comm.plan.choices),
-        "global_batch": state.sampler.global_batch,
+        "global_batch": sizes.setting if isinstance(sizes, RoundSizes) else state.sampler.global_batch,
         **meters.noise.figures(),
         "num_parameters": sum(parameter.numel() for parameter in state.model.parameters()),
         "precision": given.precision,
