@@ -36,7 +36,7 @@ from ddp.setting import Precision, StrategyName
 from ddp.strategies.central_storage import CentralStorage
 from ddp.strategies.local_sgd import LocalSteps
 from ddp.strategies.replicated import Replicated
-from ddp.strategies.served import ParameterServer
+from ddp.strategies.served import Served
 from ddp.strategies.sharded import Sharded
 from ddp.strategies.strategy import Strategy
 from ddp.strategies.streaming import Streaming
@@ -152,7 +152,7 @@ STRATEGIES: dict[StrategyName, Row] = {
     "multi_worker":    Row(BucketedDataParallel, Replicated),
     "sharded":         Row(ShardedDataParallel, Sharded, OF_SLICES),
     "central_storage": Row(CentralDataParallel, CentralStorage, (*OF_SLICES, PRIVATE_MEMORY, ON_GPU)),
-    "parameter_server": Row(ServedDataParallel, ParameterServer, (*OF_SLICES, LOSS_SCALE, NO_FELLOWS, SERVED_ON_CPU)),
+    "parameter_server": Row(ServedDataParallel, Served, (*OF_SLICES, LOSS_SCALE, NO_FELLOWS, SERVED_ON_CPU)),
     "local_sgd":       Row(LocalDataParallel, LocalSteps, NO_ROUNDS),
 }
 # fmt: on

@@ -18,7 +18,7 @@ from ddp.strategies.parameter_server.edge import Piece
 from ddp.strategies.sharded import Sharded
 
 
-class ParameterServer(Sharded):
+class Served(Sharded):
     """Makes the updates of a server. Every method is collective among the servers."""
 
     model: ServedDataParallel

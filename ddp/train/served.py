@@ -23,10 +23,10 @@ from ddp.comm.session import ABORT_S
 from ddp.data.orders.sampler import StepPlan, TrainSampler
 from ddp.data.orders.steps import BatchWarmup
 from ddp.errors import ConfigError
-from ddp.policies import ParameterServer as Policy
+from ddp.policies import ParameterServer
 from ddp.strategies.parameter_server.ledger import Plan
 from ddp.strategies.parameter_server.server import Received, Service
-from ddp.strategies.served import ParameterServer
+from ddp.strategies.served import Served
 from ddp.train.arguments import Given
 from ddp.train.checkpoint_store import steps
 from ddp.train.state import TrainState, agreed_reason
@@ -44,7 +44,7 @@ def check_cast(given: Given) -> Cast | None:
             what is given.
     """
     part, policy = my_part(warn_s=WARN_S, abort_s=ABORT_S), given.strategy
-    if not isinstance(policy, Policy):
+    if not isinstance(policy, ParameterServer):
         if part is not None:
             raise ConfigError(
                 f"strategy={policy.strategy!r} in {part} of a launch with servers: take strategy='parameter_server', "
@@ -91,10 +91,10 @@ def service_of(given: Given, state: TrainState, settings: Mapping[str, Any]) -> 
     Args:
         settings: what the bits of the result depend on.
     """
-    if not isinstance(state.strategy, ParameterServer):
+    if not isinstance(state.strategy, Served):
         return None
     part, policy = cast(), given.strategy
-    assert part is not None and isinstance(policy, Policy)
+    assert part is not None and isinstance(policy, ParameterServer)
     if part.index == 0 and state.run_dir is not None:
         given.home.set(FOLDER, str(state.run_dir))
     facts = facts_of(state.model.module, state.sampler, settings)

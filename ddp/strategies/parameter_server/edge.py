@@ -81,7 +81,7 @@ class Edge:
             self.comm.broadcast(data[len(first) :].clone(), self.comm.rank, label="more words")
 
     def heard(self) -> dict[str, Any]:
-        """Returns what the other end tells."""
+        """Receives one message of the other end."""
         other = 1 - self.comm.rank
         self.comm.broadcast(self._words, other, label="words")
         length = int(self._words[:LENGTH_BYTES].view(torch.int64)[0])
@@ -125,7 +125,7 @@ class Edge:
                 self.comm.all_reduce(pack.flat, wire=self._wire, label=label)
 
     def take_back(self) -> None:
-        """Lets the hook forget the last push, because it does not count. At both ends."""
+        """Rolls the hook back to before the last push, because that does not count. At both ends."""
         if self._compression is not None:
             self._compression.take_back()
 

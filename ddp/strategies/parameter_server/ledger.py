@@ -224,7 +224,7 @@ class Ledger:
         return Update(done.plan, tuple(part.counts and part.counts.worker.name for part in done.parts), age)
 
     def lost(self, worker: Hashable) -> None:
-        """Takes back all leases of a worker, whose returns do not count any more."""
+        """Frees all leases of a worker; what it returns later does not count."""
         if (gone := self._workers.pop(worker, None)) is not None:
             self._take_back(gone.held)
 

@@ -12,12 +12,12 @@
 | push    | gradients, loss, count; do they count?            | gradients, which wait for server 0's word    |
 | forget  |                                                   | the last push does not count                 |
 
-Server 0 keeps the ledger (`ledger.py`). What it says of an update, all servers make, in one order. So they are always
-at the same version, and a worker that dies between two servers leaves nothing half done.
+Server 0 keeps the ledger (`ledger.py`). All servers make the updates that it announces, in the same order. So they are
+always at the same version, and a worker that dies between two servers leaves nothing half done.
 
-Note "two locks". `_changed` guards the ledger and what was pushed, for moments. `_whole` is the main thread's while it
-changes parameters, evaluates or saves, and free while it waits for an update: a pull takes it, and so never sends half
-an update. Whoever takes both takes `_whole` first.
+Note "two locks". `_changed` guards the ledger and the pushed gradients; it is held only briefly. `_whole` is the main
+thread's while it changes parameters, evaluates or saves, and free while it waits for an update: a pull takes it, and so
+never sends half an update. Whoever takes both takes `_whole` first.
 
 Every request is answered within `ANSWER_S`, if only by "wait". So a worker that waits never takes the server for lost,
 and the other servers hear from server 0 as often.
@@ -45,7 +45,7 @@ from ddp.comm.opening import open_communicator
 from ddp.comm.settings import CPU, Settings
 from ddp.errors import CommunicatorBroken, ConfigError, PeerLost, first_line, said
 from ddp.gradients.totals import Totals, count_of
-from ddp.policies import ParameterServer as Policy
+from ddp.policies import ParameterServer
 from ddp.process.clock import Patience, now_s
 from ddp.process.log import log
 from ddp.replica.served import ServedDataParallel
@@ -118,7 +118,7 @@ class Service:
         home: Store,
         model: ServedDataParallel,
         pieces: Sequence[tuple[Piece, Part]],
-        policy: Policy,
+        policy: ParameterServer,
         *,
         num_shards: int,
         version: int,
@@ -506,7 +506,7 @@ def as_plain(lease: Lease) -> list[Any]:
 
 
 def as_lease(plain: Sequence[Any]) -> Lease:
-    """Returns the lease that `as_plain` has had."""
+    """Returns the lease that `as_plain` was given."""
     number, plan, part, num_parts = plain
     return Lease(number, Plan(*plan), part, num_parts)
 

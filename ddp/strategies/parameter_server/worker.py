@@ -30,7 +30,7 @@ from ddp.comm.objects import broadcast_object
 from ddp.comm.opening import open_communicator
 from ddp.errors import ConfigError, PeerLost
 from ddp.gradients.totals import Totals
-from ddp.policies import ParameterServer as Policy
+from ddp.policies import ParameterServer
 from ddp.process.clock import Patience
 from ddp.process.log import log
 from ddp.strategies.parameter_server.edge import SERVER, WORKER, Edge, Piece
@@ -67,7 +67,7 @@ class Servers:
         home: Store,
         comm: Communicator,
         module: nn.Module,
-        policy: Policy,
+        policy: ParameterServer,
         *,
         facts: Mapping[str, Any],
     ) -> None:
