@@ -164,6 +164,7 @@ def test_what_the_page_names_exists() -> None:
         assert hasattr(homes[home], name) or f"self.{name}" in inspect.getsource(homes[home]), f"{home}.{name}"
     functions = (ddp.fit, ddp.init, ddp.launch, ddp.DistributedDataParallel, ddp.LossFunction)
     policies = (ddp.Averaging, ddp.Batches, ddp.Classification, ddp.Evaluation, ddp.Folder, ddp.Reading)
+    policies += (ddp.LocalSGD, ddp.ParameterServer)
     keywords = {name for function in (*functions, *policies) for name in inspect.signature(function).parameters}
     assert set(re.findall(r"[`(](\w+)=", here)) <= keywords
     keys = re.findall(r"`(batch\.\w+)`|`(\w+\.\w+)=", here)

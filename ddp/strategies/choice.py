@@ -240,14 +240,14 @@ def replica_of(
             len(left_out),
             left_out[0],
         )
-    refuse(averaging.strategy, setup_of(model, comm, precision))
-    averaging = of_this_process(averaging)
+    asked, averaging = averaging.strategy, of_this_process(averaging)
     word, row = averaging.strategy, STRATEGIES[averaging.strategy]
     if isinstance(model, Replica) and word != "auto" and strategy_of(model) is not row.strategy:
         raise ConfigError(
             f"strategy={word} with a model in a {name}: give ddp.fit the bare module; or, for some of the ranks, a "
             f"{row.replica.__name__}(module, comm=…) of {row.replica.__module__}"
         )
+    refuse(asked, setup_of(model, comm, precision))
     if isinstance(model, Replica):
         for key in ("wire", "hook", "bucket_cap_mb", "first_bucket_mb"):
             if (given := getattr(averaging, key)) != getattr(Averaging, key):
