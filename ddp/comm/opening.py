@@ -58,7 +58,8 @@ def open_communicator(
     """Connects this rank with the others, over connections of their own. Collective over them.
 
     Args:
-        store: of this session of the ranks alone (`rendezvous`), with nothing in it from an earlier one.
+        store: of this session of the ranks alone (`rendezvous`), with nothing in it from an earlier one; a connection
+            to it of its own (`clone`), if others are opened at the same time.
         generation: version of the membership.
         rank, world_size: this process's number, and how many there are.
         settings: see `Settings`.
@@ -74,8 +75,6 @@ def open_communicator(
     settings = replace(settings, generation=generation)
     abort_s, connect_s = settings.abort_s, min(settings.abort_s, SILENCE_S)  # everyone has just been here
     everyone, timeout = range(world_size), timedelta(seconds=connect_s)
-    # A connection of its own: waiting for a peer that does not come must not block whoever opens another one here.
-    store = answered(store.clone, within_s=abort_s)  # type: ignore[attr-defined]
     watch = partial(Watchdog, store, rank, world_size, generation=generation, warn_s=warn_s, abort_s=abort_s)
     watchdog = answered(watch, within_s=abort_s)
     try:

@@ -51,7 +51,7 @@ def one_of_several() -> Any:
     store = TCPStore("localhost", int(os.environ["MASTER_PORT"]), is_master=False)
 
     def opened(peer: int, rank: int, time_: int = 0, *, in_memory: bool) -> Any:
-        part = PrefixStore(f"{peer}/{time_}", store)
+        part = PrefixStore(f"{peer}/{time_}", store.clone())
         return open_communicator(part, 0, rank, 2, Settings(abort_s=ABORT_S, shared_memory=in_memory))
 
     def again_and_again(peer: int, rank: int) -> None:

@@ -40,6 +40,7 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.cast import Cast, how_ended
 from ddp.comm.meeting.private_store import part_of
+from ddp.comm.meeting.rendezvous import answered
 from ddp.comm.objects import broadcast_object
 from ddp.comm.opening import open_communicator
 from ddp.comm.settings import CPU, Settings
@@ -339,7 +340,7 @@ class Service:
         who, mine, entered = f"worker {number}", self._part, None
         comm: Communicator | None = None
         try:
-            store = part_of(self._home, f"{mine.incarnation}/edge/{mine.index}/{number}")
+            store = own_part(self._home, f"{mine.incarnation}/edge/{mine.index}/{number}", self._comm.abort_s)
             comm = open_communicator(store, mine.incarnation, SERVER, 2, edge_settings(self._comm), warn_s=1e9)
             self._comms[number] = comm
             first = broadcast_object(comm, None, 1)
@@ -492,6 +493,15 @@ class Service:
             edge.take_back()
         edge.tell({"counts": counts} | ({} if self._over is None else {"over": self._over}))
         return True
+
+
+def own_part(home: Store, name: str, within_s: float) -> Store:
+    """Returns the part of a store that belongs to an edge, by a connection of its own.
+
+    Waiting there for a peer that does not come must not block whoever opens another edge.
+    """
+    own: Store = answered(home.clone, within_s=within_s)  # type: ignore[attr-defined]
+    return part_of(own, name)
 
 
 def edge_settings(comm: Communicator) -> Settings:

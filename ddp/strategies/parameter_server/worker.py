@@ -24,7 +24,6 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.cast import Cast
-from ddp.comm.meeting.private_store import part_of
 from ddp.comm.meeting.rendezvous import answered
 from ddp.comm.objects import broadcast_object
 from ddp.comm.opening import open_communicator
@@ -35,7 +34,7 @@ from ddp.process.clock import Patience
 from ddp.process.log import log
 from ddp.strategies.parameter_server.edge import SERVER, WORKER, Edge, Piece
 from ddp.strategies.parameter_server.ledger import Lease
-from ddp.strategies.parameter_server.server import LOST, POLL_S, as_lease, as_plain, edge_settings
+from ddp.strategies.parameter_server.server import LOST, POLL_S, as_lease, as_plain, edge_settings, own_part
 
 
 class Over(Exception):
@@ -134,7 +133,7 @@ class Servers:
         )
 
     def _edge(self, server: int, number: int, incarnation: int) -> Edge:
-        store = part_of(self._home, f"{incarnation}/edge/{server}/{number}")
+        store = own_part(self._home, f"{incarnation}/edge/{server}/{number}", self._comm.abort_s)
         comm = open_communicator(store, incarnation, WORKER, 2, edge_settings(self._comm), warn_s=self._comm.warn_s)
         try:
             mine = {"index": self._part.index, "incarnation": self._part.incarnation, "facts": self._facts}
