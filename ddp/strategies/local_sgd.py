@@ -22,7 +22,6 @@ With island="host" the workers of a host add up their gradients in memory in eve
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Optimizer
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.objects import broadcast_object
+from ddp.comm.objects import broadcast_object, packed, unpacked
 from ddp.errors import ConfigError
 from ddp.optim.layerwise import clipped_step
 from ddp.optim.norms import gradient_norm
@@ -203,9 +202,9 @@ class LocalSteps(Replicated):
     def _states_of_others(self) -> list[Any]:
         """Returns the optimizer states of ranks 1, 2, …, on rank 0. Collective."""
         comm = self.model.comm
-        mine = _packed(self.optimizer.state_dict()["state"]) if comm.rank else torch.empty(0, dtype=torch.uint8)
+        mine = packed(self.optimizer.state_dict()["state"]) if comm.rank else torch.empty(0, dtype=torch.uint8)
         pieces = comm.gather(mine.to(comm.device), 0)
-        return [_unpacked(piece) for piece in pieces[1:]]
+        return [unpacked(piece.cpu()) for piece in pieces[1:]]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict({**state, "local_sgd": None})
@@ -221,11 +220,11 @@ class LocalSteps(Replicated):
         if not self._is_round:
             return
         if known["world_size"] == comm.world_size:
-            pieces = own and [torch.empty(0, dtype=torch.uint8), *map(_packed, own["others"])]
+            pieces = own and [torch.empty(0, dtype=torch.uint8), *map(packed, own["others"])]
             mine = comm.scatter(pieces and [piece.to(comm.device) for piece in pieces], 0)
             if comm.rank:
                 groups = self.optimizer.state_dict()["param_groups"]
-                self.optimizer.load_state_dict({"state": _unpacked(mine), "param_groups": groups})
+                self.optimizer.load_state_dict({"state": unpacked(mine.cpu()), "param_groups": groups})
         elif comm.rank == 0:
             log.warning(
                 "the checkpoint is of %d workers, and there are %d: all go on with worker 0's optimizer state, and "
@@ -251,13 +250,3 @@ def island_of(comm: Communicator) -> Communicator:
 
 def _put(values: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> None:
     torch._foreach_copy_(list(parameters), list(values))
-
-
-def _packed(state: Any) -> Tensor:
-    """Returns an optimizer's state as bytes, which may be of any length on each rank."""
-    torch.save(state, file := io.BytesIO())
-    return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
-
-
-def _unpacked(packed: Tensor) -> Any:
-    return torch.load(io.BytesIO(packed.cpu().numpy().tobytes()), weights_only=True, map_location="cpu")

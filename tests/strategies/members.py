@@ -136,6 +136,12 @@ def small_blocks(stretch: int = 256) -> Iterator[None]:
         yield
 
 
+def flat(module: nn.Module) -> Tensor:
+    """Returns all parameters, and the buffers of floating point, in one tensor."""
+    tensors = [*module.parameters(), *(buffer for buffer in module.buffers() if buffer.is_floating_point())]
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).clone()
+
+
 def fitted(module: nn.Module, data: Any, optimizer: torch.optim.Optimizer, **how: Any) -> ddp.TrainState:
     """Trains by `ddp.fit`, without a word and without a file."""
     settings = {"global_batch": GLOBAL_BATCH, "seed": 5, "folder": None, "progress": False, "loss": F.cross_entropy}

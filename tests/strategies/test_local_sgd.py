@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from members import GLOBAL_BATCH, NUM_SAMPLES, bits_of, cnn, fitted, gpt, mlp, samples
+from members import GLOBAL_BATCH, NUM_SAMPLES, bits_of, cnn, fitted, flat, gpt, mlp, samples
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -75,11 +75,6 @@ def made(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(3)
     module = case.model().double()
     return module, case.optimizer(module.parameters())
-
-
-def flat(module: nn.Module) -> Tensor:
-    tensors = [*module.parameters(), *(buffer for buffer in module.buffers() if buffer.is_floating_point())]
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).clone()
 
 
 class Watch(ddp.Callback):

@@ -24,6 +24,7 @@ from members import (
     bits_of,
     cnn,
     fitted,
+    flat,
     gpt,
     groups_of,
     mlp,
@@ -59,11 +60,6 @@ def made(cell: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(3)
     module = make().double()
     return module, optimizer(groups_of(module))
-
-
-def flat(module: nn.Module) -> Tensor:
-    tensors = [*module.parameters(), *(buffer for buffer in module.buffers() if buffer.is_floating_point())]
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).clone()
 
 
 class Watch(ddp.Callback):

@@ -90,7 +90,7 @@ def arrive(
             f"{ROLE}=server (cluster.role): {'one' if is_one else servers} {'is' if is_one else 'are'} there already; "
             f"start a worker, or all again with {counted(index + 1, 'server')}"
         )
-    return Cast(job, index, run["workers"], servers, part_of(home, "cast"), served=opened.server, by_hand=True), run
+    return Cast(job, index, run["workers"], servers, part_of(home, "cast"), served=opened.server), run
 
 
 def _opened(me: Told, *, warn_s: float, abort_s: float) -> Opened:

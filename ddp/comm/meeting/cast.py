@@ -40,7 +40,6 @@ class Cast:
         store: where the servers and workers of the run meet.
         incarnation: how often it has been started before; the servers are only started together.
         served: the store of all, if this process serves it.
-        by_hand: it was started by hand, so that a worker leaves alone when it is to stop, and the run goes on.
     """
 
     job: Job
@@ -50,7 +49,6 @@ class Cast:
     store: Store
     incarnation: int = 0
     served: Store | None = None
-    by_hand: bool = False
 
     def __str__(self) -> str:
         return f"{self.job} {self.index}"

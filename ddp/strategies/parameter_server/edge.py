@@ -4,7 +4,7 @@
     tell     {"what": …}       ──▶      heard                     plain values: a request,
     heard                      ◀──      tell      {…}             and its answer
     push     gradients         ──▶      taken     [numel]         by wire or hook, if there is one
-    pulled   [numel]           ◀──      pull      parameters      after the answer that promises it
+    pull     [numel]           ◀──      load, pull                parameters, after the answer that promises them
 
 A push is an all-reduce of the two, for which the server has zeros. So wire formats and hooks work as between any ranks,
 and inside a host all of it goes through shared memory.

@@ -166,15 +166,15 @@ def become_the_last(_: None) -> Any:
     comm = ddp.init()
     me, total = cast(), comm.all_reduce(torch.ones(1)).item()
     ddp.shutdown()
-    return str(me), comm.rank, total, me is not None and me.by_hand
+    return str(me), comm.rank, total
 
 
 def test_a_program_below_a_launcher_has_its_last_ranks_as_servers() -> None:
     started = start_ranks(become_the_last, 3, None, environment={"DDP_SERVERS": "2"})
     assert unfailed(collect(started)) == [
-        ("worker 0", 0, 1.0, False),
-        ("server 0", 0, 2.0, False),
-        ("server 1", 1, 2.0, False),
+        ("worker 0", 0, 1.0),
+        ("server 0", 0, 2.0),
+        ("server 1", 1, 2.0),
     ]
 
 
@@ -249,7 +249,7 @@ def train_by_hand(ports: list[int], folder: Path) -> Any:
     me = cast()
     assert me is not None and state.step == 30 and not state.stopped_by
     if number:
-        assert (me.index, me.num_workers, me.by_hand) == (1, 2, True)
+        assert (me.index, me.num_workers) == (1, 2)
     ddp.shutdown()
     take_part(None)
     os.environ["MASTER_PORT"] = str(ports[1])
