@@ -20,6 +20,8 @@ import pytest
 gc.disable()  # while torch and the tests come, which stay: a fifth of that time
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["MKL_CBWR"] = "AUTO"
+# torch's store asks the DNS for the name of every peer, and a DNS server that is asked often may leave some unanswered.
+os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
 sys.path.insert(0, str(Path(__file__).parent))  # for `from ranks import run_ranks`
 for _number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:  # tests in the background, or under nohup

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -24,8 +24,8 @@ from ddp.train.batch_statistics import may_have_one, waits_in_training
 from ddp.train.callbacks import EARLY, Callback, tell_of
 from ddp.train.evaluate import Side, evaluate
 from ddp.train.first_look import EqualBatches, FirstLook
-from ddp.train.served import LeaseFeed
-from ddp.train.state import TrainState, agreed_reason, limits_of
+from ddp.train.served import LeaseFeed, served_step
+from ddp.train.state import StepReport, TrainState, agreed_reason, limits_of
 from ddp.train.step import StepRules, train_step
 from ddp.train.watcher import Watch
 from ddp.units import counted
@@ -86,11 +86,12 @@ def train_loop(
         looks=looks,
     )
     evaluator, evaluates = Evaluator(given, inputs, callbacks), held_out.is_evaluated
-    feed: LeaseFeed | TrainLoader | StreamFeed = (
-        _feed(state, source, uneven, reading.max_unreadable)
-        if service is None
-        else LeaseFeed(state, service, num_steps=num_steps)
-    )
+    feed: Any
+    make_step: Callable[..., tuple[StepReport, bool]]
+    if service is None:
+        feed, make_step = _feed(state, source, uneven, reading.max_unreadable), train_step
+    else:
+        feed, make_step = LeaseFeed(state, service, num_steps=num_steps), served_step
     state.unreadable = feed.unreadable
     _check_waiting(state, uneven, reading.max_unreadable)
     state.stopped_by = ""
@@ -106,7 +107,7 @@ def train_loop(
                 for callback in callbacks:
                     callback.step_start(state)
                 with state.phase("step"):
-                    step, someone_stops = train_step(state, rules, plan, batches, wants_stop=bool(state.stop_flag))
+                    step, someone_stops = make_step(state, rules, plan, batches, wants_stop=bool(state.stop_flag))
                 if step.num_ending:
                     feed.ended(step.num_ending)
                 for callback in callbacks:

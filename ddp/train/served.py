@@ -1,7 +1,6 @@
 """Lets a server train (`strategies/parameter_server/`), whose steps are made of what workers return.
 
-The loop is the one of every run. Its feed yields updates in the place of batches, and the backward of a step is to take
-the gradients of one.
+The loop is the one of every run. Its feed yields updates in the place of batches, and its step takes their gradients.
 """
 
 from __future__ import annotations
@@ -24,12 +23,14 @@ from ddp.data.orders.sampler import StepPlan, TrainSampler
 from ddp.data.orders.steps import BatchWarmup
 from ddp.errors import ConfigError
 from ddp.policies import ParameterServer
+from ddp.process.clock import now_s
 from ddp.strategies.parameter_server.ledger import Plan
 from ddp.strategies.parameter_server.server import Received, Service
 from ddp.strategies.served import Served
 from ddp.train.arguments import Given
 from ddp.train.checkpoint_store import steps
-from ddp.train.state import TrainState, agreed_reason
+from ddp.train.state import StepReport, TrainState, agreed_reason
+from ddp.train.step import StepRules, committed, update
 
 ALIKE = ("loss", "global_batch", "order", "num_shards", "micro_size", "seed", "precision", "wire", "hook")
 FOLDER = "folder"
@@ -153,3 +154,24 @@ class LeaseFeed:
 
     def close(self) -> None:
         """Does nothing: the workers go when the results are written."""
+
+
+def served_step(
+    state: TrainState, rules: StepRules, plan: StepPlan, received: Received, *, wants_stop: bool
+) -> tuple[StepReport, bool]:
+    """Makes the step whose gradients were received. Returns its report, and whether any server wants to stop.
+
+    Raises:
+        Diverged: loss or gradient norm is not finite; parameters and sampler are as before the step.
+        ConfigError: parameters were frozen, unfrozen or converted since the training began.
+    """
+    state.model.waited.take_s()
+    state.model.waited.total_s = now_s() - received.since_s
+    if state.comm.world_size > 1:
+        wants_stop = state.comm.agree_any(wants_stop, label="a wish to stop")
+    received.hand_over(received.totals._replace(num_stopping=int(wants_stop)))
+    with state.phase("update"):
+        agreement = state.strategy.agree(state.step + 1)
+    update(state, rules, plan, agreement)
+    state.sampler.commit_leased(plan)
+    return committed(state, rules, plan, agreement, start_s=received.since_s)

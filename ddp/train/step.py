@@ -21,7 +21,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from ddp.optim.schedules import TorchSchedule
 from ddp.process.clock import Stopwatch, now_s
 from ddp.process.log import log
 from ddp.setting import Precision
-from ddp.strategies.parameter_server.server import Received
+from ddp.strategies.strategy import Agreement
 from ddp.streams import dropout_stream
 from ddp.train.batch_statistics import REMEDY, TOO_FEW
 from ddp.train.state import StepReport, TrainState
@@ -65,52 +65,52 @@ class StepRules:
 
 
 def train_step(
-    state: TrainState, rules: StepRules, plan: StepPlan, batches: Iterator[Any] | Received, *, wants_stop: bool
+    state: TrainState, rules: StepRules, plan: StepPlan, batches: Iterator[Any], *, wants_stop: bool
 ) -> tuple[StepReport, bool]:
     """Makes one step. Returns its report, and whether any rank wants to stop.
 
     Args:
-        batches: of this rank; or at a server what workers have made of all.
+        batches: of this rank.
 
     Raises:
         Diverged: loss or gradient norm is not finite; parameters and sampler are as before the step.
         ConfigError: the loss does not depend on the model.
     """
     start_s, fetching = now_s(), Stopwatch()
-    model, strategy = state.model, state.strategy
-    model.waited.take_s()
-    if isinstance(batches, Received):
-        model.waited.total_s, start_s = start_s - batches.since_s, batches.since_s
-    repeats = rules.precision == "fp16" and not isinstance(batches, Received)
-    before = StepSnapshot(state, cast(Iterator[Any], batches)) if repeats else None
+    state.model.waited.take_s()
+    before = StepSnapshot(state, batches) if rules.precision == "fp16" else None
     while True:
-        these = batches if before is None else before.batches()
-        if isinstance(these, Received):
-            _received(state, these, wants_stop)
-        else:
-            backward(state, rules, plan, these, fetching, wants_stop)
+        backward(state, rules, plan, batches if before is None else before.batches(), fetching, wants_stop)
         with state.phase("update"):
-            agreement = strategy.agree(state.step + 1)
+            agreement = state.strategy.agree(state.step + 1)
         if before is None or not agreement.is_overflow:
             break
         before.restore(state)
-    totals = agreement.totals
+    update(state, rules, plan, agreement)
+    state.sampler.commit(plan)
+    return committed(state, rules, plan, agreement, start_s=start_s, data_s=fetching.total_s)
+
+
+def update(state: TrainState, rules: StepRules, plan: StepPlan, agreement: Agreement) -> None:
+    """Sets the rate, and lets the strategy make the update that all ranks have agreed on."""
     if not plan.num_inner:  # else inner steps have set it
         _set_rate(state, rules, plan)
-    rate = float(state.optimizer.param_groups[0]["lr"])
-    if totals.num_items:
+    if agreement.totals.num_items:
         with state.phase("update"):
-            strategy.update(agreement)
+            state.strategy.update(agreement)
     else:  # no rank could read a sample: momentum and decay alone must not move parameters
-        model.take_back()
-    if isinstance(batches, Received):
-        state.sampler.commit_leased(plan)
-    else:
-        state.sampler.commit(plan)
+        state.model.take_back()
+
+
+def committed(
+    state: TrainState, rules: StepRules, plan: StepPlan, agreement: Agreement, *, start_s: float, data_s: float = 0.0
+) -> tuple[StepReport, bool]:
+    """Counts a step whose plan the sampler has committed. Returns its report, and whether any rank wants to stop."""
+    totals = agreement.totals
+    rate = float(state.optimizer.param_groups[0]["lr"])
     state.step, state.train_loss = state.step + 1, totals.mean_loss
     if isinstance(rules.schedule, TorchSchedule):
         rules.schedule.stepped(is_epoch_end=state.sampler.at_epoch_end)
-
     report = StepReport(
         step=state.step,
         epoch=plan.epoch,
@@ -121,20 +121,12 @@ def train_step(
         gradient_norm=agreement.length,
         rate=rate,
         step_s=now_s() - start_s,
-        data_s=fetching.total_s,
-        wait_s=model.waited.take_s(),
+        data_s=data_s,
+        wait_s=state.model.waited.take_s(),
         num_ending=totals.num_ending,
         micros=plan.micros,
     )
     return report, totals.num_stopping > 0
-
-
-def _received(state: TrainState, received: Received, wants_stop: bool) -> None:
-    """Takes the gradients that workers have returned, at a server, in the place of a backward."""
-    if state.comm.world_size > 1:
-        wants_stop = state.comm.agree_any(wants_stop, label="a wish to stop")
-    totals = received.totals._replace(num_stopping=int(wants_stop))
-    received.hand_over(totals)
 
 
 def _set_rate(state: TrainState, rules: StepRules, plan: StepPlan) -> None:

@@ -1,4 +1,4 @@
-"""Trains a GPT on four workers that agree seldom, to see what that costs in loss.
+"""Trains the GPT recipe on four workers that agree seldom, to see what that costs in loss.
 
     python recipes/studies/few_agreements.py                     24 runs; a second call goes on where one stopped
     python recipes/studies/few_agreements.py --seeds 1           a shorter study
@@ -10,8 +10,8 @@
     after a fifth   the first fifth of the samples is synchronous (`warmup_samples`)
     DiLoCo          outer_lr=0.7, outer_momentum=0.9
 
-A small GPT reads the source text of Python's standard library, byte by byte. All runs of a seed have the same samples,
-each once, and the settings that were found for synchronous steps. The held-out loss is in bits per byte.
+All runs of a seed have the same samples, each once, and the recipe's settings, which were found for synchronous steps.
+The loss is that of held-out text, in bits per byte.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from less_traffic import JOBS, RATE
 from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -31,17 +30,20 @@ from study import Result, Study, carry_out, parser_of, trained
 from torch.utils.data import Subset
 
 import ddp
+from ddp.data.sets.standard_library import load_standard_library
+from ddp.models.gpt import GPT
 from ddp.optim import cosine, parameter_groups, with_warmup
 from ddp.process.arguments import whole
+from ddp.train.tasks.cross_entropy import ByteModel
 
 SEEDS = (0, 1, 2)
-NUM_SAMPLES, BATCH = 16_384, 16
+CONTEXT, BATCH, NUM_SAMPLES, NUM_JUDGED = 128, 16, 32_000, 4096
 SYNCHRONOUS = "synchronous"
 LENGTHS = (8, 32, 100)
 WAYS: dict[str, dict[str, Any]] = {  # fields of `ddp.LocalSGD`; "after": the share of samples before the first round
     SYNCHRONOUS: {},
-    **{f"every {every}": {"every": every} for every in LENGTHS},
     **{f"every {every}, after a fifth": {"every": every, "after": 0.2} for every in LENGTHS},
+    **{f"every {every}": {"every": every} for every in LENGTHS},
     "every 32, after a fifth, DiLoCo": {"every": 32, "after": 0.2, "outer_lr": 0.7, "outer_momentum": 0.9},
 }
 
@@ -62,7 +64,7 @@ class FewAgreements(Study):
     workers: ClassVar[int] = 4
 
     def __init__(self, seeds: Sequence[int] = SEEDS, num_samples: int = NUM_SAMPLES) -> None:
-        self.planned = [Trial(way, seed, num_samples) for seed in seeds for way in WAYS]
+        self.planned = [Trial(way, seed, num_samples) for way in WAYS for seed in seeds]
         self.num_trials = len(self.planned)
 
     def trials(self, results: Mapping[Any, Result]) -> Iterator[Trial]:
@@ -71,26 +73,27 @@ class FewAgreements(Study):
 
     def run(self, trial: Trial) -> Result | None:
         """Trains in the trial's way."""
-        job = JOBS["gpt"]
         torch.manual_seed(trial.seed)
-        module, (texts, judged) = job.model(), job.data()
-        stride = len(texts) // trial.num_samples
-        train = Subset(texts, range(0, stride * trial.num_samples, stride))
+        module, texts = GPT(context=CONTEXT, width=96, depth=4, heads=3), load_standard_library(context=CONTEXT)
+        train, judged = (
+            Subset(each, range(0, len(each) // num * num, len(each) // num))
+            for each, num in ((texts.train, trial.num_samples), (texts.test, NUM_JUDGED))
+        )
         way = dict(WAYS[trial.way])
         after = round(way.pop("after", 0) * trial.num_samples)
-        groups = parameter_groups(module, weight_decay=job.decay)
         return trained(
             trial,
             module,
             train,
-            torch.optim.AdamW(groups, lr=RATE, betas=(0.9, job.beta2)),
-            metric=f"test_{job.metric}",
+            torch.optim.AdamW(parameter_groups(module, weight_decay=0.1), lr=4e-3, betas=(0.9, 0.99)),
+            metric="test_bits_per_byte",
             progress=lambda state: state.step,
-            loss=job.task,
+            loss=ByteModel(),
             global_batch=BATCH,
             epochs=1,
+            clip_norm=1.0,
             test_data=judged,
-            evaluation=ddp.Evaluation(every_epochs=None),
+            evaluation=ddp.Evaluation(every_epochs=None, batch=32),
             schedule=with_warmup(cosine(), fraction=0.05),
             folder=ddp.Folder(None, noise_scale_every=0, progress=False),
             strategy=ddp.LocalSGD(**way, warmup_samples=after) if way else "mirrored",

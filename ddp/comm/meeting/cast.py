@@ -147,20 +147,9 @@ def _count(env: Mapping[str, str], name: str) -> int | None:
 # --- what whoever has started the processes tells of them, in the store ----------------------------------------------
 
 
-def tell_start(of: Cast) -> None:
-    """Publishes that a process is being started."""
-    of.store.set(f"incarnation/{of}", str(of.incarnation))
-
-
 def tell_end(of: Cast, how: str) -> None:
     """Publishes how a process has ended, such as "was killed by SIGKILL"."""
     of.store.set(f"ended/{of}/{of.incarnation}", how)
-
-
-def last_incarnation(store: Store, job: Job, index: int = 0) -> int | None:
-    """Returns the number of the last start of a process; None before the first one."""
-    key = f"incarnation/{job} {index}"
-    return int(store.get(key)) if store.check([key]) else None
 
 
 def how_ended(store: Store, job: Job, index: int, incarnation: int = 0) -> str:

@@ -11,9 +11,9 @@ it. So a plain `subprocess` is all that it takes.
 | either  | its program raised                     | the run has failed: all others are asked to stop                 |
 | servers | well                                   | the run is done; a worker that goes on is killed after a while   |
 
-A server that is started again goes on from the run's last checkpoint. Each start and end is told in the store in which
-servers and workers meet (`comm/meeting/cast.py`), as soon as the kernel reports it. The store is files in the private
-folder of the launch (`private_store.py`), so it outlives every process, and no other user reaches it.
+A server that is started again goes on from the run's last checkpoint. Each end is told in the store in which servers
+and workers meet (`comm/meeting/cast.py`), as soon as the kernel reports it. The store is files in the private folder of
+the launch (`private_store.py`), so it outlives every process, and no other user reaches it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol
 
-from ddp.comm.meeting.cast import STORE, Cast, Job, tell_end, tell_start
+from ddp.comm.meeting.cast import STORE, Cast, Job, tell_end
 from ddp.comm.meeting.secret import private_folder
 from ddp.process.clock import Patience, now_s
 from ddp.process.log import log
@@ -165,7 +165,6 @@ class _Supervisor:
 
     def _start(self, rank: int, incarnation: int = 0) -> None:
         part = replace(self._cast[rank], incarnation=incarnation)
-        tell_start(part)
         self._killed.discard(rank)
         process = started([*self._command, "--rank", str(rank), "--incarnation", str(incarnation)])
         self._running[rank] = _Running(part, process)

@@ -205,11 +205,6 @@ class Ledger:
         """Returns True if every plan of the epoch is in an update."""
         return not self._open and not self._draw()
 
-    @property
-    def outstanding(self) -> int:
-        """Returns the number of plans that are begun or returned, and not in an update yet."""
-        return sum(1 for each in self._open if each.versions)
-
     def take_update(self) -> Update | None:
         """Returns the next update, and raises the version; None if no further plan is complete.
 

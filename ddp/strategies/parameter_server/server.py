@@ -223,8 +223,8 @@ class Service:
                     self._warned_s = idle_s
                     log.warning("no worker has been here for %.0f s: the servers wait for one", idle_s)
                 return WAIT
-            with self._pulls_allowed():
-                self._wait_for_change(num_changes, POLL_S)
+            with self._pulls_allowed(), self._changed:
+                self._wait_for_change(num_changes, POLL_S)  # or until this process is to stop
 
     @contextmanager
     def _pulls_allowed(self) -> Iterator[None]:
@@ -241,10 +241,10 @@ class Service:
         self._changed.notify_all()
 
     def _wait_for_change(self, num_changes: int, limit_s: float) -> None:
-        """Waits until there have been more changes than these; for a while only, because time makes parts late, too."""
-        with self._changed:
-            if self._num_changes == num_changes:
-                self._changed.wait(limit_s)
+        """Waits until there have been more changes than these, or a worker is late; with `_changed` held."""
+        if self._num_changes == num_changes:
+            late_s = self._ledger.next_late_s(now_s())
+            self._changed.wait(limit_s if late_s is None else min(limit_s, late_s))
 
     def _described(self, update: Update) -> Any:
         """Returns an update as all servers must know it, in plain values."""
@@ -435,7 +435,7 @@ class Service:
                     return {"leases": [as_plain(lease) for lease in granted]}
                 if not (left_s := patience.left_s()):
                     return {"leases": []}
-                self._changed.wait(min(left_s, POLL_S))
+                self._wait_for_change(self._num_changes, left_s)
             return {"leases": [], "over": self._over}
 
     def _begin(self, edge: Edge, number: int, request: Mapping[str, Any]) -> None:
@@ -452,7 +452,8 @@ class Service:
                 finally:
                     self._whole.release()
             if answer["verdict"] == "wait":
-                self._wait_for_change(num_changes, min(left_s, POLL_S))
+                with self._changed:
+                    self._wait_for_change(num_changes, left_s)
         edge.tell(answer)
         if answer["verdict"] == "now":
             edge.pull(f"update {answer['version']}, parameters")

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import ddp
-from ddp.comm.meeting.cast import cast, how_ended, last_incarnation
+from ddp.comm.meeting.cast import cast, how_ended
 from ddp.comm.meeting.place import place
 from ddp.errors import ConfigError, PeerLost, WorkersFailed
 from ddp.run.launch import supervisor
@@ -75,7 +75,7 @@ def as_told(folder: Path, told: Mapping[str, Any], num_starts: int) -> tuple[str
         comm = ddp.init()
         assert comm.all_reduce(torch.ones(1)) == me.num_servers
         ddp.shutdown()
-        found = f"{last_incarnation(me.store, 'worker', 1)}, {how_ended(me.store, 'worker', 1)}"
+        found = how_ended(me.store, "worker", 1)
     assert (here := place()) is not None
     assert (here.rank, here.world_size) == ((me.index, me.num_servers) if me.job == "server" else (0, 1))
     return str(me), me.incarnation, found
@@ -91,7 +91,7 @@ FAILED = r"{0} on host \S+ failed:\n(?s:.*)\nValueError: in {0}\n"
     [
         (
             *(2, 1, 3, {"worker 0.0": "exits", "worker 0.1": "blames", "worker 1.0": SIGKILL}, 6),
-            [("server 0", 0, "1, was killed by SIGKILL"), ("worker 0", 2, ""), ("worker 1", 1, "")],
+            [("server 0", 0, "was killed by SIGKILL"), ("worker 0", 2, ""), ("worker 1", 1, "")],
             [
                 "worker 0 exited with status 3 and left no report; it is started again (1 of 3)",
                 f"worker 0 has ended ({LOST}); it is started again (2 of 3)",
@@ -100,12 +100,12 @@ FAILED = r"{0} on host \S+ failed:\n(?s:.*)\nValueError: in {0}\n"
         ),
         (
             *(2, 1, 0, {"worker 1.0": SIGKILL}, 3),
-            [("server 0", 0, "0, was killed by SIGKILL"), ("worker 0", 0, ""), None],
+            [("server 0", 0, "was killed by SIGKILL"), ("worker 0", 0, ""), None],
             ["worker 1 was killed by SIGKILL; the others go on without it"],
         ),
         (
             *(1, 2, 2, {"server 1.0": 15, "server 0.0": "hangs", "server 0.1": "blames", "server 1.1": "hangs"}, 7),
-            [("server 0", 2, "None, "), ("server 1", 2, "None, "), ("worker 0", 0, "")],
+            [("server 0", 2, ""), ("server 1", 2, ""), ("worker 0", 0, "")],
             [
                 f"server 0 has ended ({LOST}); all servers are started again (2 of 2)",
                 "server 1 was killed by SIGTERM; all servers are started again (1 of 2)",
@@ -113,7 +113,7 @@ FAILED = r"{0} on host \S+ failed:\n(?s:.*)\nValueError: in {0}\n"
         ),
         (
             *(2, 1, 3, {"worker 1.0": "hangs"}, 3),
-            [("server 0", 0, "0, "), ("worker 0", 0, ""), None],
+            [("server 0", 0, ""), ("worker 0", 0, ""), None],
             ["worker 1 still runs 0 s after the servers have ended, and is killed"],
         ),
     ],
@@ -233,7 +233,7 @@ def test_two_launches_at_once(tmp_path: Path) -> None:
         return ddp.launch(as_told, folder, {"worker 0.0": SIGKILL}, 3, workers=1, servers=1)
 
     with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(launched, range(2))) == [[("server 0", 0, "None, "), ("worker 0", 1, "")]] * 2
+        assert list(threads.map(launched, range(2))) == [[("server 0", 0, ""), ("worker 0", 1, "")]] * 2
 
 
 def launch_again() -> str:
