@@ -22,8 +22,8 @@ from ddp.policies import ParameterServer
 from ddp.process.clock import Stopwatch, now_s
 from ddp.process.log import log
 from ddp.strategies.choice import strategy_for
+from ddp.strategies.parameter_server.edge import LOST
 from ddp.strategies.parameter_server.ledger import Lease
-from ddp.strategies.parameter_server.server import LOST
 from ddp.strategies.parameter_server.worker import Over, Servers
 from ddp.train import arguments
 from ddp.train.arguments import Given

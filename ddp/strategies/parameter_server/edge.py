@@ -15,22 +15,32 @@ If one of the two is lost, the other's next call raises PeerLost, and no other e
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ddp.comm.communicator import Communicator
+from ddp.comm.meeting.private_store import part_of
+from ddp.comm.meeting.rendezvous import answered
 from ddp.comm.objects import packed, unpacked
+from ddp.comm.opening import open_communicator
+from ddp.comm.settings import CPU
+from ddp.errors import CommunicatorBroken, PeerLost
 from ddp.gradients.bucket import Bucket, Slot, span
 from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.hooks.hook import Hook
 from ddp.optim.layerwise import laid_out_like
 from ddp.optim.norms import in_memory_order
 from ddp.setting import WireName
+from ddp.strategies.parameter_server.ledger import Lease, Plan
 
 SERVER, WORKER = 0, 1
+LOST = (PeerLost, CommunicatorBroken)
+"""What a call raises if the other end is lost."""
 LENGTH_BYTES, WORDS_BYTES = 8, 2040
 
 
@@ -40,6 +50,27 @@ class Piece(NamedTuple):
     name: str
     start: int
     stop: int
+
+
+def connected(
+    home: Store, comm: Communicator, rank: int, *, incarnation: int, server: int, number: int, warn_s: float
+) -> Communicator:
+    """Returns the communicator of an edge. Collective.
+
+    Args:
+        home: the part of the store in which servers and workers meet.
+        comm: of this process, whose settings are those of the edge.
+        rank: of this end.
+        incarnation, server, number: of the servers, and the number that they gave the worker.
+
+    Raises:
+        PeerLost: the other end does not come.
+    """
+    # By a connection of its own: waiting there for a peer that does not come must not block whoever opens another edge.
+    own: Store = answered(home.clone, within_s=comm.abort_s)  # type: ignore[attr-defined]
+    store = part_of(own, f"{incarnation}/edge/{server}/{number}")
+    settings = replace(comm.settings, device=CPU, backend="auto", algorithm="auto", generation=0)
+    return open_communicator(store, incarnation, rank, 2, settings, warn_s=warn_s)
 
 
 class Edge:
@@ -197,3 +228,15 @@ def places_of(pieces: Sequence[Piece], dtype: torch.dtype) -> tuple[list[int], i
         starts.append(end)
         end += span(torch.empty(piece.stop - piece.start, dtype=dtype, device="meta"))
     return starts, end
+
+
+def as_plain(lease: Lease) -> list[Any]:
+    """Returns a lease as JSON can hold it."""
+    number, plan, part, num_parts = lease
+    return [number, list(plan), part, num_parts]
+
+
+def as_lease(plain: Sequence[Any]) -> Lease:
+    """Returns the lease that `as_plain` was given."""
+    number, plan, part, num_parts = plain
+    return Lease(number, Plan(*plan), part, num_parts)

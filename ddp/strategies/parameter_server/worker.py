@@ -26,15 +26,15 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.cast import Cast
 from ddp.comm.meeting.rendezvous import answered
 from ddp.comm.objects import broadcast_object
-from ddp.comm.opening import open_communicator
 from ddp.errors import ConfigError, PeerLost
 from ddp.gradients.totals import Totals
 from ddp.policies import ParameterServer
 from ddp.process.clock import Patience
 from ddp.process.log import log
-from ddp.strategies.parameter_server.edge import SERVER, WORKER, Edge, Piece
+from ddp.strategies.parameter_server.edge import LOST, SERVER, WORKER, Edge, Piece, as_lease, as_plain, connected
 from ddp.strategies.parameter_server.ledger import Lease
-from ddp.strategies.parameter_server.server import LOST, POLL_S, as_lease, as_plain, edge_settings, own_part
+
+POLL_S = 0.05  # between two looks for the servers
 
 
 class Over(Exception):
@@ -133,8 +133,8 @@ class Servers:
         )
 
     def _edge(self, server: int, number: int, incarnation: int) -> Edge:
-        store = own_part(self._home, f"{incarnation}/edge/{server}/{number}", self._comm.abort_s)
-        comm = open_communicator(store, incarnation, WORKER, 2, edge_settings(self._comm), warn_s=self._comm.warn_s)
+        where = {"incarnation": incarnation, "server": server, "number": number}
+        comm = connected(self._home, self._comm, WORKER, **where, warn_s=self._comm.warn_s)
         try:
             mine = {"index": self._part.index, "incarnation": self._part.incarnation, "facts": self._facts}
             broadcast_object(comm, mine, WORKER)

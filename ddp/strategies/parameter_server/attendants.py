@@ -1,0 +1,239 @@
+"""Lets workers in as they come, and answers their requests: a thread for each.
+
+| request | server 0                                          | the other servers, which hold other pieces   |
+|---------|---------------------------------------------------|----------------------------------------------|
+| leases  | parts of steps, for the worker to read ahead      |                                              |
+| begin   | may it compute this part now? Then a pull follows | "pull", once they have made as many updates  |
+| push    | gradients, loss, count; do they count?            | gradients, which wait for server 0's word    |
+| forget  |                                                   | the last push does not count                 |
+| bye     | the worker leaves                                 | the same                                     |
+
+Every request is answered within `ANSWER_S`, if only by "wait". So a worker that waits never takes the server for lost.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+
+from ddp.comm.communicator import Communicator
+from ddp.comm.meeting.cast import Cast, how_ended
+from ddp.comm.objects import broadcast_object
+from ddp.errors import PeerLost, first_line, said
+from ddp.policies import ParameterServer
+from ddp.process.clock import Patience, now_s
+from ddp.process.log import log
+from ddp.replica.served import ServedDataParallel
+from ddp.strategies.parameter_server.edge import LOST, SERVER, WORKER, Edge, Piece, as_lease, as_plain, connected
+from ddp.strategies.parameter_server.ledger import Lease
+from ddp.strategies.parameter_server.shared import Push, Shared
+
+ANSWER_S = 2.0  # longest time that a request waits for its answer, unless deadlines are short
+ARRIVALS_S = 0.2  # between two looks for workers that have come
+
+
+class Attendants:
+    """Serves workers until the run is over.
+
+    Args:
+        part: of this process.
+        home: the part of the store in which the processes meet for this training.
+        model: whose parameters are served.
+        pieces: what this server holds of them.
+        facts: plain values that must be those of each worker.
+        shared: with the main thread.
+    """
+
+    def __init__(
+        self,
+        part: Cast,
+        home: Store,
+        model: ServedDataParallel,
+        pieces: Sequence[Piece],
+        policy: ParameterServer,
+        facts: Mapping[str, Any],
+        shared: Shared,
+    ) -> None:
+        self._part, self._home, self._model, self._policy = part, home, model, policy
+        self._pieces, self._facts, self._shared = pieces, dict(facts), shared
+        self._parameters = dict(model.module.named_parameters())
+        self._answer_s = min(ANSWER_S, model.comm.abort_s / 4)
+        self._threads: dict[int, threading.Thread] = {}  # by the worker's number, and their communicators
+        self._comms: dict[int, Communicator] = {}
+        self._doorman = threading.Thread(target=self._let_in, name="ddp-doorman", daemon=True)
+        self._doorman.start()
+
+    def end(self, within_s: float) -> None:
+        """Lets workers hear that the run is over, once `shared.over` says so, and ends all threads."""
+        patience = Patience(within_s)
+        self._doorman.join(within_s)
+        for thread in list(self._threads.values()):
+            thread.join(patience.left_s())
+        for comm in list(self._comms.values()):  # of workers that do not come for the word; so that their threads end
+            comm.abandon("the run is over")
+        for thread in list(self._threads.values()):
+            thread.join(1.0)
+
+    def _let_in(self) -> None:
+        home, mine, seen = self._home, self._part, 0
+        stop = threading.Event()
+        while self._shared.over is None:
+            try:
+                num_arrivals = home.add(f"{mine.incarnation}/arrivals", 0)
+            except (DistError, OSError) as error:  # then nobody can come any more
+                log.warning("the store does not answer, so that no further worker can come: %s", first_line(error))
+                return
+            for number in range(seen, num_arrivals):
+                thread = threading.Thread(target=self._attend, args=(number,), name=f"ddp-worker-{number}", daemon=True)
+                self._threads[number] = thread
+                thread.start()
+                if mine.index == 0:
+                    home.set(f"{mine.incarnation}/welcome/{number}", "")
+            seen = num_arrivals
+            stop.wait(ARRIVALS_S)
+
+    # --- one worker --------------------------------------------------------------------------------------------------
+
+    def _attend(self, number: int) -> None:
+        """Serves one worker, from when it comes until it is gone."""
+        mine, shared = self._part, self._shared
+        who: Mapping[str, Any] | None = None  # once it is served
+        try:
+            where = {"incarnation": mine.incarnation, "server": mine.index, "number": number}
+            comm = connected(self._home, self._model.comm, SERVER, **where, warn_s=1e9)
+            self._comms[number] = comm
+            first = broadcast_object(comm, None, WORKER)
+            if problem := self._unlike(first["facts"]):
+                broadcast_object(comm, {"refused": problem}, SERVER)
+                return
+            rest = {} if mine.index else self._rest()
+            broadcast_object(comm, {"pieces": list(map(tuple, self._pieces)), "rest": rest}, SERVER)
+            edge = Edge(comm, self._parameters, self._pieces, wire=self._policy.wire, hook=self._policy.hook)
+            with shared.changed:
+                shared.num_here += 1
+            who = first
+            while self._serve(edge, number):
+                pass
+        except (*LOST, DistError) as error:
+            if shared.over is None and who is not None and mine.index == 0:
+                how = how_ended(mine.store, "worker", who["index"], who["incarnation"])
+                how = how or f"is gone ({error.reason if isinstance(error, PeerLost) else said(error)})"
+                log.warning("worker %d %s: what it had leased goes to others", who["index"], how)
+        except BaseException as error:  # such as one of the user's order of samples
+            shared.error = error
+        finally:
+            with shared.changed:
+                if mine.index == 0:
+                    shared.ledger.lost(number)
+                if who is not None:
+                    shared.num_here -= 1
+                    shared.empty_since_s = now_s()
+                shared.notify()
+            gone = self._comms.pop(number, None)
+            if gone is not None:
+                with suppress(Exception):
+                    gone.close() if not gone.is_broken else gone.abandon("the other end is gone")
+            self._threads.pop(number, None)
+
+    def _unlike(self, facts: Mapping[str, Any]) -> str:
+        """Returns what a worker has other than the servers, in words; "" for nothing."""
+        for name, ours in self._facts.items():
+            if facts.get(name) != ours:
+                return f"{name} is {facts.get(name)} at the worker and {ours} at the servers: give both the same"
+        return ""
+
+    def _rest(self) -> dict[str, Tensor]:
+        """Returns what no pull has, but for buffers that change: all buffers, and the parameters that nobody trains."""
+        frozen = {name: each.detach() for name, each in self._parameters.items() if not each.requires_grad}
+        return frozen | dict(self._model.module.named_buffers())
+
+    def _serve(self, edge: Edge, number: int) -> bool:
+        """Answers one request; False after the last one."""
+        request, shared = edge.heard(), self._shared
+        match request["what"]:
+            case "bye":
+                edge.tell({})
+                return False
+            case "push":
+                self._take_push(edge, number, request)
+            case "forget":
+                edge.take_back()
+                with shared.changed:
+                    shared.pushed.pop((*request["key"], number), None)
+                edge.tell({})
+            case "leases":
+                edge.tell(self._leases(number, request["most"]))
+            case _:
+                self._begin(edge, number, request)
+        return True
+
+    def _leases(self, number: int, most: int) -> dict[str, Any]:
+        """Returns leases, as soon as there are some; or none, after a while."""
+        patience, shared = Patience(self._answer_s), self._shared
+        with shared.changed:
+            while shared.over is None:
+                if granted := shared.ledger.grant(number, most=most, now_s=now_s()):
+                    return {"leases": [as_plain(lease) for lease in granted]}
+                if not (left_s := patience.left_s()):
+                    return {"leases": []}
+                shared.wait_for_change(shared.num_changes, left_s)
+            return {"leases": [], "over": shared.over}
+
+    def _begin(self, edge: Edge, number: int, request: Mapping[str, Any]) -> None:
+        """Lets a worker compute a part, and sends it the parameters; or lets it wait."""
+        patience, shared = Patience(self._answer_s), self._shared
+        answer: dict[str, Any] = {"verdict": "wait"}
+        while answer["verdict"] == "wait" and (left_s := patience.left_s()):
+            num_changes = shared.num_changes
+            if shared.over is not None:
+                answer = {"verdict": "gone", "over": shared.over}
+            elif shared.whole.acquire(timeout=left_s):
+                try:
+                    answer = self._begun(edge, number, request)
+                finally:
+                    shared.whole.release()
+            if answer["verdict"] == "wait":
+                with shared.changed:
+                    shared.wait_for_change(num_changes, left_s)
+        edge.tell(answer)
+        if answer["verdict"] == "now":
+            edge.pull(f"update {answer['version']}, parameters")
+
+    def _begun(self, edge: Edge, number: int, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the answer to a request to begin, and copies the parameters if it is "now"; with `whole` held."""
+        shared = self._shared
+        leases: list[Lease] = []
+        with shared.changed:
+            if self._part.index:
+                verdict = "now" if shared.version >= request["version"] else "wait"
+            else:
+                verdict = shared.ledger.begin(number, as_lease(request["lease"]), now_s=now_s())
+                if verdict == "now":
+                    leases = shared.ledger.grant(number, most=request["most"], now_s=now_s())
+        if verdict != "now":
+            return {"verdict": verdict}
+        edge.load()
+        return {
+            "verdict": verdict,
+            "version": shared.version,
+            "buffers": dict(shared.buffers),
+            "leases": [as_plain(each) for each in leases],
+        }
+
+    def _take_push(self, edge: Edge, number: int, request: Mapping[str, Any]) -> None:
+        lease, shared = as_lease(request["lease"]), self._shared
+        step, part = lease.plan.step, lease.part
+        flats = edge.taken(f"step {step}, gradients of part {part}")
+        with shared.changed:
+            counts = bool(self._part.index) or shared.ledger.returned(number, lease, now_s=now_s())
+            if counts:
+                shared.pushed[step, part, number] = Push(flats, *(request[name] for name in Push._fields[1:]))
+            shared.notify()
+        if not counts:
+            edge.take_back()
+        edge.tell({"counts": counts} | ({} if shared.over is None else {"over": shared.over}))
