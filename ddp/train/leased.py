@@ -3,7 +3,7 @@
     join the servers
     until the run is over:
         lease parts of steps; their samples are read ahead
-        for each part: begin (pull the parameters), forward, backward, push the gradients
+        for each part: begin (pull the parameters), forward, backward, push the gradients and begin the next
         if the servers are lost, or fail: drop all leases, wait for them to come back, join again
 """
 
@@ -91,7 +91,8 @@ def work(given: Given, comm: Communicator, part: Cast) -> TrainState:
                             began_s = now_s()
                             totals = _computed(state, rules, lease, plan, batches)
                             num_samples = sum(len(micro.indices) for micro in plan.micros)
-                            servers.push(lease, totals, num_samples=num_samples)
+                            then, most = None if stop else loader.following, loader.num_ahead
+                            servers.push(lease, totals, num_samples=num_samples, then=then, num_ahead=most)
                             _leave_if_asked(stop, servers)
                 except LOST as lost:
                     if now_s() - began_s > comm.abort_s:

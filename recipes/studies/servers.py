@@ -29,13 +29,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from less_traffic import JOBS, RATE
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import ddp
@@ -48,7 +47,7 @@ from ddp.process.clock import now_s
 from ddp.process.log import log
 from ddp.train.tasks.cross_entropy import Classification
 
-BATCH, SLEEPS = 16, 4.0  # samples; times what it computed, by the slow worker
+BATCH, SLEEPS = 32, 4.0  # samples; times what it computed, by the slow worker
 MODES: tuple[dict[str, Any], ...] = (
     {"mode": "sync"},
     {"mode": "sync", "backup_workers": 1},
@@ -67,7 +66,7 @@ class Sizes(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A line of the table."""
+    """What is measured, what was found, and what it should be."""
 
     name: str
     found: str
@@ -215,14 +214,14 @@ def digits(sizes: Sizes, mode: str, seed: int) -> float:
     return 100 * state.evaluation["test_accuracy"]
 
 
-def accuracies(sizes: Sizes) -> Row:
-    """Returns the row of digits."""
+def accuracies(sizes: Sizes) -> Iterator[Row]:
+    """Yields the row of digits."""
     means = {
         mode: statistics.fmean(_launched(digits, sizes, mode, seed, workers=3)[0] for seed in SEEDS)
         for mode in ("async", "sync")
     }
     in_words = f"{means['async']:.2f} − {means['sync']:.2f} %: {means['async'] - means['sync']:+.2f}"
-    return Row(f"digits, accuracy of async − sync, mean of {len(SEEDS)} seeds, points", in_words, "≥ −1")
+    yield Row(f"digits, accuracy of async − sync, mean of {len(SEEDS)} seeds, points", in_words, "≥ −1")
 
 
 # -------------------------------------------------------------------------------------------------------------- kills
@@ -345,22 +344,15 @@ def is_said(ended: Ended) -> bool:
     return ended.num_gone <= INTERVAL and ended.num_gone - 1 <= ended.num_said <= ended.num_gone
 
 
-# ---------------------------------------------------------------------------------------------------------- the table
+# ------------------------------------------------------------------------------------------------------------ the rows
 
 
 def show(num_turns: int, num_kills: int, sizes: Sizes) -> None:
-    """Measures everything, and prints the table."""
-    table = Table(title=f"parameter servers: medians of {num_turns} turns, and {num_kills} kills of each kind")
-    table.add_column("what", overflow="fold")
-    for title in ("found", "target"):
-        table.add_column(title, justify="right")
-    if num_turns:
-        for row in (*speeds(sizes, num_turns), accuracies(sizes)):
-            table.add_row(*row)
-    for row in kills(num_kills) if num_kills else ():
-        table.add_row(*row)
-    console = Console()
-    (console if console.is_terminal else Console(width=120)).print(table)
+    """Measures everything, and prints each row as soon as it is known."""
+    print(f"parameter servers: medians of {num_turns} turns, and {num_kills} kills of each kind", flush=True)
+    rows = chain(speeds(sizes, num_turns), accuracies(sizes)) if num_turns else ()
+    for row in chain(rows, kills(num_kills) if num_kills else ()):
+        print(f"- {row.name}: {row.found} (goal {row.target})", flush=True)
 
 
 def main() -> None:

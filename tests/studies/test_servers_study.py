@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from servers import EPOCHS, INTERVAL, SAMPLES, STEP, Ended, Sizes, each_counted_once, is_said, show
+from servers import EPOCHS, INTERVAL, SAMPLES, STEP, Ended, each_counted_once, is_said
 
 
 def test_a_sample_that_counts_twice_or_never_is_noticed() -> None:
@@ -24,8 +24,3 @@ def test_a_sample_that_counts_twice_or_never_is_noticed() -> None:
 )
 def test_updates_that_are_gone_are_few_and_said(num_gone: int, num_said: int, is_good: bool) -> None:
     assert is_said(Ended(torch.zeros(0), num_gone, num_said)) == is_good
-
-
-def test_a_table_of_what_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    show(0, 0, Sizes())
-    assert "what" in capsys.readouterr().out

@@ -87,6 +87,11 @@ class LeasedLoader(Generic[Lease]):
             for _ in batches:  # those that were read ahead, so that leases and batches stay in line
                 pass
 
+    @property
+    def following(self) -> Lease | None:
+        """Returns the lease after the one that was yielded last; None if none was put."""
+        return self._parts[1].lease if len(self._parts) > 1 else None
+
     def _of(self, part: _Part[Lease]) -> Iterator[Any]:
         """Yields the batches of the first lease."""
         while part.num_due or part.requests:

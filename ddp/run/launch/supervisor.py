@@ -222,7 +222,7 @@ class _Supervisor:
         elif self._over is None and status:
             if self._losing is None:
                 who = "it is" if self._num_servers == 1 else "all servers are"
-                if part.incarnation < self._restarts:
+                if self._may_start_again(part):
                     _say(part, status, report, f"{who} started again ({part.incarnation + 1} of {self._restarts})")
                 self._losing = Patience(FOLLOW_S)
             if part.index not in self._killed:
@@ -232,7 +232,7 @@ class _Supervisor:
         if self._of("server"):
             return
         lost, self._lost, self._losing = self._lost, {}, None
-        if self._over is None and lost and part.incarnation < self._restarts:
+        if self._over is None and lost and self._may_start_again(part):
             for rank in range(self._num_servers):
                 self._start_again(rank, part.incarnation + 1)
             return
@@ -241,6 +241,11 @@ class _Supervisor:
         self._end_within(LEAVE_S)
         if self._got:
             self._signal(signal.SIGTERM, self._of("worker"))
+
+    def _may_start_again(self, server: Cast) -> bool:
+        """Returns True if servers may be started once more; not if all workers have done their work, and gone."""
+        is_of_use = self._of("worker") or not self._one_has_done_its_work
+        return server.incarnation < self._restarts and bool(is_of_use)
 
     # --- the end of the run ------------------------------------------------------------------------------------------
 

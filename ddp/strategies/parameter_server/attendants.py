@@ -4,7 +4,8 @@
 |---------|---------------------------------------------------|----------------------------------------------|
 | leases  | parts of steps, for the worker to read ahead      |                                              |
 | begin   | may it compute this part now? Then a pull follows | "pull", once they have made as many updates  |
-| push    | gradients, loss, count; do they count?            | gradients, which wait for server 0's word    |
+| push    | gradients, loss, count; do they count? And begin, | gradients, which wait for server 0's word    |
+|         | if the worker has its next part already           |                                              |
 | forget  |                                                   | the last push does not count                 |
 | bye     | the worker leaves                                 | the same                                     |
 
@@ -63,26 +64,30 @@ class Attendants:
         self._pieces, self._facts, self._shared = pieces, dict(facts), shared
         self._parameters = dict(model.module.named_parameters())
         self._answer_s = min(ANSWER_S, model.comm.abort_s / 4)
-        self._threads: dict[int, threading.Thread] = {}  # by the worker's number, and their communicators
-        self._comms: dict[int, Communicator] = {}
+        self._threads: dict[int, threading.Thread] = {}  # by the worker's number; the doorman forgets those that ended
+        self._comms: dict[int, Communicator] = {}  # theirs
         self._doorman = threading.Thread(target=self._let_in, name="ddp-doorman", daemon=True)
         self._doorman.start()
 
     def end(self, within_s: float) -> None:
-        """Lets workers hear that the run is over, once `shared.over` says so, and ends all threads."""
+        """Lets workers hear that the run is over, once `shared.over` says so, and ends all threads.
+
+        A thread that still let go of Gloo's objects when the interpreter exits would abort the process.
+        """
         patience = Patience(within_s)
         self._doorman.join(within_s)
-        for thread in list(self._threads.values()):
+        for thread in self._threads.values():
             thread.join(patience.left_s())
         for comm in list(self._comms.values()):  # of workers that do not come for the word; so that their threads end
             comm.abandon("the run is over")
-        for thread in list(self._threads.values()):
+        for thread in self._threads.values():
             thread.join(1.0)
 
     def _let_in(self) -> None:
         home, mine, seen = self._home, self._part, 0
         stop = threading.Event()
         while self._shared.over is None:
+            self._threads = {number: thread for number, thread in self._threads.items() if thread.is_alive()}
             try:
                 num_arrivals = home.add(f"{mine.incarnation}/arrivals", 0)
             except (DistError, OSError) as error:  # then nobody can come any more
@@ -138,7 +143,6 @@ class Attendants:
             if gone is not None:
                 with suppress(Exception):
                     gone.close() if not gone.is_broken else gone.abandon("the other end is gone")
-            self._threads.pop(number, None)
 
     def _unlike(self, facts: Mapping[str, Any]) -> str:
         """Returns what a worker has other than the servers, in words; "" for nothing."""
@@ -160,7 +164,9 @@ class Attendants:
                 edge.tell({})
                 return False
             case "push":
-                self._take_push(edge, number, request)
+                counts = self._take_push(edge, number, request)
+                begun = {} if request["then"] is None else self._begin(edge, number, request)
+                self._tell(edge, {"counts": counts} | begun)
             case "forget":
                 edge.take_back()
                 with shared.changed:
@@ -169,8 +175,14 @@ class Attendants:
             case "leases":
                 edge.tell(self._leases(number, request["most"]))
             case _:
-                self._begin(edge, number, request)
+                self._tell(edge, self._begin(edge, number, request))
         return True
+
+    def _tell(self, edge: Edge, answer: dict[str, Any]) -> None:
+        """Answers, and sends the parameters if that promises them."""
+        edge.tell(answer if self._shared.over is None else answer | {"over": self._shared.over})
+        if answer.get("verdict") == "now":
+            edge.pull(f"update {answer['version']}, parameters")
 
     def _leases(self, number: int, most: int) -> dict[str, Any]:
         """Returns leases, as soon as there are some; or none, after a while."""
@@ -184,15 +196,15 @@ class Attendants:
                 shared.wait_for_change(shared.num_changes, left_s)
             return {"leases": [], "over": shared.over}
 
-    def _begin(self, edge: Edge, number: int, request: Mapping[str, Any]) -> None:
-        """Lets a worker compute a part, and sends it the parameters; or lets it wait."""
+    def _begin(self, edge: Edge, number: int, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the answer to a worker that is to compute its next part: "now", "gone", or after a while "wait"."""
         patience, shared = Patience(self._answer_s), self._shared
         answer: dict[str, Any] = {"verdict": "wait"}
         while answer["verdict"] == "wait" and (left_s := patience.left_s()):
             num_changes = shared.num_changes
             if shared.over is not None:
-                answer = {"verdict": "gone", "over": shared.over}
-            elif shared.whole.acquire(timeout=left_s):
+                return {"verdict": "gone"}
+            if shared.whole.acquire(timeout=left_s):
                 try:
                     answer = self._begun(edge, number, request)
                 finally:
@@ -200,9 +212,7 @@ class Attendants:
             if answer["verdict"] == "wait":
                 with shared.changed:
                     shared.wait_for_change(num_changes, left_s)
-        edge.tell(answer)
-        if answer["verdict"] == "now":
-            edge.pull(f"update {answer['version']}, parameters")
+        return answer
 
     def _begun(self, edge: Edge, number: int, request: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the answer to a request to begin, and copies the parameters if it is "now"; with `whole` held."""
@@ -211,8 +221,10 @@ class Attendants:
         with shared.changed:
             if self._part.index:
                 verdict = "now" if shared.version >= request["version"] else "wait"
+            elif shared.ledger.is_complete(request["after"]):  # so that the parameters have what the worker has pushed
+                verdict = "wait"
             else:
-                verdict = shared.ledger.begin(number, as_lease(request["lease"]), now_s=now_s())
+                verdict = shared.ledger.begin(number, as_lease(request["then"]), now_s=now_s())
                 if verdict == "now":
                     leases = shared.ledger.grant(number, most=request["most"], now_s=now_s())
         if verdict != "now":
@@ -225,7 +237,8 @@ class Attendants:
             "leases": [as_plain(each) for each in leases],
         }
 
-    def _take_push(self, edge: Edge, number: int, request: Mapping[str, Any]) -> None:
+    def _take_push(self, edge: Edge, number: int, request: Mapping[str, Any]) -> bool:
+        """Takes the gradients of a part. Returns True if they count."""
         lease, shared = as_lease(request["lease"]), self._shared
         step, part = lease.plan.step, lease.part
         flats = edge.taken(f"step {step}, gradients of part {part}")
@@ -236,4 +249,4 @@ class Attendants:
             shared.notify()
         if not counts:
             edge.take_back()
-        edge.tell({"counts": counts} | ({} if shared.over is None else {"over": shared.over}))
+        return counts

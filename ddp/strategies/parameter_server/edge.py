@@ -6,8 +6,8 @@
     push     gradients         ──▶      taken     [numel]         by wire or hook, if there is one
     pull     [numel]           ◀──      load, pull                parameters, after the answer that promises them
 
-A push is an all-reduce of the two, for which the server has zeros. So wire formats and hooks work as between any ranks,
-and inside a host all of it goes through shared memory.
+Inside a host all of it goes through shared memory. A push through a wire format or a hook is an all-reduce of the two,
+for which the server has zeros; so they work as between any ranks.
 
 If one of the two is lost, the other's next call raises PeerLost, and no other edge notices.
 """
@@ -97,6 +97,7 @@ class Edge:
         self._words = comm.allocate(LENGTH_BYTES + WORDS_BYTES, torch.uint8)  # in one message, if they are few
         named = [(piece.name, parameters[piece.name]) for piece in pieces]
         self._compression = None if hook is None else Compression(hook, comm, named)
+        self._is_reduced = hook is not None or (wire is not None and len(comm.hosts) > 1)
         self._packs = [_Pack(comm, parameters, those, dtype) for dtype, those in by_dtype(pieces, parameters)]
 
     # --- words -------------------------------------------------------------------------------------------------------
@@ -129,11 +130,14 @@ class Edge:
     def push(self, label: str) -> None:
         """Sends the gradients of the worker's parameters; zeros for those that have none."""
         for pack in self._packs:
-            pack.flat.zero_()  # the padding, too, in which a wire format may have left anything
+            if self._is_reduced:
+                pack.flat.zero_()  # the padding, too, in which a wire format may have left anything
             for view, parameter, piece in pack.places():
                 if parameter.grad is not None:
                     view.copy_(in_memory_order(laid_out_like(parameter, parameter.grad))[piece.start : piece.stop])
-        self._reduce(label)
+                else:
+                    view.zero_()
+        self._send(label)
 
     @torch.no_grad()
     def taken(self, label: str) -> list[Tensor]:
@@ -142,18 +146,21 @@ class Edge:
         At the server.
         """
         for pack in self._packs:
-            pack.flat.zero_()
-        self._reduce(label)
+            if self._is_reduced:
+                pack.flat.zero_()
+        self._send(label)
         return [pack.flat.clone() for pack in self._packs]  # because the edge may be lost before they are used
 
-    def _reduce(self, label: str) -> None:
+    def _send(self, label: str) -> None:
         if self._compression is not None:
             self._compression.begin()
         for pack in self._packs:
             if self._compression is not None:
                 self._compression.reduce(pack.bucket(), divide_by=1, async_op=False, label=label)
-            else:
+            elif self._is_reduced:
                 self.comm.all_reduce(pack.flat, wire=self._wire, label=label)
+            else:
+                self.comm.broadcast(pack.flat, WORKER, label=label)
 
     def take_back(self) -> None:
         """Rolls the hook back to before the last push, because that does not count. At both ends."""

@@ -205,6 +205,10 @@ class Ledger:
         """Returns True if every plan of the epoch is in an update."""
         return not self._open and not self._draw()
 
+    def is_complete(self, step: int | None) -> bool:
+        """Returns True if the update of a step can be taken, and was not."""
+        return any(each.plan.step == step for each in self._complete)
+
     def take_update(self) -> Update | None:
         """Returns the next update, and raises the version; None if no further plan is complete.
 

@@ -222,19 +222,14 @@ class Service:
         num_items = sum(each[1] for each in counts)
         parts = dict(self._pieces)
         packs = by_dtype([piece for piece, _ in self._pieces], self._parameters)
+        shares = [each[1] / (num_items or 1) for each in counts]
         for index, (dtype, pieces) in enumerate(packs):
             flats = [push.flats[index] for push in pushes]
-            shares = [each[1] / (num_items or 1) for each in counts]
-            total = flats[0].mul_(shares[0]) if flats else None
-            for flat, share in zip(flats[1:], shares[1:], strict=True):
-                assert total is not None
-                total.add_(flat, alpha=share)
             for start, piece in zip(places_of(pieces, dtype)[0], pieces, strict=True):
-                gradient = parts[piece].gradient
-                if total is None:
-                    gradient.zero_()
-                else:
-                    gradient.copy_(total[start : start + len(gradient)])
+                gradient = parts[piece].gradient.zero_() if not flats else parts[piece].gradient
+                for number, (flat, share) in enumerate(zip(flats, shares, strict=True)):
+                    here = flat[start : start + len(gradient)]
+                    gradient.add_(here, alpha=share) if number else torch.mul(here, share, out=gradient)
         module = self._model.module
         for name, value in buffers.items():
             module.get_buffer(name).copy_(value)

@@ -3,7 +3,7 @@
     join      once, and again after servers were lost
     leases    parts of steps, whose samples can be read meanwhile
     begin     waits until a part may be computed, and pulls the parameters for it
-    push      gradients, loss and count of the part
+    push      gradients, loss and count of the part; and begins the next one, in one exchange with server 0
 
 A worker keeps nothing that others need. If it is lost, its leases go to others; if the servers are lost, it drops its
 leases, waits for them to come back, and joins again.
@@ -35,6 +35,7 @@ from ddp.strategies.parameter_server.edge import LOST, SERVER, WORKER, Edge, Pie
 from ddp.strategies.parameter_server.ledger import Lease
 
 POLL_S = 0.05  # between two looks for the servers
+WAIT: Mapping[str, Any] = {"verdict": "wait"}
 
 
 class Over(Exception):
@@ -75,6 +76,7 @@ class Servers:
         self._home = home
         self._edges: list[Edge] = []
         self._pulled: dict[str, Tensor] = {}  # buffers as they were before the forward
+        self._begun = WAIT  # the answer to the wish to begin the next part
         self.version = 0  # updates that the servers had made at the last pull
 
     def join(self, *, stopping: Any = False) -> None:
@@ -167,7 +169,7 @@ class Servers:
         return [as_lease(each) for each in answer["leases"]]
 
     def begin(self, lease: Lease, *, num_ahead: int) -> list[Lease] | None:
-        """Waits until a part may be computed, and pulls the parameters.
+        """Waits until a part may be computed, and pulls the parameters, unless the last push has done so.
 
         Args:
             num_ahead: most leases that this worker holds and has not begun.
@@ -178,27 +180,28 @@ class Servers:
         Raises:
             Over: the run has ended.
         """
-        request = {"what": "begin", "lease": as_plain(lease), "most": num_ahead}
-        while (answer := self._asked(0, request))["verdict"] == "wait":
-            pass
+        answer, self._begun = self._begun, WAIT
+        while answer["verdict"] == "wait":
+            answer = self._asked(0, {"what": "begin", **_wish(lease, num_ahead)})
         if answer["verdict"] == "gone":
             return None
-        self.version, buffers = answer["version"], answer["buffers"]
-        label = f"update {self.version}, parameters"
-        self._edges[0].pull(label)
-        for server, edge in enumerate(self._edges[1:], start=1):
+        self.version = answer["version"]
+        for server in range(1, len(self._edges)):
             while self._asked(server, {"what": "pull", "version": self.version})["verdict"] == "wait":
                 pass
-            edge.pull(label)
-        self._take(self._pulled | buffers)  # also back to what they were before the part computed last
+        self._take(self._pulled | answer["buffers"])  # also back to what they were before the part computed last
         self._pulled = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
         return [as_lease(each) for each in answer["leases"]]
 
-    def push(self, lease: Lease, totals: Totals, *, num_samples: int) -> bool:
+    def push(
+        self, lease: Lease, totals: Totals, *, num_samples: int, then: Lease | None = None, num_ahead: int = 0
+    ) -> bool:
         """Pushes the gradients of a part, means over its items. Returns True if they count.
 
         Args:
             totals, num_samples: of the part.
+            then: the next part, if it is known; this call does what `begin` does at server 0, and no further message
+                is needed.
 
         Raises:
             Over: the run has ended.
@@ -219,8 +222,11 @@ class Servers:
         }
         # Server 0 last, because it decides: then the others have what it says is to be used.
         for server in range(1, len(self._edges)):
-            self._push(server, request | {"buffers": {}, "without": []})
-        counts: bool = self._push(0, request)["counts"]
+            self._push(server, request | {"buffers": {}, "without": [], "then": None})
+        answer = self._push(0, request | _wish(then, num_ahead, after=lease))
+        if then is not None:
+            self._begun = answer
+        counts: bool = answer["counts"]
         if not counts:
             for server in range(1, len(self._edges)):
                 self._asked(server, {"what": "forget", "key": [lease.plan.step, lease.part]})
@@ -232,14 +238,18 @@ class Servers:
         edge, lease = self._edges[server], request["lease"]
         edge.tell(request)
         edge.push(f"gradients of lease {lease[0]}")
-        return self._heard(edge.heard())
+        return self._heard(server)
 
     def _asked(self, server: int, request: dict[str, Any]) -> dict[str, Any]:
-        edge = self._edges[server]
-        edge.tell(request)
-        return self._heard(edge.heard())
+        self._edges[server].tell(request)
+        return self._heard(server)
 
-    def _heard(self, answer: dict[str, Any]) -> dict[str, Any]:
+    def _heard(self, server: int) -> dict[str, Any]:
+        """Returns the answer of a server, and pulls the parameters that it promises."""
+        edge = self._edges[server]
+        answer = edge.heard()
+        if answer.get("verdict") == "now":
+            edge.pull(f"update {answer['version']}, parameters")
         if "over" in answer:
             raise Over(answer["over"])
         return answer
@@ -259,5 +269,11 @@ class Servers:
         """Gives up all edges at once."""
         for edge in self._edges:
             edge.comm.abandon(reason)
-        self._edges = []
+        self._edges, self._begun = [], WAIT
         log.debug("left the servers: %s", reason)
+
+
+def _wish(lease: Lease | None, most: int, after: Lease | None = None) -> dict[str, Any]:
+    """Returns what a request says of the part to be begun next, once an update by the last one is made."""
+    then = None if lease is None else as_plain(lease)
+    return {"then": then, "most": most, "after": None if after is None else after.plan.step}

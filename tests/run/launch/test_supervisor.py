@@ -157,6 +157,18 @@ def test_the_run_fails_with_its_root_cause(
     assert not alive(tmp_path)
 
 
+def die_after_the_workers() -> None:
+    """The server is killed once all workers have done their work."""
+    if (me := cast()) is not None and me.job == "server":
+        until(lambda: all(how_ended(me.store, "worker", number) for number in range(2)))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_servers_are_not_started_again_for_nobody() -> None:
+    with pytest.raises(WorkersFailed, match="^server 0 was killed by SIGKILL"):
+        ddp.launch(die_after_the_workers, workers=2, servers=1, restarts=3)
+
+
 def save_at_the_end(folder: Path) -> None:
     """A server saves when it is asked to stop; a worker knows of nothing."""
     as_told(folder, {}, 0)
