@@ -11,6 +11,7 @@
 | top_k, random_k  | one number in a hundred, and one in ten                                                         |
 | powersgd4, …1    | matrices of rank 4, and of rank 1                                                               |
 | local50_int8     | `ddp.strategies.LocalSteps`: 50 steps of each rank's own, and one exchange, `wire="int8"`       |
+| late50_int8      | `ddp.strategies.Streaming`: the same, and ten steps go on while the exchange is under way       |
 | alone            | nothing travels: each rank trains by itself                                                     |
 | torch            | `torch.nn.parallel.DistributedDataParallel` on Gloo, as they are                                |
 | torch_fp16       | the same with `fp16_compress_hook`                                                              |
@@ -55,6 +56,7 @@ from ddp.bench.workloads import add_models, loss_of, models_of
 from ddp.comm.communicator import Communicator
 from ddp.commands.command import respond
 from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
+from ddp.policies import LocalSGD
 from ddp.process.arguments import Parser
 from ddp.process.clock import now_s
 from ddp.process.memory import available_cores
@@ -63,6 +65,7 @@ from ddp.replica.local import LocalDataParallel
 from ddp.replica.replica import Replica
 from ddp.strategies import strategy
 from ddp.strategies.local_sgd import LocalSteps
+from ddp.strategies.streaming import Streaming
 from ddp.units import three_digits, written
 
 Make = Callable[[nn.Module], nn.Module]
@@ -102,7 +105,7 @@ METHODS: dict[str, Make] = {
     "torch_powersgd1": partial(_torch_power_sgd, 1),
 }
 EVERY = 50  # steps of a round
-LOCAL = f"local{EVERY}_int8"
+ROUNDS = {f"local{EVERY}_int8": 0, f"late{EVERY}_int8": 10}  # the delay
 WARM_UP_STEPS = 3  # torch's PowerSGD begins with its third step
 
 
@@ -162,7 +165,7 @@ class TimeHooks:
     """
 
     model: str
-    methods: tuple[str, ...] = (*METHODS, LOCAL)
+    methods: tuple[str, ...] = (*METHODS, *ROUNDS)
     num_turns: int = 3
     place: Place = HERE
 
@@ -207,7 +210,7 @@ class TimeHooks:
 
 
 def _method(name: str, module: nn.Module, batch: Any) -> Method:
-    return Rounds(module, batch) if name == LOCAL else Method(METHODS[name](module), batch)
+    return Rounds(module, batch, ROUNDS[name]) if name in ROUNDS else Method(METHODS[name](module), batch)
 
 
 class Method(Training):
@@ -278,9 +281,11 @@ class Rounds(Method):
 
     every = EVERY
 
-    def __init__(self, module: nn.Module, batch: Any) -> None:
+    def __init__(self, module: nn.Module, batch: Any, delay: int) -> None:
         super().__init__(LocalDataParallel(module, wire="int8"), batch)
-        self._strategy, self._number = LocalSteps(self.replica, self._optimizer), 0
+        rounds = LocalSGD(every=EVERY, delay=delay)
+        self._strategy = (Streaming if delay else LocalSteps)(self.replica, self._optimizer, rounds)
+        self._number = 0
 
     def step(self) -> None:
         inputs, targets = self._batch
@@ -295,7 +300,7 @@ class Rounds(Method):
         self.loss = loss.detach()
 
     def find_pace(self) -> None:
-        self.steps_s(EVERY)
+        self.steps_s(EVERY + EVERY // 2)  # so that a round ends in the midst of a turn, and all of its exchange counts
         self.num_steps = EVERY
 
 
@@ -335,7 +340,7 @@ def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, workers="2", least=1, turns=9)
     add_models(parser)
-    usual = ",".join((*METHODS, LOCAL))
+    usual = ",".join((*METHODS, *ROUNDS))
     parser.add_argument("--methods", default=usual, metavar="NAME,NAME,…", help="what to time (default: all)")
     sys.exit(respond(parser, parser.parse_args(), answer))
 
@@ -343,7 +348,7 @@ def main() -> None:
 def answer(options: argparse.Namespace) -> str:
     """Times what was asked for; the report is printed."""
     where, models, methods = place_of(options), models_of(options), tuple(split("--methods", options.methods))
-    refuse_unknown("method", methods, (*METHODS, LOCAL))
+    refuse_unknown("method", methods, (*METHODS, *ROUNDS))
     run(options, [TimeHooks(model, methods, options.turns, where) for model in models], HookCell, where)
     return ""
 

@@ -60,7 +60,7 @@ SEEDS = (0, 1, 2)
 class Sizes(NamedTuple):
     """Says how much is measured; a first look takes less."""
 
-    num_updates: int = 240  # of a turn, of which a quarter warms up
+    num_updates: int = 120  # of a turn, of which a quarter warms up
     alone_s: float = 8.0
     digits_steps: int = 345
 

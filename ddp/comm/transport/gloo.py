@@ -34,15 +34,41 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ddp import gpu
 from ddp.comm.transport.edge import NO_DEADLINE, GiveUpCheck, Pending, Transfer, TransportError
 from ddp.errors import first_line
 from ddp.process.clock import Patience
+from ddp.process.host import INTERFACE
 
 WATCH_EVERY_S = 0.25
 AT_ONCE = timedelta(milliseconds=1)
 NOBODY_SENDS = (1 << 31) - 1  # a tag that nothing else has
+
+
+def connected(store: Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    """Returns Gloo's own object, once its ranks are connected: not in torch.distributed, which would read addresses
+    that an earlier session has left in the same store.
+
+    All of a process share one thread that looks after their connections. It wakes up a hundred times a second, so one
+    for each would cost a process with many communicators a tenth of its time.
+    """
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices, options._timeout, options._threads = _devices(os.environ.get(INTERFACE, "")), timeout, 1
+    return dist.ProcessGroupGloo(store, rank, world_size, options)
+
+
+_known: dict[tuple[int, str], list[Any]] = {}  # by process: a forked child has no such thread, and destroys none
+
+
+def _devices(interfaces: str) -> list[Any]:
+    """Returns Gloo's devices of this process, for the interfaces that the environment names."""
+    key = os.getpid(), interfaces
+    if key not in _known:
+        names, gloo = [name for name in interfaces.split(",") if name], dist.ProcessGroupGloo
+        _known[key] = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
+    return _known[key]
 
 
 class GlooConnections:

@@ -121,6 +121,7 @@ class Attendants:
             edge = Edge(comm, self._parameters, self._pieces, wire=self._policy.wire, hook=self._policy.hook)
             with shared.changed:
                 shared.num_here += 1
+                shared.indices[number] = first["index"]
             who = first
             while self._serve(edge, number):
                 pass

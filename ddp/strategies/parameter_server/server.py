@@ -11,6 +11,7 @@ always at the same version, and a worker that dies between two servers leaves no
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -68,7 +69,6 @@ class Service:
         facts: plain values that a worker compares with its own.
 
     Attributes:
-        oldest: most updates between the pull of parameters and the update by their gradient, so far.
         is_stopped: the last epoch has ended early, because this process is to stop and no worker is here.
     """
 
@@ -96,7 +96,8 @@ class Service:
         )
         self._shared = Shared(self._ledger)
         self._answer_s = min(ANSWER_S, self._comm.abort_s / 4)
-        self.oldest, self.is_stopped = 0, False
+        self._oldest, self.is_stopped = 0, False
+        self._computed = Counter[int]()  # samples, by the index of a worker
         self._warned_s = 0.0
         self._shared.whole.acquire()
         if part.index == 0:
@@ -200,10 +201,12 @@ class Service:
     def _described(self, update: Update) -> Any:
         """Returns an update as all servers must know it, in plain values."""
         plan, workers, age = update
-        self.oldest = max(self.oldest, age)
+        self._oldest = max(self._oldest, age)
         with self._shared.changed:
             keys = [(plan.step, part, worker) for part, worker in enumerate(workers) if isinstance(worker, int)]
             pushes = [self._shared.pushed[key] for key in keys]
+            for (_, _, worker), push in zip(keys, pushes, strict=True):
+                self._computed[self._shared.indices[worker]] += push.num_samples
         counts = [(push.loss_sum, push.num_items, push.num_samples) for push in pushes]
         buffers = _together([push.buffers for push in pushes], [each[2] for each in counts])
         without = sorted(set.intersection(*(set(push.without) for push in pushes)) if pushes else ())
@@ -235,6 +238,13 @@ class Service:
             module.get_buffer(name).copy_(value)
         self._shared.buffers.update(buffers)
         return Totals(loss_sum=sum(each[0] for each in counts), num_items=count_of(num_items))
+
+    def in_words(self) -> str:
+        """Says how old gradients were at most, and which worker has computed how much of what counts."""
+        total = self._computed.total() or 1
+        shares = (f"worker {index} ({100 * number / total:.0f} %)" for index, number in sorted(self._computed.items()))
+        age = f"no gradient was of parameters more than {counted(self._oldest, 'update')} old"
+        return f"{age}; the samples were computed by {', '.join(shares)}" if self._computed else age
 
     def end(self, over: Mapping[str, Any]) -> None:
         """Tells the workers that the run is over, and lets them go.

@@ -45,6 +45,7 @@ class Shared:
         version: updates that are made.
         pushed: what is in no update yet, by step, part and worker.
         buffers: those of the model that workers have changed, by name.
+        indices: of the workers that have come, by their numbers, which no two have.
         num_here: workers that are connected.
         empty_since_s: since when there is none.
         over: plain values of the run's end for workers, once it has ended.
@@ -56,6 +57,7 @@ class Shared:
         self.ledger, self.version = ledger, ledger.version
         self.pushed: dict[tuple[int, int, int], Push] = {}
         self.buffers: dict[str, Tensor] = {}
+        self.indices: dict[int, int] = {}
         self.num_here, self.empty_since_s = 0, now_s()
         self.over: dict[str, Any] | None = None
         self.error: BaseException | None = None

@@ -165,7 +165,7 @@ def die_after_the_workers() -> None:
 
 
 def test_servers_are_not_started_again_for_nobody() -> None:
-    with pytest.raises(WorkersFailed, match="^server 0 was killed by SIGKILL"):
+    with pytest.raises(WorkersFailed, match=r"^server 0 was killed by SIGKILL"):
         ddp.launch(die_after_the_workers, workers=2, servers=1, restarts=3)
 
 

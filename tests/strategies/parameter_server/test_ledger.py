@@ -344,7 +344,9 @@ def bounded_goes_on_and_is_bounded() -> None:
     ledger.begin_epoch(plans_of(0, [1] * 9, step=1))
     (slow,), (other,), (third,) = (ledger.grant(name, most=1, now_s=0.0) for name in ("slow", "a", "b"))
     assert [ledger.begin(*each, now_s=0.0) for each in (("slow", slow), ("a", other))] == ["now", "now"]
-    assert ledger.returned("a", other, now_s=1.0) and ledger.take_update() is not None
+    assert not ledger.is_complete(other.plan.step)
+    assert ledger.returned("a", other, now_s=1.0) and ledger.is_complete(other.plan.step)
+    assert ledger.take_update() is not None and not ledger.is_complete(other.plan.step)
     assert ledger.begin("b", third, now_s=1.0) == "now"
     (fourth,) = ledger.grant("a", most=1, now_s=1.0)
     assert ledger.begin("a", fourth, now_s=1.0) == "wait", "the slow one would be three updates old"
