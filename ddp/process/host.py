@@ -222,10 +222,15 @@ def _address_of(interface: str) -> str:
     return socket.inet_ntoa(found[20:24])
 
 
+def gloo_s_interfaces() -> list[str]:
+    """Returns the interfaces that Gloo is told to take; none: it chooses one."""
+    return [name for name in os.environ.get(INTERFACE, "").split(",") if name]
+
+
 def _gloo_s_address(interfaces: Mapping[str, str]) -> str:
     """Returns the address at which Gloo listens; "" if the interface that it is told to take is not there."""
-    if named := os.environ.get(INTERFACE):
-        return interfaces.get(named.split(",")[0], "")
+    if named := gloo_s_interfaces():
+        return interfaces.get(named[0], "")
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:

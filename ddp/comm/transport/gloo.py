@@ -40,7 +40,7 @@ from ddp import gpu
 from ddp.comm.transport.edge import NO_DEADLINE, GiveUpCheck, Pending, Transfer, TransportError
 from ddp.errors import first_line
 from ddp.process.clock import Patience
-from ddp.process.host import INTERFACE
+from ddp.process.host import gloo_s_interfaces
 
 WATCH_EVERY_S = 0.25
 AT_ONCE = timedelta(milliseconds=1)
@@ -55,19 +55,18 @@ def connected(store: Store, rank: int, world_size: int, timeout: timedelta) -> d
     for each would cost a process with many communicators a tenth of its time.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices, options._timeout, options._threads = _devices(os.environ.get(INTERFACE, "")), timeout, 1
+    options._devices, options._timeout, options._threads = _devices(*gloo_s_interfaces()), timeout, 1
     return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 
-_known: dict[tuple[int, str], list[Any]] = {}  # by process: a forked child has no such thread, and destroys none
+_known: dict[tuple[Any, ...], list[Any]] = {}  # by process: a forked child has no such thread, and destroys none
 
 
-def _devices(interfaces: str) -> list[Any]:
-    """Returns Gloo's devices of this process, for the interfaces that the environment names."""
-    key = os.getpid(), interfaces
+def _devices(*interfaces: str) -> list[Any]:
+    """Returns Gloo's devices of this process, on these interfaces; none: on one that Gloo chooses."""
+    key, gloo = (os.getpid(), *interfaces), dist.ProcessGroupGloo
     if key not in _known:
-        names, gloo = [name for name in interfaces.split(",") if name], dist.ProcessGroupGloo
-        _known[key] = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
+        _known[key] = [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]
     return _known[key]
 
 
