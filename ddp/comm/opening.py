@@ -35,7 +35,7 @@ from ddp.comm.meeting.rendezvous import answered
 from ddp.comm.meeting.secret import code_of, secret
 from ddp.comm.settings import CPU, Settings
 from ddp.comm.transport.edge import Transfer, Transport, TransportError, never_hopeless
-from ddp.comm.transport.gloo import GlooConnections, GlooTransport, StagedGlooTransport, connected
+from ddp.comm.transport.gloo import GlooConnections, GlooTransport, StagedGlooTransport, gloo_of
 from ddp.comm.transport.nccl import NcclTransport
 from ddp.comm.watch.watchdog import SILENCE_S, Watchdog
 from ddp.errors import ConfigError, PeerLost, first_line, said
@@ -83,7 +83,7 @@ def open_communicator(
             return NcclTransport(part_of(store, "nccl"), rank, world_size, settings.device)
 
         def over_gloo() -> Transport:
-            gloo = connected(PrefixStore("gloo", store), rank, world_size, timeout)
+            gloo = gloo_of(PrefixStore("gloo", store), rank, world_size, timeout)
             connections = GlooConnections(gloo, rank)
             if world_size > 1 and (key := secret()):
                 prove(connections, world_size, part_of(store, "ours"), key, timeout_s=connect_s)

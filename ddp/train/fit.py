@@ -240,7 +240,8 @@ def _run(given: Given, inputs: Inputs, run: OpenRun, stop: StopFlag, service: Se
             raise
     if service is not None:
         service.end({"evaluation": state.evaluation, "step": state.step, "stopped_by": state.stopped_by})
-        _say(given, comm, service.in_words())
+        if comm.rank == 0:  # which keeps the ledger
+            _say(given, comm, service.in_words())
     if given.stop is None and stop.signal_name and not is_known:  # it has waited for the results
         signal.raise_signal(signal.Signals[stop.signal_name])
     return state

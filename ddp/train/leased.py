@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,7 +71,7 @@ def work(given: Given, comm: Communicator, part: Cast) -> TrainState:
         try:
             while True:
                 servers.join(stopping=stop)
-                began_s = now_s()
+                began_s = math.inf  # of the part that is computed
                 loader = LeasedLoader[Lease](
                     source.samples,
                     sampler,
@@ -93,6 +94,7 @@ def work(given: Given, comm: Communicator, part: Cast) -> TrainState:
                             num_samples = sum(len(micro.indices) for micro in plan.micros)
                             then, most = None if stop else loader.following, loader.num_ahead
                             servers.push(lease, totals, num_samples=num_samples, then=then, num_ahead=most)
+                            began_s = math.inf
                             _leave_if_asked(stop, servers)
                 except LOST as lost:
                     if now_s() - began_s > comm.abort_s:

@@ -76,7 +76,7 @@ class FewAgreements(Study):
         torch.manual_seed(trial.seed)
         module, texts = GPT(context=CONTEXT, width=96, depth=4, heads=3), load_standard_library(context=CONTEXT)
         train, judged = (
-            Subset(each, range(0, len(each) // num * num, len(each) // num))
+            Subset(each, range(0, len(each), max(1, len(each) // num))[:num])
             for each, num in ((texts.train, trial.num_samples), (texts.test, NUM_JUDGED))
         )
         way = dict(WAYS[trial.way])

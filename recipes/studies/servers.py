@@ -11,8 +11,8 @@
     python recipes/studies/servers.py                       some minutes
     python recipes/studies/servers.py --turns 9 --kills 0   more turns, whose medians are shown, and nobody is killed
 
-The two rows of speed train a CNN on images of 32 × 32, a thread for each process; a worker takes some 100 ms for a
-batch of 16. Without communication, each worker computes forward and backward of such batches, and nothing else.
+The two rows of speed train a CNN on images of 32 × 32, a thread for each process; a worker takes some 120 ms for a
+batch of 32. Without communication, each worker computes forward and backward of such batches, and nothing else.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import chain
+from operator import truediv
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -169,7 +170,7 @@ def speeds(sizes: Sizes, num_turns: int) -> Iterator[Row]:
         num_turns,
     )
     asynchronous, without = (statistics.median(found[each]) for each in ("async", "alone"))
-    ratio = statistics.median(map(_over, found["async"], found["alone"]))
+    ratio = statistics.median(map(truediv, found["async"], found["alone"]))
     in_words = f"{BATCH * asynchronous:.0f} of {BATCH * without:.0f} samples/s: {ratio:.2f}"
     yield Row("async, one of 3 workers sleeps 4/5 of its time: samples/s ÷ without communication", in_words, "≥ 0.85")
     found = take_turns(
@@ -180,13 +181,9 @@ def speeds(sizes: Sizes, num_turns: int) -> Iterator[Row]:
         num_turns,
     )
     first, three = (1e3 * statistics.median(found[each]) for each in ("first", "three"))
-    ratio = statistics.median(map(_over, found["first"], found["three"]))
+    ratio = statistics.median(map(truediv, found["first"], found["three"]))
     in_words = f"{first:.0f} and {three:.0f} ms: {ratio:.2f}"
     yield Row("first 3 of 4, one of them so slow: step ÷ that of three workers", in_words, "≤ 1.2")
-
-
-def _over(a: float, b: float) -> float:
-    return a / b
 
 
 # ------------------------------------------------------------------------------------------------------------- digits

@@ -23,6 +23,8 @@ from ddp.comm.meeting.cast import Cast, cast, take_part
 from ddp.run.launch import supervisor
 from ddp.strategies.parameter_server import ledger
 from ddp.strategies.parameter_server import server as served
+from ddp.strategies.parameter_server.attendants import Attendants
+from ddp.strategies.parameter_server.shared import Shared
 
 BATCH, NUM_SAMPLES = 10, 46  # the last step of an epoch has six samples
 MODES: dict[str, dict[str, Any]] = {
@@ -348,3 +350,13 @@ def test_what_servers_cannot_train_is_one_sentence() -> None:
         take_part(None)
         ddp.shutdown()
     assert "there are no servers; start them with ddp.launch(…, servers=1)" in refused({}, "parameter_server")
+
+
+def test_a_worker_gets_its_answer_while_the_servers_evaluate() -> None:
+    """So it does not take them for lost, however long that lasts."""
+    attendants, shared = object.__new__(Attendants), Shared(ledger.Ledger(mode="async"))
+    attendants._shared, attendants._answer_s = shared, 2.0
+    began_s = time.monotonic()
+    with shared.whole:
+        answer = attendants._begin(None, 0, {})  # type: ignore[arg-type]
+    assert answer == {"verdict": "wait"} and time.monotonic() - began_s < 3

@@ -12,8 +12,8 @@ watchdog can tell who did what. Bit 30 keeps the tags of messages between two ra
 Note "interrupting Gloo". A thread inside one of Gloo's waits can look at nothing else, and Gloo's own deadline passes
 while the process is stopped. So Gloo waits without a deadline, and a thread of ours beside it keeps the deadline and
 asks whether the wait is in vain. It ends a wait by a second one, for a message that nobody sends, with a timeout of a
-millisecond. When that has passed, Gloo closes all connections of the process, and with them every wait ends. No
-collective could go on without them.
+millisecond. When that has passed, Gloo closes all connections of this object, and with them every wait ends. No
+collective over them could go on.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ AT_ONCE = timedelta(milliseconds=1)
 NOBODY_SENDS = (1 << 31) - 1  # a tag that nothing else has
 
 
-def connected(store: Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+def gloo_of(store: Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
     """Returns Gloo's own object, once its ranks are connected: not in torch.distributed, which would read addresses
     that an earlier session has left in the same store.
 

@@ -7,7 +7,8 @@ it. So a plain `subprocess` is all that it takes.
 | who     | how it ends                            | what follows                                                     |
 |---------|----------------------------------------|------------------------------------------------------------------|
 | a worker| by a signal, or because others are lost| it is started again, `restarts` times; then the others go on     |
-| a server| by a signal, or because others are lost| all servers are started again together, `restarts` times         |
+| a server| by a signal, or because others are lost| all servers are started again together, `restarts` times, unless |
+|         |                                        | all workers have done their work                                 |
 | either  | its program raised                     | the run has failed: all others are asked to stop                 |
 | servers | well                                   | the run is done; a worker that goes on is killed after a while   |
 

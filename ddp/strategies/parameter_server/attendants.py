@@ -15,6 +15,7 @@ Every request is answered within `ANSWER_S`, if only by "wait". So a worker that
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -74,10 +75,10 @@ class Attendants:
 
         A thread that still let go of Gloo's objects when the interpreter exits would abort the process.
         """
-        patience = Patience(within_s)
+        until_s = now_s() + within_s
         self._doorman.join(within_s)
         for thread in self._threads.values():
-            thread.join(patience.left_s())
+            thread.join(max(0.0, until_s - now_s()))
         for comm in list(self._comms.values()):  # of workers that do not come for the word; so that their threads end
             comm.abandon("the run is over")
         for thread in self._threads.values():
@@ -85,22 +86,22 @@ class Attendants:
 
     def _let_in(self) -> None:
         home, mine, seen = self._home, self._part, 0
-        stop = threading.Event()
         while self._shared.over is None:
             self._threads = {number: thread for number, thread in self._threads.items() if thread.is_alive()}
             try:
                 num_arrivals = home.add(f"{mine.incarnation}/arrivals", 0)
+                for number in range(seen, num_arrivals):
+                    name = f"ddp-worker-{number}"
+                    thread = threading.Thread(target=self._attend, args=(number,), name=name, daemon=True)
+                    self._threads[number] = thread
+                    thread.start()
+                    if mine.index == 0:
+                        home.set(f"{mine.incarnation}/welcome/{number}", "")
             except (DistError, OSError) as error:  # then nobody can come any more
                 log.warning("the store does not answer, so that no further worker can come: %s", first_line(error))
                 return
-            for number in range(seen, num_arrivals):
-                thread = threading.Thread(target=self._attend, args=(number,), name=f"ddp-worker-{number}", daemon=True)
-                self._threads[number] = thread
-                thread.start()
-                if mine.index == 0:
-                    home.set(f"{mine.incarnation}/welcome/{number}", "")
             seen = num_arrivals
-            stop.wait(ARRIVALS_S)
+            time.sleep(ARRIVALS_S)
 
     # --- one worker --------------------------------------------------------------------------------------------------
 
@@ -131,7 +132,8 @@ class Attendants:
                 how = how or f"is gone ({error.reason if isinstance(error, PeerLost) else said(error)})"
                 log.warning("worker %d %s: what it had leased goes to others", who["index"], how)
         except BaseException as error:  # such as one of the user's order of samples
-            shared.error = error
+            with shared.changed:
+                shared.error = error
         finally:
             with shared.changed:
                 if mine.index == 0:
@@ -210,7 +212,7 @@ class Attendants:
                     answer = self._begun(edge, number, request)
                 finally:
                     shared.whole.release()
-            if answer["verdict"] == "wait":
+            if answer["verdict"] == "wait" and (left_s := patience.left_s()):
                 with shared.changed:
                     shared.wait_for_change(num_changes, left_s)
         return answer

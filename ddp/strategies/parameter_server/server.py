@@ -142,6 +142,8 @@ class Service:
                 if not alone:
                     with nullcontext() if is_first else self._pulls_allowed():  # server 0 knows the next one already
                         word = broadcast_object(self._comm, word)
+                if shared.error is not None:
+                    raise shared.error
             if word in (OVER, STOP):
                 self.is_stopped = word == STOP
                 with shared.changed:  # what is left of these steps does not count
@@ -165,14 +167,14 @@ class Service:
         while True:
             with shared.changed:  # `whole` is held, so that nobody pulls between an update's number and the update
                 update, is_over = self._ledger.take_update(), self._ledger.is_epoch_over
-                num_changes = shared.num_changes
-            if shared.error is not None:
-                raise shared.error
+                num_changes, error = shared.num_changes, shared.error
+                idle_s = 0.0 if shared.num_here else now_s() - shared.empty_since_s
+            if error is not None:
+                raise error
             if update is not None:
                 return self._described(update)
             if is_over:
                 return OVER
-            idle_s = 0.0 if shared.num_here else now_s() - shared.empty_since_s
             self._warned_s = min(self._warned_s, idle_s)
             if stopping and idle_s > POLL_S:
                 return STOP
@@ -240,7 +242,7 @@ class Service:
         return Totals(loss_sum=sum(each[0] for each in counts), num_items=count_of(num_items))
 
     def in_words(self) -> str:
-        """Says how old gradients were at most, and which worker has computed how much of what counts."""
+        """Says how old gradients were at most, and who has computed how much, since these servers began. At server 0."""
         total = self._computed.total() or 1
         shares = (f"worker {index} ({100 * number / total:.0f} %)" for index, number in sorted(self._computed.items()))
         age = f"no gradient was of parameters more than {counted(self._oldest, 'update')} old"

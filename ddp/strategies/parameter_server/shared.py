@@ -1,8 +1,8 @@
 """Holds what the threads of a server share: what workers have pushed, how far the updates are, and the ledger.
 
-Note "two locks". `changed` guards all of it, and is held only briefly. `whole` is the main thread's while it changes
-parameters, evaluates or saves, and free while it waits for an update: a pull takes it, and so never sends half an
-update. Whoever takes both takes `whole` first.
+Note "two locks". `whole` guards parameters and buffers. It is the main thread's while it changes them, evaluates or
+saves, and free while it waits for an update: a pull takes it, and so never sends half an update. `changed` guards the
+rest where it is written, and is held only briefly. Whoever takes both takes `whole` first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Shared:
     """Holds what the threads of a server share.
 
     Args:
-        ledger: asked by server 0 alone.
+        ledger: that of server 0; on the others it stays empty.
 
     Attributes:
         version: updates that are made.

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -76,6 +75,7 @@ class Servers:
         self._home = home
         self._edges: list[Edge] = []
         self._pulled: dict[str, Tensor] = {}  # buffers as they were before the forward
+        self._pushed: int | None = None  # the step of the last push
         self._begun = WAIT  # the answer to the wish to begin the next part
         self.version = 0  # updates that the servers had made at the last pull
 
@@ -182,7 +182,7 @@ class Servers:
         """
         answer, self._begun = self._begun, WAIT
         while answer["verdict"] == "wait":
-            answer = self._asked(0, {"what": "begin", **_wish(lease, num_ahead)})
+            answer = self._asked(0, {"what": "begin", **self._wish(lease, num_ahead)})
         if answer["verdict"] == "gone":
             return None
         self.version = answer["version"]
@@ -193,15 +193,13 @@ class Servers:
         self._pulled = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
         return [as_lease(each) for each in answer["leases"]]
 
-    def push(
-        self, lease: Lease, totals: Totals, *, num_samples: int, then: Lease | None = None, num_ahead: int = 0
-    ) -> bool:
-        """Pushes the gradients of a part, means over its items. Returns True if they count.
+    def push(self, lease: Lease, totals: Totals, *, num_samples: int, then: Lease | None, num_ahead: int) -> None:
+        """Pushes the gradients of a part, means over its items.
 
         Args:
             totals, num_samples: of the part.
-            then: the next part, if it is known; this call does what `begin` does at server 0, and no further message
-                is needed.
+            then: the next part, if it is known: `begin` need not ask server 0 for it then.
+            num_ahead: as in `begin`.
 
         Raises:
             Over: the run has ended.
@@ -223,16 +221,19 @@ class Servers:
         # Server 0 last, because it decides: then the others have what it says is to be used.
         for server in range(1, len(self._edges)):
             self._push(server, request | {"buffers": {}, "without": [], "then": None})
-        answer = self._push(0, request | _wish(then, num_ahead, after=lease))
+        self._pushed = lease.plan.step
+        answer = self._push(0, request | self._wish(then, num_ahead))
         if then is not None:
             self._begun = answer
-        counts: bool = answer["counts"]
-        if not counts:
+        if not answer["counts"]:
             for server in range(1, len(self._edges)):
                 self._asked(server, {"what": "forget", "key": [lease.plan.step, lease.part]})
                 self._edges[server].take_back()
             self._edges[0].take_back()
-        return counts
+
+    def _wish(self, lease: Lease | None, most: int) -> dict[str, Any]:
+        """Returns what a request says of the part to be begun next, once an update by the last one is made."""
+        return {"then": None if lease is None else as_plain(lease), "most": most, "after": self._pushed}
 
     def _push(self, server: int, request: dict[str, Any]) -> dict[str, Any]:
         edge, lease = self._edges[server], request["lease"]
@@ -259,21 +260,17 @@ class Servers:
     def leave(self) -> None:
         """Says goodbye."""
         for edge in self._edges:
-            with suppress(*LOST):
+            try:
                 edge.tell({"what": "bye"})
                 edge.heard()
                 edge.close()
+            except LOST:
+                edge.comm.abandon("the server is gone")
         self._edges = []
 
     def abandon(self, reason: str) -> None:
         """Gives up all edges at once."""
         for edge in self._edges:
             edge.comm.abandon(reason)
-        self._edges, self._begun = [], WAIT
+        self._edges, self._begun, self._pulled, self._pushed = [], WAIT, {}, None
         log.debug("left the servers: %s", reason)
-
-
-def _wish(lease: Lease | None, most: int, after: Lease | None = None) -> dict[str, Any]:
-    """Returns what a request says of the part to be begun next, once an update by the last one is made."""
-    then = None if lease is None else as_plain(lease)
-    return {"then": then, "most": most, "after": None if after is None else after.plan.step}
