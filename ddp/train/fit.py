@@ -144,7 +144,8 @@ def fit(
             "multi_worker" are guides' names for it. "sharded": each rank updates a slice of the parameters, and holds
             the optimizer's state of that alone. "central_storage": each host holds parameters and state once, in
             memory that its ranks share. "local_sgd", or a `ddp.LocalSGD(every=32)`: each rank trains by itself for a
-            round of steps. Or a `ddp.Averaging`, which also says how gradients travel.
+            round of steps. "parameter_server", or a `ddp.ParameterServer(mode="async")`: servers make the updates of
+            what workers push. Or a `ddp.Averaging`, which also says how gradients travel.
         folder: of the run: checkpoints/ (the last and the best), metrics.jsonl, summary.json, curves.png. Unless given,
             a new one below runs/. None: nothing is written. A `ddp.Folder` also resumes, and says what is kept.
         callbacks: objects of `ddp.Callback`, run after those of fit, such as `ddp.EMA()` and

@@ -242,7 +242,7 @@ class Service:
         return Totals(loss_sum=sum(each[0] for each in counts), num_items=count_of(num_items))
 
     def in_words(self) -> str:
-        """Says how old gradients were at most, and who has computed how much, since these servers began. At server 0."""
+        """Says how old gradients were at most, and who has computed how much. At server 0."""
         total = self._computed.total() or 1
         shares = (f"worker {index} ({100 * number / total:.0f} %)" for index, number in sorted(self._computed.items()))
         age = f"no gradient was of parameters more than {counted(self._oldest, 'update')} old"
