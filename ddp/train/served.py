@@ -78,7 +78,15 @@ def going_on(given: Given, part: Cast) -> Given:
     """Returns what is given to a server that is started anew: it goes on in the run's folder, if that has checkpoints.
 
     The folder may have been named by date and time, so that only the store knows it.
+
+    Raises:
+        ConfigError: this training is over, has left nothing, and the servers were lost in a later one.
     """
+    if part.incarnation and given.folder.path is None and given.home.check(["over"]):
+        raise ConfigError(
+            "the servers were lost in a later fit of this program than this one, which has left no checkpoint to go on "
+            "from (folder=None): give each fit a folder"
+        )
     if not part.incarnation or given.folder.path is None or not given.home.check([FOLDER]):
         return given
     folder = Path(given.home.get(FOLDER).decode())

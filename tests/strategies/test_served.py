@@ -208,6 +208,28 @@ def test_where_a_server_fails_its_error_alone_is_told(tmp_path: Path, caplog: py
     assert "again" not in caplog.text  # nobody is started again
 
 
+def lost_in_the_second() -> None:
+    for number in range(2):
+        if number and str(cast()) == "server 0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        model = nn.Linear(3, 1)
+        ddp.fit(
+            model,
+            (torch.zeros(NUM_SAMPLES, 3), torch.zeros(NUM_SAMPLES, 1)),
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            loss=F.mse_loss,
+            global_batch=BATCH,
+            max_steps=2,
+            strategy="parameter_server",
+            folder=None,
+        )
+
+
+def test_servers_that_are_lost_in_a_second_fit_without_folders_say_so() -> None:
+    with pytest.raises(ddp.WorkersFailed, match=r"lost in a later fit of this program than this one.*give each fit a"):
+        ddp.launch(lost_in_the_second, workers=1, servers=1)
+
+
 def twice(folder: Path) -> list[Tensor]:
     """A training that stops and goes on, with a new model, and one that does not stop; each with all buffers."""
     found = []
