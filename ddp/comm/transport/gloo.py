@@ -59,7 +59,7 @@ def gloo_of(store: Store, rank: int, world_size: int, timeout: timedelta) -> dis
     return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 
-_known: dict[tuple[Any, ...], list[Any]] = {}  # by process: a forked child has no such thread, and destroys none
+_known: dict[tuple[Any, ...], list[Any]] = {}  # by process, because a forked child has no such thread
 
 
 def _devices(*interfaces: str) -> list[Any]:
@@ -106,8 +106,8 @@ _program_ends = threading.Event()
 
 def _keep_for_ever() -> None:
     """Keeps Gloo's objects in a forked child: destroying one would wait for threads that only the parent has."""
-    for connections in _open:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connections.backend))
+    for each in (*(connections.backend for connections in _open), *_known.values()):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
 os.register_at_fork(after_in_child=_keep_for_ever)
