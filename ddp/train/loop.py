@@ -86,12 +86,12 @@ def train_loop(
         looks=looks,
     )
     evaluator, evaluates = Evaluator(given, inputs, callbacks), held_out.is_evaluated
-    feed: Any
-    make_step: Callable[..., tuple[StepReport, bool]]
-    if service is None:
-        feed, make_step = _feed(state, source, uneven, reading.max_unreadable), train_step
-    else:
-        feed, make_step = LeaseFeed(state, service, num_steps=num_steps), served_step
+    feed: LeaseFeed | TrainLoader | StreamFeed = (
+        _feed(state, source, uneven, reading.max_unreadable)
+        if service is None
+        else LeaseFeed(state, service, num_steps=num_steps)
+    )
+    make_step: Callable[..., tuple[StepReport, bool]] = train_step if service is None else served_step
     state.unreadable = feed.unreadable
     _check_waiting(state, uneven, reading.max_unreadable)
     state.stopped_by = ""

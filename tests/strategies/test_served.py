@@ -379,7 +379,7 @@ def test_what_servers_cannot_train_is_one_sentence() -> None:
 def test_a_worker_gets_its_answer_while_the_servers_evaluate() -> None:
     """So it does not take them for lost, however long that lasts."""
     attendants, shared = object.__new__(Attendants), Shared(ledger.Ledger(mode="async"))
-    attendants._shared, attendants._answer_s = shared, 2.0
+    attendants._shared, attendants.answer_s = shared, 2.0
     began_s = time.monotonic()
     with shared.whole:
         answer = attendants._begin(None, 0, {})  # type: ignore[arg-type]

@@ -48,12 +48,11 @@ NOBODY_SENDS = (1 << 31) - 1  # a tag that nothing else has
 
 
 def gloo_of(store: Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-    """Returns Gloo's own object, once its ranks are connected: not in torch.distributed, which would read addresses
-    that an earlier session has left in the same store.
+    """Returns Gloo's own object, once its ranks are connected.
 
-    All of a process share one thread that looks after their connections. It wakes up a hundred times a second, so one
-    for each would cost a process with many communicators a tenth of its time.
+    All of a process share the thread that looks after their connections, because it wakes up a hundred times a second.
     """
+    # Not by `dist.new_group`, which would read addresses that an earlier session has left in the same store.
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices, options._timeout, options._threads = _devices(*gloo_s_interfaces()), timeout, 1
     return dist.ProcessGroupGloo(store, rank, world_size, options)

@@ -35,7 +35,7 @@ from ddp.strategies.parameter_server.edge import LOST, SERVER, WORKER, Edge, Pie
 from ddp.strategies.parameter_server.ledger import Lease
 from ddp.strategies.parameter_server.shared import Push, Shared
 
-ANSWER_S = 2.0  # longest time that a request waits for its answer, unless deadlines are short
+ANSWER_S = 2.0  # unless deadlines are short
 ARRIVALS_S = 0.2  # between two looks for workers that have come
 
 
@@ -49,6 +49,9 @@ class Attendants:
         pieces: what this server holds of them.
         facts: plain values that must be those of each worker.
         shared: with the main thread.
+
+    Attributes:
+        answer_s: longest time that a request waits for its answer.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class Attendants:
         self._part, self._home, self._model, self._policy = part, home, model, policy
         self._pieces, self._facts, self._shared = pieces, dict(facts), shared
         self._parameters = dict(model.module.named_parameters())
-        self._answer_s = min(ANSWER_S, model.comm.abort_s / 4)
+        self.answer_s = min(ANSWER_S, model.comm.abort_s / 4)
         self._threads: dict[int, threading.Thread] = {}  # by the worker's number; the doorman forgets those that ended
         self._comms: dict[int, Communicator] = {}  # theirs
         self._doorman = threading.Thread(target=self._let_in, name="ddp-doorman", daemon=True)
@@ -176,7 +179,7 @@ class Attendants:
                     shared.pushed.pop((*request["key"], number), None)
                 edge.tell({})
             case "leases":
-                edge.tell(self._leases(number, request["most"]))
+                self._tell(edge, self._leases(number, request["most"]))
             case _:
                 self._tell(edge, self._begin(edge, number, request))
         return True
@@ -189,7 +192,7 @@ class Attendants:
 
     def _leases(self, number: int, most: int) -> dict[str, Any]:
         """Returns leases, as soon as there are some; or none, after a while."""
-        patience, shared = Patience(self._answer_s), self._shared
+        patience, shared = Patience(self.answer_s), self._shared
         with shared.changed:
             while shared.over is None:
                 if granted := shared.ledger.grant(number, most=most, now_s=now_s()):
@@ -197,11 +200,11 @@ class Attendants:
                 if not (left_s := patience.left_s()):
                     return {"leases": []}
                 shared.wait_for_change(shared.num_changes, left_s)
-            return {"leases": [], "over": shared.over}
+            return {"leases": []}
 
     def _begin(self, edge: Edge, number: int, request: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the answer to a worker that is to compute its next part: "now", "gone", or after a while "wait"."""
-        patience, shared = Patience(self._answer_s), self._shared
+        patience, shared = Patience(self.answer_s), self._shared
         answer: dict[str, Any] = {"verdict": "wait"}
         while answer["verdict"] == "wait" and (left_s := patience.left_s()):
             num_changes = shared.num_changes

@@ -30,7 +30,7 @@ from ddp.process.clock import Patience, now_s
 from ddp.process.log import log
 from ddp.replica.served import ServedDataParallel
 from ddp.replica.sharded import Part
-from ddp.strategies.parameter_server.attendants import ANSWER_S, Attendants
+from ddp.strategies.parameter_server.attendants import Attendants
 from ddp.strategies.parameter_server.edge import Piece, by_dtype, places_of
 from ddp.strategies.parameter_server.ledger import Ledger, Plan, Update
 from ddp.strategies.parameter_server.shared import Shared
@@ -86,7 +86,7 @@ class Service:
     ) -> None:
         self._part, self._home, self._model, self._comm = part, home, model, model.comm
         self._pieces, self._parameters = pieces, dict(model.module.named_parameters())
-        self._ledger = Ledger(
+        ledger = Ledger(
             mode=policy.mode,
             num_parts=policy.num_parts(part.num_workers),
             num_shards=num_shards,
@@ -94,8 +94,7 @@ class Service:
             num_backups=policy.backup_workers,
             version=version,
         )
-        self._shared = Shared(self._ledger)
-        self._answer_s = min(ANSWER_S, self._comm.abort_s / 4)
+        self._shared = Shared(ledger)
         self._oldest, self.is_stopped = 0, False
         self._computed = Counter[int]()  # samples, by the index of a worker
         self._warned_s = 0.0
@@ -132,7 +131,7 @@ class Service:
         is_first, alone = self._part.index == 0, self._comm.world_size == 1
         if is_first:
             with shared.changed:
-                self._ledger.begin_epoch(plans)
+                shared.ledger.begin_epoch(plans)
                 shared.notify()
         while True:
             since_s = now_s()
@@ -163,10 +162,10 @@ class Service:
 
     def _next(self, stopping: Any) -> Any:
         """Waits on server 0 for the next update, and returns it; or OVER, STOP, or after a while WAIT."""
-        shared, patience = self._shared, Patience(self._answer_s)
+        shared, patience = self._shared, Patience(self._attendants.answer_s)
         while True:
             with shared.changed:  # `whole` is held, so that nobody pulls between an update's number and the update
-                update, is_over = self._ledger.take_update(), self._ledger.is_epoch_over
+                update, is_over = shared.ledger.take_update(), shared.ledger.is_epoch_over
                 num_changes, error = shared.num_changes, shared.error
                 idle_s = 0.0 if shared.num_here else now_s() - shared.empty_since_s
             if error is not None:
@@ -243,10 +242,11 @@ class Service:
 
     def in_words(self) -> str:
         """Says how old gradients were at most, and who has computed how much. At server 0."""
-        total = self._computed.total() or 1
-        shares = (f"worker {index} ({100 * number / total:.0f} %)" for index, number in sorted(self._computed.items()))
         age = f"no gradient was of parameters more than {counted(self._oldest, 'update')} old"
-        return f"{age}; the samples were computed by {', '.join(shares)}" if self._computed else age
+        if not (total := self._computed.total()):
+            return age
+        shares = (f"worker {index} ({100 * number / total:.0f} %)" for index, number in sorted(self._computed.items()))
+        return f"{age}; the samples were computed by {', '.join(shares)}"
 
     def end(self, over: Mapping[str, Any]) -> None:
         """Tells the workers that the run is over, and lets them go.

@@ -98,7 +98,7 @@ class Servers:
             try:
                 for server in range(self._part.num_servers):
                     self._edges.append(self._edge(server, number, incarnation))
-            except LOST:
+            except (*LOST, DistError):  # the latter if the store has gone, which `_welcomed` says
                 self.abandon("a server was lost")
                 if not patience.left_s():
                     raise
