@@ -15,8 +15,12 @@
     round_robin           p           2p                2(p−1)/p·N                   to 2 ranks
     two_dimensional       p           2(R−1) + 2(C−1)   2(p−1)/p·N
     hierarchical          see over_hosts.py
+    slice_owners          p           2                 see slice_owners.py          always, over shards
 
 (+…) for a number of ranks that is no power of two. Which one is cheapest depends on α, β and the layout: see `cost.py`.
+
+`slice_owners` adds up the shards of a batch, where the others add up ranks. A rank's buffers are sums of its own shards
+then, so it is no choice for an ordinary all-reduce, and "auto" does not take it.
 
 `register` adds an all-reduce of the user's own. It is offered wherever it is proven: by name, and to "auto".
 """
@@ -33,6 +37,7 @@ import ddp.collectives.double_tree as double_tree
 import ddp.collectives.master_worker as master_worker
 import ddp.collectives.over_hosts as over_hosts
 import ddp.collectives.ring as ring
+import ddp.collectives.slice_owners as slice_owners
 import ddp.collectives.tree as tree
 from ddp.collectives.placed import Hosts as Hosts
 from ddp.collectives.schedule import Algorithm, Goal, Recv, Round, ScheduleError, Send, one_per_rank, whole
@@ -73,8 +78,11 @@ BETWEEN_HOSTS = {
     "hierarchical+recursive_doubling": "recursive_doubling",
     "hierarchical+tree": "tree",
 }
+OVER_SHARDS = {  # by number of shards
+    "slice_owners": lambda num_shards: slice_owners.schedule_over_shards(num_shards, Goal.ALL_REDUCE),
+}
 
-SHIPPED = frozenset({"auto", "shared_memory", "two_dimensional", *SCHEDULES, *BETWEEN_HOSTS})
+SHIPPED = frozenset({"auto", "shared_memory", "two_dimensional", *SCHEDULES, *BETWEEN_HOSTS, *OVER_SHARDS})
 MOST_CHUNKS = 1 << 20  # of a schedule of the user's own, by which a buffer is cut
 MOST_ROUNDS = 10_000  # of a schedule of the user's own, and ten more per rank; beyond it counts as one without an end
 
@@ -165,6 +173,8 @@ def _mistake(schedule: Schedule, num_ranks: int) -> str:
     """Returns the fault of a schedule, or an empty text."""
     if schedule.goal is not Goal.ALL_REDUCE:
         return f"is no all-reduce, but one where {schedule.goal.value}"
+    if schedule.num_shards is not None:
+        return "adds up shards, where an all-reduce adds up ranks: leave num_shards out"
     try:
         schedule.check(num_ranks)
     except ScheduleError as error:
@@ -192,9 +202,10 @@ def _guarded(algorithm: Algorithm, rank: int, num_ranks: int) -> Iterator[Round]
 
     try:
         for ops in algorithm(rank, num_ranks):
-            if not isinstance(ops, tuple) or not all(isinstance(op, Send | Recv) for op in ops):
+            transfers = [op for op in ops if isinstance(op, Send | Recv)] if isinstance(ops, tuple) else []
+            if not isinstance(ops, tuple) or len(transfers) < len(ops):  # an Add needs a buffer that no rank has here
                 raise wrong(f"yields {ops!r:.80}, which is no tuple of Send and Recv")
-            if not all(type(op.peer) is int and isinstance(op.chunks, range) for op in ops):
+            if not all(type(op.peer) is int and isinstance(op.chunks, range) for op in transfers):
                 raise wrong(f"yields {ops!r:.80}, where a peer is no whole number, or chunks are no range")
             if number == MOST_ROUNDS + 10 * num_ranks:
                 raise wrong("goes on and on; a schedule ends")

@@ -20,6 +20,8 @@ docstrings of the algorithms count α there: g = α). L = ⌈log₂ p⌉; p' = 2
                          (C−1)/C·Nγ, and `ring` of R ranks with N/C
     hierarchical         hosts of l ranks, h hosts: `tree` of l inside, then h ranks   at most that
                          between by the named algorithm
+    slice_owners         no formula, because ranks have unequal numbers of nodes; a    the same for one node
+                         node on each: all_to_all's
 
 "The same" holds for one message per transfer, on links that the ranks of a host do not share, and is tested. Longer
 buffers are cut into segments that overlap, so they cost less; `simulate` knows that, the formulas do not.

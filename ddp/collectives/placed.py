@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
 
-from ddp.collectives.schedule import Recv, Round, Schedule, Send, around
+from ddp.collectives.schedule import Add, Recv, Round, Schedule, Send, around
 
 Hosts = tuple[tuple[int, ...], ...]  # the ranks of every host; hosts may differ in size
 
@@ -32,7 +32,7 @@ def placed(schedule: Schedule, rank: int, *, ranks: Sequence[int], chunks: range
     each, rest = divmod(len(chunks), schedule.num_chunks(len(ranks)))
     assert rest == 0, f"{len(chunks)} chunks cannot stand for the {schedule.num_chunks(len(ranks))} of the schedule"
     for ops in schedule.algorithm(ranks.index(rank), len(ranks)):
-        yield tuple(_renamed(op, ranks[op.peer], _part(chunks, op.chunks, each)) for op in ops)
+        yield tuple(_renamed(op, ranks, _part(chunks, op.chunks, each)) for op in ops)
 
 
 def side_by_side(schedule: Schedule, rank: int, *, groups: Hosts, chunks: range) -> Iterator[Round]:
@@ -55,10 +55,10 @@ def num_rounds(schedule: Schedule, num_ranks: int) -> int:
 
 
 def _rotated(schedule: Schedule, root: int, rank: int, num_ranks: int) -> Iterator[Round]:
-    num_chunks = schedule.num_chunks(num_ranks)
+    num_chunks, ranks = schedule.num_chunks(num_ranks), [*range(root, num_ranks), *range(root)]
     for ops in schedule.algorithm((rank - root) % num_ranks, num_ranks):
         yield tuple(
-            _renamed(op, (op.peer + root) % num_ranks, run)
+            _renamed(op, ranks, run)
             for op in ops
             for run in around(op.chunks.start + root, len(op.chunks), num_chunks)
         )
@@ -68,5 +68,10 @@ def _part(chunks: range, of: range, each: int) -> range:
     return range(chunks.start + of.start * each, chunks.start + of.stop * each)
 
 
-def _renamed(op: Send | Recv, peer: int, chunks: range) -> Send | Recv:
-    return Send(peer, chunks, op.buffer) if isinstance(op, Send) else Recv(peer, chunks, op.add, op.buffer, op.before)
+def _renamed(op: Send | Recv | Add, ranks: Sequence[int], chunks: range) -> Send | Recv | Add:
+    """Returns the same operation on other chunks, with that one of `ranks` as its peer."""
+    if isinstance(op, Add):
+        return Add(op.into, op.other, chunks)
+    if isinstance(op, Send):
+        return Send(ranks[op.peer], chunks, op.buffer)
+    return Recv(ranks[op.peer], chunks, op.add, op.buffer, op.before)

@@ -3,7 +3,8 @@
 A schedule is a generator `algorithm(rank, num_ranks)` that yields *rounds*. A round is a tuple of `Send` and `Recv`:
 the transfers that this rank has in flight together. The next round starts when all of them have completed. A rank
 that idles yields an empty round, so that round k means the same moment on every rank. A schedule never sees a tensor.
-It speaks of *chunks* 0 … n−1 of a buffer, and numbers the *buffers* where a rank holds several:
+It speaks of *chunks* 0 … n−1 of a buffer, and numbers the *buffers* where a rank holds several; an `Add` at the end of
+a round adds one of them to another:
 
     rank 0 of a ring of 3:   (Send(1, chunks 2), Recv(2, chunks 1, add))      round 1
                              (Send(1, chunks 1), Recv(2, chunks 0, add))      round 2
@@ -12,7 +13,8 @@ It speaks of *chunks* 0 … n−1 of a buffer, and numbers the *buffers* where a
 The executor applies receives that add in the order in which they are *listed*, never in the order of arrival: the
 order of additions is part of the schedule, and with it every bit of the result. What is there already comes first in
 the sum; `before` puts messages ahead of it: they are added up first, in their order, then what is there, then the other
-messages. A round may send a chunk and add to it; the peer then gets the value from before the addition.
+messages. The round's `Add`s come last, in their order, once everything received has been written or added. A round may
+send a chunk and add to it; the peer then gets the value from before the addition.
 
 `Schedule.check` runs a schedule for all ranks at once on symbols instead of numbers. Every chunk becomes an expression,
 a nested pair of ranks such as ((0, 1), (2, 3)): the sum with its order of additions. (A pair has no order, because
@@ -29,6 +31,10 @@ a + b and b + a have the same bits.) The checker proves:
 Note "canonical". A schedule is canonical when every chunk is added up as the binary tree over the ranks that
 `canonical` returns: nearest neighbours first, split at the largest power of two. The bits then depend neither on
 where chunk borders lie nor on which canonical schedule ran: binomial tree, butterfly, or a host's shared memory.
+
+Note "over shards". A schedule with `num_shards` adds up the shards of a batch instead of the ranks. A rank's buffers
+hold sums of its own shards at first: buffer k the k-th of its nodes (`shards.py`). The expressions then consist of
+shards, and the sum must be the canonical tree over them, because its bits must not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -37,8 +43,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import NamedTuple
+
+from ddp.collectives.shards import nodes_by_rank
 
 # --- chunks ----------------------------------------------------------------------------------------------------------
 
@@ -104,7 +112,16 @@ class Recv:
     before: bool = False
 
 
-Round = tuple[Send | Recv, ...]
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Adds chunks of this rank's buffer `other` to its buffer `into`, after all that the round receives."""
+
+    into: int
+    other: int
+    chunks: range
+
+
+Round = tuple[Send | Recv | Add, ...]
 Algorithm = Callable[[int, int], Iterator[Round]]
 Expression = int | tuple["Expression", "Expression"]
 
@@ -154,11 +171,17 @@ class Proof:
 
 
 class Schedule(NamedTuple):
-    """An algorithm, its goal, and the number of chunks into which it cuts the buffer."""
+    """An algorithm, its goal, and the number of chunks into which it cuts the buffer.
+
+    Attributes:
+        num_chunks: by number of ranks.
+        num_shards: the contributions are those of so many shards of a batch (note "over shards"); None: of the ranks.
+    """
 
     algorithm: Algorithm
     goal: Goal
-    num_chunks: Callable[[int], int]  # by number of ranks
+    num_chunks: Callable[[int], int]
+    num_shards: int | None = None
 
     def check(self, num_ranks: int, *, root: int = 0) -> Proof:
         """Proves that this schedule reaches its goal.
@@ -174,13 +197,15 @@ class Schedule(NamedTuple):
             raise ScheduleError(
                 f"{num_ranks} ranks, {num_chunks} chunks: this goal has a chunk per rank ({goal.value})"
             )
-        run = SymbolicRun(num_ranks, goal, num_chunks, root)
+        if self.num_shards is not None and self.num_shards < num_ranks:
+            raise ScheduleError(f"{num_ranks} ranks, {self.num_shards} shards: a rank would have none")
+        run = SymbolicRun(self, num_ranks, root=root)
         for rounds in zip_longest(*(self.algorithm(rank, num_ranks) for rank in range(num_ranks))):
             run.play(rounds)
         expressions = run.prove()
         return Proof(
             expressions,
-            canonical=not goal.adds or set(expressions) == {canonical(num_ranks)},
+            canonical=not goal.adds or set(expressions) == {canonical(run.num_contributors)},
             num_rounds=run.round_number,
             num_chunks=num_chunks,
             messages_sent=tuple(run.messages_sent),
@@ -188,12 +213,16 @@ class Schedule(NamedTuple):
         )
 
 
-def canonical(num_ranks: int, first: int = 0) -> Expression:
-    """Returns the binary tree over the ranks that splits at the largest power of two: 5 → (((0, 1), (2, 3)), 4)."""
-    if num_ranks == 1:
+def canonical(num_contributors: int, first: int = 0) -> Expression:
+    """Returns the binary tree over ranks or shards that splits at the largest power of two: 5 → (((0, 1), (2, 3)), 4).
+
+    Args:
+        first: the number of the first of them.
+    """
+    if num_contributors == 1:
         return first
-    left = 1 << (num_ranks - 1).bit_length() - 1
-    return canonical(left, first), canonical(num_ranks - left, first + left)
+    left = 1 << (num_contributors - 1).bit_length() - 1
+    return canonical(left, first), canonical(num_contributors - left, first + left)
 
 
 OTHER_ORDER = (
@@ -209,14 +238,16 @@ class Value:
     """The content of a chunk. Equal values are one object, so that comparing them costs nothing; they never change."""
 
     expression: Expression
-    contributors: int  # bit r is set if the contribution of rank r is in it
+    contributors: int  # bit r is set if the contribution of rank r (over shards: of shard r) is in it
 
 
 class SymbolicRun:
     """Holds the buffers of all ranks, and plays one round after the other on them."""
 
-    def __init__(self, num_ranks: int, goal: Goal, num_chunks: int, root: int) -> None:
+    def __init__(self, schedule: Schedule, num_ranks: int, *, root: int = 0) -> None:
+        goal, num_chunks = schedule.goal, schedule.num_chunks(num_ranks)
         self.num_ranks, self.goal, self.num_chunks, self.root = num_ranks, goal, num_chunks, root
+        self.num_shards, self.num_contributors = schedule.num_shards, schedule.num_shards or num_ranks
         self.round_number = 0  # rounds that have begun: the first one is round 1
         self.messages_sent, self.chunks_sent = [0] * num_ranks, [0] * num_ranks
         self._travelled: set[int] = set()  # the chunks that any rank has sent
@@ -231,6 +262,11 @@ class SymbolicRun:
         if goal is Goal.ALL_TO_ALL:
             for rank in everyone:
                 self.buffers[rank].update({(1, c): self._own[rank][rank] if c == rank else None for c in chunks})
+        if self.num_shards is not None:
+            self.buffers = [
+                {(buffer, chunk): _sum_of(node) for buffer, node in enumerate(nodes) for chunk in chunks}
+                for nodes in nodes_by_rank(num_ranks, self.num_shards)
+            ]
 
     def _has_at_first(self, rank: int, chunk: int) -> bool:
         if self.goal in (Goal.ALL_GATHER, Goal.GATHER):
@@ -243,7 +279,7 @@ class SymbolicRun:
         """Plays one round of all ranks: everything is sent first, and then written or added in the order listed."""
         self.round_number += 1
         on_the_way: dict[tuple[int, int], list[Send]] = {}  # between two ranks, in the order listed
-        receives: list[tuple[int, Recv]] = []
+        receives, additions = list[tuple[int, Recv]](), list[tuple[int, Add]]()
         for rank, ops in enumerate(rounds):
             if ops is None:
                 raise self._error(rank, "its schedule has ended, while that of another rank goes on")
@@ -254,8 +290,10 @@ class SymbolicRun:
                     self.messages_sent[rank] += 1
                     self.chunks_sent[rank] += len(op.chunks)
                     self._travelled.update(op.chunks)
-                else:
+                elif isinstance(op, Recv):
                     receives.append((rank, op))
+                else:
+                    additions.append((rank, op))
             self._forbid_races(rank, ops)
         arrived = [(rank, op, self._delivered(rank, op, on_the_way.get((op.peer, rank)))) for rank, op in receives]
         for (rank, peer), sends in on_the_way.items():
@@ -265,9 +303,11 @@ class SymbolicRun:
         for rank, op, values in arrived:
             if not op.before:
                 self._write(rank, op, values)
+        for rank, addition in additions:
+            self._add(rank, addition)
 
-    def _forbid_nonsense(self, rank: int, op: Send | Recv) -> None:
-        if op.peer == rank or not 0 <= op.peer < self.num_ranks:
+    def _forbid_nonsense(self, rank: int, op: Send | Recv | Add) -> None:
+        if not isinstance(op, Add) and (op.peer == rank or not 0 <= op.peer < self.num_ranks):
             raise self._error(rank, f"names rank {op.peer} as its peer")
         if not op.chunks or op.chunks.step != 1 or op.chunks.start < 0 or op.chunks.stop > self.num_chunks:
             raise self._error(rank, f"{op.chunks} is not a run of the chunks 0 to {self.num_chunks - 1}")
@@ -277,7 +317,9 @@ class SymbolicRun:
     def _forbid_races(self, rank: int, ops: Round) -> None:
         overwritten = [(op.buffer, c) for op in ops if isinstance(op, Recv) and not op.add for c in op.chunks]
         if overwritten:
-            used = {(op.buffer, c) for op in ops if isinstance(op, Send) or op.add for c in op.chunks}
+            # Not by an Add: it comes after all that is received, and adds what was.
+            transfers = [op for op in ops if not isinstance(op, Add)]
+            used = {(op.buffer, c) for op in transfers if isinstance(op, Send) or op.add for c in op.chunks}
             if len(set(overwritten)) < len(overwritten) or not used.isdisjoint(overwritten):
                 raise self._error(rank, "a chunk is overwritten while in use")
         before = {(op.buffer, op.chunks) for op in ops if isinstance(op, Recv) and op.before}
@@ -319,12 +361,22 @@ class SymbolicRun:
                 raise self._error(rank, f"chunk {chunk} brings what is there already")
             buffer[op.buffer, chunk] = self._sum(rank, chunk, here, value) if op.add else value
 
+    def _add(self, rank: int, op: Add) -> None:
+        """Adds chunks of one buffer of a rank to another one."""
+        values = []
+        for chunk in op.chunks:
+            value = self.buffers[rank].get((op.other, chunk))
+            if value is None:
+                raise self._error(rank, f"adds chunk {chunk} of buffer {op.other}, where it has nothing of use")
+            values.append(value)
+        self._write(rank, Recv(rank, op.chunks, add=True, buffer=op.into), values)
+
     def _sum(self, rank: int, chunk: int, here: Value | None, value: Value) -> Value:
         if here is None:
             raise self._error(rank, f"adds to chunk {chunk}, where it has nothing of use")
         if twice := here.contributors & value.contributors:
-            raise self._error(rank, f"adds the contribution of {_ranks(twice)} to chunk {chunk} twice")
-        # A pair has no order (a + b is b + a): the part with the smallest rank is written first.
+            raise self._error(rank, f"adds the contribution of {self._whose(twice)} to chunk {chunk} twice")
+        # A pair has no order (a + b is b + a): the part with the smallest rank or shard is written first.
         smallest = [part.contributors & -part.contributors for part in (here, value)]
         first, second = (here, value) if smallest[0] < smallest[1] else (value, here)
         found = self._sums.get((first, second))
@@ -350,7 +402,7 @@ class SymbolicRun:
             missing = self._wanted(chunk) & ~(value.contributors if value else 0)
             what = f"chunk {chunk} ends as {_shown(value)}: not each contribution once"
             hint = "" if chunk in self._travelled else self._not_sent()
-            raise self._wrong_end(holders[0], f"{what}, that of {_ranks(missing)} is missing{hint}")
+            raise self._wrong_end(holders[0], f"{what}, that of {self._whose(missing)} is missing{hint}")
         for rank in holders:
             other = self.buffers[rank][0, chunk]
             if other is not value:
@@ -358,6 +410,9 @@ class SymbolicRun:
                 is_same_sum = other is not None and other.contributors == value.contributors
                 hint = OTHER_ORDER if is_same_sum else ""
                 raise self._wrong_end(rank, f"chunk {chunk} ends as {_shown(other)}, but {there}{hint}")
+        if self.num_shards is not None and value.expression != canonical(self.num_shards):
+            what = f"chunk {chunk} ends as {_shown(value)}, not as the canonical tree over the shards"
+            raise self._wrong_end(holders[0], f"{what}: its bits would depend on the number of ranks")
         return value.expression
 
     def _holders(self, chunk: int) -> list[int]:
@@ -369,10 +424,16 @@ class SymbolicRun:
         return list(range(self.num_ranks))
 
     def _wanted(self, chunk: int) -> int:
-        """Returns the ranks whose contributions a chunk must have at the end, as a bit mask."""
+        """Returns the ranks or shards whose contributions a chunk must have at the end, as a bit mask."""
         if self.goal.adds:
-            return (1 << self.num_ranks) - 1
+            return (1 << self.num_contributors) - 1
         return 1 << (chunk if self.goal in (Goal.ALL_GATHER, Goal.GATHER) else self.root)
+
+    def _whose(self, mask: int) -> str:
+        """Returns the names of the ranks, or of the shards, whose bits are set."""
+        numbers = [str(number) for number in range(mask.bit_length()) if mask >> number & 1]
+        kind = "rank" if self.num_shards is None else "shard"
+        return f"{kind}{'' if len(numbers) == 1 else 's'} {', '.join(numbers)}"
 
     def _error(self, rank: int, what: str) -> ScheduleError:
         return ScheduleError(f"{self.num_ranks} ranks, rank {rank} in round {self.round_number}: {what}")
@@ -389,10 +450,9 @@ def _shown(value: Value | None) -> str:
     return "nothing of use" if value is None else str(value.expression)
 
 
-def _ranks(mask: int) -> str:
-    """Returns the names of the ranks whose bits are set."""
-    ranks = [str(rank) for rank in range(mask.bit_length()) if mask >> rank & 1]
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
+def _sum_of(node: range) -> Value:
+    """Returns what a rank has added up by itself: a node of the tree over the shards."""
+    return Value(canonical(len(node), node.start), (1 << node.stop) - (1 << node.start))
 
 
 def _named(chunks: range) -> str:
@@ -409,12 +469,15 @@ def draw(algorithm: Algorithm, num_ranks: int) -> str:
       rank 0   chunk 2 → rank 1      chunk 1 += rank 2
       rank 1   chunk 0 → rank 2      chunk 2 += rank 0
       rank 2   chunk 1 → rank 0      chunk 0 += rank 1
+
+    What a rank adds up among its own buffers stands on a line below: "then in chunk 1: buffer 0 += 2".
     """
     programs = [list(algorithm(rank, num_ranks)) for rank in range(num_ranks)]
-    width = max((len(_phrase(op)) for program in programs for ops in program for op in ops), default=0)
+    transfers = [op for program in programs for ops in program for op in ops if not isinstance(op, Add)]
+    width = max((len(_phrase(op)) for op in transfers), default=0)
     blocks = [
         "\n".join(
-            [f"round {number}", *(_line(rank, ops, max(width + 2, 21)) for rank, ops in enumerate(rounds) if ops)]
+            [f"round {number}", *(_lines(rank, ops, max(width + 2, 21)) for rank, ops in enumerate(rounds) if ops)]
         )
         for number, rounds in enumerate(zip_longest(*programs, fillvalue=()), start=1)
         if any(rounds)
@@ -422,13 +485,17 @@ def draw(algorithm: Algorithm, num_ranks: int) -> str:
     return "\n\n".join(blocks) or "nothing to do: one rank has every contribution already"
 
 
-def _line(rank: int, ops: Round, width: int) -> str:
-    return f"  rank {rank:<3}" + "".join(f" {_phrase(op):<{width}}" for op in ops).rstrip()
+def _lines(rank: int, ops: Round, width: int) -> str:
+    transfers, additions = [op for op in ops if not isinstance(op, Add)], [op for op in ops if isinstance(op, Add)]
+    lines = [f"  rank {rank:<3}" + "".join(f" {_phrase(op):<{width}}" for op in transfers).rstrip()]
+    for chunks, of_these in groupby(additions, lambda op: op.chunks):
+        sums = ", ".join(f"buffer {op.into} += {op.other}" for op in of_these)
+        lines.append(f"{'':11}then in {_named(chunks)}: {sums}")
+    return "\n".join(lines)
 
 
 def _phrase(op: Send | Recv) -> str:
-    first, last = op.chunks[0], op.chunks[-1]
-    name = f"chunk {first}" if first == last else f"chunks {first}-{last}"
+    name = _named(op.chunks)
     name += f" of buffer {op.buffer}" if op.buffer else ""
     if isinstance(op, Send):
         return f"{name} → rank {op.peer}"

@@ -10,8 +10,9 @@ Hockney's kind:
     a port                   carries one message after another, at a distance of `gap` besides their bytes
     inside a host            every rank has a port out and a port in
     between hosts            the ranks of a host share one port out and one port in: its network interface, full duplex
-    a rank                   takes its lanes in turn: it waits for a lane's round, adds what arrived (gamma per byte)
-                             and posts that lane's next round. Other lanes' messages move meanwhile: pipelining
+    a rank                   takes its lanes in turn: it waits for a lane's round, adds what arrived, and what an `Add`
+                             says (gamma per byte), and posts that lane's next round. Other lanes' messages move
+                             meanwhile: pipelining
 
                      rank 0   ▓▓▓▓ out ▓▓▓▓
                                  ╲ alpha    ╲
@@ -40,7 +41,7 @@ from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 from ddp.collectives.placed import Hosts
-from ddp.collectives.schedule import Recv, Round, Schedule, ScheduleError, Send, offsets
+from ddp.collectives.schedule import Add, Recv, Round, Schedule, ScheduleError, Send, offsets
 
 ELEMENT_BYTES = 4
 SEGMENT_BYTES = 4 << 20
@@ -297,6 +298,9 @@ class _Run:
         lane.ready_s, lane.num_left, lane.num_adding = lane.rank.clock_s, 0, 0
         for op in lane.rank.rounds[lane.round_number]:
             for num_bytes in self.cut.messages(op.chunks, lane.number):
+                if isinstance(op, Add):
+                    lane.num_adding += num_bytes
+                    continue
                 lane.num_left += 1
                 if isinstance(op, Recv) and op.add:
                     lane.num_adding += num_bytes
@@ -407,11 +411,14 @@ def repeats(schedule: Schedule, hosts: Hosts) -> bool:
 def _seen_from(rank: int, schedule: Schedule, num_ranks: int) -> Iterator[list[tuple[int, bool, int, bool]]]:
     """Yields a rank's rounds as seen from that rank: distance to the peer, direction, number of chunks, and if added.
 
-    Only what concerns one peer stands in the order of posting, since the simulator takes messages by distance.
+    Only what concerns one peer stands in the order of posting, since the simulator takes messages by distance. An `Add`
+    is at distance 0, where no peer is.
     """
     for ops in schedule.algorithm(rank, num_ranks):
         seen = [
-            ((op.peer - rank) % num_ranks, isinstance(op, Send), len(op.chunks), isinstance(op, Recv) and op.add)
+            (0, False, len(op.chunks), True)
+            if isinstance(op, Add)
+            else ((op.peer - rank) % num_ranks, isinstance(op, Send), len(op.chunks), isinstance(op, Recv) and op.add)
             for op in ops
         ]
         yield sorted(seen, key=lambda transfer: transfer[:2])

@@ -21,9 +21,10 @@ A sum that is complete here and is sent to nobody is rounded, too, because other
 where every rank ends with sums of its own (reduce-scatter).
 
 Note "complete sums". A mean divides every sum once. The rank that adds the last term to an element divides it there and
-then, and passes it on divided. Every rank can tell from the schedule: if the last receive of an element adds it, the
-sum is complete on this rank, which divides it; if that receive overwrites it, it has been divided elsewhere. So most
-ranks divide only their own share, while other lanes are on the wire.
+then, and passes it on divided. Every rank can tell from the schedule: if the last receive of an element adds it, or an
+`Add` does after that, the sum is complete on this rank, which divides it; if that receive overwrites it, it has been
+divided elsewhere. So most ranks divide only their own share, while other lanes are on the wire. Only buffer 0 ends with
+complete sums: in others stand parts of them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ddp.collectives.schedule import Algorithm, Recv, Round, Send
+from ddp.collectives.schedule import Add, Algorithm, Recv, Round, Send
 from ddp.comm.reduction import COMBINE, SUM, Reduction, divided_, is_one
 from ddp.comm.transport.edge import Pending, Transfer, Transport
 
@@ -62,11 +63,12 @@ class Step(NamedTuple):
 
     sends: tuple[Piece, ...]
     receives: tuple[Piece, ...]
+    additions: tuple[tuple[Piece, Piece], ...]  # after the receives: the second piece is added to the first
     sums: tuple[Piece, ...]  # note "complete sums"
     unsent: tuple[Piece, ...]  # those of them that this rank sends to nobody
 
 
-NO_STEP = Step((), (), (), ())
+NO_STEP = Step((), (), (), (), ())
 Program = tuple[tuple[Step, ...], ...]  # by lane, by round
 
 
@@ -103,39 +105,46 @@ def program(
 
     def step(lane: int, number: int, ops: Round) -> Step:
         sends, receives, sums, unsent = list[Piece](), list[Piece](), list[Piece](), list[Piece]()
+        additions = list[tuple[Piece, Piece]]()
         for op in ops:
+            if isinstance(op, Add):
+                ends = ([Piece(rank, k, *run, True) for run in runs(lane, k, op.chunks)] for k in (op.into, op.other))
+                additions += zip(*ends, strict=True)
+                continue
             pieces, how = (sends, (False,)) if isinstance(op, Send) else (receives, (op.add, op.before))
             pieces += [Piece(op.peer, op.buffer, *run, *how) for run in runs(lane, op.buffer, op.chunks)]
-        for buffer, chunk in complete[number]:
-            of_chunk = [Piece(rank, buffer, *run, True) for run in runs(lane, buffer, range(chunk, chunk + 1))]
+        for chunk in complete[number]:
+            of_chunk = [Piece(rank, 0, *run, True) for run in runs(lane, 0, range(chunk, chunk + 1))]
             sums += of_chunk
-            unsent += of_chunk if sent.get((buffer, chunk), -1) <= number else []
-        return Step(tuple(sends), tuple(receives), tuple(sums), tuple(unsent))
+            unsent += of_chunk if sent.get(chunk, -1) <= number else []
+        return Step(tuple(sends), tuple(receives), tuple(additions), tuple(sums), tuple(unsent))
 
     return tuple(tuple(step(lane, number, ops) for number, ops in enumerate(rounds)) for lane in range(num_lanes))
 
 
-def _complete_sums(rounds: Sequence[Round]) -> dict[int, list[tuple[int, int]]]:
-    """Returns, by round, the chunks (buffer, number) that are received in it for the last time, and added."""
-    last: dict[tuple[int, int], tuple[int, bool]] = {}
+def _complete_sums(rounds: Sequence[Round]) -> dict[int, list[int]]:
+    """Returns, by round, the chunks of buffer 0 to which something is added in it, and which nothing changes later."""
+    last: dict[int, tuple[int, bool]] = {}
     for number, ops in enumerate(rounds):
-        for op in ops:
-            if isinstance(op, Recv):
-                last.update({(op.buffer, chunk): (number, op.add) for chunk in op.chunks})
-    complete = defaultdict[int, list[tuple[int, int]]](list)
-    for place, (number, is_added) in last.items():
+        for op in sorted(ops, key=lambda op: isinstance(op, Add)):  # wherever they are listed, these come last
+            if isinstance(op, Recv) and op.buffer == 0:
+                last.update(dict.fromkeys(op.chunks, (number, op.add)))
+            elif isinstance(op, Add) and op.into == 0:
+                last.update(dict.fromkeys(op.chunks, (number, True)))
+    complete = defaultdict[int, list[int]](list)
+    for chunk, (number, is_added) in last.items():
         if is_added:
-            complete[number].append(place)
+            complete[number].append(chunk)
     return complete
 
 
-def _last_sent(rounds: Sequence[Round]) -> dict[tuple[int, int], int]:
-    """Returns, by chunk (buffer, number), the round in which it is sent for the last time."""
+def _last_sent(rounds: Sequence[Round]) -> dict[int, int]:
+    """Returns, by chunk of buffer 0, the round in which it is sent for the last time."""
     return {
-        (op.buffer, chunk): number
+        chunk: number
         for number, ops in enumerate(rounds)
         for op in ops
-        if isinstance(op, Send)
+        if isinstance(op, Send) and op.buffer == 0
         for chunk in op.chunks
     }
 
@@ -237,7 +246,7 @@ class _Lane:
         return True
 
     def end_round(self, timeout_s: float) -> None:
-        """Waits for the round, then adds what arrived, in the order listed, and divides the sums that are complete.
+        """Waits for the round, then adds what arrived and what is here, as listed, and divides the complete sums.
 
         Sends have ended too by then, so that a round may send a chunk and add to it (recursive doubling does).
         """
@@ -247,6 +256,9 @@ class _Lane:
         for piece, arrived in self._arriving:
             if not piece.before:
                 self._take(arrived, self._part(piece), add=piece.add)
+        for into, other in self._step.additions:
+            part = self._part(into)
+            self._combine(part, self._part(other), out=part)
         if not is_one(self._divide_by):
             for piece in self._step.sums:
                 divided_(self._part(piece), self._divide_by)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.schedule import Goal, Schedule, offsets
+from ddp.collectives.shards import nodes_by_rank
 from ddp.comm.execute import Program, Scratch, execute, program
 from ddp.comm.reduction import SUM, Reduction, divided_, is_one
 from ddp.comm.settings import Settings
@@ -41,7 +42,7 @@ class HostLinks:
     ) -> None:
         self.rank, self.world_size, self.transport = transport.rank, transport.world_size, transport
         self._watchdog, self._settings, self._ranks = watchdog, settings, ranks or range(self.world_size)
-        self._scratch = Scratch()
+        self._scratch, self._landings = Scratch(), Scratch()
         self._is_enqueued = isinstance(transport, NcclTransport)  # then no wait is here
         self._plan = lru_cache(MAX_PLANS)(partial(_planned, transport))
 
@@ -77,6 +78,36 @@ class HostLinks:
         self._execute(schedule, [flat], [bounds], reduction)
         if shrink != 1 and not is_divided:
             flat.mul_(shrink)
+
+    def run_over_shards(
+        self,
+        schedule: Schedule,
+        rows: Sequence[Tensor],
+        bounds: Sequence[int] | None = None,
+        reduction: Reduction = SUM,
+    ) -> None:
+        """Runs a schedule over the shards of a batch. The result is in `rows[0]`; the other rows are used up.
+
+        Args:
+            rows: [numel] each: the sums of this rank's nodes (`nodes_by_rank`), in their order.
+            bounds: where the chunks of a row begin, and where the last one ends; cut evenly unless given.
+        """
+        assert schedule.num_shards is not None and reduction.wire is None, "sums over shards travel as they are"
+        nodes = nodes_by_rank(self.world_size, schedule.num_shards)
+        assert len(rows) == len(nodes[self.rank]), f"{len(rows)} rows for {len(nodes[self.rank])} nodes"
+        if self.world_size == 1:
+            self.run(schedule, rows[0], reduction=reduction)
+            return
+        if bounds is None:
+            bounds = offsets(rows[0].numel(), schedule.num_chunks(self.world_size))
+        # A landing has this rank's chunk of another rank's node, and its other chunks are empty.
+        numel, num_landings = bounds[self.rank + 1] - bounds[self.rank], sum(map(len, nodes)) - len(rows)
+        self._landings.reset()
+        room = self._landings.take(num_landings * numel, rows[0].dtype, rows[0].device)
+        landings = [room[number * numel : (number + 1) * numel] for number in range(num_landings)]
+        of_landing = [0] * (self.rank + 1) + [numel] * (self.world_size - self.rank)
+        places = [*[bounds] * len(rows), *[of_landing] * num_landings]
+        self._execute(schedule, [*rows, *landings], places, reduction)
 
     def exchange(
         self, outgoing: Tensor, going: Sequence[int], incoming: Tensor, coming: Sequence[int], *, longest: int
@@ -162,7 +193,7 @@ def _planned(
     """Returns this rank's program, and the edges on which it meets only ranks that run the same schedule.
 
     Args:
-        places: by buffer, its bounds. They are the same on all ranks, unless `longest` is given.
+        places: by buffer, its bounds. Those of buffer 0 are the same on all ranks, unless `longest` is given.
         numbers: what the elements are, and what is done with them.
     """
     steps = program(
@@ -173,7 +204,7 @@ def _planned(
         segment_numel=segment_numel,
         longest=longest,
     )
-    shared = places if longest is None else longest
+    shared = places[0] if longest is None else longest
     return steps, transport.for_collective((_spelled(schedule), shared, segment_numel, numbers))
 
 

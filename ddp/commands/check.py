@@ -28,8 +28,11 @@ def answer(options: argparse.Namespace) -> str:
             f"of all ranks; take so few ranks that there are at most {MOST_PARTS_PROVEN:,}, in a ring 512"
         )
     proof = schedule.check(options.num_ranks)
+    who = counted(options.num_ranks, "rank")
+    if schedule.num_shards is not None:
+        who += f" and {counted(schedule.num_shards, 'shard')}"
     lines = [
-        f"{options.schedule} with {counted(options.num_ranks, 'rank')}: proven ({schedule.goal.value})",
+        f"{options.schedule} with {who}: proven ({schedule.goal.value})",
         f"  rounds: {proof.num_rounds}; a rank sends at most {max(proof.messages_sent)} messages, "
         f"{float(proof.busiest):.4g} times the buffer",
     ]

@@ -46,6 +46,7 @@ def answer(options: argparse.Namespace) -> str:
             "chunk of every rank after every round, and a browser opens no larger one"
         )
     title = f"{options.schedule}, {options.num_ranks} ranks"
+    title += f", {schedule.num_shards} shards" if schedule.num_shards is not None else ""
     write_picture(options.svg, svg(schedule, options.num_ranks, title=title, hosts=hosts))
     return f"{options.svg}: {title}"
 

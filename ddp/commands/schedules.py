@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ddp.collectives.catalog import (
     BETWEEN_HOSTS,
+    OVER_SHARDS,
     SCHEDULES,
     Hosts,
     Schedule,
@@ -24,7 +25,7 @@ from ddp.run.settings.address import from_address, is_address
 
 RANKS_FOLLOWED = whole(1, 10_000, "some schedules take half a minute with 10,000 ranks")  # proven, or simulated
 MOST_PARTS_PROVEN = 2 * 512 * 512  # chunks or messages of all ranks together: a ring of 512 takes some seconds
-NAMES = [*SCHEDULES, "two_dimensional", *BETWEEN_HOSTS]
+NAMES = [*SCHEDULES, "two_dimensional", *BETWEEN_HOSTS, *OVER_SHARDS]
 
 
 def add_schedule(parser: argparse.ArgumentParser, num_ranks: Callable[[str], int]) -> None:
@@ -33,6 +34,13 @@ def add_schedule(parser: argparse.ArgumentParser, num_ranks: Callable[[str], int
     parser.add_argument("num_ranks", type=num_ranks, help="from 1 up")
     parser.add_argument(
         "--hosts", metavar="N,N,…", help="how many ranks each host has, e.g. 2,2 (one host unless given)"
+    )
+    parser.add_argument(
+        "--shards",
+        type=whole(1, 10_000, "a proof follows each of them"),
+        default=8,
+        metavar="V",
+        help=f"how many shards the batch has, for {', '.join(OVER_SHARDS)} (default: %(default)s)",
     )
 
 
@@ -49,6 +57,13 @@ def chosen_schedule(options: argparse.Namespace, *, per_host: int | None = None)
         if num_parts(schedule, num_ranks) <= MOST_PARTS_PROVEN:
             prove(schedule, num_ranks, what=name)
         return schedule, hosts
+    if name in OVER_SHARDS:
+        if options.shards < num_ranks:
+            raise ValueError(
+                f"--shards {options.shards} are fewer than {num_ranks:,} ranks, some of which would have none: "
+                f"give at least --shards {num_ranks}"
+            )
+        return OVER_SHARDS[name](options.shards), hosts
     found = {**SCHEDULES, **all_reduce_schedules(hosts)}
     if name in found:
         return found[name], hosts

@@ -3,19 +3,20 @@
 python -m ddp draw ring 3 --svg ring.svg
 
 The picture runs from top to bottom: a row of buffers, the transfers of a round, the buffers after it, and so on. A
-chunk keeps its colour; its cell is as full as it has contributions; a ribbon is as wide as what it carries.
+chunk keeps its colour; its cell is as full as it has contributions; a ribbon is as wide as what it carries. What a rank
+adds up among its own buffers after a round stands below them: "0 += 2".
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from colorsys import hls_to_rgb
 from html import escape
-from itertools import zip_longest
+from itertools import product, zip_longest
 from typing import NamedTuple
 
 from ddp.collectives.placed import Hosts
-from ddp.collectives.schedule import Goal, Proof, Recv, Round, Schedule, Send, SymbolicRun, Value
+from ddp.collectives.schedule import Add, Goal, Proof, Recv, Round, Schedule, Send, SymbolicRun, Value
 from ddp.units import counted
 
 # --- Shapes and colours, as text -------------------------------------------------------------------------------------
@@ -61,6 +62,7 @@ def color_of(hue: int, num_hues: int) -> str:
 
 MARGIN, LABELS, HEADER, FOOTER = 28, 74, 108, 84  # left of everything; round labels; title; legend
 CELL_HEIGHT, TIP_HEIGHT, READABLE = 26, 10, 9  # a cell less wide than the last bears no number
+LINE_HEIGHT = 13  # of an addition
 
 
 def svg(schedule: Schedule, num_ranks: int, *, title: str, hosts: Hosts = ()) -> str:
@@ -73,8 +75,9 @@ def svg(schedule: Schedule, num_ranks: int, *, title: str, hosts: Hosts = ()) ->
         ScheduleError: the schedule is wrong.
     """
     proof = schedule.check(num_ranks)
-    sheet = _Page(num_ranks, proof.num_chunks, num_buffers=2 if schedule.goal is Goal.ALL_TO_ALL else 1, hosts=hosts)
-    run = SymbolicRun(num_ranks, schedule.goal, proof.num_chunks, root=0)
+    programs = [list(schedule.algorithm(rank, num_ranks)) for rank in range(num_ranks)]
+    sheet = _Page(programs, proof.num_chunks, goal=schedule.goal, hosts=hosts)
+    run = SymbolicRun(schedule, num_ranks)
     height = sheet.top(proof.num_rounds) + sheet.state_height + FOOTER
     parts = [
         *_heading(schedule, proof, title),
@@ -82,11 +85,10 @@ def svg(schedule: Schedule, num_ranks: int, *, title: str, hosts: Hosts = ()) ->
         *sheet.names(height),
         *sheet.state(run, 0),
     ]
-    rounds = zip_longest(*(schedule.algorithm(rank, num_ranks) for rank in range(num_ranks)))
-    for number, ops in enumerate(rounds, start=1):
+    for number, ops in enumerate(zip_longest(*programs), start=1):
         run.play(ops)
-        parts += [*sheet.flights(ops, number), *sheet.state(run, number)]
-    return page(title, sheet.width, height, [*parts, *sheet.legend(height, schedule.goal)])
+        parts += [*sheet.flights(ops, number), *sheet.state(run, number), *sheet.additions(ops, number)]
+    return page(title, sheet.width, height, [*parts, *sheet.legend(height)])
 
 
 def _heading(schedule: Schedule, proof: Proof, title: str) -> Iterator[str]:
@@ -103,8 +105,12 @@ def _heading(schedule: Schedule, proof: Proof, title: str) -> Iterator[str]:
 class _Page:
     """Places everything on the page: ranks are columns, rounds follow each other downwards."""
 
-    def __init__(self, num_ranks: int, num_chunks: int, *, num_buffers: int, hosts: Hosts) -> None:
-        self.num_ranks, self.num_chunks, self.num_buffers, self.hosts = num_ranks, num_chunks, num_buffers, hosts
+    def __init__(self, programs: Sequence[Sequence[Round]], num_chunks: int, *, goal: Goal, hosts: Hosts) -> None:
+        self.num_ranks, self.num_chunks, self.goal, self.hosts = len(programs), num_chunks, goal, hosts
+        num_ranks, rounds = self.num_ranks, [ops for program in programs for ops in program]
+        landings = [op.buffer for ops in rounds for op in ops if isinstance(op, Recv)]
+        self.num_buffers = 2 if goal is Goal.ALL_TO_ALL else 1 + max(landings, default=0)
+        self.most_additions = max((sum(isinstance(op, Add) for op in ops) for ops in rounds), default=0)
         self.cell = max(5.0, min(1000 / num_ranks / (num_chunks + 1), 30.0 if num_chunks > 1 else 56.0))
         self.column = self.cell * num_chunks
         self.gap = max(14.0, min(40.0, 0.3 * self.column))
@@ -112,7 +118,7 @@ class _Page:
         order = [rank for host in hosts for rank in host] or list(range(num_ranks))
         self.place = {rank: place for place, rank in enumerate(order)}
         self.width = max(640.0, LABELS + num_ranks * (self.column + self.gap) + 2 * MARGIN)
-        self.state_height = num_buffers * (CELL_HEIGHT + 4) + 10
+        self.state_height = self.num_buffers * (CELL_HEIGHT + 4) + self.most_additions * LINE_HEIGHT + 10
         self.flight_height = 70 + 0.045 * self.width  # so that far ribbons do not lie too flat
 
     def left(self, rank: int, chunk: int) -> float:
@@ -153,6 +159,20 @@ class _Page:
             rank, buffer, chunk = place
             x, y = self.left(rank, chunk), self.top(number) + buffer * (CELL_HEIGHT + 4)
             yield from self._cell(x, y, chunk, values[place], run)
+        if self.most_additions:  # which name buffers
+            for rank, buffer in product(range(self.num_ranks), range(self.num_buffers)):
+                y = self.top(number) + buffer * (CELL_HEIGHT + 4) + CELL_HEIGHT / 2 + 3
+                yield text(self.left(rank, 0) - 4, y, str(buffer), size=9, anchor="end", fill=QUIET)
+
+    def additions(self, rounds: tuple[Round, ...], number: int) -> Iterator[str]:
+        """Writes what each rank adds up among its buffers, in the order of the additions, below their chunks."""
+        for rank, ops in enumerate(rounds):
+            y = self.top(number) + self.num_buffers * (CELL_HEIGHT + 4) + 8
+            for op in ops:
+                if isinstance(op, Add):
+                    x = self.left(rank, op.chunks.start) + len(op.chunks) * self.cell / 2
+                    yield text(x, y, f"{op.into} += {op.other}", size=10, anchor="middle")
+                    y += LINE_HEIGHT
 
     def _cell(self, x: float, y: float, chunk: int, value: Value | None, run: SymbolicRun) -> Iterator[str]:
         if value is None:
@@ -178,7 +198,7 @@ class _Page:
         tip = self.top(number) - TIP_HEIGHT - 2
         for message in messages:
             for chunk, landing in zip(message.send.chunks, message.receive.chunks, strict=True):
-                color = color_of(chunk if not message.receive.buffer else message.rank, self.num_chunks)
+                color = color_of(chunk if self.goal is not Goal.ALL_TO_ALL else message.rank, self.num_chunks)
                 yield _ribbon(
                     self.left(message.rank, chunk), self.left(message.peer, landing), self.cell, y, tip, color
                 )
@@ -187,9 +207,9 @@ class _Page:
             x, width = self.left(message.peer, chunks.start), len(chunks) * self.cell
             yield _tip(x, tip, width, filled=message.receive.add)
 
-    def legend(self, height: float, goal: Goal) -> Iterator[str]:
+    def legend(self, height: float) -> Iterator[str]:
         """Explains the picture in two lines along the foot of the page."""
-        y = height - FOOTER + 24.0
+        y, goal = height - FOOTER + 24.0, self.goal
         moves = [(0.0, "nothing of use"), (1.0, "has it")]
         cells = [(1 / 3, "some contributions"), (1.0, "all of them")] if goal.adds else moves
         for place, (full, meaning) in enumerate(cells):
@@ -204,6 +224,8 @@ class _Page:
         for place, (filled, meaning) in enumerate([*tips, (False, "is written over what was there")]):
             yield _tip(MARGIN + 150.0 * place, y + 30, 18, filled=filled)
             yield text(MARGIN + 150 * place + 26, y + 39, meaning, size=11)
+        if self.most_additions:
+            yield text(MARGIN + 365, y + 39, "0 += 2: buffer 2 is added to buffer 0", size=11)
 
 
 class _Message(NamedTuple):
@@ -229,7 +251,7 @@ def _fullness(value: Value | None, run: SymbolicRun) -> float:
     """Returns the share of the contributions that a value has, from 0 to 1."""
     if value is None:
         return 0.0
-    return value.contributors.bit_count() / run.num_ranks if run.goal.adds else 1.0
+    return value.contributors.bit_count() / run.num_contributors if run.goal.adds else 1.0
 
 
 def _ribbon(x0: float, x1: float, width: float, y0: float, y1: float, color: str) -> str:

@@ -12,8 +12,9 @@ import pytest
 
 from ddp.__main__ import main
 from ddp.collectives import ring
-from ddp.collectives.catalog import SCHEDULES, Hosts, Schedule, all_reduce_schedules
-from ddp.collectives.schedule import Goal, Recv, Round, ScheduleError, Send, draw
+from ddp.collectives.catalog import OVER_SHARDS, SCHEDULES, Hosts, Schedule, all_reduce_schedules
+from ddp.collectives.schedule import Add, Goal, Recv, Round, ScheduleError, Send, draw
+from ddp.collectives.shards import nodes_by_rank
 from ddp.pictures.schedule import CELL_HEIGHT, svg
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -64,10 +65,25 @@ def test_picture_shows_every_transfer_and_every_buffer(name: str, num_ranks: int
     assert f"Goal: {schedule.goal.value}." in words
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
+def test_picture_shows_every_buffer_and_every_addition_over_shards(num_ranks: int) -> None:
+    schedule = OVER_SHARDS["slice_owners"](8)
+    picture = ElementTree.fromstring(svg(schedule, num_ranks, title=""))
+    ops = [op for rank in range(num_ranks) for ops in schedule.algorithm(rank, num_ranks) for op in ops]
+    num_buffers = sum(map(len, nodes_by_rank(num_ranks, 8)))
+    cells = [box for box in rectangles(picture) if float(box.get("height", 0)) == CELL_HEIGHT and outlined(box)]
+    assert len(cells) == num_ranks * num_buffers * num_ranks * 3
+    words = [text.text or "" for text in picture.findall(f"{SVG}text")]
+    additions = [f"{op.into} += {op.other}" for op in ops if isinstance(op, Add)]
+    assert [word for word in words if "+=" in word and "is added" not in word] == additions
+    assert len(additions) == num_ranks * (num_buffers - 1)
+    assert ("0 += 2: buffer 2 is added to buffer 0" in words) == (num_ranks > 1)
+
+
 def test_everything_stands_on_the_page() -> None:
     for num_ranks in (2, 3, 9, 16):
-        for name in ("ring", "butterfly", "tree"):
-            picture = ElementTree.fromstring(svg(SCHEDULES[name], num_ranks, title=name))
+        for schedule in (*(SCHEDULES[name] for name in ("ring", "butterfly", "tree")), OVER_SHARDS["slice_owners"](19)):
+            picture = ElementTree.fromstring(svg(schedule, num_ranks, title=""))
             width, height = float(picture.get("width", 0)), float(picture.get("height", 0))
             for box in rectangles(picture)[1:]:
                 right = float(box.get("x", 0)) + float(box.get("width", 0))
@@ -139,6 +155,24 @@ def test_check_says_what_is_not_canonical(capsys: pytest.CaptureFixture[str]) ->
     assert "order of additions: canonical" in capsys.readouterr().out
 
 
+def test_a_schedule_over_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "slice_owners", "3"]) == 0
+    assert capsys.readouterr().out.splitlines()[:4] == [
+        "slice_owners with 3 ranks and 8 shards: proven (every rank ends with the sum of every chunk)",
+        "  rounds: 2; a rank sends at most 6 messages, 2 times the buffer",
+        "  order of additions: canonical",
+        "  chunk 0 = (((0, 1), (2, 3)), ((4, 5), (6, 7)))",
+    ]
+    main(["check", "slice_owners", "3", "--shards", "5"])
+    assert "chunk 0 = (((0, 1), (2, 3)), 4)" in capsys.readouterr().out
+    main(["draw", "slice_owners", "3", "--shards", "3"])
+    assert "           then in chunk 2: buffer 1 += 2, buffer 0 += 1" in capsys.readouterr().out
+    main(["draw", "slice_owners", "3", "--svg", str(tmp_path / "3.svg")])
+    assert "slice_owners, 3 ranks, 8 shards" in capsys.readouterr().out
+    main(["simulate", "slice_owners", "5", "--bytes", "1MB"])
+    assert "slice_owners, 5 ranks on 5 hosts, 1MB: " in capsys.readouterr().out
+
+
 def test_check_of_many_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     """An expression of 2000 ranks is too deep to be printed."""
     assert main(["check", "master_worker", "2000"]) == 0
@@ -167,6 +201,8 @@ def test_a_picture_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ),
         ("draw hierarchical+tree 4 --hosts 1,1,1,1", "hierarchical+tree needs several hosts"),
         ("check two_dimensional 5", "5 ranks fill no grid of several rows and columns: take another number, or ring"),
+        ("check slice_owners 9", "--shards 8 are fewer than 9 ranks, some of which would have none: give at least --s"),
+        ("simulate slice_owners 3 --shards 0", "argument --shards: 0: give a whole number from 1 to 10,000"),
         ("check hierarchical 6 --hosts 3,2", "--hosts 3,2 are 5 ranks, but num_ranks=6: make them equal"),
         ("check hierarchical 6 --hosts 3,x", "give the number of ranks of each host, from 1 up, e.g. --hosts 2,2"),
         ("check hierarchical 6 --hosts 6,0", "give the number of ranks of each host, from 1 up, e.g. --hosts 2,2"),

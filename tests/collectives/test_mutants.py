@@ -21,10 +21,11 @@ from ddp.collectives import (
     placed,
     ring,
     schedule,
+    slice_owners,
     tree,
 )
 from ddp.collectives.catalog import SCHEDULES, all_reduce_schedules
-from ddp.collectives.schedule import Schedule
+from ddp.collectives.schedule import Goal, Schedule
 
 UNEQUAL = ((0, 1, 2), (3,), (4, 5))
 EQUAL = ((0, 3), (1, 4), (2, 5))
@@ -45,6 +46,12 @@ def named(*names: str) -> list[Witness]:
 def rooted(*names: str) -> list[Witness]:
     """From a root that is not rank 0."""
     return [Witness(placed.rooted(SCHEDULES[name], 2), (3, 4, 5), root=2) for name in names]
+
+
+def over_shards(num_shards: int) -> list[Witness]:
+    sizes = tuple(size for size in (1, 2, 3, 4, 5, 6, 8) if size <= num_shards)
+    goals = Goal.ALL_REDUCE, Goal.REDUCE_SCATTER
+    return [Witness(slice_owners.schedule_over_shards(num_shards, goal), sizes) for goal in goals]
 
 
 def laid_out(hosts: placed.Hosts, *names: str) -> list[Witness]:
@@ -88,6 +95,10 @@ CASES: dict[FunctionType, list[Witness]] = {
     master_worker.all_reduce: named("master_worker"),
     master_worker.round_robin: named("round_robin"),
     all_to_all.naive: named("naive_all_to_all"),
+    slice_owners.reduce_scatter: over_shards(8),
+    slice_owners.all_reduce: over_shards(8),
+    slice_owners._buffers: over_shards(8),
+    slice_owners._added: over_shards(8),
     over_hosts.hierarchical: laid_out(UNEQUAL, "hierarchical", "hierarchical+tree"),
     over_hosts.two_dimensional: laid_out(EQUAL, "two_dimensional"),
     placed.placed: [*laid_out(EQUAL, "hierarchical", "two_dimensional"), *named("butterfly")],
@@ -111,6 +122,7 @@ SAME = {  # what a part of the line becomes, and why that is right all the same
         "if rank <= peer": "never are they equal",
     },
     all_to_all._others: {"(rank - step) % num_ranks": BEGINS_LEFT},
+    slice_owners.reduce_scatter: {"(rank - step) % num_ranks": BEGINS_LEFT},
     all_to_all.naive: {"before=peer <= rank": "never are they equal"},
     double_tree.node: {
         "first, last = (-1, num_ranks - 1)": "position −1 is the last one",

@@ -1,0 +1,96 @@
+"""The tree over the shards of a batch: which sums a worker makes by itself, and which the workers make together.
+
+A batch is cut into V shards, and worker r of W computes shards ⌊rV/W⌋ … ⌊(r+1)V/W⌋−1. Their gradients are added up as
+the canonical tree over the *shards* (`schedule.py`, note "canonical"), whatever W is; so W changes no bit. A *node* is
+a run of shards whose sum is a part of the tree. A worker adds up all that lies within its own shards, and is left with
+the largest nodes there:
+
+    V = 8                    0   1   2   3   4   5   6   7            W = 3     worker 0   worker 1   worker 2
+                             └─┬─┘   └─┬─┘   └─┬─┘   └─┬─┘            shards    0 1        2 3 4      5 6 7
+                               └───┬───┘       └───┬───┘              nodes     (0,1)      (2,3) 4    5 (6,7)
+                                   └───────┬───────┘
+
+The workers add up those nodes: here ((0,1) + (2,3)) + ((4 + 5) + (6,7)). If each worker has one node, and what is left
+of the tree is the canonical tree over the *workers*, any canonical schedule does that. Else `slice_owners.py` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+Node = range  # of shards
+Addition = tuple[int, int]  # numbers of two sums: the second is added to the first
+
+
+def owned(rank: int, num_ranks: int, num_shards: int) -> range:
+    """Returns the shards of a worker, of which there may be none."""
+    return range(rank * num_shards // num_ranks, (rank + 1) * num_shards // num_ranks)
+
+
+def halves(node: Node) -> tuple[Node, Node]:
+    """Returns the two nodes that a node of several shards is the sum of: split at the largest power of two."""
+    middle = node.start + (1 << (len(node) - 1).bit_length() - 1)
+    return range(node.start, middle), range(middle, node.stop)
+
+
+def largest_nodes(shards: range, num_shards: int) -> list[Node]:
+    """Returns the largest nodes of the tree that lie within a run of shards, in order; together they are that run."""
+
+    def within(node: Node) -> Iterator[Node]:
+        if shards.start <= node.start and node.stop <= shards.stop:
+            yield node
+        elif node.start < shards.stop and shards.start < node.stop:
+            for half in halves(node):
+                yield from within(half)
+
+    return list(within(range(num_shards)))
+
+
+def is_node(shards: range, num_shards: int) -> bool:
+    """Returns True if the sum of these shards is a part of the tree."""
+    return shards.stop <= num_shards and largest_nodes(shards, num_shards) == [shards]
+
+
+def additions(nodes: Sequence[Node], whole: Node) -> list[Addition]:
+    """Returns the additions, in order, that make one sum of nodes which `whole` consists of; it ends at the first."""
+    given = frozenset(nodes)
+    number = {node.start: index for index, node in enumerate(nodes)}  # also of the sum that begins at this shard
+
+    def of(node: Node) -> Iterator[Addition]:
+        if node not in given:
+            left, right = halves(node)
+            yield from of(left)
+            yield from of(right)
+            yield number[left.start], number[right.start]
+
+    return list(of(whole))
+
+
+@lru_cache(maxsize=256)
+def nodes_by_rank(num_ranks: int, num_shards: int) -> tuple[tuple[Node, ...], ...]:
+    """Returns, by worker, the nodes that it is left with."""
+    shards = [owned(rank, num_ranks, num_shards) for rank in range(num_ranks)]
+    return tuple(tuple(largest_nodes(each, num_shards)) for each in shards)
+
+
+def most_nodes(num_ranks: int, num_shards: int) -> int:
+    """Returns the largest number of nodes that a worker is left with."""
+    return max(map(len, nodes_by_rank(num_ranks, num_shards)))
+
+
+@lru_cache(maxsize=256)
+def additions_between(num_ranks: int, num_shards: int) -> tuple[Addition, ...]:
+    """Returns the additions of all workers' nodes, which are numbered in the order of workers.
+
+    With a shard for each worker, that is the canonical tree over the workers.
+    """
+    nodes = [node for mine in nodes_by_rank(num_ranks, num_shards) for node in mine]
+    return tuple(additions(nodes, range(num_shards)))
+
+
+@lru_cache(maxsize=256)
+def is_canonical_over_ranks(num_ranks: int, num_shards: int) -> bool:
+    """Returns True if each worker has one node, and these are added up as the canonical tree over the workers."""
+    has_one_each = most_nodes(num_ranks, num_shards) == 1
+    return has_one_each and additions_between(num_ranks, num_shards) == additions_between(num_ranks, num_ranks)

@@ -1,0 +1,93 @@
+"""Slice owners: adds up the shards of a batch, in the order of their tree, on any number of ranks.
+
+A rank holds the sums of its own shards: its nodes of the tree (`shards.py`), each in a buffer of its own. Chunk s has
+an owner, rank s. The owner collects chunk s of every node of every rank, adds them up as the tree says, and sends the
+total to everyone. So the bits of the total depend on the number of shards alone.
+
+    8 shards, 3 ranks    nodes: (0,1) on rank 0      (2,3) and 4 on rank 1      5 and (6,7) on rank 2
+
+    round 1    Every rank sends chunk s of each node to rank s, which adds them up. On rank 1:
+
+               chunk 1 of buffer   0: (2,3)   1: 4   its own   2: (0,1)  of rank 0   3: 5   4: (6,7)  of rank 2
+
+               0 += 2              (0,1) + (2,3)
+               1 += 3              4 + 5
+               1 += 4              (4,5) + (6,7)
+               0 += 1              (0,1,2,3) + (4,5,6,7)
+
+    round 2    Chunk s of buffer 0 goes from rank s to everyone: an all-gather.
+
+The total ends in buffer 0. So an addition of which buffer 0 is one side changes buffer 0, and any other addition
+changes its left side. Both have the same bits, because a + b has those of b + a.
+
+For p ranks, k nodes on this rank, K on all of them, buffers of N bytes:
+
+                      chunks   rounds   messages and bytes sent by this rank   bytes received    bytes added
+    reduce-scatter    p        1        k(p−1),      k(p−1)/p·N                (K−k)/p·N         (K−1)/p·N
+    all-gather        p        1        p−1,         (p−1)/p·N                 (p−1)/p·N         0
+    all-reduce        p        2        (k+1)(p−1),  (k+1)(p−1)/p·N            (K−k+p−1)/p·N     (K−1)/p·N
+
+All ranks together send (K+p)(p−1)/p·N bytes. With one node per rank (K = p) that is what `all_to_all` sends, and a
+ring. The nodes of other ranks need (K−k)/p·N bytes of memory besides. For 8 shards:
+
+    ranks                      1      2      3      4      5      6      7      8
+    nodes of all ranks, K      1      2      5      4      6      6      7      8
+    sent by all, times N       0      2      5.33   6      8.8    10     12     14
+
+Source: the owners are those of the all-to-all reduce-scatter (`all_to_all.py`). That one adds in the order of the
+ranks, from the owner on; this one in the order of the tree over the shards, which is the same for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache, partial
+
+from ddp.collectives.all_to_all import all_gather
+from ddp.collectives.schedule import Add, Goal, Recv, Round, Schedule, Send, one_per_rank
+from ddp.collectives.shards import Addition, additions_between, nodes_by_rank
+
+
+@lru_cache(maxsize=256)  # one object per number of shards, because others cache what they derive from a schedule
+def schedule_over_shards(num_shards: int, goal: Goal) -> Schedule:
+    """Returns the all-reduce, or the reduce-scatter, that adds up so many shards."""
+    algorithm = {Goal.ALL_REDUCE: all_reduce, Goal.REDUCE_SCATTER: reduce_scatter}[goal]
+    return Schedule(partial(algorithm, num_shards=num_shards), goal, one_per_rank, num_shards)
+
+
+def reduce_scatter(rank: int, num_ranks: int, *, num_shards: int) -> Iterator[Round]:
+    """Rank r ends with the sum of chunk r, over all shards, in buffer 0."""
+    buffers = _buffers(rank, num_ranks, num_shards)
+    others = [(rank + step) % num_ranks for step in range(1, num_ranks)]  # not all send to rank 0 first
+    mine = range(rank, rank + 1)
+    yield (
+        *(Send(peer, range(peer, peer + 1), buffer) for peer in others for buffer in buffers[rank]),
+        *(Recv(peer, mine, add=False, buffer=buffer) for peer in others for buffer in buffers[peer]),
+        *_added(buffers, additions_between(num_ranks, num_shards), mine),
+    )
+
+
+def all_reduce(rank: int, num_ranks: int, *, num_shards: int) -> Iterator[Round]:
+    """Every rank ends with the sum of every chunk, over all shards, in buffer 0."""
+    yield from reduce_scatter(rank, num_ranks, num_shards=num_shards)
+    yield from all_gather(rank, num_ranks)
+
+
+def _buffers(rank: int, num_ranks: int, num_shards: int) -> list[range]:
+    """Returns, by rank, the numbers of the buffers that hold its nodes on this rank; this rank's own come first."""
+    nodes, buffers, free = nodes_by_rank(num_ranks, num_shards), dict[int, range](), 0
+    for peer in sorted(range(num_ranks), key=lambda peer: peer != rank):
+        buffers[peer] = range(free, free + len(nodes[peer]))
+        free += len(nodes[peer])
+    return [buffers[peer] for peer in range(num_ranks)]
+
+
+def _added(buffers: Sequence[range], additions: Iterable[Addition], chunks: range) -> Iterator[Add]:
+    """Yields the additions of all nodes, such that their sum ends in buffer 0."""
+    where = [buffer for of_rank in buffers for buffer in of_rank]  # by node: what it is part of by now
+    for left, right in additions:
+        into, other = where[left], where[right]
+        if other == 0:
+            into, other = other, into
+        yield Add(into, other, chunks)
+        where[left] = into
