@@ -18,6 +18,7 @@ from torch import nn
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.data.loading.iterable import IterableSampler
+from ddp.data.loading.loader import num_evaluation_batches
 from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import ConfigError
 from ddp.replica.sync_batchnorm import SyncBatchNorm
@@ -77,14 +78,23 @@ def try_one_sample(module: nn.Module, one: Any, sizes: list[int]) -> None:
         module.eval()
 
 
-def check_evaluation(module: nn.Module, num_samples: int, *, batch_size: int, world_size: int) -> None:
-    """Raises ConfigError if ranks would wait for each other in the forwards of an evaluation."""
+def check_evaluation(
+    module: nn.Module, num_samples: int, *, batch_size: int, world_size: int, num_shards: int | None = None
+) -> None:
+    """Raises ConfigError if ranks would wait for each other in the forwards of an evaluation.
+
+    Args:
+        batch_size, num_shards: as in `evaluate`.
+    """
     if world_size == 1 or not waits_in_evaluation(module):
         return
-    shares = {num_samples // world_size, -(-num_samples // world_size)}
-    if len({-(-share // batch_size) for share in shares}) > 1 or 0 in shares:
+    by_rank = num_evaluation_batches(
+        num_samples, batch_size=batch_size, world_size=world_size, num_shards=num_shards
+    )
+    if len(set(by_rank)) > 1:
         raise ConfigError(
             f"SyncBatchNorm with track_running_stats=False waits in each forward for all workers, and in an evaluation "
             f"of {num_samples} samples, {batch_size} at once, {world_size} workers have different numbers of forwards: "
-            "leave track_running_stats=False out, or take another batch size of the evaluation (ddp.Evaluation.batch)"
+            "leave track_running_stats=False out, or take another batch size of the evaluation (ddp.Evaluation.batch), "
+            f"or another num_shards than {world_size if num_shards is None else num_shards}"
         )

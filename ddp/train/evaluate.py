@@ -1,14 +1,24 @@
 """Evaluation and prediction: every sample exactly once, whatever the world size; and the held-out samples of a run.
 
-Each rank reads its own contiguous share of the data set (shares differ by at most one sample and may be empty). Ranks
-add up each metric as (sum, count) and divide once: no padding, no mean of means.
+The data are cut into V parts, and each part is evaluated by one rank, in batches that lie within it. Parts differ by at
+most one sample and may be empty. Of each metric, (sum, count) is added up over the batches of a part, then over all
+parts, and divided once: no padding, no mean of means. 13 samples, V = 4 parts, W = 2 ranks, batches of at most 2:
+
+    parts         boundary v at sample v*n//V           0 1 2 |3 4 5 |6 7 8 |9 10 11 12
+    ranks         boundary r at part r*V//W             rank 0       |rank 1
+    batches       of a part                             01  2 |34  5 |67  8 |9 10  11 12
+    sums          in order, on every rank alike       ((part 0 + part 1) + part 2) + part 3
+
+W says who makes a sum, and never what is in it. So with one V, metrics have the same bits at any W. Without a V each
+rank has one part, which makes the fewest batches, and then the last bits depend on W.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple, TypeGuard
 
@@ -21,7 +31,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.device import device_of
 from ddp.comm.objects import all_gather_object
 from ddp.comm.session import current, on_cpu
-from ddp.data.loading.loader import EvaluationLoader
+from ddp.data.loading.loader import EvaluationLoader, num_evaluation_batches
 from ddp.data.loading.source import Source, source_of
 from ddp.data.samples import Collate
 from ddp.data.sets.validation import choose, selection_of
@@ -48,6 +58,7 @@ def evaluate(
     loss: Task | Callable[[Any, Any], Tensor],
     collate: Collate | None = None,
     batch_size: int = 256,
+    num_shards: int | None = None,
     num_workers: int | None = None,
     precision: Precision = "fp32",
     stop: StopFlag | None = None,
@@ -58,7 +69,10 @@ def evaluate(
     Args:
         model: a replica, whose buffers become rank 0's first, or any module on the rank's device.
         data, loss: as in `ddp.fit`; collate: as in `ddp.Batches`.
-        batch_size: samples per forward and rank; apart from rounding, the result does not depend on it.
+        batch_size: most samples per forward and rank; apart from rounding, the result does not depend on it.
+        num_shards: parts that the data are cut into; each is evaluated by one rank, in batches of its own, and the
+            parts' sums are added up in the order of the data, so that metrics have the same bits at any world size.
+            None: one per rank, and then the last bits may differ.
         num_workers: processes per rank that prepare batches; None for the DataLoader's number, or 0.
         stop: polled every few batches; once a signal has reached any rank, all ranks give up the evaluation.
 
@@ -70,26 +84,29 @@ def evaluate(
     """
     comm, task = comm or current(device_of(model)), as_task(loss)
     source = source_of(data, what="data", collate=collate, num_workers=num_workers)
-    if not len(source.samples):
+    if not (num_samples := len(source.samples)):
         raise ConfigError("the data to evaluate on has 0 samples; check its path and its split")
-    check_evaluation(model, len(source.samples), batch_size=batch_size, world_size=comm.world_size)
-    loader = _loader(source, comm, batch_size, stop)
-    largest_share = math.ceil(len(source.samples) / comm.world_size)
-    num_batches = math.ceil(largest_share / batch_size)
-    sums: dict[str, tuple[float | Tensor, float | Tensor]] = {}
+    check_evaluation(model, num_samples, batch_size=batch_size, world_size=comm.world_size, num_shards=num_shards)
+    loader = _loader(source, comm, stop, batch_size=batch_size, num_shards=num_shards)
+    by_rank = num_evaluation_batches(
+        num_samples, batch_size=batch_size, world_size=comm.world_size, num_shards=num_shards
+    )
+    sums = defaultdict[int, dict[str, tuple[Any, Any]]](dict)  # by part; a part without samples has none
     with _evaluating(model, task), torch.no_grad():
-        batches = iter(loader)
-        for index in range(num_batches):
+        batches = iter(zip(loader.parts, loader, strict=True))
+        for index in range(max(by_rank)):  # on every rank, because polls are collective
             if stop is not None and index % POLL_EVERY == POLL_EVERY - 1 and comm.agree_any(bool(stop.signal_name)):
                 return None
-            if (batch := next(batches, None)) is None:
+            if (mine := next(batches, None)) is None:
                 continue
+            part, batch = mine
             with forward_precision(precision, comm.device):
                 metrics = task.metrics(model, to_device(batch, comm.device))
-            _add(metrics, sums)
+            _add(metrics, sums[part])
     totals: dict[str, tuple[Any, Any]] = {}
-    for theirs in all_gather_object(comm, _known(sums, comm)):  # in rank order; a rank without samples has no metrics
-        _add(theirs, totals)
+    for theirs in all_gather_object(comm, _known([*sums.values()], comm)):  # in rank order, so in that of the parts
+        for of_part in theirs:
+            _add(of_part, totals)
     return task.finish({name: total / count if count else math.nan for name, (total, count) in totals.items()})
 
 
@@ -100,6 +117,7 @@ def predict(
     task: Task | None = None,
     collate: Collate | None = None,
     batch_size: int = 256,
+    num_shards: int | None = None,
     num_workers: int | None = None,
     precision: Precision = "fp32",
     comm: Communicator | None = None,
@@ -107,7 +125,7 @@ def predict(
     """Returns the model's output for every sample, in the data set's order, on every rank. Collective.
 
     Args:
-        model, data, collate, batch_size, num_workers: as in `evaluate`.
+        model, data, collate, batch_size, num_shards, num_workers: as in `evaluate`.
         task: its `outputs` are returned; None: what the model returns for the inputs, the first part of a sample, or
             for the whole sample if that has no parts, as a dict.
 
@@ -119,7 +137,7 @@ def predict(
     """
     comm = comm or current(device_of(model))
     source = source_of(data, what="data", collate=collate, num_workers=num_workers)
-    loader = _loader(source, comm, batch_size, None)
+    loader = _loader(source, comm, None, batch_size=batch_size, num_shards=num_shards)
     outputs: list[Tensor] = []
     devices = set[torch.device]()
     with _evaluating(model, task), torch.no_grad():
@@ -176,11 +194,14 @@ def _kind(comm: Communicator, outputs: Sequence[Tensor], *, num_samples: int) ->
     return kinds[0] if kinds else ((), torch.float32)
 
 
-def _loader(source: Source, comm: Communicator, batch_size: int, stop: StopFlag | None) -> Iterable[Any]:
+def _loader(
+    source: Source, comm: Communicator, stop: StopFlag | None, *, batch_size: int, num_shards: int | None
+) -> EvaluationLoader:
     """Returns this rank's batches, in order."""
     return EvaluationLoader(
         source.samples,
         batch_size=batch_size,
+        num_shards=num_shards,
         rank=comm.rank,
         world_size=comm.world_size,
         collate=source.collate,
@@ -216,12 +237,15 @@ def _add(metrics: Mapping[str, tuple[float | Tensor, float | Tensor]], sums: dic
         sums[name] = before[0] + total, before[1] + count
 
 
-def _known(sums: Mapping[str, tuple[Any, Any]], comm: Communicator) -> dict[str, tuple[float, float]]:
-    """Returns the sums as numbers: all that are on a GPU by one copy."""
-    there = [each for pair in sums.values() for each in pair if _is_on_gpu(each)]
-    numbers = iter(comm.to_host(*there).read() if there else ())
-    known = {name: [next(numbers)[0] if _is_on_gpu(each) else each for each in pair] for name, pair in sums.items()}
-    return {name: (total, count) for name, (total, count) in known.items()}
+def _known(sums: Sequence[Mapping[str, tuple[Any, Any]]], comm: Communicator) -> list[dict[str, tuple[float, float]]]:
+    """Returns the sums of parts as numbers: all that are on a GPU by one copy."""
+    there = [each for of_part in sums for pair in of_part.values() for each in pair if _is_on_gpu(each)]
+    copied = iter(comm.to_host(*there).read() if there else ())
+
+    def known(each: float | Tensor) -> float:
+        return next(copied)[0] if _is_on_gpu(each) else float(each)
+
+    return [{name: (known(total), known(count)) for name, (total, count) in of_part.items()} for of_part in sums]
 
 
 def _is_on_gpu(each: Any) -> TypeGuard[Tensor]:

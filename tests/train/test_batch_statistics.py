@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import ddp
+from ddp.data.loading.loader import EvaluationLoader
 from ddp.errors import ConfigError
 from ddp.train.batch_statistics import check_evaluation, try_one_sample
 from ddp.train.loop import _check_waiting
@@ -20,13 +21,24 @@ def model(**options: Any) -> nn.Module:
     return ddp.SyncBatchNorm.convert(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, **options)))
 
 
-@pytest.mark.parametrize(("num_samples", "batch_size", "is_refused"), [(5, 2, True), (1, 2, True), (8, 4, False)])
-def test_an_evaluation_by_the_batch_needs_as_many_forwards_on_every_rank(num_samples, batch_size, is_refused):
-    check_evaluation(model(), num_samples, batch_size=batch_size, world_size=2)  # by running statistics
-    check_evaluation(model(track_running_stats=False), num_samples, batch_size=batch_size, world_size=1)
-    told = f"an evaluation of {num_samples} samples, {batch_size} at once, 2 workers"
+@pytest.mark.parametrize(
+    ("num_samples", "num_shards", "batch_size", "is_refused"),
+    [
+        *((5, None, 2, True), (1, None, 2, True), (8, None, 4, False)),
+        *((5, 4, 2, False), (8, 3, 4, True), (8, 1, 4, True), (12, 4, 2, False), (6, 3, 1, True)),
+    ],
+)
+def test_an_evaluation_by_the_batch_needs_as_many_forwards_on_every_rank(
+    num_samples, num_shards, batch_size, is_refused
+):
+    cut = {"batch_size": batch_size, "num_shards": num_shards}
+    loaders = [EvaluationLoader(range(num_samples), rank=rank, world_size=2, **cut) for rank in range(2)]
+    assert is_refused == (len(loaders[0]) != len(loaders[1]))
+    check_evaluation(model(), num_samples, world_size=2, **cut)  # by running statistics
+    check_evaluation(model(track_running_stats=False), num_samples, world_size=1, **cut)
+    told = f"of {num_samples} samples, {batch_size} at once, 2 workers .* another num_shards than {num_shards or 2}"
     with pytest.raises(ConfigError, match=told) if is_refused else nullcontext():
-        check_evaluation(model(track_running_stats=False), num_samples, batch_size=batch_size, world_size=2)
+        check_evaluation(model(track_running_stats=False), num_samples, world_size=2, **cut)
 
 
 def test_samples_that_cannot_be_read_do_not_go_with_layers_that_wait():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from ddp.train.stopping import StopFlag
 from ddp.train.tasks.cross_entropy import Classification
 
 SIZES = [1, 2, 3, 5, 12, 13]
+WORLD_SIZES = [1, 2, 3, 4]
+CUTS = [(num_samples, num_shards) for num_samples in (3, 13, 40) for num_shards in (None, 1, 2, 5, 8)]
 
 
 def data(n: int) -> TensorSet:
@@ -35,7 +38,19 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 4)).double()
 
 
-def evaluate_and_predict() -> list[tuple[dict[str, float], Tensor]]:
+class Found(NamedTuple):
+    """What a rank has found, by the size of the data, or by that and the number of parts."""
+
+    by_size: list[tuple[dict[str, float], Tensor]]
+    by_cut: dict[tuple[int, int | None], tuple[dict[str, str], list[float]]]
+
+
+@cache
+def found_by_rank(world_size: int) -> list[Found]:
+    return run_ranks(evaluate_and_predict, world_size)
+
+
+def evaluate_and_predict() -> Found:
     comm = ddp.init(abort_s=20)
     replica = ddp.DistributedDataParallel(model(), buffers="none")
     replica.module[1].running_mean.fill_(float(comm.rank))  # drifted; rank 0's, zero, is what counts
@@ -47,7 +62,32 @@ def evaluate_and_predict() -> list[tuple[dict[str, float], Tensor]]:
         assert replica.training
         assert not replica.module[0].training
     what_predict_cannot_keep()
+    by_cut = in_parts()
     ddp.shutdown()
+    return Found(results, by_cut)
+
+
+class TwoSums(Classification):
+    """Rounds one sum in each batch, and another one, of float64 numbers, wherever sums are added up."""
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, int]]:
+        inputs, classes = batch
+        scores = model(inputs)
+        losses = [F.cross_entropy(each, classes, reduction="sum") for each in (scores, scores.double())]
+        return {name: (loss, len(classes)) for name, loss in zip(("loss", "precise"), losses, strict=True)}
+
+
+def in_parts() -> dict[tuple[int, int | None], tuple[dict[str, str], list[float]]]:
+    """Returns the bits of metrics and outputs of a model in float32."""
+    net, results = model().float(), {}
+    for num_samples, num_shards in CUTS:
+        samples = TensorSet(data(num_samples).inputs.float() * 10, data(num_samples).targets)
+        how: Any = {"batch_size": 3, "num_shards": num_shards}
+        means = ddp.evaluate(net, samples, loss=TwoSums(), **how)
+        outputs = ddp.predict(net, samples, **how)
+        results[num_samples, num_shards] = {name: mean.hex() for name, mean in means.items()}, outputs.tolist()
+    with pytest.raises(ConfigError, match="num_shards=0: an evaluation needs at least one part; raise it to 1"):
+        ddp.evaluate(net, samples, loss=Classification(), num_shards=0)
     return results
 
 
@@ -79,9 +119,9 @@ def what_predict_cannot_keep() -> None:
             ddp.predict(Calls(call), samples, batch_size=1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_equals_one_process_over_all_samples(world_size: int) -> None:
-    by_rank = run_ranks(evaluate_and_predict, world_size)
+    by_rank = [found.by_size for found in found_by_rank(world_size)]
     net = model().eval()
     for index, n in enumerate(SIZES):
         inputs, classes = data(n).inputs, data(n).targets
@@ -95,18 +135,39 @@ def test_equals_one_process_over_all_samples(world_size: int) -> None:
             torch.testing.assert_close(outputs, expected, rtol=1e-12, atol=1e-12)
 
 
-def give_up() -> dict[str, float] | None:
-    ddp.init(abort_s=20)
-    stop = StopFlag()
-    if ddp.init().rank == 1:
+def test_in_the_same_parts_bits_are_the_same_at_any_world_size() -> None:
+    by_world_size = {world_size: found_by_rank(world_size) for world_size in WORLD_SIZES}
+    differ = set[str]()
+    for cut in CUTS:
+        by_rank = {world_size: [each.by_cut[cut] for each in found] for world_size, found in by_world_size.items()}
+        assert all(found == [found[0]] * len(found) for found in by_rank.values())
+        metrics, outputs = by_rank[1][0]
+        if cut[1] is not None:
+            assert all(found[0] == (metrics, outputs) for found in by_rank.values()), cut
+        else:
+            differ |= {name for found in by_rank.values() for name in metrics if found[0][0][name] != metrics[name]}
+        for world_size in (1, 2):
+            assert by_rank[world_size][0] == by_world_size[4][0].by_cut[cut[0], cut[1] or world_size], cut
+    assert differ == {"loss", "precise"}  # without parts: so these data and this model can show a difference
+
+
+def with_more_batches_on_rank_one() -> list[dict[str, float] | None]:
+    comm, stop = ddp.init(abort_s=20), StopFlag()
+    how: Any = {"loss": Classification(), "batch_size": 1, "num_shards": 3}
+    means = [ddp.evaluate(model(), data(100), stop=stop, **how), ddp.evaluate(model(), data(100), **how)]
+    if comm.rank == 1:
         stop.request("SIGTERM")
-    means = ddp.evaluate(model(), data(100), loss=Classification(), batch_size=1, stop=stop)
+    means.append(ddp.evaluate(model(), data(100), stop=stop, **how))
     ddp.shutdown()
     return means
 
 
 def test_evaluation_is_given_up_together_when_a_rank_wants_to_stop() -> None:
-    assert run_ranks(give_up, 2) == [None, None]
+    """Rank 0 has 33 batches, and rank 1 has 67; the stop flag is polled after every 16, by both."""
+    (*finished, given_up), of_rank_one = run_ranks(with_more_batches_on_rank_one, 2)
+    assert finished[0] == finished[1] is not None
+    assert given_up is None
+    assert of_rank_one == [*finished, None]
 
 
 class Watch(Callback):

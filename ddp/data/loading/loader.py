@@ -15,6 +15,7 @@ A sample that cannot be read ends the run, unless some may be left out: each of 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from ddp.data.loading.loader_watch import Limits, LoaderWatch
 from ddp.data.loading.processes import data_loader
 from ddp.data.loading.read_ahead import DeviceCopies, ReadAhead
 from ddp.data.orders.order import Checksum
-from ddp.data.orders.sampler import EvaluationSampler, StepPlan, TrainSampler
+from ddp.data.orders.sampler import EvaluationSampler, Micro, StepPlan, TrainSampler
 from ddp.data.samples import Collate
 from ddp.errors import ConfigError, UnreadableSample
 from ddp.process.log import log
@@ -90,6 +91,7 @@ class TrainLoader:
         self._repeats = sampler.order.checksum() != Checksum.of_range(len(dataset))
         self._requests = _Requests()
         self._batches = KeyedBatches(dataset, collate, tolerated=UNREADABLE, packs=num_workers > 0)
+        self._alone = KeyedBatches(dataset, collate, tolerated=UNREADABLE, packs=False)
         self._copies = DeviceCopies(device) if device.type == gpu.KIND else None
         self._ahead = ReadAhead()
         loader = data_loader(
@@ -126,6 +128,12 @@ class TrainLoader:
         self._ahead.end()  # because data need not bear two readers
         self._requests.source = requests
         return self._readable(self._watch.explained(self._on_time(self._watch.batches())))
+
+    def read(self, plan: StepPlan, micro: Micro) -> Any:
+        """Returns a batch of a step once more, or None if none of its samples can be read, beside the stream."""
+        micros = plan._replace(micros=(micro,))
+        [request] = self.requests_of(micros, self.sampler.state.seed)
+        return self._ahead.between(lambda: self._alone[request]).batch
 
     def requests_of(self, plan: StepPlan, seed: int) -> Iterator[Request]:
         """Yields the requests of a step's batches."""
@@ -173,15 +181,20 @@ class TrainLoader:
 class EvaluationLoader:
     """This rank's batches of an exact evaluation: each sample once over all ranks, in order. It can be read again.
 
+    A batch has samples of one part of the data (`evaluation_parts`), so batches do not depend on the world size.
     Random transforms, if any are left in an evaluation set, draw the same at every pass (seed 0, epoch 0).
 
     Args:
         dataset, collate, num_workers, device, processes, limits: as in `TrainLoader`.
-        batch_size: samples in a batch; the last one may be smaller.
-        rank, world_size: whose share to read.
+        batch_size: samples in a batch; the last one of a part may be smaller.
+        rank, world_size: whose parts to read.
+        num_shards: parts that the data are cut into; None: one per rank.
+
+    Attributes:
+        parts: the number of each batch's part.
 
     Raises:
-        ConfigError: `batch_size` is below 1.
+        ConfigError: `batch_size` or `num_shards` is below 1.
     """
 
     def __init__(
@@ -191,6 +204,7 @@ class EvaluationLoader:
         batch_size: int,
         rank: int,
         world_size: int,
+        num_shards: int | None = None,
         collate: Collate | None = None,
         num_workers: int = 0,
         device: torch.device = CPU,
@@ -199,9 +213,14 @@ class EvaluationLoader:
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"the batch size of an evaluation must be at least 1, got {batch_size}")
-        share = EvaluationSampler(dataset, num_replicas=world_size, rank=rank).share
-        runs = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
-        self._all = [Request(0, 0, tuple(run), run) for run in runs]
+        mine = evaluation_parts(len(dataset), rank=rank, world_size=world_size, num_shards=num_shards)
+        runs = [
+            (part, share[start : start + batch_size])
+            for part, share in mine.items()
+            for start in range(0, len(share), batch_size)
+        ]
+        self.parts = [part for part, _ in runs]
+        self._all = [Request(0, 0, tuple(run), run) for _, run in runs]
         self._batches = KeyedBatches(dataset, collate, packs=num_workers > 0)
         self._num_workers, self._processes, self._limits = num_workers, processes, limits
         self._copies = DeviceCopies(device) if device.type == gpu.KIND else None
@@ -226,6 +245,40 @@ class EvaluationLoader:
                 yield batch if self._copies is None else self._copies.finish(self._copies.begin(batch))
         finally:
             watch.close()
+
+
+def evaluation_parts(
+    num_samples: int, *, rank: int, world_size: int, num_shards: int | None = None
+) -> dict[int, range]:
+    """Returns the samples of each part that a rank evaluates, in order; some parts may be empty, or there may be none.
+
+    Of V parts, part v has samples [v*n//V, (v+1)*n//V), and rank r of W has parts [r*V//W, (r+1)*V//W).
+
+    Args:
+        num_shards: V; None: one part per rank.
+
+    Raises:
+        ConfigError: `num_shards` is below 1.
+    """
+    num_parts = world_size if num_shards is None else num_shards
+    if num_parts < 1:
+        raise ConfigError(
+            f"num_shards={num_parts}: an evaluation needs at least one part; raise it to 1 or more, or leave it out: "
+            "then each worker has one"
+        )
+    mine = EvaluationSampler(num_parts, num_replicas=world_size, rank=rank).share
+    return {part: EvaluationSampler(num_samples, num_replicas=num_parts, rank=part).share for part in mine}
+
+
+def num_evaluation_batches(
+    num_samples: int, *, batch_size: int, world_size: int, num_shards: int | None = None
+) -> list[int]:
+    """Returns each rank's number of batches, as `EvaluationLoader` makes them."""
+    by_rank = [
+        evaluation_parts(num_samples, rank=rank, world_size=world_size, num_shards=num_shards).values()
+        for rank in range(world_size)
+    ]
+    return [sum(math.ceil(len(share) / batch_size) for share in shares) for shares in by_rank]
 
 
 # ------------------------------------------------------------------------------------------ plans and requests

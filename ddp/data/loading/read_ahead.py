@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_map_only
 
 from ddp import gpu
 from ddp.process.helper_thread import HelperThread
+
+Result = TypeVar("Result")
 
 THREAD = "ddp-read-ahead"  # its name
 AHEAD = 2  # batches
@@ -36,6 +38,7 @@ class ReadAhead:
 
     def __init__(self) -> None:
         self._pending: deque[Future[Any]] = deque()  # of the running thread
+        self._thread: HelperThread | None = None  # while it runs
 
     def of(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields the batches of an iterator, which fetches one at each step. An earlier one must have ended."""
@@ -44,7 +47,7 @@ class ReadAhead:
         first = fetch()
         if first is _END:
             return
-        thread = HelperThread(THREAD)
+        thread = self._thread = HelperThread(THREAD)
         pending = self._pending = deque(thread.submit(fetch) for _ in range(AHEAD))
         try:
             yield first
@@ -53,8 +56,13 @@ class ReadAhead:
                 pending.popleft()
                 yield batch
         finally:
+            self._thread = None
             _cancel(pending)
             thread.end()
+
+    def between(self, read: Callable[[], Result]) -> Result:
+        """Reads something else between two batches, because data need not bear two readers."""
+        return read() if self._thread is None else self._thread.submit(read).result()
 
     def end(self, *, wait_s: float = _GRACE_S) -> None:
         """Ends what is read ahead, and waits for the read that has begun, but not for ever."""

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from ddp.data.loading.loader import EvaluationLoader, TrainLoader
+from ddp.data.loading.loader import EvaluationLoader, TrainLoader, num_evaluation_batches
 from ddp.data.loading.processes import process_options
 from ddp.data.orders.order import Weighted
 from ddp.data.orders.sampler import EvaluationSampler, TrainSampler
@@ -252,6 +252,28 @@ def test_evaluation_reads_each_sample_once(world_size, length):
         assert all(len(batch) == 4 for batch in batches[:-1])
 
 
+@pytest.mark.parametrize("world_size", range(1, 9))
+@pytest.mark.parametrize(("length", "num_shards"), [(3, 8), (13, 5), (21, 1), (21, 4)])
+def test_batches_of_an_evaluation_in_parts_do_not_depend_on_the_world_size(world_size, length, num_shards):
+    cut = {"batch_size": 2, "num_shards": num_shards}
+    loaders = [
+        EvaluationLoader(InMemory(length), rank=r, world_size=world_size, collate=list, **cut)
+        for r in range(world_size)
+    ]
+    assert [len(loader) for loader in loaders] == num_evaluation_batches(length, world_size=world_size, **cut)
+    found = [
+        (part, [int(sample) for sample in batch])
+        for loader in loaders
+        for part, batch in zip(loader.parts, loader, strict=True)
+    ]
+    edges = [part * length // num_shards for part in range(num_shards + 1)]
+    assert found == [
+        (part, list(range(start, min(start + 2, edges[part + 1]))))
+        for part in range(num_shards)
+        for start in range(edges[part], edges[part + 1], 2)
+    ]
+
+
 def test_evaluation_with_worker_processes():
     loader = EvaluationLoader(Augmented(11), batch_size=3, rank=1, world_size=2, num_workers=2)
     assert [row for batch in loader for row in batch.tolist()] == list(expected(0, 0, 11).values())[5:]
@@ -264,6 +286,8 @@ def test_bad_input():
         TrainLoader(InMemory(13), sampler_of(), num_workers=-1)
     with pytest.raises(ConfigError, match="got 0"):
         EvaluationLoader(InMemory(13), batch_size=0, rank=0, world_size=1)
+    with pytest.raises(ConfigError, match="num_shards=0"):
+        EvaluationLoader(InMemory(13), batch_size=1, num_shards=0, rank=0, world_size=1)
 
 
 def test_loader_processes_that_cannot_be_started_are_one_sentence(monkeypatch):
