@@ -39,6 +39,7 @@ The words of this package, one meaning each:
     strategy            says who holds parameters and optimizer state, and how often the ranks agree
     bucket              gradients that are reduced together, and their memory
     slot                a parameter and its gradient's place in a bucket
+    row                 one of several memories of a bucket, where a rank has several partial sums of shards
     ready               said of a gradient: autograd has computed it
     full                said of a bucket: all the gradients that it waits for are ready
     launch              start a reduction; it is in flight until it completes, and `wait` returns then
@@ -55,6 +56,7 @@ The words of this package, one meaning each:
     master weights      float32 copies of narrow parameters, which the optimizer updates
     global batch        the samples of one optimizer step over all ranks
     shard               one of a fixed number of parts of a global batch, which random streams depend on
+    node                a run of shards whose sum is a part of the tree over all of them
     order               which sample an epoch has at which position
     micro-batch         the samples of one forward and backward on one rank
     step                one optimizer step; epoch: one pass over the training samples
@@ -88,6 +90,7 @@ if TYPE_CHECKING:
     from ddp.policies import LocalSGD as LocalSGD
     from ddp.policies import ParameterServer as ParameterServer
     from ddp.policies import Reading as Reading
+    from ddp.policies import SameBits as SameBits
     from ddp.replica.bucketed import BucketedDataParallel as BucketedDataParallel
     from ddp.replica.drop_in.data_parallel import DistributedDataParallel as DistributedDataParallel
     from ddp.replica.naive import NaiveDataParallel as NaiveDataParallel
@@ -100,6 +103,7 @@ if TYPE_CHECKING:
     from ddp.train.evaluate import evaluate as evaluate
     from ddp.train.evaluate import predict as predict
     from ddp.train.fit import fit as fit
+    from ddp.train.guard import Guard as Guard
     from ddp.train.profiler import Profiler as Profiler
     from ddp.train.state import StepReport as StepReport
     from ddp.train.state import TrainState as TrainState
@@ -128,6 +132,7 @@ _HOMES = {
     "EvaluationSampler": "ddp.data.orders.sampler",
     "fit": "ddp.train.fit",
     "Folder": "ddp.policies",
+    "Guard": "ddp.train.guard",
     "init": "ddp.comm.session",
     "LanguageModel": "ddp.train.tasks.cross_entropy",
     "launch": "ddp.run.launch.from_python",
@@ -140,6 +145,7 @@ _HOMES = {
     "predict": "ddp.train.evaluate",
     "Profiler": "ddp.train.profiler",
     "Reading": "ddp.policies",
+    "SameBits": "ddp.policies",
     "shutdown": "ddp.comm.session",
     "Splits": "ddp.data.samples",
     "StepReport": "ddp.train.state",

@@ -8,6 +8,7 @@
                                         ├── UnusedParameters    a gradient never became ready
                                         ├── CollectiveMismatch  ranks called different collectives
                                         ├── HookFailed          a communication hook failed
+                                        ├── AuditFailed         ranks compute one shard differently
                                         └── WorkersFailed       the workers of `ddp.launch` failed; of the cause's type
     * also a RuntimeError, because torch's DistributedDataParallel raises that where ours raises these
 
@@ -103,7 +104,11 @@ class UnusedParameters(RuntimeError):
     """Some parameters took no part in producing the loss, and `find_unused_parameters` is off."""
 
 
-USER_ERRORS = (ConfigError, CheckpointError, ReplicaMismatch, Diverged, LoaderLost, UnusedParameters)
+class AuditFailed(RuntimeError):
+    """Two ranks have computed the same shard of a step, and their gradients differ; names who computes wrongly."""
+
+
+USER_ERRORS = (ConfigError, CheckpointError, ReplicaMismatch, Diverged, LoaderLost, UnusedParameters, AuditFailed)
 """Errors that the message alone explains; a traceback would hide it."""
 
 

@@ -5,6 +5,7 @@
     ddp.Averaging      how gradients are averaged, and who updates what     strategy, replica.…, hook.…
     ddp.LocalSGD       the same, of workers that agree after several steps  strategy=local_sgd, strategy.…
     ddp.Folder         what a run keeps and shows                           checkpoint.…, report.…
+    ddp.SameBits       the same bits at any number of workers               same_bits.…
     ddp.Batches        how samples become steps                             data.…, batch.… (`data/orders/steps.py`)
 
 They are arguments of `ddp.fit`, and all but Batches are groups of a run's settings. So default, meaning and bounds of
@@ -32,6 +33,7 @@ from ddp.setting import (
 )
 
 WatchAction = Literal["warn", "stop"]
+GuardAction = Literal["stop", "skip", "go_back"]
 ONE_EVALUATION = "goes by evaluations, of which there is one, at the end"
 
 
@@ -295,6 +297,65 @@ class LocalSGD(Rounds, Averaging):
                 f"verify_every={self.verify_every} with delay={self.delay}: workers differ while differences are under "
                 "way; leave one out"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SameBits(Policy):
+    """Says that a run has the same bits at any number of workers, and how that can be seen (`docs/same-bits.md`)."""
+
+    on: bool = setting(
+        False,
+        "gradients, losses, buffers and metrics are added up by the shards of a batch, of which there are 8 unless "
+        "batch.num_shards is set; so any number of workers up to that ends with the same parameters, bit by bit",
+    )
+    hash_every: int = setting(
+        0,
+        "steps between two lines of hashes.jsonl: of parameters, buffers, optimizer state and loss; 0: none",
+        at_least=0,
+    )
+    audit_every: int = setting(
+        0,
+        "steps between two audits, in which a second worker computes a shard, too: a machine that computes wrongly is "
+        "named; 0: in the first step alone",
+        at_least=0,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.audit_every and not self.on:
+            raise ConfigError(
+                f"audit_every={self.audit_every}: workers have the same bits with on=True alone; set that, too"
+            )
+
+
+NUM_SHARDS = 8
+"""Of a run with the same bits, unless it is said: as many workers as eight can have equal shares of it."""
+
+
+def same_bits_problems(
+    *, strategy: StrategyName, hook: str, wire: WireName | None, is_naive: bool, waits: bool, is_sparse: bool = False
+) -> Iterator[str]:
+    """Yields, with the remedy, what cannot have the same bits at any number of workers.
+
+    Args:
+        hook: what sends less than all of the gradients; "": nothing does.
+        is_naive, waits, is_sparse: as in `strategies/choice.py::Setup`.
+    """
+    if strategy in ("parameter_server", "local_sgd"):
+        yield (
+            f"strategy={strategy}: its updates depend on which worker computes what; take strategy=auto, sharded or "
+            "central_storage"
+        )
+    if hook:
+        yield f"hook={hook}: what it has not sent yet depends on the number of hosts; leave it out"
+    if wire == "fp32":
+        yield "wire=fp32: the gradients of each shard are added up in their own type; leave it out"
+    if is_naive:
+        yield "replica.kind=naive: shards are added up in buckets; leave it out"
+    if waits:
+        yield "SyncBatchNorm: its statistics are sums over workers; take BatchNorm, which has one shard's in training"
+    if is_sparse:
+        yield "sparse gradients: they are added up by workers; take sparse=False"
 
 
 KINDS: dict[str, type[Averaging]] = {"parameter_server": ParameterServer, "local_sgd": LocalSGD}

@@ -41,18 +41,26 @@ ranks, from the owner on; this one in the order of the tree over the shards, whi
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 
 from ddp.collectives.all_to_all import all_gather
-from ddp.collectives.schedule import Add, Goal, Recv, Round, Schedule, Send, one_per_rank
+from ddp.collectives.schedule import Add, Algorithm, Goal, Recv, Round, Schedule, Send, one_per_rank
 from ddp.collectives.shards import Addition, additions_between, nodes_by_rank
 
 
-@lru_cache(maxsize=256)  # one object per number of shards, because others cache what they derive from a schedule
-def schedule_over_shards(num_shards: int, goal: Goal) -> Schedule:
-    """Returns the all-reduce, or the reduce-scatter, that adds up so many shards."""
+@lru_cache(maxsize=256)  # one object each, because others cache what they derive from a schedule
+def schedule_over_shards(num_shards: int, goal: Goal, slices: tuple[int, ...] = ()) -> Schedule:
+    """Returns the all-reduce, or the reduce-scatter, that adds up so many shards.
+
+    Args:
+        slices: by rank, the number of the chunk that it owns; its own number unless given.
+    """
     algorithm = {Goal.ALL_REDUCE: all_reduce, Goal.REDUCE_SCATTER: reduce_scatter}[goal]
-    return Schedule(partial(algorithm, num_shards=num_shards), goal, one_per_rank, num_shards)
+    over_shards: Algorithm = partial(algorithm, num_shards=num_shards)
+    if any(chunk != rank for rank, chunk in enumerate(slices)):
+        over_shards = partial(_with_slices, over_shards, slices)
+    return Schedule(over_shards, goal, one_per_rank, num_shards)
 
 
 def reduce_scatter(rank: int, num_ranks: int, *, num_shards: int) -> Iterator[Round]:
@@ -71,6 +79,12 @@ def all_reduce(rank: int, num_ranks: int, *, num_shards: int) -> Iterator[Round]
     """Every rank ends with the sum of every chunk, over all shards, in buffer 0."""
     yield from reduce_scatter(rank, num_ranks, num_shards=num_shards)
     yield from all_gather(rank, num_ranks)
+
+
+def _with_slices(algorithm: Algorithm, slices: Sequence[int], rank: int, num_ranks: int) -> Iterator[Round]:
+    """Yields rounds, each of whose transfers moves one chunk, with the chunks that `slices` has in their places."""
+    for ops in algorithm(rank, num_ranks):
+        yield tuple(replace(op, chunks=range(slices[op.chunks.start], slices[op.chunks.start] + 1)) for op in ops)
 
 
 def _buffers(rank: int, num_ranks: int, num_shards: int) -> list[range]:

@@ -10,6 +10,7 @@ from typing import SupportsIndex, SupportsInt
 import torch
 from torch import Tensor
 
+from ddp.collectives.shards import most_nodes
 from ddp.comm.reduction import COMBINE, SIGNED, refuse_divisor_out_of_range
 from ddp.comm.wire_format import wire_format
 from ddp.errors import ConfigError
@@ -203,3 +204,20 @@ def slices(flat: Tensor, bounds: Sequence[int], world_size: int) -> None:
     cuts = list(bounds)
     if len(cuts) != world_size + 1 or cuts != sorted(cuts) or (cuts[0], cuts[-1]) != (0, flat.numel()):
         raise ConfigError(f"bounds={cuts}: must be {world_size + 1} ascending positions from 0 to {flat.numel()}")
+
+
+def rows_of_shards(given: Tensor | Sequence[Tensor], num_shards: int, world_size: int, op: str, wire: object) -> None:
+    """Refuses anything but rows of the nodes of a tree over shards, to be added up."""
+    if num_shards < world_size:
+        raise ConfigError(f"num_shards={num_shards} for {world_size} ranks: give at least as many shards as ranks")
+    num_rows = most_nodes(world_size, num_shards)
+    if not isinstance(given, Tensor) or given.dim() < 2 or len(given) != num_rows or not given.is_contiguous():
+        shape = list(given.shape) if isinstance(given, Tensor) else "a list"
+        raise ConfigError(
+            f"num_shards={num_shards} with {shape}: of {world_size} ranks, one has {num_rows} node(s) of the tree over "
+            f"shards, so give a contiguous tensor [{num_rows}, …]"
+        )
+    if not (given.is_floating_point() or given.is_complex()):
+        raise ConfigError(f"num_shards={num_shards} with {given.dtype}: sums of whole numbers have no order")
+    if op != "sum" or wire is not None:
+        raise ConfigError(f"num_shards={num_shards} with op={op!r}, wire={wire!r}: take op='sum' without a wire format")

@@ -40,11 +40,12 @@ from torch import Tensor
 
 from ddp import gpu
 from ddp.collectives.schedule import offsets
+from ddp.collectives.shards import additions_between
 from ddp.comm.device import uuid_of
 from ddp.comm.flat import dtype_name
 from ddp.comm.host_links import HostLinks
 from ddp.comm.host_memory import NoSharedMemory
-from ddp.comm.host_reduce import divide, tree_steps
+from ddp.comm.host_reduce import divide
 from ddp.comm.reduction import COMBINE
 from ddp.comm.transport.edge import GiveUpCheck, TransportError, gathered
 from ddp.comm.transport.shared_memory import LINE_BYTES
@@ -214,7 +215,7 @@ class DeviceGroup:
             return
         terms = [plane[start:stop] for plane in planes]
         mine = terms[self.index]
-        *steps, (here, other) = tree_steps(0, self.size)
+        *steps, (here, other) = additions_between(self.size, self.size)
         for into, term in steps:
             terms[into] = combine(terms[into], terms[term], out=torch.empty_like(mine))
         divide(combine(terms[here], terms[other], out=mine), divide_by)

@@ -40,7 +40,9 @@ from torch import Tensor
 
 from ddp.collectives.catalog import ALL_REDUCE, SCHEDULES, all_reduce_schedules
 from ddp.collectives.placed import Hosts, rooted
-from ddp.collectives.schedule import Expression, Schedule, canonical, offsets
+from ddp.collectives.schedule import Expression, Goal, Schedule, canonical, offsets
+from ddp.collectives.shards import is_canonical_over_ranks, nodes_by_rank
+from ddp.collectives.slice_owners import schedule_over_shards
 from ddp.comm.cross_host import CrossHost
 from ddp.comm.device_group import DeviceGroup
 from ddp.comm.flat import bounds_of
@@ -212,6 +214,45 @@ class FlatCollectives:
         if not is_one(reduction.after):
             scaled_(flat, reduction.after)
 
+    def reduce_shards(
+        self,
+        rows: Tensor,
+        num_shards: int,
+        route: Route | None,
+        reduction: Reduction,
+        sequence: int,
+        bounds: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Adds up the nodes of all ranks (`collectives/shards.py`) into row 0, in place; no zero of a sum has a sign.
+
+        Args:
+            rows: [largest number of nodes that a rank has, numel]; all but row 0 is undefined then.
+            route: of an all-reduce over the ranks that adds up alike; None: slices go to their owners.
+            bounds: where slices begin in the order of `slices`, as in `reduce_scatter`; None: every rank gets all.
+
+        Returns:
+            What this rank has of row 0.
+        """
+        reduction, number = reduction._replace(before=1.0), self.slices[self.rank]  # each shard was scaled by itself
+        total = rows[0] if bounds is None else rows[0, bounds[number] : bounds[number + 1]]
+        group = self.group if self.cross_host is None and rows.is_cpu else None
+        if group is not None and group.reduce_shards(
+            rows, num_shards, bounds, divide_by=int(reduction.divide_by), sequence=sequence
+        ):
+            return total if is_one(reduction.after) else scaled_(total, reduction.after)
+        if bounds is None and route is not None:
+            self.all_reduce(total, route, reduction, sequence)
+            return total.add_(0.0)
+        if bounds is not None and self._is_canonical_in_slices and is_canonical_over_ranks(self.world_size, num_shards):
+            return self.reduce_scatter(rows[0], bounds, reduction, sequence).add_(0.0)
+        nodes = rows[: len(nodes_by_rank(self.world_size, num_shards)[self.rank])].unbind()
+        if bounds is None:
+            self.links.run_over_shards(schedule_over_shards(num_shards, Goal.ALL_REDUCE), nodes, None, reduction)
+        else:
+            schedule = schedule_over_shards(num_shards, Goal.REDUCE_SCATTER, tuple(self.slices))
+            self.links.run_over_shards(schedule, nodes, bounds, reduction, chunk=number)
+        return (total if is_one(reduction.after) else scaled_(total, reduction.after)).add_(0.0)
+
     def reduce_scatter(
         self, flat: Tensor, bounds: Sequence[int], reduction: Reduction, sequence: int, *, by_rank: bool = False
     ) -> Tensor:
@@ -239,11 +280,15 @@ class FlatCollectives:
     ) -> Tensor:
         """Combines slices as `reduce_scatter` does, and gives each rank those of its counterparts, too, in place."""
         mine = self.reduce_scatter(flat, bounds, reduction, sequence)
+        self.gather_on_hosts(flat, bounds, sequence)
+        return mine
+
+    def gather_on_hosts(self, flat: Tensor, bounds: Sequence[int], sequence: int) -> None:
+        """Gives each rank the slices of its counterparts on the other hosts, in place."""
         if cross_host := self._slicing(flat):
             cross_host.gather_across(flat, bounds)
         elif len(self.hosts) > 1:  # of one rank each
             self.all_gather(flat, bounds, sequence)
-        return mine
 
     def reduce(self, flat: Tensor, root: int, reduction: Reduction) -> None:
         """Combines `flat` over all ranks into the root's; the others' is undefined then."""
@@ -351,6 +396,14 @@ class FlatCollectives:
         for memory in (self.group, self.device_group):
             if memory is not None:
                 memory.close()
+
+    @cached_property
+    def _is_canonical_in_slices(self) -> bool:
+        """Returns True if `reduce_scatter` adds up as the canonical tree over the ranks: in memory, on two hosts."""
+        if self.cross_host is None or self.cross_host.slices is None or len(self.hosts) != 2:
+            return False
+        inside = [_renamed(canonical(len(host)), host) for host in self.hosts]  # the order of `host_reduce.py`
+        return (inside[0], inside[1]) == canonical(self.world_size)
 
     def _slicing(self, flat: Tensor) -> CrossHost | None:
         """Returns the connection of the hosts' memories, if such a tensor goes through it in slices."""

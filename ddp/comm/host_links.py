@@ -85,12 +85,15 @@ class HostLinks:
         rows: Sequence[Tensor],
         bounds: Sequence[int] | None = None,
         reduction: Reduction = SUM,
+        *,
+        chunk: int | None = None,
     ) -> None:
         """Runs a schedule over the shards of a batch. The result is in `rows[0]`; the other rows are used up.
 
         Args:
             rows: [numel] each: the sums of this rank's nodes (`nodes_by_rank`), in their order.
             bounds: where the chunks of a row begin, and where the last one ends; cut evenly unless given.
+            chunk: that this rank owns; its own number unless given.
         """
         assert schedule.num_shards is not None and reduction.wire is None, "sums over shards travel as they are"
         nodes = nodes_by_rank(self.world_size, schedule.num_shards)
@@ -101,11 +104,12 @@ class HostLinks:
         if bounds is None:
             bounds = offsets(rows[0].numel(), schedule.num_chunks(self.world_size))
         # A landing has this rank's chunk of another rank's node, and its other chunks are empty.
-        numel, num_landings = bounds[self.rank + 1] - bounds[self.rank], sum(map(len, nodes)) - len(rows)
+        chunk = self.rank if chunk is None else chunk
+        numel, num_landings = bounds[chunk + 1] - bounds[chunk], sum(map(len, nodes)) - len(rows)
         self._landings.reset()
         room = self._landings.take(num_landings * numel, rows[0].dtype, rows[0].device)
         landings = [room[number * numel : (number + 1) * numel] for number in range(num_landings)]
-        of_landing = [0] * (self.rank + 1) + [numel] * (self.world_size - self.rank)
+        of_landing = [0] * (chunk + 1) + [numel] * (self.world_size - chunk)
         places = [*[bounds] * len(rows), *[of_landing] * num_landings]
         self._execute(schedule, [*rows, *landings], places, reduction)
 

@@ -16,6 +16,9 @@ All three add every element in the order of the canonical binary tree over the r
 3 → ((0,1),2), 4 → ((0,1),(2,3)), 5 → (((0,1),(2,3)),4). So the bits depend neither on the method nor on where slices
 begin. The mean divides once, after adding.
 
+Sums over the *shards* of a batch (`collectives/shards.py`) go the zero-copy way alone: what is added up then are the
+rows of all ranks' tensors, one for each node that a rank has.
+
     reduce-scatter   the first half of an all-reduce, with slices given by the caller
     all-gather       through the inboxes, or straight out of the others' allocated tensors
     broadcast        an all-gather in which one slice is everything
@@ -33,13 +36,14 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ddp.collectives.shards import Addition, additions_between, most_nodes, nodes_by_rank
 from ddp.comm.flat import dtype_name
 from ddp.comm.host_memory import Entry, HostMemory, Region, entry
 from ddp.comm.host_memory import NoSharedMemory as NoSharedMemory
@@ -57,21 +61,12 @@ MAX_PLANS = 512
 # --- additions and their order ---------------------------------------------------------------------------------------
 
 
-def tree_steps(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yields the canonical binary tree over start … stop−1 as additions (into, other); the sum ends at `start`."""
-    if stop - start > 1:
-        middle = start + (1 << ((stop - start - 1).bit_length() - 1))
-        yield from tree_steps(start, middle)
-        yield from tree_steps(middle, stop)
-        yield start, middle
-
-
 class _Arithmetic:
     """Adds up the tensors of a group: operation, order, and the division at the end."""
 
-    def __init__(self, op: str, size: int) -> None:
+    def __init__(self, op: str, steps: Iterable[Addition]) -> None:
         self._combine = COMBINE[op]
-        self._steps = tuple(tree_steps(0, size))
+        self._steps = tuple(steps)
 
     def in_place(self, leaves: Sequence[Tensor], out: Tensor, divide_by: int = 1) -> None:
         """Adds up the leaves into `out`, which may be one of them. The leaves are overwritten."""
@@ -148,6 +143,14 @@ class _Block(NamedTuple):
     others: Tensor  # [size − 1, numel]: all leaves but the first
 
 
+class _BlockOfNodes(NamedTuple):
+    """A part of this rank's slice of the rows of all ranks."""
+
+    leaves: tuple[Tensor, ...]  # by rank, and by node of it
+    others: Tensor  # [size − 1, numel]: row 0 of all ranks but the first
+    mine: Tensor  # row 0 of this rank
+
+
 class HostGroup:
     """This rank's end of the collectives of its host. Made by `join`; used by one thread at a time.
 
@@ -173,6 +176,8 @@ class HostGroup:
         self._plan = functools.lru_cache(MAX_PLANS)(self._new_plan)
         self._allocated = functools.lru_cache(MAX_PLANS)(self._new_allocated)
         self._bench = functools.lru_cache(MAX_PLANS)(self._new_bench)
+        self._of_nodes = functools.lru_cache(MAX_PLANS)(self._new_of_nodes)
+        self._by_node = functools.lru_cache(MAX_PLANS)(self._new_by_node)
 
     def __enter__(self) -> None:
         """Begins a collective, which is all or nothing."""
@@ -234,7 +239,7 @@ class HostGroup:
             op, divide_by: as in `all_reduce`.
         """
         with self:
-            memory, arithmetic, item = self._memory, _Arithmetic(op, self.size), flat.element_size()
+            memory, arithmetic, item = self._memory, self._by_rank(op), flat.element_size()
             region = memory.find(flat.data_ptr(), flat.nbytes)
             call = self._entry("reduce_scatter", flat, f"by {op} {_slices(bounds)}", region)
             if memory.enter(call, sequence, divide_by) and region is not None:
@@ -254,6 +259,39 @@ class HostGroup:
                 terms = [box[self.index * step :][: last - first] for box in boxes]
                 terms[self.index] = mine = flat[first:last]
                 arithmetic.in_place(terms, mine, divide_by)
+
+    def reduce_shards(
+        self, rows: Tensor, num_shards: int, bounds: Sequence[int] | None = None, *, divide_by: int = 1, sequence: int
+    ) -> bool:
+        """Adds up the nodes of all members (`collectives/shards.py`), in place. No zero in a sum has a sign then.
+
+        Args:
+            rows: [largest number of nodes that a member has, numel]; the sum replaces row 0, and the rest is undefined.
+            num_shards: of the tree.
+            bounds: member i gets the sum of the elements from bounds[i] to bounds[i + 1] alone; None: all get all.
+            divide_by: as in `all_reduce`.
+
+        Returns:
+            False if the rows are not allocated memory, in the same place on all members. Then nothing was done.
+        """
+        with self:
+            memory, words = self._memory, "" if bounds is None else _slices(bounds)
+            call = entry(f"reduce_shards of {list(rows.shape)} × {dtype_name(rows.dtype)} by {num_shards} {words}")
+            if region := memory.find(rows.data_ptr(), rows.nbytes):
+                call = entry(call.words, region.number, rows.data_ptr() - region.addresses[self.index])
+            if not memory.enter(call, sequence, divide_by) or region is None:
+                return False
+            cuts = _cuts(rows.shape[1], self.size, rows.element_size()) if bounds is None else bounds
+            slice_of_mine = tuple(cuts[self.index : self.index + 2])
+            address, numel = rows.data_ptr(), rows.shape[1]
+            for block in self._of_nodes(address, numel, rows.dtype, num_shards, slice_of_mine):
+                total = block.leaves[0] if bounds is None else block.mine
+                self._by_node(num_shards).in_place(block.leaves, total, divide_by)
+                total.add_(0.0)  # −0.0 becomes 0.0, whether or not zeros of shards without a gradient were added
+                if bounds is None:
+                    block.others.copy_(total)
+            memory.wait()
+            return True
 
     def all_gather(self, flat: Tensor, bounds: Sequence[int], *, sequence: int) -> None:
         """Gives everyone member i's flat[bounds[i]:bounds[i + 1]], in place.
@@ -286,6 +324,7 @@ class HostGroup:
         with self:
             tensor = self._memory.allocate(numel, dtype, sequence)
             self._allocated.cache_clear()  # an ordinary tensor may have lain there
+            self._of_nodes.cache_clear()
             return tensor
 
     def free(self, tensor: Tensor) -> None:
@@ -293,6 +332,7 @@ class HostGroup:
         if not self._closed:
             self._memory.free(tensor)
             self._allocated.cache_clear()
+            self._of_nodes.cache_clear()
 
     def close(self) -> None:
         """Ends this rank's part. Tensors from `allocate` stay usable, as ordinary memory."""
@@ -300,7 +340,7 @@ class HostGroup:
             self._closed, self._out_of_use = True, self._out_of_use or "closed"
             self._memory.close()
             del self._memory
-            for cache in (self._plan, self._allocated, self._bench):
+            for cache in (self._plan, self._allocated, self._bench, self._of_nodes):
                 cache.cache_clear()
 
     # --- how they are done -------------------------------------------------------------------------------------------
@@ -357,7 +397,10 @@ class HostGroup:
 
     def _new_plan(self, numel: int, dtype: torch.dtype, op: str) -> _Plan:
         call = entry(f"all_reduce of {numel} × {dtype_name(dtype)} by {op}")
-        return _Plan(call, _Arithmetic(op, self.size), self._pieces(numel, dtype))
+        return _Plan(call, self._by_rank(op), self._pieces(numel, dtype))
+
+    def _by_rank(self, op: str) -> _Arithmetic:
+        return _Arithmetic(op, additions_between(self.size, self.size))
 
     def _new_allocated(self, address: int, numel: int, dtype: torch.dtype, op: str) -> _Allocated | None:
         region = self._memory.find(address, numel * dtype.itemsize)
@@ -395,6 +438,28 @@ class HostGroup:
         slices = region.planes(dtype, offset + start * dtype.itemsize, offset + stop * dtype.itemsize)
         blocks = slices.split(numel, dim=1) if stop > start else ()
         return [_Block(block.unbind(), block[1:]) for block in blocks]
+
+    def _new_by_node(self, num_shards: int) -> _Arithmetic:
+        return _Arithmetic("sum", additions_between(self.size, num_shards))
+
+    def _new_of_nodes(
+        self, address: int, numel: int, dtype: torch.dtype, num_shards: int, mine: tuple[int, int]
+    ) -> list[_BlockOfNodes]:
+        """Returns a slice of the rows of all members, block by block: a leaf for each node."""
+        nodes, (start, stop) = nodes_by_rank(self.size, num_shards), mine
+        num_rows = most_nodes(self.size, num_shards)
+        region = self._memory.find(address, num_rows * numel * dtype.itemsize)
+        assert region is not None
+        offset, length = address - region.addresses[self.index], BLOCK_BYTES // sum(map(len, nodes)) // dtype.itemsize
+        rows = []
+        for row in range(num_rows):
+            first = offset + (row * numel + start) * dtype.itemsize
+            rows.append(region.planes(dtype, first, first + (stop - start) * dtype.itemsize).split(length, dim=1))
+        found = []
+        for blocks in zip(*rows, strict=True) if stop > start else ():  # of each row, [size, up to length]
+            leaves = tuple(blocks[row][rank] for rank, its in enumerate(nodes) for row in range(len(its)))
+            found.append(_BlockOfNodes(leaves, blocks[0][1:], blocks[0][self.index]))
+        return found
 
     def _entry(self, name: str, flat: Tensor, details: str, region: Region | None) -> Entry:
         words = f"{name} of {flat.numel()} × {dtype_name(flat.dtype)} {details}"

@@ -46,6 +46,7 @@ from ddp import gpu
 from ddp.collectives.cost import anatomy, cost_s, volume
 from ddp.collectives.placed import Hosts, placed
 from ddp.collectives.schedule import Round, Schedule
+from ddp.collectives.shards import is_canonical_over_ranks
 from ddp.collectives.simulate import SEGMENT_BYTES, Network, equal_hosts
 from ddp.comm import checks
 from ddp.comm.calibrate import BULK_BYTES, IN_A_ROW, NUM_REPETITIONS, Measured, agreed, calibrate, timed
@@ -199,7 +200,8 @@ class Plan:
 
     Attributes:
         algorithm: what "auto" stands for: "auto", or the name of a route.
-        choices: bytes, and the wire format if there is one → name of the route that was chosen by its cost.
+        choices: bytes, with the wire format if there is one, and "canonical" if only such routes were asked for → name
+            of the route that was chosen by its cost.
 
     Raises:
         ConfigError: the algorithm asked for is not possible here.
@@ -245,6 +247,25 @@ class Plan:
             raise ConfigError(f"a tensor on {flat.device}: this communicator's are on the CPU; move it there")
         return route
 
+    def route_over_shards(self, flat: Tensor, num_shards: int) -> Route | None:
+        """Returns the route over the ranks that adds up their nodes as the tree over the shards does; None: none does.
+
+        Raises:
+            ConfigError: the user has asked for a route that adds up in another order.
+        """
+        if not is_canonical_over_ranks(self._collectives.world_size, num_shards):
+            return None
+        if self.algorithm == "auto":
+            return self._routes[self._choose(flat.nbytes, is_canonical=True)]
+        ranking = self.ranking(flat.nbytes, is_canonical=True)
+        if not any(each.route.answers_to(self.algorithm) for each in ranking):
+            names = ", ".join(each.route.name for each in ranking)
+            raise ConfigError(
+                f"algorithm={self.algorithm!r} adds up in another order than the tree over {num_shards} shards: take "
+                f"auto, or one of {names}"
+            )
+        return cheapest(ranking, self.algorithm).route
+
     def algorithms(self) -> list[str]:
         """Returns every algorithm that an all-reduce can take here: what `algorithm=` accepts besides "auto"."""
         return list(self._routes)
@@ -270,29 +291,36 @@ class Plan:
         checks.size(nbytes)
         return self._queue.run(self._queue.number(question, how=(nbytes,)), answer)
 
-    def _choose(self, nbytes: int, wire: Narrow | None = None, *, in_memory: bool = True) -> str:
+    def _choose(
+        self, nbytes: int, wire: Narrow | None = None, *, in_memory: bool = True, is_canonical: bool = False
+    ) -> str:
         if IN_MEMORY in self._routes and in_memory:
             return IN_MEMORY
-        if self._is_direct:
+        if self._is_direct and not (is_canonical and not self._routes[DIRECT].is_canonical):
             return DIRECT
-        key = str(nbytes) if wire is None else f"{nbytes} {wire}"
+        key = " ".join([str(nbytes), *filter(None, [wire, "canonical" if is_canonical else None])])
         if key not in self.choices:
             size = size_of_trial(nbytes)
-            ranking = [each for each in self.ranking(size, wire=wire) if in_memory or each.route.schedule]
+            ranking = self.ranking(size, wire=wire, is_canonical=is_canonical)
+            ranking = [each for each in ranking if in_memory or each.route.schedule]
             candidates = affordable(ranking)
             predicted = {choice.route.name: choice.predicted_s for choice in ranking}
             times = self._trial(size, candidates, wire) if len(candidates) > 1 else predicted
             self.choices[key] = fastest(self._routes, times)
         return self.choices[key]
 
-    def ranking(self, nbytes: int, *, allocated: bool = False, wire: Narrow | None = None) -> list[Choice]:
+    def ranking(
+        self, nbytes: int, *, allocated: bool = False, wire: Narrow | None = None, is_canonical: bool = False
+    ) -> list[Choice]:
         """Returns the prediction for every route, the cheapest first.
 
         Args:
             allocated: the tensor lies in memory from `allocate`.
             wire: as in `route`.
+            is_canonical: of those alone that add up as the canonical tree over the ranks, whatever `order` is.
         """
-        routes = [route for route in self._routes.values() if self._settings.order == "any" or route.is_canonical]
+        is_any = self._settings.order == "any" and not is_canonical
+        routes = [route for route in self._routes.values() if is_any or route.is_canonical]
         measured, form = self.measured, None
         if wire is not None:
             measured = replace(measured, network=replace(measured.network, gamma_s=self._adding_s(wire)))

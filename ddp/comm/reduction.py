@@ -102,10 +102,15 @@ def reduction_of(
     before: float | Tensor = 1.0
     after: float | Tensor = 1.0
     if dtype in OVERFLOWING:
-        room = 1 << (num_ranks - 1).bit_length()  # a power of two, by which dividing loses no digits
+        room = room_for(num_ranks)
         divisor, before, after = 1, 1 / room, room / divisor
     form = None if wire is None else wire_format(wire, 1 if isinstance(divisor, Tensor) else divisor)
     return Reduction(op, divisor, form, before, after)
+
+
+def room_for(num_terms: int) -> int:
+    """Returns what so many terms are divided by, that their sum does not overflow: a power of two loses no digits."""
+    return 1 << (num_terms - 1).bit_length()
 
 
 def refuse_divisor_out_of_range(divide_by: int) -> None:

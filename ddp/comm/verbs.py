@@ -22,7 +22,7 @@ from ddp.comm.flat import bounds_of, buffers, by_rank, dtype_name, flatten, with
 from ddp.comm.flat_collectives import IN_MEMORY, FlatCollectives
 from ddp.comm.host_copy import HostCopy
 from ddp.comm.plan import Plan
-from ddp.comm.reduction import Op, reduction_of
+from ddp.comm.reduction import OVERFLOWING, Op, is_one, reduction_of, room_for
 from ddp.comm.transport.edge import gathered
 from ddp.comm.watch.call import recorded
 from ddp.comm.wire_format import widened
@@ -40,6 +40,7 @@ class Terms(TypedDict, total=False):
 
     divide_by: SupportsInt
     wire: WireName | None
+    num_shards: int | None
     label: str
 
 
@@ -84,6 +85,7 @@ class Verbs:
         algorithm: str = "auto",
         divide_by: SupportsInt = 1,
         wire: WireName | None = None,
+        num_shards: int | None = None,
         async_op: bool = False,
         label: str = "",
     ) -> Given | Work[Given]:
@@ -98,6 +100,11 @@ class Verbs:
             wire: "bf16", "fp16", "int8" or "int8_stochastic": how numbers travel between hosts (`wire_format.py`); sums
                 are kept in the tensor's own type. What goes through a host's memory is not encoded. "fp32": a tensor of
                 a narrower type travels and is added up as float32.
+            num_shards: the tensor is [rows, …], in memory from `allocate`: a row for each node of the tree over so many
+                shards that this rank has (`collectives/shards.py`), and as many rows as the rank with most nodes. Row 0
+                becomes the sum of all ranks' nodes, in which no zero has a sign; the others are undefined then. With
+                op="sum", and without a wire format. What is float16, whose sums may overflow, was divided by
+                `reduction.room_for(num_shards)` before it was added up; the result makes up for that.
             async_op: return a `Work` at once; leave `tensor` alone until its `wait` has returned.
             label: name of this call in messages and profiles.
 
@@ -111,9 +118,14 @@ class Verbs:
             checks.result_on(self.device, one)
             checks.reduction(op, one.dtype, divide_by, wire)
         self.plan.check(algorithm)
-        call = self._queue.number("all_reduce", op, tensor, label, how=(algorithm, wire))
+        if num_shards is not None:
+            checks.rows_of_shards(tensor, num_shards, self.world_size, op, wire)
+        call = self._queue.number("all_reduce", op, tensor, label, how=(algorithm, wire, num_shards))
 
         def run() -> Given:
+            if isinstance(tensor, Tensor) and num_shards is not None:
+                self._reduce_shards(tensor, num_shards, divide_by, call.sequence)
+                return tensor
             for flat, tensors in buffers(tensor):
                 wide, narrow = widened(flat, wire)
                 route = self.plan.route(wide, algorithm, narrow)
@@ -127,6 +139,20 @@ class Verbs:
             return tensor
 
         return self._queue.run(call, run, async_op=async_op)
+
+    def _reduce_shards(
+        self, rows: Tensor, num_shards: int, divide_by: SupportsInt, sequence: int, bounds: Sequence[int] | None = None
+    ) -> Tensor:
+        """Adds up the nodes of all ranks. Returns what this rank has of row 0."""
+        flats = rows.view(len(rows), -1)
+        route = None if bounds is not None else self.plan.route_over_shards(flats[0], num_shards)
+        reduction = reduction_of("sum", rows.dtype, num_shards, divide_by)
+        if rows.dtype in OVERFLOWING and is_one(reduction.before):  # nothing divides; but each shard was made smaller
+            reduction = reduction._replace(after=room_for(num_shards))
+        name = "ddp: slice_owners" if route is None else f"ddp: {route.name}"
+        return recorded(
+            name, self._collectives.reduce_shards, flats, num_shards, route, reduction, sequence, bounds
+        )
 
     @overload
     def reduce_scatter(self, tensor: Tensor, op: Op = "sum", *, async_op: Now = False, label: str = "") -> Tensor: ...
@@ -174,6 +200,7 @@ class Verbs:
         *,
         divide_by: SupportsInt = 1,
         wire: WireName | None = None,
+        num_shards: int | None = None,
         on_hosts: bool = False,
         async_op: bool = False,
         label: str = "",
@@ -188,14 +215,22 @@ class Verbs:
             on_hosts: every host gets the whole result: a rank also has the slices of its counterparts, the ranks in its
                 place on the other hosts, which lie beside its own. Not with a wire format, nor where hosts differ in
                 size.
+            num_shards: as in `all_reduce`; then `flat` is [rows, numel], and slices are those of row 0.
             op, divide_by, wire, async_op, label: as in `all_reduce`.
         """
         checks.on(self.device, flat)
-        checks.slices(flat, bounds, self.world_size)
+        checks.slices(flat if num_shards is None else flat[0], bounds, self.world_size)
         checks.reduction(op, flat.dtype, divide_by, wire)
-        call = self._queue.number("reduce_scatter_", op, flat, label, how=(*bounds, wire, on_hosts))
+        if num_shards is not None:
+            checks.rows_of_shards(flat, num_shards, self.world_size, op, wire)
+        call = self._queue.number("reduce_scatter_", op, flat, label, how=(*bounds, wire, num_shards, on_hosts))
 
         def run() -> Tensor:
+            if num_shards is not None:
+                mine = self._reduce_shards(flat, num_shards, divide_by, call.sequence, bounds)
+                if on_hosts:
+                    self._collectives.gather_on_hosts(flat[0], bounds, call.sequence)
+                return mine
             wide, narrow = widened(flat, wire)
             reduction = reduction_of(op, wide.dtype, self.world_size, divide_by, narrow)
             if on_hosts:

@@ -25,6 +25,7 @@ COMMANDS = {
     "explain": 'measures here, and says which all-reduce "auto" chooses and why',
     "forecast": "predicts a profiled run's step on other workers, hosts and links, and what would make it faster",
     "doctor": "examines hosts, links and settings, alone or under torchrun, and says what is wrong and what to do",
+    "same_bits": "compares two runs bit by bit, and names the first step and tensor in which they differ",
     "where": "says which samples a step has, or who reads a sample",
     "evaluate": "says how good a run is: a finished one, or one with strategy.region at this moment",
     "sidecar": "follows a run that goes on, and evaluates each of its checkpoints",
@@ -34,6 +35,7 @@ COMMANDS = {
     "tutorial": "writes the read-along, prose beside code, as pages for a browser",
     "bench_step": "times training steps beside torch's DistributedDataParallel",
     "bench_strategies": "times and counts training by each strategy beside torch's classes",
+    "bench_same_bits": "proves that runs have the same bits on any number of workers, and measures what that costs",
     "bench_forecast": "compares forecasts of training steps with the steps",
     "bench_collectives": "times collectives beside torch.distributed's on Gloo",
 }
@@ -52,6 +54,7 @@ examples:
   python -m ddp explain 25MB --workers 2
   python -m ddp forecast runs/mine --ranks 64 --per-host 8 --rate 10gbit --alpha 50us
   python -m ddp doctor                                                 is all here as training needs it?
+  python -m ddp same_bits runs/one runs/three                          of runs that had same_bits.hash_every=10
   python -m ddp where runs/mine --step 47                              the samples of a step, rank by rank
   python -m ddp where runs/mine --sample 123 --epoch 7                 its step, rank and loader process
   python -m ddp evaluate runs/mine data.test_path=other.csv            the metrics of a finished run, on other data
@@ -63,6 +66,7 @@ examples:
   python -m ddp tutorial --html site/                                  the read-along, as pages for a browser
   python -m ddp bench_step --models digits-cnn,mine:Net                your own model beside torch's class
   python -m ddp bench_strategies --workers 2,4                         step, memory and bytes of each strategy
+  python -m ddp bench_same_bits --parts hashes                         equal bits on 1 to 8 workers?
   python -m ddp bench_forecast --workers 2                             how far off a forecast is
   python -m ddp bench_collectives --workers 2 --sizes 64KB
 

@@ -55,6 +55,7 @@ class Start(NamedTuple):
         state: of the sampler there; None for a new run.
         last_step: the last one that belongs to it, because a later start went on from there; None for the last start.
         following: the sampler's state from which that one went on.
+        left_out: number, position and size of the steps that its guard has left out.
     """
 
     config: Config
@@ -63,6 +64,7 @@ class Start(NamedTuple):
     state: Mapping[str, Any] | None = None
     last_step: int | None = None
     following: Mapping[str, Any] | None = None
+    left_out: Sequence[tuple[int, int, int]] = ()
 
     def until(self, step: int, state: Mapping[str, Any] | None) -> Start:
         """Returns it, if a later start goes on from a step and a state."""
@@ -76,6 +78,9 @@ class Start(NamedTuple):
         if self.state is not None:
             for sampler in samplers:
                 sampler.load_state_dict(self.state)
+        for sampler in samplers:
+            for step in self.left_out:
+                sampler.leave_out(*step)
         return samplers
 
     def end(self, sampler: TrainSampler) -> int:
@@ -113,13 +118,18 @@ def starts_of(run: Path) -> list[Start]:
             "samples have no numbers, nothing is noted, and older versions of ddp.fit have noted nothing"
         )
     try:
-        noted = [_noted(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        noted = [_incident(line) or _noted(line) for line in lines]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is damaged ({one_line(error)}): no answer can be had from it") from error
     if not noted:
         raise ConfigError(f"{path} is empty: no answer can be had from it")
     found: list[Start] = []
-    for config, folder, step, state, facts, order in noted:
+    for line in noted:
+        if isinstance(line, Incident):
+            found = line.added_to(found)
+            continue
+        config, folder, step, state, facts, order = line
         found = [start.until(step, state) for start in found if start.step < step]  # what came after it was lost
         with contextlib.chdir(folder if folder.is_dir() else "."):  # relative paths are meant from there
             splits = load_data(config) if facts is None else _noted_splits(config, facts)
@@ -130,6 +140,35 @@ def starts_of(run: Path) -> list[Start]:
                 "own, which is not noted: only the program can say which sample was where"
             )
     return found
+
+
+class Incident(NamedTuple):
+    """A bad step, which the guard of a run has left out, or after which it has gone back to a checkpoint.
+
+    Attributes:
+        left_out: number, position and size of the step.
+        to: step and sampler's state to which the run has gone back; None if it has left the step out.
+    """
+
+    left_out: tuple[int, int, int]
+    to: tuple[int, Mapping[str, Any]] | None
+
+    def added_to(self, starts: list[Start]) -> list[Start]:
+        """Returns the starts as they are then: one that has gone back is followed by another one."""
+        *before, last = starts
+        if self.to is None:
+            return [*before, last._replace(left_out=[*last.left_out, self.left_out])]
+        step, state = self.to
+        kept = [start.until(step, state) for start in starts if start.step < step]
+        return [*kept, last._replace(step=step, state=state, last_step=None, following=None, left_out=())]
+
+
+def _incident(line: Any) -> Incident | None:
+    """Returns the bad step that a line of starts.jsonl is about; None of a start."""
+    if facts := line.get("left_out") or line.get("went_back"):
+        step = int(facts["step"]), int(facts["position"]), int(facts["size"])
+        return Incident(step, (int(facts["to"]), dict(facts["sampler"])) if "went_back" in line else None)
+    return None
 
 
 def _noted_splits(config: Config, facts: Mapping[str, Any]) -> Splits:
@@ -205,7 +244,9 @@ def _places(start: Start, sample: int, epoch: int, *, is_first: bool, is_last: b
     for position in first.order.positions(sample, seed=first.state.seed, epoch=epoch):
         where = epoch * first.length + position
         if (skipped := first.left_out_from(where)) is not None:
-            if is_last or skipped <= end + 1:
+            if any(begin <= where < begin + size for _, begin, size in start.left_out):
+                yield f"left out, by the run's guard, before step {skipped:,}"
+            elif is_last or skipped <= end + 1:
                 yield f"left out, by data.skip_steps={start.config.data.skip_steps}"
             continue
         if first.was_made(where):

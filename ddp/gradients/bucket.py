@@ -19,6 +19,8 @@ it is ready, so that its memory is free again. Small ones are copied together on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -39,14 +41,16 @@ class Slot:
         strides: of the gradient in its bucket: the parameter's, as they were when the layout was planned. So they stay
             those of the other ranks.
         view: the gradient in its bucket, shaped like the parameter; none before `Bucket.allocate`.
+        rows: the same place in each row of the bucket; `view` is the first.
     """
 
-    __slots__ = ("index", "name", "parameter", "strides", "view")
+    __slots__ = ("index", "name", "parameter", "rows", "strides", "view")
 
     def __init__(self, index: int, name: str, parameter: nn.Parameter) -> None:
         self.index, self.name, self.parameter = index, name, parameter
         self.strides = strides_in_bucket(parameter)
         self.view: Tensor | None = None
+        self.rows: list[Tensor] = []
 
     def move_in(self) -> None:
         """Copies the gradient, which there must be, to its place, and makes that `parameter.grad`."""
@@ -70,11 +74,13 @@ class Bucket:
         index: position in the order of reduction.
         ids: ids of the parameters.
         label: its name in messages and profiles.
-        flat: [numel], all spans, the padding between them, and the tail. Exists from `allocate` on, like the next two.
+        rows: [number of rows, numel]. Exists from `allocate` on, like the next three.
+        flat: [numel], all spans, the padding between them, and the tail; row 0.
         gradients: `flat` without its tail.
         tail: [num_tail].
     """
 
+    rows: Tensor
     flat: Tensor
     gradients: Tensor
     tail: Tensor
@@ -97,12 +103,13 @@ class Bucket:
         """Returns the number of elements, tail and padding included."""
         return sum(span(slot.parameter) for slot in self.slots) + self.num_tail
 
-    def allocate(self, flat: Tensor) -> None:
-        """Takes zeros, [numel], as memory, and gives every slot its place in it."""
-        self.flat = flat
+    def allocate(self, memory: Tensor, *, num_rows: int = 1) -> None:
+        """Takes zeros, [num_rows · numel], as memory, and gives every slot its places in it."""
+        self.rows = memory.view(num_rows, self.numel)
+        self.flat = flat = memory[: self.numel] if num_rows > 1 else memory
         self.gradients, self.tail = flat.split([len(flat) - self.num_tail, self.num_tail])
-        for slot, view in zip(self.slots, self.views_of(self.flat), strict=True):
-            slot.view = view
+        for slot, *rows in zip(self.slots, *map(self.views_of, self.rows), strict=True):
+            slot.view, slot.rows = rows[0], rows
         self._addresses = [view.data_ptr() for view in self.views_of(self.flat)]
         is_padding = torch.ones(len(self.gradients), dtype=torch.bool, device=flat.device)
         for view in self.views_of(is_padding):
@@ -122,7 +129,7 @@ class Bucket:
         if [slot.view.data_ptr() for slot in self.slots if slot.view is not None] != self._addresses:
             for slot, view, address in zip(self.slots, self.views_of(self.flat), self._addresses, strict=True):
                 if slot.view is None or slot.view.data_ptr() != address:
-                    slot.view = view
+                    slot.view = slot.rows[0] = view
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Returns every gradient's part of memory that is laid out like `flat`, of any type."""
@@ -144,30 +151,40 @@ class Bucket:
         """
         empty: list[Slot] = []
         self.mend()
+        filled: list[Slot] = []
         here: list[Tensor] = []
         there: list[Tensor] = []
-        try:
-            for slot in self.slots:
-                parameter, view = slot.parameter, slot.view
-                gradient = parameter.grad
-                if gradient is view:
-                    continue
-                if gradient is None:
-                    empty.append(slot)
-                    view.zero_()  # type: ignore[union-attr]
-                else:
-                    here.append(view)  # type: ignore[arg-type]
-                    there.append(gradient if moves else gradient.detach())
-                if moves:
-                    parameter.grad = view
-            if here:
-                torch._foreach_copy_(here, there)
-        except RuntimeError:
-            slots = {id(slot.view): slot for slot in self.slots}
-            for view, gradient in zip(here, there, strict=True):
-                check_fits(slots[id(view)], gradient)
-            raise
+        for slot in self.slots:
+            parameter, view = slot.parameter, slot.view
+            gradient = parameter.grad
+            if gradient is view:
+                continue
+            if gradient is None:
+                empty.append(slot)
+                view.zero_()  # type: ignore[union-attr]
+            else:
+                filled.append(slot)
+                here.append(view)  # type: ignore[arg-type]
+                there.append(gradient if moves else gradient.detach())
+            if moves:
+                parameter.grad = view
+        if here:
+            move(filled, here, there)
         return empty
+
+
+def move(slots: Sequence[Slot], here: list[Tensor], there: list[Tensor]) -> None:
+    """Copies gradients of slots from `there` to their places in a bucket, `here`.
+
+    Raises:
+        RuntimeError: the bucket cannot hold one.
+    """
+    try:
+        torch._foreach_copy_(here, there)
+    except RuntimeError:
+        for slot, gradient in zip(slots, there, strict=True):
+            check_fits(slot, gradient)
+        raise
 
 
 def check_fits(slot: Slot, gradient: Tensor) -> None:

@@ -11,12 +11,14 @@ without the other ranks, and the first plan, which is replaced before it is used
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from ddp.collectives.shards import most_nodes
 from ddp.comm.communicator import Communicator
 from ddp.gradients.bucket import Bucket, Slot, span
 from ddp.gradients.totals import NUM_TOTALS, NUM_VERDICTS
@@ -35,6 +37,8 @@ class Layout:
         for_hook: as in `plan`.
         tails_ride: totals and verdicts travel in buckets where they can, else apart. A wire format or a hook would
             round them.
+        num_shards: gradients are added up by shards of the batch, so many; None: by ranks. Of shards, totals and
+            verdicts travel apart.
 
     Attributes:
         slots: one for each parameter, in the order of registration.
@@ -46,13 +50,17 @@ class Layout:
         order: names in the order in which gradients become ready; None as long as that is not known.
         is_learned: it is known.
         is_for_hook: a communication hook reduces the buckets.
-        totals, verdicts: the tails that carry them, or tensors of their own; they exist from `allocate` on.
+        totals, verdicts: the tails that carry them, or row 0 of tensors of their own; they exist from `allocate` on.
+        rows_of_totals, rows_of_verdicts: all rows of those.
+        num_rows: of each bucket: as many as a rank may be left with partial sums of shards, or 1.
         totals_ride, verdicts_ride: a bucket carries them.
         has_memory: `allocate` has been called.
     """
 
     totals: Tensor
     verdicts: Tensor
+    rows_of_totals: Tensor
+    rows_of_verdicts: Tensor
 
     def __init__(
         self,
@@ -63,8 +71,11 @@ class Layout:
         sparse: Collection[str],
         for_hook: bool,
         tails_ride: bool,
+        num_shards: int | None = None,
     ) -> None:
-        self._comm, self._limits, self._tails_ride = comm, limits, tails_ride
+        self._comm, self._limits, self._tails_ride = comm, limits, tails_ride and num_shards is None
+        self._num_shards = num_shards
+        self.num_rows = 1 if num_shards is None else most_nodes(comm.world_size, num_shards)
         self.slots = [Slot(index, name, parameter) for index, (name, parameter) in enumerate(named)]
         self.parameters = [parameter for _, parameter in named]
         self.sparse = [slot for slot in self.slots if slot.name in sparse]
@@ -107,14 +118,35 @@ class Layout:
             if like.device != self._comm.device or self.is_for_hook:
                 bucket.allocate(torch.zeros(bucket.numel, dtype=like.dtype, device=like.device))
                 continue
-            flat = self._comm.allocate(bucket.numel, like.dtype)
-            bucket.allocate(flat)
+            memory = self._comm.allocate(self.num_rows * bucket.numel, like.dtype)
+            bucket.allocate(memory, num_rows=self.num_rows)
             # given back with the bucket, because the model may live on, under another replica
-            weakref.finalize(bucket, self._comm.free, flat).atexit = False
-        apart = torch.zeros(NUM_TOTALS + NUM_VERDICTS, dtype=torch.float64, device=self._comm.device)
-        self.totals = self.buckets[0].tail[:NUM_TOTALS] if self.totals_ride else apart[:NUM_TOTALS]
-        self.verdicts = self.buckets[-1].tail[-NUM_VERDICTS:] if self.verdicts_ride else apart[NUM_TOTALS:]
-        self.has_memory = True
+            weakref.finalize(bucket, self._comm.free, memory).atexit = False
+        if self.totals_ride:
+            self.rows_of_totals = self.buckets[0].tail[None, :NUM_TOTALS]
+        else:
+            self.rows_of_totals = self._rows_apart(NUM_TOTALS)
+        if self.verdicts_ride:
+            self.rows_of_verdicts = self.buckets[-1].tail[None, -NUM_VERDICTS:]
+        else:
+            self.rows_of_verdicts = self._rows_apart(NUM_VERDICTS)
+        self.totals, self.verdicts, self.has_memory = self.rows_of_totals[0], self.rows_of_verdicts[0], True
+
+    def add_up(self, rows: Tensor, *, label: str) -> None:
+        """Adds up totals or verdicts that travel apart over all ranks: row 0 is the sum then. Collective."""
+        if self._num_shards is None:
+            self._comm.all_reduce(rows[0], label=label)
+        else:
+            self._comm.all_reduce(rows, num_shards=self._num_shards, label=label)
+
+    def _rows_apart(self, numel: int) -> Tensor:
+        """Returns rows of zeros that travel by themselves."""
+        shape, device = (self.num_rows, numel), self._comm.device
+        if self._num_shards is None:
+            return torch.zeros(shape, dtype=torch.float64, device=device)
+        rows = self._comm.allocate(math.prod(shape), torch.float64)
+        weakref.finalize(self, self._comm.free, rows).atexit = False
+        return rows.view(shape)
 
     def _is_wide(self, group: list[Slot]) -> bool:
         """Returns True if a bucket of these can carry a tail. Sums of counts are not exact in a narrow type."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol, SupportsInt
 from torch import Tensor
 
 from ddp.comm.communicator import Communicator
+from ddp.comm.verbs import Terms
 from ddp.comm.work import Work
 from ddp.gradients.bucket import Bucket
 from ddp.setting import WireName
@@ -66,17 +67,21 @@ class AllReduce(Reducer):
 
     Args:
         wire: the format in which buckets travel between hosts.
+        num_shards: a bucket's rows are partial sums of so many shards; None: it has one, this rank's sum.
     """
 
-    def __init__(self, comm: Communicator, wire: WireName | None = None) -> None:
-        self._comm, self._wire, self.tails_ride = comm, wire, wire is None
+    def __init__(self, comm: Communicator, wire: WireName | None = None, num_shards: int | None = None) -> None:
+        self._comm, self._wire, self.tails_ride, self._num_shards = comm, wire, wire is None, num_shards
 
     def reduce(self, bucket: Bucket, *, divide_by: SupportsInt, async_op: bool, label: str) -> InFlight | None:
         comm, flat = self._comm, bucket.flat
-        if self._wire is not None:
+        if self._wire is not None and self._num_shards is None:
             bucket.clear_padding()
         if flat.device != comm.device:  # a model on several devices
             flat.copy_(comm.all_reduce(flat.to(comm.device), divide_by=divide_by, wire=self._wire, label=label))
             return None
-        work = comm.all_reduce(flat, divide_by=divide_by, wire=self._wire, async_op=async_op, label=label)
+        how: Terms = {"divide_by": divide_by, "wire": self._wire, "label": label}
+        if self._num_shards is not None:
+            flat, how = bucket.rows, {"divide_by": divide_by, "num_shards": self._num_shards, "label": label}
+        work = comm.all_reduce(flat, async_op=async_op, **how)
         return work if isinstance(work, Work) else None

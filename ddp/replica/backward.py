@@ -21,6 +21,9 @@ A backward is given three objects, and has no other ways to do a thing:
     usage       says which gradients are expected, and what follows if one is missing (`settlement.py`)
     stepper     knows of optimizers that step inside backward (`drop_in/in_backward.py`), if there may be one
 
+A fourth, `by_shards.py`, is there if gradients are added up by shards: then this is the backward of the last shard, and
+full buckets hold the sums of all shards of this rank.
+
 What is left to do once all buckets hold the mean is the settlement's (`settlement.py`).
 
 Note "foreground". Over a network, buckets are reduced in the background while backward goes on. When all ranks share
@@ -47,7 +50,7 @@ from torch import Tensor, nn
 from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
-from ddp.errors import CommunicatorBroken, UnusedParameters
+from ddp.errors import CommunicatorBroken, ConfigError, UnusedParameters
 from ddp.gradients.bucket import LARGE_BYTES, Bucket, Slot
 from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import InFlight, Reducer
@@ -55,6 +58,7 @@ from ddp.gradients.totals import GlobalCount, Totals
 from ddp.process.clock import Stopwatch, now_s
 from ddp.replica.autograd import is_in_backward, uncompiled
 from ddp.replica.broadcast import check_same_layout
+from ddp.replica.by_shards import ByShards
 from ddp.replica.settlement import Settlement, Share, Usage
 
 
@@ -141,6 +145,7 @@ class Backward:
         reducer, usage, stepper: see above.
         overlap: reduce in the background (note "foreground").
         waited: measures the time that backward's thread spends on reductions, or waiting for them.
+        by_shards: the shards of this rank in this step; None: the rank's gradients are one sum.
         former: the backward before this one.
 
     Attributes:
@@ -168,9 +173,10 @@ class Backward:
         *,
         overlap: bool,
         waited: Stopwatch,
+        by_shards: ByShards | None = None,
         former: Backward | None = None,
     ) -> None:
-        self.comm, self.overlap, self.state = comm, overlap, State.EXPECTED
+        self.comm, self.overlap, self.state, self._by_shards = comm, overlap, State.EXPECTED, by_shards
         self.reducer, self.usage, self.stepper = reducer, usage, stepper
         self.early: dict[int, Tensor] = {}
         if former is not None and former.early:  # gradients that it had no place for: frozen in its forward
@@ -178,7 +184,7 @@ class Backward:
         self.reductions: list[BucketReduction] = []
         self.index_of: dict[int, int] = {}
         self.creates_graph = False
-        self.error: UnusedParameters | None = None
+        self.error: UnusedParameters | ConfigError | None = None
         self.is_unread = False
         self.streams: set[torch.cuda.Stream] = set()
         self._waited, self.began_s, self.ended_s = waited, 0.0, 0.0
@@ -200,6 +206,8 @@ class Backward:
         self.state, self.began_s = State.RUNNING, now_s()
         self.layout, self.step, self._share = layout, step, share
         self.creates_graph = torch.is_grad_enabled() and is_in_backward()
+        if self.creates_graph and self._by_shards is not None:
+            raise RuntimeError("backward(create_graph=True) by shards: gradients are added in place; leave one out")
         if self.stepper is not None:
             self.stepper.begin(layout, creates_graph=self.creates_graph)
         if layout.is_learned:
@@ -216,12 +224,15 @@ class Backward:
         if not layout.has_memory:
             layout.allocate()
         if share.totals is not None:
-            share.totals.write(layout.totals)
+            if self._by_shards is None:
+                share.totals.write(layout.totals)
+            else:
+                self._by_shards.write_totals(layout)
             count = GlobalCount(layout.totals, share.totals.loss_scale, stays_on_device=self.comm.enqueues)
             share = share._replace(divide_by=count)
             if not layout.totals_ride:
                 with self._waited.running():
-                    self.comm.all_reduce(layout.totals, label=f"step {self.step}, totals")
+                    layout.add_up(layout.rows_of_totals, label=f"step {self.step}, totals")
         self.reductions = [BucketReduction(bucket, self.early.values()) for bucket in layout.buckets]
         self.index_of = layout.index_of
         for parameter in self._seen:
@@ -250,6 +261,8 @@ class Backward:
         if self.state is State.EXPECTED:
             if parameter.requires_grad:  # frozen after its forward: autograd calls the observer, without a gradient
                 self.early[id(parameter)] = parameter
+                if self._by_shards is not None:
+                    self._by_shards.note([parameter])
         elif not self.reductions and id(parameter) in self.layout.index_of:
             self._seen.append(parameter)
         elif id(parameter) in self.layout.slot_of:
@@ -263,7 +276,11 @@ class Backward:
         index = self.index_of.get(id(parameter))
         if index is None or parameter.grad is None or self.creates_graph or self.reductions[index].is_launched:
             return
-        self.layout.slot_of[id(parameter)].move_in()
+        slot = self.layout.slot_of[id(parameter)]
+        if self._by_shards is None:
+            slot.move_in()
+        else:
+            self._by_shards.move_in(slot)
 
     def _launch_if_full(self, reduction: BucketReduction, parameter: Tensor) -> None:
         """Launches the buckets that this gradient makes full.
@@ -290,11 +307,12 @@ class Backward:
             waits_for_end = self.layout.verdicts_ride and reduction is self.reductions[-1]
             if waits_for_end or not reduction.is_full:
                 return
-            self._fill(reduction.bucket)
+            self._fill(reduction)
             self.launch(reduction)
 
-    def _fill(self, bucket: Bucket) -> None:
+    def _fill(self, reduction: BucketReduction) -> None:
         """Puts a bucket's gradients in their places, once they are there."""
+        bucket = reduction.bucket
         if self.streams and bucket.flat.device.type == gpu.KIND:
             here = gpu.cuda.current_stream(bucket.flat.device)
             others = [stream for stream in self.streams if stream != here]
@@ -303,7 +321,11 @@ class Backward:
             for slot in bucket.slots if others else []:
                 if (gradient := slot.parameter.grad) is not None and gradient.device == here.device:
                     gradient.record_stream(here)  # its memory may belong to another stream, and is read on this one
-        self._settlement.filled(bucket, without=bucket.fill(moves=not self.creates_graph))
+        if self._by_shards is None:
+            without = bucket.fill(moves=not self.creates_graph)
+        else:
+            without = self._by_shards.fill(bucket, reduction.ready[reduction.num_before_begin :])
+        self._settlement.filled(bucket, without=without)
 
     def launch(self, reduction: BucketReduction) -> None:
         """Launches a bucket's reduction.
@@ -354,8 +376,10 @@ class Backward:
         if missing := self._missing():
             self._settlement.keep(missing)
         for reduction in self.reductions[self._num_launched :]:
-            self._fill(reduction.bucket)  # all of them first: filling shows which gradients are undefined
+            self._fill(reduction)  # all of them first: filling shows which gradients are undefined
         self._settlement.judge(missing, self._computed)
+        if self._by_shards is not None:
+            self._by_shards.write_squares(self.layout)
         return self.reductions[self._num_launched :]
 
     def finish(self) -> Totals | None:
@@ -369,7 +393,7 @@ class Backward:
         if not self.layout.verdicts_ride:
             self._settlement.judge_hidden()
             with self._waited.running():
-                self.comm.all_reduce(self.layout.verdicts, label=f"step {self.step}, verdicts")
+                self.layout.add_up(self.layout.rows_of_verdicts, label=f"step {self.step}, verdicts")
         if self.stepper is not None:
             self.stepper.check(self._settlement.gone())
         if self._settlement.settle(creates_graph=self.creates_graph):
@@ -401,7 +425,8 @@ class Backward:
         """
         check_same_layout(self.comm, [(slot.name, slot.parameter) for slot in self.layout.slots])
         names = [self.layout.slot_of[id(parameter)].name for parameter in self._seen]
-        seen = all_gather_object(self.comm, names if self._share.has_samples else None)
+        has_seen = self._share.has_samples and (bool(names) or self._by_shards is None)  # the last shard may be empty
+        seen = all_gather_object(self.comm, names if has_seen else None)
         if (order := next((names for names in seen if names is not None), None)) is not None:
             self.layout.plan(order, for_hook=self.layout.is_for_hook)
         self._set_up()

@@ -12,6 +12,7 @@ Tensors travel packed by dtype, one message per `PACK_BYTES` or so rather than o
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal, get_args
@@ -26,10 +27,10 @@ from ddp.errors import CollectiveMismatch, ReplicaMismatch
 PACK_BYTES = 32 << 20
 
 
-def sending(wire: str | None, hook: object | None) -> str:
-    """Returns how gradients are sent, as text that all ranks can compare."""
-    given = [f"{key}={value!r}" for key, value in (("wire", wire), ("hook", hook)) if value is not None]
-    return ", ".join(given) or "neither wire= nor hook="
+def sending(wire: str | None, hook: object | None, num_shards: int | None = None) -> str:
+    """Returns how gradients are sent and added up, as text that all ranks can compare."""
+    choices = ("wire", wire), ("hook", hook), ("num_shards", num_shards)
+    return ", ".join(f"{key}={value!r}" for key, value in choices if value is not None) or "neither wire= nor hook="
 
 
 def check_same_layout(comm: Communicator, named_tensors: Iterable[tuple[str, Tensor]], sending: str = "") -> None:
@@ -118,7 +119,13 @@ def _packs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def tensor_hash(tensor: Tensor) -> str:
     """Returns a hash of the tensor's bits: 0.0 and -0.0 differ, equal NaNs do not."""
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.blake2b(data.numpy().tobytes(), digest_size=16).hexdigest()
+    return hashlib.blake2b(data.numpy().data, digest_size=16).hexdigest()
+
+
+def checksum(tensor: Tensor) -> int:
+    """Returns the CRC-32 of a tensor's bits, several times faster than `tensor_hash`: against faults, not cunning."""
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return zlib.crc32(data.numpy().data)
 
 
 def verify_replicas(comm: Communicator, named_tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -21,7 +21,8 @@ RuntimeError. If parameters were added, or frozen or converted in a wrong way, i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,7 @@ from ddp.gradients.totals import Totals
 from ddp.replica.autograd import accumulates, hand_out_differentiable, uncompiled, watch_backward
 from ddp.replica.backward import Backward, BucketReduction, State, Stepper, listen
 from ddp.replica.broadcast import BufferSync, broadcast_state, sending
+from ddp.replica.by_shards import ByShards, UsageByShards, check_shards
 from ddp.replica.parameters import Change, Layouts, ParameterWatch, check_trainable, check_wire, managed
 from ddp.replica.replica import Replica
 from ddp.replica.settlement import Share, Usage
@@ -59,7 +61,10 @@ class BucketedDataParallel(Replica):
         wire: "bf16", "fp16", "int8" or "int8_stochastic": the format in which gradients travel between hosts
             (`comm/wire_format.py`). "fp32": those of a narrower type are added up as float32.
         hook: sends less than all of the gradients between hosts (`gradients/hooks/hook.py`); the replica takes a copy.
-        broadcast_buffers: before each forward in training mode, buffers become rank 0's.
+        num_shards: gradients are added up by shards of the batch, so many, each in a block of its own (`shard`). Then
+            the result has the same bits at any world size.
+        broadcast_buffers: before each forward in training mode, buffers become rank 0's; not by shards, of which they
+            become the mean at the end of the step.
         comm: the ranks that take part; all by default.
 
     Raises:
@@ -69,6 +74,7 @@ class BucketedDataParallel(Replica):
 
     _waiting: Layout | None  # of a forward that waits for its backward (note "begin")
     _is_in_forward = False  # a forward is running that may run backward itself (`drop_in/`)
+    _by_shards: ByShards | None = None
 
     def __init__(
         self,
@@ -79,6 +85,7 @@ class BucketedDataParallel(Replica):
         overlap: bool | None = None,
         wire: WireName | None = None,
         hook: Hook | None = None,
+        num_shards: int | None = None,
         broadcast_buffers: bool = True,
         comm: Communicator | None = None,
     ) -> None:
@@ -86,12 +93,18 @@ class BucketedDataParallel(Replica):
         check_trainable(list(module.named_parameters()))
         check_wire(module.named_parameters(), wire, hook)
         tensors = [*module.named_parameters(), *module.named_buffers()]
-        broadcast_state(comm, tensors, sending=sending(wire, hook))
-        super().__init__(module, comm, BufferSync(comm, module, "broadcast" if broadcast_buffers else "none"))
+        broadcast_state(comm, tensors, sending=sending(wire, hook, num_shards))
+        broadcasts = broadcast_buffers and num_shards is None
+        super().__init__(module, comm, BufferSync(comm, module, "broadcast" if broadcasts else "none"))
+        if num_shards is not None:
+            check_shards(module, comm, wire, hook)
+            narrow = None if wire == "fp32" else wire
+            self._by_shards = ByShards(comm, self._buffer_sync, num_shards, narrow)
+            self.inputs.divisor = num_shards
         self._limits = bucket_limits(bucket_cap_mb, first_bucket_mb=first_bucket_mb)
         self._overlap, self.wire = overlap, wire
         self.compression = None if hook is None else Compression(hook, comm, self._replicated_parameters())
-        self._start(Usage(comm))
+        self._start(Usage(comm) if num_shards is None else UsageByShards(comm))
 
     def _start(self, usage: Usage, stepper: Stepper | None = None, *, allows_borrowing: bool = False) -> None:
         """Plans the first layout, and registers the observers by which autograd reports each gradient."""
@@ -107,7 +120,74 @@ class BucketedDataParallel(Replica):
         listen(self, (parameter for _, parameter in self._replicated_parameters()))
 
     def _plain_reducer(self) -> Reducer:
-        return AllReduce(self.comm, self.wire)
+        return AllReduce(self.comm, self.wire, self.num_shards)
+
+    # --- shards ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_shards(self) -> int | None:
+        return None if self._by_shards is None else self._by_shards.num_shards
+
+    @property
+    def shards(self) -> range:
+        return range(0) if self._by_shards is None else self._by_shards.shards
+
+    @contextmanager
+    def shard(self, number: int) -> Iterator[None]:
+        """Makes forward and backward inside those of one shard. The last block of a rank ends the step. Collective.
+
+            for number in model.shards:
+                with model.shard(number):
+                    loss_of(model(inputs[number]), targets[number]).backward()
+            optimizer.step()
+
+        Every rank's shards are marked once in each step, in their order; of one without samples the block is empty. A
+        shard may be computed in parts: put all backwards but the last into `no_sync`.
+
+        Raises:
+            ConfigError: on all ranks: one has marked a shard twice, has left one out, or has none of that number.
+        """
+        if (by_shards := self._by_shards) is None:
+            super().shard(number)
+            return
+        if mistake := by_shards.mistake(number):
+            self._refuse(mistake)
+        if number == by_shards.shards.start:
+            self.prepare()
+        by_shards.begin(number, self._layouts.current)
+        before, is_last = self.require_backward_grad_sync, number == by_shards.shards[-1]
+        self.require_backward_grad_sync = is_last
+        try:
+            yield
+            if not is_last:
+                by_shards.end(self._mine)
+                self._mine = None
+            elif by_shards.running is not None:  # no backward has ended the step
+                self.reduce_without_backward()
+        except BaseException:
+            by_shards.abandon()
+            raise
+        finally:
+            by_shards.leave()
+            self.require_backward_grad_sync = before
+
+    def _refuse(self, mistake: str) -> None:
+        """Ends the step on all ranks, and raises the mistake on all of them."""
+        assert isinstance(self._usage, UsageByShards) and self._by_shards is not None
+        self._usage.mistake = mistake
+        self.prepare()
+        self._by_shards.begin_refused(self._layouts.current)
+        self._begin_without_samples()
+        self._finish()
+        self.raise_pending()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Makes backward inside only accumulate this rank's gradients; the next backward outside sends the sums."""
+        if self._by_shards is not None:
+            self._by_shards.expect_parts()
+        with super().no_sync():
+            yield
 
     # --- a step, in the order of time --------------------------------------------------------------------------------
 
@@ -159,6 +239,18 @@ class BucketedDataParallel(Replica):
     def _awaits_backward(self) -> bool:
         return self._waiting is not None or self.backward.state is State.RUNNING
 
+    @uncompiled
+    def _before_forward(self) -> tuple[bool, bool]:
+        moment = super()._before_forward()
+        if self._by_shards is not None and torch.is_grad_enabled():
+            self._by_shards.before_forward()
+        return moment
+
+    def _end_step(self, totals: Totals | None) -> None:
+        if self._by_shards is not None:
+            self._by_shards.end_step()
+        super()._end_step(totals)
+
     def _watch_outputs(self, outputs: Any) -> None:
         layout = self._layouts.current
         has_outputs = watch_backward(outputs, partial(self._begin, layout), self._finish)
@@ -177,8 +269,11 @@ class BucketedDataParallel(Replica):
         return True
 
     def _begin_step(self, layout: Layout, *, has_samples: bool = True) -> None:
-        share = Share(self._mine, self.inputs.divisor, has_samples)
-        self._mine = None
+        mine, self._mine = self._mine, None
+        if self._by_shards is not None:
+            self._by_shards.begin_last(layout, mine)
+            mine, has_samples = mine and mine._replace(measure=False, parts=None), self._by_shards.has_samples
+        share = Share(mine, self.inputs.divisor, has_samples)
         if self.compression is not None:
             self.compression.begin()
         self.backward.begin(layout, self.num_steps + 1, share)
@@ -218,7 +313,26 @@ class BucketedDataParallel(Replica):
 
     def _new_backward(self, former: Backward | None = None) -> Backward:
         given = self._reducer, self._usage, self._stepper
-        return Backward(self.comm, *given, overlap=self.overlaps, waited=self.waited, former=former)
+        how: dict[str, Any] = {"overlap": self.overlaps, "waited": self.waited, "by_shards": self._by_shards}
+        return Backward(self.comm, *given, **how, former=former)
+
+    def _buffers_at_start(self) -> Mapping[str, Tensor]:
+        return {} if self._by_shards is None else self._by_shards.buffers.start
+
+    @contextmanager
+    def _unobserved(self) -> Iterator[None]:
+        running, by_shards = self.backward, self._by_shards
+        self._by_shards = None
+        self.backward = self._new_backward()
+        try:
+            yield
+        finally:
+            self.backward, self._by_shards = running, by_shards
+
+    @property
+    def by_shards(self) -> ByShards | None:
+        """The running step by shards; None if gradients are added up by ranks."""
+        return self._by_shards
 
     # --- which gradients live where ----------------------------------------------------------------------------------
 
@@ -236,6 +350,7 @@ class BucketedDataParallel(Replica):
             sparse=self._sparse_among(named),
             for_hook=self._reducer.may_resize,
             tails_ride=self._reducer.tails_ride,
+            num_shards=self.num_shards,
         )
 
     def _sparse_among(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:

@@ -43,8 +43,8 @@ class CentralDataParallel(ShardedDataParallel):
 
     def _plain_reducer(self) -> Reducer:
         if are_alike(self.comm) and self.wire is None:
-            return ReduceScatterOnHosts(self.comm, None)
-        return AllReduce(self.comm, self.wire)
+            return ReduceScatterOnHosts(self.comm, None, self.num_shards)
+        return AllReduce(self.comm, self.wire, self.num_shards)
 
 
 class ReduceScatterOnHosts(ReduceScatter):

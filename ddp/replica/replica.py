@@ -17,14 +17,15 @@ loading accepts keys with and without that prefix.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
+from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket
 from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.totals import Totals
@@ -32,6 +33,7 @@ from ddp.process.clock import Stopwatch
 from ddp.replica.autograd import uncompiled
 from ddp.replica.broadcast import BufferSync, broadcast_state, verify_replicas
 from ddp.setting import WireName
+from ddp.streams import preserved
 
 PREFIX = "module."
 
@@ -151,6 +153,24 @@ class Replica(nn.Module, ABC):
 
     # --- how gradients are averaged: each kind of replica has its own ------------------------------------------------
 
+    @property
+    def num_shards(self) -> int | None:
+        """The number of shards of a batch by which gradients are added up; None: they are added up by ranks."""
+        return None
+
+    @property
+    def shards(self) -> range:
+        """This rank's shards of each batch; none if gradients are added up by ranks."""
+        return range(0)
+
+    def shard(self, number: int) -> AbstractContextManager[None]:
+        """Begins a block for forward and backward of one shard.
+
+        Raises:
+            ConfigError: gradients are added up by ranks.
+        """
+        raise ConfigError(f"shard({number}): this replica adds up by ranks; give it num_shards")
+
     @abstractmethod
     def prepare(self) -> None:
         """Prepares a step: raises the error of the last one, if there was one, and looks for changes of the model."""
@@ -234,6 +254,42 @@ class Replica(nn.Module, ABC):
             yield
         finally:
             self.require_forward_param_sync = before
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Makes forwards and backwards inside concern nobody else: afterwards all is as it was before.
+
+        Gradients begin empty. Buffers begin as those of the running step, or of the last one, where these are known.
+        """
+        parameters = list(self.module.parameters())
+        gradients, waiting = [parameter.grad for parameter in parameters], self._waiting
+        tables = [(module._buffers, dict(module._buffers)) for module in self.module.modules() if module._buffers]
+        values = [(each, each.detach().clone()) for _, table in tables for each in table.values() if each is not None]
+        with torch.no_grad():
+            for name, start in self._buffers_at_start().items():
+                self.module.get_buffer(name).copy_(start)
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            with preserved(), self.no_sync(), self.without_buffer_sync(), self._unobserved():
+                yield
+        finally:
+            for buffers, table in tables:
+                buffers.update(table)
+            with torch.no_grad():
+                for buffer, value in values:
+                    buffer.copy_(value)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            self._waiting = waiting
+
+    def _buffers_at_start(self) -> Mapping[str, Tensor]:
+        """Returns the buffers with which the running step, or the last one, has begun, if they may have changed."""
+        return {}
+
+    def _unobserved(self) -> AbstractContextManager[None]:
+        """Lets no observer of a gradient act inside."""
+        return nullcontext()
 
     def reduce_without_backward(self) -> None:
         """Takes part in a step for which this rank has no samples (or none that needed a backward).

@@ -42,7 +42,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.host_copy import HostCopy
 from ddp.comm.objects import all_gather_object
 from ddp.comm.reduction import OnDevice, scaled_
-from ddp.errors import UnusedParameters
+from ddp.errors import ConfigError, UnusedParameters
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import Reducer
@@ -101,7 +101,7 @@ class Usage:
         uses = self._greatest_uses(layout.slots, missing, undefined)
         return [slot for slot, use in zip(layout.slots, uses, strict=True) if use is not Use.GRADIENT]
 
-    def complaint(self, missing: Sequence[Slot] | None) -> UnusedParameters | None:
+    def complaint(self, missing: Sequence[Slot] | None) -> UnusedParameters | ConfigError | None:
         """Returns the error that names the missing parameters of every rank; None if they are none. Collective.
 
         Args:
@@ -163,7 +163,7 @@ class Settlement:
         self._kept: dict[Slot, Tensor | None] = {}  # what `p.grad` was before its slot was overwritten
         self._undefined: list[Slot] = []  # reached by autograd, but without a gradient
         self._missing: Sequence[Slot] = ()
-        self.error: UnusedParameters | None = None
+        self.error: UnusedParameters | ConfigError | None = None
 
     def keep(self, slots: Iterable[Slot]) -> None:
         """Keeps the gradients that parameters had, before zeros or the mean are written over them."""

@@ -83,7 +83,7 @@ class ShardedDataParallel(BucketedDataParallel):
         return bounds[number], bounds[number + 1]
 
     def _plain_reducer(self) -> Reducer:
-        return ReduceScatter(self.comm, self.wire)
+        return ReduceScatter(self.comm, self.wire, self.num_shards)
 
 
 class ReduceScatter(Reducer):
@@ -91,6 +91,7 @@ class ReduceScatter(Reducer):
 
     Args:
         wire: the format in which buckets travel between hosts.
+        num_shards: as in `AllReduce`.
 
     Attributes:
         on_hosts: as in `Communicator.reduce_scatter_`.
@@ -98,15 +99,17 @@ class ReduceScatter(Reducer):
 
     on_hosts = False
 
-    def __init__(self, comm: Communicator, wire: WireName | None) -> None:
-        self._comm, self._wire = comm, wire
+    def __init__(self, comm: Communicator, wire: WireName | None, num_shards: int | None = None) -> None:
+        self._comm, self._wire, self._num_shards = comm, wire, num_shards
 
     def reduce(self, bucket: Bucket, *, divide_by: SupportsInt, async_op: bool, label: str) -> InFlight | None:
         if self._wire is not None:
             bucket.clear_padding()
-        bounds, wire = bounds_of(bucket, self._comm), self._wire
-        how: ScatterTerms = {"divide_by": divide_by, "wire": wire, "on_hosts": self.on_hosts, "label": label}
-        work = self._comm.reduce_scatter_(bucket.flat, bounds, async_op=async_op, **how)
+        bounds, flat = bounds_of(bucket, self._comm), bucket.flat
+        how: ScatterTerms = {"divide_by": divide_by, "wire": self._wire, "on_hosts": self.on_hosts, "label": label}
+        if self._num_shards is not None:
+            flat, how["wire"], how["num_shards"] = bucket.rows, None, self._num_shards
+        work = self._comm.reduce_scatter_(flat, bounds, async_op=async_op, **how)
         return work if isinstance(work, Work) else None
 
 

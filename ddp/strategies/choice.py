@@ -207,8 +207,12 @@ def replica_of(
     averaging: Averaging,
     *,
     precision: Precision = "fp32",
+    num_shards: int | None = None,
 ) -> Replica:
     """Returns the model as a replica on the rank's device.
+
+    Args:
+        num_shards: of a batch, by which gradients are added up; None: by ranks.
 
     Raises:
         ConfigError: the model cannot be trained here, or not by this optimizer.
@@ -254,6 +258,9 @@ def replica_of(
                 takes_it = isinstance(model, BucketedDataParallel)
                 what = f"give {key} to the replica" if takes_it else "give ddp.fit the bare module"
                 raise ConfigError(f"{key}={given!r} with a model in a {name}: {what}")
+        if model.num_shards != num_shards:
+            wanted = "same_bits=True" if num_shards is None else f"it num_shards={num_shards}, or fit the bare module"
+            raise ConfigError(f"a {name} with num_shards={model.num_shards}: give {wanted}")
         if averaging.verify_every:
             model.verify_replicas(every=averaging.verify_every)
         if model.compression is not None:
@@ -264,7 +271,7 @@ def replica_of(
     if isinstance(averaging.hook, Hook):
         check_momentum(averaging.hook, optimizer)
     model.to(comm.device)  # in place, so that the optimizer's parameters are still the model's
-    return wrapped(model, comm, averaging)
+    return wrapped(model, comm, averaging, num_shards=num_shards)
 
 
 def setup_of(model: nn.Module, comm: Communicator, precision: Precision) -> Setup:
@@ -302,14 +309,18 @@ def waits(model: nn.Module) -> bool:
     return any(isinstance(layer, SYNCHRONISED) for layer in model.modules())
 
 
-def wrapped(module: nn.Module, comm: Communicator, averaging: Averaging, **how: Any) -> BucketedDataParallel:
+def wrapped(
+    module: nn.Module, comm: Communicator, averaging: Averaging, *, num_shards: int | None = None, **how: Any
+) -> BucketedDataParallel:
     """Returns a module of this device as the strategy's replica; of the drop-in class where gradients are sparse.
 
     Args:
+        num_shards: as in `replica_of`.
         how: further arguments of the replica.
     """
     averaging = of_this_process(averaging)
     kind = DistributedDataParallel if has_sparse_gradients(module) else STRATEGIES[averaging.strategy].replica
+    how |= {} if num_shards is None else {"num_shards": num_shards}
     replica: BucketedDataParallel = kind(
         module,
         comm=comm,

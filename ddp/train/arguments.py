@@ -9,16 +9,18 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ddp import gpu
 from ddp.collectives.catalog import own_schedules
 from ddp.comm.communicator import Communicator
 from ddp.comm.host_share import shared_by_host
@@ -38,6 +40,7 @@ from ddp.gradients.hooks.hook import corrected
 from ddp.optim.layerwise import Layerwise
 from ddp.optim.schedules import RateSchedule, TorchSchedule
 from ddp.policies import (
+    NUM_SHARDS,
     ONE_EVALUATION,
     Averaging,
     Evaluation,
@@ -45,20 +48,24 @@ from ddp.policies import (
     ParameterServer,
     Reading,
     Rounds,
+    SameBits,
     Training,
     averaging_named,
+    same_bits_problems,
 )
 from ddp.process.log import log
 from ddp.process.memory import available_bytes
+from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.setting import check_values
-from ddp.strategies.choice import replica_of, strategy_for
+from ddp.strategies.choice import has_sparse_gradients, replica_of, strategy_for, waits
 from ddp.strategies.strategy import Strategy
 from ddp.train.callbacks import EMA, Callback, EarlyStopping
 from ddp.train.checkpoint import flat
 from ddp.train.checkpoint_store import identity_of, resume_from
 from ddp.train.evaluate import HeldOut, held_out_of
+from ddp.train.guard import Guard
 from ddp.train.moved import meaning, moved_argument
 from ddp.train.stopping import StopFlag
 from ddp.train.tasks.task import Task, as_task, name_of
@@ -95,6 +102,7 @@ class Given(Training):
     schedule: Any = None
     strategy: Averaging = Averaging()
     folder: Folder = Folder()
+    same_bits: SameBits = SameBits()
     callbacks: Sequence[Callback] = ()
     stop: StopFlag | None = None
     settings: Mapping[str, Any] | None = None
@@ -115,10 +123,18 @@ class Given(Training):
         for name, kind in (("evaluation", Evaluation), ("batches", Batches), ("reading", Reading)):
             if not isinstance(value := getattr(self, name), kind):
                 raise ConfigError(f"{name}={value!r:.60}: give a ddp.{kind.__name__}, such as ddp.{kind.__name__}()")
+        if isinstance(self.same_bits, bool):
+            self.same_bits = SameBits(on=self.same_bits)
+        if not isinstance(self.same_bits, SameBits):
+            raise ConfigError(f"same_bits={self.same_bits!r:.60}: give True, or a ddp.SameBits")
         if not isinstance(self.strategy, Averaging):  # but a word
             self.strategy = averaging_named(self.strategy)
         if not isinstance(self.folder, Folder):  # but a path
             self.folder = Folder(self.folder)
+        if self.same_bits.hash_every and self.folder.path is None and not self.folder.trial:
+            raise ConfigError(
+                f"hash_every={self.same_bits.hash_every}: folder=None keeps no hashes.jsonl; leave one of them out"
+            )
         _check_callbacks(self)
         own = self.optimizer.clip_norm if isinstance(self.optimizer, Layerwise) else None
         if None not in (self.clip_norm, own):
@@ -173,9 +189,51 @@ def inputs_of(given: Given, comm: Communicator) -> Inputs:
     source, held_out = held_out_of(
         source, given.validation_data, given.test_data, collate=collate, seed=given.batches.seed
     )
-    replica = replica_of(given.model, given.optimizer, comm, given.strategy, precision=given.precision)
+    num_shards = given.batches.num_shards if given.same_bits.on else None
+    if num_shards is not None:
+        _check_same_bits(given, source, comm)
+    how: dict[str, Any] = {"precision": given.precision, "num_shards": num_shards}
+    replica = replica_of(given.model, given.optimizer, comm, given.strategy, **how)
     schedule, scheduler = schedules_of(given.schedule, given.optimizer, task=task, is_evaluated=held_out.is_evaluated)
     return Inputs(task, source, held_out, replica, schedule, scheduler)
+
+
+def with_shards(given: Given, comm: Communicator) -> Given:
+    """Returns the arguments with the number of shards, if the run is to have the same bits. Collective."""
+    if not given.same_bits.on:
+        return given
+    num_shards, size = _num_shards(given, comm) or NUM_SHARDS, given.global_batch
+    smallest = size.first if isinstance(size, BatchWarmup) else size
+    if isinstance(smallest, int) and smallest < num_shards:
+        raise ConfigError(
+            f"num_shards={num_shards}: more shards than the {smallest} samples of a batch; take "
+            f"ddp.Batches(num_shards={max(smallest, comm.world_size)}), or a larger global_batch"
+        )
+    return replace(given, batches=replace(given.batches, num_shards=num_shards))
+
+
+def _check_same_bits(given: Given, source: Source, comm: Communicator) -> None:
+    """Raises ConfigError if the run cannot have the same bits at any number of workers."""
+    hook, model = given.strategy.hook, given.model
+    problems = same_bits_problems(
+        strategy=given.strategy.strategy,
+        hook="" if hook is None else repr(hook),
+        wire=given.strategy.wire,
+        is_naive=isinstance(model, NaiveDataParallel),
+        waits=waits(model),
+        is_sparse=has_sparse_gradients(model),
+    )
+    for problem in problems:
+        raise ConfigError(f"same_bits with {problem}")
+    if source.is_stream:
+        raise ConfigError(
+            "same_bits with a stream of samples, which ranks share out by their number; give a data set with a length"
+        )
+    if comm.device.type == gpu.KIND and not torch.are_deterministic_algorithms_enabled():
+        raise ConfigError(
+            "same_bits on a GPU: takes deterministic kernels; call torch.use_deterministic_algorithms(True), or set "
+            "deterministic=true"
+        )
 
 
 def sampler_for(given: Given, inputs: Inputs, comm: Communicator) -> tuple[TrainSampler, str]:
@@ -259,7 +317,7 @@ def strategy_of(given: Given, replica: Replica) -> Strategy:
         ConfigError: precision, wire format, optimizer and replica do not go together.
     """
     # The user's own callbacks may write to weights by any way; ours give back what they write, and show it.
-    ours = (EMA, EarlyStopping, Watch)
+    ours = (EMA, EarlyStopping, Guard, Watch)
     watched = any(type(each) not in ours for each in given.callbacks if not isinstance(each, Tracker))
     precision, clip_norm = given.precision, given.clip_norm
     how: dict[str, Any] = {"precision": precision, "clip_norm": clip_norm, "watched": watched}
@@ -408,6 +466,7 @@ def settings_of(given: Given, inputs: Inputs, sampler: TrainSampler) -> dict[str
         "hook": None if hook is None else repr(corrected(hook)),
         "evaluation": {"every_epochs": evaluation.every_epochs, "every_steps": evaluation.every_steps},
         "chooses by": None if inputs.held_out.validation is None else "validation_data",
+        **({"same_bits": True} if given.same_bits.on else {}),
     }
 
 
@@ -437,7 +496,10 @@ def refuse_disagreement(comm: Communicator, given: Given, inputs: Inputs, argume
     source, held_out = inputs.source, inputs.held_out.given()
     lengths = {"len(data)": None if source.is_stream else len(source.samples)}
     lengths |= {f"len({name})": len(each.samples) for name, each in held_out.items()}
-    alike = {"reading": asdict(given.reading), "uneven": given.batches.uneven, "strategy": given.strategy.strategy}
+    alike: dict[str, Any] = {"reading": asdict(given.reading), "uneven": given.batches.uneven}
+    alike |= {"strategy": given.strategy.strategy, "hash_every": given.same_bits.hash_every}
+    if given.same_bits.on:
+        alike |= {"threads": torch.get_num_threads(), "audit_every": given.same_bits.audit_every}
     arguments = {**arguments, **alike}
     everyone = all_gather_object(comm, flat({**arguments, **lengths, "own schedules": sorted(own_schedules())}))
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):

@@ -217,9 +217,8 @@ class MetricsFile(Callback):
         self._callbacks, self._usage = callbacks, Usage()
 
     def fit_start(self, state: TrainState) -> None:
-        if state.comm.rank == 0 and self._path is not None and self._path.exists():
-            lines = read_own(self._path).splitlines()
-            write_whole(self._path, "".join(f"{line}\n" for line in lines if _step_of(line) <= state.step))
+        if state.comm.rank == 0 and self._path is not None:
+            drop_after(state.step, self._path)
 
     def step_end(self, state: TrainState, report: StepReport) -> None:
         if report.step % self._every:
@@ -270,6 +269,13 @@ class MetricsFile(Callback):
 
 def _where(state: TrainState) -> dict[str, int]:
     return {"step": state.step, "samples": state.sampler.position, "epoch": state.epoch}
+
+
+def drop_after(step: int, path: Path) -> None:
+    """Drops the lines of a file, if there is one, that belong to later steps, and one that a crash cut off."""
+    if path.exists():
+        lines = read_own(path).splitlines()
+        write_whole(path, "".join(f"{line}\n" for line in lines if _step_of(line) <= step))
 
 
 def _step_of(line: str) -> float:

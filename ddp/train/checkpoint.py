@@ -52,6 +52,9 @@ from ddp.train.kept import Kept, plain
 from ddp.train.moved import translated
 from ddp.train.state import StepReport, TrainState
 
+FREE = ("world_size", "all_reduce", "buckets", "strategy")
+"""Of a run's identity, what the bits do not depend on with `same_bits`."""
+
 
 def save_checkpoint(
     store: CheckpointStore,
@@ -184,6 +187,10 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
         for each in (earlier, mine):
             if (each.get("strategy") or {}).get("name") != "local_sgd":
                 each.pop("strategy", None)
+    if earlier.get("same_bits") and mine.get("same_bits"):
+        for each in (earlier, mine):  # on which bits do not depend
+            for key in FREE:
+                each.pop(key, None)
     changed = changes(earlier, mine)
     if changed and state.comm.rank == 0:
         log.warning("the bits of the result may differ from an uninterrupted run: %s", "; ".join(changed))

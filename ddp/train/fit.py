@@ -37,7 +37,7 @@ from ddp.data.orders.steps import Batches, BatchWarmup
 from ddp.data.orders.token_budget import TokenBudget
 from ddp.errors import ConfigError, Diverged, UnusedParameters, nearest, said
 from ddp.optim.schedules import RateSchedule, TorchSchedule
-from ddp.policies import Averaging, Evaluation, Folder, ParameterServer, Reading
+from ddp.policies import Averaging, Evaluation, Folder, ParameterServer, Reading, SameBits
 from ddp.process.clock import now_s
 from ddp.process.files import json_object, make_folder, read_own, refuse_unwritable_name
 from ddp.process.log import log
@@ -53,6 +53,8 @@ from ddp.train.callbacks import Callback, EpochCheck, Meters, MetricsFile, Noise
 from ddp.train.checkpoint import AfterEvaluation, Checkpointer, read_checkpoint, restore, run_identity
 from ddp.train.checkpoint_store import CheckpointStore, resume_from, steps
 from ddp.train.evaluate import modes_kept, note_of_choice
+from ddp.train.guard import Guard
+from ddp.train.hashes import HASHES, HashesFile
 from ddp.train.kept import Kept, plain
 from ddp.train.leased import work
 from ddp.train.loop import end_of_run, train_loop
@@ -65,6 +67,7 @@ from ddp.train.served import check_cast, going_on, next_home, service_of
 from ddp.train.starts import note_start_of_fit
 from ddp.train.state import TrainState
 from ddp.train.stopping import StopFlag, flag_of_a_new_fit, hears_signals
+from ddp.train.supervision import check_guard
 from ddp.train.tasks.task import Task
 from ddp.train.tracker import Tracker
 from ddp.train.trial import tried
@@ -93,6 +96,7 @@ def fit(
     precision: Precision = "fp32",
     strategy: StrategyName | Averaging = "auto",
     folder: str | Path | Folder | None = Folder(),
+    same_bits: bool | SameBits = False,
     callbacks: Sequence[Callback] = (),
     **mistyped: Never,
 ) -> TrainState:
@@ -148,6 +152,8 @@ def fit(
             what workers push. Or a `ddp.Averaging`, which also says how gradients travel.
         folder: of the run: checkpoints/ (the last and the best), metrics.jsonl, summary.json, curves.png. Unless given,
             a new one below runs/. None: nothing is written. A `ddp.Folder` also resumes, and says what is kept.
+        same_bits: True: any number of ranks, up to the number of shards, ends with the same parameters and metrics, bit
+            by bit; there are 8 shards unless `batches` says otherwise (docs/same-bits.md). Or a `ddp.SameBits`.
         callbacks: objects of `ddp.Callback`, run after those of fit, such as `ddp.EMA()` and
             `ddp.EarlyStopping(patience=3)`. Their state is saved and resumed.
 
@@ -208,7 +214,16 @@ def _train(given: Given, comm: Communicator) -> TrainState:
 
 def _trained(given: Given, comm: Communicator, stop: StopFlag) -> TrainState:
     # 1  what is given
+    given = arguments.with_shards(given, comm)
     inputs = arguments.inputs_of(given, comm)
+
+    check_guard(
+        [each for each in given.callbacks if isinstance(each, Guard)],
+        is_stream=inputs.source.is_stream,
+        has_folder=given.folder.path is not None,
+        has_scheduler=inputs.scheduler is not None,
+        strategy=given.strategy.strategy,
+    )
 
     # 2  the state
     run = open_run(given, inputs, comm)
@@ -309,7 +324,8 @@ def open_run(given: Given, inputs: Inputs, comm: Communicator) -> OpenRun:
     arguments.refuse_disagreement(comm, given, inputs, settings)
     for each in inputs.held_out.given().values():
         size, num_samples = given.evaluation.batch, len(each.samples)
-        check_evaluation(inputs.replica, num_samples, batch_size=size, world_size=comm.world_size)
+        cut: dict[str, Any] = {"world_size": comm.world_size, "num_shards": sampler.num_shards}
+        check_evaluation(inputs.replica, num_samples, batch_size=size, **cut)
     computes = not isinstance(given.strategy, ParameterServer)  # else workers read the samples
     source = arguments.with_cache(inputs.source, comm) if given.reading.cache and computes else inputs.source
     strategy = arguments.strategy_of(given, inputs.replica)
@@ -387,11 +403,29 @@ def _loop(given: Given, inputs: Inputs, run: OpenRun, meters: Meters, service: S
             callbacks = _callbacks(given, inputs, run, meters, store)
             if given.strategy.region is not None:
                 _publish(given.strategy.region, run)
-            train_loop(state, given, inputs._replace(source=run.source), callbacks, service)
+            go_back = partial(_go_back, run, callbacks)
+            train_loop(state, given, inputs._replace(source=run.source), callbacks, service, go_back)
         except BaseException as error:
             # An error that all ranks raise together has changed nothing, so that the optimizer can go on.
             state.strategy.finish(alone=not isinstance(error, (Diverged, UnusedParameters)))
             raise
+
+
+def _go_back(run: OpenRun, callbacks: Sequence[Callback], guard: Guard) -> None:
+    """Makes the state that of the run's last checkpoint, with a lower learning rate. Collective.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    state, num_acted = run.state, guard.num_acted
+    assert run.folder is not None  # `check_guard` has seen to it
+    checkpoint = read_checkpoint(state.comm, run.folder / "checkpoints")
+    restore(checkpoint, state, identity=run.identity)
+    run.beside.resumes(checkpoint.parts, state.optimizer)
+    for callback in callbacks:
+        if isinstance(callback, (MetricsFile, HashesFile, Checkpointer, Kept)):
+            callback.fit_start(state)  # drops what lies beyond; loads the states of callbacks
+    guard.went_back(state, num_acted)
 
 
 def _publish(region: str, run: OpenRun) -> None:
@@ -410,6 +444,8 @@ def _callbacks(
     metrics = None if run.folder is None else run.folder / "metrics.jsonl"
     watching: list[Callback] = [*meters, MetricsFile(metrics, meters, every=keeps.log_every, callbacks=given.callbacks)]
     last: list[Callback] = [run.beside]
+    if run.folder is not None:
+        watching.append(HashesFile(run.folder / HASHES, every=given.same_bits.hash_every))
     if store is not None:
         how: dict[str, Any] = {"every_steps": keeps.every_steps, "kept": run.beside, "callbacks": given.callbacks}
         checkpointer = Checkpointer(store, identity=run.identity, **how)

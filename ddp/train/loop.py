@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 from ddp.comm.communicator import Communicator
@@ -13,20 +14,24 @@ from ddp.data.loading.iterable import IterableLoader, IterableSampler
 from ddp.data.loading.loader import TrainLoader
 from ddp.data.loading.source import Source
 from ddp.data.orders.sampler import StepPlan
-from ddp.errors import ConfigError
+from ddp.errors import ConfigError, Diverged
 from ddp.optim.schedules import constant
-from ddp.policies import Evaluation
+from ddp.policies import Evaluation, Rounds
 from ddp.process.log import log
 from ddp.setting import Uneven
 from ddp.strategies.parameter_server.server import Service
 from ddp.train.arguments import Given, Inputs
+from ddp.train.audit import Audit
 from ddp.train.batch_statistics import may_have_one, waits_in_training
 from ddp.train.callbacks import EARLY, Callback, tell_of
 from ddp.train.evaluate import Side, evaluate
 from ddp.train.first_look import EqualBatches, FirstLook
+from ddp.train.guard import Guard
+from ddp.train.replay import Replay
 from ddp.train.served import LeaseFeed, served_step
 from ddp.train.state import StepReport, TrainState, agreed_reason, limits_of
 from ddp.train.step import StepRules, train_step
+from ddp.train.supervision import Course, Supervision, no_checkpoint
 from ddp.train.watcher import Watch
 from ddp.units import counted
 
@@ -37,6 +42,7 @@ def train_loop(
     inputs: Inputs,
     callbacks: Sequence[Callback],
     service: Service | None = None,
+    go_back: Callable[[Guard], None] = no_checkpoint,
 ) -> None:
     """Trains from `state` on, until `epochs` or `max_steps` is reached or any rank wants to stop. Collective.
 
@@ -46,6 +52,7 @@ def train_loop(
         for each epoch:
             for each global batch of the epoch's order:           (the sampler plans, each rank gets its share)
                 forward, backward; gradients are summed over all ranks meanwhile
+                is that a bad step? leave it out, go back, or end (supervision.py)
                 divide by the global count, clip, step, commit    (step.py)
                 if any rank wants to stop: leave
                 if it is time: evaluate
@@ -58,9 +65,11 @@ def train_loop(
         inputs: task, samples and schedule.
         callbacks: run at the moments of `callbacks.py`, in this order.
         service: what a server does for workers, who compute in its place.
+        go_back: makes the state that of the last checkpoint, for a guard.
 
     Raises:
         ConfigError: settings that cannot work.
+        AuditFailed: a rank computes other bits of a shard than others.
         Diverged: loss or gradient is not finite.
         UnusedParameters: some parameters got no gradient.
         PeerLost: a rank was lost.
@@ -92,6 +101,13 @@ def train_loop(
         else LeaseFeed(state, service, num_steps=num_steps)
     )
     make_step: Callable[..., tuple[StepReport, bool]] = train_step if service is None else served_step
+    supervision = None
+    if isinstance(feed, TrainLoader) and not isinstance(given.strategy, Rounds):
+        replay = Replay(state, rules, feed.read)
+        audit = Audit(replay, every=given.same_bits.audit_every) if given.same_bits.on else None
+        guard = next((each for each in callbacks if isinstance(each, Guard)), None)
+        supervision = Supervision(replay, guard=guard, audit=audit, go_back=go_back)
+        rules = replace(rules, supervisor=supervision)
     state.unreadable = feed.unreadable
     _check_waiting(state, uneven, reading.max_unreadable)
     state.stopped_by = ""
@@ -106,8 +122,15 @@ def train_loop(
                 running_step = state.step + 1
                 for callback in callbacks:
                     callback.step_start(state)
-                with state.phase("step"):
-                    step, someone_stops = make_step(state, rules, plan, batches, wants_stop=bool(state.stop_flag))
+                try:
+                    with state.phase("step"):
+                        step, someone_stops = make_step(state, rules, plan, batches, wants_stop=bool(state.stop_flag))
+                except Diverged as error:
+                    if supervision is None:
+                        raise
+                    if supervision.act(plan, error) is Course.FROM_CHECKPOINT:
+                        break  # the epoch begins anew, where the checkpoint is
+                    continue
                 if step.num_ending:
                     feed.ended(step.num_ending)
                 for callback in callbacks:
@@ -236,7 +259,8 @@ class Evaluator:
         with ExitStack() as contexts:
             for callback in self._callbacks:
                 contexts.enter_context(callback.evaluating(state))
-            metrics = evaluate(state.model, source, comm=state.comm, stop=state.stop_flag, **self._options)
+            how: dict[str, Any] = {"comm": state.comm, "stop": state.stop_flag, "num_shards": state.sampler.num_shards}
+            metrics = evaluate(state.model, source, **how, **self._options)
         if metrics is None:
             state.stopped_by = agreed_reason(state) or "stopped"
             return None

@@ -6,6 +6,12 @@
         dealt                what a sampler asks of samples that only the program has
         order                identity of the order that these must give; null: they give it by themselves
 
+A step that the guard has left out has a line of its own, behind that of its start, and so has one after which the run
+has gone back:
+
+        left_out, went_back  step, epoch, position at which it begins, size, and why; and the step and the sampler's
+                             state to which the run has gone back
+
 The command line writes it, and so does `ddp.fit`, of what it knows. An order or a sharding that is an object of the
 program cannot be written. Then the noted identity of the order is another one than `where` finds, which says so.
 """
@@ -35,6 +41,13 @@ def note_start(run_dir: Path, start: Mapping[str, Any], *, goes_on: bool) -> Non
     path = run_dir / STARTS
     noted = read_own(path) if goes_on and path.exists() else ""
     write_whole(path, f"{noted}{json.dumps(start, default=int)}\n")  # of NumPy's
+
+
+def note_incident(run_dir: Path, incident: Mapping[str, Any]) -> None:
+    """Writes a line about a step that the guard has left out, or after which it has gone back (`supervision.py`)."""
+    path = run_dir / STARTS
+    noted = read_own(path) if path.exists() else ""
+    write_whole(path, f"{noted}{json.dumps(incident, default=int)}\n")
 
 
 _WORDS: dict[type, str] = {Fixed: "fixed", Permutation: "permutation"}

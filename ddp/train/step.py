@@ -2,6 +2,7 @@
 
     for each micro-batch of mine:             its own dropout stream; forward, backward of the loss *sum*
                                               (gradients are sent during the last one only)
+                                              by shards: each shard's in a block of its own (`replica/by_shards.py`)
                                               of a round each is a step of this rank's own, at its own rate
     all ranks' totals are known               loss, number of items, does anyone want to stop?
     a parameter without a gradient?           UnusedParameters, on every rank alike
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 
 from ddp import gpu
 from ddp.data.orders.sampler import Micro, StepPlan
-from ddp.errors import ConfigError
+from ddp.errors import ConfigError, Diverged
 from ddp.gradients.totals import Parts, Totals, count_of
 from ddp.optim.norms import gradient_norm
 from ddp.optim.precision import forward_precision
@@ -54,6 +55,7 @@ class StepRules:
         schedule: a factor on the rates, by the plan of a step; or a scheduler of torch's, which sets the rates itself.
         noise_scale_every: steps from one measurement of the gradient's noise to the next; 0: never.
         looks: each is given the bare model and each batch, with its number of samples, before the batch is used.
+        supervisor: knows more of a step than whether its numbers are finite; None: nobody does.
     """
 
     task: Task
@@ -62,6 +64,20 @@ class StepRules:
     seed: int
     noise_scale_every: int
     looks: Sequence[Callable[[nn.Module, Any, int], None]]
+    supervisor: Supervisor | None = None
+
+
+class Supervisor(Protocol):
+    """Looks at a step before it is made (`supervision.py`). Every method is collective."""
+
+    def begin(self, plan: StepPlan) -> None:
+        """Begins a step."""
+
+    def check(self, plan: StepPlan, agreement: Agreement) -> None:
+        """Raises an error, on every rank alike, if the update is not to be made."""
+
+    def explained(self, plan: StepPlan, error: Diverged) -> Diverged:
+        """Returns the error of a step that has been taken back, with what has caused it."""
 
 
 def train_step(
@@ -78,14 +94,23 @@ def train_step(
     """
     start_s, fetching = now_s(), Stopwatch()
     state.model.waited.take_s()
-    before = StepSnapshot(state, batches) if rules.precision == "fp16" else None
-    while True:
-        backward(state, rules, plan, batches if before is None else before.batches(), fetching, wants_stop)
-        with state.phase("update"):
-            agreement = state.strategy.agree(state.step + 1)
-        if before is None or not agreement.is_overflow:
-            break
-        before.restore(state)
+    before, supervisor = StepSnapshot(state, batches) if rules.precision == "fp16" else None, rules.supervisor
+    if supervisor is not None:
+        supervisor.begin(plan)
+    try:
+        while True:
+            backward(state, rules, plan, batches if before is None else before.batches(), fetching, wants_stop)
+            with state.phase("update"):
+                agreement = state.strategy.agree(state.step + 1)
+            if before is None or not agreement.is_overflow:
+                break
+            before.restore(state)
+        if supervisor is not None:
+            supervisor.check(plan, agreement)
+    except Diverged as error:
+        if supervisor is None:
+            raise
+        raise supervisor.explained(plan, error) from error
     update(state, rules, plan, agreement)
     state.sampler.commit(plan)
     return committed(state, rules, plan, agreement, start_s=start_s, data_s=fetching.total_s)
@@ -172,18 +197,52 @@ def backward(
 ) -> None:
     """Computes the gradients of this rank's micro-batches; the last one's backward averages them over all ranks.
 
+    By shards, those of each shard ride with its own totals; the votes with those of the last.
+
     Raises:
         ConfigError: the loss does not depend on the model.
     """
-    model, device = state.model, state.comm.device
+    model = state.model
     model.zero_grad(set_to_none=True)  # also of parameters that the optimizer leaves out
     num_averaged = model.num_steps
-    every, has_parts = rules.noise_scale_every, state.comm.world_size > 1 or len(plan.micros) > 1
+    every, has_shards = rules.noise_scale_every, model.num_shards is not None
+    has_parts = has_shards or state.comm.world_size > 1 or len(plan.micros) > 1
     measures = every > 0 and state.step % every == 0 and has_parts and model.measures_parts
     is_stopping = wants_stop and not plan.num_inner
-    totals = Totals(num_stopping=int(is_stopping), num_ending=int(plan.is_last), measure=measures)
-    for number, micro in enumerate(plan.micros or (None,), 1):
-        is_last, batch = number >= len(plan.micros), None
+    votes = Totals(num_stopping=int(is_stopping), num_ending=int(plan.is_last), measure=measures)
+    if has_shards:
+        for shard in model.shards:
+            totals = votes if shard == model.shards[-1] else Totals(measure=measures)
+            with model.shard(shard):
+                mine = [micro for micro in plan.micros if micro.shard == shard]
+                _accumulate(state, rules, plan, mine, batches, fetching, totals)
+    else:
+        _accumulate(state, rules, plan, plan.micros, batches, fetching, votes)
+    if model.num_steps == num_averaged:
+        model.raise_pending()
+        raise ConfigError(
+            f"{name_of(rules.task)}.loss returned a loss that was not computed from what the model returned, so "
+            "backward did not reach the model: compute it from model(…), without detach(), item() or torch.tensor()"
+        )
+
+
+def _accumulate(
+    state: TrainState,
+    rules: StepRules,
+    plan: StepPlan,
+    micros: Sequence[Micro],
+    batches: Iterator[Any],
+    fetching: Stopwatch,
+    totals: Totals,
+) -> None:
+    """Computes the gradients of some micro-batches: of all that this rank has, or of those of one shard.
+
+    Args:
+        totals: what rides along with them, without their losses.
+    """
+    model, device = state.model, state.comm.device
+    for number, micro in enumerate(micros or (None,), 1):
+        is_last, batch = number >= len(micros), None
         if micro is not None:
             with fetching.running(), state.phase("data"):
                 batch = next(batches)
@@ -192,32 +251,26 @@ def backward(
             _set_rate(state, rules, plan.inner(number - 1))
             if state.stop_flag and not totals.num_stopping:  # a round is long: what is asked in its midst counts
                 totals = totals._replace(num_stopping=1)
-                _say_what_is_left(state, len(plan.micros) - number)
+                _say_what_is_left(state, len(micros) - number)
         with state.strategy.micro_batch(is_last=is_last, synchronous=not plan.num_inner) as scale:
             totals = totals._replace(loss_scale=scale)
             model.ride_along(totals)
             if micro is None or batch is None:  # there are no samples for this rank, or none of them can be read
-                if is_last:
+                if is_last and model.num_shards is None:  # else the block of the last shard ends the step
                     with state.phase("backward"):
                         model.reduce_without_backward()
                 continue
             with state.phase("forward"):
-                loss_sum, num_items = _forward(state, rules, micro, batch)
+                loss_sum, num_items = forward(state, rules, micro, batch)
             totals = totals._replace(
                 loss_sum=totals.loss_sum + loss_sum.detach(), num_items=totals.num_items + num_items
             )
             model.ride_along(totals)
             with state.phase("backward"):
                 (loss_sum if scale == 1 else loss_sum * scale).backward()
-        if totals.measure and not is_last:  # then the first micro-batch is this rank's part
+        if totals.measure and not is_last and model.num_shards is None:  # the first micro-batch is this rank's part
             square = (gradient_norm(model.parameters()) / scale).square()
             totals = totals._replace(parts=Parts.of(square, float(num_items)), measure=False)
-    if model.num_steps == num_averaged:
-        model.raise_pending()
-        raise ConfigError(
-            f"{name_of(rules.task)}.loss returned a loss that was not computed from what the model returned, so "
-            "backward did not reach the model: compute it from model(…), without detach(), item() or torch.tensor()"
-        )
 
 
 def _say_what_is_left(state: TrainState, num_inner: int) -> None:
@@ -229,7 +282,7 @@ def _say_what_is_left(state: TrainState, num_inner: int) -> None:
         )
 
 
-def _forward(state: TrainState, rules: StepRules, micro: Micro, batch: Any) -> tuple[Tensor, float | Tensor]:
+def forward(state: TrainState, rules: StepRules, micro: Micro, batch: Any) -> tuple[Tensor, float | Tensor]:
     """Returns the loss of a micro-batch, as a sum, and the number of items in it."""
     model, device = state.model, state.comm.device
     # bfloat16 weights take the user's inputs under autocast alone; other weights are looked at in their own type

@@ -28,7 +28,7 @@ from ddp.comm import connect, host_memory, host_reduce
 from ddp.comm.connect import join
 from ddp.comm.flat import flatten
 from ddp.comm.host_memory import NoSharedMemory
-from ddp.comm.host_reduce import HostGroup, tree_steps
+from ddp.comm.host_reduce import HostGroup
 from ddp.comm.transport.edge import Gather, TransportError
 from ddp.comm.transport.shared_memory import KINDS, Kind, SharedMemory
 from ddp.errors import CollectiveMismatch, ConfigError
@@ -186,12 +186,6 @@ def test_the_tree_is_as_exact_as_any_order(dtype: torch.dtype) -> None:
         else:
             bound = 2 * (size - 1) * torch.finfo(dtype).eps * torch.stack(terms).double().abs().sum(0)
             assert bool(((total.double() - exact).abs() <= bound).all())
-
-
-def test_the_tree_of_additions() -> None:
-    assert list(tree_steps(0, 3)) == [(0, 1), (0, 2)]
-    assert list(tree_steps(0, 5)) == [(0, 1), (2, 3), (0, 2), (0, 4)]
-    assert list(tree_steps(0, 8)) == [(0, 1), (2, 3), (0, 2), (4, 5), (6, 7), (4, 6), (0, 4)]
 
 
 def take_means(group: HostGroup) -> None:

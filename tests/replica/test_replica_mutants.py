@@ -30,14 +30,14 @@ DROP_IN = "replica.drop_in.data_parallel.DistributedDataParallel"
 MUTANTS = {
     "gradients are not synchronised": Mutant(
         "gradients.reducer.AllReduce.reduce",
-        "work = comm.all_reduce(flat, divide_by=divide_by, wire=self._wire, async_op=async_op, label=label)",
+        "work = comm.all_reduce(flat, async_op=async_op, **how)",
         "work = None",
         LIKE_TORCH,
         "outputs_of_many_kinds",
     ),
     "gradients are not synchronised in the background": Mutant(
         "gradients.reducer.AllReduce.reduce",
-        "work = comm.all_reduce(flat, divide_by=divide_by, wire=self._wire, async_op=async_op, label=label)",
+        "work = comm.all_reduce(flat, async_op=async_op, **how)",
         "return None",
         LIKE_TORCH,
         "saved_loaded_and_copied",

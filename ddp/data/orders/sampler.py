@@ -369,6 +369,17 @@ class TrainSampler:
         self._ahead = [each for each in self._ahead if each.stop > self._next]
         self._note(plan)
 
+    def leave_out(self, number: int, position: int, size: int) -> None:
+        """Leaves out a step that comes next, or later, as `skip_steps` does.
+
+        Args:
+            number: of the step in the run, from 1; the one that is made in its place has the same.
+            position: samples that the run has trained on before it.
+            size: of the step, in samples.
+        """
+        self._skips = self._skips.and_(Skipped(number, number, position, position + size))
+        self._next = self._left.past(self._next)
+
     def commit_leased(self, plan: StepPlan) -> None:
         """Notes a step that has happened, in any order inside the epoch; the state moves past it in its turn.
 

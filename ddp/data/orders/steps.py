@@ -407,7 +407,7 @@ class Skips(NamedTuple):
 
     Attributes:
         sizes: of all steps.
-        ranges: in rising order; at most the last one lies ahead.
+        ranges: in rising order.
     """
 
     sizes: Steps
@@ -439,6 +439,10 @@ class Skips(NamedTuple):
             )
         return self._replace(ranges=[*self.ranges, Skipped(first, last, start, stop)])
 
+    def and_(self, one: Skipped) -> Skips:
+        """Returns these and another range, which has not begun."""
+        return self._replace(ranges=sorted([*self.ranges, one], key=lambda each: each.start))
+
     def before(self, position: int) -> list[Skipped]:
         """Returns the ranges that end at a position or before it."""
         return [each for each in self.ranges if each.stop <= position]
@@ -462,14 +466,16 @@ class Skips(NamedTuple):
 
     def end(self, begin: int, *, epochs: int | None, num_steps: int | None) -> tuple[int, int]:
         """Returns the steps that are left after `begin` samples, and the position after them; as `Steps.end`."""
+        total = 0
+        for ahead in (each for each in self.ranges if each.stop > begin):
+            left, end = self.sizes.end(begin, epochs=epochs, num_steps=num_steps)
+            before = self.sizes.num_steps(begin, ahead.start)
+            if left <= before:
+                return total + left, end
+            total, begin = total + before, ahead.stop
+            num_steps = None if num_steps is None else num_steps - before
         left, end = self.sizes.end(begin, epochs=epochs, num_steps=num_steps)
-        ahead = self.ranges[-1] if self.ranges else Skipped(0, 0, 0, 0)
-        before = self.sizes.num_steps(begin, ahead.start)
-        if begin >= ahead.stop or left <= before:
-            return left, end
-        rest = None if num_steps is None else num_steps - before
-        left, end = self.sizes.end(ahead.stop, epochs=epochs, num_steps=rest)
-        return before + left, end
+        return total + left, end
 
 
 def checked_range(steps: Any) -> tuple[int, int]:

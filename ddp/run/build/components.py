@@ -42,6 +42,7 @@ from ddp.run.settings.checks import NO_METRIC
 from ddp.run.settings.config import Config
 from ddp.strategies.choice import wrapped
 from ddp.train.callbacks import EMA, Callback, EarlyStopping
+from ddp.train.guard import Guard
 from ddp.train.profiler import Profiler
 from ddp.train.tasks.cross_entropy import ByteModel, Classification, LanguageModel
 from ddp.train.tasks.task import LossFunction, Task, as_task
@@ -191,7 +192,10 @@ def make_callbacks(config: Config) -> list[Callback]:
     averages = [] if decay is None else [EMA(decay)]
     stops = [] if patience is None else [EarlyStopping(patience, min_delta=config.early_stopping.min_delta)]
     action, shares = config.watch.action, (config.watch.learn_share, config.watch.slow_share)
-    watches = [] if action == "off" else [Watch(action, learn_share=shares[0], slow_share=shares[1])]
+    watches: list[Callback] = [] if action == "off" else [Watch(action, learn_share=shares[0], slow_share=shares[1])]
+    guard = config.guard
+    if (guard.action, guard.spike) != ("stop", None):
+        watches.append(Guard(guard.action, spike=guard.spike, most=guard.most))
     own = [_own_callback(address, folder=config.run.code) for address in config.callbacks]
     steps, seconds = config.profile.steps, config.profile.seconds
     profilers = [Profiler(steps, seconds=seconds)] if steps else []
@@ -383,7 +387,8 @@ def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Repli
         return replica
     buckets = {item.name: getattr(config.replica, item.name) for item in fields(Buckets)}
     policy = replace(averaging_of(config), hook=make_hook(config), **buckets)
-    return wrapped(module, comm, policy, broadcast_buffers=False)
+    num_shards = config.batch.num_shards if config.same_bits.on else None
+    return wrapped(module, comm, policy, num_shards=num_shards, broadcast_buffers=False)
 
 
 def averaging_of(config: Config) -> Averaging:

@@ -13,7 +13,7 @@ import shlex
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -144,13 +144,23 @@ def finish(config: Config, run_dir: Path) -> None:
 
 
 def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) -> None:
+    resumed = on_rank_zero(comm, lambda: _start_of(config, run_dir), label="looking for a checkpoint")
+    given = given_of(config, comm, stop, is_resumed=resumed is not None)
+    train(replace(given, folder=folder_of(config, run_dir)))
+
+
+def given_of(config: Config, comm: Communicator, stop: StopFlag, *, is_resumed: bool) -> Given:
+    """Returns the arguments of `ddp.fit` that settings stand for, but the folder. Collective.
+
+    Raises:
+        ConfigError: hosts have other data.
+    """
     splits, task = components.load_data(config), components.make_task(config)
     _check_data(config, splits, comm)
     held_out = splits if config.evaluate.by == "workers" else None
     streams.init_stream(config.seed, device=comm.device)
     module = components.make_model(config, splits).to(comm.device)
-    resumed = on_rank_zero(comm, lambda: _start_of(config, run_dir), label="looking for a checkpoint")
-    if config.init_from.path and resumed is None and comm.rank == 0:  # the replicas' first broadcast does the rest
+    if config.init_from.path and not is_resumed and comm.rank == 0:  # the replicas' first broadcast does the rest
         _load_given_weights(config, module)
     model = components.make_replica(config, module, comm)
     optimizer = optimization.make_optimizer(config, module)
@@ -158,29 +168,27 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
     if comm.rank == 0 and (notes := [*origins(), *optimization.derived(config, sizes)]):
         print("\n".join(notes), flush=True)
     collect_from_now_on()  # the optimizer has imported the last of torch
-    train(
-        Given(
-            model=model,
-            data=splits.train,
-            optimizer=optimizer,
-            loss=task,
-            global_batch=optimization.batch_of(config, splits.train),
-            epochs=config.epochs,
-            max_steps=config.max_steps,
-            validation_data=held_out and held_out.validation,
-            test_data=held_out and held_out.test,
-            evaluation=config.evaluate,
-            batches=batches_of(config, splits),
-            reading=config.loader,
-            schedule=optimization.make_schedule(config, sizes),
-            clip_norm=config.clip_norm,
-            precision=config.precision,
-            strategy=components.averaging_of(config),
-            folder=folder_of(config, run_dir),
-            callbacks=components.make_callbacks(config),
-            stop=stop,
-            settings=bits_depend_on(config, splits),
-        )
+    return Given(
+        model=model,
+        data=splits.train,
+        optimizer=optimizer,
+        loss=task,
+        global_batch=optimization.batch_of(config, splits.train),
+        epochs=config.epochs,
+        max_steps=config.max_steps,
+        validation_data=held_out and held_out.validation,
+        test_data=held_out and held_out.test,
+        evaluation=config.evaluate,
+        batches=batches_of(config, splits),
+        reading=config.loader,
+        schedule=optimization.make_schedule(config, sizes),
+        clip_norm=config.clip_norm,
+        precision=config.precision,
+        strategy=components.averaging_of(config),
+        same_bits=config.same_bits,
+        callbacks=components.make_callbacks(config),
+        stop=stop,
+        settings=bits_depend_on(config, splits),
     )
 
 
@@ -195,6 +203,7 @@ def bits_depend_on(config: Config, splits: Splits) -> dict[str, Any]:
     chosen["strategy"] = {**asdict(config.strategy), "name": same_bits_as(config.strategy.name)}
     chosen["strategy"].pop("region", None)
     chosen |= {"callbacks": config.callbacks} if config.callbacks else {}
+    chosen |= {"same_bits": True} if config.same_bits.on else {}
     return {**chosen, "loader": reading, **facts, **synchronised}
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ddp.collectives.catalog import ALL_REDUCE, BETWEEN_HOSTS, all_reduce_schedules
 from ddp.errors import ConfigError, did_you_mean
-from ddp.policies import ONE_EVALUATION, Rounds
+from ddp.policies import NUM_SHARDS, ONE_EVALUATION, Rounds, same_bits_problems
 from ddp.process.memory import available_cores
 from ddp.run.settings import config as settings
 from ddp.run.settings.address import is_address, own_parts
@@ -37,6 +37,7 @@ def validate(config: Config) -> None:
     for problems in (
         *(out_of_bounds, _choice_problems, _order_problems, _warmup_problems, _algorithm_problems, _cluster_problems),
         *(_server_problems, _device_problems, _course_problems, _sidecar_problems, _round_problems),
+        _same_bits_problems,
     ):
         for problem in problems(config):
             raise ConfigError(problem)
@@ -54,6 +55,8 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
     """
     workers = config.cluster.workers
     config.cluster.local_workers = local_workers or workers
+    if config.cluster.threads_per_worker is None and config.same_bits.on:
+        config.cluster.threads_per_worker = 1  # the bits of some kernels depend on it
     if config.cluster.threads_per_worker is None:
         cores = available_cores()
         if config.evaluate.by == "sidecar" and cores > config.cluster.local_workers:
@@ -64,7 +67,7 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
         parts = config.strategy.num_parts(workers)
         fits = num_shards is not None and parts <= num_shards <= config.batch.global_size
         fits = fits and not isinstance(config.strategy, Rounds)  # in which each worker has one share
-        config.batch.num_shards = num_shards if fits else parts
+        config.batch.num_shards = num_shards if fits else NUM_SHARDS if config.same_bits.on else parts
     schedule = config.schedule
     if all(getattr(schedule, f"warmup_{unit}") is None for unit in WARMUPS):
         schedule.warmup_fraction = 0.05 if isinstance(schedule, settings.Falling) else 0.0
@@ -148,6 +151,20 @@ def _round_problems(config: Config) -> Iterator[str]:
             yield f"{what}: with strategy.delay={rounds.delay} workers differ between rounds; leave one out"
     if rounds.outer_momentum and getattr(config.hook, "momentum", 0):
         yield f"strategy.outer_momentum={rounds.outer_momentum:g}: the hook has momentum, too; leave one out"
+
+
+def _same_bits_problems(config: Config) -> Iterator[str]:
+    """Yields what cannot have the same bits at any number of workers."""
+    if not config.same_bits.on:
+        return
+    for problem in same_bits_problems(
+        strategy=config.strategy.name,
+        hook="" if config.hook.name == "none" else config.hook.name,
+        wire=config.replica.wire,
+        is_naive=config.replica.kind == "naive",
+        waits=config.replica.sync_batchnorm,
+    ):
+        yield f"same_bits.on=true with {problem}"
 
 
 WAYS = (

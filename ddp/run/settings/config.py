@@ -30,9 +30,11 @@ from ddp.policies import (
     Checkpoints,
     Evaluation,
     Folder,
+    GuardAction,
     Reading,
     Reports,
     Rounds,
+    SameBits,
     Serving,
     Training,
     WatchAction,
@@ -619,6 +621,24 @@ class Watching:
 
 
 @dataclass(kw_only=True, slots=True)
+class Guarding:
+    """The course after a step whose loss is not finite, or jumps; module, worker and samples are named in any case."""
+
+    action: GuardAction = setting(
+        "stop",
+        "stop: the run ends with an error; skip: the step is left out, as by data.skip_steps; go_back: the run goes on "
+        "from its last checkpoint, at half the learning rate",
+    )
+    spike: float | None = setting(
+        None,
+        "standard deviations above the mean of the last losses from which a loss counts as bad, too, such as 8; null: "
+        "only one that is not finite does",
+        above=0,
+    )
+    most: int = setting(3, "how often a run leaves a step out or goes back; the next bad step ends it", at_least=1)
+
+
+@dataclass(kw_only=True, slots=True)
 class Ema:
     """An exponential moving average of the weights, which evaluations and ddp.load use."""
 
@@ -687,9 +707,11 @@ class Config(Training):
     profile: ProfileOf = field(default_factory=ProfileOf)
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     watch: Watching = field(default_factory=Watching)
+    guard: Guarding = field(default_factory=Guarding)
     ema: Ema = field(default_factory=Ema)
     evaluate: EvaluationChoice = field(default_factory=EvaluationChoice)
     loader: Reading = field(default_factory=Reading)
+    same_bits: SameBits = field(default_factory=SameBits)
     strategy: StrategyChoice = field(default_factory=lambda: choose("strategy", "auto"))
     data: Data = field(default_factory=lambda: choose("data", "digits"))
     model: Model = field(default_factory=Cnn)

@@ -1,0 +1,100 @@
+"""Compares two runs bit by bit: are they equal, and if not, from which step on and in what?
+
+    python -m ddp train same_bits.on=true same_bits.hash_every=10 run.name=one
+    python -m ddp train same_bits.on=true same_bits.hash_every=10 cluster.workers=3 run.name=three
+    python -m ddp same_bits runs/one runs/three
+
+Each run has noted hashes (`ddp/train/hashes.py`). The answer also names the settings in which the runs differ, where
+bits depend on them. If both have a checkpoint before the first difference, their steps are made again here, each with
+its own settings: then it names the first shard and module in which they part. The exit status is 0 if they are equal, 1
+if they differ, and 2 if there is no answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from ddp.commands.command import parser_of, respond
+from ddp.errors import ConfigError, WorkersFailed, first_line
+from ddp.run.build.traced import checkpoint_before, traced
+from ddp.run.launch import from_python
+from ddp.train.hashes import Comparison, compare, read_hashes
+from ddp.train.trace import parting
+from ddp.units import counted
+
+MOST_NAMED = 3
+
+
+def main(words: Sequence[str]) -> int:
+    """Compares the runs that the words name; returns 1 if they differ."""
+    parser = parser_of("same_bits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    about = "the folder of a run with same_bits.hash_every=10 or another number"
+    parser.add_argument("runs", type=Path, nargs=2, metavar="RUN", help=about)
+    found: list[Comparison] = []
+
+    def answer(options: argparse.Namespace) -> str:
+        one, other = options.runs
+        found.append(compared(one, other))
+        return "\n".join([in_words(found[0]), *made_again(one, other, found[0])])
+
+    status = respond(parser, parser.parse_args(words), answer)
+    return status or int(found[0].first_different is not None)
+
+
+def compared(one: Path, other: Path) -> Comparison:
+    """Compares two runs.
+
+    Raises:
+        ConfigError: they are one, or one has no hashes, or no step has hashes in both.
+    """
+    if one.resolve() == other.resolve():
+        raise ConfigError(f"{one} and {other} are the same run: name another one to compare it with")
+    return compare(read_hashes(one), read_hashes(other))
+
+
+def made_again(one: Path, other: Path, found: Comparison) -> list[str]:
+    """Returns where the two runs part if their steps before the first difference are made again, from checkpoints."""
+    step, starts = found.first_different, []
+    if step is None:
+        return []
+    for run in (one, other):
+        path = checkpoint_before(run, (found.last_equal or 0) + 1)
+        if path is None:
+            return [f"where they part could be told from a checkpoint before step {step:,} in both; {run} has none"]
+        starts.append(path)
+    try:
+        traces = [
+            from_python.launch(partial(traced, run, path, last_step=step), workers=1, threads_per_worker=1)[0]
+            for run, path in zip((one, other), starts, strict=True)
+        ]
+    except (ConfigError, WorkersFailed) as error:
+        return [f"their steps cannot be made again: {first_line(error)}"]
+    first = max(each[0].step for each in traces)
+    part = parting(*([each for each in trace if each.step >= first] for trace in traces))
+    if part is None:
+        return [
+            f"made again here, steps {first:,} to {step:,} of both runs have the same bits: a machine of one of them "
+            "has computed wrongly, or is of another kind"
+        ]
+    return [f"made again here, from checkpoints, they part in step {part[0]:,}: {part[1]}"]
+
+
+def in_words(found: Comparison) -> str:
+    """Returns the answer."""
+    num_steps = counted(len(found.steps), "common step")
+    if found.first_different is None:
+        lines = [f"equal at all {num_steps}, up to step {found.last_equal:,}"]
+    else:
+        more = len(found.names) - MOST_NAMED
+        names = ", ".join(found.names[:MOST_NAMED]) + (f" and {more:,} more" if more > 0 else "")
+        where = f"step {found.first_different:,}, the first of {num_steps}"
+        if found.last_equal is not None:
+            where = f"step {found.first_different:,}; the last equal one is step {found.last_equal:,}, of {num_steps}"
+        lines = [f"different at {where}", f"  {len(found.names):,} of {counted(found.num_names, 'value')}: {names}"]
+    if found.changed:
+        lines += ["bits depend on these, in which the second run differs from the first:"]
+        lines += [f"  {change}" for change in found.changed]
+    return "\n".join(lines)

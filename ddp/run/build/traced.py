@@ -1,0 +1,57 @@
+"""Makes some steps of a run again, from a checkpoint, with the run's own settings and by one worker, and traces them.
+
+A run by shards has the same bits with one worker as with many. So this is what the run has computed, if its machines
+have computed rightly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ddp.errors import ConfigError
+from ddp.policies import Evaluation, Folder, SameBits
+from ddp.run.build.stages import given_of, joined
+from ddp.run.settings.address import check_trust, own_parts
+from ddp.run.settings.config import choose
+from ddp.run.settings.reader import from_plain, settings_of
+from ddp.train.callbacks import EarlyStopping
+from ddp.train.checkpoint_store import listed
+from ddp.train.fit import train
+from ddp.train.profiler import Profiler
+from ddp.train.stopping import StopFlag
+from ddp.train.trace import StepTrace, Trace
+
+
+def checkpoint_before(run: Path, step: int) -> Path | None:
+    """Returns the run's last checkpoint from before a step; None if there is none."""
+    found = [each for each in listed(run / "checkpoints").saved if int(each.manifest["step"]) < step]
+    return max(found, key=lambda each: int(each.manifest["step"])).path if found else None
+
+
+def traced(run: Path, checkpoint: Path, *, last_step: int) -> list[StepTrace]:
+    """Returns the trace of a run's steps from after a checkpoint to the last one asked for. In a process of its own.
+
+    Raises:
+        ConfigError: the run was made from Python, so that only its program knows model and data; or others may have
+            written its settings, which name code.
+    """
+    path = settings_of(run)
+    if path is None:
+        raise ConfigError(f"{run} is of a run from Python, whose program alone knows model and data")
+    config = from_plain(yaml.safe_load(path.read_text(encoding="utf-8")))
+    check_trust(own_parts(asdict(config)), code=config.run.code, settings=path, trust=config.trust)
+    config.cluster.workers = config.cluster.local_workers = 1
+    config.cluster.servers, config.strategy, config.trackers = 0, choose("strategy", "auto"), []
+    trace, stop = Trace(last_step), StopFlag()
+    with joined(config) as comm:
+        given = given_of(config, comm, stop, is_resumed=True)
+        quiet = Folder(None, checkpoint, progress=False, curves=False)
+        apart: dict[str, Any] = {"validation_data": None, "test_data": None, "same_bits": SameBits(on=True)}
+        own = [each for each in given.callbacks if not isinstance(each, (EarlyStopping, Profiler))]
+        how = {"folder": quiet, "evaluation": Evaluation(every_epochs=None), "callbacks": [*own, trace], **apart}
+        train(replace(given, **how))
+    return trace.steps

@@ -1,0 +1,151 @@
+"""Audits: now and then, one shard of a step is computed by a second rank, too. Equal machines give equal bits.
+
+A processor or a GPU that computes wrongly and says nothing is not found by its loss, which moves little. It is found
+by its bits, if shards have the same bits everywhere: Llama 3 counted six such events in 54 days on 16,000 GPUs (arXiv
+2407.21783, table 5).
+
+    first step             every rank computes the first shard; so another instruction set, thread count or library is
+                           found before the first update
+    every `every` steps    rank r in turn is audited: another rank computes one of its shards again. Where they differ,
+                           a third decides; with two ranks, the pair is named
+
+What the audited rank is judged by is the gradient that it has contributed, before it is added to others. A shard is
+computed by a second rank before the update, because parameters are still those of the step.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ddp.collectives.shards import owned
+from ddp.comm.meeting.place import host_name
+from ddp.comm.objects import all_gather_object
+from ddp.data.orders.sampler import StepPlan
+from ddp.errors import AuditFailed
+from ddp.replica.bucketed import BucketedDataParallel
+from ddp.replica.by_shards import ByShards
+from ddp.train.replay import Outcome, Replay
+from ddp.units import counted
+
+
+class Turn(NamedTuple):
+    """Says which shard is audited in a step.
+
+    Attributes:
+        owner: the rank that contributes it.
+        again: the ranks that compute it, too.
+    """
+
+    shard: int
+    owner: int
+    again: Sequence[int]
+
+
+def turn_of(number: int, world_size: int, num_shards: int) -> Turn:
+    """Returns the turn of an audit, counted from 0; of `world_size` audits in a row, each rank is the owner in one."""
+    owner, lap = number % world_size, number // world_size
+    mine, distance = owned(owner, world_size, num_shards), 1 + lap % (world_size - 1)
+    return Turn(mine[lap % len(mine)], owner, [(owner + distance) % world_size])
+
+
+def first_turn(num_samples: int, world_size: int, num_shards: int) -> Turn:
+    """Returns the turn in which every rank computes the first shard of a step that has samples."""
+    shard = next(shard for shard in range(num_shards) if (shard + 1) * num_samples // num_shards)
+    owner = next(rank for rank in range(world_size) if shard in owned(rank, world_size, num_shards))
+    return Turn(shard, owner, [rank for rank in range(world_size) if rank != owner])
+
+
+class Audit:
+    """Audits the steps of a run by shards. Every method is collective.
+
+    Args:
+        every: steps from one audit to the next; 0: the first step of this start alone.
+    """
+
+    def __init__(self, replay: Replay, *, every: int) -> None:
+        self._replay, self._every, self._state = replay, every, replay.state
+        self._turn: Turn | None = None
+        self._passed_at: int | None = None  # the step of the last audit
+
+    def begin(self, plan: StepPlan) -> None:
+        """Begins a step. The owner of a shard that is audited in it keeps that shard's gradients apart."""
+        comm, number = self._state.comm, self._state.step + 1
+        num_shards = self._by_shards.num_shards
+        self._turn = None
+        if comm.world_size > 1 and self._passed_at is None:
+            self._turn = first_turn(plan.size, comm.world_size, num_shards)
+        elif comm.world_size > 1 and self._every and number % self._every == 0:
+            self._turn = turn_of(number // self._every - 1, comm.world_size, num_shards)
+        is_mine = self._turn is not None and self._turn.owner == comm.rank
+        self._by_shards.watch(self._turn.shard if self._turn is not None and is_mine else None)
+
+    def check(self, plan: StepPlan) -> None:
+        """Compares what ranks have computed of the shard that is audited, once its step is computed, if one is.
+
+        Raises:
+            AuditFailed: they differ; names the rank that computes wrongly, or the pair.
+        """
+        if (turn := self._turn) is None:
+            return
+        comm = self._state.comm
+        mine = Outcome(*self._by_shards.seen) if comm.rank == turn.owner else None
+        found = self._found(mine or self._again(plan, turn, turn.again))
+        if len(found) == 2 < comm.world_size and len(agreeing(found)) > 1:  # a third decides
+            third = next(rank for rank in range(comm.world_size) if rank not in found)
+            found |= self._found(self._again(plan, turn, [third]))
+        if len(agreeing(found)) > 1:
+            raise AuditFailed(self._in_words(turn, found))
+        self._passed_at = self._state.step + 1
+
+    def _again(self, plan: StepPlan, turn: Turn, ranks: Sequence[int]) -> Outcome | None:
+        """Returns what this rank finds if it computes the shard again, where it is one of these."""
+        return self._replay.shard(plan, turn.shard) if self._state.comm.rank in ranks else None
+
+    def _found(self, mine: Outcome | None) -> dict[int, Outcome]:
+        """Returns what each rank has found that has computed the shard."""
+        everyone = all_gather_object(self._state.comm, mine and tuple(mine))
+        return {rank: Outcome(*each) for rank, each in enumerate(everyone) if each is not None}
+
+    @property
+    def _by_shards(self) -> ByShards:
+        model = self._state.model
+        assert isinstance(model, BucketedDataParallel) and model.by_shards is not None
+        return model.by_shards
+
+    def _in_words(self, turn: Turn, found: Mapping[int, Outcome]) -> str:
+        """Returns who computes wrongly, as far as that can be told. Collective."""
+        groups = agreeing(found)
+        known = all_gather_object(self._state.comm, facts())
+        about = [f"rank {rank} on host {each}" for rank, each in enumerate(known)]
+        most, rest = groups[0], [rank for group in groups[1:] for rank in group]
+        where = found[most[0]].difference(found[rest[0]])
+        since = "before this run's first step" if self._passed_at is None else f"of step {self._passed_at} or before"
+        what = f"step {self._state.step + 1}, shard {turn.shard}: ranks compute other bits of it, first in {where}"
+        if len(most) > len(groups[1]):
+            wrong = "; ".join(about[rank] for rank in rest)
+            agree = f"{counted(len(most), 'rank')} ({', '.join(map(str, most))}) agree"
+            return f"{what}. {agree}, and not {wrong}: take that machine out, and go on from the checkpoint {since}"
+        named = "; ".join(about[rank] for group in groups for rank in group)
+        return (
+            f"{what}. There is no majority among {named}: if both have the same processor and library, one computes "
+            f"wrongly; find out which with a third, and go on from the checkpoint {since}"
+        )
+
+
+def agreeing(found: Mapping[int, Outcome]) -> list[list[int]]:
+    """Returns the ranks that have found the same, group by group; the largest group first."""
+    groups: list[list[int]] = []
+    for rank, outcome in sorted(found.items()):
+        group = next((each for each in groups if not found[each[0]].difference(outcome)), None)
+        groups.append([rank]) if group is None else group.append(rank)
+    return sorted(groups, key=len, reverse=True)
+
+
+def facts() -> str:
+    """Returns this rank's host, and what its kernels depend on."""
+    cpu, threads = torch.backends.cpu.get_cpu_capability(), counted(torch.get_num_threads(), "thread")
+    return f"{host_name()} ({platform.machine()} {cpu}, torch {torch.__version__}, {threads})"

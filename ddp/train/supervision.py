@@ -1,0 +1,134 @@
+"""Looks at each step before it is made: audits, spikes, and what follows from a bad one.
+
+    begin        a step begins: the shard to be audited, if one is; what a step that is left out must give back
+    check        all ranks have computed it: the audit, and whether its loss is a spike
+    explained    it was taken back: computed again without communication, it names module, rank and samples
+    act          what the run's guard says: leave the step out, go back to the last checkpoint, or stop
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from typing import Any
+
+from ddp.comm.objects import on_rank_zero
+from ddp.data.orders.sampler import StepPlan
+from ddp.errors import CheckpointError, ConfigError, Diverged
+from ddp.process.log import log
+from ddp.strategies.strategy import Agreement
+from ddp.train import bad_step
+from ddp.train.audit import Audit
+from ddp.train.guard import Guard
+from ddp.train.replay import Replay
+from ddp.train.starts import note_incident
+from ddp.train.step import StepSnapshot
+
+
+class Course(Enum):
+    """The ways on from a bad step."""
+
+    NEXT_STEP = auto()  # the step is left out
+    FROM_CHECKPOINT = auto()  # the state is that of the last checkpoint
+
+
+class Supervision:
+    """Supervises the steps of a run. Every method is collective.
+
+    Args:
+        guard: what becomes of a bad step; None: it ends the run.
+        audit: of the shards; None: they are not audited.
+        go_back: takes the state of the last checkpoint, whose learning rate is multiplied by a factor.
+    """
+
+    def __init__(
+        self, replay: Replay, *, guard: Guard | None, audit: Audit | None, go_back: Callable[[Guard], None]
+    ) -> None:
+        self._state, self._replay, self._guard, self._audit = replay.state, replay, guard, audit
+        self._go_back, self._is_spike = go_back, False
+        self._before: StepSnapshot | None = None
+
+    def begin(self, plan: StepPlan) -> None:
+        if self._audit is not None:
+            self._audit.begin(plan)
+        keeps = self._guard is not None and self._guard.action == "skip"
+        self._before = StepSnapshot(self._state, iter(())) if keeps else None
+        self._is_spike = False
+
+    def check(self, plan: StepPlan, agreement: Agreement) -> None:
+        if self._audit is not None:
+            self._audit.check(plan)
+        if self._guard is not None and (spike := self._guard.is_spike(agreement.totals.mean_loss)):
+            self._state.model.take_back()
+            self._is_spike = True
+            raise Diverged(f"the loss of step {self._state.step + 1} is a spike: {spike}")
+
+    def explained(self, plan: StepPlan, error: Diverged) -> Diverged:
+        explain = bad_step.highest if self._is_spike else bad_step.explain
+        return Diverged(f"{error}. {explain(self._replay, plan)}")
+
+    def act(self, plan: StepPlan, error: Diverged) -> Course:
+        """Does what the guard says of a bad step.
+
+        Raises:
+            Diverged: the run is to end.
+        """
+        guard, state = self._guard, self._state
+        if guard is None or guard.action == "stop":
+            raise error
+        if guard.num_acted >= guard.most:
+            raise Diverged(f"{error}. The guard has acted {guard.num_acted} times, which is the most (guard.most)")
+        guard.num_acted += 1
+        step = state.step + 1
+        facts: dict[str, Any] = {"step": step, "epoch": plan.epoch, "position": state.sampler.position_of(plan)}
+        facts |= {"size": plan.size, "why": str(error)}
+        if guard.action == "skip":
+            assert self._before is not None
+            self._before.restore(state)
+            state.sampler.leave_out(step, facts["position"], plan.size)
+            self._note({"left_out": facts}, f"step {step} is left out, with its {plan.size} samples: {error}")
+            return Course.NEXT_STEP
+        try:
+            self._go_back(guard)
+        except CheckpointError as missing:
+            raise Diverged(f"{error}. There is no checkpoint yet to go back to") from missing
+        rates = ", ".join(f"{rate:g}" for rate in state.rates.base)
+        self._note(
+            {"went_back": {**facts, "to": state.step, "sampler": state.sampler.state_dict()}},
+            f"the run goes back to step {state.step}, at the learning rate {rates}: {error}",
+        )
+        return Course.FROM_CHECKPOINT
+
+    def _note(self, incident: dict[str, Any], words: str) -> None:
+        comm, folder = self._state.comm, self._state.run_dir
+        if comm.rank == 0:
+            log.warning("%s", words)
+        if folder is not None:
+            on_rank_zero(comm, lambda: note_incident(folder, incident), label="noting a bad step")
+
+
+def no_checkpoint(guard: Guard) -> None:
+    """Goes back nowhere: of a run that keeps no checkpoint."""
+    raise CheckpointError("this run keeps no checkpoint")
+
+
+def check_guard(
+    guards: Sequence[Guard], *, is_stream: bool, has_folder: bool, has_scheduler: bool, strategy: str
+) -> None:
+    """Raises ConfigError if the run cannot do what its guard says."""
+    if len(guards) > 1:
+        raise ConfigError("callbacks has two Guard: one says what becomes of a bad step; leave one out")
+    for guard in guards:
+        action = f"guard.action={guard.action}"
+        if strategy in ("local_sgd", "parameter_server"):
+            raise ConfigError(
+                f"ddp.Guard with strategy={strategy}: guards steps that all ranks make together; take strategy=auto"
+            )
+        if is_stream:
+            raise ConfigError("ddp.Guard with a stream of samples, which cannot be read again; give a data set")
+        if guard.action == "go_back" and not has_folder:
+            raise ConfigError(f"{action}: goes back to a checkpoint, and folder=None keeps none; give a folder")
+        if guard.action == "go_back" and has_scheduler:
+            raise ConfigError(
+                f"{action}: lowers the learning rate, which a scheduler of torch's sets; give a function as schedule"
+            )
