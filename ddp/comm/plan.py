@@ -45,9 +45,10 @@ from torch import Tensor
 from ddp import gpu
 from ddp.collectives.cost import anatomy, cost_s, volume
 from ddp.collectives.placed import Hosts, placed
-from ddp.collectives.schedule import Round, Schedule
-from ddp.collectives.shards import is_canonical_over_ranks
+from ddp.collectives.schedule import Goal, Round, Schedule
+from ddp.collectives.shards import is_canonical_over_ranks, most_nodes
 from ddp.collectives.simulate import SEGMENT_BYTES, Network, equal_hosts
+from ddp.collectives.slice_owners import schedule_over_shards
 from ddp.comm import checks
 from ddp.comm.calibrate import BULK_BYTES, IN_A_ROW, NUM_REPETITIONS, Measured, agreed, calibrate, timed
 from ddp.comm.call_queue import CallQueue
@@ -59,7 +60,7 @@ from ddp.comm.settings import Settings
 from ddp.comm.wire_format import WireFormat, wire_format
 from ddp.errors import ConfigError, did_you_mean
 from ddp.setting import Narrow
-from ddp.units import binary_size, format_time, lines_of_table
+from ddp.units import binary_size, counted, format_time, lines_of_table
 
 Moved = Literal["reduce_scatter", "all_gather"]
 Result = TypeVar("Result")
@@ -373,9 +374,31 @@ class Plan:
             self._trials[nbytes, wire] = agreed(timed(runs, in_a_row, device=device), gather)
         return self._trials[nbytes, wire]
 
-    def explain(self, nbytes: int) -> str:
-        """Returns a table of every algorithm, fastest first, and how far predictions were off. Collective."""
-        return self._asked("explain", nbytes, lambda: self._explain(nbytes))
+    def explain(self, nbytes: int, *, num_shards: int | None = None) -> str:
+        """Returns a table of every algorithm, fastest first, and how far predictions were off. Collective.
+
+        Args:
+            num_shards: of sums over so many shards of a batch, which have other algorithms to choose among.
+        """
+        if num_shards is None:
+            return self._asked("explain", nbytes, lambda: self._explain(nbytes))
+        return self._asked("explain", nbytes, lambda: self._explain_over_shards(nbytes, num_shards))
+
+    def _explain_over_shards(self, nbytes: int, num_shards: int) -> str:
+        world_size, what = self._collectives.world_size, f"sum of {num_shards} shards, {nbytes:,} bytes"
+        if IN_MEMORY in self._routes:
+            rows = counted(most_nodes(world_size, num_shards), "row")
+            return f"{what}: in the host's memory, from up to {rows} of each rank"
+        ranking = self._ranking_over_shards(nbytes, num_shards)
+        return "\n".join([f"{what}; auto takes {ranking[0].route.name}", *table(ranking, size_of_trial(nbytes), {})])
+
+    def _ranking_over_shards(self, nbytes: int, num_shards: int) -> list[Choice]:
+        """Returns the prediction for every route by which shards can be added up, the cheapest first."""
+        if is_canonical_over_ranks(self._collectives.world_size, num_shards):
+            return self.ranking(nbytes, is_canonical=True)
+        schedule = schedule_over_shards(num_shards, Goal.ALL_REDUCE)
+        route = Route("slice_owners", schedule, False, self._collectives.hosts)
+        return ranked([route], nbytes, self.measured, segment_bytes=self._settings.segment_bytes)
 
     def _explain(self, nbytes: int) -> str:
         chosen, size = self._choose(nbytes), size_of_trial(nbytes)

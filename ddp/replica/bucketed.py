@@ -67,14 +67,18 @@ class BucketedDataParallel(Replica):
             become the mean at the end of the step.
         comm: the ranks that take part; all by default.
 
+    Attributes:
+        by_shards: the running step, if gradients are added up by shards.
+
     Raises:
         ReplicaMismatch: the ranks' models differ in a name, shape, dtype, memory format, or in what is frozen.
-        ConfigError: no parameter needs a gradient; the wire format is wider than a gradient.
+        ConfigError: no parameter needs a gradient; the wire format is wider than a gradient; there are more ranks than
+            shards.
     """
 
     _waiting: Layout | None  # of a forward that waits for its backward (note "begin")
     _is_in_forward = False  # a forward is running that may run backward itself (`drop_in/`)
-    _by_shards: ByShards | None = None
+    by_shards: ByShards | None = None
 
     def __init__(
         self,
@@ -99,7 +103,7 @@ class BucketedDataParallel(Replica):
         if num_shards is not None:
             check_shards(module, comm, wire, hook)
             narrow = None if wire == "fp32" else wire
-            self._by_shards = ByShards(comm, self._buffer_sync, num_shards, narrow)
+            self.by_shards = ByShards(comm, self._buffer_sync, num_shards, narrow)
             self.inputs.divisor = num_shards
         self._limits = bucket_limits(bucket_cap_mb, first_bucket_mb=first_bucket_mb)
         self._overlap, self.wire = overlap, wire
@@ -126,11 +130,11 @@ class BucketedDataParallel(Replica):
 
     @property
     def num_shards(self) -> int | None:
-        return None if self._by_shards is None else self._by_shards.num_shards
+        return None if self.by_shards is None else self.by_shards.num_shards
 
     @property
     def shards(self) -> range:
-        return range(0) if self._by_shards is None else self._by_shards.shards
+        return range(0) if self.by_shards is None else self.by_shards.shards
 
     @contextmanager
     def shard(self, number: int) -> Iterator[None]:
@@ -147,7 +151,7 @@ class BucketedDataParallel(Replica):
         Raises:
             ConfigError: on all ranks: one has marked a shard twice, has left one out, or has none of that number.
         """
-        if (by_shards := self._by_shards) is None:
+        if (by_shards := self.by_shards) is None:
             super().shard(number)
             return
         if mistake := by_shards.mistake(number):
@@ -173,10 +177,10 @@ class BucketedDataParallel(Replica):
 
     def _refuse(self, mistake: str) -> None:
         """Ends the step on all ranks, and raises the mistake on all of them."""
-        assert isinstance(self._usage, UsageByShards) and self._by_shards is not None
+        assert isinstance(self._usage, UsageByShards) and self.by_shards is not None
         self._usage.mistake = mistake
         self.prepare()
-        self._by_shards.begin_refused(self._layouts.current)
+        self.by_shards.begin_refused(self._layouts.current)
         self._begin_without_samples()
         self._finish()
         self.raise_pending()
@@ -184,8 +188,8 @@ class BucketedDataParallel(Replica):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Makes backward inside only accumulate this rank's gradients; the next backward outside sends the sums."""
-        if self._by_shards is not None:
-            self._by_shards.expect_parts()
+        if self.by_shards is not None:
+            self.by_shards.expect_parts()
         with super().no_sync():
             yield
 
@@ -242,13 +246,13 @@ class BucketedDataParallel(Replica):
     @uncompiled
     def _before_forward(self) -> tuple[bool, bool]:
         moment = super()._before_forward()
-        if self._by_shards is not None and torch.is_grad_enabled():
-            self._by_shards.before_forward()
+        if self.by_shards is not None and torch.is_grad_enabled():
+            self.by_shards.before_forward()
         return moment
 
     def _end_step(self, totals: Totals | None) -> None:
-        if self._by_shards is not None:
-            self._by_shards.end_step()
+        if self.by_shards is not None:
+            self.by_shards.end_step()
         super()._end_step(totals)
 
     def _watch_outputs(self, outputs: Any) -> None:
@@ -270,9 +274,9 @@ class BucketedDataParallel(Replica):
 
     def _begin_step(self, layout: Layout, *, has_samples: bool = True) -> None:
         mine, self._mine = self._mine, None
-        if self._by_shards is not None:
-            self._by_shards.begin_last(layout, mine)
-            mine, has_samples = mine and mine._replace(measure=False, parts=None), self._by_shards.has_samples
+        if self.by_shards is not None:
+            self.by_shards.begin_last(layout, mine)
+            mine, has_samples = mine and mine._replace(measure=False, parts=None), self.by_shards.has_samples
         share = Share(mine, self.inputs.divisor, has_samples)
         if self.compression is not None:
             self.compression.begin()
@@ -313,26 +317,21 @@ class BucketedDataParallel(Replica):
 
     def _new_backward(self, former: Backward | None = None) -> Backward:
         given = self._reducer, self._usage, self._stepper
-        how: dict[str, Any] = {"overlap": self.overlaps, "waited": self.waited, "by_shards": self._by_shards}
+        how: dict[str, Any] = {"overlap": self.overlaps, "waited": self.waited, "by_shards": self.by_shards}
         return Backward(self.comm, *given, **how, former=former)
 
     def _buffers_at_start(self) -> Mapping[str, Tensor]:
-        return {} if self._by_shards is None else self._by_shards.buffers.start
+        return {} if self.by_shards is None else self.by_shards.buffers.start
 
     @contextmanager
     def _unobserved(self) -> Iterator[None]:
-        running, by_shards = self.backward, self._by_shards
-        self._by_shards = None
+        running, by_shards = self.backward, self.by_shards
+        self.by_shards = None
         self.backward = self._new_backward()
         try:
             yield
         finally:
-            self.backward, self._by_shards = running, by_shards
-
-    @property
-    def by_shards(self) -> ByShards | None:
-        """The running step by shards; None if gradients are added up by ranks."""
-        return self._by_shards
+            self.backward, self.by_shards = running, by_shards
 
     # --- which gradients live where ----------------------------------------------------------------------------------
 

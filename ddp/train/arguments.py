@@ -225,6 +225,10 @@ def _check_same_bits(given: Given, source: Source, comm: Communicator) -> None:
     )
     for problem in problems:
         raise ConfigError(f"same_bits with {problem}")
+    if given.same_bits.audit_every and comm.world_size == 1:
+        raise ConfigError(
+            f"audit_every={given.same_bits.audit_every} with one worker: a second audits; leave it out, or take more"
+        )
     if source.is_stream:
         raise ConfigError(
             "same_bits with a stream of samples, which ranks share out by their number; give a data set with a length"
@@ -327,6 +331,8 @@ def strategy_of(given: Given, replica: Replica) -> Strategy:
 def idle_notes(replica: Replica) -> list[str]:
     """Returns a line that says so where a hook or a wire format has nothing to do, because no gradient travels."""
     hook = None if replica.compression is None else replica.compression.hook
+    if replica.num_shards is not None and replica.wire is not None:
+        return [f"wire={replica.wire!r} rounds the gradients of each shard; their sums travel in their own type"]
     given = [] if hook is None or hook.momentum else [f"the hook {hook!r}"]
     given += [] if replica.wire in (None, "fp32") else [f"wire={replica.wire!r}"]
     if not given or replica.comm.host_partition.num_hosts > 1:

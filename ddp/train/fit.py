@@ -324,7 +324,7 @@ def open_run(given: Given, inputs: Inputs, comm: Communicator) -> OpenRun:
     arguments.refuse_disagreement(comm, given, inputs, settings)
     for each in inputs.held_out.given().values():
         size, num_samples = given.evaluation.batch, len(each.samples)
-        cut: dict[str, Any] = {"world_size": comm.world_size, "num_shards": sampler.num_shards}
+        cut: dict[str, Any] = {"world_size": comm.world_size, "num_shards": inputs.replica.num_shards}
         check_evaluation(inputs.replica, num_samples, batch_size=size, **cut)
     computes = not isinstance(given.strategy, ParameterServer)  # else workers read the samples
     source = arguments.with_cache(inputs.source, comm) if given.reading.cache and computes else inputs.source

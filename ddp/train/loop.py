@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ddp.comm.communicator import Communicator
@@ -106,7 +107,9 @@ def train_loop(
         replay = Replay(state, rules, feed.read)
         audit = Audit(replay, every=given.same_bits.audit_every) if given.same_bits.on else None
         guard = next((each for each in callbacks if isinstance(each, Guard)), None)
-        supervision = Supervision(replay, guard=guard, audit=audit, go_back=go_back)
+        says = given.same_bits.on and given.folder.progress and state.comm.rank == 0
+        say = partial(print, flush=True) if says else None
+        supervision = Supervision(replay, guard=guard, audit=audit, go_back=go_back, say=say)
         rules = replace(rules, supervisor=supervision)
     state.unreadable = feed.unreadable
     _check_waiting(state, uneven, reading.max_unreadable)
@@ -259,7 +262,7 @@ class Evaluator:
         with ExitStack() as contexts:
             for callback in self._callbacks:
                 contexts.enter_context(callback.evaluating(state))
-            how: dict[str, Any] = {"comm": state.comm, "stop": state.stop_flag, "num_shards": state.sampler.num_shards}
+            how: dict[str, Any] = {"comm": state.comm, "stop": state.stop_flag, "num_shards": state.model.num_shards}
             metrics = evaluate(state.model, source, **how, **self._options)
         if metrics is None:
             state.stopped_by = agreed_reason(state) or "stopped"

@@ -39,13 +39,20 @@ class Supervision:
         guard: what becomes of a bad step; None: it ends the run.
         audit: of the shards; None: they are not audited.
         go_back: takes the state of the last checkpoint, whose learning rate is multiplied by a factor.
+        say: tells the user what shards cost, on one rank; None: nobody is told.
     """
 
     def __init__(
-        self, replay: Replay, *, guard: Guard | None, audit: Audit | None, go_back: Callable[[Guard], None]
+        self,
+        replay: Replay,
+        *,
+        guard: Guard | None,
+        audit: Audit | None,
+        go_back: Callable[[Guard], None],
+        say: Callable[[str], None] | None = None,
     ) -> None:
         self._state, self._replay, self._guard, self._audit = replay.state, replay, guard, audit
-        self._go_back, self._is_spike = go_back, False
+        self._go_back, self._say, self._is_spike = go_back, say, False
         self._before: StepSnapshot | None = None
 
     def begin(self, plan: StepPlan) -> None:
@@ -58,6 +65,10 @@ class Supervision:
     def check(self, plan: StepPlan, agreement: Agreement) -> None:
         if self._audit is not None:
             self._audit.check(plan)
+        if self._say is not None:  # once, because parameters and samples are those of a step that was just computed
+            if cost := self._replay.cost_of_shards(plan):
+                self._say(cost)
+            self._say = None
         if self._guard is not None and (spike := self._guard.is_spike(agreement.totals.mean_loss)):
             self._state.model.take_back()
             self._is_spike = True

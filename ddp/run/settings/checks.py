@@ -165,6 +165,11 @@ def _same_bits_problems(config: Config) -> Iterator[str]:
         waits=config.replica.sync_batchnorm,
     ):
         yield f"same_bits.on=true with {problem}"
+    if config.same_bits.audit_every and config.cluster.workers == 1:
+        yield (
+            f"same_bits.audit_every={config.same_bits.audit_every}: a second worker audits, and there is one; leave it "
+            "out, or take more"
+        )
 
 
 WAYS = (
