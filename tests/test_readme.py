@@ -147,7 +147,7 @@ def test_it_is_short() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_file_that_is_named_exists(page: str) -> None:
-    names = re.findall(r"`((?:ddp|tests|scripts|recipes|docs)/[\w/.]+)", PAGES[page])
+    names = re.findall(r"`((?:ddp|tests|scripts|recipes|docs)/[\w/.-]+)", PAGES[page])
     links = re.findall(r"\]\(([\w/.-]+)\)", PAGES[page])
     home = ROOT if page == "README.md" else ROOT / "docs"
     assert [name for name in names if not (ROOT / name).exists()] == []

@@ -6,8 +6,8 @@
 
 Each run has noted hashes (`ddp/train/hashes.py`). The answer also names the settings in which the runs differ, where
 bits depend on them. If both have a checkpoint before the first difference, their steps are made again here, each with
-its own settings: then it names the first shard and module in which they part. The exit status is 0 if they are equal, 1
-if they differ, and 2 if there is no answer.
+its own settings: then it names the first shard and module in which they part, or the update. The exit status is 0 if
+they are equal, 1 if they differ, and 2 if there is no answer.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ def made_again(one: Path, other: Path, found: Comparison) -> list[str]:
     for run in (one, other):
         path = checkpoint_before(run, (found.last_equal or 0) + 1)
         if path is None:
-            return [f"where they part could be told from a checkpoint before step {step:,} in both; {run} has none"]
+            return [
+                f"where they part could be told from a checkpoint before step {step:,} in both, and {run} has none: "
+                "checkpoint.every_steps and checkpoint.keep_last say which ones a run keeps"
+            ]
         starts.append(path)
     try:
         traces = [

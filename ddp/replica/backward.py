@@ -273,14 +273,15 @@ class Backward:
 
     def move_in(self, parameter: Tensor) -> None:
         """Moves a large gradient into its bucket as soon as it is ready, so that its own memory is free at once."""
+        if self._by_shards is not None:
+            index = self.index_of.get(id(parameter))
+            if index is None or not self.reductions[index].is_launched:  # else `note` refuses it
+                self._by_shards.move_in(parameter)
+            return
         index = self.index_of.get(id(parameter))
         if index is None or parameter.grad is None or self.creates_graph or self.reductions[index].is_launched:
             return
-        slot = self.layout.slot_of[id(parameter)]
-        if self._by_shards is None:
-            slot.move_in()
-        else:
-            self._by_shards.move_in(slot)
+        self.layout.slot_of[id(parameter)].move_in()
 
     def _launch_if_full(self, reduction: BucketReduction, parameter: Tensor) -> None:
         """Launches the buckets that this gradient makes full.

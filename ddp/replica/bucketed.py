@@ -164,7 +164,7 @@ class BucketedDataParallel(Replica):
         try:
             yield
             if not is_last:
-                by_shards.end(self._mine)
+                by_shards.end()
                 self._mine = None
             elif by_shards.running is not None:  # no backward has ended the step
                 self.reduce_without_backward()
@@ -184,6 +184,11 @@ class BucketedDataParallel(Replica):
         self._begin_without_samples()
         self._finish()
         self.raise_pending()
+
+    def ride_along(self, totals: Totals) -> None:
+        if self.by_shards is not None:
+            self.by_shards.ride_along(totals)
+        super().ride_along(totals)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -275,7 +280,7 @@ class BucketedDataParallel(Replica):
     def _begin_step(self, layout: Layout, *, has_samples: bool = True) -> None:
         mine, self._mine = self._mine, None
         if self.by_shards is not None:
-            self.by_shards.begin_last(layout, mine)
+            self.by_shards.begin_last(layout)
             mine, has_samples = mine and mine._replace(measure=False, parts=None), self.by_shards.has_samples
         share = Share(mine, self.inputs.divisor, has_samples)
         if self.compression is not None:

@@ -11,7 +11,7 @@ ranks raise it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -74,10 +74,12 @@ class ByShards:
         """Lets a step begin, because the one before is over, or has broken off."""
         self.running, self._next = None, self.shards.start
         self._slots: Sequence[Slot] = ()
+        self._slot_of: Mapping[int, Slot] = {}
         self._gradients, self._totals, self._parts = GradientSums(), Stack(), Stack()
         self._place, self._joins, self._has_forward = Place(0, 0), False, False
         self._noted, self._moved, self._squares = set[int](), set[Slot](), dict[Slot, Tensor]()
-        self._of_last: Totals | None = None
+        self._of_shard: Totals | None = None
+        self._has_parts = self._is_last_backward = False
 
     def watch(self, shard: int | None) -> None:
         """Looks at the gradients of a shard of the next steps, before they are added to others; or at none."""
@@ -107,7 +109,10 @@ class ByShards:
             self._begin_step(layout)
         self.running, self._next, self._has_forward, self._is_in_block = shard, shard + 1, False, True
         self._noted.clear()
+        self._moved.clear()
         self._squares.clear()
+        self._has_parts = self._is_last_backward = False
+        self._of_shard = None
         place = self._places[shard]
         is_apart = shard == self._watched or self._wire is not None or self._overflows
         self._joins = place.has_sibling and not is_apart
@@ -121,13 +126,15 @@ class ByShards:
                     f"{slot.name} has a gradient before the first shard of a step, and would lose it: call zero_grad()"
                 )
         self.abandon()
-        self._slots, self.has_samples, self.seen = layout.slots, False, (0.0, 0.0, {})
+        self._slots, self._slot_of = layout.slots, layout.slot_of
+        self.has_samples, self.seen = False, (0.0, 0.0, {})
         self._overflows = any(parameter.dtype in OVERFLOWING for parameter in layout.parameters)
         self.buffers.begin_step()
 
     def expect_parts(self) -> None:
         """Takes note, before the first backward of a shard, that there will be several: their sum comes first."""
         self._refuse_if_over()
+        self._has_parts = True
         if self._joins and self.running is not None and not self._noted:
             self._joins, self._place = False, self._places[self.running]
             self._gradients.begin(self._slots, self._place, joins=False)
@@ -175,13 +182,29 @@ class ByShards:
             "checkpoints, pass use_reentrant=False"
         )
 
-    def end(self, totals: Totals | None) -> None:
-        """Ends a shard that is not this rank's last one.
+    def move_in(self, parameter: Tensor) -> None:
+        """Takes a large gradient as soon as it is ready, so that its own memory is free at once.
 
-        Args:
-            totals: of the shard, if any ride along.
+        Not while parts of a shard are in `no_sync`, because their sum is not complete then.
+
+        Raises:
+            RuntimeError: it is the second of this shard.
         """
-        self._of_last = totals
+        slot = self._slot_of.get(id(parameter))
+        is_complete = self._is_last_backward or not self._has_parts
+        if self.running is None or slot is None or parameter.grad is None or not is_complete:
+            return
+        if slot in self._moved:
+            raise self._refusal(parameter)
+        self._moved.add(slot)
+        self._gradients.take([slot], self._place, self._prepare)
+
+    def ride_along(self, totals: Totals) -> None:
+        """Takes the totals of the running shard, so far; the last call counts."""
+        self._of_shard = totals
+
+    def end(self) -> None:
+        """Ends a shard that is not this rank's last one."""
         self._take_totals()
         self._gradients.take(self._slots, self._place, self._prepare)
         self._take_square()
@@ -198,11 +221,8 @@ class ByShards:
 
     # --- the last shard: its backward reduces the buckets ------------------------------------------------------------
 
-    def begin_last(self, layout: Layout, totals: Totals | None) -> None:
+    def begin_last(self, layout: Layout) -> None:
         """Begins the backward of the last shard.
-
-        Args:
-            totals: as in `end`.
 
         Raises:
             RuntimeError: it is outside of that shard's block, or other parameters need a gradient than before.
@@ -214,24 +234,13 @@ class ByShards:
             )
         if layout.slots is not self._slots:
             raise RuntimeError("parameters were frozen or unfrozen between two shards of a step: do so between steps")
-        self._of_last = totals
+        self._is_last_backward = True
         self._take_totals()
 
     def write_totals(self, layout: Layout) -> None:
         """Writes the totals of this rank's nodes to their rows."""
         for row, node in zip(layout.rows_of_totals, self._totals.nodes, strict=False):
             row.copy_(node)
-
-    def move_in(self, slot: Slot) -> None:
-        """Takes a large gradient as soon as it is ready, so that its own memory is free at once.
-
-        Raises:
-            RuntimeError: it is the second of this shard.
-        """
-        if slot in self._moved:
-            raise self._refusal(slot.parameter)
-        self._moved.add(slot)
-        self._gradients.take([slot], self._place, self._prepare)
 
     def fill(self, bucket: Bucket, ready: Iterable[Tensor]) -> list[Slot]:
         """Leaves this rank's nodes in the rows of a full bucket.
@@ -279,7 +288,7 @@ class ByShards:
         if gradient.dtype in OVERFLOWING:
             gradient.mul_(1 / room_for(self.num_shards))
         if self._wire is not None:
-            num_items = 1 if self._of_last is None else max(1, int(self._of_last.items_on_host))
+            num_items = 1 if self._of_shard is None else max(1, int(self._of_shard.items_on_host))
             gradient = rounded(gradient, wire_format(self._wire, num_items))
         return gradient
 
@@ -288,19 +297,19 @@ class ByShards:
         """Returns True if the running shard is measured: of two siblings the first, which joins no other."""
         assert self.running is not None
         is_first = is_node(range(self.running, self.running + 2), self.num_shards)
-        return is_first and self._of_last is not None and self._of_last.measure
+        return is_first and self._of_shard is not None and self._of_shard.measure
 
     def _take_totals(self) -> None:
-        if self._of_last is not None and self.running is not None:
+        if self._of_shard is not None and self.running is not None:
             vector = torch.zeros(NUM_TOTALS, dtype=torch.float64, device=self._slots[0].parameter.device)
-            self._of_last.write(vector)
+            self._of_shard.write(vector)
             if self.running == self._watched:
-                self.seen = float(self._of_last.loss_sum), float(self._of_last.items_on_host), self.seen[2]
+                self.seen = float(self._of_shard.loss_sum), float(self._of_shard.items_on_host), self.seen[2]
             self._totals.push(vector, self._places[self.running])
 
     def _take_square(self) -> None:
         """Adds the squared norm of the running shard's gradient to those before it, in a step that measures."""
-        totals = self._of_last
+        totals = self._of_shard
         if totals is None or not totals.measure or self.running is None:
             return
         part = Parts()

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ddp.collectives.shards import is_node
-from ddp.gradients.bucket import Bucket, Slot, move
+from ddp.gradients.bucket import Bucket, Slot, copy_gradient, move
 
 Prepare = Callable[[Slot, Tensor], Tensor]
 
@@ -146,6 +146,8 @@ class GradientSums:
         sums = self._levels[level]
         here = [slot for slot in slots if slot in sums and level < len(slot.rows)]
         moving = [slot for slot in here if sums[slot] is not slot.rows[level]]
-        if moving:
+        if len(moving) == 1:  # a large one, by itself
+            copy_gradient(moving[0], moving[0].rows[level], sums[moving[0]])
+        elif moving:
             move(moving, [slot.rows[level] for slot in moving], [sums[slot] for slot in moving])
-            sums.update({slot: slot.rows[level] for slot in moving})
+        sums.update({slot: slot.rows[level] for slot in moving})

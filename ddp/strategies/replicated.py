@@ -136,7 +136,9 @@ class Replicated:
 
 def diverged(step: int, what: str, value: float) -> str:
     """Returns what is said of a step whose loss or gradient is not finite."""
-    return (
-        f"the {what} of step {step} is {value} on every rank; parameters are still those of step {step - 1}. "
-        "Lower the learning rate (optim.lr), warm it up (schedule.warmup_steps), or clip gradients (clip_norm=1.0)"
-    )
+    before = f"parameters are still those of step {step - 1}"
+    return f"the {what} of step {step} is {value} on every rank; {before}. {ADVICE}"
+
+
+ADVICE = "Lower the learning rate (optim.lr), warm it up (schedule.warmup_steps), or clip gradients (clip_norm=1.0)"
+"""How most steps whose loss is not finite can be avoided."""

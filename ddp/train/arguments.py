@@ -342,6 +342,17 @@ def idle_notes(replica: Replica) -> list[str]:
     return [f"{given[0]} does nothing here: all workers share a host's memory; to try it: comm.shared_memory=false"]
 
 
+def thread_notes(given: Given) -> list[str]:
+    """Returns a line that says so if a run with the same bits has several threads, because others need as many."""
+    threads = torch.get_num_threads()
+    if not given.same_bits.on or threads == 1:
+        return []
+    return [
+        f"same_bits with {threads} threads a worker: the bits of some kernels depend on it, so that a run with the same "
+        "bits needs as many; ddp.launch(…, threads_per_worker=1) sees to it"
+    ]
+
+
 def round_notes(policy: Averaging) -> list[str]:
     """Returns a line on what outer momentum costs in a small run, if there is any."""
     if not (isinstance(policy, Rounds) and policy.outer_momentum):

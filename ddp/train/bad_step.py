@@ -52,21 +52,26 @@ class Finding(NamedTuple):
     are_known: bool
 
 
-def explain(replay: Replay, plan: StepPlan) -> str:
-    """Returns what is not finite in a step that has been taken back, and where that begins. Collective."""
+def explain(replay: Replay, plan: StepPlan) -> tuple[str, bool]:
+    """Returns what is not finite in a step that has been taken back, and where that begins. Collective.
+
+    Returns:
+        That in words, and True if samples are to blame, so that no learning rate would help.
+    """
     mine = next(iter(sorted(_findings(replay, plan))), None)
     everyone = all_gather_object(replay.state.comm, mine and tuple(mine))
     found = sorted((Finding(*each), rank) for rank, each in enumerate(everyone) if each is not None)
     if not found:
-        return (
+        what = (
             "Computed again, each shard is finite by itself: their sum is not, or a machine has computed wrongly "
             "(same_bits.audit_every finds out)"
         )
+        return what, False
     first, rank = found[0]
     if first.stage == 0:
-        return f"Computed again: {first.what}"
+        return f"Computed again: {first.what}", False
     samples = _named(first.samples, first.are_known)
-    return f"Computed again: {first.what}, in shard {first.shard} on rank {rank}, {samples}"
+    return f"Computed again: {first.what}, in shard {first.shard} on rank {rank}, {samples}", first.stage == 1
 
 
 def highest(replay: Replay, plan: StepPlan) -> str:

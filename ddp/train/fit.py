@@ -352,6 +352,7 @@ def open_run(given: Given, inputs: Inputs, comm: Communicator) -> OpenRun:
         raise
     notes = [*_headline(state, num_steps, given.strategy), *([dealing] if dealing else [])]
     notes += [*arguments.idle_notes(inputs.replica), *arguments.round_notes(given.strategy)]
+    notes += arguments.thread_notes(given)
     begins_anew = given.folder.resume is not None and start is None
     notes += _notes(sampler, source, folder, num_left=num_steps - state.step, begins_anew=begins_anew)
     if folder is not None and given.stop is None and given.folder.every_steps is None and not hears_signals():

@@ -16,6 +16,7 @@ from ddp.comm.objects import on_rank_zero
 from ddp.data.orders.sampler import StepPlan
 from ddp.errors import CheckpointError, ConfigError, Diverged
 from ddp.process.log import log
+from ddp.strategies.replicated import ADVICE
 from ddp.strategies.strategy import Agreement
 from ddp.train import bad_step
 from ddp.train.audit import Audit
@@ -75,8 +76,12 @@ class Supervision:
             raise Diverged(f"the loss of step {self._state.step + 1} is a spike: {spike}")
 
     def explained(self, plan: StepPlan, error: Diverged) -> Diverged:
-        explain = bad_step.highest if self._is_spike else bad_step.explain
-        return Diverged(f"{error}. {explain(self._replay, plan)}")
+        if self._is_spike:
+            return Diverged(f"{error}. {bad_step.highest(self._replay, plan)}")
+        found, are_samples_to_blame = bad_step.explain(self._replay, plan)
+        what = str(error).removesuffix(f". {ADVICE}")
+        advice = f". {ADVICE}" if what != str(error) and not are_samples_to_blame else ""
+        return Diverged(f"{what}. {found}{advice}")
 
     def act(self, plan: StepPlan, error: Diverged) -> Course:
         """Does what the guard says of a bad step.
@@ -97,7 +102,8 @@ class Supervision:
             assert self._before is not None
             self._before.restore(state)
             state.sampler.leave_out(step, facts["position"], plan.size)
-            self._note({"left_out": facts}, f"step {step} is left out, with its {plan.size} samples: {error}")
+            which = f"step {step}, in epoch {plan.epoch}, is left out, with its {plan.size} samples"
+            self._note({"left_out": facts}, f"{which} ({guard.num_acted} of {guard.most}): {error}")
             return Course.NEXT_STEP
         try:
             self._go_back(guard)

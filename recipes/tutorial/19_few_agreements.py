@@ -117,4 +117,4 @@ if __name__ == "__main__":
 #
 # ## Next
 #
-# That is all. `scripts/ddp train strategy=local_sgd` trains your model so; `docs/reading.md` leads on, into the code.
+# `20_sums_and_their_order.py`: why bits depend on how many train. `scripts/ddp train strategy=local_sgd` trains so.

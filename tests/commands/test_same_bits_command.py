@@ -42,7 +42,8 @@ def test_different_runs_with_the_settings_that_matter(tmp_path: Path, capsys: py
         "  4 of 5 values: 0.weight, 0.bias, exp_avg of 0.weight and 1 more",
         "bits depend on these, in which the second run differs from the first:",
         "  batch.num_shards was 8, is 4",
-        f"where they part could be told from a checkpoint before step 20 in both; {one} has none",
+        f"where they part could be told from a checkpoint before step 20 in both, and {one} has none: "
+        "checkpoint.every_steps and checkpoint.keep_last say which ones a run keeps",
     ]
     third = write(tmp_path / "third", {10: "0010"})
     assert main(["same_bits", one, third]) == 1

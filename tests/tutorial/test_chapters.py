@@ -89,7 +89,7 @@ def test_a_chapter_keeps_to_the_form(chapter: Path) -> None:
 @each_chapter
 def test_what_a_chapter_names_exists(chapter: Path) -> None:
     text = chapter.read_text()
-    files = re.findall(r"`((?:ddp|docs|recipes|tests)/[\w/.]+)`", text) + re.findall(r"`(\d\d_\w+\.py)`", text)
+    files = re.findall(r"`((?:ddp|docs|recipes|tests)/[\w/.-]+)`", text) + re.findall(r"`(\d\d_\w+\.py)`", text)
     pictures = re.findall(r"\]\((pictures/[\w.]+)\)", text)
     assert [name for name in files if not (ROOT / name).exists() and not (TUTORIAL / name).exists()] == []
     assert [name for name in pictures if not (TUTORIAL / name).exists()] == []

@@ -6,6 +6,8 @@ have computed rightly.
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,8 @@ def traced(run: Path, checkpoint: Path, *, last_step: int) -> list[StepTrace]:
     config.cluster.servers, config.strategy, config.trackers = 0, choose("strategy", "auto"), []
     trace, stop = Trace(last_step), StopFlag()
     with joined(config) as comm:
-        given = given_of(config, comm, stop, is_resumed=True)
+        with redirect_stdout(io.StringIO()):  # what a run says of its learning rate
+            given = given_of(config, comm, stop, is_resumed=True)
         quiet = Folder(None, checkpoint, progress=False, curves=False)
         apart: dict[str, Any] = {"validation_data": None, "test_data": None, "same_bits": SameBits(on=True)}
         own = [each for each in given.callbacks if not isinstance(each, (EarlyStopping, Profiler))]

@@ -24,7 +24,9 @@ from matplotlib.figure import Figure
 
 from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.cost import textbook
+from ddp.collectives.schedule import Goal
 from ddp.collectives.simulate import Link, Network
+from ddp.collectives.slice_owners import schedule_over_shards
 from ddp.pictures.schedule import FAINT, INK, PANEL, svg
 from ddp.pictures.timeline import svg_of, timeline_figure
 from ddp.process.memory import available_cores
@@ -50,6 +52,12 @@ PLANS = {"overlap": Plan((2,), 1), "costs": Plan((2,), 9), "scaling": Plan((1, 2
 def schedule(name: str, num_ranks: int) -> str:
     """Returns the rounds of an all-reduce."""
     return svg(SCHEDULES[name], num_ranks, title=f"{name.replace('_', '-')}, {num_ranks} ranks")
+
+
+def shards(num_shards: int, num_ranks: int) -> str:
+    """Returns the rounds of an all-reduce over the shards of a batch."""
+    over_shards = schedule_over_shards(num_shards, Goal.ALL_REDUCE)
+    return svg(over_shards, num_ranks, title=f"{num_shards} shards, {num_ranks} ranks")
 
 
 # --- what was measured -----------------------------------------------------------------------------------------------
@@ -196,6 +204,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "tree.svg": partial(schedule, "tree", 8),
     "butterfly.svg": partial(schedule, "butterfly", 8),
     "master_worker.svg": partial(schedule, "master_worker", 4),
+    "shards.svg": partial(shards, 8, 3),
     "overlap.svg": overlap,
     "costs.svg": costs,
     "scaling.svg": scaling,
