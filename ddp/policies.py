@@ -332,13 +332,25 @@ NUM_SHARDS = 8
 """Of a run with the same bits, unless it is said: as many workers as eight can have equal shares of it."""
 
 
+CANONICAL = ("auto", "shared_memory", "tree")
+"""Words for algorithms that add up in one order at any number of workers."""
+
+
 def same_bits_problems(
-    *, strategy: StrategyName, hook: str, wire: WireName | None, is_naive: bool, waits: bool, is_sparse: bool = False
+    *,
+    strategy: StrategyName,
+    hook: str,
+    wire: WireName | None,
+    algorithm: str,
+    is_naive: bool,
+    waits: bool,
+    is_sparse: bool = False,
 ) -> Iterator[str]:
     """Yields, with the remedy, what cannot have the same bits at any number of workers.
 
     Args:
         hook: what sends less than all of the gradients; "": nothing does.
+        algorithm: how an all-reduce runs.
         is_naive, waits, is_sparse: as in `strategies/choice.py::Setup`.
     """
     if strategy in ("parameter_server", "local_sgd"):
@@ -350,6 +362,11 @@ def same_bits_problems(
         yield f"hook={hook}: what it has not sent yet depends on the number of hosts; leave it out"
     if wire == "fp32":
         yield "wire=fp32: the gradients of each shard are added up in their own type; leave it out"
+    if algorithm not in CANONICAL:
+        yield (
+            f"comm.algorithm={algorithm}: adds up by workers, at some numbers of them in another order; take one of "
+            f"{', '.join(CANONICAL)}"
+        )
     if is_naive:
         yield "replica.kind=naive: shards are added up in buckets; leave it out"
     if waits:

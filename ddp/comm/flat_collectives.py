@@ -239,7 +239,7 @@ class FlatCollectives:
         if group is not None and group.reduce_shards(
             rows, num_shards, bounds, divide_by=int(reduction.divide_by), sequence=sequence
         ):
-            return total if is_one(reduction.after) else scaled_(total, reduction.after)
+            return total if is_one(reduction.after) else scaled_(total, reduction.after).add_(0.0)
         if bounds is None and route is not None:
             self.all_reduce(total, route, reduction, sequence)
             return total.add_(0.0)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ddp.commands.command import parser_of, respond
 from ddp.errors import ConfigError, WorkersFailed, first_line
-from ddp.run.build.traced import checkpoint_before, traced
+from ddp.run.build.traced import checkpoint_before, threads_of, traced
 from ddp.run.launch import from_python
 from ddp.train.hashes import Comparison, compare, read_hashes
 from ddp.train.trace import parting
@@ -60,6 +60,8 @@ def made_again(one: Path, other: Path, found: Comparison) -> list[str]:
     step, starts = found.first_different, []
     if step is None:
         return []
+    if not all(lines[step].identity.get("same_bits") for lines in map(read_hashes, (one, other))):
+        return ["where they part could be told of two runs with same_bits.on=true, which one worker can make again"]
     for run in (one, other):
         path = checkpoint_before(run, (found.last_equal or 0) + 1)
         if path is None:
@@ -70,7 +72,9 @@ def made_again(one: Path, other: Path, found: Comparison) -> list[str]:
         starts.append(path)
     try:
         traces = [
-            from_python.launch(partial(traced, run, path, last_step=step), workers=1, threads_per_worker=1)[0]
+            from_python.launch(
+                partial(traced, run, path, last_step=step), workers=1, threads_per_worker=threads_of(run)
+            )[0]
             for run, path in zip((one, other), starts, strict=True)
         ]
     except (ConfigError, WorkersFailed) as error:

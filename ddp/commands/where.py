@@ -68,8 +68,10 @@ class Start(NamedTuple):
 
     def until(self, step: int, state: Mapping[str, Any] | None) -> Start:
         """Returns it, if a later start goes on from a step and a state."""
-        is_next = self.last_step is None or step < self.last_step
-        return self._replace(last_step=step, following=state) if is_next else self
+        if self.last_step is not None and step >= self.last_step:
+            return self
+        left_out = [each for each in self.left_out if each[0] <= step]
+        return self._replace(last_step=step, following=state, left_out=left_out)
 
     def samplers(self) -> list[TrainSampler]:
         """Returns the samplers of all ranks, as they were at this start."""
@@ -127,6 +129,8 @@ def starts_of(run: Path) -> list[Start]:
     found: list[Start] = []
     for line in noted:
         if isinstance(line, Incident):
+            if not found:
+                raise ConfigError(f"{path} is damaged (a bad step before any start): no answer can be had from it")
             found = line.added_to(found)
             continue
         config, folder, step, state, facts, order = line

@@ -167,6 +167,7 @@ class BucketedDataParallel(Replica):
                 by_shards.end()
                 self._mine = None
             elif by_shards.running is not None:  # no backward has ended the step
+                by_shards.check_backward()
                 self.reduce_without_backward()
         except BaseException:
             by_shards.abandon()

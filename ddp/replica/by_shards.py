@@ -30,6 +30,7 @@ from ddp.replica.broadcast import BufferSync, checksum
 from ddp.replica.settlement import Usage
 from ddp.replica.shard_buffers import ShardBuffers
 from ddp.replica.shard_tree import GradientSums, Place, Prepare, Stack, places
+from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.setting import Narrow, WireName
 
 
@@ -64,6 +65,7 @@ class ByShards:
         self._watched: int | None = None
         self.seen: tuple[float, float, dict[str, int]] = (0.0, 0.0, {})
         self.has_samples = self._overflows = self._is_in_block = False
+        self._keeps_apart = False  # no shard joins its sibling, because a gradient comes in several pieces
         self._wire = wire
         self._places = places(self.shards, num_shards)
         self._num_nodes = len(nodes_by_rank(comm.world_size, num_shards)[comm.rank])
@@ -75,6 +77,7 @@ class ByShards:
         self.running, self._next = None, self.shards.start
         self._slots: Sequence[Slot] = ()
         self._slot_of: Mapping[int, Slot] = {}
+        self._given, self._is_learned = set[int](), False  # parameters whose gradients autograd is to add to
         self._gradients, self._totals, self._parts = GradientSums(), Stack(), Stack()
         self._place, self._joins, self._has_forward = Place(0, 0), False, False
         self._noted, self._moved, self._squares = set[int](), set[Slot](), dict[Slot, Tensor]()
@@ -114,10 +117,11 @@ class ByShards:
         self._has_parts = self._is_last_backward = False
         self._of_shard = None
         place = self._places[shard]
-        is_apart = shard == self._watched or self._wire is not None or self._overflows
+        is_apart = shard == self._watched or self._wire is not None or self._overflows or self._keeps_apart
         self._joins = place.has_sibling and not is_apart
         self._place = place.joined if self._joins else place
         self._gradients.begin(self._slots, self._place, joins=self._joins)
+        self._given = {id(slot.parameter) for slot in self._slots if slot.parameter.grad is not None}
 
     def _begin_step(self, layout: Layout) -> None:
         for slot in layout.slots:
@@ -126,8 +130,10 @@ class ByShards:
                     f"{slot.name} has a gradient before the first shard of a step, and would lose it: call zero_grad()"
                 )
         self.abandon()
-        self._slots, self._slot_of = layout.slots, layout.slot_of
+        self._slots, self._slot_of, self._is_learned = layout.slots, layout.slot_of, layout.is_learned
         self.has_samples, self.seen = False, (0.0, 0.0, {})
+        for bucket in layout.buckets if layout.has_memory else ():
+            bucket.mend()
         self._overflows = any(parameter.dtype in OVERFLOWING for parameter in layout.parameters)
         self.buffers.begin_step()
 
@@ -138,6 +144,7 @@ class ByShards:
         if self._joins and self.running is not None and not self._noted:
             self._joins, self._place = False, self._places[self.running]
             self._gradients.begin(self._slots, self._place, joins=False)
+            self._given = set()
 
     def leave(self) -> None:
         """Ends the block of a shard, whatever has happened in it."""
@@ -170,8 +177,10 @@ class ByShards:
             RuntimeError: it has added twice to that of the sibling.
         """
         for parameter in parameters:
-            if self._joins and id(parameter) in self._noted:
-                raise self._refusal(parameter)
+            if id(parameter) in self._noted:
+                if id(parameter) in self._given:
+                    raise self._refusal(parameter)
+                self._keeps_apart = True  # of a re-entrant checkpoint, say
             self._noted.add(id(parameter))
 
     def _refusal(self, parameter: Tensor) -> RuntimeError:
@@ -191,7 +200,7 @@ class ByShards:
             RuntimeError: it is the second of this shard.
         """
         slot = self._slot_of.get(id(parameter))
-        is_complete = self._is_last_backward or not self._has_parts
+        is_complete = (self._is_last_backward or not self._has_parts) and self._is_learned and not self._keeps_apart
         if self.running is None or slot is None or parameter.grad is None or not is_complete:
             return
         if slot in self._moved:
@@ -205,11 +214,19 @@ class ByShards:
 
     def end(self) -> None:
         """Ends a shard that is not this rank's last one."""
+        self.check_backward()
         self._take_totals()
         self._gradients.take(self._slots, self._place, self._prepare)
         self._take_square()
         self._end_buffers()
         self.running = None
+
+    def check_backward(self) -> None:
+        """Raises RuntimeError if the running shard has had a forward, and no backward."""
+        if self._has_forward and not self._noted:
+            raise RuntimeError(
+                f"shard {self.running}: a forward in its block, and no backward that reaches a parameter"
+            )
 
     def begin_refused(self, layout: Layout) -> None:
         """Begins the last shard of a step that will not be made, so that this rank ends it together with the others."""
@@ -255,6 +272,7 @@ class ByShards:
             RuntimeError: autograd has added twice to the gradient of the sibling, or to one that was taken.
         """
         self.note(ready)
+        bucket.mend()
         self._gradients.take(bucket.slots, self._place, self._prepare)
         return self._gradients.fill(bucket, self._num_nodes)
 
@@ -300,10 +318,10 @@ class ByShards:
         return is_first and self._of_shard is not None and self._of_shard.measure
 
     def _take_totals(self) -> None:
-        if self._of_shard is not None and self.running is not None:
+        if self.running is not None:
             vector = torch.zeros(NUM_TOTALS, dtype=torch.float64, device=self._slots[0].parameter.device)
-            self._of_shard.write(vector)
-            if self.running == self._watched:
+            (self._of_shard or Totals()).write(vector)
+            if self._of_shard is not None and self.running == self._watched:
                 self.seen = float(self._of_shard.loss_sum), float(self._of_shard.items_on_host), self.seen[2]
             self._totals.push(vector, self._places[self.running])
 
@@ -322,7 +340,7 @@ class ByShards:
 
     def _end_buffers(self) -> None:
         assert self.running is not None
-        self.buffers.end_shard(self._places[self.running], has_forward=self._has_forward)
+        self.buffers.end_shard(self.running, self._places[self.running], has_forward=self._has_forward)
 
 
 class UsageByShards(Usage):
@@ -359,6 +377,8 @@ def rounded(gradient: Tensor, form: WireFormat) -> Tensor:
 
 def check_shards(module: nn.Module, comm: Communicator, wire: WireName | None, hook: object | None) -> None:
     """Raises ConfigError if the gradients of a module cannot be added up by shards."""
+    if any(isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) for layer in module.modules()):
+        raise ConfigError("num_shards with SyncBatchNorm: its statistics are sums over workers; take BatchNorm")
     if wire == "fp32":
         raise ConfigError("num_shards with wire='fp32': gradients are added up in their own type; leave it out")
     if hook is not None:

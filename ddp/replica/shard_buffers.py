@@ -1,8 +1,13 @@
 """Buffers of a step by shards: each shard begins with those of the step, and the step ends with those of all shards.
 
-    floating-point       the mean over all shards that have had a forward, added up as the tree over the shards
-    others               as counters of batches: each forward begins with the step's; the largest of all shards. So a
-                         counter ticks once a step, in however many parts the batch is computed
+    floating-point    the step's, and the mean over all shards of what each has added to them, added up as the tree over
+                      the shards. Only what changes travels: a constant table costs nothing, and stays as it is
+    others            counters of batches, say: each forward begins with the step's, and the step ends with those of the
+                      first shard that has had one. So a counter ticks once, in however many parts a batch is computed
+
+Which buffers change is found out from their versions, as autograd counts them, and of those up to `COMPARED_BYTES` from
+their values, because `buffer.data` has a version of its own. The ranks remember the names; a new one is told with the
+sums, and then they exchange names once more.
 """
 
 from __future__ import annotations
@@ -15,108 +20,152 @@ from torch import Tensor
 
 from ddp.collectives.shards import most_nodes
 from ddp.comm.communicator import Communicator
+from ddp.comm.objects import all_gather_object
 from ddp.errors import ConfigError
 from ddp.replica.broadcast import BufferSync
 from ddp.replica.shard_tree import Place, Stack
+
+COMPARED_BYTES = 1 << 20
+Sums = dict[str, Tensor]  # by name, [numel] as float64; of a buffer that has not changed, nothing
 
 
 class ShardBuffers:
     """The buffers of one replica.
 
     Args:
-        named: finds them.
+        buffers: finds them.
 
     Attributes:
         start: those with which the running step has begun, or the last one; empty before the first.
     """
 
-    def __init__(self, comm: Communicator, named: BufferSync, num_shards: int) -> None:
-        self._comm, self._named, self._num_shards = comm, named, num_shards
+    def __init__(self, comm: Communicator, buffers: BufferSync, num_shards: int) -> None:
+        self._comm, self._buffers, self._num_shards = comm, buffers, num_shards
         self.start: dict[str, Tensor] = {}
-        self._sums, self._largest = Stack(), dict[str, Tensor]()
+        self._versions: dict[str, tuple[int, int]] = {}  # the object, and its version
+        self._known: list[str] = []  # of those that change; the same on all ranks
         self._rows: Tensor | None = None
 
     def begin_step(self) -> None:
         """Takes note of the step's buffers."""
-        self.start = {name: buffer.detach().clone() for name, buffer in self._named.named().items()}
-        self._sums, self._largest = Stack(), {}
+        now, before = self._buffers.named(), self.start
+        constant = {name for name in before if name not in self._known and self._is_unchanged(name, now)}
+        self.start = {name: before[name] if name in constant else each.detach().clone() for name, each in now.items()}
+        self._versions = {name: _version_of(each) for name, each in now.items()}
+        self._levels: list[Sums] = []
+        self._counts = Stack()
+        self._first_shard, self._first = self._num_shards, dict[str, Tensor]()
 
     @torch.no_grad()
     def before_forward(self) -> None:
         """Gives a forward the step's counters."""
-        self._note_largest()
         self._set(name for name, start in self.start.items() if not _is_averaged(start))
 
     @torch.no_grad()
-    def end_shard(self, place: Place, *, has_forward: bool) -> None:
+    def end_shard(self, shard: int, place: Place, *, has_forward: bool) -> None:
         """Takes the buffers of a shard, and sets them to those of the step.
 
         Args:
             has_forward: the shard has had one.
         """
-        if not self.start:
-            return
-        now, device = self._named.named(), self._comm.device
-        vectors = [_vector(self._same_shape(name, now[name])) for name in self._averaged()]
-        vector = torch.cat([*vectors, torch.ones(1, dtype=torch.float64, device=device)])
-        self._sums.push(vector if has_forward else vector.zero_(), place)
-        self._note_largest()
-        self._set(self.start)
+        now = self._buffers.named()
+        changed = [name for name in self.start if not self._is_unchanged(name, now)] if has_forward else []
+        for name in changed:
+            if now[name].shape != self.start[name].shape:
+                before, after = list(self.start[name].shape), list(now[name].shape)
+                raise ConfigError(
+                    f"the buffer {name} was {before} and is {after} after a forward, so that several shards have no "
+                    "mean of it; let it keep its shape, or leave same_bits out"
+                )
+        averaged = {name: _vector(now[name]) - _vector(self.start[name]) for name in changed if _is_averaged(now[name])}
+        self._push(averaged, place)
+        if has_forward and self._first_shard == self._num_shards:
+            self._first_shard = shard
+            self._first = {name: now[name].detach().clone() for name in changed if name not in averaged}
+        unknown = any(name not in self._known for name in changed)
+        device = self._comm.device
+        self._counts.push(torch.tensor([has_forward, unknown], dtype=torch.float64, device=device), place)
+        self._set(changed)
+
+    def _push(self, sums: Sums, place: Place) -> None:
+        self._levels.append(sums)
+        for _ in range(place.num_merges):
+            above = self._levels.pop()
+            below = self._levels[-1]
+            for name, value in above.items():
+                below[name] = below[name].add_(value) if name in below else value
 
     @torch.no_grad()
     def end_step(self) -> None:
         """Makes buffers those of all shards of all ranks, once each shard was ended. Collective."""
         if not self.start:
             return
-        rows = self._rows_like(self._sums.nodes[0])
-        for row, node in zip(rows, self._sums.nodes, strict=False):
-            row.copy_(node)
-        self._comm.all_reduce(rows, num_shards=self._num_shards, label="buffers of all shards")
-        *sums, count = rows[0].split([*(_vector(self.start[name]).numel() for name in self._averaged()), 1])
-        now = self._named.named()
-        for name, total in zip(self._averaged(), sums, strict=True):
-            mean = torch.where(count > 0, total / count, _vector(self.start[name]))  # no shard has had a forward
+        num_forwards, num_unknown, sums = self._added_up()
+        if num_unknown:
+            mine = [name for name in self.start if name in self._first or any(name in each for each in self._levels)]
+            everyone = all_gather_object(self._comm, mine)
+            found = set(self._known).union(*everyone)
+            self._known = [name for name in self.start if name in found]
+            _, _, sums = self._added_up()
+        now = self._buffers.named()
+        for name, total in sums.items():
+            mean = _vector(self.start[name]) + total / max(1.0, num_forwards)
             real = torch.view_as_real(now[name].data) if now[name].is_complex() else now[name].data
             real.copy_(mean.view(real.shape))
-        if counters := [name for name in self.start if name not in set(self._averaged())]:
-            largest = [self._largest.get(name, self.start[name]).long().flatten() for name in counters]
-            flat = self._comm.all_reduce(torch.cat(largest), "max", label="counters of all shards")
-            for name, values in zip(counters, flat.split(list(map(len, largest))), strict=True):
-                now[name].data.copy_(values.view(now[name].shape))
+        if counters := [name for name in self._known if not _is_averaged(self.start[name])]:
+            self._take_first(counters)
 
-    def _averaged(self) -> list[str]:
-        return [name for name, start in self.start.items() if _is_averaged(start)]
+    def _added_up(self) -> tuple[float, float, Sums]:
+        """Returns the forwards, how often an unknown buffer has changed, and the sums of known ones. Collective."""
+        names = [name for name in self._known if _is_averaged(self.start[name])]
+        sizes = [_vector(self.start[name]).numel() for name in names]
+        rows = self._memory(sum(sizes) + 2)
+        rows.zero_()
+        for row, sums, counts in zip(rows, self._levels, self._counts.nodes, strict=False):
+            for name, part in zip(names, row[:-2].split(sizes) if sizes else (), strict=True):
+                if name in sums:
+                    part.copy_(sums[name])
+            row[-2:] = counts
+        self._comm.all_reduce(rows, num_shards=self._num_shards, label="buffers of all shards")
+        [[num_forwards, num_unknown]] = self._comm.to_host(rows[0, -2:]).read()
+        return num_forwards, num_unknown, dict(zip(names, rows[0, :-2].split(sizes) if sizes else (), strict=True))
 
-    def _note_largest(self) -> None:
-        now = self._named.named()
-        for name, start in self.start.items():
-            if not _is_averaged(start):
-                values = self._same_shape(name, now[name])
-                self._largest[name] = torch.maximum(self._largest.get(name, start), values)
+    def _take_first(self, names: list[str]) -> None:
+        """Gives every rank the counters of the first shard that has had a forward. Collective."""
+        values = [self._first.get(name, self.start[name]).long().flatten() for name in names]
+        mine = torch.cat([torch.tensor([self._first_shard], device=values[0].device), *values])
+        everyone = self._comm.all_gather(mine[None])
+        first = torch.cat(everyone)
+        chosen = first[first[:, 0].argmin()][1:]
+        now = self._buffers.named()
+        for name, value in zip(names, chosen.split(list(map(len, values))), strict=True):
+            now[name].data.copy_(value.view(now[name].shape))
+
+    def _is_unchanged(self, name: str, now: dict[str, Tensor]) -> bool:
+        if name not in now or self._versions.get(name) != _version_of(now[name]):
+            return False
+        return now[name].nbytes > COMPARED_BYTES or torch.equal(now[name], self.start[name])
 
     def _set(self, names: Iterable[str]) -> None:
         """Sets buffers to those of the step."""
-        now = self._named.named()
+        now = self._buffers.named()
         for name in names:
             now[name].data.copy_(self.start[name])
+            self._versions[name] = _version_of(now[name])
 
-    def _same_shape(self, name: str, buffer: Tensor) -> Tensor:
-        if buffer.shape != self.start[name].shape:
-            before, after = list(self.start[name].shape), list(buffer.shape)
-            raise ConfigError(
-                f"the buffer {name} was {before} and is {after} after a forward, so that several shards have no mean "
-                "of it; let it keep its shape, or leave same_bits out"
-            )
-        return buffer
-
-    def _rows_like(self, vector: Tensor) -> Tensor:
-        """Returns memory in which the ranks add up their nodes. Collective at first."""
-        shape = most_nodes(self._comm.world_size, self._num_shards), len(vector)
+    def _memory(self, numel: int) -> Tensor:
+        """Returns rows in which the ranks add up their nodes. Collective if they are others than before."""
+        shape = most_nodes(self._comm.world_size, self._num_shards), numel
         if self._rows is None or self._rows.shape != shape:
             memory = self._comm.allocate(shape[0] * shape[1], torch.float64)
             weakref.finalize(self, self._comm.free, memory).atexit = False
             self._rows = memory.view(shape)
         return self._rows
+
+
+def _version_of(buffer: Tensor) -> tuple[int, int]:
+    """Returns which tensor it is, and how often autograd has seen it change."""
+    return id(buffer), -1 if buffer.is_inference() else buffer._version
 
 
 def _is_averaged(buffer: Tensor) -> bool:

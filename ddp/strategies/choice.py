@@ -320,7 +320,10 @@ def wrapped(
     """
     averaging = of_this_process(averaging)
     kind = DistributedDataParallel if has_sparse_gradients(module) else STRATEGIES[averaging.strategy].replica
-    how |= {} if num_shards is None else {"num_shards": num_shards}
+    if num_shards is not None:
+        if kind is DistributedDataParallel:
+            raise ConfigError("same_bits with sparse gradients: they are added up by workers; take sparse=False")
+        how["num_shards"] = num_shards
     replica: BucketedDataParallel = kind(
         module,
         comm=comm,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from numbers import Integral
@@ -206,8 +206,8 @@ def with_shards(given: Given, comm: Communicator) -> Given:
     smallest = size.first if isinstance(size, BatchWarmup) else size
     if isinstance(smallest, int) and smallest < num_shards:
         raise ConfigError(
-            f"num_shards={num_shards}: more shards than the {smallest} samples of a batch; take "
-            f"ddp.Batches(num_shards={max(smallest, comm.world_size)}), or a larger global_batch"
+            f"num_shards={num_shards}: more shards than the {smallest} samples of a batch; take a global_batch of "
+            f"{num_shards} or more, or fewer shards, as ddp.Batches(num_shards={smallest})"
         )
     return replace(given, batches=replace(given.batches, num_shards=num_shards))
 
@@ -219,6 +219,7 @@ def _check_same_bits(given: Given, source: Source, comm: Communicator) -> None:
         strategy=given.strategy.strategy,
         hook="" if hook is None else repr(hook),
         wire=given.strategy.wire,
+        algorithm=comm.plan.algorithm,
         is_naive=isinstance(model, NaiveDataParallel),
         waits=waits(model),
         is_sparse=has_sparse_gradients(model),
@@ -342,15 +343,20 @@ def idle_notes(replica: Replica) -> list[str]:
     return [f"{given[0]} does nothing here: all workers share a host's memory; to try it: comm.shared_memory=false"]
 
 
-def thread_notes(given: Given) -> list[str]:
-    """Returns a line that says so if a run with the same bits has several threads, because others need as many."""
+@contextlib.contextmanager
+def one_thread(given: Given) -> Iterator[None]:
+    """Gives a run with the same bits one thread, inside the block: the bits of some kernels depend on the number.
+
+    Not where settings say how many there are (`cluster.threads_per_worker`).
+    """
     threads = torch.get_num_threads()
-    if not given.same_bits.on or threads == 1:
-        return []
-    return [
-        f"same_bits with {threads} threads a worker: the bits of some kernels depend on it, so that a run with the same "
-        "bits needs as many; ddp.launch(…, threads_per_worker=1) sees to it"
-    ]
+    if given.same_bits.on and given.settings is None and threads != 1:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
 
 
 def round_notes(policy: Averaging) -> list[str]:

@@ -19,8 +19,10 @@ samples, such as BatchNorm, spreads what is not finite over all of them; but the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +30,13 @@ from torch import Tensor, nn
 
 from ddp.comm.objects import all_gather_object
 from ddp.data.orders.sampler import Micro, StepPlan
+from ddp.errors import one_line
 from ddp.replica.autograd import tensors_in
+from ddp.train.batch_statistics import waits_in_training
 from ddp.train.replay import Replay
 
 MOST_SAMPLES = 8  # that are named
+PARAMETERS, SAMPLES, FORWARD, LOSS, BACKWARD, UNKNOWN = range(6)  # the stages; the last one could not be computed
 
 
 class Finding(NamedTuple):
@@ -39,6 +44,7 @@ class Finding(NamedTuple):
 
     Attributes:
         stage: its place in the table above.
+        place: of a module, in the order of calls.
         what: in words.
         shard: of the step.
         samples: that it concerns; all of a micro-batch if no row tells.
@@ -46,6 +52,7 @@ class Finding(NamedTuple):
     """
 
     stage: int
+    place: int
     what: str
     shard: int
     samples: Sequence[int]
@@ -58,7 +65,9 @@ def explain(replay: Replay, plan: StepPlan) -> tuple[str, bool]:
     Returns:
         That in words, and True if samples are to blame, so that no learning rate would help.
     """
-    mine = next(iter(sorted(_findings(replay, plan))), None)
+    if waits_in_training(replay.state.model):
+        return "It is not computed again, because layers wait for other ranks in each forward", False
+    mine = min(_findings(replay, plan), default=None)
     everyone = all_gather_object(replay.state.comm, mine and tuple(mine))
     found = sorted((Finding(*each), rank) for rank, each in enumerate(everyone) if each is not None)
     if not found:
@@ -68,18 +77,20 @@ def explain(replay: Replay, plan: StepPlan) -> tuple[str, bool]:
         )
         return what, False
     first, rank = found[0]
-    if first.stage == 0:
-        return f"Computed again: {first.what}", False
+    if first.stage in (PARAMETERS, UNKNOWN):
+        return f"Computed again: {first.what}" + f" on rank {rank}" * (first.stage == UNKNOWN), False
     samples = _named(first.samples, first.are_known)
-    return f"Computed again: {first.what}, in shard {first.shard} on rank {rank}, {samples}", first.stage == 1
+    return f"Computed again: {first.what}, in shard {first.shard} on rank {rank}, {samples}", first.stage == SAMPLES
 
 
 def highest(replay: Replay, plan: StepPlan) -> str:
     """Returns which shard of a step has the highest loss, and how high the others' are. Collective."""
     mine: list[tuple[int, float, float, list[int]]] = []
-    with replay.state.model.apart(), torch.no_grad():
-        for shard in own_shards(plan):
-            total, count, samples = 0.0, 0.0, list[int]()
+    if waits_in_training(replay.state.model):
+        return "It is not computed again, because layers wait for other ranks in each forward"
+    for shard in own_shards(plan):
+        total, count, samples = 0.0, 0.0, list[int]()
+        with suppress(Exception), replay.state.model.apart(), torch.no_grad():  # of the user's code; others go on
             for micro, batch in replay.batches(plan, shard):
                 loss_sum, num_items = replay.forward(micro, batch)
                 total, count = total + float(loss_sum), count + float(num_items)
@@ -118,14 +129,18 @@ def _findings(replay: Replay, plan: StepPlan) -> Iterator[Finding]:
     """Yields the first finding of each of this rank's micro-batches."""
     model = replay.state.model
     for name, parameter in model.module.named_parameters():
-        if not parameter.isfinite().all():
-            yield Finding(0, f"the parameter {name} is not finite before the step", 0, [], False)
+        if not _is_finite(parameter):
+            yield Finding(PARAMETERS, 0, f"the parameter {name} is not finite before the step", 0, [], False)
             return
-    with model.apart():
+    try:
         for shard in own_shards(plan):
             for micro, batch in replay.batches(plan, shard):
-                if (found := _first(replay, micro, batch)) is not None:
+                with model.apart():
+                    found = _first(replay, micro, batch)
+                if found is not None:
                     yield found
+    except Exception as error:  # of the user's code: the other ranks have found something, and wait
+        yield Finding(UNKNOWN, 0, f"{one_line(error)}, which is raised", 0, [], False)
 
 
 def _first(replay: Replay, micro: Micro, batch: Any) -> Finding | None:
@@ -136,23 +151,23 @@ def _first(replay: Replay, micro: Micro, batch: Any) -> Finding | None:
         loss_sum, _ = replay.forward(micro, batch)
         if bad is not None:
             given = f" that {seen.first[0]} is given" if seen.first is not None else ""
-            return Finding(1, f"the samples themselves{given} are not finite", shard, *_rows(bad, micro))
+            return Finding(SAMPLES, 0, f"the samples themselves{given} are not finite", shard, *_rows(bad, micro))
         if seen.first is not None:
             name, tensor, is_before = seen.first
             what = f"what {name} is given is not finite" if is_before else f"the outputs of {name} are not finite"
-            return Finding(2, what, shard, *_rows(tensor, micro))
+            return Finding(FORWARD, seen.num_calls, what, shard, *_rows(tensor, micro))
         if not math.isfinite(float(loss_sum.detach())):
-            return Finding(3, "the loss is not finite, while all outputs are", shard, micro.indices, False)
+            return Finding(LOSS, 0, "the loss is not finite, while all outputs are", shard, micro.indices, False)
         seen.is_backward = True
         replay.backward(loss_sum)
     if seen.first is not None:
         name, tensor, _ = seen.first
         after = seen.last or "the loss"
         what = f"the gradient of the outputs of {name} is not finite, behind {after}"
-        return Finding(4, what, shard, *_rows(tensor, micro))
+        return Finding(BACKWARD, seen.num_calls, what, shard, *_rows(tensor, micro))
     for name, parameter in module.named_parameters():
         if parameter.grad is not None and not _is_finite(parameter.grad):
-            return Finding(4, f"the gradient of {name} is not finite", shard, micro.indices, False)
+            return Finding(BACKWARD, sys.maxsize, f"the gradient of {name} is not finite", shard, micro.indices, False)
     return None
 
 
@@ -163,11 +178,12 @@ class _Seen:
         first: the first tensor that is not finite: the module's name, the tensor, and if it is among its inputs.
         last: the module whose output's gradient was seen last, and was finite.
         is_backward: the forward is over.
+        num_calls: of observers, until the first.
     """
 
     def __init__(self) -> None:
         self.first: tuple[str, Tensor, bool] | None = None
-        self.last, self.is_backward = "", False
+        self.last, self.is_backward, self.num_calls = "", False, 0
 
 
 @contextmanager
@@ -175,9 +191,10 @@ def _observed(module: nn.Module) -> Iterator[_Seen]:
     """Looks, inside the block, at the outputs of all modules, and at the gradients of these."""
     seen, handles = _Seen(), []
 
-    def observe(name: str, each: nn.Module, inputs: Any, outputs: Any) -> None:
+    def observe(name: str, inputs: Any, outputs: Any) -> None:
         if seen.first is not None or seen.is_backward:  # a checkpoint repeats forwards
             return
+        seen.num_calls += 1
         for tensor in tensors_in(outputs):
             if not _is_finite(tensor):
                 before = next((one for one in tensors_in(inputs) if not _is_finite(one)), None)
@@ -187,6 +204,7 @@ def _observed(module: nn.Module) -> Iterator[_Seen]:
                 tensor.register_hook(lambda gradient: look(name, gradient))
 
     def look(name: str, gradient: Tensor) -> None:
+        seen.num_calls += seen.first is None
         if seen.first is None and not _is_finite(gradient):
             seen.first = name, gradient.detach(), False
         elif seen.first is None:
@@ -194,7 +212,8 @@ def _observed(module: nn.Module) -> Iterator[_Seen]:
 
     for name, each in module.named_modules():
         title = f"{name} ({type(each).__name__})" if name else type(each).__name__
-        handles.append(each.register_forward_hook(lambda one, args, out, title=title: observe(title, one, args, out)))
+        hook = partial(_called, observe, title)
+        handles.append(each.register_forward_hook(hook, with_kwargs=True))
     try:
         yield seen
     finally:
@@ -202,15 +221,19 @@ def _observed(module: nn.Module) -> Iterator[_Seen]:
             handle.remove()
 
 
+def _called(observe: Callable[..., None], title: str, _: nn.Module, given: Any, by_name: Any, outputs: Any) -> None:
+    observe(title, (given, by_name), outputs)
+
+
 def _is_finite(tensor: Tensor) -> bool:
     is_number = tensor.is_floating_point() or tensor.is_complex()
-    return not is_number or bool(tensor.isfinite().all())
+    return not is_number or bool(tensor.detach().isfinite().all())
 
 
 def _rows(tensor: Tensor, micro: Micro) -> tuple[list[int], bool]:
     """Returns the samples whose rows are not finite; all, and False, if there is not a row for each sample."""
     samples = list(micro.indices)
-    if not tensor.dim() or len(tensor) % max(1, len(samples)):
+    if not tensor.dim() or len(tensor) != len(samples):
         return samples, False
     rows = tensor.detach().reshape(len(samples), -1).isfinite().all(dim=1).tolist()
     bad = [sample for sample, is_finite in zip(samples, rows, strict=True) if not is_finite]

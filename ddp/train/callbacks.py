@@ -175,10 +175,14 @@ class EpochCheck(Callback):
         self.num_checked = self.num_as_promised = 0
 
     def step_end(self, state: TrainState, report: StepReport) -> None:
+        self.step_left_out(state, report.epoch)
+
+    def step_left_out(self, state: TrainState, epoch: int) -> None:
+        """Compares an epoch whose last step was made, or was left out."""
         if not state.sampler.at_epoch_end:
             return
         seen = state.sampler.take_seen()
-        expected = state.sampler.expected(report.epoch)
+        expected = state.sampler.expected(epoch)
         parts = all_gather_object(state.comm, seen)
         if expected is None or None in parts:
             return
@@ -189,7 +193,7 @@ class EpochCheck(Callback):
             log.warning(
                 "epoch %d was not what its order (%s) promises: %s in the place of %s; some samples were read twice or "
                 "never. Is each position one sample, and the same at each call?",
-                *(report.epoch, state.sampler.order.in_words(), found, expected),
+                *(epoch, state.sampler.order.in_words(), found, expected),
             )
 
 

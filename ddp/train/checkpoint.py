@@ -353,6 +353,11 @@ class Checkpointer(Callback):
         else:
             self._due = self._due or state.step % self._every_steps == 0
 
+    def step_left_out(self, state: TrainState) -> None:
+        """Takes note of a step that is not made, with which an epoch may end."""
+        if self._every_steps is None:
+            self._due = self._due or state.sampler.at_epoch_end
+
     def fit_end(self, state: TrainState) -> None:
         if self._saved_step != state.step and state.stopped_by != MEASURED:
             self._save(state)

@@ -153,7 +153,8 @@ def fit(
         folder: of the run: checkpoints/ (the last and the best), metrics.jsonl, summary.json, curves.png. Unless given,
             a new one below runs/. None: nothing is written. A `ddp.Folder` also resumes, and says what is kept.
         same_bits: True: any number of ranks, up to the number of shards, ends with the same parameters and metrics, bit
-            by bit; there are 8 shards unless `batches` says otherwise (docs/same-bits.md). Or a `ddp.SameBits`.
+            by bit; there are 8 shards unless `batches` says otherwise (docs/same-bits.md), and one thread a rank. Or a
+            `ddp.SameBits`.
         callbacks: objects of `ddp.Callback`, run after those of fit, such as `ddp.EMA()` and
             `ddp.EarlyStopping(patience=3)`. Their state is saved and resumed.
 
@@ -180,7 +181,7 @@ def train(given: Given) -> TrainState:
         ConfigError, CheckpointError, Diverged, UnusedParameters, PeerLost: as `fit`.
     """
     part = check_cast(given)
-    with _given_back(given.model):
+    with _given_back(given.model), arguments.one_thread(given):
         comm = ranks_of(given.model)
         if part is not None:
             given = replace(given, home=next_home(part))
@@ -352,7 +353,6 @@ def open_run(given: Given, inputs: Inputs, comm: Communicator) -> OpenRun:
         raise
     notes = [*_headline(state, num_steps, given.strategy), *([dealing] if dealing else [])]
     notes += [*arguments.idle_notes(inputs.replica), *arguments.round_notes(given.strategy)]
-    notes += arguments.thread_notes(given)
     begins_anew = given.folder.resume is not None and start is None
     notes += _notes(sampler, source, folder, num_left=num_steps - state.step, begins_anew=begins_anew)
     if folder is not None and given.stop is None and given.folder.every_steps is None and not hears_signals():
@@ -418,15 +418,18 @@ def _go_back(run: OpenRun, callbacks: Sequence[Callback], guard: Guard) -> None:
     Raises:
         CheckpointError: there is none.
     """
-    state, num_acted = run.state, guard.num_acted
-    assert run.folder is not None  # `check_guard` has seen to it
-    checkpoint = read_checkpoint(state.comm, run.folder / "checkpoints")
-    restore(checkpoint, state, identity=run.identity)
-    run.beside.resumes(checkpoint.parts, state.optimizer)
-    for callback in callbacks:
-        if isinstance(callback, (MetricsFile, HashesFile, Checkpointer, Kept)):
-            callback.fit_start(state)  # drops what lies beyond; loads the states of callbacks
-    guard.went_back(state, num_acted)
+    state, folder = run.state, run.folder
+    assert folder is not None  # `check_guard` has seen to it
+
+    def load() -> None:
+        checkpoint = read_checkpoint(state.comm, folder / "checkpoints")
+        restore(checkpoint, state, identity=run.identity)
+        run.beside.resumes(checkpoint.parts, state.optimizer)
+        for callback in callbacks:
+            if isinstance(callback, (MetricsFile, HashesFile, Checkpointer, Kept)):
+                callback.fit_start(state)  # drops what lies beyond; loads the states of callbacks
+
+    guard.go_back(state, load)
 
 
 def _publish(region: str, run: OpenRun) -> None:

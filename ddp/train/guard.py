@@ -11,7 +11,7 @@ hundred or so count. It is found before the update, on all ranks alike, and take
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from ddp.errors import ConfigError
@@ -43,7 +43,7 @@ class Guard(Callback):
     def __init__(self, action: GuardAction = "stop", *, spike: float | None = None, most: int = 3) -> None:
         if action not in get_args(GuardAction):
             raise ConfigError(f"action={action!r:.60}: take one of {', '.join(get_args(GuardAction))}")
-        if spike is not None and (not isinstance(spike, (int, float)) or not 0 < spike < math.inf):
+        if spike is not None and (not isinstance(spike, (int, float)) or spike is True or not 0 < spike < math.inf):
             raise ConfigError(f"spike={spike!r:.60}: must be a number of standard deviations above 0, or None")
         if not isinstance(most, int) or isinstance(most, bool) or most < 1:
             raise ConfigError(f"most={most!r:.60}: must be a whole number from 1 up")
@@ -67,20 +67,23 @@ class Guard(Callback):
         self._weight, self._sum = DECAY * self._weight + 1, DECAY * self._sum + report.loss
         self._squares = DECAY * self._squares + report.loss**2
 
-    def went_back(self, state: TrainState, num_acted: int) -> None:
-        """Lowers the learning rate, after the state of the last checkpoint was loaded; each time there once more.
+    def go_back(self, state: TrainState, load: Callable[[], None]) -> None:
+        """Goes back to the last checkpoint, and lowers the learning rate; each time there once more. Collective.
 
         Args:
-            num_acted: how often this guard has acted, which that checkpoint does not know.
+            load: makes the state that of the checkpoint, also this guard's, which knows more.
         """
-        self.num_acted = num_acted
-        self._went_back_to.append(state.step)
+        num_acted, went_back_to = self.num_acted, self._went_back_to
+        load()
+        self.num_acted, self._went_back_to = num_acted, [*went_back_to, state.step]
         factor = RATE_FACTOR ** self._went_back_to.count(state.step)
         state.rates = Rates(state.optimizer, [rate * factor for rate in state.rates.base])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"acted": self.num_acted, "losses": [self._num, self._weight, self._sum, self._squares]}
+        losses = [self._num, self._weight, self._sum, self._squares]
+        return {"acted": self.num_acted, "losses": losses, "went_back_to": list(self._went_back_to)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.num_acted = int(state["acted"])
         self._num, self._weight, self._sum, self._squares = state["losses"]
+        self._went_back_to = [*state["went_back_to"]]

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from ddp.comm.communicator import Communicator
@@ -24,7 +23,8 @@ from ddp.strategies.parameter_server.server import Service
 from ddp.train.arguments import Given, Inputs
 from ddp.train.audit import Audit
 from ddp.train.batch_statistics import may_have_one, waits_in_training
-from ddp.train.callbacks import EARLY, Callback, tell_of
+from ddp.train.callbacks import EARLY, Callback, EpochCheck, tell_of
+from ddp.train.checkpoint import Checkpointer
 from ddp.train.evaluate import Side, evaluate
 from ddp.train.first_look import EqualBatches, FirstLook
 from ddp.train.guard import Guard
@@ -107,9 +107,7 @@ def train_loop(
         replay = Replay(state, rules, feed.read)
         audit = Audit(replay, every=given.same_bits.audit_every) if given.same_bits.on else None
         guard = next((each for each in callbacks if isinstance(each, Guard)), None)
-        says = given.same_bits.on and given.folder.progress and state.comm.rank == 0
-        say = partial(print, flush=True) if says else None
-        supervision = Supervision(replay, guard=guard, audit=audit, go_back=go_back, say=say)
+        supervision = Supervision(replay, guard=guard, audit=audit, go_back=go_back)
         rules = replace(rules, supervisor=supervision)
     state.unreadable = feed.unreadable
     _check_waiting(state, uneven, reading.max_unreadable)
@@ -133,6 +131,10 @@ def train_loop(
                         raise
                     if supervision.act(plan, error) is Course.FROM_CHECKPOINT:
                         break  # the epoch begins anew, where the checkpoint is
+                    _left_out(state, plan, callbacks)
+                    is_due = state.sampler.at_epoch_end and state.evaluated_at != state.step
+                    if evaluates and is_due and _is_time(state, when):
+                        evaluator.choose(state)
                     continue
                 if step.num_ending:
                     feed.ended(step.num_ending)
@@ -159,6 +161,15 @@ def train_loop(
         raise
     finally:
         feed.close()
+
+
+def _left_out(state: TrainState, plan: StepPlan, callbacks: Sequence[Callback]) -> None:
+    """Tells callbacks that act at the end of an epoch of a step that is not made. Collective."""
+    for callback in callbacks:
+        if isinstance(callback, EpochCheck):
+            callback.step_left_out(state, plan.epoch)
+        elif isinstance(callback, Checkpointer):
+            callback.step_left_out(state)
 
 
 def _start(state: TrainState, callbacks: Sequence[Callback]) -> None:

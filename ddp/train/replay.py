@@ -12,7 +12,6 @@ Buffers begin as those of the step, where the replica knows them, as one by shar
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,11 +19,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ddp.data.orders.sampler import Micro, StepPlan
-from ddp.process.clock import now_s
 from ddp.replica.broadcast import checksum
 from ddp.train.state import TrainState
 from ddp.train.step import StepRules, forward, to_device
-from ddp.units import format_time
 
 
 class Outcome(NamedTuple):
@@ -73,36 +70,6 @@ class Replay:
         """Adds the gradients of a loss, times the loss scale, to `p.grad`; inside of `model.apart`."""
         with self.state.strategy.micro_batch(is_last=False) as scale:
             (loss_sum if scale == 1 else loss_sum * scale).backward()
-
-    def cost_of_shards(self, plan: StepPlan) -> str:
-        """Returns how much longer this rank's shards take than one forward and backward of all of their samples.
-
-        Nothing if that is no question: it has one shard, or larger forwards are not wanted.
-        """
-        shards = list(dict.fromkeys(micro.shard for micro in plan.micros))
-        if len(shards) < 2 or len(plan.micros) > len(shards):
-            return ""
-        together = Micro(shards[0], 0, [], [])
-        for micro in plan.micros:
-            positions, indices = [*together.positions, *micro.positions], [*together.indices, *micro.indices]
-            together = together._replace(positions=positions, indices=indices)
-        ways = {"together": [together], "by shards": list(plan.micros)}
-        took_s = dict.fromkeys(ways, math.inf)
-        with self.state.model.apart():
-            for _ in range(3):  # of which the fastest counts: the first is slower, and others may compute beside
-                for name, micros in ways.items():
-                    batches = [(micro, self._read(plan, micro)) for micro in micros]
-                    began_s = now_s()
-                    for micro, batch in batches:
-                        if batch is not None:
-                            loss_sum, _ = self.forward(micro, to_device(batch, self.state.comm.device))
-                            self.backward(loss_sum)
-                    took_s[name] = min(took_s[name], now_s() - began_s)
-        ratio, of_one = took_s["by shards"] / took_s["together"], format_time(took_s["together"])
-        return (
-            f"worker {self.state.comm.rank} computes {len(shards)} shards one after another, in {ratio:.2f} times the "
-            f"time of one forward and backward of their {len(together.indices)} samples ({of_one})"
-        )
 
     def shard(self, plan: StepPlan, shard: int) -> Outcome:
         """Returns the outcome of a shard of the running step."""

@@ -15,14 +15,16 @@ from typing import Any
 from ddp.comm.objects import on_rank_zero
 from ddp.data.orders.sampler import StepPlan
 from ddp.errors import CheckpointError, ConfigError, Diverged
+from ddp.optim.precision import LossScale
 from ddp.process.log import log
-from ddp.strategies.replicated import ADVICE
+from ddp.strategies.replicated import ADVICE, Replicated
 from ddp.strategies.strategy import Agreement
 from ddp.train import bad_step
 from ddp.train.audit import Audit
 from ddp.train.guard import Guard
 from ddp.train.replay import Replay
 from ddp.train.starts import note_incident
+from ddp.train.state import TrainState
 from ddp.train.step import StepSnapshot
 
 
@@ -40,36 +42,28 @@ class Supervision:
         guard: what becomes of a bad step; None: it ends the run.
         audit: of the shards; None: they are not audited.
         go_back: takes the state of the last checkpoint, whose learning rate is multiplied by a factor.
-        say: tells the user what shards cost, on one rank; None: nobody is told.
     """
 
     def __init__(
-        self,
-        replay: Replay,
-        *,
-        guard: Guard | None,
-        audit: Audit | None,
-        go_back: Callable[[Guard], None],
-        say: Callable[[str], None] | None = None,
+        self, replay: Replay, *, guard: Guard | None, audit: Audit | None, go_back: Callable[[Guard], None]
     ) -> None:
         self._state, self._replay, self._guard, self._audit = replay.state, replay, guard, audit
-        self._go_back, self._say, self._is_spike = go_back, say, False
+        self._go_back, self._is_spike = go_back, False
         self._before: StepSnapshot | None = None
+        self._scale: dict[str, int] | None = None
 
     def begin(self, plan: StepPlan) -> None:
         if self._audit is not None:
             self._audit.begin(plan)
         keeps = self._guard is not None and self._guard.action == "skip"
         self._before = StepSnapshot(self._state, iter(())) if keeps else None
+        scale = _scale_of(self._state)
+        self._scale = None if scale is None else scale.state_dict()
         self._is_spike = False
 
     def check(self, plan: StepPlan, agreement: Agreement) -> None:
         if self._audit is not None:
             self._audit.check(plan)
-        if self._say is not None:  # once, because parameters and samples are those of a step that was just computed
-            if cost := self._replay.cost_of_shards(plan):
-                self._say(cost)
-            self._say = None
         if self._guard is not None and (spike := self._guard.is_spike(agreement.totals.mean_loss)):
             self._state.model.take_back()
             self._is_spike = True
@@ -101,6 +95,8 @@ class Supervision:
         if guard.action == "skip":
             assert self._before is not None
             self._before.restore(state)
+            if self._scale is not None and (scale := _scale_of(state)) is not None:
+                scale.load_state_dict(self._scale)
             state.sampler.leave_out(step, facts["position"], plan.size)
             which = f"step {step}, in epoch {plan.epoch}, is left out, with its {plan.size} samples"
             self._note({"left_out": facts}, f"{which} ({guard.num_acted} of {guard.most}): {error}")
@@ -108,7 +104,7 @@ class Supervision:
         try:
             self._go_back(guard)
         except CheckpointError as missing:
-            raise Diverged(f"{error}. There is no checkpoint yet to go back to") from missing
+            raise Diverged(f"{error}. The run cannot go back: {missing}") from missing
         rates = ", ".join(f"{rate:g}" for rate in state.rates.base)
         self._note(
             {"went_back": {**facts, "to": state.step, "sampler": state.sampler.state_dict()}},
@@ -122,6 +118,10 @@ class Supervision:
             log.warning("%s", words)
         if folder is not None:
             on_rank_zero(comm, lambda: note_incident(folder, incident), label="noting a bad step")
+
+
+def _scale_of(state: TrainState) -> LossScale | None:
+    return state.strategy.loss_scale if isinstance(state.strategy, Replicated) else None
 
 
 def no_checkpoint(guard: Guard) -> None:

@@ -7,9 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from flat import grouped
+from torch import nn
+from torch.nn import functional as F
 
+import ddp
 from ddp.__main__ import main
+from ddp.train.callbacks import Callback
 from ddp.train.hashes import DIGITS, HASHES
+from ddp.train.state import TrainState
+from ddp.train.trace import StepTrace, Trace, parting
 
 NAMES = ["0.weight", "0.bias", "exp_avg of 0.weight", "exp_avg of 0.bias"]
 SETTINGS = {"same_bits": True, "batch": {"num_shards": 8}, "world_size": 1}
@@ -50,6 +58,8 @@ def test_different_runs_with_the_settings_that_matter(tmp_path: Path, capsys: py
     assert capsys.readouterr().out.splitlines() == [
         "different at step 10, the first of 1 common step",
         "  1 of 5 values: exp_avg of 0.weight",
+        f"where they part could be told from a checkpoint before step 10 in both, and {one} has none: "
+        "checkpoint.every_steps and checkpoint.keep_last say which ones a run keeps",
     ]
 
 
@@ -67,3 +77,87 @@ def test_questions_without_an_answer(tmp_path: Path, capsys: pytest.CaptureFixtu
         with pytest.raises(SystemExit) as ended:
             main(["same_bits", *words])
         assert ended.value.code == 2 and says in capsys.readouterr().err
+
+
+# --- where two runs part ---------------------------------------------------------------------------------------------
+
+INPUTS = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+CLASSES = torch.randint(0, 3, (24,), generator=torch.Generator().manual_seed(1))
+
+
+class Rate(Callback):
+    """Sets the probability of dropout before a step."""
+
+    def __init__(self, step: int, probability: float) -> None:
+        self.step, self.probability = step, probability
+
+    def step_start(self, state: TrainState) -> None:
+        if state.step + 1 == self.step:
+            layer = state.model.module.get_submodule("2")
+            assert isinstance(layer, nn.Dropout)
+            layer.p = self.probability
+
+
+def traced(*, inputs: torch.Tensor = INPUTS, last_step: int = 3, **how: Any) -> list[StepTrace]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 3))
+    trace = Trace(last_step)
+    settings = {"order": ddp.data.Fixed(24), "num_shards": 4, "folder": None, "progress": False, "epochs": 2, "lr": 0.1}
+    settings |= how
+    optimizer = torch.optim.SGD(model.parameters(), lr=settings.pop("lr"))
+    callbacks = [*settings.pop("callbacks", ()), trace]
+    held_out = INPUTS[:8], CLASSES[:8]
+    ddp.fit(
+        model, (inputs, CLASSES), optimizer, loss=F.cross_entropy, global_batch=8, same_bits=True,
+        validation_data=held_out, **grouped(callbacks=callbacks, **settings),
+    )  # fmt: skip
+    assert not any(each._forward_hooks for each in model.modules())
+    return trace.steps
+
+
+def test_equal_runs_have_equal_traces() -> None:
+    one, other = traced(), traced()
+    assert one == other and parting(one, other) is None
+    assert [each.step for each in one] == [1, 2, 3]
+    in_shard = [
+        "the outputs of 0 (Linear)", "the outputs of 1 (Tanh)", "the outputs of 2 (Dropout)",
+        "the outputs of 3 (Linear)", "the outputs of Sequential",
+    ]  # fmt: skip
+    for each in one:
+        for shard in range(4):
+            names = [what for at, what, _ in each.entries if at == shard]
+            assert names[:5] == in_shard and sorted(names[5:]) == sorted(
+                f"the gradient of {name}" for name in ("0.weight", "0.bias", "3.weight", "3.bias")
+            )
+        assert list(each.parameters) == ["0.weight", "0.bias", "3.weight", "3.bias"]
+
+
+def test_where_runs_part_is_told_by_step_shard_and_module() -> None:
+    usual, one_sample = traced(), INPUTS.clone()
+    one_sample[13, 0] += 1e-6  # of step 2, its shard 2
+    assert parting(usual, traced(callbacks=[Rate(2, 0.5)])) == (2, "shard 0, in the outputs of 2 (Dropout)")
+    assert parting(usual, traced(inputs=one_sample)) == (2, "shard 2, in the outputs of 0 (Linear)")
+    assert parting(usual, traced(lr=0.2)) == (
+        1, "the update of 0.weight, while all gradients of all shards are equal"
+    )  # fmt: skip
+    fewer = traced(num_shards=2)
+    assert parting(usual, fewer) == (1, "shard 0, in the outputs of 0 (Linear)")
+    in_parts = traced(micro_size=1)
+    assert parting(usual, in_parts) == (1, "shard 0, in the outputs of 0 (Linear)")
+
+
+def test_traces_that_are_not_alike() -> None:
+    one = [StepTrace(4, [(0, "a", 1), (0, "b", 2)], {"w": 3})]
+    assert parting(one, [StepTrace(4, [(0, "a", 1)], {"w": 3})]) == (4, "the number of modules that are called")
+    assert parting(one, [StepTrace(4, [(0, "a", 1), (1, "b", 2)], {"w": 3})]) == (
+        4, "shard 0, where one has b, and the other shard 1, b"
+    )  # fmt: skip
+    assert parting(one, [StepTrace(4, [(0, "a", 1), (0, "b", 2)], {"w": 4})]) == (
+        4, "the update of w, while all gradients of all shards are equal"
+    )  # fmt: skip
+    assert parting(one, []) is None
+
+
+def test_evaluations_leave_no_entry() -> None:
+    """They are forwards, too, and no step's."""
+    assert parting(traced(), traced(every_steps=1)) is None

@@ -307,8 +307,8 @@ def buffers_of_rank_0(patch: Patch, comm: Any) -> None:
     end_step = ShardBuffers.end_step
 
     def of_rank_0(self: ShardBuffers) -> None:
-        for node in self._sums.nodes if comm.rank else ():
-            node.zero_()
+        for sums in self._levels if comm.rank else ():
+            sums.clear()
         end_step(self)
 
     patch.setattr(ShardBuffers, "end_step", of_rank_0)
@@ -412,7 +412,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "few shards": ({"num_shards": 1}, "num_shards=1"),
     "a batch that begins small": (
         {"global_batch": ddp.BatchWarmup(4, 18, 60)},
-        "num_shards=8: more shards than the 4 samples of a batch; take ddp.Batches",
+        "num_shards=8: more shards than the 4 samples of a batch; take a global_batch of 8 or more",
     ),
     "a word": ({"same_bits": "yes"}, "same_bits='yes': give True, or a ddp.SameBits"),
 }

@@ -170,6 +170,7 @@ class TrainSampler:
         self.seen: Checksum | None = Checksum()
         self.set_apart = ""
         self._skip_steps = None if skip_steps is None else checked_range(skip_steps)
+        self._left_out: list[Skipped] = []  # one by one, by `leave_out`
         self._begin(SamplerState(seed, epoch=0, consumed=0), num_steps=0, skipped=())
 
     def _begin(
@@ -377,7 +378,8 @@ class TrainSampler:
             position: samples that the run has trained on before it.
             size: of the step, in samples.
         """
-        self._skips = self._skips.and_(Skipped(number, number, position, position + size))
+        left_out = Skipped(number, number, position, position + size)
+        self._skips, self._left_out = self._skips.and_(left_out), [*self._left_out, left_out]
         self._next = self._left.past(self._next)
 
     def commit_leased(self, plan: StepPlan) -> None:
@@ -422,7 +424,8 @@ class TrainSampler:
         Steps that were to be left out next are not yet: who goes on may leave out others.
         """
         position, skips = self._next, self._skips.before(self._ahead[-1].stop if self._ahead else self._next)
-        if skips and skips[-1].stop == position and skips[-1][:2] == self._skip_steps and not self._ahead:
+        is_planned = skips and skips[-1][:2] == self._skip_steps and skips[-1] not in self._left_out
+        if is_planned and skips[-1].stop == position and not self._ahead:
             position = skips.pop().start
         state = SamplerState(self._seed, *divmod(position, self.length))
         about = {"order": self.order.identity, "length": self.length, "num_steps": self._num_steps}

@@ -203,7 +203,8 @@ def bits_depend_on(config: Config, splits: Splits) -> dict[str, Any]:
     chosen["strategy"] = {**asdict(config.strategy), "name": same_bits_as(config.strategy.name)}
     chosen["strategy"].pop("region", None)
     chosen |= {"callbacks": config.callbacks} if config.callbacks else {}
-    chosen |= {"same_bits": True} if config.same_bits.on else {}
+    if config.same_bits.on:
+        chosen |= {"same_bits": True, "wire": config.replica.wire}
     return {**chosen, "loader": reading, **facts, **synchronised}
 
 

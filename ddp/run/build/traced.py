@@ -34,6 +34,13 @@ def checkpoint_before(run: Path, step: int) -> Path | None:
     return max(found, key=lambda each: int(each.manifest["step"])).path if found else None
 
 
+def threads_of(run: Path) -> int:
+    """Returns the threads of a worker of a run; 1 of one from Python."""
+    path = settings_of(run)
+    config = None if path is None else from_plain(yaml.safe_load(path.read_text(encoding="utf-8")))
+    return 1 if config is None else config.cluster.threads_per_worker or 1
+
+
 def traced(run: Path, checkpoint: Path, *, last_step: int) -> list[StepTrace]:
     """Returns the trace of a run's steps from after a checkpoint to the last one asked for. In a process of its own.
 

@@ -161,6 +161,7 @@ def _same_bits_problems(config: Config) -> Iterator[str]:
         strategy=config.strategy.name,
         hook="" if config.hook.name == "none" else config.hook.name,
         wire=config.replica.wire,
+        algorithm=config.comm.algorithm,
         is_naive=config.replica.kind == "naive",
         waits=config.replica.sync_batchnorm,
     ):
@@ -346,7 +347,7 @@ def _cluster_problems(config: Config) -> Iterator[str]:
     if batch.num_shards is not None and not parts <= batch.num_shards <= batch.global_size:
         yield (
             f"batch.num_shards={batch.num_shards}: must be from {parts}, the workers that share a batch, to "
-            f"batch.global_size={batch.global_size}"
+            f"batch.global_size={batch.global_size}; set it, or another number of workers"
         )
     if config.comm.warn_s >= config.comm.abort_s:
         yield f"comm.warn_s={config.comm.warn_s:g}: must be less than comm.abort_s={config.comm.abort_s:g}"
