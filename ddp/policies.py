@@ -301,7 +301,7 @@ class LocalSGD(Rounds, Averaging):
 
 @dataclass(frozen=True, kw_only=True)
 class SameBits(Policy):
-    """Says that a run has the same bits at any number of workers, and how that can be seen (`docs/same-bits.md`)."""
+    """The same bits at any number of workers, and how that can be seen: docs/same-bits.md."""
 
     on: bool = setting(
         False,

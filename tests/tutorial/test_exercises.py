@@ -142,7 +142,7 @@ class Typical(NamedTuple):
 
 REDUCE = "                    self.comm.all_reduce(gradient, label=name)\n"
 ASSIGN = "                parameter.grad = gradient.div_(divisor)\n"
-FILL_AND_LAUNCH = "            self._fill(reduction.bucket)\n            self.launch(reduction)\n"
+FILL_AND_LAUNCH = "            self._fill(reduction)\n            self.launch(reduction)\n"
 UNTIL_FULL = "            if waits_for_end or not reduction.is_full:\n                return\n"
 TYPICAL = {
     "ring: off by one chunk": Typical(

@@ -622,7 +622,7 @@ class Watching:
 
 @dataclass(kw_only=True, slots=True)
 class Guarding:
-    """The course after a step whose loss is not finite, or jumps; module, worker and samples are named in any case."""
+    """The course after a step whose loss is not finite, or jumps."""
 
     action: GuardAction = setting(
         "stop",
