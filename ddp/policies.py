@@ -301,7 +301,7 @@ class LocalSGD(Rounds, Averaging):
 
 @dataclass(frozen=True, kw_only=True)
 class SameBits(Policy):
-    """The same bits at any number of workers, and how that can be seen: docs/same-bits.md."""
+    """`fit` gives the same bits at any number of workers, and shows it: docs/same-bits.md."""
 
     on: bool = setting(
         False,

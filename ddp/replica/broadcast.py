@@ -191,6 +191,13 @@ class BufferSync:
         """Returns the buffers as they are now: a module may have replaced some."""
         return dict(self._found())
 
+    def put(self, name: str, buffer: Tensor) -> None:
+        """Puts a tensor back where a module has put another one."""
+        for prefix, table in self._tables:
+            local = name.removeprefix(prefix)
+            if name.startswith(prefix) and local in table:
+                table[local] = buffer
+
     def _found(self) -> Iterator[tuple[str, Tensor]]:
         for prefix, table in self._tables:
             for name, buffer in table.items():

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.device import device_of
+from ddp.comm.objects import all_gather_object
 from ddp.comm.session import current
 from ddp.gradients.bucket import Bucket
 from ddp.gradients.hooks.compression import Compression
@@ -47,6 +48,7 @@ from ddp.replica.replica import Replica
 from ddp.replica.settlement import Share, Usage
 from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.setting import WireName
+from ddp.streams import seed_generators, stream_seed
 
 
 class BucketedDataParallel(Replica):
@@ -105,6 +107,7 @@ class BucketedDataParallel(Replica):
             narrow = None if wire == "fp32" else wire
             self.by_shards = ByShards(comm, self._buffer_sync, num_shards, narrow)
             self.inputs.divisor = num_shards
+            self._seed = int(all_gather_object(comm, torch.initial_seed())[0])
         self._limits = bucket_limits(bucket_cap_mb, first_bucket_mb=first_bucket_mb)
         self._overlap, self.wire = overlap, wire
         self.compression = None if hook is None else Compression(hook, comm, self._replicated_parameters())
@@ -145,6 +148,9 @@ class BucketedDataParallel(Replica):
                     loss_of(model(inputs[number]), targets[number]).backward()
             optimizer.step()
 
+        Each block has random numbers of its own, by the seed of rank 0 (`torch.manual_seed`) when this was made; and so
+        has the update after the last one. Inside of a block `p.grad` may be a sum of shards.
+
         Every rank's shards are marked once in each step, in their order; of one without samples the block is empty. A
         shard may be computed in parts: put all backwards but the last into `no_sync`.
 
@@ -160,7 +166,8 @@ class BucketedDataParallel(Replica):
             self.prepare()
         by_shards.begin(number, self._layouts.current)
         before, is_last = self.require_backward_grad_sync, number == by_shards.shards[-1]
-        self.require_backward_grad_sync = is_last
+        self.require_backward_grad_sync, step = is_last, self.num_steps
+        seed_generators(stream_seed(self._seed, "dropout", step, number), device=self.comm.device)
         try:
             yield
             if not is_last:
@@ -169,6 +176,8 @@ class BucketedDataParallel(Replica):
             elif by_shards.running is not None:  # no backward has ended the step
                 by_shards.check_backward()
                 self.reduce_without_backward()
+            if is_last:  # what is drawn for the update is the same on all ranks
+                seed_generators(stream_seed(self._seed, "update", step), device=self.comm.device)
         except BaseException:
             by_shards.abandon()
             raise

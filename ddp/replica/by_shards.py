@@ -134,6 +134,9 @@ class ByShards:
         self.has_samples, self.seen = False, (0.0, 0.0, {})
         for bucket in layout.buckets if layout.has_memory else ():
             bucket.mend()
+        observed = (slot.parameter._post_accumulate_grad_hooks or () for slot in layout.slots)
+        if any(len(hooks) > 1 for hooks in observed):  # the user's own, which are to see each shard's by itself
+            self._keeps_apart = True
         self._overflows = any(parameter.dtype in OVERFLOWING for parameter in layout.parameters)
         self.buffers.begin_step()
 

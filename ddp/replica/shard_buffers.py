@@ -5,9 +5,9 @@
     others            counters of batches, say: each forward begins with the step's, and the step ends with those of the
                       first shard that has had one. So a counter ticks once, in however many parts a batch is computed
 
-Which buffers change is found out from their versions, as autograd counts them, and of those up to `COMPARED_BYTES` from
-their values, because `buffer.data` has a version of its own. The ranks remember the names; a new one is told with the
-sums, and then they exchange names once more.
+Which buffers change is found out from their values, because `buffer.data` has a version of its own. Of large ones that
+have stayed as they were in the first steps, the version tells, as autograd counts it. The ranks remember the names of
+those that change; a new one is told with the sums, and then they exchange names once more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ddp.errors import ConfigError
 from ddp.replica.broadcast import BufferSync
 from ddp.replica.shard_tree import Place, Stack
 
-COMPARED_BYTES = 1 << 20
+COMPARED_BYTES, COMPARED_STEPS = 1 << 20, 3
 Sums = dict[str, Tensor]  # by name, [numel] as float64; of a buffer that has not changed, nothing
 
 
@@ -43,6 +43,8 @@ class ShardBuffers:
         self._comm, self._buffers, self._num_shards = comm, buffers, num_shards
         self.start: dict[str, Tensor] = {}
         self._versions: dict[str, tuple[int, int]] = {}  # the object, and its version
+        self._own: dict[str, Tensor] = {}  # the tensors with which the step has begun
+        self._num_steps = 0
         self._known: list[str] = []  # of those that change; the same on all ranks
         self._rows: Tensor | None = None
 
@@ -52,6 +54,7 @@ class ShardBuffers:
         constant = {name for name in before if name not in self._known and self._is_unchanged(name, now)}
         self.start = {name: before[name] if name in constant else each.detach().clone() for name, each in now.items()}
         self._versions = {name: _version_of(each) for name, each in now.items()}
+        self._own, self._num_steps = now, self._num_steps + 1
         self._levels: list[Sums] = []
         self._counts = Stack()
         self._first_shard, self._first = self._num_shards, dict[str, Tensor]()
@@ -69,6 +72,8 @@ class ShardBuffers:
             has_forward: the shard has had one.
         """
         now = self._buffers.named()
+        if made := [name for name in now if name not in self.start]:
+            raise ConfigError(f"the buffer {made[0]} was None before a forward, which has made it: make it beforehand")
         changed = [name for name in self.start if not self._is_unchanged(name, now)] if has_forward else []
         for name in changed:
             if now[name].shape != self.start[name].shape:
@@ -77,7 +82,7 @@ class ShardBuffers:
                     f"the buffer {name} was {before} and is {after} after a forward, so that several shards have no "
                     "mean of it; let it keep its shape, or leave same_bits out"
                 )
-        averaged = {name: _vector(now[name]) - _vector(self.start[name]) for name in changed if _is_averaged(now[name])}
+        averaged = {name: _vector(now[name]) - self._base(name) for name in changed if _is_averaged(now[name])}
         self._push(averaged, place)
         if has_forward and self._first_shard == self._num_shards:
             self._first_shard = shard
@@ -89,7 +94,7 @@ class ShardBuffers:
 
     def _push(self, sums: Sums, place: Place) -> None:
         self._levels.append(sums)
-        for _ in range(place.num_merges):
+        for _ in range(min(place.num_merges, len(self._levels) - 1)):  # fewer in a step that is refused
             above = self._levels.pop()
             below = self._levels[-1]
             for name, value in above.items():
@@ -109,7 +114,7 @@ class ShardBuffers:
             _, _, sums = self._added_up()
         now = self._buffers.named()
         for name, total in sums.items():
-            mean = _vector(self.start[name]) + total / max(1.0, num_forwards)
+            mean = self._base(name) + total / max(1.0, num_forwards)
             real = torch.view_as_real(now[name].data) if now[name].is_complex() else now[name].data
             real.copy_(mean.view(real.shape))
         if counters := [name for name in self._known if not _is_averaged(self.start[name])]:
@@ -144,14 +149,21 @@ class ShardBuffers:
     def _is_unchanged(self, name: str, now: dict[str, Tensor]) -> bool:
         if name not in now or self._versions.get(name) != _version_of(now[name]):
             return False
-        return now[name].nbytes > COMPARED_BYTES or torch.equal(now[name], self.start[name])
+        is_trusted = now[name].nbytes > COMPARED_BYTES and self._num_steps > COMPARED_STEPS and name not in self._known
+        return is_trusted or torch.equal(now[name], self.start[name])
+
+    def _base(self, name: str) -> Tensor:
+        """Returns what sums are counted from: the step's buffer, or 0 where that is not finite; as a vector."""
+        start = _vector(self.start[name])
+        return start.where(start.isfinite(), 0.0)
 
     def _set(self, names: Iterable[str]) -> None:
-        """Sets buffers to those of the step."""
-        now = self._buffers.named()
+        """Sets buffers to those of the step, in the model's own tensors: one that a module has put may be a sample."""
         for name in names:
-            now[name].data.copy_(self.start[name])
-            self._versions[name] = _version_of(now[name])
+            own = self._own[name]
+            self._buffers.put(name, own)
+            own.data.copy_(self.start[name])
+            self._versions[name] = _version_of(own)
 
     def _memory(self, numel: int) -> Tensor:
         """Returns rows in which the ranks add up their nodes. Collective if they are others than before."""

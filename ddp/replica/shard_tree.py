@@ -77,7 +77,7 @@ class Stack:
     def push(self, vector: Tensor, place: Place) -> None:
         """Adds a shard's vector, which must not be used any more."""
         self.nodes.append(vector)
-        for _ in range(place.num_merges):
+        for _ in range(min(place.num_merges, len(self.nodes) - 1)):  # fewer in a step that is refused
             above = self.nodes.pop()
             self.nodes[-1].add_(above)
 

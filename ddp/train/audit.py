@@ -98,8 +98,21 @@ class Audit:
             third = next(rank for rank in range(comm.world_size) if rank not in found)
             found |= self._found(self._again(plan, turn, [third]))
         if len(agreeing(found)) > 1:
+            self._refuse_if_unsteady(plan, turn)
             raise AuditFailed(self._in_words(turn, found))
         self._passed_at = self._state.step + 1
+
+    def _refuse_if_unsteady(self, plan: StepPlan, turn: Turn) -> None:
+        """Raises AuditFailed if a rank does not compute the same twice, so that no comparison says anything."""
+        twice = [self._replay.shard(plan, turn.shard) for _ in range(2)]
+        differing = all_gather_object(self._state.comm, twice[0].difference(twice[1]))
+        if any(differing):
+            rank, where = next((rank, each) for rank, each in enumerate(differing) if each)
+            raise AuditFailed(
+                f"step {self._state.step + 1}, shard {turn.shard}: rank {rank} computes other bits of it each time, "
+                f"first in {where}: the model keeps a state that is no buffer, the samples differ each time they are "
+                "read, or the machine computes wrongly"
+            )
 
     def _again(self, plan: StepPlan, turn: Turn, ranks: Sequence[int]) -> Outcome | None:
         """Returns what this rank finds if it computes the shard again, where it is one of these."""

@@ -85,6 +85,8 @@ class HashesFile(Callback):
         whole, self._last_step = state.strategy.state_dict(), state.step
         if state.comm.rank:
             return
+        if not self._path.exists():  # somebody has deleted it
+            self._begin(state)
         values = dict(_named_values(state, whole))
         if (names := list(values)) != self._names:
             self._names = names
