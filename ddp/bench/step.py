@@ -35,13 +35,14 @@ import copy
 import gc
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, pairwise
 from typing import ClassVar
 
 import torch
+import torch._dynamo  # torch's optimizers ask for it, and it counts for nobody
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -52,6 +53,7 @@ from ddp.bench.workloads import Batch, loss_of, workload
 from ddp.comm.communicator import Communicator
 from ddp.comm.session import current, init, shutdown
 from ddp.data.samples import TensorSet
+from ddp.errors import ConfigError
 from ddp.optim.lamb import LAMB
 from ddp.policies import Folder
 from ddp.process.clock import now_s
@@ -209,6 +211,22 @@ def session() -> Iterator[Communicator]:
     yield init(device="cpu")
     gc.collect()
     shutdown()
+
+
+@contextmanager
+def without_communicator(model: str) -> Iterator[None]:
+    """Joins torch.distributed on Gloo for a launch that measures memory: a communicator of ours is to count.
+
+    What the model needs was imported before. All ends after replicas (note "replicas first").
+    """
+    torch.set_num_threads(1)
+    with torch.device("meta"), suppress(ConfigError):  # one of the user's own may need numbers
+        workload(model).make()  # imports torchvision, say, and takes no memory for numbers
+    dist.init_process_group("gloo")
+    yield
+    gc.collect()
+    shutdown()
+    dist.destroy_process_group()
 
 
 def make(model: str, *, rank: int) -> tuple[nn.Module, Batch]:
@@ -380,3 +398,16 @@ def refuse_divergence(model: str, trainings: Mapping[str, Training]) -> None:
     for name, training in trainings.items():
         if not training.loss.isfinite():
             raise RuntimeError(f"{model}, {name}: the loss is {training.loss.item()}; such steps are not timed")
+
+
+def timed(model: str, trainings: Mapping[str, Training], comm: Communicator, num_turns: int) -> dict[str, list[float]]:
+    """Returns what the turns of each training have taken, in s per step. Collective.
+
+    Raises:
+        RuntimeError: a loss is not finite any more.
+    """
+    for training in trainings.values():
+        training.find_pace()
+    turns_s = take_turns({name: partial(each.turn_s, comm) for name, each in trainings.items()}, num_turns)
+    refuse_divergence(model, trainings)
+    return turns_s

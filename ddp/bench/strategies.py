@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,20 +38,18 @@ from itertools import chain
 from typing import ClassVar, cast
 
 import torch
-import torch._dynamo  # torch's optimizers ask for it, and it counts for nobody
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp.bench.counts import bytes_in, bytes_sent, sampling, spans_of
 from ddp.bench.place import HERE, Place
-from ddp.bench.step import Training, make, refuse_divergence, session
-from ddp.bench.turns import OVER_TURNS, STEP, TimedCell, announce, slowest, take_turns
-from ddp.bench.workloads import Batch, loss_of, workload
+from ddp.bench.step import Training, make, session, timed, without_communicator
+from ddp.bench.turns import OVER_TURNS, STEP, TimedCell, announce, slowest
+from ddp.bench.workloads import Batch, loss_of
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
-from ddp.comm.session import init, shutdown
-from ddp.errors import ConfigError
+from ddp.comm.session import init
 from ddp.optim.lamb import LAMB
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.strategies.central_storage import CentralStorage
@@ -249,10 +246,7 @@ class TimeStrategies:
         trainings = {
             name: StrategyTraining(name, self.optimizer, copy.deepcopy(module), batch) for name in self.strategies
         }
-        for training in trainings.values():
-            training.find_pace()
-        turns_s = take_turns({name: partial(each.turn_s, comm) for name, each in trainings.items()}, self.num_turns)
-        refuse_divergence(self.model, trainings)
+        turns_s = timed(self.model, trainings, comm, self.num_turns)
         samples = _total(len(batch[0]))
         return StrategyCell(
             place=self.place.title(comm.world_size, len(comm.hosts)),
@@ -274,15 +268,8 @@ class MeasureStrategy:
 
     def __call__(self) -> list[StrategyCell]:
         """Returns one cell, the same on all ranks."""
-        torch.set_num_threads(1)
-        with torch.device("meta"), contextlib.suppress(ConfigError):  # one of the user's own may need numbers
-            workload(self.model).make()  # imports what it needs, torchvision say, and takes no memory for numbers
-        dist.init_process_group("gloo")
-        peak = self._measure()
-        place = self.place.title(dist.get_world_size())
-        gc.collect()  # ddp/bench/step.py, note "replicas first"
-        shutdown()
-        dist.destroy_process_group()
+        with without_communicator(self.model):
+            peak, place = self._measure(), self.place.title(dist.get_world_size())
         return [StrategyCell(place=place, name=f"{self.model}, {self.optimizer}", turns_s={}, peak=peak)]
 
     def _measure(self) -> dict[str, int]:

@@ -7,7 +7,7 @@
 
 Hashes: runs on different numbers of workers, and one that is resized from checkpoint to checkpoint, end with the same
 bits or not. Steps: ms beside ordinary accumulation of the same shards, beside torch's DistributedDataParallel, and
-beside one large forward. Memory: of a worker, beside ordinary accumulation. ddp/bench/same_bits.py says what is
+beside one large forward. Memory: of a worker, beside ordinary accumulation. ddp/bench/shard_costs.py says how that is
 measured. Every worker has one thread. The exit status is 0 if all bits are equal, 1 if some differ.
 """
 
@@ -23,21 +23,8 @@ from ddp.bench.command import Job, add_options, place_of, run
 from ddp.bench.counts import can_count_memory
 from ddp.bench.place import Place, refuse_unknown, split
 from ddp.bench.report import print_report, to_json
-from ddp.bench.same_bits import (
-    IN_MEMORY,
-    KINDS,
-    OPTIMIZERS,
-    RESIZES,
-    SUBJECTS,
-    BitsCell,
-    Case,
-    MeasureMode,
-    ShardsCell,
-    TimeModes,
-    compare_bits,
-    merged,
-    verdict,
-)
+from ddp.bench.same_bits import KINDS, OPTIMIZERS, RESIZES, SUBJECTS, BitsCell, Case, compare_bits, verdict
+from ddp.bench.shard_costs import IN_MEMORY, MeasureMode, ShardsCell, TimeModes, merged
 from ddp.bench.turns import Cell
 from ddp.bench.workloads import WORKLOADS, models_of
 from ddp.commands.command import parser_of, respond

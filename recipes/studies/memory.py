@@ -17,24 +17,21 @@ Variants and models are those of `ddp bench_step`.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch._dynamo
 import torch.distributed as dist
 
 from ddp.bench.command import add_options, place_of, run
 from ddp.bench.counts import can_count_memory, sampling
 from ddp.bench.place import HERE, Place, refuse_unknown, split
-from ddp.bench.step import VARIANTS, TimeSteps, Training, make
+from ddp.bench.step import VARIANTS, TimeSteps, Training, make, without_communicator
 from ddp.bench.turns import Cell
-from ddp.bench.workloads import add_models, models_of, workload
-from ddp.comm.session import init, shutdown
+from ddp.bench.workloads import add_models, models_of
+from ddp.comm.session import init
 from ddp.commands.command import respond
 from ddp.errors import ConfigError
 from ddp.process.arguments import Parser
@@ -69,16 +66,10 @@ class MeasureMemory:
 
     def __call__(self) -> list[MemoryCell]:
         """Returns one cell, the same on all ranks."""
-        torch.set_num_threads(1)
-        with torch.device("meta"), contextlib.suppress(ConfigError):  # one of the user's own may need numbers
-            workload(self.model).make()  # imports what it needs, torchvision say, and takes no memory for numbers
-        dist.init_process_group("gloo")
-        peak = torch.tensor(self._measure())
-        dist.all_reduce(peak, dist.ReduceOp.MAX)
-        gc.collect()  # ddp/bench/step.py, note "replicas first"
-        place = self.place.title(dist.get_world_size())
-        shutdown()
-        dist.destroy_process_group()
+        with without_communicator(self.model):
+            peak = torch.tensor(self._measure())
+            dist.all_reduce(peak, dist.ReduceOp.MAX)
+            place = self.place.title(dist.get_world_size())
         return [MemoryCell(place=place, name=self.model, variant=self.variant, peak=int(peak))]
 
     def _measure(self) -> int:

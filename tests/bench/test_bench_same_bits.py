@@ -15,17 +15,8 @@ from torch import Tensor
 
 from ddp.__main__ import main
 from ddp.bench.report import from_json, to_json
-from ddp.bench.same_bits import (
-    MIB,
-    MODES,
-    BitsCell,
-    MeasureMode,
-    ShardsCell,
-    ShardTraining,
-    TimeModes,
-    merged,
-    verdict,
-)
+from ddp.bench.same_bits import BitsCell, verdict
+from ddp.bench.shard_costs import MIB, MODES, MeasureMode, ShardsCell, ShardTraining, TimeModes, merged
 from ddp.bench.step import make, session
 
 # -------------------------------------------------------------------------------------------------------------- hashes
