@@ -344,14 +344,13 @@ def same_bits_problems(
     algorithm: str,
     is_naive: bool,
     waits: bool,
-    is_sparse: bool = False,
 ) -> Iterator[str]:
     """Yields, with the remedy, what cannot have the same bits at any number of workers.
 
     Args:
         hook: what sends less than all of the gradients; "": nothing does.
         algorithm: how an all-reduce runs.
-        is_naive, waits, is_sparse: as in `strategies/choice.py::Setup`.
+        is_naive, waits: as in `strategies/choice.py::Setup`.
     """
     if strategy in ("parameter_server", "local_sgd"):
         yield (
@@ -371,8 +370,6 @@ def same_bits_problems(
         yield "replica.kind=naive: shards are added up in buckets; leave it out"
     if waits:
         yield "SyncBatchNorm: its statistics are sums over workers; take BatchNorm, which has one shard's in training"
-    if is_sparse:
-        yield "sparse gradients: they are added up by workers; take sparse=False"
 
 
 KINDS: dict[str, type[Averaging]] = {"parameter_server": ParameterServer, "local_sgd": LocalSGD}

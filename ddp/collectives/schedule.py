@@ -46,7 +46,7 @@ from fractions import Fraction
 from itertools import groupby, zip_longest
 from typing import NamedTuple
 
-from ddp.collectives.shards import nodes_by_rank
+from ddp.collectives.shards import halves, nodes_by_rank
 
 # --- chunks ----------------------------------------------------------------------------------------------------------
 
@@ -221,8 +221,8 @@ def canonical(num_contributors: int, first: int = 0) -> Expression:
     """
     if num_contributors == 1:
         return first
-    left = 1 << (num_contributors - 1).bit_length() - 1
-    return canonical(left, first), canonical(num_contributors - left, first + left)
+    left, right = halves(range(first, first + num_contributors))
+    return canonical(len(left), left.start), canonical(len(right), right.start)
 
 
 OTHER_ORDER = (

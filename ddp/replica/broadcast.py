@@ -118,14 +118,16 @@ def _packs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 def tensor_hash(tensor: Tensor) -> str:
     """Returns a hash of the tensor's bits: 0.0 and -0.0 differ, equal NaNs do not."""
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.blake2b(data.numpy().data, digest_size=16).hexdigest()
+    return hashlib.blake2b(_bytes_of(tensor), digest_size=16).hexdigest()
 
 
 def checksum(tensor: Tensor) -> int:
     """Returns the CRC-32 of a tensor's bits, several times faster than `tensor_hash`: against faults, not cunning."""
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return zlib.crc32(data.numpy().data)
+    return zlib.crc32(_bytes_of(tensor))
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def verify_replicas(comm: Communicator, named_tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -59,7 +59,7 @@ from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.setting import check_values
-from ddp.strategies.choice import has_sparse_gradients, replica_of, strategy_for, waits
+from ddp.strategies.choice import replica_of, strategy_for, waits
 from ddp.strategies.strategy import Strategy
 from ddp.train.callbacks import EMA, Callback, EarlyStopping
 from ddp.train.checkpoint import flat
@@ -222,7 +222,6 @@ def _check_same_bits(given: Given, source: Source, comm: Communicator) -> None:
         algorithm=comm.plan.algorithm,
         is_naive=isinstance(model, NaiveDataParallel),
         waits=waits(model),
-        is_sparse=has_sparse_gradients(model),
     )
     for problem in problems:
         raise ConfigError(f"same_bits with {problem}")

@@ -187,10 +187,6 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
         for each in (earlier, mine):
             if (each.get("strategy") or {}).get("name") != "local_sgd":
                 each.pop("strategy", None)
-    if earlier.get("same_bits") and mine.get("same_bits"):
-        for each in (earlier, mine):  # on which bits do not depend
-            for key in FREE:
-                each.pop(key, None)
     changed = changes(earlier, mine)
     if changed and state.comm.rank == 0:
         log.warning("the bits of the result may differ from an uninterrupted run: %s", "; ".join(changed))
@@ -282,8 +278,9 @@ def _with_data(identity: Mapping[str, Any], state: TrainState) -> dict[str, Any]
 
 
 def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns the differences between two identities: each dotted key that differs, with its values then and now."""
-    before, after = flat(then), flat(now)
+    """Returns what two identities differ in, if bits depend on it: each dotted key, with its values then and now."""
+    free = FREE if then.get("same_bits") and now.get("same_bits") else ()
+    before, after = (flat({key: value for key, value in each.items() if key not in free}) for each in (then, now))
     return [
         f"{key} was {before.get(key, 'not set')}, is {after.get(key, 'not set')}"
         for key in sorted({*before, *after})

@@ -31,7 +31,7 @@ from ddp.errors import ConfigError, one_line
 from ddp.process.files import json_object, read_own, to_append
 from ddp.replica.broadcast import tensor_hash
 from ddp.train.callbacks import Callback, drop_after
-from ddp.train.checkpoint import FREE, changes
+from ddp.train.checkpoint import changes
 from ddp.train.state import StepReport, TrainState
 
 HASHES = "hashes.jsonl"
@@ -220,20 +220,13 @@ def compare(one: Mapping[int, Line], other: Mapping[int, Line]) -> Comparison:
         here, there = one[step], other[step]
         if identities is None or here.identity is not identities[0] or there.identity is not identities[1]:
             identities = here.identity, there.identity
-            changed |= dict.fromkeys(_changes(*identities))
+            changed |= dict.fromkeys(changes(*identities))
         if here[1:] != there[1:] and (mine := here.by_name()) != (theirs := there.by_name()):
             names = sorted({**mine, **theirs}, key=LOSS.__eq__)  # what the second alone has stands before the loss
             differing = [name for name in names if mine.get(name) != theirs.get(name)]
             return Comparison(steps, last_equal, step, differing, len(names), list(changed))
         last_equal = step
     return Comparison(steps, last_equal, None, [], 0, list(changed))
-
-
-def _changes(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Returns the differences between the identities of two runs that their bits depend on."""
-    free = FREE if one.get("same_bits") and other.get("same_bits") else ()
-    then, now = ({key: value for key, value in each.items() if key not in free} for each in (one, other))
-    return changes(then, now)
 
 
 def _in_words(lines: Mapping[int, Line]) -> str:

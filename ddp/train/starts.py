@@ -45,9 +45,7 @@ def note_start(run_dir: Path, start: Mapping[str, Any], *, goes_on: bool) -> Non
 
 def note_incident(run_dir: Path, incident: Mapping[str, Any]) -> None:
     """Writes a line about a step that the guard has left out, or after which it has gone back (`supervision.py`)."""
-    path = run_dir / STARTS
-    noted = read_own(path) if path.exists() else ""
-    write_whole(path, f"{noted}{json.dumps(incident, default=int)}\n")
+    note_start(run_dir, incident, goes_on=True)
 
 
 _WORDS: dict[type, str] = {Fixed: "fixed", Permutation: "permutation"}

@@ -41,7 +41,7 @@ class Supervision:
     Args:
         guard: what becomes of a bad step; None: it ends the run.
         audit: of the shards; None: they are not audited.
-        go_back: takes the state of the last checkpoint, whose learning rate is multiplied by a factor.
+        go_back: makes the state that of the last checkpoint, at the learning rate that a guard says.
     """
 
     def __init__(
