@@ -23,7 +23,7 @@ from ddp.errors import ConfigError
 from ddp.units import format_size, format_time, three_digits, written
 
 AnyCell = TypeVar("AnyCell", bound=Cell)
-WORDS = ("case", "algorithm", "model", "variant", "method", "job", "strategy")
+WORDS = ("case", "algorithm", "model", "variant", "method", "job", "strategy", "fault")
 """Columns that hold words; all others hold numbers."""
 NEAR = 0.3
 """A prediction is near if it is within this share of what was measured."""

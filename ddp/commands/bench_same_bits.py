@@ -1,14 +1,17 @@
 """Holds same_bits against its promise, and measures what it costs.
 
-    python -m ddp bench_same_bits                                      all of it: some twenty minutes on two cores
+    python -m ddp bench_same_bits                                      all of it: half an hour on two cores
     python -m ddp bench_same_bits --parts hashes --models mlp,gpt --workers 1,3,8
     python -m ddp bench_same_bits --parts steps,memory --timed mlp-25m --json costs.json
+    python -m ddp bench_same_bits --parts faults                       runs with faults: some ten minutes
     python -m ddp bench_same_bits --netbed 2x1@1gbit --timed mlp-25m   steps on hosts made for it (root, iproute2)
 
 Hashes: runs on different numbers of workers, and one that is resized from checkpoint to checkpoint, end with the same
 bits or not. Steps: ms beside ordinary accumulation of the same shards, beside torch's DistributedDataParallel, and
 beside one large forward. Memory: of a worker, beside ordinary accumulation. ddp/bench/shard_costs.py says how that is
-measured. Every worker has one thread. The exit status is 0 if all bits are equal, 1 if some differ.
+measured. Faults: a rank that computes wrongly, and a sample that is not finite, are named, and healthy ranks are not
+(ddp/bench/planted_faults.py). Every worker has one thread. The exit status is 0 if all bits are equal and all faults
+named, 1 if some are not.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from rich.console import Console
 from ddp.bench.command import Job, add_options, place_of, run
 from ddp.bench.counts import can_count_memory
 from ddp.bench.place import Place, refuse_unknown, split
+from ddp.bench.planted_faults import WORLD_SIZES, FaultCell, named, plant_faults, said_of
 from ddp.bench.report import print_report, to_json
 from ddp.bench.same_bits import KINDS, OPTIMIZERS, RESIZES, SUBJECTS, BitsCell, Case, compare_bits, verdict
 from ddp.bench.shard_costs import IN_MEMORY, MeasureMode, ShardsCell, TimeModes, merged
@@ -31,7 +35,7 @@ from ddp.commands.command import parser_of, respond
 from ddp.policies import NUM_SHARDS
 from ddp.process.arguments import Parser, listed, whole
 
-PARTS = ("hashes", "steps", "memory")
+PARTS = ("hashes", "faults", "steps", "memory")
 
 
 def main(words: Sequence[str]) -> int:
@@ -55,9 +59,11 @@ def main(words: Sequence[str]) -> int:
         metavar="N,N,…",
         help="world sizes on which steps are timed, and memory is measured (default: %(default)s)",
     )
+    trials = "runs with each fault, on 3 and on 4 workers (default: %(default)s)"
+    parser.add_argument("--trials", type=whole(1), default=20, metavar="N", help=trials)
     found: list[Cell] = []
     status = respond(parser, parser.parse_args(words), lambda options: answer(options, found))
-    return status or int(any(cell.differs for cell in found if isinstance(cell, BitsCell)))
+    return status or int(any(cell.differs for cell in found if isinstance(cell, BitsCell | FaultCell)))
 
 
 def _add_choices(parser: Parser) -> None:
@@ -82,13 +88,15 @@ def answer(options: argparse.Namespace, found: list[Cell]) -> str:
     where, parts, cases = place_of(options), split("--parts", options.parts), _cases(options)
     refuse_unknown("part", parts, PARTS)
     models = models_of(argparse.Namespace(models=options.timed))
-    said = ""
+    said: list[str] = []
     if "hashes" in parts and where.bed is None:
         bits = compare_bits(cases, workers=options.workers, resizes=options.resizes, num_steps=options.steps)
-        console = Console()
-        print_report(bits, console if console.is_terminal else Console(width=190))
-        said = verdict(bits)
-        _keep(options, found, bits)
+        _show(options, found, bits)
+        said.append(verdict(bits))
+    if "faults" in parts and where.bed is None:
+        trials = [cell for workers in WORLD_SIZES for cell in plant_faults(workers, options.trials)]
+        _show(options, found, trials)
+        said += [*said_of(trials), named(trials)]
     if jobs := _jobs(models, parts, where, options.turns):
         measure = argparse.Namespace(**vars(options) | {"workers": options.timed_workers, "json": None})
 
@@ -97,7 +105,7 @@ def answer(options: argparse.Namespace, found: list[Cell]) -> str:
             return together
 
         run(measure, jobs, ShardsCell, where, kept)
-    return said
+    return "\n".join(said)
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:
@@ -115,6 +123,13 @@ def _jobs(models: Sequence[str], parts: Sequence[str], where: Place, num_turns: 
     if "memory" in parts and where.bed is None and can_count_memory():
         jobs += [MeasureMode(model, mode, where) for model in models for mode in IN_MEMORY]
     return jobs
+
+
+def _show(options: argparse.Namespace, found: list[Cell], cells: Sequence[Cell]) -> None:
+    """Prints cells, and keeps them."""
+    console = Console()
+    print_report(cells, console if console.is_terminal else Console(width=190))
+    _keep(options, found, cells)
 
 
 def _keep(options: argparse.Namespace, found: list[Cell], cells: Sequence[Cell]) -> None:

@@ -14,6 +14,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from ddp.__main__ import main
+from ddp.bench.planted_faults import FaultCell, PlantFaults, named, said_of
 from ddp.bench.report import from_json, to_json
 from ddp.bench.same_bits import BitsCell, verdict
 from ddp.bench.shard_costs import MIB, MODES, MeasureMode, ShardsCell, ShardTraining, TimeModes, merged
@@ -45,7 +46,7 @@ def test_the_first_run_that_differs_is_named_and_in_what() -> None:
     assert from_json(to_json([equal]), BitsCell) == [equal]
 
 
-def forked(job: Callable[[], Any], *, workers: int, threads_per_worker: int) -> list[Any]:
+def forked(job: Callable[[], Any], *, workers: int, threads_per_worker: int = 1) -> list[Any]:
     """Does what `ddp.launch` does, within a tenth of its time."""
     results: list[Any] = run_ranks(called, workers, job)
     return results
@@ -86,6 +87,48 @@ def test_bits_that_differ_are_the_exit_status(
     assert main(["bench_same_bits", *words]) == 1
     said = capsys.readouterr().out.splitlines()[-1]
     assert said.startswith("different, first of each: mlp, adamw, whole at W=3: parameters; mlp, adamw, sharded at W=3")
+
+
+# -------------------------------------------------------------------------------------------------------------- faults
+
+
+def fault(num_right: int, **changes: Any) -> FaultCell:
+    given = {"fault": "flipped bit", "workers": 3, "num_trials": 4, "most_steps": 207, "said": "rank 1", **changes}
+    return FaultCell(place="here", name="3 workers", num_right=num_right, **given)
+
+
+def test_trials_that_went_wrong_are_told() -> None:
+    right, wrong = fault(4), fault(3, said="rank 2")
+    alarm = fault(9, fault="none", num_trials=1000, most_steps=None, said="rank 0")
+    silent = fault(1000, fault="none", num_trials=1000, most_steps=None, said="")
+    assert named([right, right, silent, silent]) == "named: 8 faults of 8; no alarm in 2,000 audits of healthy runs"
+    assert said_of([right, silent]) == ["flipped bit, 3 workers: rank 1"]
+    assert named([right, wrong, alarm]) == (
+        "not named, or named wrongly: flipped bit on 3 workers, 1 of 4 trials; none on 3 workers, 991 of 1,000 trials"
+    )
+    assert said_of([wrong, alarm])[1] == "none on 3 workers, 991 of 1,000 trials: rank 0"
+    assert right.columns().keys() == right.legend.keys() and silent.columns()["steps"] == ""
+    assert from_json(to_json([right]), FaultCell) == [right]
+
+
+def test_faults_are_named_and_healthy_ranks_are_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def planted(workers: int, num_trials: int) -> list[FaultCell]:
+        cells: list[FaultCell] = forked(PlantFaults(num_trials, num_audits=6, audit_every=2), workers=workers)[0]
+        return cells
+
+    monkeypatch.setattr("ddp.commands.bench_same_bits.WORLD_SIZES", (3,))
+    monkeypatch.setattr("ddp.commands.bench_same_bits.plant_faults", planted)
+    assert main(["bench_same_bits", "--parts", "faults", "--trials", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "are not finite, in shard" in printed and "take that machine out" in printed
+    assert printed.splitlines()[-1] == "named: 4 faults of 4; no alarm in 6 audits of healthy runs"
+
+
+def test_faults_that_are_not_named_are_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddp.commands.bench_same_bits.plant_faults", lambda workers, trials: [fault(3)])
+    assert main(["bench_same_bits", "--parts", "faults"]) == 1
 
 
 # ---------------------------------------------------------------------------------------------------- steps and memory
@@ -158,7 +201,7 @@ def test_costs_are_reported_and_kept_beside_each_other(
 
 def test_what_cannot_be_measured_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in {
-        "--parts hash": "part 'hash' is unknown; choose among hashes, steps, memory",
+        "--parts hash": "part 'hash' is unknown; choose among hashes, faults, steps, memory",
         "--models mlp-25m": "model 'mlp-25m' is unknown; choose among mlp, resnet18, gpt",
         "--optimizers adam": "optimizer 'adam' is unknown; choose among sgd, adamw, lamb",
         "--strategies auto": "strategy 'auto' is unknown; choose among whole, sharded, central_storage",
