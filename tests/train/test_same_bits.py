@@ -12,11 +12,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flat import grouped
 from ranks import RankFailed, collect, run_ranks, start_ranks, unfailed
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset
 
@@ -54,6 +55,34 @@ def normalised() -> nn.Module:
         nn.Unflatten(1, (1, 12)), nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Dropout(0.1), nn.Flatten(),
         nn.Linear(40, 3),
     )  # fmt: skip
+
+
+class Tied(nn.Module):
+    """One weight serves two layers, and another is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(12, 20), nn.Linear(20, 20), nn.Linear(20, 3)
+        self.second.weight.requires_grad_(False)
+        self.third = nn.Linear(20, 20)
+        self.fourth = nn.Linear(20, 20, bias=False)
+        self.fourth.weight = self.third.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x).tanh())
+        return self.last(self.fourth(self.third(x).tanh()))
+
+
+class InFiles(Dataset[Any]):
+    """Lies in eight files, so that each shard has one in an epoch."""
+
+    file_sizes = (5,) * 8
+
+    def __len__(self) -> int:
+        return sum(self.file_sizes)
+
+    def __getitem__(self, index: int) -> Any:
+        return INPUTS[index], CLASSES[index]
 
 
 class Damaged(Dataset[Any]):
@@ -98,6 +127,9 @@ MEMBERS: dict[str, Member] = {
     "5 shards": {"make": normalised, "num_shards": 5, "micro_size": 3},
     "11 shards": {"make": dropout, "num_shards": 11},
     "a growing batch": {"make": dropout, "global_batch": ddp.BatchWarmup(8, 18, 60), "max_steps": 5},
+    "a token budget": {"make": dropout, "global_batch": ddp.data.TokenBudget(70, np.arange(NUM_SAMPLES) % 7 + 1)},
+    "files": {"make": dropout, "data": InFiles(), "sharding": "file", "global_batch": 19},
+    "tied and frozen": {"make": Tied},
     "unreadable samples": {"make": normalised, "data": Damaged(), "max_unreadable": 9, "micro_size": 1},
     "noise scale": {"make": dropout, "noise_scale_every": 1, "micro_size": 2},
     "everything": {
