@@ -1,6 +1,7 @@
-"""Callbacks watch a run at nine moments; this file has the base class, what measures a run, `EarlyStopping` and `EMA`.
+"""Callbacks watch a run at eleven moments; this file has the base class, what measures a run, `EarlyStopping`, `EMA`.
 
     fit_start   step_start   step_end   evaluated   logged   checkpoint_saved   exception   fit_end   finished
+    with a guard: step_left_out   went_back
 
 Every rank runs its callbacks at the same moments. So a callback may run collectives, if it does so on all ranks. What
 it returns from `state_dict` is saved with the run (`kept.py`).
@@ -33,7 +34,7 @@ from ddp.train.state import StepReport, TrainState
 
 
 class Callback:
-    """Does nothing at any of the nine moments; override what you need.
+    """Does nothing at any of the eleven moments; override what you need.
 
     A callback changes what it likes of weights, optimizer and learning rate, alike on all ranks: it holds from the next
     step on. A schedule goes on in proportion from a rate that a callback has set; torch's own go on as torch's do. One
@@ -51,6 +52,12 @@ class Callback:
 
     def step_end(self, state: TrainState, report: StepReport) -> None:
         """Runs after a step was committed."""
+
+    def step_left_out(self, state: TrainState, epoch: int) -> None:
+        """Runs in the place of `step_end` after a step that `ddp.Guard` has left out; its samples count as seen."""
+
+    def went_back(self, state: TrainState) -> None:
+        """Runs once `ddp.Guard` has made the state that of an earlier checkpoint; `load_state_dict` runs afterwards."""
 
     def evaluated(self, state: TrainState) -> None:
         """Runs after an evaluation; its metrics are in `state.evaluation`."""
@@ -178,7 +185,6 @@ class EpochCheck(Callback):
         self.step_left_out(state, report.epoch)
 
     def step_left_out(self, state: TrainState, epoch: int) -> None:
-        """Compares an epoch whose last step was made, or was left out."""
         if not state.sampler.at_epoch_end:
             return
         seen = state.sampler.take_seen()
@@ -223,6 +229,8 @@ class MetricsFile(Callback):
     def fit_start(self, state: TrainState) -> None:
         if state.comm.rank == 0 and self._path is not None:
             drop_after(state.step, self._path)
+
+    went_back = fit_start
 
     def step_end(self, state: TrainState, report: StepReport) -> None:
         if report.step % self._every:

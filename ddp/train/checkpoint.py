@@ -340,6 +340,8 @@ class Checkpointer(Callback):
     def fit_start(self, state: TrainState) -> None:
         self._saved_step = state.step  # resumed from there, or nothing to save yet
 
+    went_back = fit_start
+
     def step_start(self, state: TrainState) -> None:
         if self._due:
             self._save(state)
@@ -350,8 +352,7 @@ class Checkpointer(Callback):
         else:
             self._due = self._due or state.step % self._every_steps == 0
 
-    def step_left_out(self, state: TrainState) -> None:
-        """Takes note of a step that is not made, with which an epoch may end."""
+    def step_left_out(self, state: TrainState, epoch: int) -> None:
         if self._every_steps is None:
             self._due = self._due or state.sampler.at_epoch_end
 

@@ -426,8 +426,7 @@ def _go_back(run: OpenRun, callbacks: Sequence[Callback], guard: Guard) -> None:
         restore(checkpoint, state, identity=run.identity)
         run.beside.resumes(checkpoint.parts, state.optimizer)
         for callback in callbacks:
-            if isinstance(callback, (MetricsFile, HashesFile, Checkpointer, Kept)):
-                callback.fit_start(state)  # drops what lies beyond; loads the states of callbacks
+            callback.went_back(state)  # files drop what lies beyond; `Kept` loads the states of all
 
     guard.go_back(state, load)
 

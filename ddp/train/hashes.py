@@ -61,6 +61,8 @@ class HashesFile(Callback):
         elif state.comm.rank == 0:
             drop_after(state.step, self._path)
 
+    went_back = fit_start
+
     def step_end(self, state: TrainState, report: StepReport) -> None:
         if self._every and report.step % self._every == 0:
             self._add(state, report.loss)

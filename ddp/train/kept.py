@@ -76,6 +76,8 @@ class Kept(Callback):
             self._load_callbacks(found.get("callbacks", {}), state)
             self._load_losses(found.get("loss", []), state.comm)
 
+    went_back = fit_start
+
     def parts(self, comm: Communicator) -> dict[str, Any]:
         """Returns the parts of a checkpoint, which rank 0 is to write. Collective."""
         parts: dict[str, Any] = {}

@@ -23,8 +23,7 @@ from ddp.strategies.parameter_server.server import Service
 from ddp.train.arguments import Given, Inputs
 from ddp.train.audit import Audit
 from ddp.train.batch_statistics import may_have_one, waits_in_training
-from ddp.train.callbacks import EARLY, Callback, EpochCheck, tell_of
-from ddp.train.checkpoint import Checkpointer
+from ddp.train.callbacks import EARLY, Callback, tell_of
 from ddp.train.evaluate import Side, evaluate
 from ddp.train.first_look import EqualBatches, FirstLook
 from ddp.train.guard import Guard
@@ -131,7 +130,8 @@ def train_loop(
                         raise
                     if supervision.act(plan, error) is Course.FROM_CHECKPOINT:
                         break  # the epoch begins anew, where the checkpoint is
-                    _left_out(state, plan, callbacks)
+                    for callback in callbacks:
+                        callback.step_left_out(state, plan.epoch)
                     is_due = state.sampler.at_epoch_end and state.evaluated_at != state.step
                     if evaluates and is_due and _is_time(state, when):
                         evaluator.choose(state)
@@ -161,15 +161,6 @@ def train_loop(
         raise
     finally:
         feed.close()
-
-
-def _left_out(state: TrainState, plan: StepPlan, callbacks: Sequence[Callback]) -> None:
-    """Tells callbacks that act at the end of an epoch of a step that is not made. Collective."""
-    for callback in callbacks:
-        if isinstance(callback, EpochCheck):
-            callback.step_left_out(state, plan.epoch)
-        elif isinstance(callback, Checkpointer):
-            callback.step_left_out(state)
 
 
 def _start(state: TrainState, callbacks: Sequence[Callback]) -> None:

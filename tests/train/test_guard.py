@@ -37,9 +37,16 @@ class Steps(Callback):
     def __init__(self) -> None:
         self.made: list[tuple[int, str, float]] = []
         self.evaluated_at: list[int] = []
+        self.heard: list[tuple[str, int]] = []
 
     def step_end(self, state: TrainState, report: StepReport) -> None:
         self.made.append((report.step, float(report.loss).hex(), report.rate))
+
+    def step_left_out(self, state: TrainState, epoch: int) -> None:
+        self.heard.append((f"left out of epoch {epoch}", state.step))
+
+    def went_back(self, state: TrainState) -> None:
+        self.heard.append(("went back", state.step))
 
     def evaluated(self, state: TrainState) -> None:
         self.evaluated_at.append(state.step)
@@ -440,7 +447,15 @@ def test_the_lower_rate_stays_in_a_run_that_goes_on(tmp_path: Path) -> None:
     guard = ddp.Guard("go_back")
     _, steps, state = fitted(guard=guard, resume="auto", epochs=3, **how)
     assert [(step, rate) for step, _, rate in steps.made] == [(8, 0.05), (9, 0.05)] and guard.num_acted == 1
-    assert state.rates.base == [0.05]
+    assert state.rates.base == [0.05] and not steps.heard
+
+
+def test_callbacks_hear_of_both(tmp_path: Path) -> None:
+    _, steps, _ = fitted(inputs=with_bad(BAD), guard=ddp.Guard("skip"))
+    assert steps.heard == [("left out of epoch 0", 1), ("left out of epoch 1", 3)]
+    how: dict[str, Any] = {"folder": tmp_path / "run", "checkpoint_every_steps": 2}
+    _, steps, _ = fitted(guard=ddp.Guard("go_back"), callbacks=(Breaks({6: 1}),), **how)
+    assert steps.heard == [("went back", 4)]
 
 
 def test_loader_processes_and_schedules_go_back_too(tmp_path: Path) -> None:
