@@ -306,7 +306,8 @@ class SameBits(Policy):
     on: bool = setting(
         False,
         "gradients, losses, buffers and metrics are added up by the shards of a batch, of which there are 8 unless "
-        "batch.num_shards is set; so any number of workers up to that ends with the same parameters, bit by bit",
+        "batch.num_shards is set; so any number of workers, up to the number of shards, ends with the same parameters, "
+        "bit by bit",
     )
     hash_every: int = setting(
         0,
@@ -319,13 +320,6 @@ class SameBits(Policy):
         "named; 0: in the first step alone",
         at_least=0,
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.audit_every and not self.on:
-            raise ConfigError(
-                f"audit_every={self.audit_every}: workers have the same bits with on=True alone; set that, too"
-            )
 
 
 NUM_SHARDS = 8

@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,12 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.errors import AuditFailed, Diverged
 from ddp.policies import NUM_SHARDS, Folder, SameBits
+from ddp.process.clock import now_s
 from ddp.run.launch.from_python import launch
 from ddp.train.callbacks import Callback
 from ddp.train.fit import fit
 from ddp.train.state import TrainState
-from ddp.units import counted
+from ddp.units import counted, written
 
 WORLD_SIZES = (3, 4)  # of two ranks, nobody can tell which computes wrongly
 AUDIT_EVERY = 100
@@ -48,6 +49,7 @@ class FaultCell(Cell):
     Attributes:
         num_right: of the trials, in how many the fault was named; without a fault, of the audits, how many were silent.
         most_steps: from the first with the fault until it was named, where these were most; None: there was no fault.
+        audit_share: of a run's time that audits every `AUDIT_EVERY` steps take; None: there was a fault.
         said: by the first trial; if trials went wrong, by the first of these.
     """
 
@@ -58,12 +60,14 @@ class FaultCell(Cell):
         "trials": "runs with the fault; without one, audits",
         "right": "trials that name the rank, and of a NaN the module and the sample; without a fault, silent audits",
         "steps": f"from the first with the fault until it is named, at most; it may take {AUDIT_EVERY} × workers",
+        "of time": f"that audits every {AUDIT_EVERY} steps take, by a run with one in every step, and one without",
     }
     fault: str
     workers: int
     num_trials: int
     num_right: int
     most_steps: int | None
+    audit_share: float | None
     said: str
 
     @property
@@ -76,8 +80,12 @@ class FaultCell(Cell):
     def columns(self) -> dict[str, str]:
         """Returns the line by titles of columns."""
         numbers = {"workers": self.workers, "trials": self.num_trials, "right": self.num_right}
-        steps = "" if self.most_steps is None else str(self.most_steps)
-        return {"fault": self.fault, **{title: f"{each:,}" for title, each in numbers.items()}, "steps": steps}
+        return {
+            "fault": self.fault,
+            **{title: f"{each:,}" for title, each in numbers.items()},
+            "steps": "" if self.most_steps is None else str(self.most_steps),
+            "of time": written("{:.2%}".format, self.audit_share),
+        }
 
 
 class Trial(NamedTuple):
@@ -114,12 +122,16 @@ class PlantFaults:
             chances = [random.Random(number) for number in range(self.num_trials)]
             flips = [flipped_bit(comm, chance, self.audit_every) for chance in chances]
             bad_samples = [not_a_number(comm, chance) for chance in chances]
+            began_s = now_s()
             said, num_steps = ending(Noted(), audit_every=1, max_steps=self.num_audits)
-            healthy = [Trial(not said, num_steps, said)]
+            audited_s = now_s()
+            ending(Noted(), audit_every=0, max_steps=self.num_audits)
+            share = ((audited_s - began_s) / (now_s() - audited_s) - 1) / AUDIT_EVERY
+            healthy = {"num_trials": self.num_audits, "num_right": num_steps - bool(said), "audit_share": share}
             return [
                 _cell("flipped bit", flips, comm),
                 _cell("NaN", bad_samples, comm),
-                _cell("none", healthy, comm, num_audits=self.num_audits),
+                _cell("none", [Trial(not said, num_steps, said)], comm, most_steps=None, **healthy),
             ]
 
 
@@ -131,19 +143,21 @@ def plant_faults(workers: int, num_trials: int) -> list[FaultCell]:
     return cells
 
 
-def _cell(fault: str, trials: Sequence[Trial], comm: Communicator, *, num_audits: int = 0) -> FaultCell:
-    """Returns the cell of all trials of a fault; or of the run without one, by its audits."""
-    num_right = sum(trial.is_right for trial in trials)
-    return FaultCell(
-        place=f"faults planted in runs of {NUM_SHARDS} shards",
-        name=counted(comm.world_size, "worker"),
-        fault=fault,
-        workers=comm.world_size,
-        num_trials=num_audits or len(trials),
-        num_right=trials[0].num_steps - bool(trials[0].said) if num_audits else num_right,
-        most_steps=None if num_audits else max(trial.num_steps for trial in trials),
-        said=min(trials, key=lambda trial: trial.is_right).said,
-    )
+def _cell(fault: str, trials: Sequence[Trial], comm: Communicator, **other: Any) -> FaultCell:
+    """Returns the cell of trials.
+
+    Args:
+        other: fields that do not follow from them.
+    """
+    found: dict[str, Any] = {
+        "num_trials": len(trials),
+        "num_right": sum(trial.is_right for trial in trials),
+        "most_steps": max(trial.num_steps for trial in trials),
+        "audit_share": None,
+        "said": min(trials, key=lambda trial: trial.is_right).said,
+    }
+    place, name = f"faults planted in runs of {NUM_SHARDS} shards", counted(comm.world_size, "worker")
+    return FaultCell(place=place, name=name, fault=fault, workers=comm.world_size, **{**found, **other})
 
 
 # --- The trials ------------------------------------------------------------------------------------------------------

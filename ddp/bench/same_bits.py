@@ -192,9 +192,9 @@ class BitsCell(Cell):
     legend: ClassVar[Mapping[str, str]] = {
         "job": "what is trained, and the optimizer; gpt has dropout, resnet18 BatchNorm, and gradients are clipped",
         "strategy": "whole: every worker holds parameters and optimizer state; or ddp.fit's word for who holds them",
-        **{f"W={number}": "the same on so many workers" for number in range(1, NUM_SHARDS + 1)},
+        **{f"W={number}": f"that hash, on {number} workers" for number in range(1, NUM_SHARDS + 1)},
         "W=1": "hash of all that the run on one worker ends with: parameters, buffers, loss, metrics",
-        RESIZED: "the same of a run that goes on from checkpoints on other numbers of workers",
+        RESIZED: "that hash, of a run that goes on from checkpoints on other numbers of workers",
         "bits": "equal; or the first run whose bits differ from those of the first run of this job, and what differs",
     }
     model: str

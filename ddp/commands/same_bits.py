@@ -66,8 +66,8 @@ def made_again(one: Path, other: Path, found: Comparison) -> list[str]:
         path = checkpoint_before(run, (found.last_equal or 0) + 1)
         if path is None:
             return [
-                f"where they part could be told from a checkpoint before step {step:,} in both, and {run} has none: "
-                "checkpoint.every_steps and checkpoint.keep_last say which ones a run keeps"
+                f"where they part could be told from a checkpoint before step {step:,} in both, and {run} has none "
+                "from then: checkpoint.every_steps and checkpoint.keep_last say which ones a run keeps"
             ]
         starts.append(path)
     try:
@@ -78,14 +78,18 @@ def made_again(one: Path, other: Path, found: Comparison) -> list[str]:
             for run, path in zip((one, other), starts, strict=True)
         ]
     except (ConfigError, WorkersFailed) as error:
-        return [f"their steps cannot be made again: {first_line(error)}"]
+        cause = error.exception if isinstance(error, WorkersFailed) and error.exception is not None else error
+        return [f"their steps cannot be made again: {first_line(cause)}"]
+    for run, trace in zip((one, other), traces, strict=True):
+        if not trace or trace[-1].step < step:
+            return [f"their steps cannot be made again: the settings that {run} has now end it before step {step:,}"]
     first = max(each[0].step for each in traces)
     part = parting(*([each for each in trace if each.step >= first] for trace in traces))
     if part is None:
-        return [
-            f"made again here, steps {first:,} to {step:,} of both runs have the same bits: a machine of one of them "
-            "has computed wrongly, or is of another kind"
-        ]
+        why = "a machine of one of them has computed wrongly, or is of another kind"
+        if found.changed:
+            why = "they are made with the settings that each run has now, and it may have had others then"
+        return [f"made again here, steps {first:,} to {step:,} of both runs have the same bits: {why}"]
     return [f"made again here, from checkpoints, they part in step {part[0]:,}: {part[1]}"]
 
 

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Protocol
 
@@ -479,8 +479,11 @@ class Listener(Protocol):
         """Handles a gradient that no bucket is waiting for."""
 
 
-def listen(replica: Listener, parameters: Iterable[nn.Parameter]) -> None:
+def listen(replica: Listener, parameters: Iterable[nn.Parameter]) -> Callable[[], bool]:
     """Lets autograd call the replica's backward whenever it has added to the gradient of one of these parameters.
+
+    Returns:
+        A function that puts the observers behind hooks that others have added since, and returns True if there are any.
 
     Parameters hold their observers, and may live longer than the replica: the model may be used by itself, or in
     another replica. So observers hold the replica weakly, and are removed when it is gone.
@@ -500,6 +503,7 @@ def listen(replica: Listener, parameters: Iterable[nn.Parameter]) -> None:
 
     # Autograd has a thread for each GPU, and one for the CPU.
     lock, parameters = threading.RLock(), list(parameters)
+    keys: list[tuple[nn.Parameter, int]] = []
     any_on_gpu = any(parameter.device.type == gpu.KIND for parameter in parameters)
 
     @uncompiled
@@ -520,3 +524,15 @@ def listen(replica: Listener, parameters: Iterable[nn.Parameter]) -> None:
             handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(observer)
             parameter.requires_grad_(needs_gradient)
             weakref.finalize(replica, handle.remove).atexit = False  # at exit parameters go, too
+            keys.append((parameter, handle.id))
+
+    def come_last() -> bool:
+        is_alone = True
+        for parameter, key in keys:
+            hooks = parameter._post_accumulate_grad_hooks
+            if hooks is not None and len(hooks) > 1:
+                is_alone = False
+                hooks[key] = hooks.pop(key)
+        return not is_alone
+
+    return come_last

@@ -30,7 +30,7 @@ PACK_BYTES = 32 << 20
 def sending(wire: str | None, hook: object | None, num_shards: int | None = None) -> str:
     """Returns how gradients are sent and added up, as text that all ranks can compare."""
     choices = ("wire", wire), ("hook", hook), ("num_shards", num_shards)
-    return ", ".join(f"{key}={value!r}" for key, value in choices if value is not None) or "neither wire= nor hook="
+    return ", ".join(f"{key}={value!r}" for key, value in choices if value is not None) or "none of these"
 
 
 def check_same_layout(comm: Communicator, named_tensors: Iterable[tuple[str, Tensor]], sending: str = "") -> None:
@@ -187,7 +187,7 @@ class BufferSync:
     def refresh(self) -> None:
         """Finds the buffers anew, because modules were added or removed."""
         modules = self.module.named_modules()
-        self._tables = [(f"{name}." if name else "", each._buffers) for name, each in modules if each._buffers]
+        self._tables = [(f"{name}." if name else "", each._buffers) for name, each in modules]  # also empty ones
 
     def named(self) -> dict[str, Tensor]:
         """Returns the buffers as they are now: a module may have replaced some."""

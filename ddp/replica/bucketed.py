@@ -124,7 +124,9 @@ class BucketedDataParallel(Replica):
         self._layouts = Layouts(self.comm, self._watch, self._make_layout())
         self.backward = self._new_backward()
         self._last = self.backward  # the last one that has ended, once there is one
-        listen(self, (parameter for _, parameter in self._replicated_parameters()))
+        come_last = listen(self, (parameter for _, parameter in self._replicated_parameters()))
+        if self.by_shards is not None:
+            self.by_shards.come_last = come_last
 
     def _plain_reducer(self) -> Reducer:
         return AllReduce(self.comm, self.wire, self.num_shards)
@@ -164,7 +166,8 @@ class BucketedDataParallel(Replica):
             self._refuse(mistake)
         if number == by_shards.shards.start:
             self.prepare()
-        by_shards.begin(number, self._layouts.current)
+            by_shards.begin_step(self._layouts.current)
+        by_shards.begin(number)
         before, is_last = self.require_backward_grad_sync, number == by_shards.shards[-1]
         self.require_backward_grad_sync, step = is_last, self.num_steps
         seed_generators(stream_seed(self._seed, "dropout", step, number), device=self.comm.device)
@@ -179,11 +182,12 @@ class BucketedDataParallel(Replica):
             if is_last:  # what is drawn for the update is the same on all ranks
                 seed_generators(stream_seed(self._seed, "update", step), device=self.comm.device)
         except BaseException:
-            by_shards.abandon()
+            by_shards.break_off(number)
             raise
         finally:
             by_shards.leave()
             self.require_backward_grad_sync = before
+            by_shards.end_buffers()
 
     def _refuse(self, mistake: str) -> None:
         """Ends the step on all ranks, and raises the mistake on all of them."""
@@ -193,6 +197,7 @@ class BucketedDataParallel(Replica):
         self.by_shards.begin_refused(self._layouts.current)
         self._begin_without_samples()
         self._finish()
+        self.by_shards.end_buffers()
         self.raise_pending()
 
     def ride_along(self, totals: Totals) -> None:

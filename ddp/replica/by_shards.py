@@ -28,7 +28,7 @@ from ddp.gradients.totals import NUM_TOTALS, Parts, Totals
 from ddp.optim.norms import block_norms, total_norm
 from ddp.replica.broadcast import BufferSync, checksum
 from ddp.replica.settlement import Usage
-from ddp.replica.shard_buffers import ShardBuffers
+from ddp.replica.shard_buffers import ShardBuffers, version_of
 from ddp.replica.shard_tree import GradientSums, Place, Prepare, Stack, places
 from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.setting import Narrow, WireName
@@ -44,6 +44,7 @@ class ByShards:
             in their own type, because a sum that is rounded depends on where it is rounded.
 
     Attributes:
+        come_last: puts the replica's observers of parameters behind hooks of others, and returns True if there are any.
         shards: of this rank.
         running: the shard in whose block the program is.
         has_samples: a shard of this step has had a forward.
@@ -61,6 +62,7 @@ class ByShards:
                 f"at least {comm.world_size} shards, or fewer workers"
             )
         self.num_shards, self.shards = num_shards, owned(comm.rank, comm.world_size, num_shards)
+        self.come_last: Callable[[], bool] = lambda: False
         self.running: int | None = None
         self._watched: int | None = None
         self.seen: tuple[float, float, dict[str, int]] = (0.0, 0.0, {})
@@ -75,10 +77,13 @@ class ByShards:
     def abandon(self) -> None:
         """Lets a step begin, because the one before is over, or has broken off."""
         self.running, self._next = None, self.shards.start
+        self._versions = list[tuple[int, int]]()  # of parameters, when the block began
+        self._ended: int | None = None  # the last shard, once its backward has ended the step
+        self._broken_off = ""
         self._slots: Sequence[Slot] = ()
         self._slot_of: Mapping[int, Slot] = {}
         self._given, self._is_learned = set[int](), False  # parameters whose gradients autograd is to add to
-        self._gradients, self._totals, self._parts = GradientSums(), Stack(), Stack()
+        self._gradients, self._totals, self._parts = GradientSums(), Stack(Tensor.add_), Stack(Tensor.add_)
         self._place, self._joins, self._has_forward = Place(0, 0), False, False
         self._noted, self._moved, self._squares = set[int](), set[Slot](), dict[Slot, Tensor]()
         self._of_shard: Totals | None = None
@@ -90,6 +95,8 @@ class ByShards:
 
     def mistake(self, shard: int) -> str:
         """Returns what is wrong if the block of this shard begins now; "": nothing."""
+        if self._broken_off:
+            return self._broken_off
         if self.running is not None:
             return f"shard {shard} is marked inside of shard {self.running}: end that block before"
         if shard == self._next:
@@ -102,14 +109,8 @@ class ByShards:
 
     # --- a shard, in the order of time -------------------------------------------------------------------------------
 
-    def begin(self, shard: int, layout: Layout) -> None:
-        """Begins a shard; the first one of this rank begins the step.
-
-        Raises:
-            RuntimeError: a gradient from before the step would be lost.
-        """
-        if shard == self.shards.start:
-            self._begin_step(layout)
+    def begin(self, shard: int) -> None:
+        """Begins a shard."""
         self.running, self._next, self._has_forward, self._is_in_block = shard, shard + 1, False, True
         self._noted.clear()
         self._moved.clear()
@@ -122,8 +123,14 @@ class ByShards:
         self._place = place.joined if self._joins else place
         self._gradients.begin(self._slots, self._place, joins=self._joins)
         self._given = {id(slot.parameter) for slot in self._slots if slot.parameter.grad is not None}
+        self._versions = self._versions_now()
 
-    def _begin_step(self, layout: Layout) -> None:
+    def begin_step(self, layout: Layout) -> None:
+        """Begins a step.
+
+        Raises:
+            RuntimeError: a gradient from before the step would be lost.
+        """
         for slot in layout.slots:
             if (had := slot.parameter.grad) is not None and had.any():
                 raise RuntimeError(
@@ -134,9 +141,7 @@ class ByShards:
         self.has_samples, self.seen = False, (0.0, 0.0, {})
         for bucket in layout.buckets if layout.has_memory else ():
             bucket.mend()
-        observed = (slot.parameter._post_accumulate_grad_hooks or () for slot in layout.slots)
-        if any(len(hooks) > 1 for hooks in observed):  # the user's own, which are to see each shard's by itself
-            self._keeps_apart = True
+        self._keeps_apart |= self.come_last()  # the user's own hooks are to see each shard's gradient by itself
         self._overflows = any(parameter.dtype in OVERFLOWING for parameter in layout.parameters)
         self.buffers.begin_step()
 
@@ -152,6 +157,16 @@ class ByShards:
     def leave(self) -> None:
         """Ends the block of a shard, whatever has happened in it."""
         self._is_in_block = False
+
+    def break_off(self, shard: int) -> None:
+        """Breaks the step off, because an error has left the block of a shard; the next block tells all ranks."""
+        if self._ended is not None:  # the step itself is whole
+            return
+        for slot in self._slots:
+            slot.parameter.grad = None
+        self.abandon()
+        what = f"an error has left the block of shard {shard}, so that its step was not made"
+        self._broken_off = f"{what}: start anew, from the last checkpoint"
 
     def _refuse_if_over(self) -> None:
         """Raises RuntimeError in the block of the last shard, once a backward has ended the step."""
@@ -218,10 +233,12 @@ class ByShards:
     def end(self) -> None:
         """Ends a shard that is not this rank's last one."""
         self.check_backward()
+        self._check_parameters()
         self._take_totals()
         self._gradients.take(self._slots, self._place, self._prepare)
         self._take_square()
-        self._end_buffers()
+        assert self.running is not None
+        self._end_buffers(self.running)
         self.running = None
 
     def check_backward(self) -> None:
@@ -231,11 +248,22 @@ class ByShards:
                 f"shard {self.running}: a forward in its block, and no backward that reaches a parameter"
             )
 
+    def _versions_now(self) -> list[tuple[int, int]]:
+        return [version_of(slot.parameter) for slot in self._slots]
+
+    def _check_parameters(self) -> None:
+        for slot, before, now in zip(self._slots, self._versions, self._versions_now(), strict=True):
+            if now != before:
+                raise RuntimeError(
+                    f"{slot.name} has changed inside of the block of shard {self.running}: call optimizer.step() after "
+                    "the last block of a step"
+                )
+
     def begin_refused(self, layout: Layout) -> None:
         """Begins the last shard of a step that will not be made, so that this rank ends it together with the others."""
         self.abandon()
         self._slots, self.has_samples, self.running = layout.slots, True, self.shards[-1]
-        self._place = self._places[self.running]
+        self._place, self._versions = self._places[self.running], self._versions_now()
         self._gradients.begin(self._slots, self._place, joins=False)
         self.buffers.begin_step()
 
@@ -254,6 +282,7 @@ class ByShards:
             )
         if layout.slots is not self._slots:
             raise RuntimeError("parameters were frozen or unfrozen between two shards of a step: do so between steps")
+        self._check_parameters()
         self._is_last_backward = True
         self._take_totals()
 
@@ -288,10 +317,16 @@ class ByShards:
             row[-3:] = torch.stack([*counts, squares])
 
     def end_step(self) -> None:
-        """Ends the step, whose buckets hold the mean. Collective."""
-        self._end_buffers()
-        self.buffers.end_step()
-        self.abandon()
+        """Ends the step, whose buckets hold the mean, but for its buffers."""
+        self._ended, self.running = self.running, None
+
+    def end_buffers(self) -> None:
+        """Ends the buffers of a step that is over, with the block of its last shard. Collective."""
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            self._end_buffers(ended)
+            self.buffers.end_step()
+            self.abandon()
 
     # --- what a shard has brought ------------------------------------------------------------------------------------
 
@@ -341,9 +376,8 @@ class ByShards:
         vector = torch.stack([torch.as_tensor(each, dtype=torch.float64, device=device) for each in part])
         self._parts.push(vector, self._places[self.running])
 
-    def _end_buffers(self) -> None:
-        assert self.running is not None
-        self.buffers.end_shard(self.running, self._places[self.running], has_forward=self._has_forward)
+    def _end_buffers(self, shard: int) -> None:
+        self.buffers.end_shard(shard, self._places[shard], has_forward=self._has_forward)
 
 
 class UsageByShards(Usage):

@@ -53,10 +53,9 @@ class ShardBuffers:
         now, before = self._buffers.named(), self.start
         constant = {name for name in before if name not in self._known and self._is_unchanged(name, now)}
         self.start = {name: before[name] if name in constant else each.detach().clone() for name, each in now.items()}
-        self._versions = {name: _version_of(each) for name, each in now.items()}
+        self._versions = {name: version_of(each) for name, each in now.items()}
         self._own, self._num_steps = now, self._num_steps + 1
-        self._levels: list[Sums] = []
-        self._counts = Stack()
+        self._levels, self._counts = Stack(_added), Stack(Tensor.add_)
         self._first_shard, self._first = self._num_shards, dict[str, Tensor]()
 
     @torch.no_grad()
@@ -73,8 +72,11 @@ class ShardBuffers:
         """
         now = self._buffers.named()
         if made := [name for name in now if name not in self.start]:
-            raise ConfigError(f"the buffer {made[0]} was None before a forward, which has made it: make it beforehand")
-        changed = [name for name in self.start if not self._is_unchanged(name, now)] if has_forward else []
+            raise ConfigError(f"the buffer {made[0]} was made inside of the block of a shard: make it beforehand")
+        if gone := [name for name in self.start if name not in now]:
+            raise ConfigError(f"the buffer {gone[0]} has gone inside of the block of a shard: let it keep its place")
+        changed = [name for name in self.start if not self._is_unchanged(name, now)]
+        has_forward |= bool(changed)  # one of `model.module`, say
         for name in changed:
             if now[name].shape != self.start[name].shape:
                 before, after = list(self.start[name].shape), list(now[name].shape)
@@ -83,7 +85,7 @@ class ShardBuffers:
                     "mean of it; let it keep its shape, or leave same_bits out"
                 )
         averaged = {name: _vector(now[name]) - self._base(name) for name in changed if _is_averaged(now[name])}
-        self._push(averaged, place)
+        self._levels.push(averaged, place)
         if has_forward and self._first_shard == self._num_shards:
             self._first_shard = shard
             self._first = {name: now[name].detach().clone() for name in changed if name not in averaged}
@@ -92,14 +94,6 @@ class ShardBuffers:
         self._counts.push(torch.tensor([has_forward, unknown], dtype=torch.float64, device=device), place)
         self._set(changed)
 
-    def _push(self, sums: Sums, place: Place) -> None:
-        self._levels.append(sums)
-        for _ in range(min(place.num_merges, len(self._levels) - 1)):  # fewer in a step that is refused
-            above = self._levels.pop()
-            below = self._levels[-1]
-            for name, value in above.items():
-                below[name] = below[name].add_(value) if name in below else value
-
     @torch.no_grad()
     def end_step(self) -> None:
         """Makes buffers those of all shards of all ranks, once each shard was ended. Collective."""
@@ -107,7 +101,8 @@ class ShardBuffers:
             return
         num_forwards, num_unknown, sums = self._added_up()
         if num_unknown:
-            mine = [name for name in self.start if name in self._first or any(name in each for each in self._levels)]
+            nodes = self._levels.nodes
+            mine = [name for name in self.start if name in self._first or any(name in each for each in nodes)]
             everyone = all_gather_object(self._comm, mine)
             found = set(self._known).union(*everyone)
             self._known = [name for name in self.start if name in found]
@@ -126,7 +121,7 @@ class ShardBuffers:
         sizes = [_vector(self.start[name]).numel() for name in names]
         rows = self._memory(sum(sizes) + 2)
         rows.zero_()
-        for row, sums, counts in zip(rows, self._levels, self._counts.nodes, strict=False):
+        for row, sums, counts in zip(rows, self._levels.nodes, self._counts.nodes, strict=False):
             for name, part in zip(names, row[:-2].split(sizes) if sizes else (), strict=True):
                 if name in sums:
                     part.copy_(sums[name])
@@ -147,7 +142,7 @@ class ShardBuffers:
             now[name].data.copy_(value.view(now[name].shape))
 
     def _is_unchanged(self, name: str, now: dict[str, Tensor]) -> bool:
-        if name not in now or self._versions.get(name) != _version_of(now[name]):
+        if name not in now or self._versions.get(name) != version_of(now[name]):
             return False
         is_trusted = now[name].nbytes > COMPARED_BYTES and self._num_steps > COMPARED_STEPS and name not in self._known
         return is_trusted or torch.equal(now[name], self.start[name])
@@ -163,7 +158,7 @@ class ShardBuffers:
             own = self._own[name]
             self._buffers.put(name, own)
             own.data.copy_(self.start[name])
-            self._versions[name] = _version_of(own)
+            self._versions[name] = version_of(own)
 
     def _memory(self, numel: int) -> Tensor:
         """Returns rows in which the ranks add up their nodes. Collective if they are others than before."""
@@ -175,9 +170,15 @@ class ShardBuffers:
         return self._rows
 
 
-def _version_of(buffer: Tensor) -> tuple[int, int]:
+def version_of(tensor: Tensor) -> tuple[int, int]:
     """Returns which tensor it is, and how often autograd has seen it change."""
-    return id(buffer), -1 if buffer.is_inference() else buffer._version
+    return id(tensor), -1 if tensor.is_inference() else tensor._version
+
+
+def _added(below: Sums, above: Sums) -> Sums:
+    for name, value in above.items():
+        below[name] = below[name].add_(value) if name in below else value
+    return below
 
 
 def _is_averaged(buffer: Tensor) -> bool:

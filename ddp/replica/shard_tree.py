@@ -21,13 +21,15 @@ the sign of a zero, and the last sum loses that (`Communicator.all_reduce`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ddp.collectives.shards import is_node
 from ddp.gradients.bucket import Bucket, Slot, copy_gradient, move
+
+Node = TypeVar("Node")
 
 Prepare = Callable[[Slot, Tensor], Tensor]
 
@@ -64,22 +66,26 @@ def places(shards: range, num_shards: int) -> dict[int, Place]:
     return found
 
 
-class Stack:
-    """Sums of vectors of one length, of which each shard has one: totals, measured squares, buffers.
+class Stack(Generic[Node]):
+    """Sums of what each shard has: vectors of totals and of measured squares; buffers.
+
+    Args:
+        add: adds the second to the first, and returns that.
 
     Attributes:
         nodes: from the bottom.
     """
 
-    def __init__(self) -> None:
-        self.nodes: list[Tensor] = []
+    def __init__(self, add: Callable[[Node, Node], Node]) -> None:
+        self.nodes: list[Node] = []
+        self._add = add
 
-    def push(self, vector: Tensor, place: Place) -> None:
-        """Adds a shard's vector, which must not be used any more."""
-        self.nodes.append(vector)
+    def push(self, node: Node, place: Place) -> None:
+        """Adds what a shard has, which must not be used any more."""
+        self.nodes.append(node)
         for _ in range(min(place.num_merges, len(self.nodes) - 1)):  # fewer in a step that is refused
             above = self.nodes.pop()
-            self.nodes[-1].add_(above)
+            self.nodes[-1] = self._add(self.nodes[-1], above)
 
 
 class GradientSums:
@@ -90,6 +96,7 @@ class GradientSums:
 
     def __init__(self) -> None:
         self._levels: list[dict[Slot, Tensor]] = []
+        self._given: dict[Slot, tuple[Tensor, int]] = {}  # what autograd is to add to, and its version
 
     def begin(self, slots: Iterable[Slot], place: Place, *, joins: bool) -> None:
         """Begins a shard: gives autograd the gradients to which it is to add, or none.
@@ -100,8 +107,12 @@ class GradientSums:
         while len(self._levels) <= place.level:
             self._levels.append({})
         sums = self._levels[place.level] if joins else {}
+        self._given.clear()
         for slot in slots:
-            slot.parameter.grad = sums.get(slot)
+            slot.parameter.grad = None
+            if (gradient := sums.get(slot)) is not None:
+                slot.parameter.grad = given = gradient.data  # with a version of its own, in a bucket that others change
+                self._given[slot] = given, given._version
 
     @torch.no_grad()
     def take(self, slots: Sequence[Slot], place: Place, prepare: Prepare | None = None) -> None:
@@ -109,10 +120,17 @@ class GradientSums:
 
         Args:
             prepare: returns what is added up in the place of each of them.
+
+        Raises:
+            RuntimeError: one that had been given to autograd was replaced, or has changed otherwise.
         """
         level, sums = place.level, self._levels[place.level]
         for slot in slots:
-            if (gradient := slot.parameter.grad) is not None:
+            gradient = slot.parameter.grad
+            if (given := self._given.pop(slot, None)) is not None:
+                self._check(slot, *given)
+                gradient = sums[slot]
+            if gradient is not None:
                 sums[slot] = gradient if prepare is None else prepare(slot, gradient)
                 slot.parameter.grad = None
         for _ in range(place.num_merges):
@@ -124,6 +142,14 @@ class GradientSums:
                 if slot in above:
                     sums.setdefault(slot, above.pop(slot))
         self._move_in(slots, level)
+
+    @staticmethod
+    def _check(slot: Slot, given: Tensor, version: int) -> None:
+        if slot.parameter.grad is not given or given._version > version + 1:  # autograd adds once, in place
+            raise RuntimeError(
+                f"the gradient of {slot.name} was changed inside of the block of a shard, where it begins as that of "
+                "the shard before: call zero_grad() before the first block, and clip after the last"
+            )
 
     @torch.no_grad()
     def fill(self, bucket: Bucket, num_nodes: int) -> list[Slot]:

@@ -259,8 +259,9 @@ def replica_of(
                 what = f"give {key} to the replica" if takes_it else "give ddp.fit the bare module"
                 raise ConfigError(f"{key}={given!r} with a model in a {name}: {what}")
         if model.num_shards != num_shards:
-            wanted = "same_bits=True" if num_shards is None else f"it num_shards={num_shards}, or fit the bare module"
-            raise ConfigError(f"a {name} with num_shards={model.num_shards}: give {wanted}")
+            instead = f"fit the bare module, or a ddp.BucketedDataParallel with num_shards={num_shards}"
+            wanted = "give same_bits=True" if num_shards is None else instead
+            raise ConfigError(f"a {name} with num_shards={model.num_shards}: {wanted}")
         if averaging.verify_every:
             model.verify_replicas(every=averaging.verify_every)
         if model.compression is not None:

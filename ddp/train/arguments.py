@@ -127,6 +127,10 @@ class Given(Training):
             self.same_bits = SameBits(on=self.same_bits)
         if not isinstance(self.same_bits, SameBits):
             raise ConfigError(f"same_bits={self.same_bits!r:.60}: give True, or a ddp.SameBits")
+        if self.same_bits.audit_every and not self.same_bits.on:
+            raise ConfigError(
+                f"audit_every={self.same_bits.audit_every}: audits compare workers that have the same bits; set on=True"
+            )
         if not isinstance(self.strategy, Averaging):  # but a word
             self.strategy = averaging_named(self.strategy)
         if not isinstance(self.folder, Folder):  # but a path

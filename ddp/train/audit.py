@@ -16,7 +16,7 @@ computed by a second rank before the update, because parameters are still those 
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,18 +45,29 @@ class Turn(NamedTuple):
     again: Sequence[int]
 
 
-def turn_of(number: int, world_size: int, num_shards: int) -> Turn:
-    """Returns the turn of an audit, counted from 0; of `world_size` audits in a row, each rank is the owner in one."""
-    owner, lap = number % world_size, number // world_size
-    mine, distance = owned(owner, world_size, num_shards), 1 + lap % (world_size - 1)
+def turn_of(number: int, num_samples: int, world_size: int, num_shards: int) -> Turn:
+    """Returns the turn of an audit, counted from 0; of `world_size` audits in a row, each rank is the owner in one.
+
+    A rank that has no samples of this step is not audited in it, but the next one that has some.
+    """
+    lap, filled = number // world_size, _filled(num_samples, world_size, num_shards)
+    owner = next(rank for turn in range(world_size) if filled[rank := (number + turn) % world_size])
+    mine, distance = filled[owner], 1 + lap % (world_size - 1)
     return Turn(mine[lap % len(mine)], owner, [(owner + distance) % world_size])
 
 
 def first_turn(num_samples: int, world_size: int, num_shards: int) -> Turn:
     """Returns the turn in which every rank computes the first shard of a step that has samples."""
-    shard = next(shard for shard in range(num_shards) if (shard + 1) * num_samples // num_shards)
-    owner = next(rank for rank in range(world_size) if shard in owned(rank, world_size, num_shards))
-    return Turn(shard, owner, [rank for rank in range(world_size) if rank != owner])
+    filled = _filled(num_samples, world_size, num_shards)
+    owner = next(rank for rank in range(world_size) if filled[rank])
+    return Turn(filled[owner][0], owner, [rank for rank in range(world_size) if rank != owner])
+
+
+def _filled(num_samples: int, world_size: int, num_shards: int) -> list[list[int]]:
+    """Returns each rank's shards that have samples in a step of so many."""
+    bounds = [shard * num_samples // num_shards for shard in range(num_shards + 1)]
+    shards = [owned(rank, world_size, num_shards) for rank in range(world_size)]
+    return [[shard for shard in mine if bounds[shard] < bounds[shard + 1]] for mine in shards]
 
 
 class Audit:
@@ -69,17 +80,17 @@ class Audit:
     def __init__(self, replay: Replay, *, every: int) -> None:
         self._replay, self._every, self._state = replay, every, replay.state
         self._turn: Turn | None = None
-        self._passed_at: int | None = None  # the step of the last audit
+        self._passed_at: dict[int, int] = {}  # by rank, the step of the last audit that it took part in
 
     def begin(self, plan: StepPlan) -> None:
         """Begins a step. The owner of a shard that is audited in it keeps that shard's gradients apart."""
         comm, number = self._state.comm, self._state.step + 1
         num_shards = self._by_shards.num_shards
         self._turn = None
-        if comm.world_size > 1 and self._passed_at is None:
+        if comm.world_size > 1 and not self._passed_at:
             self._turn = first_turn(plan.size, comm.world_size, num_shards)
         elif comm.world_size > 1 and self._every and number % self._every == 0:
-            self._turn = turn_of(number // self._every - 1, comm.world_size, num_shards)
+            self._turn = turn_of(number // self._every - 1, plan.size, comm.world_size, num_shards)
         is_mine = self._turn is not None and self._turn.owner == comm.rank
         self._by_shards.watch(self._turn.shard if self._turn is not None and is_mine else None)
 
@@ -100,7 +111,7 @@ class Audit:
         if len(agreeing(found)) > 1:
             self._refuse_if_unsteady(plan, turn)
             raise AuditFailed(self._in_words(turn, found))
-        self._passed_at = self._state.step + 1
+        self._passed_at |= dict.fromkeys(found, self._state.step + 1)
 
     def _refuse_if_unsteady(self, plan: StepPlan, turn: Turn) -> None:
         """Raises AuditFailed if a rank does not compute the same twice, so that no comparison says anything."""
@@ -110,8 +121,8 @@ class Audit:
             rank, where = next((rank, each) for rank, each in enumerate(differing) if each)
             raise AuditFailed(
                 f"step {self._state.step + 1}, shard {turn.shard}: rank {rank} computes other bits of it each time, "
-                f"first in {where}: the model keeps a state that is no buffer, the samples differ each time they are "
-                "read, or the machine computes wrongly"
+                f"first in {where}: the model or the loss keeps a state that is no buffer of the model, the samples "
+                "differ each time they are read, or the machine computes wrongly"
             )
 
     def _again(self, plan: StepPlan, turn: Turn, ranks: Sequence[int]) -> Outcome | None:
@@ -136,17 +147,23 @@ class Audit:
         about = [f"rank {rank} on host {each}" for rank, each in enumerate(known)]
         most, rest = groups[0], [rank for group in groups[1:] for rank in group]
         where = found[most[0]].difference(found[rest[0]])
-        since = "before this run's first step" if self._passed_at is None else f"of step {self._passed_at} or before"
         what = f"step {self._state.step + 1}, shard {turn.shard}: ranks compute other bits of it, first in {where}"
         if len(most) > len(groups[1]):
             wrong = "; ".join(about[rank] for rank in rest)
             agree = f"{counted(len(most), 'rank')} ({', '.join(map(str, most))}) agree"
-            return f"{what}. {agree}, and not {wrong}: take that machine out, and go on from the checkpoint {since}"
-        named = "; ".join(about[rank] for group in groups for rank in group)
+            return f"{what}. {agree}, and not {wrong}: take that machine out, and {self._go_on(rest)}"
+        named = "; ".join(about[rank] for rank in sorted(found))
+        other = "a third" if len(found) == 2 else "another"
         return (
-            f"{what}. There is no majority among {named}: if both have the same processor and library, one computes "
-            f"wrongly; find out which with a third, and go on from the checkpoint {since}"
+            f"{what}. There is no majority among {named}: if all have the same processor and library, one computes "
+            f"wrongly; find out which by comparing with {other}, and {self._go_on(found)}"
         )
+
+    def _go_on(self, suspects: Iterable[int]) -> str:
+        """Returns from where a run can go on without what these ranks have computed since their last audit."""
+        if not self._passed_at:
+            return "begin again from where this run began"
+        return f"go on from the checkpoint of step {min(self._passed_at[rank] for rank in suspects)} or before"
 
 
 def agreeing(found: Mapping[int, Outcome]) -> list[list[int]]:

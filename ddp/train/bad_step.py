@@ -162,8 +162,8 @@ def _first(replay: Replay, micro: Micro, batch: Any) -> Finding | None:
         replay.backward(loss_sum)
     if seen.first is not None:
         name, tensor, _ = seen.first
-        after = seen.last or "the loss"
-        what = f"the gradient of the outputs of {name} is not finite, behind {after}"
+        after = f"that of {seen.last}" if seen.last else "the loss"
+        what = f"the gradient of the outputs of {name} is not finite, while {after} is"
         return Finding(BACKWARD, seen.num_calls, what, shard, *_rows(tensor, micro))
     for name, parameter in module.named_parameters():
         if parameter.grad is not None and not _is_finite(parameter.grad):

@@ -231,7 +231,7 @@ def _judge(
         )
     log.warning(
         "the loss of a batch (%.4g) is not the sum of its parts' losses (%.4g + %.4g), as with class weights, "
-        "ignore_index, or losses over pairs of samples. So the result depends on how ranks share a batch; to be exact, "
+        "ignore_index, or losses over pairs of samples. So the result depends on how a batch is cut; to be exact, "
         "give a ddp.Task that returns a sum over samples and its count (with class weights, weight[targets].sum())",
         whole,
         *parts,

@@ -224,7 +224,7 @@ def compare(one: Mapping[int, Line], other: Mapping[int, Line]) -> Comparison:
             identities = here.identity, there.identity
             changed |= dict.fromkeys(changes(*identities))
         if here[1:] != there[1:] and (mine := here.by_name()) != (theirs := there.by_name()):
-            names = sorted({**mine, **theirs}, key=LOSS.__eq__)  # what the second alone has stands before the loss
+            names = sorted({**mine, **theirs}, key=lambda name: name == LOSS)  # the loss is the last
             differing = [name for name in names if mine.get(name) != theirs.get(name)]
             return Comparison(steps, last_equal, step, differing, len(names), list(changed))
         last_equal = step

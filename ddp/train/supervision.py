@@ -26,6 +26,7 @@ from ddp.train.replay import Replay
 from ddp.train.starts import note_incident
 from ddp.train.state import TrainState
 from ddp.train.step import StepSnapshot
+from ddp.units import counted
 
 
 class Course(Enum):
@@ -87,7 +88,8 @@ class Supervision:
         if guard is None or guard.action == "stop":
             raise error
         if guard.num_acted >= guard.most:
-            raise Diverged(f"{error}. The guard has acted {guard.num_acted} times, which is the most (guard.most)")
+            times = counted(guard.num_acted, "time")
+            raise Diverged(f"{error}. The guard has acted {times}, which is the most (guard.most)")
         guard.num_acted += 1
         step = state.step + 1
         facts: dict[str, Any] = {"step": step, "epoch": plan.epoch, "position": state.sampler.position_of(plan)}

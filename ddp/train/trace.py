@@ -26,12 +26,12 @@ class StepTrace(NamedTuple):
 
     Attributes:
         entries: in the order of time.
-        parameters: by name, their checksums after the step.
+        updated: by what was updated in the step, its checksum afterwards: of parameters and buffers.
     """
 
     step: int
     entries: list[Entry]
-    parameters: dict[str, int]
+    updated: dict[str, int]
 
 
 class Trace(Callback):
@@ -65,8 +65,10 @@ class Trace(Callback):
             state.stop("traced")
 
     def step_end(self, state: TrainState, report: StepReport) -> None:
-        parameters = {name: checksum(each) for name, each in state.model.module.named_parameters()}
-        self.steps.append(StepTrace(report.step, self._entries, parameters))
+        module = state.model.module
+        updated = {f"the update of {name}": checksum(each) for name, each in module.named_parameters()}
+        updated |= {f"the buffer {name}": checksum(each) for name, each in module.named_buffers()}
+        self.steps.append(StepTrace(report.step, self._entries, updated))
 
     def fit_end(self, state: TrainState) -> None:
         for handle in self._handles:
@@ -94,7 +96,7 @@ def parting(one: list[StepTrace], other: list[StepTrace]) -> tuple[int, str] | N
                 return here.step, f"shard {mine[0]}, in {mine[1]}"
         if len(here.entries) != len(there.entries):
             return here.step, "the number of modules that are called"
-        changed = [name for name, value in here.parameters.items() if there.parameters.get(name) != value]
+        changed = [what for what, value in here.updated.items() if there.updated.get(what) != value]
         if changed:
-            return here.step, f"the update of {changed[0]}, while all gradients of all shards are equal"
+            return here.step, f"{changed[0]}, while all gradients of all shards are equal"
     return None

@@ -1,6 +1,6 @@
 """20 · Sums and their order
 
-Two ranks train, then three: with the same program, samples and first weights. Why are the last weights others?
+Two ranks train, then three: with the same program, samples and first weights. Why do they end with different weights?
 
     shards      0   1   2   3   4   5   6   7         of three ranks   rank 0   rank 1     rank 2
                 └─┬─┘   └─┬─┘   └─┬─┘   └─┬─┘         has shards       0 1      2 3 4      5 6 7
@@ -107,7 +107,7 @@ if __name__ == "__main__":
 #
 # ## The number that surprised
 #
-# 2e-10. After one step weights are 4e-16 apart. 19 more, in which they leap to and fro, make it 400,000 times that.
+# 2e-10. After one step weights are 4e-16 apart. 19 more, in which they jump back and forth, magnify that 500,000 times.
 # In float32, 2²⁹ times as coarse, it would be about a tenth: two trainings that end elsewhere.
 #
 # ## Exercises

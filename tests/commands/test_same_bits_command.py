@@ -50,7 +50,7 @@ def test_different_runs_with_the_settings_that_matter(tmp_path: Path, capsys: py
         "  4 of 5 values: 0.weight, 0.bias, exp_avg of 0.weight and 1 more",
         "bits depend on these, in which the second run differs from the first:",
         "  batch.num_shards was 8, is 4",
-        f"where they part could be told from a checkpoint before step 20 in both, and {one} has none: "
+        f"where they part could be told from a checkpoint before step 20 in both, and {one} has none from then: "
         "checkpoint.every_steps and checkpoint.keep_last say which ones a run keeps",
     ]
     third = write(tmp_path / "third", {10: "0010"})
@@ -58,7 +58,7 @@ def test_different_runs_with_the_settings_that_matter(tmp_path: Path, capsys: py
     assert capsys.readouterr().out.splitlines() == [
         "different at step 10, the first of 1 common step",
         "  1 of 5 values: exp_avg of 0.weight",
-        f"where they part could be told from a checkpoint before step 10 in both, and {one} has none: "
+        f"where they part could be told from a checkpoint before step 10 in both, and {one} has none from then: "
         "checkpoint.every_steps and checkpoint.keep_last say which ones a run keeps",
     ]
 
@@ -129,7 +129,7 @@ def test_equal_runs_have_equal_traces() -> None:
             assert names[:5] == in_shard and sorted(names[5:]) == sorted(
                 f"the gradient of {name}" for name in ("0.weight", "0.bias", "3.weight", "3.bias")
             )
-        assert list(each.parameters) == ["0.weight", "0.bias", "3.weight", "3.bias"]
+        assert list(each.updated) == [f"the update of {name}" for name in ("0.weight", "0.bias", "3.weight", "3.bias")]
 
 
 def test_where_runs_part_is_told_by_step_shard_and_module() -> None:
@@ -147,12 +147,13 @@ def test_where_runs_part_is_told_by_step_shard_and_module() -> None:
 
 
 def test_traces_that_are_not_alike() -> None:
-    one = [StepTrace(4, [(0, "a", 1), (0, "b", 2)], {"w": 3})]
-    assert parting(one, [StepTrace(4, [(0, "a", 1)], {"w": 3})]) == (4, "the number of modules that are called")
-    assert parting(one, [StepTrace(4, [(0, "a", 1), (1, "b", 2)], {"w": 3})]) == (
+    three, four = {"the update of w": 3}, {"the update of w": 4}
+    one = [StepTrace(4, [(0, "a", 1), (0, "b", 2)], three)]
+    assert parting(one, [StepTrace(4, [(0, "a", 1)], three)]) == (4, "the number of modules that are called")
+    assert parting(one, [StepTrace(4, [(0, "a", 1), (1, "b", 2)], three)]) == (
         4, "shard 0, where one has b, and the other shard 1, b"
     )  # fmt: skip
-    assert parting(one, [StepTrace(4, [(0, "a", 1), (0, "b", 2)], {"w": 4})]) == (
+    assert parting(one, [StepTrace(4, [(0, "a", 1), (0, "b", 2)], four)]) == (
         4, "the update of w, while all gradients of all shards are equal"
     )  # fmt: skip
     assert parting(one, []) is None

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from functools import cache
+from contextlib import nullcontext, suppress
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -80,6 +80,36 @@ class Rematerialised(nn.Module):
         return outputs
 
 
+class Reentrant(nn.Module):
+    """Two re-entrant checkpoints share a layer, so that its gradient comes in two pieces."""
+
+    use_reentrant = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice, self.last = nn.Linear(6, 9), nn.Linear(9, 9), nn.Linear(9, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        for _ in range(2):
+            hidden = checkpoint(lambda each: self.twice(each).tanh(), hidden, use_reentrant=self.use_reentrant)
+        outputs: Tensor = self.last(hidden)
+        return outputs
+
+
+def double(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(2)
+
+
+def with_hooks() -> nn.Module:
+    """The user's own hooks double each gradient, which must not be a sum of two shards."""
+    module = mlp()
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(double)
+    return module
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 3))
 
@@ -126,6 +156,7 @@ class Case(NamedTuple):
     num_steps: int = NUM_STEPS
     between: Callable[[nn.Module, int], None] = lambda module, step: None
     rare: int | None = None  # the shard whose inputs are large
+    factor: float = 1.0  # of the gradients, by hooks
 
 
 def freeze_and_unfreeze(module: nn.Module, step: int) -> None:
@@ -151,6 +182,8 @@ CASES = {
     "large": Case(large, 5),
     "large, parts": Case(large, 6, in_parts, {"bucket_cap_mb": 0.1}),
     "checkpoints": Case(Rematerialised, 8, in_parts, SMALL),
+    "re-entrant checkpoints": Case(Reentrant, 8),  # in one bucket, or the second piece would be refused
+    "hooks of one's own": Case(with_hooks, 8, how=SMALL, factor=2.0),
     "bf16": Case(mlp, 8, in_parts, SMALL, torch.bfloat16),
     "fp16": Case(mlp, 8, sizes_of, SMALL, torch.float16),
     "fp64": Case(mlp, 6, in_parts, SMALL, torch.float64),
@@ -194,6 +227,7 @@ def explicit(module: nn.Module, case: Case, step: int) -> Wanted:
     largest = {name: each for name, each in start.items() if not each.is_floating_point()}
     for shard in range(V):
         twin, parts, total = copy.deepcopy(module), parts_of(case, step, shard), zeros
+        twin.use_reentrant = False  # type: ignore[assignment]  # autograd.grad knows no other checkpoints
         twin_named = [dict(twin.named_parameters())[name] for name in named]
         for number, (inputs, targets) in enumerate(parts):
             for name, buffer in twin.named_buffers():
@@ -203,7 +237,7 @@ def explicit(module: nn.Module, case: Case, step: int) -> Wanted:
             filled = [zero if each is None else each for each, zero in zip(found, zeros, strict=True)]
             total = [torch.add(a, b) for a, b in zip(total, filled, strict=True)] if number else filled
             largest = {name: torch.maximum(each, twin.get_buffer(name)) for name, each in largest.items()}
-        gradients.append([each / smaller for each in total])
+        gradients.append([case.factor * each / smaller for each in total])
         if parts:
             buffers.append({name: buffer.double() for name, buffer in twin.named_buffers()})
         else:
@@ -226,7 +260,7 @@ def in_float64(module: nn.Module, case: Case, step: int) -> dict[str, Tensor]:
         for inputs, targets in parts_of(case, step, shard)
     ]
     if losses:
-        (sum(losses, start=torch.zeros(())) / case.num_shards).backward()
+        (case.factor * sum(losses, start=torch.zeros(())) / case.num_shards).backward()
     return {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in twin.named_parameters()}
 
 
@@ -290,6 +324,88 @@ def differences(module: nn.Module, wanted: Wanted, precise: dict[str, Tensor]) -
             if not torch.allclose(parameter.grad.double(), precise[name], rtol=tolerance, atol=tolerance):
                 found.append(f"{name}.grad is not that of float64")
     return found
+
+
+# --- programs that go other ways -------------------------------------------------------------------------------------
+
+
+class Centred(nn.Module):
+    """Keeps a mean of its outputs, as self-distillation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.norm = nn.Linear(6, 3), nn.BatchNorm1d(3)
+        self.register_buffer("centre", torch.zeros(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.norm(self.net(inputs))
+        return outputs - self.centre
+
+
+def past_the_replica(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+    loss_of(model.module(inputs), targets).backward()
+
+
+def without_gradients_first(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+    with torch.no_grad():
+        model(inputs + 1)
+    loss_of(model(inputs), targets).backward()
+
+
+def buffer_afterwards(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+    outputs = model(inputs)
+    loss_of(outputs, targets).backward()
+    model.module.centre.mul_(0.9).add_(outputs.detach().mean(0), alpha=0.1)
+
+
+def usual(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+    loss_of(model(inputs), targets).backward()
+
+
+PROGRAMS = (past_the_replica, without_gradients_first, buffer_afterwards, usual)
+
+
+def programmed(program: Callable[[nn.Module, Tensor, Tensor], None]) -> list[str]:
+    """Returns hashes of all tensors after each step; after the first one of the usual program come hooks."""
+    torch.manual_seed(0)
+    module = Centred()
+    model = ddp.BucketedDataParallel(module, num_shards=8)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    hashes = []
+    for step in range(4):
+        optimizer.zero_grad()
+        for shard in model.shards:
+            with model.shard(shard):
+                program(model, *parts_of(CASES["mlp"], step, shard)[0])
+        optimizer.step()
+        hashes.append(" ".join(map(tensor_hash, module.state_dict().values())))
+        for parameter in module.parameters() if program is usual and not step else ():
+            parameter.register_post_accumulate_grad_hook(double)
+    model.verify_replicas()
+    return hashes
+
+
+def all_programs() -> dict[str, list[str]]:
+    ddp.init(abort_s=30)
+    found = {program.__name__: programmed(program) for program in PROGRAMS}
+    module = nn.Sequential(nn.Linear(6, 3))
+    for said, change in {
+        "was made inside of the block": lambda: module.register_buffer("late", torch.zeros(1)),
+        "has gone inside of the block": lambda: delattr(module, "late"),
+    }.items():
+        model = ddp.BucketedDataParallel(module, num_shards=8)
+        with pytest.raises(ConfigError, match=f"the buffer late {said} of a shard"), model.shard(model.shards.start):
+            model(X).sum().backward()
+            change()
+    ddp.shutdown()
+    return found
+
+
+def test_programs_that_go_other_ways_have_the_same_bits_too() -> None:
+    (alone,) = run_ranks(all_programs, 1)
+    assert len({str(hashes) for hashes in alone.values()}) == len(PROGRAMS)
+    for world_size in (2, 3):
+        assert run_ranks(all_programs, world_size) == [alone] * world_size
 
 
 def all_cases(num_ranks: int) -> dict[str, Found]:
@@ -388,7 +504,10 @@ def mistakes() -> None:
     for mistake in (outside, before_the_step, after_the_end, twice_in_a_shard, with_a_graph, frozen_between):
         mistake(replica(4))
         mistake(replica(4, bucket_cap_mb=0.0001, overlap=True))
-    broken_off(replica(4))
+    for number in (0, 1):
+        broken_off(number)
+        changed_inside(number)
+    alone(comm, replica(4))
     refused(comm)
     ddp.shutdown()
 
@@ -441,9 +560,9 @@ def after_the_end(model: nn.Module) -> None:
 
 
 def twice_in_a_shard(model: nn.Module) -> None:
-    wide = replica(8)
-    first, second, *_ = wide.shards
     for is_late in (False, True):
+        wide = replica(8)
+        first, second, *_ = wide.shards
         with pytest.raises(RuntimeError, match=f"several gradients in shard {second}, .* put all but the last"):
             with wide.shard(first):
                 wide(X).sum().backward()
@@ -451,7 +570,16 @@ def twice_in_a_shard(model: nn.Module) -> None:
                 wide(X).sum().backward()
                 with wide.no_sync() if is_late else nullcontext():  # too late for that
                     wide(X).sum().backward()
-        wide.zero_grad()
+        told_of_error(wide, second)
+
+
+def told_of_error(model: nn.Module, shard: int) -> None:
+    """A step that an error has left is the last one, because other ranks may have waited in it."""
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for _ in range(2):
+        said = f"an error has left the block of shard {shard}|the last backward through this replica broke off"
+        with pytest.raises((ConfigError, RuntimeError), match=f"({said}).*: start anew, from the last checkpoint"):
+            marked(model, model.shards)
 
 
 def with_a_graph(model: nn.Module) -> None:
@@ -473,16 +601,71 @@ def frozen_between(model: nn.Module) -> None:
         model(X).sum().backward()
 
 
-def broken_off(model: nn.Module) -> None:
-    """An error of the user's own, in the midst of a step, is told, and the step can be made anew."""
-    with pytest.raises(ZeroDivisionError), model.shard(model.shards[0]):
-        model(X).sum().backward()
-        raise ZeroDivisionError
-    model.zero_grad()
-    marked(model, model.shards)
-    fresh = replica(4)
-    marked(fresh, fresh.shards)
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
+def broken_off(shard: int) -> None:
+    """An error of the user's own, in the block of a shard of each rank, is told once more."""
+    model = replica(4)
+    with pytest.raises(ZeroDivisionError):
+        for number, each in enumerate(model.shards):
+            with model.shard(each):
+                loss = model(X).sum()
+                if number == shard:
+                    raise ZeroDivisionError
+                loss.backward()
+    told_of_error(model, model.shards[shard])
+
+
+def alone(comm: Any, model: nn.Module) -> None:
+    """One rank leaves its last block by an error, while the others wait for it in theirs."""
+    with pytest.raises(ConfigError, match="rank 0: an error has left the block of shard 1, so that its step was not"):
+        for _ in range(2):
+            with suppress(ZeroDivisionError):
+                for each in model.shards:
+                    with model.shard(each):
+                        loss = model(X).sum()
+                        if comm.rank == 0 and each == model.shards[-1]:
+                            raise ZeroDivisionError
+                        loss.backward()
+            model.zero_grad()
+
+
+def halve(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad *= 0.5
+
+
+CHANGES: tuple[Callable[[nn.Module], object], ...] = (
+    nn.Module.zero_grad, partial(nn.Module.zero_grad, set_to_none=False), halve,
+)  # fmt: skip
+
+
+def changed_inside(num_steps: int) -> None:
+    """Programs that do in a block what belongs outside. With one shard for each worker, that would be right."""
+    for change in CHANGES:
+        model = replica(4)
+        first, second = model.shards
+        for _ in range(num_steps):
+            marked(model, model.shards)
+            model.zero_grad()
+        with pytest.raises(RuntimeError, match=r"was changed inside of the block of .* call zero_grad\(\) bef"):
+            with model.shard(first):
+                model(X).sum().backward()
+            with model.shard(second):
+                change(model)
+                model(X).sum().backward()
+        told_of_error(model, second)
+    for stepping in (0, 1):
+        model = replica(4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(RuntimeError, match=r"has changed inside of the block of shard \d: call optimizer.step\(\)"):
+            for number, each in enumerate(model.shards):
+                with model.shard(each):
+                    loss = model(X).sum()
+                    if number == stepping:
+                        model.module[0].weight.grad = torch.ones_like(model.module[0].weight)
+                        optimizer.step()
+                    loss.backward()
+        told_of_error(model, model.shards[stepping])
 
 
 def refused(comm: Any) -> None:

@@ -58,7 +58,7 @@ def test_vectors_on_a_stack_are_added_as_the_tree() -> None:
     for size, num_shards in FEW_SPLITS:
         for rank, nodes in enumerate(nodes_by_rank(size, num_shards)):
             vectors = torch.randn(num_shards, 9, generator=torch.Generator().manual_seed(num_shards)).cumsum(1)
-            stack = Stack()
+            stack = Stack(Tensor.add_)
             for shard, place in places(owned(rank, size, num_shards), num_shards).items():
                 stack.push(vectors[shard].clone(), place)
             assert len(stack.nodes) == len(nodes)

@@ -35,7 +35,7 @@ CLASSES = torch.randint(0, 3, (37,), generator=torch.Generator().manual_seed(1))
 @pytest.mark.parametrize("num_shards", [8, 11, 24])
 def test_each_rank_is_audited_in_its_turn_and_all_shards_come(world_size: int, num_shards: int) -> None:
     num_turns = 4 * world_size * num_shards
-    turns = [turn_of(number, world_size, num_shards) for number in range(num_turns)]
+    turns = [turn_of(number, 2 * num_shards, world_size, num_shards) for number in range(num_turns)]
     for begin in range(num_turns - world_size):
         assert {turn.owner for turn in turns[begin : begin + world_size]} == set(range(world_size))
     for turn in turns:
@@ -44,6 +44,16 @@ def test_each_rank_is_audited_in_its_turn_and_all_shards_come(world_size: int, n
     assert {turn.shard for turn in turns} == set(range(num_shards))
     pairs = Counter((turn.owner, turn.again[0]) for turn in turns)
     assert set(pairs) == {(one, other) for one in range(world_size) for other in range(world_size) if one != other}
+
+
+@pytest.mark.parametrize("num_samples", [1, 3, 8, 20])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_no_empty_shard_is_audited(world_size: int, num_samples: int) -> None:
+    bounds = [shard * num_samples // 8 for shard in range(9)]
+    turns = [turn_of(number, num_samples, world_size, 8) for number in range(8 * world_size)]
+    assert all(bounds[shard] < bounds[shard + 1] for shard, *_ in turns)
+    assert all(shard in owned(owner, world_size, 8) and owner not in again for shard, owner, again in turns)
+    assert {shard for shard, *_ in turns} == {shard for shard in range(8) if bounds[shard] < bounds[shard + 1]}
 
 
 @pytest.mark.parametrize("num_samples", [1, 3, 8, 20])
@@ -153,12 +163,12 @@ def test_whoever_computes_wrongly_from_the_first_step_on_is_named(world_size: in
         assert said.startswith("step 1, shard 0: ranks compute other bits of it, first in 2.weight. ")
         assert last_step == 1
         if world_size == 2:
-            assert re.search(f"There is no majority among {about(0)}; {about(1)}: if both", said), said
+            assert re.search(f"There is no majority among {about(0)}; {about(1)}: if all", said), said
         else:
             agree = ", ".join(str(rank) for rank in range(world_size) if rank != wrong)
             expected = rf"{world_size - 1} ranks \({agree}\) agree, and not {about(wrong)}: take that machine out"
             assert re.search(expected, said), said
-        assert said.endswith("go on from the checkpoint before this run's first step")
+        assert said.endswith("begin again from where this run began")
         assert {each[f"rank {wrong}"] for each in found_by(world_size)} == {(said, last_step)}
 
 
@@ -167,7 +177,7 @@ def test_whoever_begins_later_is_named_within_as_many_audits_as_ranks(world_size
     for wrong in range(world_size):
         said, last_step = found_by(world_size)[0][f"rank {wrong}, later"]
         assert 2 <= last_step <= 1 + world_size
-        assert f"of step {last_step - 1} or before" in said
+        assert said.endswith("go on from the checkpoint of step 1 or before")  # the audits between were of others
         if world_size == 2:
             assert "There is no majority among rank" in said
         else:
@@ -200,8 +210,8 @@ def test_audits_of_one_worker_are_refused() -> None:
 
 
 def test_audits_without_the_same_bits_are_refused() -> None:
-    with pytest.raises(ConfigError, match="audit_every=2: workers have the same bits with on=True alone"):
-        ddp.SameBits(audit_every=2)
+    with pytest.raises(ConfigError, match="audit_every=2: audits compare workers that have the same bits; set on=True"):
+        ddp.fit(nn.Linear(6, 3), ..., ..., loss=F.mse_loss, global_batch=8, same_bits=ddp.SameBits(audit_every=2))
 
 
 def other_threads() -> int:

@@ -67,7 +67,7 @@ MEMBERS: dict[str, dict[str, Any]] = {
 }
 
 
-def all_again(number: int, world_size: int, num_shards: int) -> Turn:
+def all_again(number: int, _: int, world_size: int, num_shards: int) -> Turn:
     """Shard after shard: each is computed by every rank."""
     shard = number % num_shards
     owner = next(rank for rank in range(world_size) if shard in owned(rank, world_size, num_shards))
@@ -307,7 +307,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
             "inputs": with_sample(0.0),
             "make": lambda: nn.Sequential(nn.Linear(4, 6, bias=False), Root(), nn.Linear(6, 3)),
         },
-        f"the gradient of the outputs of 0 (Linear) is not finite, behind 1 (Root), {HERE}",
+        f"the gradient of the outputs of 0 (Linear) is not finite, while that of 1 (Root) is, {HERE}",
     ),
     "a parameter": (
         {"callbacks": [BreaksParameter()]},

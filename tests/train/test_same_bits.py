@@ -339,7 +339,7 @@ def buffers_of_rank_0(patch: Patch, comm: Any) -> None:
     end_step = ShardBuffers.end_step
 
     def of_rank_0(self: ShardBuffers) -> None:
-        for sums in self._levels if comm.rank else ():
+        for sums in self._levels.nodes if comm.rank else ():
             sums.clear()
         end_step(self)
 
@@ -473,8 +473,8 @@ def refusals() -> None:
 def replicas() -> None:
     """A replica must add up by as many shards as the run."""
     for wrap, said in (
-        (ddp.BucketedDataParallel, "a BucketedDataParallel with num_shards=None: give it num_shards=8, or fit"),
-        (partial(ddp.BucketedDataParallel, num_shards=4), "with num_shards=4: give it num_shards=8"),
+        (ddp.BucketedDataParallel, "a BucketedDataParallel with num_shards=None: fit the bare module, or a ddp.Buck"),
+        (partial(ddp.BucketedDataParallel, num_shards=4), "with num_shards=4: fit the bare"),
         (ddp.NaiveDataParallel, "same_bits with replica.kind=naive: shards are added up in buckets"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -155,7 +155,10 @@ def _round_problems(config: Config) -> Iterator[str]:
 
 def _same_bits_problems(config: Config) -> Iterator[str]:
     """Yields what cannot have the same bits at any number of workers."""
+    audit = f"same_bits.audit_every={config.same_bits.audit_every}"
     if not config.same_bits.on:
+        if config.same_bits.audit_every:
+            yield f"{audit}: audits compare workers that have the same bits; set same_bits.on=true, too"
         return
     for problem in same_bits_problems(
         strategy=config.strategy.name,
@@ -167,10 +170,7 @@ def _same_bits_problems(config: Config) -> Iterator[str]:
     ):
         yield f"same_bits.on=true with {problem}"
     if config.same_bits.audit_every and config.cluster.workers == 1:
-        yield (
-            f"same_bits.audit_every={config.same_bits.audit_every}: a second worker audits, and there is one; leave it "
-            "out, or take more"
-        )
+        yield f"{audit}: a second worker audits, and there is one; set it to 0, or take more workers"
 
 
 WAYS = (

@@ -622,7 +622,7 @@ class Watching:
 
 @dataclass(kw_only=True, slots=True)
 class Guarding:
-    """The course after a step whose loss is not finite, or jumps."""
+    """The course after a step whose loss or gradient is not finite, or whose loss jumps."""
 
     action: GuardAction = setting(
         "stop",
@@ -632,7 +632,7 @@ class Guarding:
     spike: float | None = setting(
         None,
         "standard deviations above the mean of the last losses from which a loss counts as bad, too, such as 8; null: "
-        "only one that is not finite does",
+        "only what is not finite does",
         above=0,
     )
     most: int = setting(3, "how often a run leaves a step out or goes back; the next bad step ends it", at_least=1)
