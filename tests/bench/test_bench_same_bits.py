@@ -93,8 +93,10 @@ def test_bits_that_differ_are_the_exit_status(
 
 
 def fault(num_right: int, **changes: Any) -> FaultCell:
-    given = {"fault": "flipped bit", "workers": 3, "num_trials": 4, "most_steps": 207, "audit_share": None, "said": "rank 1", **changes}
-    return FaultCell(place="here", name="3 workers", num_right=num_right, **given)
+    given: dict[str, Any] = {
+        "fault": "flipped bit", "workers": 3, "num_trials": 4, "most_steps": 207, "audit_share": None, "said": "rank 1",
+    }  # fmt: skip
+    return FaultCell(place="here", name="3 workers", num_right=num_right, **{**given, **changes})
 
 
 def test_trials_that_went_wrong_are_told() -> None:

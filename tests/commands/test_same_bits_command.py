@@ -63,6 +63,39 @@ def test_different_runs_with_the_settings_that_matter(tmp_path: Path, capsys: py
     ]
 
 
+@pytest.mark.parametrize(
+    ("num_shards", "last_steps", "said"),
+    [
+        (8, (20, 20), "steps 20 to 20 of both runs have the same bits: a machine of one of them has computed wrongly"),
+        (4, (20, 20), "the same bits: they are made with the settings that each run has now, and it may have had"),
+        (8, (20, 15), "cannot be made again: the settings that {other} has now end it before step 20"),
+        (8, (20, 0), "cannot be made again: the settings that {other} has now end it before step 20"),
+    ],
+)
+def test_what_is_said_of_steps_that_are_made_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    num_shards: int,
+    last_steps: tuple[int, int],
+    said: str,
+) -> None:
+    one = write(tmp_path / "one", {10: "0000", 20: "0000"})
+    other = write(tmp_path / "other", {10: "0000", 20: "1111"}, {**SETTINGS, "batch": {"num_shards": num_shards}})
+    traces = iter([[StepTrace(last, [], {"the update of w": 3})] if last else [] for last in last_steps])
+    monkeypatch.setattr("ddp.commands.same_bits.checkpoint_before", lambda run, step: run)
+    monkeypatch.setattr("ddp.commands.same_bits.threads_of", lambda run: 1)
+    monkeypatch.setattr("ddp.run.launch.from_python.launch", lambda *_, **how: [next(traces)])
+    assert main(["same_bits", one, other]) == 1
+    assert said.format(other=other) in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_buffers_that_part_are_named() -> None:
+    one = [StepTrace(4, [], {"the update of w": 3, "the buffer b": 1})]
+    other = [StepTrace(4, [], {"the update of w": 3, "the buffer b": 2})]
+    assert parting(one, other) == (4, "the buffer b, while all gradients of all shards are equal")
+
+
 def test_questions_without_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, other = write(tmp_path / "one", {1: "0000", 2: "0000", 3: "0000", 4: "0000"}), write(tmp_path / "other", {})
     damaged, linked = write(tmp_path / "damaged", {1: "00"}), tmp_path / "linked"

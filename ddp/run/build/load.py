@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import yaml
 from torch import Tensor, nn
 
 from ddp.data.samples import Splits
@@ -32,7 +31,7 @@ from ddp.errors import CheckpointError, ConfigError
 from ddp.run.build import components
 from ddp.run.settings.address import check_trust, own_parts
 from ddp.run.settings.config import Config
-from ddp.run.settings.reader import from_plain, settings_of
+from ddp.run.settings.reader import read_settings, settings_of
 from ddp.strategies.region import look
 from ddp.train import checkpoint_store as store
 from ddp.train.callbacks import averages_in
@@ -83,7 +82,7 @@ class Trained:
                 f"{self} is of a run from Python, which does not know how its model is built: build it, and load "
                 "the weights with model.load_state_dict(ddp.load(…).weights)"
             )
-        config = from_plain(yaml.safe_load(path.read_text(encoding="utf-8")))
+        config = read_settings(path)
         check_trust(own_parts({"model": asdict(config.model)}), code=config.run.code, settings=path, trust=trust)
         return self.built(config)
 

@@ -12,14 +12,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ddp.errors import ConfigError
 from ddp.policies import Evaluation, Folder, SameBits
 from ddp.run.build.stages import given_of, joined
 from ddp.run.settings.address import check_trust, own_parts
-from ddp.run.settings.config import Config, choose
-from ddp.run.settings.reader import from_plain, settings_of
+from ddp.run.settings.config import choose
+from ddp.run.settings.reader import read_settings, settings_of
 from ddp.train.callbacks import EarlyStopping
 from ddp.train.checkpoint_store import listed
 from ddp.train.fit import train
@@ -37,11 +35,7 @@ def checkpoint_before(run: Path, step: int) -> Path | None:
 def threads_of(run: Path) -> int:
     """Returns the threads of a worker of a run; 1 of one from Python."""
     path = settings_of(run)
-    return 1 if path is None else _read(path).cluster.threads_per_worker or 1
-
-
-def _read(path: Path) -> Config:
-    return from_plain(yaml.safe_load(path.read_text(encoding="utf-8")))
+    return 1 if path is None else read_settings(path).cluster.threads_per_worker or 1
 
 
 def traced(run: Path, checkpoint: Path, *, last_step: int) -> list[StepTrace]:
@@ -54,7 +48,7 @@ def traced(run: Path, checkpoint: Path, *, last_step: int) -> list[StepTrace]:
     path = settings_of(run)
     if path is None:
         raise ConfigError(f"{run} is of a run from Python, whose program alone knows model and data")
-    config = _read(path)
+    config = read_settings(path)
     check_trust(own_parts(asdict(config)), code=config.run.code, settings=path, trust=config.trust)
     config.cluster.workers = config.cluster.local_workers = 1
     config.cluster.servers, config.strategy, config.trackers = 0, choose("strategy", "auto"), []

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import yaml
+
 from ddp.errors import ConfigError, did_you_mean, nearest
 from ddp.run.settings.address import is_address
 from ddp.run.settings.checks import validate
@@ -32,6 +34,19 @@ def from_plain(plain: Mapping[str, Any]) -> Config:
     config: Config = _read(Config, current, key="")
     validate(config)
     return config
+
+
+def read_settings(path: Path) -> Config:
+    """Returns the settings of a run, from its config.yaml.
+
+    Raises:
+        ConfigError: as `from_plain`; or the file is damaged.
+    """
+    try:
+        plain = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} is damaged: {' '.join(str(error).split())}") from error
+    return from_plain(plain)
 
 
 def settings_of(path: Path) -> Path | None:

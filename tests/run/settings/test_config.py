@@ -14,7 +14,7 @@ from ddp.process.memory import available_cores
 from ddp.run.launch.command_line import CONF, composed, translated
 from ddp.run.settings.checks import resolve, validate
 from ddp.run.settings.config import CHOICES, Config, OwnData, OwnModel, choose
-from ddp.run.settings.reader import from_plain
+from ddp.run.settings.reader import from_plain, read_settings
 
 EVERY_CHOICE = [(group, name) for group, choices in CHOICES.items() for name in choices]
 BESIDE = {"gpt": ["data=standard_library"], "standard_library": ["model=gpt"]}
@@ -301,3 +301,11 @@ def test_each_mode_of_servers_starts_from_settings(mode: dict[str, Any]) -> None
     validate(config)
     resolve(config)
     assert config.batch.num_shards == {"backup_workers": 2, "mode": 1}.get(next(iter(mode), ""), 3)
+
+
+@pytest.mark.parametrize("content", [b"model: [1", b"\xff\xfe", b"a: b: c"])
+def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"^{path} is damaged: "):
+        read_settings(path)
