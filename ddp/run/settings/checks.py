@@ -54,6 +54,11 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
         ConfigError: the result cannot work.
     """
     workers = config.cluster.workers
+    if config.same_bits.audit_every and not config.same_bits.on:  # not before: a run that goes on may have it on
+        raise ConfigError(
+            f"same_bits.audit_every={config.same_bits.audit_every}: audits compare workers that have the same bits; "
+            "set same_bits.on=true, too"
+        )
     config.cluster.local_workers = local_workers or workers
     if config.cluster.threads_per_worker is None and config.same_bits.on:
         config.cluster.threads_per_worker = 1  # the bits of some kernels depend on it
@@ -155,10 +160,7 @@ def _round_problems(config: Config) -> Iterator[str]:
 
 def _same_bits_problems(config: Config) -> Iterator[str]:
     """Yields what cannot have the same bits at any number of workers."""
-    audit = f"same_bits.audit_every={config.same_bits.audit_every}"
     if not config.same_bits.on:
-        if config.same_bits.audit_every:
-            yield f"{audit}: audits compare workers that have the same bits; set same_bits.on=true, too"
         return
     for problem in same_bits_problems(
         strategy=config.strategy.name,
@@ -170,7 +172,10 @@ def _same_bits_problems(config: Config) -> Iterator[str]:
     ):
         yield f"same_bits.on=true with {problem}"
     if config.same_bits.audit_every and config.cluster.workers == 1:
-        yield f"{audit}: a second worker audits, and there is one; set it to 0, or take more workers"
+        yield (
+            f"same_bits.audit_every={config.same_bits.audit_every}: a second worker audits, and there is one; set it "
+            "to 0, or take more workers"
+        )
 
 
 WAYS = (

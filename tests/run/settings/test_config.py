@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from ddp.errors import ConfigError
+from ddp.policies import SameBits
 from ddp.process.memory import available_cores
 from ddp.run.launch.command_line import CONF, composed, translated
 from ddp.run.settings.checks import resolve, validate
@@ -309,3 +310,15 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=f"^{path} is damaged: "):
         read_settings(path)
+
+
+def test_audits_are_refused_where_workers_may_have_other_bits() -> None:
+    """Not before the settings of a run that goes on are known, which may have the switch."""
+    config = from_plain({"same_bits": {"audit_every": 4}})
+    with pytest.raises(ConfigError, match=r"same_bits\.audit_every=4: audits compare .*; set same_bits\.on=true, too"):
+        resolve(config)
+    config.same_bits = SameBits(on=True, audit_every=4)
+    resolve(config)
+    config.cluster.workers = 1
+    with pytest.raises(ConfigError, match=r"a second worker audits, and there is one; set it to 0, or take more worke"):
+        validate(config)
