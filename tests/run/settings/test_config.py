@@ -319,6 +319,6 @@ def test_audits_are_refused_where_workers_may_have_other_bits() -> None:
         resolve(config)
     config.same_bits = SameBits(on=True, audit_every=4)
     resolve(config)
-    config.cluster.workers = 1
+    config.cluster.workers = config.cluster.local_workers = 1
     with pytest.raises(ConfigError, match=r"a second worker audits, and there is one; set it to 0, or take more worke"):
         validate(config)
