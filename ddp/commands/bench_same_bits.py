@@ -1,6 +1,6 @@
 """Holds same_bits against its promise, and measures what it costs.
 
-    python -m ddp bench_same_bits                                      all of it: half an hour on two cores
+    python -m ddp bench_same_bits                                      all of it: some forty minutes on two cores
     python -m ddp bench_same_bits --parts hashes --models mlp,gpt --workers 1,3,8
     python -m ddp bench_same_bits --parts steps,memory --timed mlp-25m --json costs.json
     python -m ddp bench_same_bits --parts faults                       runs with faults: some ten minutes

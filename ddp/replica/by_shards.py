@@ -255,8 +255,8 @@ class ByShards:
         for slot, before, now in zip(self._slots, self._versions, self._versions_now(), strict=True):
             if now != before:
                 raise RuntimeError(
-                    f"{slot.name} has changed inside of the block of shard {self.running}: call optimizer.step() after "
-                    "the last block of a step"
+                    f"{slot.name} has changed inside of the block of shard {self.running}, so that not all shards have "
+                    "the same: call optimizer.step() after the last block, and let no forward change a parameter"
                 )
 
     def begin_refused(self, layout: Layout) -> None:

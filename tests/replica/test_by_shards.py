@@ -657,7 +657,7 @@ def changed_inside(num_steps: int) -> None:
     for stepping in (0, 1):
         model = replica(4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(RuntimeError, match=r"has changed inside of the block of shard \d: call optimizer.step\(\)"):
+        with pytest.raises(RuntimeError, match=r"has changed inside of the block of .* call optimizer.step\(\)"):
             for number, each in enumerate(model.shards):
                 with model.shard(each):
                     loss = model(X).sum()
