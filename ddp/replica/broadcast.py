@@ -187,7 +187,7 @@ class BufferSync:
     def refresh(self) -> None:
         """Finds the buffers anew, because modules were added or removed."""
         modules = self.module.named_modules()
-        self._tables = [(f"{name}." if name else "", each._buffers) for name, each in modules]  # also empty ones
+        self._tables = {f"{name}." if name else "": each._buffers for name, each in modules}  # also empty ones
 
     def named(self) -> dict[str, Tensor]:
         """Returns the buffers as they are now: a module may have replaced some."""
@@ -195,13 +195,11 @@ class BufferSync:
 
     def put(self, name: str, buffer: Tensor) -> None:
         """Puts a tensor back where a module has put another one."""
-        for prefix, table in self._tables:
-            local = name.removeprefix(prefix)
-            if name.startswith(prefix) and local in table:
-                table[local] = buffer
+        end = name.rfind(".") + 1
+        self._tables[name[:end]][name[end:]] = buffer
 
     def _found(self) -> Iterator[tuple[str, Tensor]]:
-        for prefix, table in self._tables:
+        for prefix, table in self._tables.items():
             for name, buffer in table.items():
                 if buffer is not None and prefix + name not in self.ignored:
                     yield prefix + name, buffer
