@@ -13,7 +13,7 @@ those that change; a new one is told with the sums, and then they exchange names
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -56,6 +56,7 @@ class ShardBuffers:
         self._versions = {name: version_of(each) for name, each in now.items()}
         self._own, self._num_steps = now, self._num_steps + 1
         self._levels, self._counts = Stack(_added), Stack(Tensor.add_)
+        self._bases = dict[tuple[str, ...], Tensor]()
         self._first_shard, self._first = self._num_shards, dict[str, Tensor]()
 
     @torch.no_grad()
@@ -84,7 +85,8 @@ class ShardBuffers:
                     f"the buffer {name} was {before} and is {after} after a forward, so that several shards have no "
                     "mean of it; let it keep its shape, or leave same_bits out"
                 )
-        averaged = {name: _vector(now[name]) - self._base(name) for name in changed if _is_averaged(now[name])}
+        names = [name for name in changed if _is_averaged(now[name])]
+        averaged = dict(zip(names, self._added_to(names, now), strict=True))
         self._levels.push(averaged, place)
         if has_forward and self._first_shard == self._num_shards:
             self._first_shard = shard
@@ -108,17 +110,18 @@ class ShardBuffers:
             self._known = [name for name in self.start if name in found]
             _, _, sums = self._added_up()
         now = self._buffers.named()
-        for name, total in sums.items():
-            mean = self._base(name) + total / max(1.0, num_forwards)
-            real = torch.view_as_real(now[name].data) if now[name].is_complex() else now[name].data
-            real.copy_(mean.view(real.shape))
+        if sums:
+            here = [_real(now[name].data) for name in sums]
+            means = self._base(sums) + torch.cat(list(sums.values())) / max(1.0, num_forwards)
+            parts = means.split([each.numel() for each in here])
+            torch._foreach_copy_(here, [part.view(each.shape) for part, each in zip(parts, here, strict=True)])
         if counters := [name for name in self._known if not _is_averaged(self.start[name])]:
             self._take_first(counters)
 
     def _added_up(self) -> tuple[float, float, Sums]:
         """Returns the forwards, how often an unknown buffer has changed, and the sums of known ones. Collective."""
         names = [name for name in self._known if _is_averaged(self.start[name])]
-        sizes = [_vector(self.start[name]).numel() for name in names]
+        sizes = [_real(self.start[name]).numel() for name in names]
         rows = self._memory(sum(sizes) + 2)
         rows.zero_()
         for row, sums, counts in zip(rows, self._levels.nodes, self._counts.nodes, strict=False):
@@ -147,18 +150,30 @@ class ShardBuffers:
         is_trusted = now[name].nbytes > COMPARED_BYTES and self._num_steps > COMPARED_STEPS and name not in self._known
         return is_trusted or torch.equal(now[name], self.start[name])
 
-    def _base(self, name: str) -> Tensor:
-        """Returns what sums are counted from: the step's buffer, or 0 where that is not finite; as a vector."""
-        start = _vector(self.start[name])
-        return start.where(start.isfinite(), 0.0)
+    def _base(self, names: Iterable[str]) -> Tensor:
+        """Returns what sums are counted from: the step's buffers, or 0 where they are not finite; as one vector."""
+        key = tuple(names)
+        if key not in self._bases:
+            start = _vector([self.start[name] for name in key])
+            self._bases[key] = start.where(start.isfinite(), 0.0)
+        return self._bases[key]
+
+    def _added_to(self, names: Sequence[str], now: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        """Returns what a shard has added to some buffers, each as a vector. All are parts of one, as few operations."""
+        if not names:
+            return []
+        added = _vector([now[name] for name in names]) - self._base(names)
+        parts: Sequence[Tensor] = added.split([_real(now[name]).numel() for name in names])
+        return parts
 
     def _set(self, names: Iterable[str]) -> None:
         """Sets buffers to those of the step, in the model's own tensors: one that a module has put may be a sample."""
-        for name in names:
-            own = self._own[name]
-            self._buffers.put(name, own)
-            own.data.copy_(self.start[name])
-            self._versions[name] = version_of(own)
+        if not (own := {name: self._own[name] for name in names}):
+            return
+        for name, each in own.items():
+            self._buffers.put(name, each)
+            self._versions[name] = version_of(each)
+        torch._foreach_copy_([each.data for each in own.values()], [self.start[name] for name in own])
 
     def _memory(self, numel: int) -> Tensor:
         """Returns rows in which the ranks add up their nodes. Collective if they are others than before."""
@@ -176,16 +191,19 @@ def version_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def _added(below: Sums, above: Sums) -> Sums:
-    for name, value in above.items():
-        below[name] = below[name].add_(value) if name in below else value
-    return below
+    if both := [name for name in above if name in below]:
+        torch._foreach_add_([below[name] for name in both], [above[name] for name in both])
+    return above | below
 
 
 def _is_averaged(buffer: Tensor) -> bool:
     return buffer.is_floating_point() or buffer.is_complex()
 
 
-def _vector(buffer: Tensor) -> Tensor:
-    """Returns the numbers of a buffer, [numel], as float64."""
-    real = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-    return real.detach().flatten().double()
+def _real(buffer: Tensor) -> Tensor:
+    return torch.view_as_real(buffer) if buffer.is_complex() else buffer
+
+
+def _vector(buffers: Iterable[Tensor]) -> Tensor:
+    """Returns the numbers of buffers, one after another, as float64."""
+    return torch.cat([_real(each).detach().flatten() for each in buffers]).double()
