@@ -177,8 +177,8 @@ def not_a_number(comm: Communicator, chance: random.Random) -> Trial:
     samples = Noted(bad=chance.randrange(NUM_SAMPLES))
     said, _ = ending(samples, audit_every=0, max_steps=NUM_SAMPLES // GLOBAL_BATCH)
     has_read = all_gather_object(comm, samples.is_read)
-    named = re.search(r"that 0 \(Linear\) is given are not finite, in shard \d on rank (\d), sample (\d+)$", said)
-    is_right = named is not None and (has_read.index(True), samples.bad) == (int(named[1]), int(named[2]))
+    told = re.search(r"that 0 \(Linear\) is given are not finite, in shard \d on rank (\d), sample (\d+)$", said)
+    is_right = told is not None and (has_read.index(True), samples.bad) == (int(told[1]), int(told[2]))
     return Trial(is_right and sum(has_read) == 1, 1, said)
 
 

@@ -5,8 +5,8 @@
     with model.shard(1):                      p.grad is that of shard 0, to which autograd adds; buffers are the step's
         loss_of(model(x1), y1).backward()     this rank's last shard: the backward that reduces full buckets
 
-What is wrong with a block, such as a shard that is marked twice, is told with the verdicts of the step, so that all
-ranks raise it.
+A shard that is marked twice, left out or out of order, or that an error has left, is told with the verdicts of a step,
+so that all ranks raise it. What a rank finds wrong inside of a block is raised there, on that rank.
 """
 
 from __future__ import annotations
