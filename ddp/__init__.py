@@ -81,7 +81,18 @@ if TYPE_CHECKING:
     from ddp.data.orders.steps import Batches as Batches
     from ddp.data.orders.steps import BatchWarmup as BatchWarmup
     from ddp.data.samples import Splits as Splits
+    from ddp.errors import AuditFailed as AuditFailed
+    from ddp.errors import CheckpointError as CheckpointError
+    from ddp.errors import CollectiveMismatch as CollectiveMismatch
+    from ddp.errors import CommunicatorBroken as CommunicatorBroken
+    from ddp.errors import ConfigError as ConfigError
+    from ddp.errors import Diverged as Diverged
+    from ddp.errors import HookFailed as HookFailed
+    from ddp.errors import LoaderLost as LoaderLost
     from ddp.errors import PeerLost as PeerLost
+    from ddp.errors import ReplicaMismatch as ReplicaMismatch
+    from ddp.errors import UnreadableSample as UnreadableSample
+    from ddp.errors import UnusedParameters as UnusedParameters
     from ddp.errors import WorkersFailed as WorkersFailed
     from ddp.gradients.totals import Totals as Totals
     from ddp.policies import Averaging as Averaging
@@ -111,54 +122,41 @@ if TYPE_CHECKING:
     from ddp.train.tasks.cross_entropy import Classification as Classification
     from ddp.train.tasks.cross_entropy import LanguageModel as LanguageModel
     from ddp.train.tasks.task import LossFunction as LossFunction
+    from ddp.train.tasks.task import Regression as Regression
+    from ddp.train.tasks.task import Rows as Rows
     from ddp.train.tasks.task import Task as Task
     from ddp.train.watcher import Watch as Watch
 
-_HOMES = {
-    "Averaging": "ddp.policies",
-    "Batches": "ddp.data.orders.steps",
-    "BatchWarmup": "ddp.data.orders.steps",
-    "BucketedDataParallel": "ddp.replica.bucketed",
-    "ByteModel": "ddp.train.tasks.cross_entropy",
-    "Callback": "ddp.train.callbacks",
-    "Classification": "ddp.train.tasks.cross_entropy",
-    "Communicator": "ddp.comm.communicator",
-    "DistributedDataParallel": "ddp.replica.drop_in.data_parallel",
-    "DistributedSampler": "ddp.data.orders.distributed_sampler",
-    "EarlyStopping": "ddp.train.callbacks",
-    "EMA": "ddp.train.callbacks",
-    "evaluate": "ddp.train.evaluate",
-    "Evaluation": "ddp.policies",
-    "EvaluationSampler": "ddp.data.orders.sampler",
-    "fit": "ddp.train.fit",
-    "Folder": "ddp.policies",
-    "Guard": "ddp.train.guard",
-    "init": "ddp.comm.session",
-    "LanguageModel": "ddp.train.tasks.cross_entropy",
-    "launch": "ddp.run.launch.from_python",
-    "load": "ddp.run.build.load",
-    "LocalSGD": "ddp.policies",
-    "LossFunction": "ddp.train.tasks.task",
-    "NaiveDataParallel": "ddp.replica.naive",
-    "ParameterServer": "ddp.policies",
-    "PeerLost": "ddp.errors",
-    "predict": "ddp.train.evaluate",
-    "Profiler": "ddp.train.profiler",
-    "Reading": "ddp.policies",
-    "SameBits": "ddp.policies",
-    "shutdown": "ddp.comm.session",
-    "Splits": "ddp.data.samples",
-    "StepReport": "ddp.train.state",
-    "SyncBatchNorm": "ddp.replica.sync_batchnorm",
-    "Task": "ddp.train.tasks.task",
-    "Totals": "ddp.gradients.totals",
-    "TrainSampler": "ddp.data.orders.sampler",
-    "TrainState": "ddp.train.state",
-    "Watch": "ddp.train.watcher",
-    "WorkersFailed": "ddp.errors",
+_NAMES = {  # module → what a user finds in ddp
+    "ddp.comm.communicator": "Communicator",
+    "ddp.comm.session": "init shutdown",
+    "ddp.data.orders.distributed_sampler": "DistributedSampler",
+    "ddp.data.orders.sampler": "EvaluationSampler TrainSampler",
+    "ddp.data.orders.steps": "BatchWarmup Batches",
+    "ddp.data.samples": "Splits",
+    "ddp.errors": "AuditFailed CheckpointError CollectiveMismatch CommunicatorBroken ConfigError Diverged HookFailed "
+    "LoaderLost PeerLost ReplicaMismatch UnreadableSample UnusedParameters WorkersFailed",
+    "ddp.gradients.totals": "Totals",
+    "ddp.policies": "Averaging Evaluation Folder LocalSGD ParameterServer Reading SameBits",
+    "ddp.replica.bucketed": "BucketedDataParallel",
+    "ddp.replica.drop_in.data_parallel": "DistributedDataParallel",
+    "ddp.replica.naive": "NaiveDataParallel",
+    "ddp.replica.sync_batchnorm": "SyncBatchNorm",
+    "ddp.run.build.load": "load",
+    "ddp.run.launch.from_python": "launch",
+    "ddp.train.callbacks": "Callback EMA EarlyStopping",
+    "ddp.train.evaluate": "evaluate predict",
+    "ddp.train.fit": "fit",
+    "ddp.train.guard": "Guard",
+    "ddp.train.profiler": "Profiler",
+    "ddp.train.state": "StepReport TrainState",
+    "ddp.train.tasks.cross_entropy": "ByteModel Classification LanguageModel",
+    "ddp.train.tasks.task": "LossFunction Regression Rows Task",
+    "ddp.train.watcher": "Watch",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-_NAMESPACES = ("collectives", "data", "drop_in", "gradients", "optim", "strategies", "trackers")
+_NAMESPACES = ("collectives", "data", "drop_in", "errors", "gradients", "optim", "strategies", "trackers")
 __all__ = list(_HOMES)
 
 
@@ -166,9 +164,12 @@ def __getattr__(name: str) -> Any:
     if name in _NAMESPACES:
         return importlib.import_module(f"ddp.{name}")
     if name not in _HOMES:
+        from ddp.errors import did_you_mean
         from ddp.setting import strategy_hint  # which takes longer than all of this module
 
-        hint = strategy_hint(name, 'strategy="{}", of ddp.fit') if name[:1].isupper() else ""  # of a class
+        is_class = name[:1].isupper()
+        hint = strategy_hint(name, 'strategy="{}", of ddp.fit') if is_class else ""
+        hint = hint or did_you_mean(name, [each for each in __dir__() if each[:1].isupper() == is_class])
         raise AttributeError(f"module 'ddp' has no attribute {name!r}.{hint}".removesuffix("."))
     drawn = random.getstate()  # importing rich draws a number, which would be missing in the user's program
     try:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import difflib
 import pickle
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -45,6 +46,20 @@ def one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {said(error)}".split())
 
 
+_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""C0 and C1 controls, Unicode's signs for the direction of writing, and halves of letters, which no file can hold."""
+
+
+def printable(text: str, *, is_line: bool = False) -> str:
+    """Returns a text without what would command a terminal, or change the order of letters: "\\x1b" in its place.
+
+    Args:
+        is_line: newlines are replaced, too, so that the text cannot pass for a second message.
+    """
+    text = _COMMANDS.sub(lambda found: ascii(found[0])[1:-1], text)
+    return text.replace("\n", "\\n") if is_line else text
+
+
 def with_causes(error: BaseException) -> Iterator[BaseException]:
     """Yields an error, what has caused it, and what has caused that: each once, because `raise e from e` is a ring."""
     found: list[BaseException] = []
@@ -62,13 +77,79 @@ def nearest(word: object, known: Iterable[str]) -> str:
     return by_lower[near[0]] if near else ""
 
 
-def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Returns a sentence, with a space before it, that names the nearest known word; "" if none is near."""
-    near = nearest(word, known)
-    return f" Did you mean {near}?" if near else ""
+CALLED_ELSEWHERE = {  # word, or a sentence → what others call it, in lower case, letters and figures alone
+    "auto": "replicated ddp ddpspawn ddpfork ddpnotebook distributeddataparallel default nccl ncclallreduce",
+    "one_device": "onedevice singledevice",
+    "mirrored": "mirrored dp dataparallel horovod",
+    "multi_worker": "multiworker multiworkermirrored collectiveallreduce",
+    "sharded": "sharded zero zero1 zeroredundancyoptimizer ddpsharded",
+    "central_storage": "centralstorage",
+    "parameter_server": "parameterserver parameterservers ps parameterserverv2 async asynchronous",
+    "local_sgd": "localsgd diloco streamingdiloco postlocalsgd postlocalsgdoptimizer periodicmodelaverager fedavg",
+    "master_worker": "reductiontoonedevice",
+    "product": "prod multiply",
+    "mean": "avg average",
+    "cuda": "gpu",
+    "fp32": "float32 32 32true full",
+    "fp16": "float16 mixedfloat16 16 16mixed half amp",
+    "bf16": "bfloat16 mixedbfloat16 bf16mixed",
+    "bf16_pure": "bf16true",
+    "search": "tune hyperparameters",
+    "bench_step": "bench benchmark",
+    "Parameters are whole on every rank here; sharded cuts the optimizer's state alone": (
+        "fsdp fsdp2 fullyshard fullyshardeddataparallel deepspeed zero2 zero3"
+    ),
+    "Take ddp.Averaging(find_unused_parameters=True), or replica.find_unused_parameters=true": (
+        "ddpfindunusedparameterstrue"
+    ),
+    "TPUs are not supported": "tpu xla",
+    "Pipelines and tensor parallelism are not supported": (
+        "pipeline pipelineparallel gpipe tensorparallel modelparallel megatron"
+    ),
+    "It is not supported: train in float64 from Python, by ddp.fit(model.double(), …)": "fp64 float64 double 64 64true",
+    "Gradients of 8 bits are a format on the wire: replica.wire=int8": "quantize quantization quantized int8 fp8 qsgd",
+    "Searches are a command: ddp search": "optuna nevergrad ax",
+    "Give ddp.Classification()": "crossentropy categoricalcrossentropy sparsecategoricalcrossentropy nll nllloss",
+    "Give torch.nn.functional.mse_loss": "mse mseloss meansquarederror l2",
+    "Give torch.nn.functional.binary_cross_entropy_with_logits": "bce bceloss binarycrossentropy",
+    "A run is profiled with profile.steps=5, and scale measures where its time would go": "profile profiler",
+}
 
 
-class ConfigError(ValueError, RuntimeError):
+def meant(word: object, known: Iterable[str], say: str = "{}") -> str:
+    """Returns a sentence, with a space before it, for a word of another library; "" for any other word.
+
+    Args:
+        say: where the word of ours belongs.
+    """
+    letters, words = _letters(word), list(known)
+    found = next((ours for ours, theirs in CALLED_ELSEWHERE.items() if letters in theirs.split()), "")
+    if " " in found:
+        return f" {found}."
+    if found not in words:  # a class of another library may have ours in its name: HierarchicalCopyAllReduce
+        found = max((each for each in words if len(each) > 5 and _letters(each) in letters), key=len, default="")
+    return f" Did you mean {say.format(found)}?" if found else ""
+
+
+def _letters(word: object) -> str:
+    return re.sub("[^a-z0-9]|strategy", "", str(word).lower())
+
+
+def did_you_mean(word: object, known: Iterable[str], say: str = "{}") -> str:
+    """Returns a sentence, with a space before it, that names the known word that is meant; "" if none is near."""
+    words = list(known)
+    near = nearest(word, words)
+    return meant(word, words, say) or (f" Did you mean {say.format(near)}?" if near else "")
+
+
+class _Printable(Exception):
+    """An error whose message quotes files of strangers, and reaches a terminal as a traceback's last line."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(printable(each) if isinstance(each, str) else each for each in args))
+
+
+class ConfigError(_Printable, ValueError, RuntimeError):
     """A setting that cannot work: unknown, of the wrong type, or impossible beside another one."""
 
 
@@ -80,7 +161,7 @@ class ReplicaMismatch(ValueError, RuntimeError):
     """The ranks' models are not built alike, or replicas that must be equal are not."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(_Printable, ValueError):
     """A checkpoint is missing, corrupt, or belongs to another model."""
 
 

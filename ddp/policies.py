@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ddp.errors import ConfigError
+from ddp.process.files import at_home
 from ddp.setting import (
     Island,
     Precision,
@@ -72,6 +73,12 @@ class Evaluation(Policy):
     every_epochs: int | None = setting(1, "epochs between two evaluations; null: not by epochs", at_least=1)
     every_steps: int | None = setting(None, "steps between two evaluations; null: not by steps", at_least=1)
     batch: int = setting(256, "samples per worker in one forward of an evaluation", at_least=1)
+    training: int = setting(
+        0,
+        "training samples, spread over all of them, that are evaluated with the held-out ones, as training_loss and so "
+        "on; 0: none",
+        at_least=0,
+    )
 
     @property
     def is_meanwhile(self) -> bool:
@@ -107,6 +114,9 @@ class Buckets(Policy):
         None,
         "number format in which gradients travel between hosts; sums stay wide: docs/less-traffic.md; fp32: for "
         "precision=bf16_pure, whose gradients are added up as float32 then; null: their own",
+    )
+    find_unused_parameters: bool = setting(
+        False, "parameters may go without a gradient, as a head that the loss of a step does not use; false: an error"
     )
     verify_every: int = setting(
         0, "steps between two bitwise comparisons of all workers' parameters; 0: never", at_least=0
@@ -145,6 +155,10 @@ class Averaging(Buckets):
             raise ConfigError(f"strategy={self.strategy!r}: has choices of its own; give a ddp.{kind.__name__}")
 
 
+STALENESS = 4
+"""Of mode=bounded, unless it is said."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Serving(Policy):
     """Says when parameter servers make an update."""
@@ -158,19 +172,23 @@ class Serving(Policy):
         0, "workers beyond the parts of a sync step, which compute copies of what is late", at_least=0
     )
     staleness: int | None = setting(
-        None, "of mode=bounded: most updates of others while a worker computes; null: for other modes", at_least=0
+        None, "of mode=bounded: most updates of others while a worker computes; null: 4, in that mode", at_least=0
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.mode == "bounded") != (self.staleness is not None):
-            remedy = "say how many updates, as staleness=4" if self.staleness is None else "leave staleness out"
-            raise ConfigError(f"staleness={self.staleness} with mode={self.mode}: bounds mode=bounded alone; {remedy}")
+        if self.mode != "bounded" and self.staleness is not None:
+            raise ConfigError(f"staleness={self.staleness} with mode={self.mode}: bounds mode=bounded; leave one out")
         if self.backup_workers and self.mode != "sync":
             raise ConfigError(
                 f"backup_workers={self.backup_workers} with mode={self.mode}: nobody waits for the parts of a step "
                 "there; leave it out, or take mode=sync"
             )
+
+    @property
+    def bound(self) -> int | None:
+        """Returns the largest staleness of a gradient, in updates; None: it has no bound."""
+        return STALENESS if self.mode == "bounded" and self.staleness is None else self.staleness
 
     def num_parts(self, num_workers: int) -> int:
         """Returns the number of parts of a step, each of which a worker computes.
@@ -400,7 +418,7 @@ class Reports(Policy):
         "steps between two measurements of the gradient noise scale, the batch up to which more workers pay; 0: never",
         at_least=0,
     )
-    progress: bool = setting(True, "print what was derived, and a bar, or off a terminal a line per evaluation")
+    progress: bool = setting(True, "print what was derived, and a bar, or off a terminal a line every 10 s")
     curves: bool = setting(True, "draw curves.png at the end")
 
 
@@ -413,14 +431,21 @@ class Folder(Checkpoints, Reports):
         resume: "auto" continues the run in the folder, or begins it if there is none; a path continues from the run or
             checkpoint there.
         trial: three steps, one evaluation and one save only, of which no file is kept, to see whether all goes well.
+        restore_best: the model ends with the weights of the best checkpoint, and `evaluation` with its metrics.
     """
 
     path: str | Path | None = "runs/DATE_TIME"
     resume: str | Path | None = None
     trial: bool = False
+    restore_best: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("path", "resume"):
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, at_home(path))
+        if self.restore_best and self.path is None:
+            raise ConfigError("restore_best=True with path=None: the best checkpoint needs a folder; name one")
         if self.resume == "":
             raise ConfigError("resume='': take auto, or the path of a run or checkpoint, or None")
         if self.resume == "auto" and (self.path is None or self.is_unnamed):

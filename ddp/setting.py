@@ -18,7 +18,7 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from ddp.errors import ConfigError, did_you_mean
+from ddp.errors import ConfigError, did_you_mean, meant
 
 Additions = Literal["any", "canonical"]  # the order in which an all-reduce may add
 Narrow = Literal["bf16", "fp16", "int8", "int8_stochastic"]
@@ -32,21 +32,6 @@ StrategyName = Literal[
 ServerMode = Literal["sync", "async", "bounded"]
 Island = Literal["worker", "host"]
 
-CALLED_ELSEWHERE = {  # word, or a sentence → what guides call it, in lower case, without "_" and "strategy"
-    "auto": "replicated ddp ddpspawn ddpfork ddpnotebook distributeddataparallel horovod default",
-    "one_device": "onedevice singledevice",
-    "mirrored": "mirrored dp dataparallel",
-    "multi_worker": "multiworker multiworkermirrored collectiveallreduce",
-    "sharded": "sharded zero zero1 zeroredundancyoptimizer ddpsharded",
-    "central_storage": "centralstorage",
-    "parameter_server": "parameterserver parameterservers ps parameterserverv2 async asynchronous",
-    "local_sgd": "localsgd diloco streamingdiloco postlocalsgd postlocalsgdoptimizer periodicmodelaverager fedavg",
-    "Parameters are whole on every rank here; sharded cuts the optimizer's state alone": (
-        "fsdp fsdp2 fullyshard fullyshardeddataparallel deepspeed zero2 zero3"
-    ),
-    "TPUs are not supported": "tpu xla",
-}
-
 
 def strategy_hint(word: object, say: str = "{}") -> str:
     """Returns a sentence, with a space before it, for a word, a class or an object that is a strategy elsewhere; or "".
@@ -56,11 +41,7 @@ def strategy_hint(word: object, say: str = "{}") -> str:
     """
     kind = word if isinstance(word, type) else type(word)
     name = word if isinstance(word, str) else kind.__name__
-    letters = re.sub("[^a-z0-9]|strategy", "", re.split("[.:]", name)[-1].lower())  # without the name of its module
-    found = next((ours for ours, theirs in CALLED_ELSEWHERE.items() if letters in theirs.split()), "")
-    if found in get_args(StrategyName):
-        return f" Did you mean {say.format(found)}?"
-    return f" {found}." if " " in found else ""
+    return meant(re.split("[.:]", name)[-1], get_args(StrategyName), say)  # without the name of its module
 
 
 def check_region(name: object) -> None:

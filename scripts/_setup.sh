@@ -1,5 +1,6 @@
 # Sourced by the scripts beside it: goes to the repository's root and makes .venv hold exactly what constraints.txt says.
-# A second call compares one hash and installs nothing. Sets $python, the interpreter of .venv.
+# A second call compares one hash and installs nothing; of two calls at once, one waits. Sets $python, the interpreter of
+# .venv. scripts/test adds what only tests need.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python
@@ -76,17 +77,34 @@ let_torchvision_be_imported() {
 }
 
 install() {
-    local stamp=.venv/installed-from base
-    [[ -f $stamp && $(<"$stamp") == "$(wanted_stamp 2>/dev/null)" ]] && return
     find_python
     make_venv
-    rm -f "$stamp"
     install_torch
     say "installing the rest"
     pip_install setuptools wheel
-    pip_install --no-build-isolation --editable '.[test,studies]'
+    pip_install --no-build-isolation --editable '.[search,studies,submitit]'
     let_torchvision_be_imported
-    wanted_stamp >"$stamp"
 }
 
-install
+install_tests() {
+    say "installing what tests need"
+    pip_install --no-build-isolation --editable '.[test]'
+}
+
+# $1: the stamp of an installation; the rest: the function that makes it.
+unless_installed() {
+    local stamp=.venv/$1 base
+    [[ -f $stamp && $(<"$stamp") == "$(wanted_stamp 2>/dev/null)" ]] && return
+    [[ ! -L .venv ]] ||
+        fail "$PWD/.venv is a link to $(readlink .venv), and this would change that environment: remove the link"
+    (
+        find_python
+        "$base" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' # which this subshell holds until it ends
+        [[ -f $stamp && $(<"$stamp") == "$(wanted_stamp 2>/dev/null)" ]] && exit # another call was faster
+        [[ ! -f $stamp ]] || rm "$stamp"
+        "$2"
+        wanted_stamp >"$stamp"
+    ) 9>.venv.lock
+}
+
+unless_installed installed-from install

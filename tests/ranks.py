@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
 import cloudpickle
+import pytest
 
 PRELOAD = [
     *("torch", "torch.distributed", "ddp.run.build.stages", "ddp.replica.drop_in.data_parallel", "ddp.train.fit"),
@@ -134,6 +135,14 @@ def as_threads(world_size: int, program: Callable[[int, Any], Result]) -> list[R
 def without_gloo(printed: str) -> str:
     """Returns what programs printed, without the lines that Gloo of torch 2.10 prints among them."""
     return re.sub(r"^\[Gloo\] Rank \d+ is connected to .*\n", "", printed, flags=re.MULTILINE)
+
+
+in_each_mode = pytest.mark.parametrize(
+    ("overlap", "half"),
+    [(False, 1), (True, 0), *(pytest.param(*other, marks=pytest.mark.slow) for other in ((False, 0), (True, 1)))],
+    ids=["foreground", "background", "foreground, others", "background, others"],
+)
+"""Half of a file's cases with reductions in the foreground, half in the background; the rest as slow tests."""
 
 
 def run_cases(cases: Sequence[Callable[[Any], None]], comm: Any, names: Sequence[str]) -> None:

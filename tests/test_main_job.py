@@ -453,6 +453,7 @@ def test_resume_at_another_world_size_from_the_checkpoint_before_the_corrupt_one
     assert torch.load(newest, weights_only=True).keys() == final_model(finished.run_dirs[1]).keys()
 
 
+@pytest.mark.slow
 def test_a_restart_by_torchrun_goes_on_with_its_own_run_to_the_same_bits(finished: Finished, tmp_path: Path) -> None:
     restarting = [*TORCHRUN[:-1], "--max-restarts", "3", TORCHRUN[-1]]
     process = start([*restarting, *JOB], tmp_path)  # neither run.name nor resume=auto

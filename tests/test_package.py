@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import fcntl
 import hashlib
+import importlib
 import json
 import os
 import shutil
@@ -57,6 +60,7 @@ def test_an_installed_package_trains_from_any_folder(tmp_path: Path) -> None:
     assert {path.name for path in elsewhere.iterdir()} == {"runs"}
 
 
+@pytest.mark.slow
 def test_the_command_works_from_any_folder_without_activating_anything(tmp_path: Path) -> None:
     clone, elsewhere = tmp_path / "the clone", tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -128,6 +132,34 @@ def test_the_scripts_take_a_python_that_fits(found: dict[str, str], said: str, t
     assert said in ended.stderr.splitlines()[0]
 
 
+def test_a_linked_environment_is_left_alone_and_two_first_calls_do_not_meet(tmp_path: Path) -> None:
+    checkout, others = tmp_path / "checkout", tmp_path / "others"
+    (checkout / "scripts").mkdir(parents=True)
+    others.mkdir()
+    for name in ("scripts/_setup.sh", "constraints.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, checkout / name)
+    command = ["bash", "-c", "set -euo pipefail; source scripts/_setup.sh"]
+    (checkout / ".venv").symlink_to(others)
+    refused = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 1 and f".venv is a link to {others}" in refused.stderr
+    assert not list(others.iterdir())
+
+    (checkout / ".venv").unlink()
+    (checkout / ".venv" / "bin").mkdir(parents=True)
+    (checkout / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    with (checkout / ".venv.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as a first call does while it installs
+        with subprocess.Popen(command, cwd=checkout, stderr=subprocess.PIPE, text=True) as second:
+            while "FLOCK" not in (waits := Path("/proc/locks").read_text()) or "->" not in waits:
+                assert second.poll() is None, second.stderr
+            content = b"".join((checkout / name).read_bytes() for name in ("constraints.txt", "pyproject.toml"))
+            stamp = hashlib.sha256(content + f"{sys.version_info[:2]} {checkout}".encode())
+            (checkout / ".venv" / "installed-from").write_text(stamp.hexdigest())
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            assert second.wait(60) == 0 and second.stderr is not None
+            assert second.stderr.read() == "", "it installs nothing more"
+
+
 def test_importing_ddp_and_its_data_leaves_torch_for_later() -> None:
     program = """
 import sys
@@ -138,3 +170,36 @@ assert _pickled(print, (), {}) and "torch" not in sys.modules, "workers would wa
 assert all(getattr(ddp.data, name).__name__ == name for name in ddp.data.__all__)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_every_error_has_a_name_in_ddp_and_a_misspelt_one_a_hint() -> None:
+    """A program that catches an error writes `except ddp.ConfigError`, before anything has imported ddp.errors."""
+    program = """
+import sys
+import ddp
+assert "ddp.errors" not in sys.modules
+assert issubclass(ddp.ConfigError, ValueError) and ddp.errors.ConfigError is ddp.ConfigError
+kinds = {name: each for name, each in vars(ddp.errors).items() if isinstance(each, type) and name[0] != "_"}
+classes = {name: each for name, each in kinds.items() if issubclass(each, Exception)}
+assert len(classes) > 10
+assert all(getattr(ddp, name) is each and name in ddp.__all__ for name, each in classes.items())
+misspelt = {"ConfgError": "ConfigError", "Diverge": "Diverged", "LoadersLost": "LoaderLost", "fitt": "fit"}
+for wrong, right in misspelt.items():
+    try:
+        getattr(ddp, wrong)
+    except AttributeError as error:
+        assert str(error) == f"module 'ddp' has no attribute {wrong!r}. Did you mean {right}?", error
+    else:
+        raise AssertionError(wrong)
+assert not hasattr(ddp, "nothing_like_it") and "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("package", ["ddp", "ddp/data"])
+def test_names_for_users_are_those_that_type_checkers_see(package: str) -> None:
+    tree = ast.parse((ROOT / package / "__init__.py").read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module.startswith("ddp.")]
+    seen = {alias.name: node.module for node in imports for alias in node.names if alias.asname == alias.name}
+    homes = importlib.import_module(package.replace("/", "."))._HOMES
+    assert seen == homes

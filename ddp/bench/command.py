@@ -21,14 +21,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from ddp.bench.place import Bed, Place, strangers
 from ddp.bench.report import draw_plot, from_json, print_report, to_json
 from ddp.bench.turns import PROGRESS, Cell
 from ddp.comm.meeting.place import place
 from ddp.errors import ConfigError, WorkersFailed
 from ddp.process.arguments import Parser, listed, whole
+from ddp.process.terminal import console, say
 from ddp.run.launch.from_python import launch
 from ddp.run.settings.checks import most_workers
 
@@ -106,17 +105,16 @@ def run(
     with strangers(options.beside):
         cells = _on_this_host(jobs, options) if where.bed is None else _on_bed(where.bed, options.name, kind)
     _finish(merge(cells), options)
-    print(f"load average of the machine before the run: {load:.1f}")
+    say(f"load average of the machine before the run: {load:.1f}")
 
 
 def _finish(cells: Sequence[Cell], options: argparse.Namespace) -> None:
-    console = Console()
-    print_report(cells, console if console.is_terminal else Console(width=190))
+    print_report(cells, console(wide=190))
     if options.json:
         options.json.write_text(to_json(cells))
     if options.plot:
         draw_plot(cells, options.plot)
-        print(f"plot: {options.plot}")
+        say(f"plot: {options.plot}")
 
 
 def _on_this_host(jobs: Sequence[Job], options: argparse.Namespace) -> list[Cell]:
@@ -171,7 +169,7 @@ def _lines_of(command: Sequence[str]) -> list[str]:
             for line in process.stdout:
                 said.append(line)
                 if PROGRESS in line:
-                    print(line, end="", file=sys.stderr, flush=True)
+                    say(line.rstrip("\n"), to=sys.stderr)
         except BaseException:
             process.terminate()  # it ends what it has started on the hosts, and removes them
             raise

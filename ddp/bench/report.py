@@ -20,10 +20,11 @@ from rich.table import Table
 from ddp.bench.collectives import CollectiveCell
 from ddp.bench.turns import Cell, TimedCell
 from ddp.errors import ConfigError
+from ddp.process import records
 from ddp.units import format_size, format_time, three_digits, written
 
 AnyCell = TypeVar("AnyCell", bound=Cell)
-WORDS = ("case", "algorithm", "model", "variant", "method", "job", "strategy", "fault")
+WORDS = ("case", "algorithm", "model", "variant", "method", "job", "strategy")
 """Columns that hold words; all others hold numbers."""
 NEAR = 0.3
 """A prediction is near if it is within this share of what was measured."""
@@ -81,7 +82,8 @@ def _by_place(cells: Iterable[AnyCell]) -> dict[str, list[AnyCell]]:
 def to_json(cells: Sequence[Cell]) -> str:
     """Writes a list of cells; those with turns say how many times as fast as their rival ours is, too."""
     ratios = [{"speedup": cell.speedup} if isinstance(cell, TimedCell) else {} for cell in cells]
-    return json.dumps([{**asdict(cell), **ratio} for cell, ratio in zip(cells, ratios, strict=True)], indent=1) + "\n"
+    plain = [{**asdict(cell), **ratio} for cell, ratio in zip(cells, ratios, strict=True)]
+    return records.to_json(plain, indent=1) + "\n"
 
 
 def from_json(text: str, kind: type[AnyCell]) -> list[AnyCell]:

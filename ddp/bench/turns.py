@@ -22,6 +22,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
+from ddp.process.terminal import say
 from ddp.units import three_digits
 
 TURN_S, MOST_REPETITIONS = 0.2, 200
@@ -122,4 +123,4 @@ def announce(cell: TimedCell) -> None:
     """Tells whoever waits, on rank 0, that a cell is done."""
     if dist.get_rank() == 0:
         speedup = "" if cell.speedup is None else f": {cell.speedup:.2f}x"
-        print(f"{PROGRESS}{cell.place}: {cell.name}{speedup}", file=sys.stderr, flush=True)
+        say(f"{PROGRESS}{cell.place}: {cell.name}{speedup}", to=sys.stderr)

@@ -30,13 +30,11 @@ from functools import partial
 from statistics import median
 
 import torch
-from torch import Tensor
 
 from ddp import gpu
 from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Goal, Recv, Schedule, Send
 from ddp.collectives.simulate import Link, Network
-from ddp.comm.device_group import DeviceGroup
 from ddp.comm.flat_collectives import FlatCollectives
 from ddp.comm.host_links import HostLinks
 from ddp.comm.host_reduce import HostGroup, NoSharedMemory
@@ -105,8 +103,6 @@ def calibrate(collectives: FlatCollectives, settings: Settings) -> Measured:
             mine |= timed({f"{name} beta": exchange(1, BULK_BYTES)}, device=device)
     if collectives.group is not None:
         mine |= _in_memory(collectives.group, max(map(len, hosts)), device)
-    if collectives.device_group is not None:
-        mine |= _in_memory(collectives.device_group, links.world_size, device)
     return figures(agreed(mine, links.gather_bytes), hosts)
 
 
@@ -178,12 +174,11 @@ def _link(times: Mapping[str, float], name: str) -> Link | None:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def _in_memory(group: HostGroup | DeviceGroup, largest_host: int, device: torch.device) -> Times:
+def _in_memory(group: HostGroup, largest_host: int, device: torch.device) -> Times:
     """Times all-reduces among the ranks of this host, of a tensor that they share, and of one that they need not."""
     sizes = [nbytes for nbytes in MEMORY_BYTES if nbytes * largest_host <= MEMORY_IN_ALL]
-    reduce, tensors = partial(group.all_reduce, op="sum", sequence=0), dict[str, Tensor]()
-    if isinstance(group, HostGroup):
-        tensors["ordinary"] = torch.zeros(sizes[-1] // 4, dtype=torch.float32, device=device)
+    reduce = partial(group.all_reduce, op="sum", sequence=0)
+    tensors = {"ordinary": torch.zeros(sizes[-1] // 4, dtype=torch.float32, device=device)}
     try:
         tensors["allocated"] = group.allocate(sizes[-1] // 4, torch.float32, sequence=0)
     except NoSharedMemory:  # on all ranks of the host alike

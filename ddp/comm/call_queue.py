@@ -54,7 +54,6 @@ class CallQueue:
         history: the last calls that have begun.
         neighbour: the rank that a collective is said to wait for first.
         runners: what is in flight on these ends in `abandon`.
-        release: ends waits of a GPU for peers of which NCCL knows nothing.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class CallQueue:
         self._runner = Runner(f"ddp-collectives-{rank}", device, self.history)
         self._beside = Runner(f"ddp-chain-{rank}", device, self.history)  # for what a chain does not wait for
         self.runners = [self._runner, self._beside]
-        self.release: Callable[[], None] = lambda: None
         self._turn = threading.Lock()  # held while a collective runs
         self._running = Call(0, "start-up")
         self._chain: int | None = None  # the thread in which one runs

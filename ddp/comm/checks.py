@@ -13,7 +13,7 @@ from torch import Tensor
 from ddp.collectives.shards import most_nodes
 from ddp.comm.reduction import COMBINE, SIGNED, refuse_divisor_out_of_range
 from ddp.comm.wire_format import wire_format
-from ddp.errors import ConfigError
+from ddp.errors import ConfigError, did_you_mean
 from ddp.setting import WireName
 
 OPERATIONS = ("mean", *COMBINE)
@@ -108,7 +108,8 @@ def operation(op: str, dtype: torch.dtype) -> None:
 def reduction(op: str, dtype: torch.dtype, divide_by: SupportsInt = 1, wire_name: WireName | None = None) -> None:
     """Refuses an operation, a divisor or a wire format that is unknown, or that does not go with the others."""
     if op not in OPERATIONS:
-        raise ConfigError(f"op={op!r} is unknown; choose one of {', '.join(OPERATIONS)}")
+        hint = did_you_mean(str(op).rpartition(".")[2], OPERATIONS)  # of torch's ReduceOp, too
+        raise ConfigError(f"op={op!r} is unknown; choose one of {', '.join(OPERATIONS)}.{hint}".removesuffix("."))
     operation(op, dtype)
     wire(wire_name, op, dtype)
     if divide_by == 1:

@@ -112,8 +112,6 @@ class Communicator(Verbs):
             self._collectives = self._queue.run(Call(0, "start-up"), starting)
             if self._collectives.cross_host is not None:
                 self._queue.runners.append(self._collectives.cross_host.runner)
-            if self._collectives.device_group is not None:
-                self._queue.release = self._collectives.device_group.release
         if world_ranks and not self._collectives.offers(settings.algorithm):
             settings = replace(settings, algorithm="auto")  # a group of one rank shares no memory, for example
         try:

@@ -11,19 +11,15 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import torch.distributed as dist
-
 from ddp.collectives.placed import Hosts
 from ddp.comm.cross_host import CrossHost
-from ddp.comm.device_group import DeviceGroup
-from ddp.comm.flat_collectives import IN_MEMORY, FlatCollectives
+from ddp.comm.flat_collectives import FlatCollectives
 from ddp.comm.host_links import HostLinks
-from ddp.comm.host_memory import HostMemory, NoSharedMemory, tried
+from ddp.comm.host_memory import HostMemory, tried
 from ddp.comm.host_reduce import HostGroup
 from ddp.comm.meeting.place import host_name
 from ddp.comm.settings import CPU, Settings
 from ddp.comm.transport.edge import Gather, GiveUpCheck, gathered, never_hopeless
-from ddp.comm.transport.nccl import NcclTransport
 from ddp.comm.transport.shared_memory import KINDS, Barrier, Kind, SharedMemory, why_unsupported
 from ddp.comm.transport.topology import discover
 from ddp.comm.watch.watchdog import Watchdog
@@ -69,28 +65,7 @@ def connect(links: HostLinks, watchdog: Watchdog, settings: Settings, channels: 
     if joined.shares_memory and len(joined.hosts) > 1:
         channel = channels.take(links.gather_bytes)
         cross_host = CrossHost(links, joined.hosts, joined.group, channel=channel)
-    device_group = _of_gpus(links, watchdog, settings) if len(joined.hosts) == 1 else None
-    return FlatCollectives(links, joined.hosts, joined.group, cross_host, device_group)
-
-
-def _of_gpus(links: HostLinks, watchdog: Watchdog, settings: Settings) -> DeviceGroup | None:
-    """Connects the memories of the ranks' GPUs, if they are all of torch's ranks, and it was asked for. Collective."""
-    is_asked_for = settings.algorithm == IN_MEMORY and settings.shared_memory and settings.device.type != CPU.type
-    are_all = dist.is_initialized() and dist.get_world_size() == links.world_size > 1
-    if not is_asked_for or not are_all:  # groups of some ranks would disturb each other: pytorch/pytorch#196082
-        return None
-    try:
-        return DeviceGroup(
-            links,
-            settings.device,
-            timeout_s=settings.abort_s,
-            hopeless_because=watchdog.hopeless_because,
-            is_watched=isinstance(links.transport, NcclTransport),
-        )
-    except NoSharedMemory as error:  # on all ranks alike
-        if links.rank == 0:
-            log.warning("collectives do not go through the memory of the GPUs: %s", error)
-        return None
+    return FlatCollectives(links, joined.hosts, joined.group, cross_host)
 
 
 class Joined(NamedTuple):

@@ -1,7 +1,6 @@
 """Every collective on a flat tensor, by the fastest means that connect this rank with the others.
 
     memory          all ranks share a host's memory                      `host_reduce.py`
-                    or the memory of its GPUs                            `device_group.py`
     cross host      memory inside each host, links between the hosts     `cross_host.py`
     links           a schedule over the transport                        `host_links.py`
 
@@ -44,7 +43,6 @@ from ddp.collectives.schedule import Expression, Goal, Schedule, canonical, offs
 from ddp.collectives.shards import is_canonical_over_ranks, nodes_by_rank
 from ddp.collectives.slice_owners import schedule_over_shards
 from ddp.comm.cross_host import CrossHost
-from ddp.comm.device_group import DeviceGroup
 from ddp.comm.flat import bounds_of
 from ddp.comm.host_links import HostLinks, by_size
 from ddp.comm.host_memory import NoSharedMemory
@@ -151,7 +149,6 @@ class FlatCollectives:
         hosts: the ranks of every host.
         group: this host's ranks in memory, if it has several and they share it.
         cross_host: connects the memories of several hosts, where ranks of a host share memory.
-        device_group: all ranks in the memory of their GPUs, if they share it.
 
     Attributes:
         routes: every route that an all-reduce can take here, by name.
@@ -164,13 +161,11 @@ class FlatCollectives:
         hosts: Hosts,
         group: HostGroup | None = None,
         cross_host: CrossHost | None = None,
-        device_group: DeviceGroup | None = None,
     ) -> None:
         self.rank, self.world_size = links.rank, links.world_size
         self.links, self.hosts, self.group, self.cross_host = links, hosts, group, cross_host
-        self.device_group = device_group
         self._shares_memory = group is not None or cross_host is not None
-        self.routes = possible_routes(hosts, shared_memory=self._shares_memory or device_group is not None)
+        self.routes = possible_routes(hosts, shared_memory=self._shares_memory)
         self.slices = list(range(self.world_size))
         if cross_host is not None and cross_host.slices is not None:
             self.slices = cross_host.slices
@@ -178,10 +173,8 @@ class FlatCollectives:
 
     # --- what is reachable here --------------------------------------------------------------------------------------
 
-    def memory_of(self, flat: Tensor) -> HostGroup | DeviceGroup | None:
+    def memory_of(self, flat: Tensor) -> HostGroup | None:
         """Returns the memory in which all ranks reach such a tensor, if they share any."""
-        if self.device_group is not None and not flat.is_cpu:
-            return self.device_group if self.device_group.find(flat) else None
         return self.group if self.cross_host is None and flat.is_cpu else None
 
     def offers(self, algorithm: str) -> bool:
@@ -369,9 +362,9 @@ class FlatCollectives:
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, sequence: int) -> Tensor:
         """Returns [numel] zeros, in the host's memory where its ranks share it."""
-        if (memory := self.device_group or self.group) is not None:
+        if self.group is not None:
             try:
-                return memory.allocate(numel, dtype, sequence=sequence)
+                return self.group.allocate(numel, dtype, sequence=sequence)
             except NoSharedMemory as error:  # on all ranks of the host alike
                 log.warning("a buffer of %d %s is not shared with the neighbours: %s", numel, dtype, error)
         try:
@@ -386,16 +379,15 @@ class FlatCollectives:
         """Gives memory from `allocate` back, from any thread and at any time."""
         if tensor.data_ptr() in self._unshared:
             self._unshared.discard(tensor.data_ptr())
-        elif (memory := self.device_group or self.group) is not None:
-            memory.free(tensor)
+        elif self.group is not None:
+            self.group.free(tensor)
 
     def close(self) -> None:
         """Gives the memory back."""
         if self.cross_host is not None:
             self.cross_host.close()
-        for memory in (self.group, self.device_group):
-            if memory is not None:
-                memory.close()
+        if self.group is not None:
+            self.group.close()
 
     @cached_property
     def _is_canonical_in_slices(self) -> bool:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import builtins
 import json
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -82,6 +83,19 @@ def broadcast_object(comm: Communicator, value: Any, root: int = 0) -> Any:
     return unpacked(_broadcast(comm, packed(value if comm.rank == root else None), root))
 
 
+def gather_object(comm: Communicator, value: Any) -> list[Any]:
+    """Returns every rank's object on rank 0, as `all_gather_object` does; elsewhere an empty list."""
+    data = comm.gather(gpu.sent(packed(value), comm.device))
+    return [unpacked(each) for each in _arrived(comm, data)] if data else []
+
+
+def scatter_object(comm: Communicator, values: Sequence[Any] | None) -> Any:
+    """Returns the object that rank 0 has for this rank; what the others pass is ignored. None: none has one."""
+    values = [None] * comm.world_size if values is None else values
+    data = [gpu.sent(packed(value), comm.device) for value in values] if comm.rank == 0 else None
+    return unpacked(_arrived(comm, [comm.scatter(data)])[0])
+
+
 def _broadcast(comm: Communicator, data: Tensor, root: int) -> Tensor:
     size = gpu.sent(torch.tensor([data.numel()], device="cpu"), comm.device)
     comm.broadcast(size, root, label="size of an object")
@@ -113,11 +127,11 @@ def on_rank_zero(comm: Communicator, work: Callable[[], Result], *, label: str) 
         try:
             outcome = packed(("done", work()))
         except Exception as error:
-            outcome, raised = packed(("raised", type(error).__name__, _arguments(error), str(error))), error
+            outcome, raised = packed(("raised", *error_values(error))), error
     comm.peers.wait_for_rank_zero(label)
     how, *rest = unpacked(_broadcast(comm, outcome, 0))
     if how == "raised":
-        raise raised or _error(*rest)
+        raise raised or error_of(*rest, where="rank 0")
     result: Result = rest[0]
     return result
 
@@ -125,22 +139,19 @@ def on_rank_zero(comm: Communicator, work: Callable[[], Result], *, label: str) 
 # --- an exception ----------------------------------------------------------------------------------------------------
 
 
-def _arguments(error: Exception) -> list[Any] | None:
-    """Returns an exception's arguments; None if they cannot be sent, or its class is unknown elsewhere."""
-    if _ERRORS.get(type(error).__name__) is not type(error):
-        return None
-    arguments = list(error.__reduce__()[1])
-    try:
-        packed(arguments)
-    except TypeError:
-        return None
-    return arguments
+def error_values(error: Exception) -> tuple[str, list[Any] | None, str]:
+    """Returns class, arguments and text of an exception; no arguments if these, or its class, are not sent."""
+    name, arguments = type(error).__name__, None
+    if _ERRORS.get(name) is type(error):
+        with suppress(TypeError):
+            packed(given := list(error.__reduce__()[1]))
+            arguments = given
+    return name, arguments, errors.said(error)
 
 
-def _error(name: str, arguments: list[Any] | None, text: str) -> Exception:
-    if arguments is None:
-        return RuntimeError(f"{name} on rank 0: {text}")
-    return _ERRORS[name](*arguments)
+def error_of(name: str, arguments: list[Any] | None, text: str, *, where: str) -> Exception:
+    """Returns the exception of which `error_values` has returned these, or a RuntimeError without its arguments."""
+    return RuntimeError(f"{name} on {where}: {text}") if arguments is None else _ERRORS[name](*arguments)
 
 
 # --- an object as bytes ----------------------------------------------------------------------------------------------

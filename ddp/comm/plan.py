@@ -239,12 +239,10 @@ class Plan:
             ConfigError: the route uses the host's memory, and the tensor is elsewhere.
         """
         asked = self.algorithm if algorithm == "auto" else algorithm
-        of_gpus = self._collectives.device_group is not None
-        is_beside = of_gpus and self._collectives.memory_of(flat) is None  # `allocate` has not given it
-        if asked == "auto" or (is_beside and asked == IN_MEMORY):
-            asked = self._choose(flat.nbytes, wire, in_memory=not is_beside)
+        if asked == "auto":
+            asked = self._choose(flat.nbytes, wire)
         route = self._routes.get(asked) or cheapest(self.ranking(flat.nbytes, wire=wire), asked).route
-        if route.in_memory and not flat.is_cpu and not of_gpus:
+        if route.in_memory and not flat.is_cpu:
             raise ConfigError(f"a tensor on {flat.device}: this communicator's are on the CPU; move it there")
         return route
 
@@ -292,10 +290,8 @@ class Plan:
         checks.size(nbytes)
         return self._queue.run(self._queue.number(question, how=(nbytes,)), answer)
 
-    def _choose(
-        self, nbytes: int, wire: Narrow | None = None, *, in_memory: bool = True, is_canonical: bool = False
-    ) -> str:
-        if IN_MEMORY in self._routes and in_memory:
+    def _choose(self, nbytes: int, wire: Narrow | None = None, *, is_canonical: bool = False) -> str:
+        if IN_MEMORY in self._routes:
             return IN_MEMORY
         if self._is_direct and not (is_canonical and not self._routes[DIRECT].is_canonical):
             return DIRECT
@@ -303,7 +299,6 @@ class Plan:
         if key not in self.choices:
             size = size_of_trial(nbytes)
             ranking = self.ranking(size, wire=wire, is_canonical=is_canonical)
-            ranking = [each for each in ranking if in_memory or each.route.schedule]
             candidates = affordable(ranking)
             predicted = {choice.route.name: choice.predicted_s for choice in ranking}
             times = self._trial(size, candidates, wire) if len(candidates) > 1 else predicted
@@ -369,7 +364,6 @@ class Plan:
             runs = {
                 each.route.name: partial(self._collectives.all_reduce, flat, each.route, reduction)
                 for each in candidates
-                if each.route.schedule or self._collectives.device_group is None  # whose memory the tensor is not in
             }
             self._trials[nbytes, wire] = agreed(timed(runs, in_a_row, device=device), gather)
         return self._trials[nbytes, wire]

@@ -22,8 +22,7 @@ class Settings:
         generation: version of the membership.
         algorithm: what `algorithm="auto"` in a call stands for; "auto" here: the route that takes least time.
         order: "canonical" lets "auto" take only routes whose additions follow the canonical binary tree over the ranks.
-        shared_memory: let CPU tensors go through the memory of a host where its ranks share it; those of GPUs that
-            `allocate` has given, too, if `algorithm` is "shared_memory" (`device_group.py`, not run on a GPU yet).
+        shared_memory: let CPU tensors go through the memory of a host where its ranks share it.
         segment_bytes: size of a pipelining piece of a chunk.
         abort_s: longest wait for a neighbour, in seconds.
         debug: compare what the ranks call before every collective.

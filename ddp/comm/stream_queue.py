@@ -209,7 +209,6 @@ class StreamQueue(CallQueue):
         """Keeps the deadline of a collective that the GPU has come to, and has not ended."""
         if self.error is not None:
             self._abort()  # unless that was done, because somebody else has found the error
-            self.release()
             return
         if culprit := self._watchdog.hopeless_because():
             self._fail(TransportError(flight.peer, f"rank {culprit[0]}: {culprit[1]}", timed_out=True))

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Literal, SupportsInt, TypedDict, TypeVar, Unpack, overload
+from typing import Literal, SupportsInt, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
 from torch.autograd import profiler
 
 from ddp.collectives.schedule import offsets
-from ddp.comm import checks
+from ddp.comm import checks, differentiable
 from ddp.comm.call_queue import CallQueue
 from ddp.comm.flat import bounds_of, buffers, by_rank, dtype_name, flatten, with_rows, write_back
 from ddp.comm.flat_collectives import IN_MEMORY, FlatCollectives
@@ -33,6 +33,8 @@ Now = Literal[False]  # of `async_op`
 Later = Literal[True]
 Given = TypeVar("Given", bound=Tensor | list[Tensor])
 Result = TypeVar("Result")
+Eventual: TypeAlias = Result | Work[Result]
+"""The result of a verb; with `async_op`, its `Work`."""
 
 
 class Terms(TypedDict, total=False):
@@ -74,9 +76,7 @@ class Verbs:
     @overload
     def all_reduce(self, tensor: Given, op: Op = "sum", *, async_op: Later, **how: Unpack[How]) -> Work[Given]: ...
     @overload
-    def all_reduce(
-        self, tensor: Given, op: Op = "sum", *, async_op: bool, **how: Unpack[How]
-    ) -> Given | Work[Given]: ...
+    def all_reduce(self, tensor: Given, op: Op = "sum", *, async_op: bool, **how: Unpack[How]) -> Eventual[Given]: ...
     def all_reduce(
         self,
         tensor: Given,
@@ -88,8 +88,10 @@ class Verbs:
         num_shards: int | None = None,
         async_op: bool = False,
         label: str = "",
-    ) -> Given | Work[Given]:
+    ) -> Eventual[Given]:
         """Combines `tensor` over all ranks, in place; bitwise the same everywhere afterwards.
+
+        Of a tensor that was computed in a graph of autograd, a sum or a mean has a gradient (`differentiable.py`).
 
         Args:
             tensor: any shape, the same on every rank; or a list, which travels together (one message per dtype).
@@ -114,10 +116,15 @@ class Verbs:
             CollectiveMismatch: a rank called another collective.
             CommunicatorBroken: an earlier collective failed.
         """
-        for one in checks.tensors(tensor):
+        given = checks.tensors(tensor)
+        for one in given:
             checks.result_on(self.device, one)
             checks.reduction(op, one.dtype, divide_by, wire)
         self.plan.check(algorithm)
+        if differentiable.is_differentiated(given, in_place=True, async_op=async_op):
+            how = {"algorithm": algorithm, "divide_by": divide_by, "wire": wire, "num_shards": num_shards}
+            differentiable.all_reduce(self, given, op, {**how, "label": label})
+            return tensor
         if num_shards is not None:
             checks.rows_of_shards(tensor, num_shards, self.world_size, op, wire)
         call = self._queue.number("all_reduce", op, tensor, label, how=(algorithm, wire, num_shards))
@@ -160,7 +167,7 @@ class Verbs:
     def reduce_scatter(self, tensor: Tensor, op: Op = "sum", *, async_op: Later, label: str = "") -> Work[Tensor]: ...
     def reduce_scatter(
         self, tensor: Tensor, op: Op = "sum", *, async_op: bool = False, label: str = ""
-    ) -> Tensor | Work[Tensor]:
+    ) -> Eventual[Tensor]:
         """Returns this rank's chunk of the combined tensor; `tensor` itself is left as it was.
 
         Returns:
@@ -191,7 +198,7 @@ class Verbs:
     @overload
     def reduce_scatter_(
         self, flat: Tensor, bounds: Sequence[int], op: Op = "sum", *, async_op: bool, **how: Unpack[ScatterTerms]
-    ) -> Tensor | Work[Tensor]: ...
+    ) -> Eventual[Tensor]: ...
     def reduce_scatter_(
         self,
         flat: Tensor,
@@ -204,7 +211,7 @@ class Verbs:
         on_hosts: bool = False,
         async_op: bool = False,
         label: str = "",
-    ) -> Tensor | Work[Tensor]:
+    ) -> Eventual[Tensor]:
         """Combines slice s of `flat` over all ranks into that of the rank whose number in `slices` is s, in place.
 
         The rest of `flat` is undefined then.
@@ -251,7 +258,7 @@ class Verbs:
     ) -> Work[Tensor]: ...
     def reduce(
         self, tensor: Tensor, root: int = 0, op: Op = "sum", *, async_op: bool = False, label: str = ""
-    ) -> Tensor | Work[Tensor]:
+    ) -> Eventual[Tensor]:
         """Combines `tensor` over all ranks into the root's, in place; the others' are left as they were."""
         checks.root(root, self.world_size)
         checks.result_on(self.device, tensor)
@@ -273,9 +280,7 @@ class Verbs:
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: Now = False, label: str = "") -> Tensor: ...
     @overload
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: Later, label: str = "") -> Work[Tensor]: ...
-    def broadcast(
-        self, tensor: Tensor, root: int = 0, *, async_op: bool = False, label: str = ""
-    ) -> Tensor | Work[Tensor]:
+    def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False, label: str = "") -> Eventual[Tensor]:
         """Gives every rank the root's values, in place."""
         checks.root(root, self.world_size)
         checks.result_on(self.device, tensor)
@@ -293,15 +298,17 @@ class Verbs:
     def all_gather(self, tensor: Tensor, *, async_op: Now = False, label: str = "") -> list[Tensor]: ...
     @overload
     def all_gather(self, tensor: Tensor, *, async_op: Later, label: str = "") -> Work[list[Tensor]]: ...
-    def all_gather(
-        self, tensor: Tensor, *, async_op: bool = False, label: str = ""
-    ) -> list[Tensor] | Work[list[Tensor]]:
+    def all_gather(self, tensor: Tensor, *, async_op: bool = False, label: str = "") -> Eventual[list[Tensor]]:
         """Returns every rank's tensor, by rank. All dimensions but the first must agree.
+
+        They have a gradient if the tensor requires one (`differentiable.py`).
 
         Args:
             tensor: [n_r, ...]; n_r may differ by rank and may be 0. A scalar counts as [1].
         """
         checks.on(self.device, tensor)
+        if differentiable.is_differentiated((tensor,), in_place=False, async_op=async_op):
+            return differentiable.all_gather(self, tensor, label)
         mine = with_rows(tensor)
         call = self._queue.number("all_gather", label=label, how=_agreed(mine))  # first dimensions may differ by rank
 
@@ -318,7 +325,7 @@ class Verbs:
     def all_gather_(self, flat: Tensor, bounds: Sequence[int], *, async_op: Later, label: str = "") -> Work[Tensor]: ...
     def all_gather_(
         self, flat: Tensor, bounds: Sequence[int], *, async_op: bool = False, label: str = ""
-    ) -> Tensor | Work[Tensor]:
+    ) -> Eventual[Tensor]:
         """Gives everyone slice s of `flat` from the rank whose number in `slices` is s, in place.
 
         Args:
@@ -341,7 +348,7 @@ class Verbs:
     def gather(self, tensor: Tensor, root: int = 0, *, async_op: Later, label: str = "") -> Work[list[Tensor]]: ...
     def gather(
         self, tensor: Tensor, root: int = 0, *, async_op: bool = False, label: str = ""
-    ) -> list[Tensor] | Work[list[Tensor]]:
+    ) -> Eventual[list[Tensor]]:
         """Returns every rank's tensor, by rank, on the root; an empty list elsewhere.
 
         Args:
@@ -369,7 +376,7 @@ class Verbs:
     ) -> Work[Tensor]: ...
     def scatter(
         self, tensors: Sequence[Tensor] | None = None, root: int = 0, *, async_op: bool = False, label: str = ""
-    ) -> Tensor | Work[Tensor]:
+    ) -> Eventual[Tensor]:
         """Returns rank r's tensor out of the root's list; shapes may differ. The other ranks pass nothing.
 
         Raises:
@@ -399,7 +406,7 @@ class Verbs:
     def all_to_all(self, tensors: Sequence[Tensor], *, async_op: Later, label: str = "") -> Work[list[Tensor]]: ...
     def all_to_all(
         self, tensors: Sequence[Tensor], *, async_op: bool = False, label: str = ""
-    ) -> list[Tensor] | Work[list[Tensor]]:
+    ) -> Eventual[list[Tensor]]:
         """Sends tensors[r] to rank r; returns what rank 0, 1, … sent here.
 
         Args:

@@ -13,6 +13,7 @@ from ddp.collectives.schedule import ScheduleError
 from ddp.commands.registry import COMMANDS
 from ddp.errors import WorkersFailed
 from ddp.process.arguments import Parser, program, whole
+from ddp.process.terminal import say
 from ddp.run.settings.checks import most_workers
 from ddp.units import parse_delay, parse_rate
 
@@ -28,14 +29,16 @@ def respond(parser: Parser, options: argparse.Namespace, answer: Callable[[argpa
     """Prints an answer, or in one line why there is none. Returns the exit status."""
     try:
         if text := answer(options):  # one rank of many says it
-            print(text, flush=True)
+            say(text)
     except WorkersFailed as error:  # first, because it is also of the type of its cause
-        print(error, file=sys.stderr, flush=True)
+        say(error, to=sys.stderr)
         return 1
+    except MemoryError:
+        parser.error("what is asked for does not fit into the memory of this host")
     except (ValueError, ScheduleError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
-        print("stopped by SIGINT before there was an answer", file=sys.stderr, flush=True)
+        say("stopped by SIGINT before there was an answer", to=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:  # the reader, such as `head`, has left; nothing must be flushed at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -25,6 +25,7 @@ from ddp.errors import ConfigError, WorkersFailed, first_line
 from ddp.process.clock import now_s
 from ddp.process.host import INTERFACE, THREAD_VARIABLES, Facts, facts
 from ddp.process.memory import VARIABLES
+from ddp.process.terminal import say
 from ddp.units import binary_size, counted, format_bandwidth, format_time
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def of_a_rank(data: str) -> Diagnosis:
         comm = ddp.init(device="auto", warn_s=WARN_S, abort_s=ABORT_S)
         found = together(comm, mine)
         if comm.rank == 0:
-            print(found.text, flush=True)
+            say(found.text)
         comm.barrier()
         ddp.shutdown()
         return found._replace(text="")

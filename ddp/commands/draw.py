@@ -109,7 +109,6 @@ def draw_step(words: Sequence[str]) -> int:
 
 def step_answer(options: argparse.Namespace) -> str:
     """Returns the drawing, or what was written."""
-    import json
     from dataclasses import asdict
 
     from ddp.pictures.step import step_figure, step_text
@@ -136,9 +135,10 @@ def step_answer(options: argparse.Namespace) -> str:
         write_picture(options.png, picture.getvalue(), after="--png")
         written.append(options.png)
     if options.trace is not None:
+        from ddp.process.records import to_json
         from ddp.train.monitor.traces import FOLDER, merged
 
-        write_picture(options.trace, json.dumps(merged(options.run / FOLDER)), after="--trace")
+        write_picture(options.trace, to_json(merged(options.run / FOLDER)), after="--trace")
         written.append(options.trace)
     if written:
         return f"{', '.join(map(str, written))}: step {numbers[index]} of {options.run}"

@@ -13,7 +13,6 @@ Of the run's settings only those matter that say what the data are, how the mode
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from ddp.comm.meeting.place import refuse_workers
 from ddp.commands.command import parser_of
@@ -31,14 +29,15 @@ from ddp.data.loading.source import source_of
 from ddp.data.samples import Splits
 from ddp.errors import ConfigError
 from ddp.process.arguments import Parser, program
+from ddp.process.files import lines_of
+from ddp.process.records import DAMAGE, json_object
 from ddp.run.build import components
 from ddp.run.build.load import Trained, load
 from ddp.run.build.stages import joined
 from ddp.run.launch.from_python import launch
-from ddp.run.launch.run_folder import read_settings
 from ddp.run.settings.address import check_trust, own_parts, told
 from ddp.run.settings.config import CHOICES, Config
-from ddp.run.settings.reader import from_plain, settings_of
+from ddp.run.settings.reader import PATHS, from_plain, read_settings, settings_of, value_of
 from ddp.train.starts import STARTS
 from ddp.train.tasks.task import Task
 
@@ -48,7 +47,6 @@ MAY_DIFFER = (
     *("precision", "device", "backend", "deterministic", "trust"),
 )
 _OF_TRAINING = ("transform", "sharding", "validation", "validation_path")  # of data, and no matter afterwards
-_PATHS = ("root", "path", "test_path", "validation_path", "index_dir", "cache_dir")  # of data, which may be relative
 REGION = "region="
 _NO_LIMIT = 1 << 30  # a global batch, because no step is made
 
@@ -94,16 +92,13 @@ def _at_a_rank(config: Config, given: Path | Trained, work: Callable[..., Any]) 
     with joined(config) as comm:
         trained = given if isinstance(given, Trained) else load(given)
         splits, model = components.load_held_out(config), trained.built(config).to(comm.device)
-        return work(
-            model,
-            splits.test,
-            components.make_task(config),
-            comm=comm,
-            collate=splits.collate,
-            batch_size=config.evaluate.batch,
-            num_workers=config.loader.num_workers,
-            precision=config.precision,
-        )
+        return work(model, splits.test, components.make_task(config, splits), comm=comm, **reading_of(config, splits))
+
+
+def reading_of(config: Config, splits: Splits) -> dict[str, Any]:
+    """Returns how `ddp.evaluate` and `ddp.predict` read samples."""
+    loads = {"collate": splits.collate, "batch_size": config.evaluate.batch, "num_workers": config.loader.num_workers}
+    return {**loads, "precision": config.precision}
 
 
 def checked(run: str, words: Sequence[str], *, is_evaluation: bool) -> tuple[Config, Trained, Splits]:
@@ -116,7 +111,8 @@ def checked(run: str, words: Sequence[str], *, is_evaluation: bool) -> tuple[Con
     refuse_workers(command, instead="start it by itself, with workers of its own, as cluster.workers says")
     seen = load(region=run.removeprefix(REGION)) if run.startswith(REGION) else None
     config = settings_for(Path(run) if seen is None else seen.path, words)
-    splits, task = components.load_held_out(config, download=True), components.make_task(config)
+    splits = components.load_held_out(config, download=True)
+    task = components.make_task(config, splits)
     if not len(splits.test):
         raise ConfigError(f"data={config.data.name}: there are no held-out samples; check the path and the split")
     trained = seen or load(run)
@@ -176,10 +172,7 @@ def _read(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
             raise ConfigError(f"{word}: give KEY=VALUE, with a key of {', '.join(MAY_DIFFER)}")
         if key.startswith(("cluster.spec", "cluster.task")):
             raise ConfigError(f"{word}: is for training; here all workers are on this host, as cluster.workers says")
-        try:
-            yield key, yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{word}: cannot be read ({' '.join(str(error).split())})") from error
+        yield key, value_of(key, text)
 
 
 def _put(plain: dict[str, Any], key: str, value: Any) -> None:
@@ -205,14 +198,14 @@ def _leave_out_training(data: dict[str, Any], *, keeps: Sequence[str]) -> None:
 def _absolute(data: Mapping[str, Any], starts: Path) -> dict[str, Any]:
     """Returns the settings of the data with paths that are meant from the folder in which the run was started."""
     folder = Path()
-    with suppress(OSError, ValueError, KeyError, TypeError, IndexError):
-        if starts.is_file():  # and no pipe, at which reading would wait for ever
-            folder = Path(json.loads(starts.read_text(encoding="utf-8").splitlines()[-1])["folder"])
+    with suppress(OSError, *DAMAGE):
+        lines = map(json_object, lines_of(starts))
+        folder = [Path(line["folder"]) for line in lines if "folder" in line][-1]  # others are of bad steps
 
     def absolute(value: Any) -> Any:
         return str(folder.absolute() / value) if isinstance(value, str) and "://" not in value else value
 
-    return {key: absolute(value) if key in _PATHS else value for key, value in data.items()}
+    return {key: absolute(value) if key in PATHS else value for key, value in data.items()}
 
 
 def _try_first(trained: Trained, config: Config, splits: Splits, task: Task, *, is_evaluation: bool) -> None:

@@ -31,16 +31,15 @@ from ddp.bench.forecast.slow_down import slow_down
 from ddp.bench.forecast.words import headline, step_of, to_the_loss, what_would_buy
 from ddp.bench.forecast.work import work_of
 from ddp.bench.scaling.foreseen import deviations, foreseen
-from ddp.bench.scaling.runs import finite, read_runs
+from ddp.bench.scaling.runs import read_runs
 from ddp.commands.command import parser_of, rate_of, respond, time_of
 from ddp.commands.finished import settings_for
 from ddp.errors import ConfigError
 from ddp.process.arguments import positive, whole
-from ddp.process.files import json_object, read_own
 from ddp.process.memory import available_cores
 from ddp.train.callbacks import MEASURED
 from ddp.train.monitor.profile import FILE, Profile, read_profile
-from ddp.train.report import read_metrics
+from ddp.train.results import read_metrics, read_summary
 from ddp.units import counted, format_time, lines_of_table
 
 MOST_RANKS = 10_000
@@ -151,15 +150,13 @@ def _noise_and_steps(run: Path) -> tuple[float | None, float | None]:
 
     A run that was there to be measured has no loss that its steps were for.
     """
-    scale = None
     try:
-        for entry in read_metrics(run / "metrics.jsonl"):
-            scale = finite(entry.get("noise_scale")) or scale
-        summary = json_object(read_own(run / "summary.json"))
+        scales = [entry["noise_scale"] for entry in read_metrics(run / "metrics.jsonl") if entry.get("noise_scale")]
+        summary = read_summary(run)
     except (OSError, ValueError):
         return None, None
     steps = None if summary.get("stopped_by") == MEASURED else summary.get("steps")
-    return scale, float(steps) if isinstance(steps, int) and steps > 0 else None
+    return scales[-1] if scales else None, float(steps) if steps else None
 
 
 # --- where it was measured -------------------------------------------------------------------------------------------

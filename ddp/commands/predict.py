@@ -65,6 +65,9 @@ def _check_writable(out: Path) -> None:
 
 def _predict(out: Path, model: Any, samples: Any, task: Task, **reading: Any) -> list[int]:
     outputs = predict(model, samples, task=task, **reading)
+    if not isinstance(outputs, torch.Tensor):
+        what = "several tensors" if isinstance(outputs, (tuple, dict)) else "tensors of several shapes"
+        raise ConfigError(f"the outputs are {what}, and a file has one table: write those of ddp.predict yourself")
     if reading["comm"].rank == 0:
         plain = outputs.float() if outputs.dtype == torch.bfloat16 else outputs
         write_out(out, plain.cpu().numpy())

@@ -12,8 +12,9 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from ddp.errors import did_you_mean
 from ddp.process.arguments import Parser, program
-from ddp.process.terminal import ended_by_ctrl_c
+from ddp.process.terminal import ended_by_ctrl_c, say
 
 COMMANDS = {
     "train": "trains a model on this host's workers; its --help lists all settings",
@@ -35,7 +36,7 @@ COMMANDS = {
     "tutorial": "writes the read-along, prose beside code, as pages for a browser",
     "bench_step": "times training steps beside torch's DistributedDataParallel",
     "bench_strategies": "times and counts training by each strategy beside torch's classes",
-    "bench_same_bits": "proves that runs have the same bits on any number of workers, and measures what that costs",
+    "bench_same_bits": "measures what the same bits on any number of workers cost in time and memory",
     "bench_forecast": "compares forecasts of training steps with the steps",
     "bench_collectives": "times collectives beside torch.distributed's on Gloo",
 }
@@ -66,7 +67,7 @@ examples:
   python -m ddp tutorial --html site/                                  the read-along, as pages for a browser
   python -m ddp bench_step --models digits-cnn,mine:Net                your own model beside torch's class
   python -m ddp bench_strategies --workers 2,4                         step, memory and bytes of each strategy
-  python -m ddp bench_same_bits --parts hashes                         equal bits on 1 to 8 workers?
+  python -m ddp bench_same_bits --parts memory                         what same_bits=true costs
   python -m ddp bench_forecast --workers 2                             how far off a forecast is
   python -m ddp bench_collectives --workers 2 --sizes 64KB
 
@@ -81,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             return int(command.main(argv[1:]))
         except KeyboardInterrupt:
-            print("stopped by SIGINT", file=sys.stderr, flush=True)
+            say("stopped by SIGINT", to=sys.stderr)
             return 128 + signal.SIGINT
     parser = Parser(
         prog=program(),
@@ -90,6 +91,9 @@ def main(argv: Sequence[str]) -> int:
         epilog=EXAMPLES.replace("python -m ddp", program()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    if argv and not argv[0].startswith("-"):
+        hint = did_you_mean(argv[0], COMMANDS)
+        parser.error(f"there is no command {argv[0]}.{hint} The commands are {', '.join(COMMANDS)}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, meaning in COMMANDS.items():
         commands.add_parser(name, help=meaning)

@@ -33,12 +33,13 @@ def main(words: Sequence[str]) -> int:
     parser = parser_of("same_bits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     about = "the folder of a run with same_bits.hash_every=10 or another number"
     parser.add_argument("runs", type=Path, nargs=2, metavar="RUN", help=about)
+    parser.add_argument("trust", nargs="?", choices=["trust=true"], help="imports code that the runs' settings name")
     found: list[Comparison] = []
 
     def answer(options: argparse.Namespace) -> str:
         one, other = options.runs
         found.append(compared(one, other))
-        return "\n".join([in_words(found[0]), *made_again(one, other, found[0])])
+        return "\n".join([in_words(found[0]), *made_again(one, other, found[0], trust=options.trust is not None)])
 
     status = respond(parser, parser.parse_args(words), answer)
     return status or int(found[0].first_different is not None)
@@ -55,7 +56,7 @@ def compared(one: Path, other: Path) -> Comparison:
     return compare(read_hashes(one), read_hashes(other))
 
 
-def made_again(one: Path, other: Path, found: Comparison) -> list[str]:
+def made_again(one: Path, other: Path, found: Comparison, *, trust: bool) -> list[str]:
     """Returns where the two runs part if their steps before the first difference are made again, from checkpoints."""
     step, starts = found.first_different, []
     if step is None:
@@ -70,11 +71,10 @@ def made_again(one: Path, other: Path, found: Comparison) -> list[str]:
                 "from then: checkpoint.every_steps and checkpoint.keep_last say which ones a run keeps"
             ]
         starts.append(path)
+    again = partial(traced, last_step=step, trust=trust)
     try:
         traces = [
-            from_python.launch(
-                partial(traced, run, path, last_step=step), workers=1, threads_per_worker=threads_of(run)
-            )[0]
+            from_python.launch(again, run, path, workers=1, threads_per_worker=threads_of(run))[0]
             for run, path in zip((one, other), starts, strict=True)
         ]
     except (ConfigError, WorkersFailed) as error:

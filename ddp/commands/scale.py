@@ -28,6 +28,7 @@ from ddp.errors import ConfigError
 from ddp.process.arguments import listed, positive, program, quoted, shown, whole
 from ddp.process.files import hold, make_folder
 from ddp.process.memory import available_cores
+from ddp.process.terminal import console, say
 from ddp.run.build.stages import check
 from ddp.run.launch import jobs, sweep
 from ddp.run.launch.command_line import bad_input_to, composed, exit_with_error, for_hydra, options_first, varied_keys
@@ -35,6 +36,7 @@ from ddp.run.launch.run_folder import unwritable
 from ddp.run.launch.sweep import Job
 from ddp.run.settings.checks import check_gpus, check_strategy, places, resolve
 from ddp.run.settings.config import Config
+from ddp.run.settings.reader import from_plain
 from ddp.units import counted
 
 _MANY = f"{10**9}"  # steps
@@ -79,6 +81,7 @@ def main(words: Sequence[str]) -> int:
         given = [each for each in settings if not each.startswith("sweep.name=")]
         named = Job([each for each in settings if each not in given], Path()).settings.get("sweep.name", "null")
         name = time.strftime("scale-%Y-%m-%d_%H-%M-%S") if named in ("", "null") else named
+        from_plain({"sweep": {"name": name}})  # which refuses what is no name
         folder = Path("runs", name).absolute()
         todo = jobs_for(given, folder, numbers=options.workers, seconds=options.seconds)
         try:
@@ -89,7 +92,7 @@ def main(words: Sequence[str]) -> int:
         if stopped is None:
             return status
         again = shlex.join([program(), "scale", *words, *([] if named == name else [f"sweep.name={quoted(name)}"])])
-        print(f"what is missing is measured by {again}", file=sys.stderr, flush=True)
+        say(f"what is missing is measured by {again}", to=sys.stderr)
         return stopped
     raise AssertionError("bad input ends the process")
 
@@ -134,7 +137,7 @@ def jobs_for(given: Sequence[str], folder: Path, *, numbers: Sequence[int] | Non
         resolve(config)
     check(configs[-1])
     for sentence in compares(configs):
-        print(sentence, flush=True)
+        say(sentence)
     return todo
 
 
@@ -186,7 +189,7 @@ def _run(todo: Sequence[Job], folder: Path, *, seconds: float) -> int | None:
     """Makes the jobs that are missing; returns the status of a signal that has stopped them, or None."""
     make_folder(folder)
     numbers = ", ".join(job.settings["cluster.workers"] for job in todo)
-    print(f"measuring {numbers} workers, for {seconds:g} s each, in {shown(folder)}/", flush=True)
+    say(f"measuring {numbers} workers, for {seconds:g} s each, in {shown(folder)}/")
     with contextlib.closing(hold(folder)):
         try:
             for _ in jobs.run(iter(todo), parallel=1, typed=f"{program()} train", in_view=False):
@@ -207,20 +210,19 @@ def tell(folder: Path, given: Sequence[str]) -> int:
     statuses = (1 if job.status is None else job.status for job in sweep.jobs_in(folder))
     status = next((each for each in statuses if each), 0)
     if not series:
-        print("\n".join([*notes, *more, "so there is nothing to compare"]), flush=True)
+        say("\n".join([*notes, *more, "so there is nothing to compare"]))
         return status or 1
     for each in series:
         for table in in_short(each):
             _show(table)
-    print("This is about speed alone: nothing was evaluated, and nobody knows how well more workers learn.", flush=True)
+    say("This is about speed alone: nothing was evaluated, and nobody knows how well more workers learn.")
     report.main([str(folder)])
-    print("\n".join(_next_commands(folder, series[0], given)), flush=True)
+    say("\n".join(_next_commands(folder, series[0], given)))
     return status
 
 
 def _show(table: Table) -> None:
     """Prints a table, whole also where it goes to a file."""
-    from rich.console import Console
     from rich.table import Table as Shown
 
     head, *rows = table.rows
@@ -229,8 +231,7 @@ def _show(table: Table) -> None:
         shown.add_column(title, justify="right", overflow="fold")
     for row in rows:
         shown.add_row(*row)
-    console = Console()
-    (console if console.is_terminal else Console(width=1000)).print(shown)
+    console(wide=1000).print(shown)
 
 
 def _next_commands(folder: Path, series: Series, given: Sequence[str]) -> list[str]:

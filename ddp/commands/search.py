@@ -19,7 +19,7 @@ from ddp.run.launch.run_folder import unwritable
 from ddp.run.search import Search, Space, run
 from ddp.run.settings.checks import NO_METRIC
 from ddp.run.settings.config import Sweep
-from ddp.run.settings.reader import from_plain
+from ddp.run.settings.reader import from_plain, value_of
 
 
 def main(words: Sequence[str]) -> int:
@@ -66,9 +66,8 @@ def main(words: Sequence[str]) -> int:
 
 def _sweep(words: Sequence[str]) -> Sweep:
     """Returns the settings of the sweep as a whole."""
-    import yaml
-
-    parts = (each.removeprefix("sweep.").partition("=") for each in words)
-    sweep: Sweep = from_plain({"sweep": {key: yaml.safe_load(value) for key, _, value in parts}}).sweep
+    parts = (each.partition("=") for each in words)
+    found = {key.removeprefix("sweep."): value_of(key, text) for key, _, text in parts}
+    sweep: Sweep = from_plain({"sweep": found}).sweep
     jobs.check_parallel(sweep.parallel)
     return sweep

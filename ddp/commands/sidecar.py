@@ -21,19 +21,20 @@ from typing import NoReturn
 
 from ddp.comm.meeting.place import refuse_workers
 from ddp.commands.command import parser_of, respond
-from ddp.commands.finished import options_of, settings_for
+from ddp.commands.finished import options_of, reading_of, settings_for
 from ddp.errors import CheckpointError, ConfigError
 from ddp.process.arguments import program
 from ddp.process.clock import now_s
-from ddp.process.files import json_object, read_own
 from ddp.process.memory import available_cores
+from ddp.process.terminal import say
 from ddp.run.build import components
-from ddp.run.build.load import load
+from ddp.run.build.load import trained_of
 from ddp.run.build.stages import joined
 from ddp.run.launch.command_line import composed, options_first
 from ddp.run.launch.worker import ORPHAN_GRACE_S, follow_parent
+from ddp.train.checkpoint_store import StoredCheckpoint
 from ddp.train.evaluate import Side, evaluate
-from ddp.train.report import write_summary
+from ddp.train.results import read_summary, write_summary
 from ddp.train.sidecar import POLL_S, SideCar, only_sidecar, results_of_sidecar
 from ddp.train.stopping import StopFlag
 
@@ -77,38 +78,30 @@ def follow(run_dir: Path, words: Sequence[str], stop: StopFlag, *, waits: bool =
     loaded = (components.load_data if has_share else components.load_held_out)(config, download=True)
     sides: dict[Side, object] = {"validation": loaded.validation, "test": loaded.test}
     samples = {side: each for side, each in sides.items() if each is not None and len(each)}  # type: ignore[arg-type]
-    task = components.make_task(config)
+    task = components.make_task(config, loaded)
     if not samples:
         raise ConfigError(f"data={config.data.name}: there are no held-out samples; check the path and the split")
 
-    with only_sidecar(run_dir), joined(config) as comm:
+    with only_sidecar(run_dir) as folder, joined(config) as comm:
 
-        def measure(path: Path, side: Side) -> Mapping[str, float] | None:
-            trained = load(path)
+        def measure(checkpoint: StoredCheckpoint, side: Side) -> Mapping[str, float] | None:
+            trained = trained_of(checkpoint)
             for name, then in trained.facts.items():
                 now = getattr(loaded, name)
                 if None not in (then, now) and then != now:
                     raise CheckpointError(f"its {name} is {then}, and that of data={config.data.name} is {now}")
-            metrics = evaluate(
-                trained.built(config).to(comm.device),
-                samples[side],
-                loss=task,
-                comm=comm,
-                stop=stop,
-                collate=loaded.collate,
-                batch_size=config.evaluate.batch,
-                num_workers=config.loader.num_workers,
-                precision=config.precision,
-            )
+            model, reading = trained.built(config).to(comm.device), reading_of(config, loaded)
+            metrics = evaluate(model, samples[side], loss=task, comm=comm, stop=stop, **reading)
             return metrics and {f"{side}_{name}": value for name, value in metrics.items()}
 
         side_car = SideCar(
             run_dir,
+            folder,
             measure,
             sides=list(samples),
             main_metric=task.main_metric,
             higher_is_better=task.higher_is_better,
-            say=lambda line: print(line, flush=True),
+            say=say,
         )
         try:
             side_car.follow(stop, patience_s=config.evaluate.wait_s if waits else math.inf)
@@ -116,7 +109,7 @@ def follow(run_dir: Path, words: Sequence[str], stop: StopFlag, *, waits: bool =
             where = error.filename2 or error.filename or run_dir
             raise ConfigError(f"{where}: {error.strerror}; make room, and start the side-car again") from error
         if waits and not stop and config.evaluate.by == "sidecar":  # the run may have ended long ago
-            summary = json_object(read_own(run_dir / "summary.json"))
+            summary = read_summary(run_dir)
             found = results_of_sidecar(run_dir, summary["main_metric"], last_step=summary["steps"])
             write_summary(run_dir, {**found, **summary, **found})
 

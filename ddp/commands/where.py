@@ -14,7 +14,6 @@ what a sampler asks of them.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -25,8 +24,10 @@ from ddp.commands.command import parser_of, respond
 from ddp.data.orders.sampler import Micro, StepPlan, TrainSampler
 from ddp.data.samples import Samples, Splits
 from ddp.data.sets.validation import selection_in, with_share
-from ddp.errors import ConfigError, one_line
+from ddp.errors import ConfigError
 from ddp.process.arguments import program, whole
+from ddp.process.files import lines_of
+from ddp.process.records import damage_told, json_object
 from ddp.run.build.components import load_data
 from ddp.run.build.sampling import Noted, num_parts, sampler_for
 from ddp.run.settings.address import no_own_code
@@ -100,7 +101,7 @@ def where(run: Path, *, step: int | None, sample: int | None, epoch: int | None)
     """
     if (step is None) == (sample is None) or (sample is None) != (epoch is None):
         raise ConfigError("ask for --step N, or for --sample N --epoch N")
-    with no_own_code("where"):
+    with no_own_code("where"), damage_told(run / STARTS, "no answer can be had from it"):
         starts = starts_of(run)
         if step is not None:
             return samples_of_step(starts, step)
@@ -119,11 +120,8 @@ def starts_of(run: Path) -> list[Start]:
             f"{run} holds no {STARTS}: is it the folder of a run of {program()} train or ddp.fit? Of a stream, whose "
             "samples have no numbers, nothing is noted, and older versions of ddp.fit have noted nothing"
         )
-    try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        noted = [_incident(line) or _noted(line) for line in lines]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is damaged ({one_line(error)}): no answer can be had from it") from error
+    with damage_told(path, "no answer can be had from it"):
+        noted = [_incident(line) or _noted(line) for line in map(json_object, lines_of(path))]
     if not noted:
         raise ConfigError(f"{path} is empty: no answer can be had from it")
     found: list[Start] = []

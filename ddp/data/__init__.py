@@ -29,27 +29,19 @@ if TYPE_CHECKING:
     from ddp.data.sets.tokens import TokenSet as TokenSet
     from ddp.errors import UnreadableSample as UnreadableSample
 
-_HOMES = {
-    "Blocks": "ddp.data.orders.order",
-    "Csv": "ddp.data.files.lines",
-    "FileSet": "ddp.data.files.file_set",
-    "FirstOf": "ddp.data.orders.order",
-    "Fixed": "ddp.data.orders.order",
-    "ImageAndClass": "ddp.data.files.tar_files",
-    "JsonLines": "ddp.data.files.lines",
-    "OnInput": "ddp.data.samples",
-    "Order": "ddp.data.orders.order",
-    "Permutation": "ddp.data.orders.order",
-    "Retries": "ddp.data.files.readers",
-    "Storage": "ddp.data.files.storage",
-    "Stratified": "ddp.data.orders.order",
-    "TarSamples": "ddp.data.files.tar_files",
-    "TokenBudget": "ddp.data.orders.token_budget",
-    "TokenSet": "ddp.data.sets.tokens",
-    "Transformed": "ddp.data.samples",
-    "UnreadableSample": "ddp.errors",
-    "Weighted": "ddp.data.orders.order",
+_NAMES = {  # module → what a user finds in ddp.data
+    "ddp.data.files.file_set": "FileSet",
+    "ddp.data.files.lines": "Csv JsonLines",
+    "ddp.data.files.readers": "Retries",
+    "ddp.data.files.storage": "Storage",
+    "ddp.data.files.tar_files": "ImageAndClass TarSamples",
+    "ddp.data.orders.order": "Blocks FirstOf Fixed Order Permutation Stratified Weighted",
+    "ddp.data.orders.token_budget": "TokenBudget",
+    "ddp.data.samples": "OnInput Transformed",
+    "ddp.data.sets.tokens": "TokenSet",
+    "ddp.errors": "UnreadableSample",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = list(_HOMES)
 

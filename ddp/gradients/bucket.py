@@ -13,17 +13,28 @@ The first bucket is small so that the wire is busy early. Every parameter's span
 is zero and stays zero. The *tails* carry what a step must agree on (`totals.py`).
 
 A gradient gets into its bucket by one copy: after `zero_grad(set_to_none=True)` autograd installs a new tensor as
-`p.grad`, and copying it once is cheaper than zeroing the bucket and adding to it. A large gradient is copied as soon as
-it is ready, so that its memory is free again. Small ones are copied together once their bucket is full.
+`p.grad`, and copying it once is cheaper than zeroing the bucket and adding to it. The gradients of a bucket are copied
+together once it is full. Until the bucket holds the mean, `p.grad` stays that tensor, because hooks on other parameters
+may read it or write to it. Then `p.grad` becomes the gradient's place in the bucket.
+
+Note "kept". A program may keep a gradient, or whatever shares its memory, and drop `p.grad`: to compare the gradients
+of two tasks, say. So each place has a storage of its own, and its users are counted before a backward writes to it. If
+the program is one of them, the bucket changes to other memory for this step, out of which the ranks of a host have to
+copy. From then on this parameter gets its mean in memory of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from itertools import compress
+from operator import attrgetter, gt
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
+from ddp import gpu
 from ddp.comm.transport.shared_memory import copy_bytes
 from ddp.optim.norms import block_norms, total_norm
 from ddp.process.memory import is_dense
@@ -31,6 +42,8 @@ from ddp.process.memory import is_dense
 ALIGNMENT_BYTES = 64
 LARGE_BYTES = 64 << 10  # a gradient of this size is worth a copy of its own
 PAST_CACHES_BYTES = 16 << 20
+_VIEW = attrgetter("view")
+_NUM_USERS: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)  # of a storage, by its number
 
 
 class Slot:
@@ -42,23 +55,17 @@ class Slot:
             those of the other ranks.
         view: the gradient in its bucket, shaped like the parameter; none before `Bucket.allocate`.
         rows: the same place in each row of the bucket; `view` is the first.
+        is_kept: the program has kept a gradient, as far as can be known (note "kept").
     """
 
-    __slots__ = ("index", "name", "parameter", "rows", "strides", "view")
+    __slots__ = ("index", "is_kept", "name", "parameter", "rows", "strides", "view")
 
     def __init__(self, index: int, name: str, parameter: nn.Parameter) -> None:
         self.index, self.name, self.parameter = index, name, parameter
         self.strides = strides_in_bucket(parameter)
         self.view: Tensor | None = None
         self.rows: list[Tensor] = []
-
-    def move_in(self) -> None:
-        """Copies the gradient, which there must be, to its place, and makes that `parameter.grad`."""
-        gradient, view = self.parameter.grad, self.view
-        assert gradient is not None and view is not None
-        if gradient is not view:
-            copy_gradient(self, view, gradient.detach())
-            self.parameter.grad = view
+        self.is_kept = _NUM_USERS is None
 
 
 class Bucket:
@@ -83,10 +90,10 @@ class Bucket:
     flat: Tensor
     gradients: Tensor
     tail: Tensor
+    _unused: tuple[int, ...]  # of a place that the program does not use, each of `_users`
 
     def __init__(self, index: int, slots: list[Slot], num_tail: int = 0, *, is_last: bool = True) -> None:
         self.index, self.slots, self.num_tail, self.is_last = index, slots, num_tail, is_last
-        self._addresses: list[int] = []
         self.ids = frozenset(id(slot.parameter) for slot in slots)
         names = [slot.name for slot in slots]
         what = f"{names[0]} … {names[-1]}" if len(names) > 1 else names[0]
@@ -104,31 +111,84 @@ class Bucket:
 
     def allocate(self, memory: Tensor, *, num_rows: int = 1) -> None:
         """Takes zeros, [num_rows · numel], as memory, and gives every slot its places in it."""
-        self.rows = memory.view(num_rows, self.numel)
-        self.flat = flat = memory[: self.numel] if num_rows > 1 else memory
-        self.gradients, self.tail = flat.split([len(flat) - self.num_tail, self.num_tail])
-        for slot, *rows in zip(self.slots, *map(self.views_of, self.rows), strict=True):
-            slot.view, slot.rows = rows[0], rows
-        self._addresses = [view.data_ptr() for view in self.views_of(self.flat)]
-        is_padding = torch.ones(len(self.gradients), dtype=torch.bool, device=flat.device)
+        self._home, self._users_of_home = memory, num_users(memory)
+        self._place(memory.view(num_rows, self.numel))
+        is_padding = torch.ones(len(self.gradients), dtype=torch.bool, device=memory.device)
         for view in self.views_of(is_padding):
             view.fill_(False)
         self._padding = is_padding.nonzero().flatten()
+
+    def _place(self, rows: Tensor) -> None:
+        self.rows, self.flat = rows, rows[0]
+        self.gradients, self.tail = self.flat.split([self.numel - self.num_tail, self.num_tail])
+        for slot, *places in zip(self.slots, *map(self.views_of, rows), strict=True):
+            slot.view, slot.rows = None, places
+        self._aliases = [slot.rows[0] for slot in self.slots]
+        self._addresses = [alias.data_ptr() for alias in self._aliases]
+        self.mend()
 
     def clear_padding(self) -> None:
         """Writes zeros to the padding, where a wire format may have left what was not finite in its neighbours."""
         if len(self._padding):
             self.flat.index_fill_(0, self._padding, 0)
 
-    def mend(self) -> None:
+    def mend(self) -> list[Slot]:
         """Makes new views in the place of those whose memory somebody has exchanged, as `p.grad.data = …` does.
 
         Before that, the gradient was the view itself. Now it is an ordinary gradient, and is copied to its place.
+
+        Returns:
+            Those slots of which the program still uses the former view's memory.
         """
-        if [slot.view.data_ptr() for slot in self.slots if slot.view is not None] != self._addresses:
-            for slot, view, address in zip(self.slots, self.views_of(self.flat), self._addresses, strict=True):
-                if slot.view is None or slot.view.data_ptr() != address:
-                    slot.view = slot.rows[0] = view
+        if [slot.view.data_ptr() for slot in self.slots if slot.view is not None] == self._addresses:
+            return []
+        counts, kept = map(num_users, self._aliases), list[Slot]()
+        for slot, view, address, count in zip(
+            self.slots, self.views_of(self.flat), self._addresses, counts, strict=True
+        ):
+            if slot.view is None or slot.view.data_ptr() != address:
+                if slot.view is not None and count >= self._unused[-1]:  # though the view is gone
+                    kept.append(slot)
+                slot.view = slot.rows[0] = with_own_storage(view)
+                slot.is_kept |= slot.view._is_view()
+        self._aliases = [slot.rows[0].detach() for slot in self.slots]  # which nobody can exchange
+        self._storages = [alias.untyped_storage() for alias in self._aliases]
+        self._numbers = [storage._cdata for storage in self._storages]
+        self._unused = tuple(map(min, self._users()))
+        return kept
+
+    def spare_kept(self) -> bool:
+        """Leaves this memory to a program that has kept a gradient in it; returns to the first once that is free.
+
+        Returns:
+            True if the bucket has changed to other memory.
+        """
+        kept = [*self.mend(), *self._kept()]
+        for slot in kept:
+            slot.is_kept = True
+        is_away = self.flat.data_ptr() != self._home.data_ptr()
+        if is_away and num_users(self._home) <= self._users_of_home:
+            self._place(self._home.view(1, -1))
+        elif kept:
+            self._place(torch.zeros_like(self._home).view(1, -1))
+        else:
+            return False
+        return True
+
+    def _kept(self) -> list[Slot]:
+        """Returns the slots whose places the program uses, though they are not `p.grad` any more."""
+        counts = self._users()
+        if all(max(each) <= unused for each, unused in zip(counts, self._unused, strict=True)):
+            return []
+        used = [any(map(gt, each, self._unused)) for each in zip(*counts, strict=True)]
+        return [slot for slot in compress(self.slots, used) if slot.parameter.grad is not slot.view]
+
+    def _users(self) -> tuple[list[int], ...]:
+        """Returns the references to each place, those to its storage, and the tensors in that storage."""
+        if _NUM_USERS is None:
+            return ([0],)
+        count, views = sys.getrefcount, map(_VIEW, self.slots)
+        return list(map(count, views)), list(map(count, self._storages)), list(map(_NUM_USERS, self._numbers))
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Returns every gradient's part of memory that is laid out like `flat`, of any type."""
@@ -142,34 +202,34 @@ class Bucket:
         """Returns the sum of squares of all gradients."""
         return total_norm(block_norms([self.gradients])).square()
 
-    def fill(self, *, moves: bool = True) -> list[Slot]:
-        """Copies every gradient that is not in its place yet to it; returns the slots without one, which hold zeros.
-
-        Args:
-            moves: `p.grad` is the place in the bucket from then on. Otherwise it stays as it is.
-        """
+    def fill(self) -> list[Slot]:
+        """Copies every gradient that is not in its place yet to it; returns the slots without one, which hold zeros."""
         empty: list[Slot] = []
         self.mend()
         filled: list[Slot] = []
         here: list[Tensor] = []
         there: list[Tensor] = []
         for slot in self.slots:
-            parameter, view = slot.parameter, slot.view
-            gradient = parameter.grad
+            view, gradient = slot.view, slot.parameter.grad
             if gradient is view:
                 continue
             if gradient is None:
                 empty.append(slot)
                 view.zero_()  # type: ignore[union-attr]
+            elif view.nbytes >= PAST_CACHES_BYTES:  # type: ignore[union-attr]
+                copy_gradient(slot, view, gradient.detach())  # type: ignore[arg-type]
             else:
                 filled.append(slot)
                 here.append(view)  # type: ignore[arg-type]
-                there.append(gradient if moves else gradient.detach())
-            if moves:
-                parameter.grad = view
+                there.append(gradient.detach() if gradient.requires_grad else gradient)
         if here:
             move(filled, here, there)
         return empty
+
+    def hand_out(self) -> None:
+        """Makes every parameter's gradient its place in the bucket."""
+        for slot in self.slots:
+            slot.parameter.grad = slot.view
 
 
 def move(slots: Sequence[Slot], here: list[Tensor], there: list[Tensor]) -> None:
@@ -226,3 +286,16 @@ def strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
     """Returns the parameter's own strides if it has no gaps: autograd adds in place only where layouts agree."""
     is_as_it_lies = parameter.is_contiguous() or is_dense(parameter)
     return (parameter if is_as_it_lies else torch.empty(parameter.shape, device="meta")).stride()
+
+
+def with_own_storage(view: Tensor) -> Tensor:
+    """Returns a view as a tensor with a storage of its own, whose users can be counted, and which is saved alone.
+
+    Where the device is neither a CPU nor a GPU, the view itself is returned.
+    """
+    return from_dlpack(to_dlpack(view)) if view.device.type in ("cpu", gpu.KIND) else view
+
+
+def num_users(memory: Tensor) -> int:
+    """Returns the number of tensors and other users of a tensor's storage."""
+    return _NUM_USERS(memory.untyped_storage()._cdata) if _NUM_USERS else 0

@@ -122,15 +122,30 @@ class Layout:
             bucket.allocate(memory, num_rows=self.num_rows)
             # given back with the bucket, because the model may live on, under another replica
             weakref.finalize(bucket, self._comm.free, memory).atexit = False
+        if not self.totals_ride:
+            self.rows_of_totals = self._rows_apart(NUM_TOTALS)
+        if not self.verdicts_ride:
+            self.rows_of_verdicts = self._rows_apart(NUM_VERDICTS)
+        self._find_tails()
+        self.has_memory = True
+
+    def _find_tails(self) -> None:
         if self.totals_ride:
             self.rows_of_totals = self.buckets[0].tail[None, :NUM_TOTALS]
-        else:
-            self.rows_of_totals = self._rows_apart(NUM_TOTALS)
         if self.verdicts_ride:
             self.rows_of_verdicts = self.buckets[-1].tail[None, -NUM_VERDICTS:]
-        else:
-            self.rows_of_verdicts = self._rows_apart(NUM_VERDICTS)
-        self.totals, self.verdicts, self.has_memory = self.rows_of_totals[0], self.rows_of_verdicts[0], True
+        self.totals, self.verdicts = self.rows_of_totals[0], self.rows_of_verdicts[0]
+
+    def spare_kept(self) -> None:
+        """Lets no backward write to gradients that the program has kept (`bucket.py`, note "kept")."""
+        if self.has_memory and sum(bucket.spare_kept() for bucket in self.buckets):
+            self._find_tails()
+
+    def hand_out_copies(self) -> None:
+        """Gives parameters whose gradients the program keeps their means in memory of their own."""
+        for slot in self.slots:
+            if slot.is_kept and slot.parameter.grad is slot.view and slot.view is not None:
+                slot.parameter.grad = slot.view.clone()
 
     def add_up(self, rows: Tensor, *, label: str) -> None:
         """Adds up totals or verdicts that travel apart over all ranks: row 0 is the sum then. Collective."""

@@ -218,7 +218,7 @@ class Layerwise(Optimizer, ABC):
         if any(gradient.layout is not torch.strided for gradient in gradients):
             raise RuntimeError(f"{type(self).__name__} needs dense gradients; leave sparse=True out")
         if gradient_factor is None:
-            norm = 0.0 if self.clip_norm is None else as_known(total_norm(block_norms(gradients)))
+            norm = torch.zeros(()) if self.clip_norm is None else total_norm(block_norms(gradients))
             gradient_factor = clip_factor(norm, self.clip_norm)
         waiting: list[Measured] = []
         for group in self.param_groups:
@@ -364,17 +364,12 @@ def laid_out_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     return tensor if is_alike else torch.empty_like(parameter).copy_(tensor)
 
 
-def as_known(norm: Tensor) -> Factor:
-    """Returns a norm as a number; on a GPU as it is, because the host would wait."""
-    return norm if norm.device.type == gpu.KIND else float(norm)
-
-
-def clip_factor(norm: Factor, clip_norm: float | None) -> Factor:
-    """Returns the factor that brings gradients of this norm to a norm of at most `clip_norm`."""
+def clip_factor(norm: Tensor, clip_norm: float | None) -> Factor:
+    """Returns the factor of `torch.nn.utils.clip_grad_norm_`; on a GPU as a tensor, because the host would wait."""
     if clip_norm is None:
         return 1.0
-    excess = norm / clip_norm
-    return 1.0 / (excess.clamp(min=1.0) if isinstance(excess, Tensor) else max(1.0, excess))
+    factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+    return factor if factor.device.type == gpu.KIND else float(factor)
 
 
 def is_one(factor: Factor) -> bool:
@@ -392,7 +387,7 @@ def scaled(ratios: Ratios, by: float) -> Any:
 def clipped_step(optimizer: Optimizer, parameters: Iterable[Tensor], norm: Tensor, clip_norm: float | None) -> None:
     """Clips gradients of this norm, and steps. LARS and LAMB multiply gradients on their way, and write to none."""
     if isinstance(optimizer, Layerwise):
-        optimizer.step(gradient_factor=clip_factor(as_known(norm), clip_norm or optimizer.clip_norm))
+        optimizer.step(gradient_factor=clip_factor(norm, clip_norm or optimizer.clip_norm))
         return
     if clip_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)

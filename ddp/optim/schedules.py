@@ -17,6 +17,7 @@ The rate's dependence on the batch is not a schedule but a property of the run, 
 
 from __future__ import annotations
 
+import copy
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -196,6 +197,7 @@ class TorchSchedule:
     Attributes:
         name: the scheduler's class; every: the moment at which it steps.
         needs_metric: it reads one; mode: "min" or "max", what it wants the metric to be.
+        begun: its state as this object was made, which has its settings.
 
     Args:
         scheduler: made for `optimizer`.
@@ -215,7 +217,7 @@ class TorchSchedule:
             remedy = "leave it out" if needs_metric else say
             what = f"schedule={name} with every={every!r}"
             raise ConfigError(f"{what}: torch's schedulers count calls of step(); {remedy}")
-        self._scheduler, self.every = scheduler, every
+        self._scheduler, self.every, self.begun = scheduler, every, copy.deepcopy(scheduler.state_dict())
         self.mode = getattr(scheduler, "mode", "")
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
@@ -236,11 +238,11 @@ class TorchSchedule:
             self._scheduler.step(metric)  # type: ignore[arg-type]  # torch declares the epoch of other schedulers
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the scheduler's class and state."""
-        return {"class": self.name, "state": self._scheduler.state_dict()}
+        """Returns the scheduler's class and state, now and as it was made."""
+        return {"class": self.name, "state": self._scheduler.state_dict(), "begun": self.begun}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a scheduler's state. The rates that it had set are in the optimizer's state.
+        """Continues from a scheduler's state and settings. The rates that it had set are in the optimizer's state.
 
         Raises:
             CheckpointError: it is the state of another class.

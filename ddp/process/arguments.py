@@ -20,19 +20,30 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from ddp.errors import ConfigError
+from ddp.errors import ConfigError, printable
+from ddp.process.files import at_home
 
 Value = TypeVar("Value")
 
+OTHER_TYPES = re.compile(r"null|true|false|[+-]?(nan|inf)|[\d._e+-]+", re.IGNORECASE)
+"""What Hydra takes for something else than a text."""
+
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line that says what was wrong and what to do."""
+    """A parser whose errors are one line that says what was wrong and what to do. A path may begin with ~."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.register("type", Path, lambda text: at_home(Path(text)))
 
     def error(self, message: str) -> NoReturn:
         """Prints the line; ends the program with status 2."""
         self.exit(2, f"{self.prog}: {message}\n")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        super()._print_message(printable(message), file)
 
 
 def whole(least: int, most: int | None = None, why: str = "") -> Callable[[str], int]:
@@ -118,10 +129,7 @@ def typed_settings(*without: str) -> list[str]:
     A key stands for all keys below it, too.
     """
     settings = [argument.lstrip("+") for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")]
-    # The launcher quotes paths, and will do so again.
-    settings = [
-        re.sub(r'^(data\.(?:(?:test_|validation_)?path|target|text)=)"(.*)"$', r"\1\2", each) for each in settings
-    ]
+    settings = [re.sub(r'^([\w.]+=)"(.*)"$', r"\1\2", each) for each in settings]  # the launcher will quote them again
     keys = tuple(f"{key}{end}" for key in without for end in "=.")
     return [each for each in settings if not each.startswith(("hydra.", *keys))]
 
@@ -144,8 +152,8 @@ def shown(folder: Path) -> Path:
 
 
 def quoted(value: str) -> str:
-    """Returns a value as Hydra reads it back: in quotes if it has a letter that means something to Hydra."""
-    if re.fullmatch(r"[\w/.+@%-]+", value, re.ASCII):
+    """Returns a text as Hydra reads it back: in quotes if it could be of another type, or could not be read at all."""
+    if re.fullmatch(r"[\w/.+@%-]+", value, re.ASCII) and not OTHER_TYPES.fullmatch(value):
         return value
     escaped = re.sub(r'(\\+)(?="|$)', r"\1\1", value).replace('"', r"\"")
     return f'"{escaped}"'

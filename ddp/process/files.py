@@ -25,7 +25,6 @@ import contextlib
 import errno
 import fcntl
 import grp
-import json
 import os
 import pwd
 import shutil
@@ -36,7 +35,7 @@ import uuid
 from collections.abc import Iterator
 from io import TextIOWrapper
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TypeVar
 
 from ddp.errors import ConfigError
 from ddp.process.log import log
@@ -118,6 +117,22 @@ def user_name(uid: int) -> str:
         return f"user {uid}"
 
 
+_OF_SYSTEMS = ("@eaDir", "#recycle", "__MACOSX", "lost+found")
+
+
+def is_hidden(name: str) -> bool:
+    """Returns True for a file or folder that somebody's tools have left, such as .ipynb_checkpoints or @eaDir."""
+    return name in _OF_SYSTEMS or (name.startswith(".") and name not in (".", ".."))
+
+
+AnyPath = TypeVar("AnyPath", str, Path)
+
+
+def at_home(path: AnyPath) -> AnyPath:
+    """Returns a path with a user's folder in the place of ~ or ~NAME at its beginning; as it is where there is none."""
+    return type(path)(os.path.expanduser(path))  # noqa: PTH111  # Path's refuses a file ~draft
+
+
 _CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 """Errors of some network file systems when a folder is flushed, and of any if the folder cannot be read."""
 
@@ -125,14 +140,20 @@ _LOCK = ".lock"
 _CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 """Errors of file systems without locks."""
 
+MOST = 64 << 20
+"""Bytes of a text file."""
+_CHUNK = 1 << 20
+
 # ------------------------------------------------------------------------------- files in folders that others may write
 
 
-def opened(path: Path, flags: int) -> int:
+def opened(path: Path, flags: int, *, any_owner: bool = False) -> int:
     """Opens a file, and returns its descriptor; see the note "links".
 
     Args:
         flags: of os.open, without O_TRUNC, which would empty a file before it is looked at.
+        any_owner: it is read alone, and what it holds is not written elsewhere, so its owner and its other names do not
+            matter.
 
     Raises:
         ConfigError: it is a link or a pipe; or, in a folder that others may write, it has a second name, or belongs to
@@ -148,7 +169,7 @@ def opened(path: Path, flags: int) -> int:
             raise _planted(path, "is no ordinary file") from error
         raise
     try:
-        _check_ordinary(path, os.fstat(descriptor))
+        _check_ordinary(path, os.fstat(descriptor), any_owner=any_owner)
         os.set_blocking(descriptor, True)
     except BaseException:
         os.close(descriptor)
@@ -156,11 +177,11 @@ def opened(path: Path, flags: int) -> int:
     return descriptor
 
 
-def _check_ordinary(path: Path, file: os.stat_result) -> None:
+def _check_ordinary(path: Path, file: os.stat_result, *, any_owner: bool) -> None:
     folder = path.parent.stat()
     if not stat.S_ISREG(file.st_mode):
         raise _planted(path, "is no ordinary file")
-    if not why_shared(path.parent, folder):
+    if any_owner or not why_shared(path.parent, folder):
         return
     if file.st_nlink > 1:
         raise _planted(path, "has a second name elsewhere")
@@ -175,23 +196,49 @@ def _planted(path: Path, what: str) -> ConfigError:
     )
 
 
-def read_own(path: Path) -> str:
-    """Returns the text of a file, such as one whose text is about to be written again, where others could read it.
+def read_own(path: Path, *, most: int = MOST, any_owner: bool = False) -> str:
+    """Returns the text of a file.
+
+    Args:
+        most: bytes that it may have.
+        any_owner: as in `opened`.
 
     Raises:
-        ConfigError, OSError: as `opened`.
+        ConfigError, OSError: as `opened`; or it is larger.
     """
+    with to_read(path, any_owner=any_owner) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise ConfigError(f"{path} is larger than this program writes it ({most:,} bytes): remove it")
+        return file.read(size).decode(errors="replace")
+
+
+def lines_of(path: Path) -> Iterator[str]:
+    """Yields the lines of a file, without the last one if a crash has cut it off; none where there is no file.
+
+    Raises:
+        ConfigError, OSError: as `opened`; or it holds bytes that are no text.
+    """
+    if not os.path.lexists(path):
+        return
     with to_read(path) as file:
-        return file.read().decode(errors="replace")
+        parts = []
+        while part := file.readline(_CHUNK):
+            if b"\0" in part:  # a hole, which may be of any size
+                raise ConfigError(f"{path} is damaged: it holds bytes that are no text; remove it")
+            parts.append(part)
+            if part.endswith(b"\n"):
+                yield b"".join(parts)[:-1].decode(errors="replace")
+                parts.clear()
 
 
-def to_read(path: Path) -> IO[bytes]:
-    """Opens a file to read it.
+def to_read(path: Path, *, any_owner: bool = False) -> IO[bytes]:
+    """Opens a file to read it. `any_owner`: as in `opened`.
 
     Raises:
         ConfigError, OSError: as `opened`.
     """
-    return os.fdopen(opened(path, os.O_RDONLY), "rb")
+    return os.fdopen(opened(path, os.O_RDONLY, any_owner=any_owner), "rb")
 
 
 def to_append(path: Path) -> TextIOWrapper:
@@ -216,7 +263,7 @@ def new_file(path: Path) -> IO[bytes]:
 def write_whole(path: Path, text: str) -> None:
     """Puts `text` in place of a file's content, so that a reader finds all of the old or all of the new."""
     with whole_file(path, temporary=f".tmp-{path.name}") as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="backslashreplace"))
     flush_folder(path.parent)
 
 
@@ -271,6 +318,27 @@ def refuse_unwritable_name(folder: Path) -> None:
         ) from error
 
 
+@contextlib.contextmanager
+def pinned(folder: Path) -> Iterator[Path]:
+    """Yields a name that stays this folder's for the duration of the block, whatever is put in its place meanwhile.
+
+    Raises:
+        ConfigError: it is a link.
+        OSError: it cannot be opened.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if folder.is_symlink():
+            raise _planted(folder, "is a link") from error
+        raise
+    try:
+        name = Path(f"/proc/self/fd/{descriptor}")
+        yield name if name.exists() else folder
+    finally:
+        os.close(descriptor)
+
+
 def refuse_others_link(folder: Path) -> None:
     """Raises ConfigError if a folder is another user's link, which could lead to a folder of this user's."""
     if folder.is_symlink() and why_shared(folder, link := folder.lstat(), rights=NOTHING):
@@ -293,38 +361,23 @@ def flush_folder(folder: Path) -> None:
             raise
 
 
-def json_object(text: str) -> dict[str, Any]:
-    """Returns the JSON object in `text`.
-
-    Raises:
-        ValueError: there is none, in whichever way `text` is damaged.
-    """
-    try:
-        value = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    if not isinstance(value, dict):
-        raise ValueError("it holds no JSON object")
-    return value
-
-
 # ------------------------------------------------------------------------------------------------------- one writer
 
 
 class Hold:
     """A folder that no other process may write, until it was closed as often as this process has held it."""
 
-    def __init__(self, folder: Path, descriptor: int | None) -> None:
-        self._folder, self._descriptor, self.count = folder, descriptor, 0
+    def __init__(self, number: tuple[int, int], lock: Path, descriptor: int | None) -> None:
+        self._number, self._lock, self._descriptor, self.count = number, lock, descriptor, 0
 
     def close(self) -> None:
         """Lets others write, once it was called as often as the folder was held."""
         self.count -= 1
         if self.count == 0:
-            _held.pop(self._folder, None)
+            _held.pop(self._number, None)
             if self._descriptor is not None:
                 with contextlib.suppress(OSError):  # before the lock is released: afterwards the file is another's
-                    (self._folder / _LOCK).unlink()
+                    self._lock.unlink()
             self.forget()
 
     def forget(self) -> None:
@@ -334,7 +387,7 @@ class Hold:
             self._descriptor = None
 
 
-_held: dict[Path, Hold] = {}
+_held: dict[tuple[int, int], Hold] = {}  # by the number of the folder, which may be renamed
 
 
 def _forget_what_the_parent_holds() -> None:
@@ -353,18 +406,19 @@ def hold(folder: Path) -> Hold:
         ConfigError: another process holds it; the message says which.
         OSError: the folder cannot be written.
     """
-    folder = folder.resolve()
-    if folder not in _held:
+    lock, status = folder.absolute() / _LOCK, folder.stat()
+    number = status.st_dev, status.st_ino
+    if number not in _held:
         try:
-            descriptor = _lock(folder / _LOCK)
+            descriptor = _lock(lock)
         except OSError as error:
             if error.errno not in _CANNOT_LOCK:
                 raise
             log.warning("%s cannot be locked (%s): make sure that no other run writes there", folder, error.strerror)
             descriptor = None
-        _held[folder] = Hold(folder, descriptor)
-    _held[folder].count += 1
-    return _held[folder]
+        _held[number] = Hold(number, lock, descriptor)
+    _held[number].count += 1
+    return _held[number]
 
 
 def _lock(path: Path) -> int:
@@ -381,7 +435,7 @@ def _lock(path: Path) -> int:
             holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "another process"
             os.close(descriptor)
             raise ConfigError(
-                f"{path.parent} is being written by {holder}: wait until it has ended, or take another folder"
+                f"{path.parent.resolve()} is being written by {holder}: wait until it has ended, or take another folder"
             ) from None
         except OSError:
             path.unlink(missing_ok=True)
@@ -429,5 +483,7 @@ def _remove_if_left(folder: Path) -> None:
     with contextlib.suppress(ConfigError, OSError):  # another process holds it, or it has just gone
         found = folder.lstat()
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
-            hold(folder).close()
-            shutil.rmtree(folder)
+            with contextlib.closing(hold(folder)) as held:
+                is_free = held.count == 1  # not by this process either
+            if is_free:
+                shutil.rmtree(folder)

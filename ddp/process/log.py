@@ -6,14 +6,18 @@ tells lightning-utilities' `rank_zero_*` helpers the rank; call it at every chan
 An engine, or `logging.basicConfig`, may have given the root logger of every rank a handler that writes to the terminal.
 It gets the warnings of rank 0. Any other line is not for it, because whatever a user is to see beside warnings is
 printed, once, unless `progress=False`. All other handlers get every line, and so does one that is attached to "ddp".
+Every line is `printable`, because it may quote a file of somebody else's.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+from pathlib import PurePath
 
 from lightning_utilities.core.rank_zero import rank_zero_only
+
+from ddp.errors import printable
 
 log = logging.getLogger("ddp")
 
@@ -24,6 +28,9 @@ class _RankFilter(logging.Filter):
     rank, world_size, role = 0, 1, ""
 
     def filter(self, record: logging.LogRecord) -> bool:
+        record.msg = printable(str(record.msg))
+        if isinstance(record.args, tuple):
+            record.args = tuple(map(_in_line, record.args))
         record.rank, record.world_size, record.role = self.rank, self.world_size, self.role
         above = log.parent.handlers if log.parent and log.propagate else []
         is_for_all = self.rank == 0 and record.levelno >= logging.WARNING
@@ -33,6 +40,11 @@ class _RankFilter(logging.Filter):
             if record.levelno >= handler.level:
                 handler.handle(record)
         return False  # all who are to have it, have it
+
+
+def _in_line(value: object) -> object:
+    """Returns what is put into a message, in one line: it may be of a file that somebody else has written."""
+    return printable(str(value), is_line=True) if isinstance(value, (str, PurePath, Exception)) else value
 
 
 def _is_terminal(handler: logging.Handler) -> bool:

@@ -3,6 +3,9 @@
 From the first write that fails on, such a stream goes to /dev/null. A letter that its encoding lacks becomes "?". Only
 processes that belong to this package use these streams: the launcher's command and its workers.
 
+`say` prints every text of this package, and `console` what rich lays out: both let no control character of somebody
+else's file through. What a user's own code prints is left alone.
+
 Ctrl-C is heard in Python as a KeyboardInterrupt. One that comes while compiled modules are imported is lost there, or
 becomes an error of theirs, such as "module 'numpy' has no attribute 'minimum'". `ended_by_ctrl_c` is for imports.
 """
@@ -19,11 +22,37 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ddp.errors import printable
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+    from rich.console import Console
 
 FULL_S = 5.0
 """A stream that does not block counts as broken once it has refused bytes for this long."""
+
+
+def say(text: object, *, to: TextIO | None = None) -> None:
+    """Prints a text, `printable`. `to`: a stream; None: standard output."""
+    print(printable(str(text)), file=to, flush=True)  # no other module prints
+
+
+def console(*, wide: int | None = None, **options: Any) -> Console:
+    """Returns a console of rich, which takes no text for markup, and prints it `printable`.
+
+    Args:
+        wide: columns where the output is a file or a pipe, which has no edge.
+    """
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class Printable(Console):
+        def render(self, *args: Any, **more: Any) -> Iterator[Segment]:
+            for each in super().render(*args, **more):
+                yield each if each.control else Segment(printable(each.text), each.style)
+
+    made = Printable(markup=False, **options)
+    return Printable(markup=False, width=wide, **options) if wide and not made.is_terminal else made
 
 
 def keep_writing() -> None:

@@ -1,7 +1,7 @@
-"""Finds out from autograd when a backward ends, and which parameters it reaches; marks code as not to be compiled.
+"""Finds out from autograd when gradients are ready, when a backward ends, and which parameters it reaches.
 
-An observer on a parameter says that one gradient is there. It cannot say that backward is over: a callback that it
-queues with the autograd engine belongs to the innermost running backward, and under re-entrant activation
+An observer of a parameter reports that one gradient is ready. It cannot report that backward is over: a callback that
+it queues with the autograd engine belongs to the innermost running backward, and under re-entrant activation
 checkpointing that is a small backward inside the real one. Observers of the *outputs* of forward run first and in the
 outermost backward; a callback queued there runs when the whole of it has ended.
 
@@ -17,16 +17,21 @@ which takes seconds, even where nobody compiles.
 
 from __future__ import annotations
 
+import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
+from ddp import gpu
 from ddp.gradients.bucket import Slot
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -38,6 +43,40 @@ def uncompiled(function: Function) -> Function:
     eval_frame.set_code_exec_strategy(function.__code__, NEVER)  # where it is called from Python or from autograd
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # where its caller is compiled
     return function
+
+
+@contextmanager
+def without_compile_wrappers(model: nn.Module) -> Iterator[nn.Module]:
+    """Takes what torch.compile returned out of a model, which stays compiled, for the duration of the block.
+
+    Its wrapper would put "_orig_mod" into the names of parameters, and so into a run's files. It stays where it has
+    hooks of its own.
+    """
+    compiled: dict[nn.Module, Any] = {}
+    replaced: list[tuple[dict[str, Any], str, nn.Module]] = []
+
+    def unwrapped(wrapper: Any) -> Any:
+        original = wrapper._modules.get("_orig_mod")
+        if original is None or wrapper._forward_hooks or wrapper._forward_pre_hooks:
+            return wrapper
+        compiled.setdefault(original, original._compiled_call_impl)
+        from torch._dynamo.external_utils import wrap_inline  # as torch.compile has done
+
+        original._compiled_call_impl = wrapper.dynamo_ctx(wrap_inline(original._call_impl))
+        return original
+
+    try:
+        for table in [each._modules for each in model.modules() if isinstance(each, nn.Module)]:
+            for name, child in table.items():
+                if child is not None and "_orig_mod" not in table and (inner := unwrapped(child)) is not child:
+                    replaced.append((table, name, child))
+                    table[name] = inner
+        yield unwrapped(model)
+    finally:
+        for table, name, child in replaced:
+            table[name] = child
+        for original, before in compiled.items():
+            original._compiled_call_impl = before
 
 
 def watch_backward(outputs: Any, begin: Callable[[], bool], end: Callable[[], None]) -> bool:
@@ -56,6 +95,7 @@ def watch_backward(outputs: Any, begin: Callable[[], bool], end: Callable[[], No
 
     @uncompiled
     def observe(_gradient: Tensor) -> None:
+        refuse_compiled_autograd()
         with lock:
             has_begun = begin()
         if has_begun:
@@ -65,6 +105,15 @@ def watch_backward(outputs: Any, begin: Callable[[], bool], end: Callable[[], No
     for tensor in in_graph:  # an observer of a leaf would stay for ever
         tensor.register_hook(observe)
     return bool(in_graph)
+
+
+def refuse_compiled_autograd() -> None:
+    """Raises RuntimeError under compiled autograd, which calls no function at the end of a backward."""
+    if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
+        raise RuntimeError(
+            "compiled autograd runs this backward, and a replica cannot average its gradients: set "
+            "torch._dynamo.config.compiled_autograd = False, and call backward() outside of compiled_autograd._enable"
+        )
 
 
 def is_in_backward() -> bool:
@@ -91,6 +140,18 @@ def will_accumulate(parameters: Sequence[Tensor]) -> list[Tensor]:
     return [each for each in parameters if each.requires_grad and will_run(get_gradient_edge(each).node)]
 
 
+def leaves_of(tensor: Tensor) -> Iterator[nn.Parameter]:
+    """Yields the parameters that autograd has computed a tensor from."""
+    waiting: list[Any] = [tensor.grad_fn]
+    seen = set[Any]()
+    while waiting:
+        if (node := waiting.pop()) is not None and node not in seen:
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions]
+            if isinstance(leaf := getattr(node, "variable", None), nn.Parameter):
+                yield leaf
+
+
 def tensors_in(value: Any, *, seen: set[int] | None = None) -> Iterator[Tensor]:
     """Yields every tensor inside: in mappings, sequences, dataclasses, and the attributes of other objects."""
     seen = set() if seen is None else seen
@@ -110,6 +171,119 @@ def _parts(value: Any) -> Iterable[Any]:
     state = object.__getstate__(value)  # its attributes; with slots, a tuple of them and of what is in the slots
     tables = state if isinstance(state, tuple) else (state,)
     return [part for table in tables if table is not None for part in table.values()]
+
+
+# --- Observers of parameters -----------------------------------------------------------------------------------------
+#
+# A gradient is ready once all hooks on its parameter have run, because a hook may change it: clip it, say. Those hooks
+# run in the order of their registration, and a program may register one at any time. So an observer is a hook on the
+# node of the graph that adds to `p.grad`, as in torch's Reducer: it runs after the hooks on the parameter.
+#
+# A conversion (`model.double()`, or `model.cpu()` and back) gives a parameter another node, which has no observer. A
+# forward finds out about most of them. One that leaves no trace shows at the end of a backward, where gradients seem to
+# be missing: then the nodes are looked at, which is slow.
+
+
+class Listener(Protocol):
+    """A replica, as observers of parameters see it."""
+
+    @property
+    def is_broken(self) -> bool:
+        """Returns True if a backward broke off, so that the replica makes no further step."""
+
+    def on_gradient(self, parameter: Tensor) -> None:
+        """Handles a gradient that is ready."""
+
+    def on_stream(self, stream: torch.cuda.Stream) -> None:
+        """Records that the next gradient is ready in the order of this stream of a GPU."""
+
+
+class Observers:
+    """Lets autograd call a replica whenever the gradient of one of these parameters is ready.
+
+    Parameters hold their observers, and may live longer than the replica: the model may be used by itself, or in
+    another replica. So observers hold the replica weakly, and are removed with it. Those of a replica whose backward
+    broke off are removed once another replica observes the same parameters, because a program may still hold the first.
+    """
+
+    _all: ClassVar[weakref.WeakSet[Observers]] = weakref.WeakSet()
+
+    def __init__(self, replica: Listener, parameters: Iterable[nn.Parameter]) -> None:
+        self._of_replica, self._lock = weakref.ref(replica), threading.RLock()
+        self._parameters = [p for p in parameters if (p.is_floating_point() or p.is_complex()) and not p.is_inference()]
+        self._nodes: dict[nn.Parameter, Any] = {}  # holds them, because a parameter does not
+        self._handles: list[RemovableHandle] = []
+        for others in list(self._all):
+            if others.are_useless and not others._nodes.keys().isdisjoint(self._parameters):
+                others.remove()
+        self._all.add(self)
+        self.renew()
+        weakref.finalize(replica, self.remove).atexit = False  # at exit parameters go, too
+
+    @property
+    def are_useless(self) -> bool:
+        """Returns True if the replica is gone, or makes no further step."""
+        return (replica := self._of_replica()) is None or replica.is_broken
+
+    def renew(self) -> Sequence[nn.Parameter]:
+        """Registers an observer on each node that has none. Returns the parameters of these nodes."""
+        has_gpu = any(parameter.device.type == gpu.KIND for parameter in self._parameters)
+        observer_of = self._locking_observer_of if has_gpu else self._observer_of
+        renewed = list[nn.Parameter]()
+        for parameter in self._parameters:
+            with _needing_gradient(parameter):
+                node = get_gradient_edge(parameter).node
+            if self._nodes.get(parameter) is not node:
+                self._nodes[parameter] = node
+                self._handles.append(node.register_hook(observer_of(parameter)))
+                renewed.append(parameter)
+        return renewed
+
+    def _observer_of(self, parameter: nn.Parameter) -> Callable[[Any, Any], None]:
+        of_replica = self._of_replica
+
+        @uncompiled
+        def observe(_inputs: Any, _outputs: Any) -> None:
+            if (replica := of_replica()) is not None:
+                replica.on_gradient(parameter)
+
+        return observe
+
+    def _locking_observer_of(self, parameter: nn.Parameter) -> Callable[[Any, Any], None]:
+        observe = self._observer_of(parameter)
+
+        @uncompiled
+        def observe_alone(inputs: Any, outputs: Any) -> None:
+            with self._lock:  # autograd has a thread for each GPU, and one for the CPU
+                if parameter.device.type == gpu.KIND and (replica := self._of_replica()) is not None:
+                    replica.on_stream(gpu.cuda.current_stream(parameter.device))
+                observe(inputs, outputs)
+
+        return observe_alone
+
+    def remove(self) -> None:
+        """Removes all observers."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._nodes.clear()
+
+    @property
+    def are_alone(self) -> bool:
+        """Returns True if the program has no hooks on the gradients of parameters."""
+        return not any(p._post_accumulate_grad_hooks for p in self._parameters)
+
+
+@contextmanager
+def _needing_gradient(parameter: nn.Parameter) -> Iterator[None]:
+    """Lets a parameter that is frozen now be observed, because it may be unfrozen later."""
+    needs_gradient = parameter.requires_grad
+    with torch.inference_mode(False):
+        parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            parameter.requires_grad_(needs_gradient)
 
 
 # --- Gradients of gradients ------------------------------------------------------------------------------------------

@@ -32,31 +32,28 @@ and switching between the two would cost more than the overlap saves (MLP with 2
 208 ms a step in the background, 190 ms in the foreground). There, the thread that has filled a bucket reduces it at
 once, and backward pauses meanwhile.
 
-Note "create_graph". After `loss.backward(create_graph=True)`, `p.grad` is part of a graph. It is copied to its bucket,
-and not moved, because an all-reduce in place would change what the graph has saved (`autograd.py`).
+Note "create_graph". After `loss.backward(create_graph=True)`, `p.grad` is part of a graph, and stays out of its bucket,
+because the next all-reduce in place would change what the graph has saved (`autograd.py`).
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, auto
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.errors import CommunicatorBroken, ConfigError, UnusedParameters
-from ddp.gradients.bucket import LARGE_BYTES, Bucket, Slot
+from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import InFlight, Reducer
 from ddp.gradients.totals import GlobalCount, Totals
 from ddp.process.clock import Stopwatch, now_s
-from ddp.replica.autograd import is_in_backward, uncompiled
+from ddp.replica.autograd import is_in_backward
 from ddp.replica.broadcast import check_same_layout
 from ddp.replica.by_shards import ByShards
 from ddp.replica.settlement import Settlement, Share, Usage
@@ -272,16 +269,10 @@ class Backward:
         return True
 
     def move_in(self, parameter: Tensor) -> None:
-        """Moves a large gradient into its bucket as soon as it is ready, so that its own memory is free at once."""
-        if self._by_shards is not None:
-            index = self.index_of.get(id(parameter))
-            if index is None or not self.reductions[index].is_launched:  # else `note` refuses it
-                self._by_shards.move_in(parameter)
-            return
+        """Adds a large gradient to the sum of this rank's shards as soon as it is ready, so that its memory is free."""
         index = self.index_of.get(id(parameter))
-        if index is None or parameter.grad is None or self.creates_graph or self.reductions[index].is_launched:
-            return
-        self.layout.slot_of[id(parameter)].move_in()
+        if self._by_shards is not None and (index is None or not self.reductions[index].is_launched):  # else: refused
+            self._by_shards.move_in(parameter)
 
     def _launch_if_full(self, reduction: BucketReduction, parameter: Tensor) -> None:
         """Launches the buckets that this gradient makes full.
@@ -323,7 +314,7 @@ class Backward:
                 if (gradient := slot.parameter.grad) is not None and gradient.device == here.device:
                     gradient.record_stream(here)  # its memory may belong to another stream, and is read on this one
         if self._by_shards is None:
-            without = bucket.fill(moves=not self.creates_graph)
+            without = bucket.fill()
         else:
             without = self._by_shards.fill(bucket, reduction.ready[reduction.num_before_begin :])
         self._settlement.filled(bucket, without=without)
@@ -365,9 +356,17 @@ class Backward:
             self._complete(reduction.bucket)
 
     def _complete(self, bucket: Bucket) -> None:
-        """Notes that a bucket holds the mean."""
+        """Hands out the mean that a bucket holds."""
+        if not self.creates_graph:
+            bucket.hand_out()
         if self.stepper is not None and self.layout.is_learned:  # before that, buckets are not final
             self.stepper.complete(bucket)
+
+    @property
+    def is_complete(self) -> bool:
+        """Returns True if all gradients that this backward was to compute are ready."""
+        are_full = bool(self.reductions) and all(reduction.is_full for reduction in self.reductions)
+        return are_full and len(self._sparse_ready) == len(self.layout.sparse)
 
     def end(self) -> list[BucketReduction]:
         """Fills the remaining buckets, because backward has ended. Returns what is left to launch. Collective."""
@@ -465,74 +464,3 @@ class Backward:
         self.began_s = began_s
         for parameter in computed:
             _ = self.note(parameter) or self.note_other(parameter)
-
-
-# --- how autograd reports gradients ----------------------------------------------------------------------------------
-
-
-class Listener(Protocol):
-    """A replica, as observers of parameters see it."""
-
-    backward: Backward
-
-    def on_other_gradient(self, parameter: Tensor) -> None:
-        """Handles a gradient that no bucket is waiting for."""
-
-
-def listen(replica: Listener, parameters: Iterable[nn.Parameter]) -> Callable[[], bool]:
-    """Lets autograd call the replica's backward whenever it has added to the gradient of one of these parameters.
-
-    Returns:
-        A function that puts the observers behind hooks that others have added since, and returns True if there are any.
-
-    Parameters hold their observers, and may live longer than the replica: the model may be used by itself, or in
-    another replica. So observers hold the replica weakly, and are removed when it is gone.
-    """
-    of_replica = weakref.ref(replica)
-
-    @uncompiled
-    def on_gradient(parameter: Tensor) -> None:
-        if (listener := of_replica()) is not None and not listener.backward.note(parameter):
-            listener.on_other_gradient(parameter)
-
-    @uncompiled
-    def on_large_gradient(parameter: Tensor) -> None:
-        if (listener := of_replica()) is not None:
-            listener.backward.move_in(parameter)
-            on_gradient(parameter)
-
-    # Autograd has a thread for each GPU, and one for the CPU.
-    lock, parameters = threading.RLock(), list(parameters)
-    keys: list[tuple[nn.Parameter, int]] = []
-    any_on_gpu = any(parameter.device.type == gpu.KIND for parameter in parameters)
-
-    @uncompiled
-    def on_any_gradient(parameter: Tensor) -> None:
-        if (listener := of_replica()) is not None:
-            with lock:
-                if parameter.device.type == gpu.KIND:
-                    listener.backward.streams.add(gpu.cuda.current_stream(parameter.device))
-                on_gradient(parameter)  # large ones, too: a command for each would cost more than their memory
-
-    for parameter in parameters:
-        if (parameter.is_floating_point() or parameter.is_complex()) and not parameter.is_inference():
-            observer = on_large_gradient if parameter.nbytes >= LARGE_BYTES else on_gradient
-            if any_on_gpu:
-                observer = on_any_gradient
-            needs_gradient = parameter.requires_grad
-            # torch refuses a parameter that is frozen at the moment, but it may be unfrozen later
-            handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(observer)
-            parameter.requires_grad_(needs_gradient)
-            weakref.finalize(replica, handle.remove).atexit = False  # at exit parameters go, too
-            keys.append((parameter, handle.id))
-
-    def come_last() -> bool:
-        is_alone = True
-        for parameter, key in keys:
-            hooks = parameter._post_accumulate_grad_hooks
-            if hooks is not None and len(hooks) > 1:
-                is_alone = False
-                hooks[key] = hooks.pop(key)
-        return not is_alone
-
-    return come_last

@@ -15,6 +15,7 @@ import hashlib
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal, get_args
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.errors import CollectiveMismatch, ReplicaMismatch
+from ddp.replica.tied import in_memory_of
 
 PACK_BYTES = 32 << 20
 
@@ -39,7 +41,11 @@ def check_same_layout(comm: Communicator, named_tensors: Iterable[tuple[str, Ten
     Args:
         sending: how gradients are sent; the same on every rank, too.
     """
-    mine = [_described(name, tensor) for name, tensor in named_tensors]
+    named = list(named_tensors)
+    tied = in_memory_of(named)  # torch updates what is tied once for each name
+    mine = [
+        _described(name, tensor) + (f" in the memory of {tied[name]}" if name in tied else "") for name, tensor in named
+    ]
     (reference, first), *others = all_gather_object(comm, (mine, sending))
     for rank, (theirs, theirs_sending) in enumerate(others, start=1):
         if theirs_sending != first:
@@ -188,6 +194,7 @@ class BufferSync:
         """Finds the buffers anew, because modules were added or removed."""
         modules = self.module.named_modules()
         self._tables = {f"{name}." if name else "": each._buffers for name, each in modules}  # also empty ones
+        self._shapes = {name: buffer.shape for name, buffer in self._found()}
 
     def named(self) -> dict[str, Tensor]:
         """Returns the buffers as they are now: a module may have replaced some."""
@@ -215,13 +222,10 @@ class BufferSync:
         Args:
             root: the rank whose buffers are right.
         """
-        try:
-            if self.mode == "mean":
-                self._average(root)
-            else:
-                self.broadcast(root, label=BEFORE_FORWARD)
-        except CollectiveMismatch as mismatch:
-            raise CollectiveMismatch(f"{BEFORE_FORWARD}: {mismatch}") from mismatch
+        if self.mode == "mean":
+            self._average(root)
+        else:
+            self.broadcast(root, label=BEFORE_FORWARD)
 
     def after_forward(self) -> None:
         """Is called where `is_hooked`."""
@@ -231,17 +235,55 @@ class BufferSync:
 
     def broadcast(self, root: int = 0, *, label: str = "buffers") -> None:
         """Gives every rank the root's buffers."""
-        self._broadcast(list(self.named().values()), root, label)
+        with self._naming_changed(label):
+            self._broadcast(list(self.named().values()), root, label)
+
+    @contextmanager
+    def _naming_changed(self, label: str) -> Iterator[None]:
+        """Names the buffers that have another shape than at the start, if ranks call different collectives."""
+        try:
+            yield
+        except CollectiveMismatch as mismatch:
+            now = ((name, self._shapes.get(name), buffer.shape) for name, buffer in self._found())
+            changed = ", ".join(
+                f"{name} was {list(before or ())} at the start and is {list(shape)} on rank {self.comm.rank}"
+                for name, before, shape in now
+                if shape != before
+            )
+            remedy = "keep a buffer that follows a rank's own samples as a plain attribute, without register_buffer"
+            raise CollectiveMismatch(f"{label}: {changed and f'{changed}: {remedy}; '}{mismatch}") from mismatch
 
     def _average(self, root: int) -> None:
         """Gives every rank the mean of floating-point buffers, and the root's others."""
         buffers = [buffer.data for buffer in self.named().values()]
         real = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
-        if real:
-            self.comm.all_reduce(real, "mean", label=BEFORE_FORWARD)
         others = [buffer for buffer in buffers if not (buffer.is_floating_point() or buffer.is_complex())]
-        self._broadcast(others, root, BEFORE_FORWARD)
+        with self._naming_changed(BEFORE_FORWARD):
+            if real:
+                self.comm.all_reduce(real, "mean", label=BEFORE_FORWARD)
+            self._broadcast(others, root, BEFORE_FORWARD)
 
     def _broadcast(self, buffers: list[Tensor], root: int, label: str) -> None:
         # `.data` counts versions of its own: a graph that has saved the buffer in an earlier forward stays valid
         broadcast_tensors(self.comm, [buffer.data for buffer in buffers], root=root, label=label)
+
+
+class BufferSnapshot:
+    """The buffers of a module at one moment.
+
+    Attributes:
+        values: by name.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._tables = [(each._buffers, dict(each._buffers)) for each in module.modules() if each._buffers]
+        self._buffers = dict(module.named_buffers())
+        self.values = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Gives the module these buffers again, also where it has put other tensors in their places."""
+        for table, before in self._tables:
+            table.update(before)
+        for name, buffer in self._buffers.items():
+            buffer.data.copy_(self.values[name])

@@ -33,20 +33,20 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.device import device_of
 from ddp.comm.objects import all_gather_object
 from ddp.comm.session import current
-from ddp.gradients.bucket import Bucket
+from ddp.gradients.bucket import LARGE_BYTES, Bucket
 from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.hooks.hook import Hook
 from ddp.gradients.layout import Layout, bucket_limits
 from ddp.gradients.reducer import AllReduce, Reducer
 from ddp.gradients.totals import Totals
-from ddp.replica.autograd import accumulates, hand_out_differentiable, uncompiled, watch_backward
-from ddp.replica.backward import Backward, BucketReduction, State, Stepper, listen
+from ddp.replica.autograd import Observers, accumulates, hand_out_differentiable, uncompiled, watch_backward
+from ddp.replica.backward import Backward, BucketReduction, State, Stepper
 from ddp.replica.broadcast import BufferSync, broadcast_state, sending
 from ddp.replica.by_shards import ByShards, UsageByShards, check_shards
 from ddp.replica.parameters import Change, Layouts, ParameterWatch, check_trainable, check_wire, managed
 from ddp.replica.replica import Replica
 from ddp.replica.settlement import Share, Usage
-from ddp.replica.sync_batchnorm import SyncBatchNorm
+from ddp.replica.sync_batchnorm import waits
 from ddp.setting import WireName
 from ddp.streams import seed_generators, stream_seed
 
@@ -65,6 +65,7 @@ class BucketedDataParallel(Replica):
         hook: sends less than all of the gradients between hosts (`gradients/hooks/hook.py`); the replica takes a copy.
         num_shards: gradients are added up by shards of the batch, so many, each in a block of its own (`shard`). Then
             the result has the same bits at any world size.
+        find_unused_parameters: parameters may go without a gradient; each backward finds those that it will reach.
         broadcast_buffers: before each forward in training mode, buffers become rank 0's; not by shards, of which they
             become the mean at the end of the step.
         comm: the ranks that take part; all by default.
@@ -78,6 +79,7 @@ class BucketedDataParallel(Replica):
             shards.
     """
 
+    gradient_as_bucket_view = False  # gradients that a program keeps are its own (`gradients/bucket.py`, note "kept")
     _waiting: Layout | None  # of a forward that waits for its backward (note "begin")
     _is_in_forward = False  # a forward is running that may run backward itself (`drop_in/`)
     by_shards: ByShards | None = None
@@ -92,6 +94,7 @@ class BucketedDataParallel(Replica):
         wire: WireName | None = None,
         hook: Hook | None = None,
         num_shards: int | None = None,
+        find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
         comm: Communicator | None = None,
     ) -> None:
@@ -106,16 +109,17 @@ class BucketedDataParallel(Replica):
             check_shards(module, comm, wire, hook)
             narrow = None if wire == "fp32" else wire
             self.by_shards = ByShards(comm, self._buffer_sync, num_shards, narrow)
-            self.inputs.divisor = num_shards
+            self.inputs.divisor, self.gradient_as_bucket_view = num_shards, True
             self._seed = int(all_gather_object(comm, torch.initial_seed())[0])
         self._limits = bucket_limits(bucket_cap_mb, first_bucket_mb=first_bucket_mb)
         self._overlap, self.wire = overlap, wire
         self.compression = None if hook is None else Compression(hook, comm, self._replicated_parameters())
-        self._start(Usage(comm) if num_shards is None else UsageByShards(comm))
+        usage = Usage if num_shards is None else UsageByShards
+        self._start(usage(comm, finds_unused=find_unused_parameters))
 
     def _start(self, usage: Usage, stepper: Stepper | None = None, *, allows_borrowing: bool = False) -> None:
         """Plans the first layout, and registers the observers by which autograd reports each gradient."""
-        if any(isinstance(child, (SyncBatchNorm, nn.SyncBatchNorm)) for child in self.module.modules()):
+        if waits(self.module):
             self._overlap = True  # its layers wait in backward, too: a rank must be able to wait for both at once
         self._reducer: Reducer = self.compression or self._plain_reducer()
         self._usage, self._stepper = usage, stepper
@@ -124,9 +128,7 @@ class BucketedDataParallel(Replica):
         self._layouts = Layouts(self.comm, self._watch, self._make_layout())
         self.backward = self._new_backward()
         self._last = self.backward  # the last one that has ended, once there is one
-        come_last = listen(self, (parameter for _, parameter in self._replicated_parameters()))
-        if self.by_shards is not None:
-            self.by_shards.come_last = come_last
+        self._observers = Observers(self, (parameter for _, parameter in self._replicated_parameters()))
 
     def _plain_reducer(self) -> Reducer:
         return AllReduce(self.comm, self.wire, self.num_shards)
@@ -166,13 +168,15 @@ class BucketedDataParallel(Replica):
             self._refuse(mistake)
         if number == by_shards.shards.start:
             self.prepare()
-            by_shards.begin_step(self._layouts.current)
+            by_shards.begin_step(self._layouts.current, has_hooks=not self._observers.are_alone)
         by_shards.begin(number)
         before, is_last = self.require_backward_grad_sync, number == by_shards.shards[-1]
         self.require_backward_grad_sync, step = is_last, self.num_steps
         seed_generators(stream_seed(self._seed, "dropout", step, number), device=self.comm.device)
         try:
             yield
+            if by_shards.is_silent:
+                self._report_unobserved()
             if not is_last:
                 by_shards.end()
                 self._mine = None
@@ -228,6 +232,7 @@ class BucketedDataParallel(Replica):
         while (change := self._watch.check()) is Change.MODULES:  # then it checks again, for what else has changed
             self._buffer_sync.refresh()
         if change is Change.KINDS:
+            self._observers.renew()
             self._layouts.forget()
         if change is not Change.NONE or not self._has_layout:
             self._has_layout = False  # stays so if choosing one fails
@@ -300,10 +305,33 @@ class BucketedDataParallel(Replica):
         share = Share(mine, self.inputs.divisor, has_samples)
         if self.compression is not None:
             self.compression.begin()
+        if not self.gradient_as_bucket_view:
+            layout.spare_kept()
         self.backward.begin(layout, self.num_steps + 1, share)
 
     def _begin_without_samples(self) -> None:
         self._begin_step(self._layouts.current, has_samples=False)
+
+    @property
+    def is_broken(self) -> bool:
+        return self.backward.state is State.RUNNING
+
+    @uncompiled
+    def on_gradient(self, parameter: Tensor) -> None:
+        """Handles a gradient that is ready."""
+        if self.by_shards is not None and parameter.nbytes >= LARGE_BYTES:
+            self.backward.move_in(parameter)
+        if not self.backward.note(parameter):
+            self.on_other_gradient(parameter)
+
+    def on_stream(self, stream: torch.cuda.Stream) -> None:
+        self.backward.streams.add(stream)
+
+    def _report_unobserved(self) -> None:
+        """Reports gradients that no observer has, because their parameters were converted and back."""
+        for parameter in self._observers.renew():
+            if parameter.grad is not None:
+                self.on_gradient(parameter)
 
     def on_other_gradient(self, parameter: Tensor) -> None:
         """Handles a gradient that no bucket is waiting for."""
@@ -322,10 +350,14 @@ class BucketedDataParallel(Replica):
     @uncompiled
     def _finish(self) -> None:
         ended, former = self.backward, self._last
+        if not ended.is_complete:
+            self._report_unobserved()
         with torch.no_grad():
             for reduction in ended.end():
                 ended.launch(reduction)
             totals = ended.finish()
+            if not self.gradient_as_bucket_view:
+                ended.layout.hand_out_copies()
             if former is not ended and former.is_unread:
                 former.conclude(is_late=True)
                 ended.error = ended.error or former.error

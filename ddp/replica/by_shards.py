@@ -30,7 +30,8 @@ from ddp.replica.broadcast import BufferSync, checksum
 from ddp.replica.settlement import Usage
 from ddp.replica.shard_buffers import ShardBuffers, version_of
 from ddp.replica.shard_tree import GradientSums, Place, Prepare, Stack, places
-from ddp.replica.sync_batchnorm import SyncBatchNorm
+from ddp.replica.sync_batchnorm import waits
+from ddp.replica.tied import check_untied
 from ddp.setting import Narrow, WireName
 
 
@@ -44,7 +45,6 @@ class ByShards:
             in their own type, because a sum that is rounded depends on where it is rounded.
 
     Attributes:
-        come_last: puts the replica's observers of parameters behind hooks of others, and returns True if there are any.
         shards: of this rank.
         running: the shard in whose block the program is.
         has_samples: a shard of this step has had a forward.
@@ -62,7 +62,6 @@ class ByShards:
                 f"at least {comm.world_size} shards, or fewer workers"
             )
         self.num_shards, self.shards = num_shards, owned(comm.rank, comm.world_size, num_shards)
-        self.come_last: Callable[[], bool] = lambda: False
         self.running: int | None = None
         self._watched: int | None = None
         self.seen: tuple[float, float, dict[str, int]] = (0.0, 0.0, {})
@@ -125,8 +124,11 @@ class ByShards:
         self._given = {id(slot.parameter) for slot in self._slots if slot.parameter.grad is not None}
         self._versions = self._versions_now()
 
-    def begin_step(self, layout: Layout) -> None:
+    def begin_step(self, layout: Layout, *, has_hooks: bool) -> None:
         """Begins a step.
+
+        Args:
+            has_hooks: the program has hooks on parameters, which are to see each shard's gradient by itself.
 
         Raises:
             RuntimeError: a gradient from before the step would be lost.
@@ -141,7 +143,7 @@ class ByShards:
         self.has_samples, self.seen = False, (0.0, 0.0, {})
         for bucket in layout.buckets if layout.has_memory else ():
             bucket.mend()
-        self._keeps_apart |= self.come_last()  # the user's own hooks are to see each shard's gradient by itself
+        self._keeps_apart |= has_hooks
         self._overflows = any(parameter.dtype in OVERFLOWING for parameter in layout.parameters)
         self.buffers.begin_step()
 
@@ -241,9 +243,14 @@ class ByShards:
         self._end_buffers(self.running)
         self.running = None
 
+    @property
+    def is_silent(self) -> bool:
+        """Returns True if the running shard has had a forward, and no gradient yet."""
+        return self._has_forward and not self._noted
+
     def check_backward(self) -> None:
         """Raises RuntimeError if the running shard has had a forward, and no backward."""
-        if self._has_forward and not self._noted:
+        if self.is_silent:
             raise RuntimeError(
                 f"shard {self.running}: a forward in its block, and no backward that reaches a parameter"
             )
@@ -389,6 +396,9 @@ class UsageByShards(Usage):
 
     mistake = ""
 
+    def expected(self, layout: Layout) -> None:
+        """Returns None, because other shards than the last may have gradients that its backward does not lead to."""
+
     def must_compare(self, layout: Layout, missing: Sequence[Slot], computed: Callable[[], Iterable[Tensor]]) -> bool:
         return bool(missing) or bool(self.mistake)
 
@@ -414,8 +424,9 @@ def rounded(gradient: Tensor, form: WireFormat) -> Tensor:
 
 def check_shards(module: nn.Module, comm: Communicator, wire: WireName | None, hook: object | None) -> None:
     """Raises ConfigError if the gradients of a module cannot be added up by shards."""
-    if any(isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) for layer in module.modules()):
+    if waits(module):
         raise ConfigError("num_shards with SyncBatchNorm: its statistics are sums over workers; take BatchNorm")
+    check_untied(module, "num_shards", instead="no num_shards", buffers_alone=True)
     if wire == "fp32":
         raise ConfigError("num_shards with wire='fp32': gradients are added up in their own type; leave it out")
     if hook is not None:

@@ -7,7 +7,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import Reducer
@@ -19,10 +21,11 @@ class LocalDataParallel(BucketedDataParallel):
     """Averages gradients in synchronous steps, and what it is given at the end of a round.
 
     Attributes:
-        settle: makes the ranks' parameters equal, before they are evaluated or saved. Collective.
+        settled: makes the ranks' parameters equal for a block. Collective.
     """
 
-    settle: Callable[[], None] | None = None
+    gradient_as_bucket_view = True
+    settled: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @property
     def told(self) -> Totals | None:
@@ -70,8 +73,11 @@ class LocalDataParallel(BucketedDataParallel):
         """Averages a bucket."""
         return self._reducer
 
-    def sync_buffers(self) -> None:
-        """Makes parameters equal, and gives every rank rank 0's buffers. Collective."""
-        if self.settle is not None:
-            self.settle()
-        super().sync_buffers()
+    @property
+    def keeps_own_buffers(self) -> bool:
+        return True
+
+    @contextmanager
+    def for_evaluation(self) -> Iterator[None]:
+        with self.settled(), self.buffers_of_rank_zero():
+            yield

@@ -38,7 +38,7 @@ def managed(module: nn.Module, *, inner: type[nn.Module]) -> list[tuple[str, nn.
 
 
 def check_trainable(named: list[tuple[str, nn.Parameter]], *, has_inner: bool = False) -> None:
-    """Raises ConfigError if no parameter needs a gradient, or if one has no shape yet.
+    """Raises ConfigError if no parameter needs a gradient, or if one has no shape yet, or is split among ranks.
 
     Args:
         has_inner: an inner replica keeps other parameters of the module equal, and those need one.
@@ -46,6 +46,11 @@ def check_trainable(named: list[tuple[str, nn.Parameter]], *, has_inner: bool = 
     for name, parameter in named:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ConfigError(f"{name} of a lazy module has no shape yet: run one forward before making the replica")
+        if hasattr(parameter, "placements") or hasattr(parameter, "_st_info"):  # as parallelize_module leaves them
+            raise ConfigError(
+                f"{name} is one part of a parameter: a replica does not go above tensor parallelism, which makes new "
+                "parameters in each forward; leave parallelize_module out, or keep torch's DistributedDataParallel"
+            )
     if not has_inner and not any(parameter.requires_grad for _, parameter in named):
         raise ConfigError("no parameter of the module needs a gradient: there is nothing to average; use it as it is")
 

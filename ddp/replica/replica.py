@@ -31,7 +31,7 @@ from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.totals import Totals
 from ddp.process.clock import Stopwatch
 from ddp.replica.autograd import uncompiled
-from ddp.replica.broadcast import BufferSync, broadcast_state, verify_replicas
+from ddp.replica.broadcast import BufferSnapshot, BufferSync, broadcast_state, verify_replicas
 from ddp.setting import WireName
 from ddp.streams import preserved
 
@@ -91,7 +91,7 @@ class Replica(nn.Module, ABC):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward; a backward through what it returns ends with equal gradients on all ranks."""
-        if self._is_recomputed():
+        if self._is_no_step():
             return self.module(*args, **kwargs)
         moment = self._before_forward()
         return self._after_forward(self.module(*args, **kwargs), *moment)
@@ -144,12 +144,14 @@ class Replica(nn.Module, ABC):
             self.num_verified += 1
 
     @uncompiled
-    def _is_recomputed(self) -> bool:
-        """Returns True if activation checkpointing around the replica repeats a forward, for a backward that runs.
+    def _is_no_step(self) -> bool:
+        """Returns True if a forward concerns this rank alone: it sends no buffers, and no backward is awaited.
 
-        A repetition changes nothing: it is no step, sends no buffers, and nothing runs backward through its outputs.
+        Activation checkpointing around the replica repeats a forward, for a backward that runs. A transform of
+        torch.func returns this rank's gradients, and adds to no parameter's.
         """
-        return torch._C._current_graph_task_id() != -1 and self._awaits_backward
+        is_repeated = torch._C._current_graph_task_id() != -1 and self._awaits_backward
+        return is_repeated or torch._C._are_functorch_transforms_active()
 
     # --- how gradients are averaged: each kind of replica has its own ------------------------------------------------
 
@@ -263,8 +265,7 @@ class Replica(nn.Module, ABC):
         """
         parameters = list(self.module.parameters())
         gradients, waiting = [parameter.grad for parameter in parameters], self._waiting
-        tables = [(module._buffers, dict(module._buffers)) for module in self.module.modules() if module._buffers]
-        values = [(each, each.detach().clone()) for _, table in tables for each in table.values() if each is not None]
+        before = BufferSnapshot(self.module)
         with torch.no_grad():
             for name, start in self._buffers_at_start().items():
                 self.module.get_buffer(name).copy_(start)
@@ -274,11 +275,7 @@ class Replica(nn.Module, ABC):
             with preserved(), self.no_sync(), self.without_buffer_sync(), self._unobserved():
                 yield
         finally:
-            for buffers, table in tables:
-                buffers.update(table)
-            with torch.no_grad():
-                for buffer, value in values:
-                    buffer.copy_(value)
+            before.restore()
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             self._waiting = waiting
@@ -307,6 +304,37 @@ class Replica(nn.Module, ABC):
     def sync_buffers(self) -> None:
         """Gives every rank rank 0's buffers (BatchNorm statistics and the like). Collective."""
         self._buffer_sync.broadcast()
+
+    @property
+    def syncs_buffers(self) -> bool:
+        """Returns True if there are buffers, and ranks are to have equal ones."""
+        return self._buffer_sync.is_active
+
+    @property
+    def keeps_own_buffers(self) -> bool:
+        """Returns True if buffers of other ranks than 0 count in training."""
+        return self._buffer_sync.mode != "broadcast" and self.num_shards is None
+
+    @contextmanager
+    def buffers_of_rank_zero(self) -> Iterator[BufferSnapshot]:
+        """Gives every rank rank 0's buffers for a block, and its own again afterwards. Collective.
+
+        No forward inside synchronises buffers.
+
+        Yields:
+            This rank's own.
+        """
+        own = BufferSnapshot(self.module)
+        try:
+            self.sync_buffers()
+            with self.without_buffer_sync():
+                yield own
+        finally:
+            own.restore()
+
+    def for_evaluation(self) -> AbstractContextManager[Any]:
+        """Makes all ranks equal for a block, and what they were again afterwards. Collective."""
+        return self.buffers_of_rank_zero()
 
     def broadcast_from(self, root: int) -> None:
         """Gives every rank the root's parameters, and its buffers where they are kept equal. Collective."""

@@ -16,7 +16,8 @@ bucket or by themselves. The ranks compare parameter by parameter only if a verd
                              returned None): like unused, and always allowed
     not allowed              every rank raises UnusedParameters before the next forward, with names by rank
 
-`Usage` expects every gradient; `drop_in/usage.py` has others.
+`Usage` expects every gradient, or, with `find_unused_parameters`, those that the graph of each backward leads to;
+`drop_in/usage.py` has another one.
 
 Note "late". Where collectives are enqueued on a GPU, the host does not wait for what they find. The division is made
 there, by the very count. Totals and verdicts are copied to the host, and `conclude` reads them: when somebody asks, or,
@@ -47,6 +48,7 @@ from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import Reducer
 from ddp.gradients.totals import Parts, Totals, Verdicts
+from ddp.replica.autograd import is_in_backward, will_accumulate
 
 
 class Use(IntEnum):
@@ -60,16 +62,19 @@ class Use(IntEnum):
 class Usage:
     """Expects one gradient of every parameter. Its methods stand in the order of a backward.
 
+    Args:
+        finds_unused: expects the gradients that the graph of each backward leads to; a parameter without one is no
+            error.
+
     Attributes:
         never: names of the parameters that are known to be used on no rank.
         varies: which gradients there are may be another question in each step, so that each must wait for the answer.
     """
 
     never: Set[str] = frozenset()
-    varies = False
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
+    def __init__(self, comm: Communicator, *, finds_unused: bool = False) -> None:
+        self._comm, self._finds_unused, self.varies = comm, finds_unused, finds_unused
 
     def begin(self, layout: Layout) -> Usage:
         """Begins a backward. Returns what answers for it, even once the next one has begun (note "late")."""
@@ -77,7 +82,8 @@ class Usage:
 
     def expected(self, layout: Layout) -> Mapping[int, int] | None:
         """Returns how many gradients the running backward will compute, by the parameter's id; None: one of each."""
-        return None
+        finds = self._finds_unused and is_in_backward()
+        return {id(each): 1 for each in will_accumulate(layout.parameters)} if finds else None
 
     def must_compare(self, layout: Layout, missing: Sequence[Slot], computed: Callable[[], Iterable[Tensor]]) -> bool:
         """Returns True if the ranks must compare which parameters they have used.
@@ -107,6 +113,8 @@ class Usage:
         Args:
             missing: this rank's, in the order of registration; None: it had no backward, so that they are no error.
         """
+        if self._finds_unused:
+            return None
         mine = None if missing is None else [f"{slot.name} ({slot.index})" for slot in missing]
         everyone = all_gather_object(self._comm, mine)
         if not any(everyone):
@@ -116,9 +124,10 @@ class Usage:
             "Expected to have finished reduction in the prior iteration: these parameters (and their numbers in the "
             "order of registration) did not receive grad in it:\n"
             + "\n".join(lines)
-            + "\nLet every parameter take part in the loss, set requires_grad=False on those that do not, or pass "
-            "find_unused_parameters=True to ddp.DistributedDataParallel (static_graph=True, if they are the same in "
-            "every step)"
+            + "\nLet every parameter take part in the loss, set requires_grad=False on those that do not, or allow it: "
+            "in ddp.fit by strategy=ddp.Averaging(find_unused_parameters=True), on the command line by "
+            "replica.find_unused_parameters=true, in your own loop by find_unused_parameters=True of "
+            "ddp.DistributedDataParallel (static_graph=True, if they are the same in every step)"
         )
 
     def _greatest_uses(

@@ -153,7 +153,7 @@ class GradientSums:
 
     @torch.no_grad()
     def fill(self, bucket: Bucket, num_nodes: int) -> list[Slot]:
-        """Leaves this rank's nodes in the rows of a bucket, all of which were taken; `p.grad` lies in row 0 then.
+        """Leaves this rank's nodes in the rows of a bucket, all of which were taken.
 
         Returns:
             The slots of which no shard had a gradient.
@@ -163,8 +163,6 @@ class GradientSums:
             for slot in bucket.slots:
                 if slot not in self._levels[level]:
                     slot.rows[level].zero_()
-        for slot in bucket.slots:
-            slot.parameter.grad = slot.view
         return [slot for slot in bucket.slots if not any(slot in sums for sums in self._levels[:num_nodes])]
 
     def _move_in(self, slots: Sequence[Slot], level: int) -> None:

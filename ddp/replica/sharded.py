@@ -20,9 +20,10 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.verbs import ScatterTerms
 from ddp.comm.work import Work
 from ddp.errors import ConfigError
-from ddp.gradients.bucket import Bucket, Slot, span
+from ddp.gradients.bucket import Bucket, Slot, span, with_own_storage
 from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import InFlight, Reducer
+from ddp.optim.layerwise import laid_out_like
 from ddp.optim.norms import BLOCK_NUMEL, in_memory_order, num_blocks
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.setting import WireName
@@ -62,6 +63,8 @@ class ShardedDataParallel(BucketedDataParallel):
     Raises:
         ConfigError: a parameter cannot be sharded.
     """
+
+    gradient_as_bucket_view = True
 
     def __init__(self, module: nn.Module, **how: Any) -> None:
         super().__init__(module, **how)
@@ -124,7 +127,7 @@ class Part(NamedTuple):
     Attributes:
         whole: the parameter.
         start, stop: the elements of it, in the order of memory.
-        weights: [stop − start], a view of the parameter.
+        weights: [stop − start], a view of the parameter; of a scalar, [].
         gradient: the same elements of its gradient.
         blocks: the numbers of its blocks among those of all parameters.
         blocks_of_whole: those of the whole parameter.
@@ -156,12 +159,20 @@ def parts_of(model: ShardedDataParallel, layout: Layout) -> list[Part]:
                 slot.parameter,
                 begin - start,
                 end - start,
-                nn.Parameter(in_memory_order(slot.parameter.detach())[begin - start : end - start]),
-                bucket.flat[begin:end],
+                nn.Parameter(share_of(begin - start, end - start, slot.parameter, slot.parameter.detach())),
+                bucket.flat[begin:end].view([] if not slot.parameter.dim() else -1),
                 blocks[skipped : skipped + num_blocks(end - begin)],
                 blocks,
             )
     return [parts[index] for index in sorted(parts)]
+
+
+def share_of(start: int, stop: int, like: Tensor, value: Tensor) -> Tensor:
+    """Returns some elements, [stop − start], of a value that has a parameter's shape, in the order of its memory.
+
+    A scalar stays one, because torch computes with scalars in a wider type where another number has that.
+    """
+    return in_memory_order(laid_out_like(like, value))[start:stop] if like.dim() else value
 
 
 class Slices:
@@ -224,14 +235,6 @@ class ParameterSlices(Slices):
     def _of_buckets(self) -> Iterator[tuple[Bucket, Tensor]]:
         """Yields each bucket, and the memory of its parameters."""
         return zip(self.buckets, self._flats, strict=True)
-
-
-def with_own_storage(view: Tensor) -> Tensor:
-    """Returns a view as a tensor that ends where it ends: who saves it does not save what lies beside it."""
-    if not view.is_cpu or not view.numel():
-        return view
-    flat = in_memory_order(view).view(torch.uint8)
-    return torch.from_numpy(flat.numpy()).view(view.dtype).as_strided(view.shape, view.stride())
 
 
 def parts_in(bucket: Bucket, first: int, last: int) -> Iterator[tuple[Slot, int, int, int]]:

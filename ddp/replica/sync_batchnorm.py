@@ -171,6 +171,18 @@ class SyncBatchNorm(_BatchNorm):
         self.running_var.lerp_(unbiased_variance.to(self.running_var.dtype), share or 0.0)
 
 
+WAITING = SyncBatchNorm, TorchSyncBatchNorm
+
+
+def waits(module: nn.Module, *, in_evaluation: bool = False) -> bool:
+    """Returns True if a forward of the module in training is a collective, or one in evaluation mode.
+
+    Ranks without a sample would not call it.
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, WAITING)]
+    return any(not in_evaluation or layer.running_mean is None for layer in layers)
+
+
 class _Whose:
     """Refers to a communicator that a module uses but does not own: copies share it, pickles leave it out."""
 

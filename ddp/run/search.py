@@ -15,7 +15,6 @@ however many they are. Optuna sees the number of an evaluation as the step, beca
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,9 +23,10 @@ from typing import Any
 
 from ddp.errors import ConfigError
 from ddp.process.arguments import shown
-from ddp.process.files import hold, json_object, make_folder
+from ddp.process.files import hold, make_folder, to_read
 from ddp.run.launch import jobs, sweep
 from ddp.run.launch.sweep import Job
+from ddp.train.results import METRICS, entry_of
 
 EMPTY = "an empty range, whose end is not part of it: give a later end, as in range(1,9)"
 DIGITS = 4  # of a number that is proposed, because the name of its folder is to be read
@@ -229,7 +229,7 @@ class Search:
             ConfigError: it has trained, and there is no metric to search by.
         """
         trial, states = self.in_flight.pop(job.run_dir), self._optuna.trial.TrialState
-        has_metric = job.summary.get(str(job.summary.get("main_metric"))) is not None
+        has_metric = job.summary.get("main_metric") in job.summary
         if job.status == 0 and not has_metric and "sidecar" not in job.summary:  # which may not have been in time
             raise ConfigError(
                 f"{shown(job.run_dir)}/: no {self.metric} of held-out samples, so the search has no objective; give "
@@ -244,7 +244,7 @@ class Search:
 
     def _evaluations(self, job: Job, trial: _Trial) -> Iterator[tuple[int, float]]:
         """Yields number and main metric of each evaluation that metrics.jsonl has got since the last call."""
-        with contextlib.suppress(OSError), (job.run_dir / "metrics.jsonl").open("rb") as stream:
+        with contextlib.suppress(OSError, ConfigError), to_read(job.run_dir / METRICS) as stream:
             if trial.file != (file := os.fstat(stream.fileno()).st_ino):
                 trial.file, trial.num_bytes = file, 0
             stream.seek(trial.num_bytes)
@@ -252,14 +252,13 @@ class Search:
                 if not line.endswith(b"\n"):
                     break
                 trial.num_bytes += len(line)
-                with contextlib.suppress(ValueError):
-                    entry = json_object(line.decode(errors="replace"))
-                    value = entry.get(f"validation_{self.metric}", entry.get(f"test_{self.metric}"))
-                    if entry.get("kind") != "evaluation" or value is None or entry["step"] in trial.seen:
-                        continue
-                    trial.seen.append(entry["step"])
-                    if math.isfinite(value):  # else the run itself will fail
-                        yield len(trial.seen), value
+                entry = entry_of(line.decode(errors="replace"))
+                if entry.get("kind") != "evaluation" or entry["step"] in trial.seen:
+                    continue
+                trial.seen.append(entry["step"])
+                value = entry.get(f"validation_{self.metric}", entry.get(f"test_{self.metric}"))
+                if value is not None:  # else the run itself will fail
+                    yield len(trial.seen), value
 
     def _past(self, job: Job, params: Mapping[str, Any]) -> Any:
         """Returns a trial of an earlier command."""

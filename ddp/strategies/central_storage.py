@@ -43,11 +43,10 @@ from ddp.optim.norms import BLOCK_NUMEL
 from ddp.process.log import log
 from ddp.process.memory import give_back_free_blocks
 from ddp.replica.central import CentralDataParallel
-from ddp.replica.replica import Replica
-from ddp.replica.sharded import Part, Slices
+from ddp.replica.sharded import Part, Slices, share_of
 from ddp.strategies.host_store import PARAMETERS, HostStore
 from ddp.strategies.region import Region
-from ddp.strategies.sharded import Sharded, is_large, share_of
+from ddp.strategies.sharded import Sharded, is_large
 
 STRETCH_NUMEL = 16 * BLOCK_NUMEL  # gradients of 8 MB, which a last-level cache holds while they are clipped
 
@@ -57,7 +56,7 @@ class Block(NamedTuple):
 
     Attributes:
         start, stop: of the whole parameter, in the order of memory.
-        weights, gradient: [stop − start].
+        weights, gradient: [stop − start]; of a scalar, [].
     """
 
     part: Part
@@ -132,6 +131,7 @@ class CentralStorage(Sharded):
     """
 
     model: CentralDataParallel
+    takes = wraps = CentralDataParallel
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, **how: Any) -> None:
         super().__init__(model, optimizer, **how)
@@ -140,7 +140,7 @@ class CentralStorage(Sharded):
         self._names: dict[int, list[str]] = {}  # by a parameter's id, of its large states
         self._settings: list[dict[str, Any]] = []  # of the groups, as these names were found
         self._taken: dict[Tensor, dict[str, Any]] = {}  # by a block's weights, the whole state that it has taken over
-        self._is_whole = True
+        self._written = ""  # what ranks write now, or what has broken off
         self._region: Region | None = None  # on rank 0
         self._is_published = False
         self._opened()
@@ -150,29 +150,22 @@ class CentralStorage(Sharded):
             self._store = HostStore(self._comm, [parameter for _, parameter in self.model._replicated_parameters()])
         return self._store
 
-    def _replica(self, model: nn.Module) -> Replica:
-        if isinstance(model, Replica) and not isinstance(model, CentralDataParallel):
-            raise ConfigError(
-                f"strategy='central_storage' with a model in a {type(model).__name__}: give the bare module"
-            )
-        return model if isinstance(model, Replica) else CentralDataParallel(model)
-
     def state_dict(self) -> dict[str, Any]:
         self._refuse_half_a_step()
         return super().state_dict()
 
     def _refuse_half_a_step(self) -> None:
-        if not self._is_whole:
+        if self._written:
             raise CommunicatorBroken(
-                f"the update of step {self.model.num_steps} broke off, and some ranks' parts of it may be missing: "
-                "nothing is saved or trained on; load the last checkpoint"
+                f"{self._written} broke off, and some ranks' parts of it may be missing: nothing is saved or trained "
+                "on; load the last checkpoint"
             )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _load_model(self, state: Mapping[str, Tensor]) -> None:
         self._opened()
         self._host_barrier("all have come to load a state")
-        with self._writing():
-            super().load_state_dict(state)
+        with self._writing("loading a state"):
+            super()._load_model(state)
 
     def publish(self, name: str, about: Mapping[str, Any]) -> None:
         """Lets other jobs of this user on rank 0's host look at parameters and buffers, until `finish`.
@@ -204,15 +197,15 @@ class CentralStorage(Sharded):
         if self._region is not None:
             self._region.close()
         self._region, self._is_published = None, False
-        if (store := self._store) is None:
-            return
-        if not self._is_whole:
-            log.warning("the parameters may be those of half a step: go on from the last checkpoint")
-        if self._slices is not None and not alone:
-            self.optimizer.state = self._whole_state(keep=True)
-        store.make_private()
-        self._store = self._slices = None
-        self._of_parts, self._places, self._stretches, self._taken = self.optimizer, {}, [], {}
+        if (store := self._store) is not None:
+            if self._written:
+                log.warning("the parameters may be those of half a step: go on from the last checkpoint")
+            if self._slices is not None and not alone:
+                self.optimizer.state = self._whole_state(keep=True)
+            store.make_private()
+            self._store = self._slices = None
+            self._of_parts, self._places, self._stretches, self._taken = self.optimizer, {}, [], {}
+        super().finish(alone=alone)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -226,7 +219,7 @@ class CentralStorage(Sharded):
     def _step(self, norm: Tensor) -> None:
         optimizer = self._of_parts
         self._take_settings()
-        with self._writing():
+        with self._writing(f"the update of step {self.model.num_steps}"):
             for stretch in self._stretches:
                 for block in stretch.blocks:
                     block.weights.grad = None if block.part.whole.grad is None else block.gradient
@@ -239,16 +232,16 @@ class CentralStorage(Sharded):
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _writing(self, what: str) -> Iterator[None]:
         """Begins a block in which ranks write to the store. No rank of the host computes with it meanwhile."""
         if self._region is not None:
             self._region.begin()
         if self._is_published:
             self._host_barrier("whoever looks at the region is told")
-        self._is_whole = False
+        self._written = what
         yield
         self._host_barrier("all parts are written")
-        self._is_whole = True
+        self._written = ""
         if self._region is not None:
             self._region.end(self.model.num_steps)
 
@@ -277,11 +270,11 @@ class CentralStorage(Sharded):
         for index, each in enumerate(by_group):
             for block in blocks_of(each, whole=isinstance(mine, Layerwise)):
                 stretch = self._stretches[-1]
-                if not isinstance(mine, Layerwise) and stretch.numel + len(block.weights) > STRETCH_NUMEL:
+                if not isinstance(mine, Layerwise) and stretch.numel + block.weights.numel() > STRETCH_NUMEL:
                     self._stretches.append(stretch := Stretch(len(groups)))
                 stretch.blocks.append(block)
                 stretch.by_group[index].append(block.weights)
-                stretch.numel += len(block.weights)
+                stretch.numel += block.weights.numel()
         return mine
 
     # --- the state ---------------------------------------------------------------------------------------------------
@@ -392,9 +385,9 @@ def is_tensor(state: Mapping[str, Any], name: str) -> bool:
 
 
 def blocks_of(parts: Sequence[Part], *, whole: bool) -> Iterator[Block]:
-    """Yields the blocks of parts; if `whole`, each part is one."""
+    """Yields the blocks of parts; if `whole`, each part is one, as a scalar always is."""
     for part in parts:
-        if whole:
+        if whole or not part.weights.dim():
             yield Block(part, part.start, part.stop, part.weights, part.gradient)
             continue
         for begin in range(0, len(part.weights), BLOCK_NUMEL):

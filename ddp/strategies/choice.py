@@ -31,7 +31,8 @@ from ddp.replica.replica import Replica
 from ddp.replica.served import ServedDataParallel
 from ddp.replica.settlement import produces_sparse_gradient
 from ddp.replica.sharded import ShardedDataParallel
-from ddp.replica.sync_batchnorm import SyncBatchNorm
+from ddp.replica.sync_batchnorm import waits
+from ddp.replica.tied import move
 from ddp.setting import Precision, StrategyName
 from ddp.strategies.central_storage import CentralStorage
 from ddp.strategies.local_sgd import LocalSteps
@@ -40,8 +41,6 @@ from ddp.strategies.served import Served
 from ddp.strategies.sharded import Sharded
 from ddp.strategies.strategy import Strategy
 from ddp.strategies.streaming import Streaming
-
-SYNCHRONISED = (SyncBatchNorm, nn.SyncBatchNorm)
 
 # --- The words -------------------------------------------------------------------------------------------------------
 
@@ -234,7 +233,8 @@ def replica_of(
     if not held <= own.keys():
         raise ConfigError(
             f"the optimizer holds {len(held - own.keys())} parameter(s) that are not the model's: make the optimizer "
-            "from the parameters of the model that is trained, after the model was changed or copied"
+            "from the parameters of the model that is trained, after the model was changed or copied; if they are "
+            "weights of a loss, put the loss into the model (docs/losses.md)"
         )
     left_out = [key for key, p in named.items() if p.requires_grad and id(p) not in held]
     if left_out and comm.rank == 0:
@@ -253,7 +253,7 @@ def replica_of(
         )
     refuse(asked, setup_of(model, comm, precision))
     if isinstance(model, Replica):
-        for key in ("wire", "hook", "bucket_cap_mb", "first_bucket_mb"):
+        for key in ("wire", "hook", "bucket_cap_mb", "first_bucket_mb", "find_unused_parameters"):
             if (given := getattr(averaging, key)) != getattr(Averaging, key):
                 takes_it = isinstance(model, BucketedDataParallel)
                 what = f"give {key} to the replica" if takes_it else "give ddp.fit the bare module"
@@ -271,8 +271,7 @@ def replica_of(
         return model
     if isinstance(averaging.hook, Hook):
         check_momentum(averaging.hook, optimizer)
-    model.to(comm.device)  # in place, so that the optimizer's parameters are still the model's
-    return wrapped(model, comm, averaging, num_shards=num_shards)
+    return wrapped(move(model, comm.device), comm, averaging, num_shards=num_shards)
 
 
 def setup_of(model: nn.Module, comm: Communicator, precision: Precision) -> Setup:
@@ -297,17 +296,13 @@ def of_this_process(averaging: Averaging) -> Averaging:
     part = cast()
     if part is None:
         return averaging
-    return Averaging() if part.job == "worker" else replace(averaging, wire=None, hook=None)
+    alone = Averaging(find_unused_parameters=averaging.find_unused_parameters)
+    return alone if part.job == "worker" else replace(averaging, wire=None, hook=None)
 
 
 def has_sparse_gradients(model: nn.Module) -> bool:
     """Returns True if a layer of the model has sparse gradients."""
     return any(produces_sparse_gradient(layer) for layer in model.modules())
-
-
-def waits(model: nn.Module) -> bool:
-    """Returns True if a layer of the model waits in its forward for other ranks."""
-    return any(isinstance(layer, SYNCHRONISED) for layer in model.modules())
 
 
 def wrapped(
@@ -332,6 +327,7 @@ def wrapped(
         hook=averaging.hook,
         bucket_cap_mb=averaging.bucket_cap_mb,
         first_bucket_mb=averaging.first_bucket_mb,
+        find_unused_parameters=averaging.find_unused_parameters,
         **how,
     )
     replica.verify_replicas(every=averaging.verify_every)

@@ -14,8 +14,9 @@ With every=1, SGD makes the synchronous step, because it is linear: the mean of 
 With momentum that holds as long as each worker has the same share of all samples: then the mean of the workers'
 velocities is the velocity of the mean. Clipping and Adam are not linear: with them, every=1 is another algorithm.
 
-What is not averaged stays a worker's own: the optimizer's state, which a checkpoint has of every worker. BatchNorm's
-running statistics become their mean, as parameters do; other buffers are rank 0's in evaluations and checkpoints.
+What is not averaged stays a worker's own: the optimizer's state, and buffers, both of which a checkpoint has of every
+worker. An evaluation sees those of rank 0. BatchNorm's running statistics become those over the items of all workers.
+A round that is not finite leaves parameters and buffers as it has found them, and no gradient.
 
 With island="host" the workers of a host add up their gradients in memory in every inner step, and make the same one.
 """
@@ -33,14 +34,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Optimizer
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.objects import broadcast_object, packed, unpacked
+from ddp.comm.objects import broadcast_object
 from ddp.errors import ConfigError
 from ddp.optim.layerwise import clipped_step
 from ddp.optim.norms import gradient_norm
 from ddp.policies import LocalSGD, Rounds
-from ddp.process.log import log
+from ddp.replica.broadcast import BufferSnapshot
 from ddp.replica.local import LocalDataParallel
-from ddp.replica.replica import Replica
 from ddp.strategies.replicated import Replicated
 from ddp.strategies.strategy import Agreement
 
@@ -59,6 +59,8 @@ class LocalSteps(Replicated):
     """
 
     model: LocalDataParallel
+    takes = wraps = LocalDataParallel
+    unties = True
     _may_be_late = False
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, rounds: Rounds | None = None, **how: Any) -> None:
@@ -78,11 +80,6 @@ class LocalSteps(Replicated):
         self._common: list[Tensor] = []  # theirs, as the round began
         self._num_items = self._num_items_of_step = 0.0  # of this rank, in the round so far, and in its last step
         self._has_gradient = self._is_finite = True  # in the round so far
-
-    def _replica(self, model: nn.Module) -> Replica:
-        if isinstance(model, Replica) and not isinstance(model, LocalDataParallel):
-            raise ConfigError(f"LocalSteps with a model in a {type(model).__name__}: give the bare module")
-        return model if isinstance(model, Replica) else LocalDataParallel(model)
 
     # --- a round -----------------------------------------------------------------------------------------------------
 
@@ -108,6 +105,8 @@ class LocalSteps(Replicated):
         self._inner = [parameter for parameter in self.model.module.parameters() if parameter.requires_grad]
         self._common = [parameter.detach().clone() for parameter in self._inner]
         self._num_items, self._has_gradient, self._is_finite = 0.0, False, True
+        self._buffers = BufferSnapshot(self.model.module)
+        self.model.zero_grad(set_to_none=True)  # of the mean difference
 
     def _inner_step(self) -> None:
         """Makes this rank's own step, with the mean gradient of the items of a micro-batch."""
@@ -160,6 +159,12 @@ class LocalSteps(Replicated):
             parameter.grad = difference
         self.model.exchange()
 
+    def _take_back(self) -> None:
+        super()._take_back()
+        if self._is_round:
+            self._buffers.restore()
+            self.model.zero_grad(set_to_none=True)
+
     def update(self, agreement: Agreement) -> None:
         if not self._is_round:
             super().update(agreement)
@@ -169,19 +174,31 @@ class LocalSteps(Replicated):
 
     @torch.no_grad()
     def _average_statistics(self, agreement: Agreement) -> None:
-        """Gives all ranks the mean of BatchNorm's running statistics, weighted by items."""
+        """Gives all ranks BatchNorm's running statistics over the items of all, which have a share w on each rank.
+
+        With means m and variances v the mean is M = Σ w·m, and the variance Σ w·(v + (m − M)²): the mean of the
+        variances, and the variance of the means.
+        """
         comm, modules = self.model.comm, self.model.modules()
         layers = [each for each in modules if isinstance(each, _NormBase) and each.training]  # others keep theirs
-        found = [each for layer in layers for each in (layer.running_mean, layer.running_var) if each is not None]
-        if found and comm.world_size > 1:
-            everyone = agreement.totals.items_on_host
-            torch._foreach_mul_(found, self._num_items / everyone if everyone else 1 / comm.world_size)
-            comm.all_reduce(found, label=f"round {self.model.num_steps}, statistics")
+        means = [each.running_mean for each in layers if each.running_mean is not None]
+        variances = [each.running_var for each in layers if each.running_var is not None]
+        if not means or comm.world_size == 1:
+            return
+        everyone, label = agreement.totals.items_on_host, f"round {self.model.num_steps}, statistics"
+        share = self._num_items / everyone if everyone else 1 / comm.world_size
+        mean = share * (own := torch.cat(means))
+        comm.all_reduce(mean, label=label)
+        variance = share * (torch.cat(variances) + (own - mean).square())
+        comm.all_reduce(variance, label=label)
+        sizes = list(map(len, means))
+        torch._foreach_copy_([*means, *variances], [*mean.split(sizes), *variance.split(sizes)])
 
     def finish(self, *, alone: bool = False) -> None:
         if self._inner:  # an error has ended a round
             with torch.no_grad():
                 _put(self._common, self._inner)
+            self._buffers.restore()
             self._inner, self._common = [], []
         if self._island is not None and not alone:
             self._island.close()
@@ -190,47 +207,31 @@ class LocalSteps(Replicated):
     # --- in a checkpoint ---------------------------------------------------------------------------------------------
     #
     #     model, optimizer   the common parameters, and rank 0's optimizer: what every strategy can go on from
-    #     local_sgd          the outer momentum; the optimizer states of ranks 1, 2, …, which as many ranks take again.
-    #                        Any other number of ranks drops them, and all begin with that of rank 0
+    #     local_sgd          the outer momentum
+    #     own                by rank its optimizer and its buffers, which as many ranks take again. Any other number of
+    #                        ranks drops them, and all begin with those of rank 0
 
     def state_dict(self) -> dict[str, Any]:
-        outer = self._outer.state_dict()["state"]
-        others = self._states_of_others() if self._is_round else []
-        own = {"outer": outer, "others": others, "is_round": self._is_round, "world_size": self.model.comm.world_size}
-        return {**super().state_dict(), "local_sgd": own}
-
-    def _states_of_others(self) -> list[Any]:
-        """Returns the optimizer states of ranks 1, 2, …, on rank 0. Collective."""
-        comm = self.model.comm
-        mine = packed(self.optimizer.state_dict()["state"]) if comm.rank else torch.empty(0, dtype=torch.uint8)
-        pieces = comm.gather(mine.to(comm.device), 0)
-        return [unpacked(piece.cpu()) for piece in pieces[1:]]
+        common = {"outer": self._outer.state_dict()["state"], "is_round": self._is_round}
+        return {**super().state_dict(), "local_sgd": common}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict({**state, "local_sgd": None})
-        comm, own = self.model.comm, state.get("local_sgd") if self.model.comm.rank == 0 else None
-        known = broadcast_object(comm, own and {key: own[key] for key in ("outer", "is_round", "world_size")})
-        if known is None:  # of another strategy
-            return
-        groups = self._outer.state_dict()["param_groups"]
-        self._outer.load_state_dict({"state": known["outer"], "param_groups": groups})
+        if (known := broadcast_object(self.model.comm, state.get("local_sgd"))) is None:
+            return  # of another strategy
+        self._outer.load_state_dict({**self._outer.state_dict(), "state": known["outer"]})
         self._is_round = known["is_round"]
         if self.model.compression is not None and self._is_round:
             self.model.compression.change_to("differences")
-        if not self._is_round:
-            return
-        if known["world_size"] == comm.world_size:
-            pieces = own and [torch.empty(0, dtype=torch.uint8), *map(packed, own["others"])]
-            mine = comm.scatter(pieces and [piece.to(comm.device) for piece in pieces], 0)
-            if comm.rank:
-                groups = self.optimizer.state_dict()["param_groups"]
-                self.optimizer.load_state_dict({"state": unpacked(mine.cpu()), "param_groups": groups})
-        elif comm.rank == 0:
-            log.warning(
-                "the checkpoint is of %d workers, and there are %d: all go on with worker 0's optimizer state, and "
-                "those of the others are dropped",
-                *(known["world_size"], comm.world_size),
-            )
+
+    def _own_state(self) -> dict[str, Any]:
+        has_own = self._is_round and self.model.comm.rank
+        return super()._own_state() | ({"optimizer": self.optimizer.state_dict()["state"]} if has_own else {})
+
+    def _load_own_state(self, own: Mapping[str, Any]) -> None:
+        super()._load_own_state(own)
+        if "optimizer" in own:
+            self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": own["optimizer"]})
 
 
 def island_of(comm: Communicator) -> Communicator:

@@ -32,7 +32,6 @@ import atexit
 import contextlib
 import difflib
 import errno
-import json
 import mmap
 import os
 import socket
@@ -51,8 +50,9 @@ from torch import Tensor
 from ddp.comm.transport.shared_memory import LINE_BYTES, Life, SharedMemory
 from ddp.errors import CheckpointError, ConfigError, one_line
 from ddp.process.clock import Patience
-from ddp.process.files import ANYTHING, hold, json_object, read_own, user_name, why_shared, write_whole
+from ddp.process.files import ANYTHING, hold, read_own, user_name, why_shared, write_whole
 from ddp.process.log import log
+from ddp.process.records import json_object, to_json
 from ddp.setting import check_region
 from ddp.units import counted
 
@@ -144,7 +144,7 @@ class Region:
                 "about": dict(about),
             }
             until_closed.callback((folder / _ENTRY).unlink, missing_ok=True)
-            write_whole(folder / _ENTRY, json.dumps(entry))
+            write_whole(folder / _ENTRY, to_json(entry))
             atexit.register(self.close)
             until_closed.callback(atexit.unregister, self.close)
             self._until_closed = until_closed.pop_all()

@@ -12,22 +12,28 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp.errors import Diverged, UnusedParameters
+from ddp.comm.objects import gather_object, scatter_object
+from ddp.errors import CheckpointError, ConfigError, Diverged, UnusedParameters
 from ddp.optim.layerwise import clipped_step
 from ddp.optim.norms import gradient_norm
 from ddp.optim.precision import LossScale, MasterWeights, narrowed
 from ddp.process.log import log
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.replica import Replica
+from ddp.replica.tied import check_untied
 from ddp.setting import Precision
 from ddp.strategies.strategy import Agreement
 
 
 class Replicated:
     """Makes the same update on every rank. Collective to make.
+
+    A class derived from it may take (`takes`) and make (`wraps`) other replicas, and give parameters other memory
+    (`unties`).
 
     Args:
         model: a module, which is wrapped in a `BucketedDataParallel`; or a replica.
@@ -38,6 +44,10 @@ class Replicated:
         watched: somebody may write to `parameter.data` between steps (`MasterWeights`).
     """
 
+    takes: type[nn.Module] = Replica
+    wraps: type[BucketedDataParallel] = BucketedDataParallel
+    unties = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -47,14 +57,18 @@ class Replicated:
         clip_norm: float | None = None,
         watched: bool = True,
     ) -> None:
-        self.model = self._replica(model)
+        name = type(self).__name__
+        if isinstance(model, Replica) and not isinstance(model, self.takes):
+            raise ConfigError(f"{name} with a model in a {type(model).__name__}: give the bare module")
+        self.model = model if isinstance(model, Replica) else self.wraps(model)
+        if self.unties:
+            check_untied(self.model.module, name, instead="Replicated (strategy='auto')")
         self.optimizer, self._clip_norm = optimizer, clip_norm
         self.loss_scale = LossScale() if precision == "fp16" else None
+        if precision == "bf16_pure":
+            check_untied(self.model.module, "precision='bf16_pure'", instead="precision='bf16'")
         narrow = narrowed(self.model.module) if precision == "bf16_pure" else ()
         self.masters = MasterWeights(self.model.module, narrow, watched=watched)
-
-    def _replica(self, model: nn.Module) -> Replica:
-        return model if isinstance(model, Replica) else BucketedDataParallel(model)
 
     @contextmanager
     def micro_batch(self, *, is_last: bool = True, synchronous: bool = False) -> Iterator[int]:
@@ -82,11 +96,15 @@ class Replicated:
                     f"still those of step {step - 1}. Take precision=bf16, or lower the learning rate (optim.lr)"
                 )
         except (UnusedParameters, Diverged):
-            self.model.take_back()
+            self._take_back()
             raise
         log.debug("loss scale %d, because a gradient of step %d was not finite", scale.value, step)
-        self.model.take_back()
+        self._take_back()
         return Agreement(totals, norm, length, is_overflow=True)
+
+    def _take_back(self) -> None:
+        """Forgets a step that will not be made."""
+        self.model.take_back()
 
     def update(self, agreement: Agreement) -> None:
         self._step(agreement.norm)
@@ -98,21 +116,46 @@ class Replicated:
             "model": self.masters.state_dict(),
             "optimizer": self._optimizer_state(),
             "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
+            "own": gather_object(self.model.comm, self._own_state()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        comm, own = self.model.comm, state.get("own", ())
         if state.get("local_sgd") is not None:
             log.warning(
                 "the checkpoint is of strategy=local_sgd: the run goes on with worker 0's optimizer state; those of "
                 "the others are dropped, and the momentum of the common parameters"
             )
-        self.masters.load_state_dict(state["model"])
-        self._load_optimizer_state(state["optimizer"])
+        elif len(own) != comm.world_size and any(own[1:]):
+            log.warning(
+                "the checkpoint is of %d workers, and there are %d: all go on with worker 0's optimizer state and "
+                "buffers, and those of the others are dropped",
+                *(len(own), comm.world_size),
+            )
+        check_same_shapes(self.masters.state_dict(), state["model"])
+        self._load_optimizer_state(state["optimizer"])  # first, because torch may refuse it
+        self._load_model(state["model"])
         if self.loss_scale is not None and state["loss_scale"] is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
+        self._load_own_state(scatter_object(comm, own if len(own) == comm.world_size else None) or {})
+
+    def _own_state(self) -> dict[str, Any]:
+        """Returns what this rank has of its own: saved buffers that are not rank 0's, if these count. Collective."""
+        if not (model := self.model).keeps_own_buffers:
+            return {}
+        with model.buffers_of_rank_zero() as own:
+            first, saved = dict(model.module.named_buffers()), own.values.keys() & model.module.state_dict()
+            mine = {name: own.values[name] for name in saved if not torch.equal(own.values[name], first[name])}
+        return {"buffers": mine} if mine else {}
+
+    def _load_own_state(self, own: Mapping[str, Any]) -> None:
+        for name, value in own.get("buffers", {}).items() if self.model.keeps_own_buffers else ():
+            self.model.module.get_buffer(name).data.copy_(value)
 
     def finish(self, *, alone: bool = False) -> None:
         self.masters.give_back()
+        if not alone and self.model.syncs_buffers:
+            self.model.sync_buffers()
 
     # --- the update: `sharded.py` has another -------------------------------------------------------------------------
 
@@ -129,9 +172,22 @@ class Replicated:
     def _optimizer_state(self) -> dict[str, Any]:
         return self.optimizer.state_dict()
 
+    def _load_model(self, state: Mapping[str, Tensor]) -> None:
+        self.masters.load_state_dict(state)
+
     def _load_optimizer_state(self, state: dict[str, Any]) -> None:
         with self.masters.known_to(self.optimizer):  # because torch gives a state its parameter's dtype
             self.optimizer.load_state_dict(state)
+
+
+def check_same_shapes(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+    """Raises CheckpointError, with the first difference, unless two states of models have tensors of one shape."""
+    for name in {**here, **there}:
+        one, other = (
+            list(each[name].shape) if isinstance(each.get(name), Tensor) else "missing" for each in (there, here)
+        )
+        if one != other:
+            raise CheckpointError(f"the state is of another model: {name} is {one} there and {other} here")
 
 
 def diverged(step: int, what: str, value: float) -> str:

@@ -30,10 +30,9 @@ from ddp.errors import ConfigError
 from ddp.gradients.layout import Layout
 from ddp.optim.lamb import LAMB
 from ddp.optim.lars import LARC, LARS
-from ddp.optim.layerwise import Layerwise, Measured, clipped_step, laid_out_like
-from ddp.optim.norms import block_norms, in_memory_order, total_norm, whole_norms, wide
-from ddp.replica.replica import Replica
-from ddp.replica.sharded import ParameterSlices, Part, ShardedDataParallel, Slices, bounds_of, parts_in
+from ddp.optim.layerwise import Layerwise, Measured, clipped_step
+from ddp.optim.norms import block_norms, total_norm, whole_norms, wide
+from ddp.replica.sharded import ParameterSlices, Part, ShardedDataParallel, Slices, bounds_of, parts_in, share_of
 from ddp.strategies.replicated import Replicated
 
 ELEMENTWISE = (SGD, Adam, AdamW, LARS, LARC, LAMB)
@@ -55,6 +54,8 @@ class Sharded(Replicated):
     """
 
     model: ShardedDataParallel
+    takes = wraps = ShardedDataParallel
+    unties = True
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, **how: Any) -> None:
         name, kind = type(self).__name__, type(optimizer).__name__
@@ -78,17 +79,13 @@ class Sharded(Replicated):
         self._places: dict[int, Part] = {}  # by address
         self._groups: list[list[int]] = []  # ids of parameters, by group
 
-    def _replica(self, model: nn.Module) -> Replica:
-        if isinstance(model, Replica) and not isinstance(model, ShardedDataParallel):
-            raise ConfigError(f"Sharded with a model in a {type(model).__name__}: give the bare module")
-        return model if isinstance(model, Replica) else ShardedDataParallel(model)
-
     def finish(self, *, alone: bool = False) -> None:
         if self._slices is not None and not alone:
             self.optimizer.state = self._whole_state(keep=True)
             self._slices.give_back()
             self._slices = None
             self._of_parts, self._places = self.optimizer, {}  # frees the parts
+        super().finish(alone=alone)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -288,8 +285,3 @@ class Sharded(Replicated):
 def is_large(value: Any, like: Tensor, name: str) -> bool:
     """Returns True for a state that has an element for each element of its parameter."""
     return isinstance(value, Tensor) and value.shape == like.shape and name != "step"
-
-
-def share_of(start: int, stop: int, like: Tensor, value: Tensor) -> Tensor:
-    """Returns some elements of a value that has a parameter's shape, in the parameter's order of memory."""
-    return in_memory_order(laid_out_like(like, value))[start:stop]

@@ -69,7 +69,8 @@ class Strategy(Protocol):
             step: its number, from 1, for messages.
 
         Raises:
-            UnusedParameters, Diverged: the step cannot be made. On every rank; nothing has changed.
+            UnusedParameters, Diverged: the step cannot be made. On every rank; no parameter has changed. Of a round no
+                buffer has, either; of other steps, buffers are as the forwards have left them.
         """
 
     def update(self, agreement: Agreement) -> None:
@@ -78,14 +79,18 @@ class Strategy(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Returns the whole state, valid for every strategy and world size: "model", "optimizer", "loss_scale".
 
-        A strategy may add "local_sgd", of which the others say that they cannot use it.
+        "own" has by rank what differs from rank 0's, for as many ranks as now. A strategy may add "local_sgd", of which
+        the others say that they cannot use it.
         Collective; what ranks other than 0 get may be incomplete.
         """
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` has returned on rank 0. Collective.
 
-        Every rank has it now, but for "local_sgd", which stays on rank 0.
+        Every rank has it now, but for "own" and "local_sgd", of which rank 0 gives each its part.
+
+        Raises:
+            CheckpointError, ValueError: it is of another model or optimizer. Nothing has changed.
         """
 
     def finish(self, *, alone: bool = False) -> None:

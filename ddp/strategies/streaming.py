@@ -12,17 +12,19 @@
 So no worker waits for a link that carries a fragment within the delay, and at no moment all of the parameters are on
 the wire (Douillard et al., arXiv 2501.18512; overlapped application without a mixing factor).
 
-Between rounds the workers' parameters differ. A checkpoint, an evaluation and the end of the run *settle*: what is
-under way is applied, what was changed since is exchanged at once, and all workers have the common parameters. So they
-are moments of the training itself: a run that saves at other steps has other bits. BatchNorm's running statistics are
-rank 0's then. The totals of a round travel by a communicator of their own, because on the other they would wait behind
+Between rounds the workers' parameters differ. The end of the run *settles* them: what is under way is applied, what was
+changed since is exchanged at once, and all workers have the common parameters. An evaluation and a checkpoint do so for
+a moment; then training goes on from where it was, which a checkpoint has, too. BatchNorm's running statistics are a
+worker's own. The totals of a round travel by a communicator of their own, because on the other they would wait behind
 the differences.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -47,13 +49,15 @@ class Fragment:
     """Some buckets, whose parameters are exchanged together.
 
     Attributes:
+        parameters, names: of the gradients in these buckets, in the same order.
         num_steps, num_items: inner steps, and items of this rank, since it was launched.
         launched: the parameters as they were then; none if nothing is under way.
     """
 
     def __init__(self, model: LocalDataParallel, buckets: Sequence[Bucket]) -> None:
         self._model, self._buckets = model, buckets
-        self.parameters = [slot.parameter for bucket in buckets for slot in bucket.slots]
+        slots = [slot for bucket in buckets for slot in bucket.slots]
+        self.parameters, self.names = [slot.parameter for slot in slots], [slot.name for slot in slots]
         self._common = [parameter.detach().clone() for parameter in self.parameters]
         self.num_steps, self.num_items = 0, 0.0
         self.launched: list[Tensor] = []
@@ -115,6 +119,25 @@ class Fragment:
         torch._foreach_copy_(list(self.parameters), self._common)
         self.launched = []
 
+    # --- at one moment -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns copies of what training goes on from, once nothing is under way."""
+        self.wait()
+        tensors, numbers = [each.detach().clone() for each in self._tensors()], (self.num_steps, self.num_items)
+        return {"names": self.names, "is_launched": bool(self.launched), "tensors": tensors, "numbers": numbers}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` has returned."""
+        self.launched = [torch.empty_like(each) for each in self.parameters if state["is_launched"]]
+        torch._foreach_copy_(self._tensors(), state["tensors"])
+        self.num_steps, self.num_items = state["numbers"]
+
+    def _tensors(self) -> list[Tensor]:
+        arrived = [bucket.flat for bucket in self._buckets if self.launched]
+        return [*self.parameters, *self._common, *self.launched, *arrived, self._count]
+
 
 class Streaming(LocalSteps):
     """Makes inner steps while differences are under way. Collective to make.
@@ -143,7 +166,8 @@ class Streaming(LocalSteps):
         self._number = 0  # of inner steps in the running round
         self._square = torch.zeros((), device=comm.device)  # of the differences that this round has applied
         self._totals, self._is_finite_everywhere = Totals(), True  # of the last round, over all ranks
-        self.model.settle = self.settle
+        self.model.settled = self._settled
+        self._resumed: dict[str, Any] | None = None  # what the next round goes on from
 
     def _begin(self) -> None:
         layout = self.model.layout()
@@ -161,6 +185,9 @@ class Streaming(LocalSteps):
             cuts = [part * num_buckets // number for part in range(number + 1)]
             groups = (layout.buckets[begin:end] for begin, end in pairwise(cuts))
             self._layout, self._fragments = layout, [Fragment(self.model, group) for group in groups]
+            before, self._resumed = self._resumed, None
+            if before and [each["names"] for each in before["fragments"]] == [each.names for each in self._fragments]:
+                self._go_on_from(before)
 
     @torch.no_grad()
     def _stepped(self, *, is_last: bool) -> None:
@@ -244,23 +271,46 @@ class Streaming(LocalSteps):
     @torch.no_grad()
     def _take_back(self) -> None:
         """Gives the module the last common parameters of each fragment; what is under way is dropped. Collective."""
-        for fragment in self._fragments:
-            fragment.wait()
-            fragment.take_back()
-        self._forget()
+        super()._take_back()
+        if self._is_round:
+            for fragment in self._fragments:
+                fragment.wait()
+                fragment.take_back()
+            self._forget()
 
     def _forget(self) -> None:
         """Begins with the parameters as they are then, in the next round."""
         self._layout, self._fragments, self._inner = None, [], []
         self._square = torch.zeros_like(self._square)
 
-    def state_dict(self) -> dict[str, Any]:
-        self.settle()
-        return super().state_dict()
+    @contextmanager
+    def _settled(self) -> Iterator[dict[str, Any]]:
+        """Settles for a block. Yields what training goes on from then."""
+        fragments = [fragment.state_dict() for fragment in self._fragments]
+        before = {"outer": copy.deepcopy(self._outer.state_dict()), "fragments": fragments}
+        try:
+            self.settle()
+            yield before
+        finally:
+            self._go_on_from(before)
 
-    def load_state_dict(self, state: Any) -> None:
-        super().load_state_dict(state)
+    def _go_on_from(self, before: Mapping[str, Any]) -> None:
+        self._outer.load_state_dict(before["outer"])
+        for fragment, state in zip(self._fragments, before["fragments"], strict=True):
+            fragment.load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        with self._settled() as before:
+            self._saved = self._resumed or before
+            return super().state_dict()
+
+    def _own_state(self) -> dict[str, Any]:
+        return super()._own_state() | ({"under_way": self._saved} if self._is_round else {})
+
+    def _load_own_state(self, own: Mapping[str, Any]) -> None:
+        super()._load_own_state(own)
         self._forget()
+        self._resumed = own.get("under_way")
 
     def finish(self, *, alone: bool = False) -> None:
         if alone:

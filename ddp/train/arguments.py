@@ -28,7 +28,7 @@ from ddp.comm.meeting.cast import cast
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.data.loading.cache import cached
 from ddp.data.loading.iterable import sampler_of_stream
-from ddp.data.loading.source import UNKEYED, Source, fingerprint, source_of
+from ddp.data.loading.source import Source, source_of
 from ddp.data.orders.order import Order
 from ddp.data.orders.sampler import TrainSampler, sampler_of
 from ddp.data.orders.steps import Batches, BatchWarmup, RoundLength
@@ -53,18 +53,17 @@ from ddp.policies import (
     averaging_named,
     same_bits_problems,
 )
-from ddp.process.log import log
 from ddp.process.memory import available_bytes
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
-from ddp.replica.sync_batchnorm import SyncBatchNorm
+from ddp.replica.sync_batchnorm import waits
 from ddp.setting import check_values
-from ddp.strategies.choice import replica_of, strategy_for, waits
+from ddp.strategies.choice import replica_of, strategy_for
 from ddp.strategies.strategy import Strategy
 from ddp.train.callbacks import EMA, Callback, EarlyStopping
 from ddp.train.checkpoint import flat
 from ddp.train.checkpoint_store import identity_of, resume_from
-from ddp.train.evaluate import HeldOut, held_out_of
+from ddp.train.evaluate import HeldOut, held_out_of, warn_of_other_samples
 from ddp.train.guard import Guard
 from ddp.train.moved import meaning, moved_argument
 from ddp.train.stopping import StopFlag
@@ -193,6 +192,7 @@ def inputs_of(given: Given, comm: Communicator) -> Inputs:
     source, held_out = held_out_of(
         source, given.validation_data, given.test_data, collate=collate, seed=given.batches.seed
     )
+    held_out = held_out.with_training(source, given.evaluation.training)
     num_shards = given.batches.num_shards if given.same_bits.on else None
     if num_shards is not None:
         _check_same_bits(given, source, comm)
@@ -313,8 +313,7 @@ def _num_shards(given: Given, comm: Communicator) -> int | None:
         return None
 
     then = on_rank_zero(comm, saved, label="looking for a checkpoint")
-    waits = any(isinstance(layer, SyncBatchNorm) for layer in given.model.modules())  # for all ranks, in each forward
-    fits = isinstance(then, int) and comm.world_size <= then and not (waits and then % comm.world_size)
+    fits = isinstance(then, int) and comm.world_size <= then and not (waits(given.model) and then % comm.world_size)
     return then if fits and not (isinstance(size, int) and size < then) else None
 
 
@@ -536,25 +535,6 @@ def refuse_disagreement(comm: Communicator, given: Given, inputs: Inputs, argume
             )
     if comm.world_size > 1 or source.num_workers:  # loader processes draw the same, too
         if not source.is_stream:
-            _warn_of_other_samples(comm, source, what="data")
+            warn_of_other_samples(comm, source, what="data")
         for name, each in held_out.items():
-            _warn_of_other_samples(comm, each, what=name)
-
-
-def _warn_of_other_samples(comm: Communicator, source: Source, *, what: str) -> None:
-    """Warns if the ranks' samples are not the same, as after a random split without a seed."""
-    prints = all_gather_object(comm, fingerprint(source))
-    known = [each for each in prints if each is not None]
-    if comm.rank == 0 and UNKEYED in known:
-        log.warning(
-            "the samples of %s are others each time they are read: they draw from a generator that was not found, so "
-            "ranks and loader processes may draw the same, and a resumed run something else. Draw from torch's, "
-            "random's or NumPy's own functions, or keep the generator in an attribute of the data set",
-            what,
-        )
-    elif comm.rank == 0 and len(set(known)) > 1:
-        log.warning(
-            "the samples of %s are not the same on all ranks: a random split, shuffle or choice needs a seed, because "
-            "otherwise some samples are trained on twice, and others never or also held out",
-            what,
-        )
+            warn_of_other_samples(comm, each, what=name)

@@ -32,10 +32,10 @@ from ddp.comm.objects import all_gather_object
 from ddp.data.orders.sampler import Micro, StepPlan
 from ddp.errors import one_line
 from ddp.replica.autograd import tensors_in
-from ddp.train.batch_statistics import waits_in_training
 from ddp.train.replay import Replay
 
 MOST_SAMPLES = 8  # that are named
+NO_LABEL = " (a mean over no label is 0 ÷ 0: then give a ddp.Task that returns a sum and its count)"
 PARAMETERS, SAMPLES, FORWARD, LOSS, BACKWARD, UNKNOWN = range(6)  # the stages; the last one could not be computed
 
 
@@ -65,7 +65,7 @@ def explain(replay: Replay, plan: StepPlan) -> tuple[str, bool]:
     Returns:
         That in words, and True if samples are to blame, so that no learning rate would help.
     """
-    if waits_in_training(replay.state.model):
+    if replay.state.waits:
         return "It is not computed again, because layers wait for other ranks in each forward", False
     mine = min(_findings(replay, plan), default=None)
     everyone = all_gather_object(replay.state.comm, mine and tuple(mine))
@@ -79,14 +79,15 @@ def explain(replay: Replay, plan: StepPlan) -> tuple[str, bool]:
     first, rank = found[0]
     if first.stage in (PARAMETERS, UNKNOWN):
         return f"Computed again: {first.what}" + f" on rank {rank}" * (first.stage == UNKNOWN), False
-    samples = _named(first.samples, first.are_known)
-    return f"Computed again: {first.what}, in shard {first.shard} on rank {rank}, {samples}", first.stage == SAMPLES
+    samples, no_label = _named(first.samples, first.are_known), NO_LABEL * (first.stage == LOSS)
+    what = f"Computed again: {first.what}, in shard {first.shard} on rank {rank}, {samples}{no_label}"
+    return what, first.stage == SAMPLES
 
 
 def highest(replay: Replay, plan: StepPlan) -> str:
     """Returns which shard of a step has the highest loss, and how high the others' are. Collective."""
     mine: list[tuple[int, float, float, list[int]]] = []
-    if waits_in_training(replay.state.model):
+    if replay.state.waits:
         return "It is not computed again, because layers wait for other ranks in each forward"
     for shard in own_shards(plan):
         total, count, samples = 0.0, 0.0, list[int]()

@@ -21,24 +21,13 @@ from ddp.data.loading.iterable import IterableSampler
 from ddp.data.loading.loader import num_evaluation_batches
 from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import ConfigError
-from ddp.replica.sync_batchnorm import SyncBatchNorm
+from ddp.replica.sync_batchnorm import waits
 
-WAITING = (SyncBatchNorm, nn.SyncBatchNorm)
 TOO_FEW = "Expected more than 1 value per channel"  # torch's words
 REMEDY = (
     "leave some samples out of the data, take another global_batch, num_shards or micro_size, or ddp.SyncBatchNorm, "
     "which normalises over all ranks"
 )
-
-
-def waits_in_training(module: nn.Module) -> bool:
-    """Returns True if a forward in training is a collective."""
-    return any(isinstance(layer, WAITING) for layer in module.modules())
-
-
-def waits_in_evaluation(module: nn.Module) -> bool:
-    """Returns True if a forward in evaluation mode is a collective, which ranks without a sample would not call."""
-    return any(isinstance(layer, WAITING) and layer.running_mean is None for layer in module.modules())
 
 
 def may_have_one(comm: Communicator, sampler: TrainSampler, *, num_steps: int) -> list[int]:
@@ -59,13 +48,12 @@ def try_one_sample(module: nn.Module, one: Any, sizes: list[int]) -> None:
     """Raises ConfigError if the model cannot be trained on a share of one sample, and some step has one.
 
     Args:
-        module: a copy, in evaluation mode.
+        module: a copy, in the mode of training, in which some layers may be in evaluation mode.
         one: a batch of one sample, whose inputs come first.
         sizes: of the steps with such a share.
     """
-    if not sizes or waits_in_training(module):
+    if not sizes or waits(module):
         return
-    module.train()
     try:
         module(one[0] if isinstance(one, (tuple, list)) else one)
     except ValueError as error:
@@ -74,8 +62,6 @@ def try_one_sample(module: nn.Module, one: Any, sizes: list[int]) -> None:
             raise ConfigError(
                 f"in {steps} a worker has a share of one sample, which BatchNorm cannot normalise: {REMEDY}"
             ) from error
-    finally:
-        module.eval()
 
 
 def check_evaluation(
@@ -86,15 +72,22 @@ def check_evaluation(
     Args:
         batch_size, num_shards: as in `evaluate`.
     """
-    if world_size == 1 or not waits_in_evaluation(module):
-        return
+    if waits(module, in_evaluation=True):
+        how: dict[str, Any] = {"batch_size": batch_size, "world_size": world_size, "num_shards": num_shards}
+        refuse_uneven("SyncBatchNorm with track_running_stats=False", "leave that out", num_samples, **how)
+
+
+def refuse_uneven(
+    what: str, remedy: str, num_samples: int, *, batch_size: int, world_size: int, num_shards: int | None
+) -> None:
+    """Raises ConfigError if ranks have different numbers of forwards in an evaluation, and something waits in each."""
     by_rank = num_evaluation_batches(
         num_samples, batch_size=batch_size, world_size=world_size, num_shards=num_shards
     )
     if len(set(by_rank)) > 1:
         raise ConfigError(
-            f"SyncBatchNorm with track_running_stats=False waits in each forward for all workers, and in an evaluation "
-            f"of {num_samples} samples, {batch_size} at once, {world_size} workers have different numbers of forwards: "
-            "leave track_running_stats=False out, or take another batch size of the evaluation (ddp.Evaluation.batch), "
-            f"or another num_shards than {world_size if num_shards is None else num_shards}"
+            f"{what} waits in each forward for all workers, and in an evaluation of {num_samples} samples, "
+            f"{batch_size} at once, {world_size} workers have different numbers of forwards: {remedy}, or take another "
+            "batch size of the evaluation (ddp.Evaluation.batch), or another num_shards than "
+            f"{world_size if num_shards is None else num_shards}"
         )

@@ -9,7 +9,6 @@ it returns from `state_dict` is saved with the run (`kept.py`).
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -25,8 +24,10 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.data.orders.order import Checksum
 from ddp.errors import ConfigError
-from ddp.process.files import json_object, read_own, to_append, write_whole
+from ddp.process.files import lines_of, to_append, write_whole
 from ddp.process.log import log
+from ddp.process.records import json_object, to_json
+from ddp.replica.tied import check_untied
 from ddp.train.checkpoint_store import is_extra
 from ddp.train.monitor.usage import Usage
 from ddp.train.noise_scale import NoiseScale
@@ -269,14 +270,14 @@ class MetricsFile(Callback):
         known = {key: value for key, value in entry.items() if value is not None}
         if state.comm.rank == 0 and self._path is not None:
             with to_append(self._path) as file:
-                file.write(f"{json.dumps(known)}\n")
+                file.write(f"{to_json(known)}\n")
         for callback in self._callbacks:
             callback.logged(state, known)
 
     def _holds(self, entry: dict[str, Any]) -> bool:
         """Returns True if this line is in the file."""
         path = self._path
-        return path is not None and path.exists() and json.dumps(entry) in read_own(path).splitlines()
+        return path is not None and to_json(entry) in lines_of(path)
 
 
 def _where(state: TrainState) -> dict[str, int]:
@@ -286,8 +287,7 @@ def _where(state: TrainState) -> dict[str, int]:
 def drop_after(step: int, path: Path) -> None:
     """Drops the lines of a file, if there is one, that belong to later steps, and one that a crash cut off."""
     if path.exists():
-        lines = read_own(path).splitlines()
-        write_whole(path, "".join(f"{line}\n" for line in lines if _step_of(line) <= step))
+        write_whole(path, "".join(f"{line}\n" for line in lines_of(path) if _step_of(line) <= step))
 
 
 def _step_of(line: str) -> float:
@@ -396,6 +396,7 @@ class EMA(Callback):
         self.averaged: AveragedModel | None = None
 
     def fit_start(self, state: TrainState) -> None:
+        check_untied(state.model.module, "EMA", instead="no EMA", buffers_alone=True)
         try:
             self.averaged = AveragedModel(state.model.module, multi_avg_fn=self._average)
         except (RuntimeError, TypeError) as error:  # of copy.deepcopy

@@ -7,7 +7,8 @@
     position.pt    step and sampler position: global numbers, valid at any world size
     slots.pt       "random": by rank, the states of its generators
     hook.pt        what a hook has not sent yet, if there is one (`gradients/hooks/compression.py`)
-    local_sgd.pt   of strategy=local_sgd: the momentum of the common parameters, and the other ranks' optimizer states
+    local_sgd.pt   of strategy=local_sgd: the momentum of the common parameters
+    own.pt         by rank what differs from rank 0's: its buffers, and of strategy=local_sgd its optimizer state
     callbacks.pt   the states of callbacks, and loss.pt, of the loss (`kept.py`)
     meta           the identity of the run (below); readable without loading a tensor
 
@@ -27,7 +28,7 @@ import itertools
 import platform
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -45,15 +46,35 @@ from ddp.data.orders.order import Checksum
 from ddp.errors import CheckpointError
 from ddp.optim.schedules import Rates
 from ddp.process.log import log
+from ddp.process.records import damage_told, json_object, made, to_json
 from ddp.replica.replica import Replica
-from ddp.train.callbacks import MEASURED, Callback
-from ddp.train.checkpoint_store import CheckpointStore, StoredCheckpoint, check_fits, load
+from ddp.train.callbacks import MEASURED, Callback, averages_in
+from ddp.train.checkpoint_store import ANOTHER, CheckpointStore, StoredCheckpoint, check_fits, load
 from ddp.train.kept import Kept, plain
 from ddp.train.moved import translated
 from ddp.train.state import StepReport, TrainState
 
 FREE = ("world_size", "all_reduce", "buckets", "strategy")
 """Of a run's identity, what the bits do not depend on with `same_bits`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Meta:
+    """The values that `save_checkpoint` leaves in a manifest for `restore`; those with a default came later."""
+
+    identity: dict[str, Any]
+    optimizer: str
+    optimizer_settings: list[dict[str, Any]] = field(default_factory=list)
+    all_reduce_choices: dict[str, str] = field(default_factory=dict)
+    gradient_order: list[str] | None = None
+    hook: str | None = None
+    added_groups: list[list[str]] = field(default_factory=list)
+    changed_frozen: list[str] = field(default_factory=list)
+
+
+def _meta_of(checkpoint: StoredCheckpoint) -> _Meta:
+    with damage_told(checkpoint.path, ANOTHER, CheckpointError):
+        return made(_Meta, checkpoint.meta)
 
 
 def save_checkpoint(
@@ -72,7 +93,6 @@ def save_checkpoint(
     Raises:
         CheckpointError: it could not be written; on every rank.
     """
-    state.model.sync_buffers()
     whole = state.strategy.state_dict()
     compression = state.model.compression
     hook = None if compression is None else compression.state_dict()
@@ -113,6 +133,8 @@ def save_checkpoint(
             parts["hook"] = hook
         if (rounds := whole.get("local_sgd")) is not None:
             parts["local_sgd"] = plain(rounds)
+        if any(whole["own"]):
+            parts["own"] = plain({"ranks": whole["own"]})
         return store.save(state.step, parts, meta=meta, score=score).absolute()
 
     return on_rank_zero(state.comm, write, label=f"checkpoint of step {state.step}")
@@ -125,10 +147,12 @@ def _together(parts: Sequence[Checksum | None]) -> tuple[int, ...] | None:
     return tuple(together) if len(known) == len(parts) else None
 
 
-def read_checkpoint(comm: Communicator, path: Path) -> StoredCheckpoint:
+def read_checkpoint(comm: Communicator, path: Path, module: nn.Module) -> StoredCheckpoint:
     """Returns a checkpoint, or the last one of a folder, as rank 0 sees it, on every rank. Collective.
 
-    What a hook has kept, and the optimizer states of other ranks, stay on rank 0, because they may be larger than the
+    Its names are those of this module, also if an earlier version wrote what torch.compile puts into them.
+
+    What a hook has kept, and what other ranks have of their own, stay on rank 0, because they may be larger than the
     model. All else goes to the memory of the CPU, because a GPU need not have room for it beside the model.
 
     Raises:
@@ -138,12 +162,30 @@ def read_checkpoint(comm: Communicator, path: Path) -> StoredCheckpoint:
 
     def read() -> dict[str, Any]:
         found = load(path)
-        for_all = {name: part for name, part in found.parts.items() if name not in ("hook", "local_sgd")}
+        for_all = {name: part for name, part in found.parts.items() if name not in ("hook", "local_sgd", "own")}
         on_zero.update({name: found.parts[name] for name in found.parts.keys() - for_all})
         return {**vars(found), "parts": for_all}
 
     found = StoredCheckpoint(**on_rank_zero(on_cpu(comm), read, label="reading a checkpoint"))
-    return replace(found, parts={**found.parts, **on_zero})
+    parts = {**found.parts, **on_zero}
+    if any("_orig_mod" in name for name in module.state_dict()):
+        return replace(found, parts=parts)
+    return replace(found, parts=bare(parts), meta=bare(found.meta))
+
+
+def bare(part: Any) -> Any:
+    """Returns a part of a checkpoint by the names of a bare model: of a compiled one, earlier versions wrote others."""
+    if isinstance(part, str):
+        return part.replace("_orig_mod.", "")
+    if isinstance(part, Mapping):
+        return {bare(key): bare(value) for key, value in part.items()}
+    return type(part)(map(bare, part)) if isinstance(part, (list, tuple)) else part
+
+
+def weights_of(checkpoint: StoredCheckpoint, *, averaged: bool = True) -> dict[str, Any]:
+    """Returns a model's state: of a run with `ddp.EMA` the averages, or as the optimizer has left it."""
+    weights, averages = dict(checkpoint.parts["model"]), checkpoint.meta.get("averages")
+    return weights | averages_in(checkpoint.parts["callbacks"][averages]) if averaged and averages else weights
 
 
 def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mapping[str, Any]) -> None:
@@ -156,7 +198,7 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
         CheckpointError: it belongs to another model or another optimizer. Nothing has been changed then.
         ConfigError: it belongs to another data set. Nothing has been changed then.
     """
-    parts = checkpoint.parts
+    parts, meta = checkpoint.parts, _meta_of(checkpoint)
     check_fits(parts["model"], state.model.module, source=checkpoint.path)
     check_optimizer(checkpoint, state.optimizer)
     added = _groups_to_add(checkpoint, state)
@@ -166,13 +208,14 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     for parameters in added:
         state.optimizer.add_param_group({"params": parameters})
     named = dict(state.model.module.named_parameters())
-    for name in checkpoint.meta.get("changed_frozen", ()):
+    for name in meta.changed_frozen:
         named[name].requires_grad_(name in state.first_frozen)
     scale = parts["position"].get("loss_scale")  # checkpoints of the first version have none
     whole = {"model": parts["model"], "optimizer": parts["optimizer"], "loss_scale": scale}
-    state.strategy.load_state_dict({**whole, "local_sgd": parts.get("local_sgd")})
-    unknown: list[dict[str, str]] = [{} for _ in settings]  # in checkpoints of the first version
-    began = zip(checkpoint.meta.get("optimizer_settings", unknown), state.first_settings, strict=False)
+    rounds = parts.get("local_sgd")  # older ones have the optimizers there
+    own = parts.get("own", {}).get("ranks") or [{}, *({"optimizer": each} for each in (rounds or {}).get("others", ()))]
+    state.strategy.load_state_dict({**whole, "local_sgd": rounds, "own": own})
+    began = zip(meta.optimizer_settings or [{}] * len(settings), state.first_settings, strict=False)
     base = _base_rates(parts["position"], state.optimizer, settings)
     for index, (group, own, (then, now)) in enumerate(zip(state.optimizer.param_groups, settings, began, strict=False)):
         group.update({key: own[key] for key in now if now[key] != then.get(key)})
@@ -181,7 +224,16 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     state.rates = Rates(state.optimizer, base if state.schedule is None else None)
     if state.schedule is not None and "schedule" in parts:
         state.schedule.load_state_dict(parts["schedule"])
-    earlier, mine = translated(checkpoint.meta["identity"]), _with_data(identity, state)
+    earlier, mine = translated(meta.identity), _with_data(identity, state)
+    if state.schedule is not None and (then := parts.get("schedule", {}).get("begun")) is not None:
+        earlier["schedule"] = mine["schedule"]  # because the checkpoint's goes on
+        if (kept := changes(then, state.schedule.begun)) and state.comm.rank == 0:
+            log.warning(
+                "schedule=%s: %s in this program, but the run continues with what it was, because torch's schedulers "
+                "keep their settings in their state; set them again in the fit_start of a ddp.Callback, or take a "
+                "schedule of ddp.optim, such as cosine(), which follows the length of the run",
+                *(state.schedule.name, "; ".join(kept)),
+            )
     in_memory = state.comm.settings.algorithm in ("auto", "shared_memory")
     if state.comm.host_partition.num_hosts == 1 and in_memory:  # where every strategy has the same bits
         for each in (earlier, mine):
@@ -190,11 +242,10 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     changed = changes(earlier, mine)
     if changed and state.comm.rank == 0:
         log.warning("the bits of the result may differ from an uninterrupted run: %s", "; ".join(changed))
-    choices = checkpoint.meta.get("all_reduce_choices", {})
-    if set(choices.values()) <= set(state.comm.plan.algorithms()):
-        state.comm.plan.pin(choices)  # what "auto" chose then; on another layout it chooses anew
-    if (order := checkpoint.meta.get("gradient_order")) is not None:
-        state.model.adopt_gradient_order(order)  # the same buckets as then, because a ring's bits depend on them
+    if {*meta.all_reduce_choices.values()} <= set(state.comm.plan.algorithms()):
+        state.comm.plan.pin(meta.all_reduce_choices)  # what "auto" chose then; on another layout it chooses anew
+    if meta.gradient_order is not None:
+        state.model.adopt_gradient_order(meta.gradient_order)  # the same buckets, because a ring's bits depend on them
     _restore_hook(checkpoint, state)
     is_same_epoch = parts["position"]["sampler"].get("epoch") == state.sampler.state.epoch
     seen = parts["position"].get("seen") if is_same_epoch else ()
@@ -220,7 +271,7 @@ def _base_rates(
 def _restore_hook(checkpoint: StoredCheckpoint, state: TrainState) -> None:
     """Gives the hook what it has kept. If it is another hook, it begins with nothing, and rank 0 says so."""
     compression = state.model.compression
-    then, now = checkpoint.meta.get("hook"), None if compression is None else compression.name
+    then, now = _meta_of(checkpoint).hook, None if compression is None else compression.name
     if then == now and compression is not None:
         compression.load_state_dict(checkpoint.parts.get("hook"))
     elif then is not None and state.comm.rank == 0:
@@ -232,7 +283,7 @@ def _restore_hook(checkpoint: StoredCheckpoint, state: TrainState) -> None:
 
 def check_optimizer(checkpoint: StoredCheckpoint, optimizer: Optimizer) -> None:
     """Raises CheckpointError unless the checkpoint was taken with an optimizer of this class."""
-    then, now = checkpoint.meta["optimizer"], type(optimizer).__name__
+    then, now = _meta_of(checkpoint).optimizer, type(optimizer).__name__
     if then != now:
         raise CheckpointError(
             f"{checkpoint.path} was taken with {then}, this run uses {now}, whose state it does not hold; "
@@ -258,7 +309,7 @@ def _groups_to_add(checkpoint: StoredCheckpoint, state: TrainState) -> list[list
         [len(group["params"]) for group in groups]
         for groups in (checkpoint.parts["optimizer"]["param_groups"], state.optimizer.param_groups)
     )
-    added = checkpoint.meta.get("added_groups", [])
+    added = _meta_of(checkpoint).added_groups
     if unknown := [name for name in itertools.chain(*added) if name not in named]:
         raise CheckpointError(
             f"{source} was taken after a callback had added {unknown[0]} to the optimizer: this model does not have it"
@@ -274,7 +325,7 @@ def _groups_to_add(checkpoint: StoredCheckpoint, state: TrainState) -> list[list
 
 def _with_data(identity: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
     """Returns a run's identity with the size of its data, because a data set may grow where its settings stay."""
-    return plain({**identity, "training_samples": state.sampler.num_samples})
+    return json_object(to_json(plain({**identity, "training_samples": state.sampler.num_samples})))
 
 
 def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

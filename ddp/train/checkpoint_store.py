@@ -28,7 +28,8 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+import zipfile
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,12 +40,26 @@ from torch import Tensor, nn
 
 from ddp import gpu
 from ddp.errors import CheckpointError
-from ddp.process.files import Hold, flush_folder, hold, json_object, make_folder, new_file, write_whole
+from ddp.process.files import (
+    Hold,
+    at_home,
+    flush_folder,
+    hold,
+    make_folder,
+    new_file,
+    pinned,
+    read_own,
+    to_read,
+    write_whole,
+)
 from ddp.process.log import log
+from ddp.process.records import Count, Digest, Name, damage_told, json_object, made, to_json
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
-_FOLDER_NAME = re.compile(r"step-(\d{8,})")
+ANOTHER = "take another checkpoint"
+_FOLDER_NAME = re.compile(r"step-(\d{8,16})", re.ASCII)
+_MOST_OF_NAME = 4096
 
 
 @dataclass(frozen=True)
@@ -66,22 +81,23 @@ class StoredCheckpoint:
     parts: Mapping[str, Any] = field(repr=False)
 
 
-def load(path: Path | str, *, names: Collection[str] | None = None) -> StoredCheckpoint:
+def load(path: Path | str, *, names: Wanted = None) -> StoredCheckpoint:
     """Returns one checkpoint, or the last one in a folder of checkpoints whose files are whole.
 
     In a folder of checkpoints, those that are not whole are skipped with a warning.
 
     Args:
-        names: parts to load; None for all. Every part is verified in any case.
+        names: parts to load, or a function of the manifest that says which; None for all. Every part is verified in
+            any case.
 
     Raises:
         CheckpointError: there is none, or what is wrong with each.
     """
-    path = Path(path)
+    path = at_home(Path(path))
     if not ((path / MANIFEST).exists() or _FOLDER_NAME.fullmatch(path.name)):
         return _load_last(path, names)
     try:
-        return _read(path, names)
+        return read(path, names)
     except CheckpointError as error:
         raise CheckpointError(
             f"{path} cannot be loaded: {error}; name another checkpoint, "
@@ -89,12 +105,12 @@ def load(path: Path | str, *, names: Collection[str] | None = None) -> StoredChe
         ) from error
 
 
-def _load_last(folder: Path, names: Collection[str] | None) -> StoredCheckpoint:
+def _load_last(folder: Path, names: Wanted) -> StoredCheckpoint:
     saved, unreadable = listed(folder)
     wrong: list[str] = []
     for path in [*unreadable, *(one.path for one in saved)]:  # the unreadable ones, to report them
         try:
-            checkpoint = _read(path, names)
+            checkpoint = read(path, names)
         except CheckpointError as error:
             wrong.append(f"{path.name}: {error}")
             continue
@@ -109,11 +125,39 @@ def _load_last(folder: Path, names: Collection[str] | None) -> StoredCheckpoint:
 # ------------------------------------------------------------------------------------------------------------- finding
 
 
+@dataclass(frozen=True)
+class PartEntry:
+    """The entry of a part in a manifest."""
+
+    bytes: Count
+    sha256: Digest
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of manifest.json."""
+
+    schema: int
+    step: Count
+    order: Count
+    score: float | None
+    parts: dict[Name, PartEntry]
+    meta: dict[str, Any]
+    sha256: Digest
+
+    def weights(self) -> list[str]:
+        """Returns the names of the parts that hold the weights that evaluations use."""
+        return ["model", *(["callbacks"] if self.meta.get("averages") else [])]  # of `ddp.EMA`
+
+
+Wanted = Collection[str] | Callable[[Manifest], Collection[str]] | None
+
+
 class Saved(NamedTuple):
     """A checkpoint's folder and its manifest. Only reading the parts tells whether they are whole."""
 
     path: Path
-    manifest: dict[str, Any]
+    manifest: Manifest
 
 
 class Listed(NamedTuple):
@@ -131,7 +175,7 @@ def listed(folder: Path) -> Listed:
             found.saved.append(Saved(path, _read_manifest(path)))
         except CheckpointError:
             found.unreadable.append(path)
-    found.saved.sort(key=lambda saved: int(saved.manifest["order"]), reverse=True)
+    found.saved.sort(key=lambda saved: saved.manifest.order, reverse=True)
     return found
 
 
@@ -151,12 +195,13 @@ def best_of(folder: Path) -> Path | None:
     Raises:
         CheckpointError: it names something else.
     """
-    try:
-        name = (folder / "best").read_text().strip()
-    except OSError:
+    path = folder / "best"
+    if not path.exists() and not path.is_symlink():
         return None
+    with damage_told(path, "delete it, or name a checkpoint", CheckpointError):
+        name = read_own(path, most=_MOST_OF_NAME, any_owner=True).strip()
     if not _FOLDER_NAME.fullmatch(name):
-        raise CheckpointError(f"{folder / 'best'} names no checkpoint ({name!r:.60}): delete it, or name a checkpoint")
+        raise CheckpointError(f"{path} names no checkpoint ({name!r:.60}): delete it, or name a checkpoint")
     return folder / name
 
 
@@ -180,10 +225,9 @@ def resume_from(resume: str, run_dir: Path) -> Path | None:
 
 def identity_of(path: Path) -> Mapping[str, Any]:
     """Returns the identity of the run in a checkpoint, or in the last one of a folder; empty if it cannot be read."""
-    with contextlib.suppress(CheckpointError, OSError, LookupError, TypeError):
-        folder = path if (path / MANIFEST).exists() else listed(path).saved[0].path
-        identity: Mapping[str, Any] = _read_manifest(folder)["meta"]["identity"]
-        return identity
+    with contextlib.suppress(CheckpointError, LookupError, TypeError, ValueError):
+        found = _read_manifest(path) if (path / MANIFEST).exists() else listed(path).saved[0].manifest
+        return dict[str, Any](found.meta["identity"])
     return {}
 
 
@@ -206,52 +250,58 @@ def digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def _read_manifest(folder: Path) -> Manifest:
+    with damage_told(MANIFEST, kind=CheckpointError):
+        plain = json_object(read_own(folder / MANIFEST, any_owner=True), keeps_nan=True)
+        if plain.get("sha256") != digest(plain):
+            raise CheckpointError(f"{MANIFEST} has changed since it was written")
+        if (schema := plain.get("schema")) != SCHEMA:
+            raise CheckpointError(f"its schema is {schema}, this version of ddp reads {SCHEMA}")
+        return made(Manifest, plain)
+
+
+def read(folder: Path, wanted: Wanted = None) -> StoredCheckpoint:
+    """Verifies all parts of a checkpoint, and loads those that are wanted; None for all.
+
+    All files are opened before one is read: what is removed meanwhile, or put in their place, makes no difference.
+
+    Raises:
+        CheckpointError: what is wrong with it.
+    """
+    manifest, files = _read_manifest(folder), dict[str, IO[bytes]]()
+    with contextlib.ExitStack() as until_read:
+        for name in manifest.parts:
+            with damage_told(f"{name}.pt", kind=CheckpointError):
+                files[name] = until_read.enter_context(to_read(folder / f"{name}.pt", any_owner=True))
+        for name, entry in manifest.parts.items():
+            with damage_told(f"{name}.pt", kind=CheckpointError):
+                _verify(files[name], f"{name}.pt", entry)
+        names = [*(wanted(manifest) if callable(wanted) else manifest.parts if wanted is None else wanted)]
+        if unknown := [name for name in names if name not in manifest.parts]:
+            raise CheckpointError(f"it has no part {', '.join(unknown)}; its parts are {', '.join(manifest.parts)}")
+        parts = {name: _load_part(files[name], f"{name}.pt") for name in names}
+    return StoredCheckpoint(manifest.step, folder, manifest.score, manifest.meta, parts)
+
+
+def _verify(file: IO[bytes], name: str, entry: PartEntry) -> None:
+    size = os.fstat(file.fileno()).st_size
+    if size != entry.bytes:
+        raise CheckpointError(f"{name} has {size} bytes instead of {entry.bytes}")
+    file.seek(0)
+    if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:  # type: ignore[arg-type]
+        raise CheckpointError(f"{name} has changed since it was written (another SHA-256)")
+
+
+def _load_part(file: IO[bytes], name: str) -> Any:
     try:
-        manifest = json_object((folder / MANIFEST).read_text(encoding="utf-8"))
-        schema = manifest["schema"]
-        whole = manifest["sha256"] == digest(manifest)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"it has no {MANIFEST}") from error
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{MANIFEST} cannot be read ({error})") from error
-    if not whole:
-        raise CheckpointError(f"{MANIFEST} has changed since it was written")
-    if schema != SCHEMA:
-        raise CheckpointError(f"its schema is {schema}, this version of ddp reads {SCHEMA}")
-    return manifest
-
-
-def _read(folder: Path, names: Collection[str] | None) -> StoredCheckpoint:
-    """Verifies all parts of a checkpoint and loads those in `names`; CheckpointError says what is wrong with it."""
-    manifest = _read_manifest(folder)
-    entries: dict[str, Any] = manifest["parts"]
-    for name, entry in entries.items():
-        _verify(folder / f"{name}.pt", num_bytes=entry["bytes"], sha256=entry["sha256"])
-    wanted = list(entries) if names is None else list(names)
-    if unknown := [name for name in wanted if name not in entries]:
-        raise CheckpointError(f"it has no part {', '.join(unknown)}; its parts are {', '.join(entries)}")
-    parts = {name: _load_part(folder / f"{name}.pt") for name in wanted}
-    return StoredCheckpoint(manifest["step"], folder, manifest["score"], manifest["meta"], parts)
-
-
-def _verify(path: Path, *, num_bytes: int, sha256: str) -> None:
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != num_bytes:
-                raise CheckpointError(f"{path.name} has {size} bytes instead of {num_bytes}")
-            if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-                raise CheckpointError(f"{path.name} has changed since it was written (another SHA-256)")
-    except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read ({error.strerror})") from error
-
-
-def _load_part(path: Path) -> Any:
-    try:
-        return torch.load(path, weights_only=True, map_location="cpu")
+        with zipfile.ZipFile(file) as archive:
+            num_bytes = sum(each.file_size for each in archive.infolist())
+        if num_bytes > file.seek(0, os.SEEK_END):
+            raise pickle.UnpicklingError("it is packed, which torch never does")  # terabytes could be in it
+        file.seek(0)
+        return torch.load(file, weights_only=True, map_location="cpu")
     except Exception as error:
-        raise CheckpointError(f"{path.name} cannot be loaded ({cause_of(error)})") from error
+        raise CheckpointError(f"{name} cannot be loaded ({cause_of(error)})") from error
 
 
 def cause_of(error: Exception) -> str:
@@ -337,7 +387,9 @@ class CheckpointStore:
         with closing(self.hold()), _explained(path):
             self._sweep()
             try:
-                self._write(temporary, step, parts, meta, score)
+                temporary.mkdir()
+                with pinned(temporary) as inside:
+                    self._write(inside, step, parts, meta, score)
                 self._publish(temporary, path)
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -373,17 +425,18 @@ class CheckpointStore:
     def _write(
         self, folder: Path, step: int, parts: Mapping[str, object], meta: Mapping[str, Any], score: float | None
     ) -> None:
-        folder.mkdir()
-        manifest = {
+        manifest: dict[str, Any] = {
             "schema": SCHEMA,
             "step": step,
-            "order": 1 + max((saved.manifest["order"] for saved in listed(self.folder).saved), default=0),
+            "order": 1 + max((saved.manifest.order for saved in listed(self.folder).saved), default=0),
             "score": float(score) if score is not None and math.isfinite(score) else None,
             "parts": {name: _write_part(folder, name, content) for name, content in parts.items()},
             "meta": dict(meta),
         }
-        manifest = json.loads(json.dumps(manifest))  # as a reader will see it
-        write_whole(folder / MANIFEST, json.dumps({**manifest, "sha256": digest(manifest)}, indent=1))
+        manifest = json_object(to_json(manifest))  # as a reader will see it
+        manifest["sha256"] = digest(manifest)
+        made(Manifest, manifest)  # which refuses what no reader would take
+        write_whole(folder / MANIFEST, to_json(manifest, indent=1))
 
     def _publish(self, temporary: Path, path: Path) -> None:
         old = path.with_name(f".old-{path.name}")
@@ -398,9 +451,9 @@ class CheckpointStore:
         """Returns the checkpoints with the best scores, the best first, the last saved of equals first."""
         if self.best is None:
             return []
-        scored = [saved for saved in listed(self.folder).saved if saved.manifest["score"] is not None]
+        scored = [saved for saved in listed(self.folder).saved if saved.manifest.score is not None]
         sign = 1.0 if self.best == "max" else -1.0
-        scored.sort(key=lambda saved: -sign * float(saved.manifest["score"]))
+        scored.sort(key=lambda saved: -sign * (saved.manifest.score or 0.0))
         return [saved.path for saved in scored[: self.keep_best]]
 
     def _prune(self, *, keep: Collection[Path]) -> None:

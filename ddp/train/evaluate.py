@@ -20,8 +20,10 @@ import numbers
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import repeat
 from typing import Any, Literal, NamedTuple, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -32,20 +34,21 @@ from ddp.comm.device import device_of
 from ddp.comm.objects import all_gather_object
 from ddp.comm.session import current, on_cpu
 from ddp.data.loading.loader import EvaluationLoader, num_evaluation_batches
-from ddp.data.loading.source import Source, source_of
+from ddp.data.loading.source import UNKEYED, Source, fingerprint, source_of
 from ddp.data.samples import Collate
 from ddp.data.sets.validation import choose, selection_of
 from ddp.errors import ConfigError
 from ddp.optim.precision import forward_precision
-from ddp.replica.replica import replicas_in
+from ddp.process.log import log
+from ddp.replica.replica import Replica, replicas_in
 from ddp.setting import Precision
 from ddp.train.batch_statistics import check_evaluation
 from ddp.train.callbacks import Callback, EarlyStopping
 from ddp.train.kept import loss_modules
-from ddp.train.state import TrainState, limits_of
+from ddp.train.state import TrainState, loading
 from ddp.train.step import to_device
 from ddp.train.stopping import StopFlag
-from ddp.train.tasks.task import Task, as_task, outputs_of
+from ddp.train.tasks.task import Rows, Task, as_task, name_of, outputs_of
 
 _SAY_HOW = "give task=, a ddp.Task whose outputs(model, batch) returns [n, ...] for n samples"
 POLL_EVERY = 16  # batches between two polls of the stop flag
@@ -68,7 +71,7 @@ def evaluate(
 
     Args:
         model: a replica, whose buffers become rank 0's first, or any module on the rank's device.
-        data, loss: as in `ddp.fit`; collate: as in `ddp.Batches`.
+        data, loss: as in `ddp.fit`, all samples on every rank; collate: as in `ddp.Batches`.
         batch_size: most samples per forward and rank; apart from rounding, the result does not depend on it.
         num_shards: parts that the data are cut into; each is evaluated by one rank, in batches of its own, and the
             parts' sums are added up in the order of the data, so that metrics have the same bits at any world size.
@@ -80,10 +83,10 @@ def evaluate(
         Metric by name; None if the ranks gave up the evaluation.
 
     Raises:
-        ConfigError: there is nothing to evaluate on, or an argument cannot work.
+        ConfigError: there is nothing to evaluate on, other ranks have more of it, or an argument cannot work.
     """
     comm, task = comm or current(device_of(model)), as_task(loss)
-    source = source_of(data, what="data", collate=collate, num_workers=num_workers)
+    source = _source(comm, data, collate, num_workers)
     if not (num_samples := len(source.samples)):
         raise ConfigError("the data to evaluate on has 0 samples; check its path and its split")
     check_evaluation(model, num_samples, batch_size=batch_size, world_size=comm.world_size, num_shards=num_shards)
@@ -91,7 +94,7 @@ def evaluate(
     by_rank = num_evaluation_batches(
         num_samples, batch_size=batch_size, world_size=comm.world_size, num_shards=num_shards
     )
-    sums = defaultdict[int, dict[str, tuple[Any, Any]]](dict)  # by part; a part without samples has none
+    sums = defaultdict[int, dict[str, Any]](dict)  # by part; a part without samples has none
     with _evaluating(model, task), torch.no_grad():
         batches = iter(zip(loader.parts, loader, strict=True))
         for index in range(max(by_rank)):  # on every rank, because polls are collective
@@ -102,12 +105,12 @@ def evaluate(
             part, batch = mine
             with forward_precision(precision, comm.device):
                 metrics = task.metrics(model, to_device(batch, comm.device))
-            _add(metrics, sums[part])
-    totals: dict[str, tuple[Any, Any]] = {}
+            add_metrics(task, metrics, sums[part])
+    totals: dict[str, Any] = {}
     for theirs in all_gather_object(comm, _known([*sums.values()], comm)):  # in rank order, so in that of the parts
         for of_part in theirs:
-            _add(of_part, totals)
-    return task.finish({name: total / count if count else math.nan for name, (total, count) in totals.items()})
+            add_metrics(task, {name: Rows(*x) if isinstance(x, list) else x for name, x in of_part.items()}, totals)
+    return finished(task, totals)
 
 
 def predict(
@@ -121,7 +124,7 @@ def predict(
     num_workers: int | None = None,
     precision: Precision = "fp32",
     comm: Communicator | None = None,
-) -> Tensor:
+) -> Any:
     """Returns the model's output for every sample, in the data set's order, on every rank. Collective.
 
     Args:
@@ -130,39 +133,72 @@ def predict(
             for the whole sample if that has no parts, as a dict.
 
     Returns:
-        [len(data), ...], on the CPU.
+        [len(data), ...], on the CPU; a list of len(data) tensors if those of two batches have other shapes, because
+        each batch is padded to a length of its own, say; a tuple or a dict of these if the model returns several
+        tensors.
 
     Raises:
-        ConfigError: an argument cannot work; or the outputs are not one tensor with a row for each sample.
+        ConfigError: an argument cannot work; or an output is not a tensor with a row for each sample.
     """
     comm = comm or current(device_of(model))
-    source = source_of(data, what="data", collate=collate, num_workers=num_workers)
+    source = _source(comm, data, collate, num_workers)
     loader = _loader(source, comm, None, batch_size=batch_size, num_shards=num_shards)
-    outputs: list[Tensor] = []
+    batches: list[list[Tensor]] = []  # of each batch, the tensors of its outputs
+    forms: list[_Form] = []
     devices = set[torch.device]()
     with _evaluating(model, task), torch.no_grad():
         for batch in loader:
             with forward_precision(precision, comm.device):
                 found = _outputs(model, to_device(batch, comm.device), task)
-            outputs.append(gpu.leaving(found))
-            devices.add(found.device)
+            form, tensors = _taken_apart(found, model if task is None else task)
+            forms += [] if form in forms else [form]
+            batches.append(list(map(gpu.leaving, tensors)))
+            devices.update(each.device for each in tensors)
     for device in devices:
         if device.type == gpu.KIND:
             gpu.cuda.current_stream(device).synchronize()  # once, for all batches
-    shape, dtype = _kind(comm, outputs, num_samples=len(source.samples))
-    mine = torch.cat(outputs) if outputs else torch.empty(0, *shape, dtype=dtype, device="cpu")
-    beside = on_cpu(comm)
-    return torch.cat(beside.all_gather(mine.to(beside.device))).cpu()
+    form, *others = [each for of_rank in all_gather_object(comm, forms) for each in of_rank] or [None]
+    if any(each != form for each in others):
+        raise ConfigError(f"the outputs are tensors in other dicts or tuples in each batch: {_SAY_HOW}")
+    of_outputs = zip(*batches, strict=True) if batches else repeat([])
+    return _put_together(form, (_together(comm, each, len(source.samples)) for each in of_outputs))
 
 
-def _outputs(model: nn.Module, batch: Any, task: Task | None) -> Tensor:
+_Form = dict[Any, Any] | list[Any] | None
+"""Of outputs: None for a tensor; a dict or a list of forms for a mapping or a sequence."""
+
+
+def _taken_apart(outputs: Any, by: object) -> tuple[_Form, list[Tensor]]:
+    """Returns the form of outputs, and the tensors in them."""
+    if isinstance(outputs, (Mapping, tuple, list)):
+        keys = outputs.keys() if isinstance(outputs, Mapping) else range(len(outputs))
+        parts = {key: _taken_apart(outputs[key], by) for key in keys}
+        forms = {key: form for key, (form, _) in parts.items()}
+        tensors = [tensor for _, tensors in parts.values() for tensor in tensors]
+        return forms if isinstance(outputs, Mapping) else list(forms.values()), tensors
+    if not isinstance(outputs, Tensor) or not outputs.dim():
+        what = "a tensor of one number" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
+        name = f"{type(by).__name__}.outputs" if isinstance(by, Task) else "the model"
+        raise ConfigError(f"{name} returned {what}, not a tensor with a row for each sample: {_SAY_HOW}")
+    return None, [outputs]
+
+
+def _put_together(form: _Form, tensors: Iterator[Any]) -> Any:
+    if form is None:
+        return next(tensors)
+    if isinstance(form, dict):
+        return {key: _put_together(each, tensors) for key, each in form.items()}
+    return tuple(_put_together(each, tensors) for each in form)
+
+
+def _outputs(model: nn.Module, batch: Any, task: Task | None) -> Any:
     """Returns the outputs that `predict` keeps of a batch.
 
     Raises:
-        ConfigError: the model is called in another way, or returns something else.
+        ConfigError: the model is called in another way.
     """
     try:
-        found: Any = outputs_of(model, batch) if task is None else task.outputs(model, batch)
+        return outputs_of(model, batch) if task is None else task.outputs(model, batch)
     except (AttributeError, TypeError, LookupError, ValueError) as error:
         if task is not None or not isinstance(batch, Mapping):
             raise
@@ -171,27 +207,63 @@ def _outputs(model: nn.Module, batch: Any, task: Task | None) -> Tensor:
             f"the data give dicts of {', '.join(map(str, batch))}, and the model cannot be called with one ({cause}): "
             f"{_SAY_HOW}"
         ) from error
-    if not isinstance(found, Tensor) or not found.dim():
-        what = "a tensor of one number" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        by = "the model" if task is None else f"{type(task).__name__}.outputs"
-        raise ConfigError(f"{by} returned {what}, not a tensor with a row for each sample: {_SAY_HOW}")
-    return found
 
 
-def _kind(comm: Communicator, outputs: Sequence[Tensor], *, num_samples: int) -> tuple[tuple[int, ...], torch.dtype]:
-    """Returns shape and type of a row, which are the same in all batches of all ranks; raises ConfigError if not."""
-    mine = list(dict.fromkeys((tuple(each.shape[1:]), each.dtype) for each in outputs))
-    found = all_gather_object(comm, (mine, sum(map(len, outputs))))
-    kinds = list(dict.fromkeys(kind for kinds, _ in found for kind in kinds))
-    if len(kinds) > 1:
-        (one, of_one), (other, of_other) = kinds[:2]
-        raise ConfigError(
-            f"the outputs of one sample are {list(one)} of {of_one} in one batch and {list(other)} of {of_other} in "
-            f"another: make them alike, as by padding all samples to one length; or {_SAY_HOW}"
-        )
-    if (num_rows := sum(num for _, num in found)) != num_samples:
+def _together(comm: Communicator, batches: Sequence[Tensor], num_samples: int) -> Tensor | list[Tensor]:
+    """Returns the rows of all ranks, as one tensor if they have one shape. Collective.
+
+    Raises:
+        ConfigError: there is not a row for each sample, or rows have several types.
+    """
+    found = all_gather_object(comm, [(list(each.shape), each.dtype) for each in batches])
+    shapes = [shape for of_rank in found for shape, _ in of_rank]
+    dtypes = list(dict.fromkeys(dtype for of_rank in found for _, dtype in of_rank)) or [torch.float32]
+    if len(dtypes) > 1:
+        raise ConfigError(f"an output is {dtypes[0]} in one batch and {dtypes[1]} in another: make them equal")
+    if (num_rows := sum(num for num, *_ in shapes)) != num_samples:
         raise ConfigError(f"the outputs have {num_rows} rows for {num_samples} samples: {_SAY_HOW}")
-    return kinds[0] if kinds else ((), torch.float32)
+    mine = torch.cat([each.reshape(-1) for each in batches] or [torch.empty(0, dtype=dtypes[0], device="cpu")])
+    beside = on_cpu(comm)
+    flat = torch.cat(beside.all_gather(mine.to(beside.device))).cpu()
+    if len({tuple(row) for _, *row in shapes}) <= 1:
+        return flat.view(num_rows, *(shapes[0][1:] if shapes else ()))
+    pieces = flat.split([math.prod(shape) for shape in shapes])
+    return [row for piece, shape in zip(pieces, shapes, strict=True) for row in piece.view(shape)]
+
+
+def _source(comm: Communicator, data: Any, collate: Collate | None, num_workers: int | None) -> Source:
+    """Returns the samples, of which each rank will read a part; warns of different ones, unless `fit` has. Collective.
+
+    Raises:
+        ConfigError: they cannot be had by index, or ranks have other numbers of them.
+    """
+    source = source_of(data, what="data", collate=collate, num_workers=num_workers)
+    if comm.world_size > 1 and not isinstance(data, Source):
+        lengths = all_gather_object(comm, len(source.samples))
+        if len(set(lengths)) > 1:
+            raise ConfigError(f"data has {lengths} samples by rank: give each rank all samples, not a share of its own")
+        if lengths[0]:
+            warn_of_other_samples(comm, source, what="data")
+    return source
+
+
+def warn_of_other_samples(comm: Communicator, source: Source, *, what: str) -> None:
+    """Warns if the ranks' samples are not the same, as after a random split without a seed."""
+    prints = all_gather_object(comm, fingerprint(source))
+    known = [each for each in prints if each is not None]
+    if comm.rank == 0 and UNKEYED in known:
+        log.warning(
+            "the samples of %s are others each time they are read: they draw from a generator that was not found, so "
+            "ranks and loader processes may draw the same, and a resumed run something else. Draw from torch's, "
+            "random's or NumPy's own functions, or keep the generator in an attribute of the data set",
+            what,
+        )
+    elif comm.rank == 0 and len(set(known)) > 1:
+        log.warning(
+            "the samples of %s are not the same on all ranks: a random split, shuffle or choice needs a seed, because "
+            "otherwise some samples are read twice, and others never or also held out",
+            what,
+        )
 
 
 def _loader(
@@ -204,11 +276,7 @@ def _loader(
         num_shards=num_shards,
         rank=comm.rank,
         world_size=comm.world_size,
-        collate=source.collate,
-        num_workers=source.num_workers,
-        device=comm.device,
-        processes=source.processes,
-        limits=limits_of(comm, stop),
+        **loading(source, comm, stop),
     )
 
 
@@ -221,31 +289,88 @@ def _evaluating(model: nn.Module, task: Task | None) -> Iterator[None]:
     losses = [] if task is None else loss_modules(task)
     with ExitStack() as stack:
         for replica in replicas_in(model):  # also one inside torch.compile's module
-            replica.sync_buffers()
-            stack.enter_context(replica.without_buffer_sync())
+            stack.enter_context(replica.for_evaluation())
         for each in (model, *losses):
             stack.enter_context(modes_kept(each))
             each.eval()
         yield
 
 
-def _add(metrics: Mapping[str, tuple[float | Tensor, float | Tensor]], sums: dict[str, tuple[Any, Any]]) -> None:
-    """Adds the (sum, count) of each metric to `sums`: numbers; on a GPU float64 scalars, which no batch waits for."""
-    for name, pair in metrics.items():
-        total, count = (each.double().reshape(()) if _is_on_gpu(each) else float(each) for each in pair)
+@contextmanager
+def as_evaluated(optimizer: Any) -> Iterator[None]:
+    """Gives parameters the values that the optimizer wants evaluated, as schedule-free ones do; restores their bits."""
+    if not all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):
+        yield
+        return
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    before = [each.detach().clone() for each in parameters]
+    optimizer.eval()
+    try:
+        yield
+    finally:
+        optimizer.train()
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, before)
+
+
+def finished(task: Task, sums: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the metrics to report, from the sums and the rows of all samples.
+
+    Raises:
+        ConfigError: one is not a number; the message has its name.
+    """
+    found = {
+        name: torch.cat(each.values) if isinstance(each, Rows) else each[0] / each[1] if each[1] else math.nan
+        for name, each in sums.items()
+    }
+    metrics = dict(task.finish(found))
+    for name, value in metrics.items():
+        try:
+            metrics[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"{name_of(task)}.finish returned {' '.join(repr(value).split()):.60} for {name!r}: return a number "
+                "for each metric, and leave rows out"
+            ) from error
+    return metrics
+
+
+def add_metrics(task: Task, found: Any, sums: dict[str, Any]) -> None:
+    """Adds each metric to `sums`: numbers; on a GPU float64 scalars, for which no batch waits; rows as they are.
+
+    Args:
+        found: what `task.metrics` has returned.
+
+    Raises:
+        ConfigError: a metric has another form; the message has its name.
+    """
+    for name, pair in found.items() if isinstance(found, Mapping) else [("", found)]:
+        if isinstance(pair, Rows):
+            sums[name] = Rows(*(sums[name].values if name in sums else ()), *pair.values)
+            continue
+        try:
+            total, count = (each.double().reshape(()) if _is_on_gpu(each) else float(each) for each in pair)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"{name_of(task)}.metrics returned {' '.join(repr(pair).split()):.60} for {name!r}: return a sum and "
+                'its count for each, two numbers, such as {"accuracy": (right.sum(), len(right))}'
+            ) from error
         before = sums.get(name, (0.0, 0.0))
         sums[name] = before[0] + total, before[1] + count
 
 
-def _known(sums: Sequence[Mapping[str, tuple[Any, Any]]], comm: Communicator) -> list[dict[str, tuple[float, float]]]:
-    """Returns the sums of parts as numbers: all that are on a GPU by one copy."""
-    there = [each for of_part in sums for pair in of_part.values() for each in pair if _is_on_gpu(each)]
+def _known(sums: Sequence[Mapping[str, Any]], comm: Communicator) -> list[dict[str, Any]]:
+    """Returns the sums of parts as numbers: all that are on a GPU by one copy; and rows as lists of tensors."""
+    pairs = [pair for of_part in sums for pair in of_part.values() if not isinstance(pair, Rows)]
+    there = [each for pair in pairs for each in pair if _is_on_gpu(each)]
     copied = iter(comm.to_host(*there).read() if there else ())
 
-    def known(each: float | Tensor) -> float:
-        return next(copied)[0] if _is_on_gpu(each) else float(each)
+    def known(metric: Any) -> Any:
+        if isinstance(metric, Rows):
+            return [each.cpu() for each in metric.values]
+        return tuple(next(copied)[0] if _is_on_gpu(each) else float(each) for each in metric)
 
-    return [{name: (known(total), known(count)) for name, (total, count) in of_part.items()} for of_part in sums]
+    return [{name: known(metric) for name, metric in of_part.items()} for of_part in sums]
 
 
 def _is_on_gpu(each: Any) -> TypeGuard[Tensor]:
@@ -264,14 +389,15 @@ def _is_on_gpu(each: Any) -> TypeGuard[Tensor]:
 # a callback of the user's own) reads `state.evaluation[state.main_metric]`.
 
 
-Side = Literal["validation", "test"]
+Side = Literal["validation", "test", "training"]
 
 
 class HeldOut(NamedTuple):
-    """The held-out samples of a run; None where there are none."""
+    """The held-out samples of a run, and training samples that are evaluated with them; None where there are none."""
 
     validation: Source | None
     test: Source | None
+    training: Source | None = None
 
     @property
     def chooser(self) -> Side:
@@ -290,12 +416,28 @@ class HeldOut(NamedTuple):
 
     def side(self, side: Side) -> Source | None:
         """Returns the samples of a side."""
-        return self.validation if side == "validation" else self.test
+        return self._asdict()[side]  # type: ignore[no-any-return]
 
     def given(self) -> dict[str, Source]:
         """Returns the samples by the name of their argument."""
-        both = {"validation_data": self.validation, "test_data": self.test}
-        return {name: source for name, source in both.items() if source is not None}
+        known = {"validation_data": self.validation, "test_data": self.test, "evaluation.training": self.training}
+        return {name: source for name, source in known.items() if source is not None}
+
+    def with_training(self, source: Source, number: int) -> HeldOut:
+        """Returns this with so many training samples, spread over all of them.
+
+        Raises:
+            ConfigError: there are no held-out samples beside which they could be evaluated; or the data are a stream.
+        """
+        if not number:
+            return self
+        if not self.is_evaluated or source.is_stream:
+            remedy = "leave it out with a stream" if self.is_evaluated else "give validation_data, or test_data"
+            raise ConfigError(f"evaluation.training={number}: goes with held-out samples, by their numbers; {remedy}")
+        number, length = min(number, len(source.samples)), len(source.samples)
+        chosen = np.arange(number, dtype=np.int64) * length // number
+        samples = selection_of(source.samples, chosen, set_apart="")
+        return self._replace(training=source._replace(samples=samples, drop_last=False))
 
 
 def note_of_choice(state: TrainState, held_out: HeldOut, callbacks: Sequence[Callback], *, saves: bool) -> str:
@@ -364,6 +506,17 @@ def _read_alike(data: Any, source: Source, collate: Collate | None, *, what: str
     return found._replace(
         collate=found.collate or source.collate, num_workers=source.num_workers, processes=source.processes
     )
+
+
+def switch_to_training(model: Replica) -> None:
+    """Switches a model to the mode of training, but not the layers that were put into evaluation mode by themselves.
+
+    A model that is in evaluation mode as a whole, as one that was loaded, is trained in all of its layers.
+    """
+    frozen = [each for each in model.module.modules() if not each.training] if model.module.training else []
+    model.train()  # also where a module switches some layers back itself
+    for layer in frozen:
+        layer.training = False
 
 
 @contextmanager

@@ -39,30 +39,40 @@ from ddp.errors import ConfigError, Diverged, UnusedParameters, nearest, said
 from ddp.optim.schedules import RateSchedule, TorchSchedule
 from ddp.policies import Averaging, Evaluation, Folder, ParameterServer, Reading, SameBits
 from ddp.process.clock import now_s
-from ddp.process.files import json_object, make_folder, read_own, refuse_unwritable_name
+from ddp.process.files import make_folder, refuse_unwritable_name
 from ddp.process.log import log
+from ddp.process.terminal import say
+from ddp.replica.autograd import without_compile_wrappers
 from ddp.setting import Precision, StrategyName
 from ddp.strategies.central_storage import CentralStorage
 from ddp.strategies.choice import ranks_of
+from ddp.strategies.parameter_server.edge import failure_told
 from ddp.strategies.parameter_server.server import Service
 from ddp.streams import preserved
 from ddp.train import arguments
 from ddp.train.arguments import NEEDED, Given, Inputs
 from ddp.train.batch_statistics import check_evaluation
 from ddp.train.callbacks import Callback, EpochCheck, Meters, MetricsFile, NoiseMeter, ThroughputMeter, tell_of
-from ddp.train.checkpoint import AfterEvaluation, Checkpointer, read_checkpoint, restore, run_identity
-from ddp.train.checkpoint_store import CheckpointStore, resume_from, steps
+from ddp.train.checkpoint import (
+    AfterEvaluation,
+    Checkpointer,
+    read_checkpoint,
+    restore,
+    run_identity,
+    weights_of,
+)
+from ddp.train.checkpoint_store import CheckpointStore, best_of, resume_from, steps
 from ddp.train.evaluate import modes_kept, note_of_choice
 from ddp.train.guard import Guard
 from ddp.train.hashes import HASHES, HashesFile
 from ddp.train.kept import Kept, plain
 from ddp.train.leased import work
 from ddp.train.loop import end_of_run, train_loop
-from ddp.train.metric_names import is_metric
 from ddp.train.monitor.calls import calls_left
 from ddp.train.monitor.usage import rate_of_one_worker
 from ddp.train.progress import ProgressBar, StopNote
-from ddp.train.report import draw_curves, summary_of, write_summary
+from ddp.train.report import draw_curves, summary_of
+from ddp.train.results import is_metric, read_summary, write_summary
 from ddp.train.served import check_cast, going_on, next_home, service_of
 from ddp.train.starts import note_start_of_fit
 from ddp.train.state import TrainState
@@ -120,7 +130,7 @@ def fit(
     Args:
         model: a module, which is wrapped in a `BucketedDataParallel`; or a replica, whose ranks train then. Unless it
             is on a GPU already, a module is moved to the device of `ddp.init`; unless that was called, to a GPU where
-            there is one.
+            there is one. Layers that are in evaluation mode by themselves, such as a frozen BatchNorm, stay there.
         data: a data set with length and index, a pair of tensors (inputs, targets), or a DataLoader, of which all is
             honoured or refused but the size of its batches (`data/loading/source.py`). The same on every rank: a
             random split needs a seed. Or an iterable without a length (`ddp/data/loading/iterable.py`).
@@ -159,7 +169,8 @@ def fit(
             `ddp.EarlyStopping(patience=3)`. Their state is saved and resumed.
 
     Returns:
-        The state of the run: `evaluation` (metrics by name), `train_loss`, `step`, `model`, `stopped_by`.
+        The state of the run: `evaluation` (metrics by name), `history` (the same of each evaluation), `train_loss`,
+        `step`, `model`, `stopped_by`.
 
     Raises:
         ConfigError: an argument cannot work; the message has the remedy.
@@ -181,10 +192,13 @@ def train(given: Given) -> TrainState:
         ConfigError, CheckpointError, Diverged, UnusedParameters, PeerLost: as `fit`.
     """
     part = check_cast(given)
-    with _given_back(given.model), arguments.one_thread(given):
+    if part is not None:
+        given = replace(given, home=next_home(part))
+    wrapped = without_compile_wrappers(given.model)
+    with wrapped as model, _given_back(model), arguments.one_thread(given), failure_told(given.home, part):
+        given = replace(given, model=model)
         comm = ranks_of(given.model)
         if part is not None:
-            given = replace(given, home=next_home(part))
             if part.job == "worker":
                 return work(given, comm, part)
             given = going_on(given, part)
@@ -256,7 +270,8 @@ def _run(given: Given, inputs: Inputs, run: OpenRun, stop: StopFlag, service: Se
             tell_of(error, state, given.callbacks)
             raise
     if service is not None:
-        service.end({"evaluation": state.evaluation, "step": state.step, "stopped_by": state.stopped_by})
+        known = {"evaluation": state.evaluation, "history": state.history, "step": state.step}
+        service.end({**known, "stopped_by": state.stopped_by})
         if comm.rank == 0:  # which keeps the ledger
             _say(given, comm, service.in_words())
     if given.stop is None and stop.signal_name and not is_known:  # it has waited for the results
@@ -268,6 +283,8 @@ def _end(given: Given, inputs: Inputs, run: OpenRun, meters: Meters, *, seconds:
     """Leaves the weights whole, and writes, draws and tells how the run went. Collective."""
     state, comm = run.state, run.state.comm
     state.strategy.finish()
+    if note := _best_at_end(given, run):
+        _say(given, comm, note)
     if note := note_of_choice(state, inputs.held_out, given.callbacks, saves=run.folder is not None):
         _say(given, comm, note)
     if known := meters.noise.scale.estimate():
@@ -281,11 +298,35 @@ def _end(given: Given, inputs: Inputs, run: OpenRun, meters: Meters, *, seconds:
         callback.finished(state, summary)
 
 
+def _best_at_end(given: Given, run: OpenRun) -> str:
+    """Gives the model the weights of the best checkpoint, if that is wanted. Collective.
+
+    Returns:
+        Where better weights are than those of the last step, and which ones the model has; else "".
+    """
+    state, folder = run.state, run.folder
+    if folder is None:
+        return ""
+    best = on_rank_zero(state.comm, lambda: best_of(folder / "checkpoints"), label="looking for the best checkpoint")
+    if best is None:
+        return ""
+    step = int(best.name.removeprefix("step-"))
+    note = f"the best checkpoint is that of step {step:,}, and the model has "
+    if not given.folder.restore_best:
+        way = f"ddp.load({os.path.relpath(folder)!r}) has the best ones, ddp.Folder(restore_best=True) restores them"
+        is_said = given.settings is None and step != state.step
+        return f"{note}the weights of step {state.step:,}: {way}" if is_said else ""
+    found = read_checkpoint(state.comm, best, state.model.module)
+    state.model.module.load_state_dict(weights_of(found))
+    state.evaluation, state.evaluated_at = found.parts["position"]["evaluation"], step
+    return f"{note}its weights"
+
+
 def _say(given: Given, comm: Communicator, text: str) -> None:
     """Tells the user, and the logs of all ranks."""
     log.info("%s", text)
     if comm.rank == 0 and given.folder.progress:
-        print(text, flush=True)
+        say(text)
 
 
 # ----------------------------------------------------------------------------------------------------------- the state
@@ -322,6 +363,8 @@ def open_run(given: Given, inputs: Inputs, comm: Communicator) -> OpenRun:
     """
     sampler, dealing = arguments.sampler_for(given, inputs, comm)
     settings = arguments.settings_of(given, inputs, sampler)
+    if given.folder.restore_best and not inputs.held_out.is_evaluated:
+        raise ConfigError("restore_best=True: nothing says which checkpoint is the best; give validation_data")
     arguments.refuse_disagreement(comm, given, inputs, settings)
     for each in inputs.held_out.given().values():
         size, num_samples = given.evaluation.batch, len(each.samples)
@@ -342,7 +385,7 @@ def open_run(given: Given, inputs: Inputs, comm: Communicator) -> OpenRun:
             comm, lambda: _folder_and_start(given.folder), label="looking for a checkpoint"
         )
         if start is not None:
-            checkpoint = read_checkpoint(comm, start)
+            checkpoint = read_checkpoint(comm, start, inputs.replica.module)
             restore(checkpoint, state, identity=identity)
             beside.resumes(checkpoint.parts, given.optimizer)
         num_steps, _ = end_of_run(state, epochs=given.epochs, max_steps=given.max_steps)
@@ -352,8 +395,12 @@ def open_run(given: Given, inputs: Inputs, comm: Communicator) -> OpenRun:
         strategy.finish(alone=True)  # no step was made, so that nothing has to be gathered
         raise
     notes = [*_headline(state, num_steps, given.strategy), *([dealing] if dealing else [])]
+    if not inputs.replica.module.training:
+        notes.append("the model was in evaluation mode as a whole: all of its layers are trained")
     notes += [*arguments.idle_notes(inputs.replica), *arguments.round_notes(given.strategy)]
     begins_anew = given.folder.resume is not None and start is None
+    if folder is not None and given.folder.is_unnamed:
+        notes.append(f"the run is in {os.path.relpath(folder)}")
     notes += _notes(sampler, source, folder, num_left=num_steps - state.step, begins_anew=begins_anew)
     if folder is not None and given.stop is None and given.folder.every_steps is None and not hears_signals():
         way = "folder=ddp.Folder(every_steps=…) saves as it goes"
@@ -422,7 +469,7 @@ def _go_back(run: OpenRun, callbacks: Sequence[Callback], guard: Guard) -> None:
     assert folder is not None  # `check_guard` has seen to it
 
     def load() -> None:
-        checkpoint = read_checkpoint(state.comm, folder / "checkpoints")
+        checkpoint = read_checkpoint(state.comm, folder / "checkpoints", state.model.module)
         restore(checkpoint, state, identity=run.identity)
         run.beside.resumes(checkpoint.parts, state.optimizer)
         for callback in callbacks:
@@ -498,7 +545,8 @@ def _headline(state: TrainState, num_steps: int, policy: Averaging) -> list[str]
     share = f"worker 0: {counted(len(micros), 'forward')} of up to {counted(largest, 'sample')} a step"
     if isinstance(policy, ParameterServer):
         workers += f" and {counted(comm.world_size, 'server')}"
-        share = f"an update: {counted(policy.num_parts(state.num_workers), 'part')} ({policy.mode})"
+        bound = "" if policy.bound is None else f", of parameters at most {counted(policy.bound, 'update')} old"
+        share = f"an update: {counted(policy.num_parts(state.num_workers), 'part')} ({policy.mode}{bound})"
     start = f", continuing after step {state.step:,}" if state.step else ""
     way = f", all-reduce: {comm.plan.describe()}" if comm.world_size > 1 else ""
     if state.model.compression is not None:
@@ -539,11 +587,10 @@ def _write_results(run_dir: Path | None, summary: dict[str, Any], *, curves: boo
     """Writes summary.json and curves.png, if there is a folder, and returns the summary. On rank 0 only."""
     if run_dir is None:
         return summary
-    path = run_dir / "summary.json"
-    if not summary["samples_per_s"] and path.exists():  # nothing was left to train: keep the figures of the training
-        with contextlib.suppress(ValueError):
+    if not summary["samples_per_s"]:  # nothing was left to train: keep the figures of the training
+        with contextlib.suppress(OSError, ValueError):
             new = {key: value for key, value in summary.items() if is_metric(key) or key == "stopped_by"}
-            summary = {**json_object(read_own(path)), **new}
+            summary = {**read_summary(run_dir), **new}
     write_summary(run_dir, summary)
     if curves:
         draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", summary=summary)

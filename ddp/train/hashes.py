@@ -18,7 +18,6 @@ checkpoint.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +26,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ddp.comm.objects import on_rank_zero
-from ddp.errors import ConfigError, one_line
-from ddp.process.files import json_object, read_own, to_append
+from ddp.errors import ConfigError
+from ddp.process.files import lines_of, to_append
+from ddp.process.records import damage_told, json_object, made, to_json
 from ddp.replica.broadcast import tensor_hash
 from ddp.train.callbacks import Callback, drop_after
 from ddp.train.checkpoint import changes
@@ -75,7 +75,7 @@ class HashesFile(Callback):
         """Returns the last step that has a line, and notes the identity of the run. On rank 0 only."""
         drop_after(state.step, self._path)
         self._names = []
-        known = map(json_object, read_own(self._path).splitlines()) if self._path.exists() else ()
+        known = map(json_object, lines_of(self._path))
         last_step = max((int(line["step"]) for line in known if "hashes" in line), default=0)
         self._append(
             {"step": state.step + 1, "identity": {**state.settings, "training_samples": state.sampler.num_samples}}
@@ -98,7 +98,7 @@ class HashesFile(Callback):
 
     def _append(self, line: dict[str, Any]) -> None:
         with to_append(self._path) as file:
-            file.write(f"{json.dumps(line, separators=(',', ':'), default=str)}\n")
+            file.write(f"{to_json(line, separators=(',', ':'), default=str)}\n")
 
 
 def _named_values(state: TrainState, whole: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -155,29 +155,20 @@ def read_hashes(run: Path) -> dict[int, Line]:
             f"{run} holds no {HASHES}: make the run with same_bits.hash_every=10, in Python with "
             "same_bits=ddp.SameBits(hash_every=10)"
         )
-    try:
-        *texts, _ = path.read_bytes().split(b"\n")  # without what follows the last newline
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; make it readable, or copy the run") from error
     found: dict[int, Line] = {}
     identity, names = None, list[str]()
-    for number, text in enumerate(texts, start=1):
-        try:
-            entry = json_object(text.decode())
+    for number, text in enumerate(lines_of(path), start=1):
+        with damage_told(f"line {number} of {path}", "make the run again, or resume it from an earlier step"):
+            entry = json_object(text)
             step = int(entry["step"])
             if "identity" in entry:
                 identity = dict(entry["identity"])
             elif "names" in entry:
-                names = list(map(str, entry["names"]))
-            elif identity is None or len(str(entry["hashes"])) != len(names) * DIGITS:
+                names = made(list[str], entry["names"])
+            elif identity is None or len(entry["hashes"]) != len(names) * DIGITS:
                 raise ValueError("the lines before do not name what it has hashes of")
             else:
                 found[step] = Line(identity, names, str(entry["hashes"]), str(entry["loss"]))
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
-            raise ConfigError(
-                f"{path} is damaged in line {number} ({one_line(error)}): make the run again, or resume it from an "
-                "earlier step"
-            ) from error
     return dict(sorted(found.items()))
 
 

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,9 +27,10 @@ from ddp.strategies.parameter_server.ledger import Lease
 from ddp.strategies.parameter_server.worker import Over, Servers
 from ddp.train import arguments
 from ddp.train.arguments import Given
-from ddp.train.first_look import FirstLook
+from ddp.train.evaluate import switch_to_training
+from ddp.train.first_look import FirstLook, refuse_waiting
 from ddp.train.served import facts_of
-from ddp.train.state import TrainState, limits_of
+from ddp.train.state import TrainState, loading
 from ddp.train.step import StepRules, backward
 from ddp.train.stopping import StopFlag, flag_of_a_new_fit
 
@@ -62,25 +62,24 @@ def work(given: Given, comm: Communicator, part: Cast) -> TrainState:
         precision=given.precision,
         seed=sampler.state.seed,
         noise_scale_every=0,
-        looks=[FirstLook(inputs.task, wanted=True)],
+        looks=[
+            FirstLook(
+                inputs.task,
+                wanted=True,
+                num_calls=lambda: comm.num_calls,
+                if_it_waits=lambda where: "loss" in where and refuse_waiting(inputs.task, "parameter servers"),
+            )
+        ],
     )
     facts = facts_of(inputs.replica.module, sampler, settings)
     servers = Servers(part, given.home, comm, inputs.replica.module, policy, facts=facts)
-    state.model.train()
+    switch_to_training(state.model)
     with stop.listening():
         try:
             while True:
                 servers.join(stopping=stop)
-                began_s = math.inf  # of the part that is computed
-                loader = LeasedLoader[Lease](
-                    source.samples,
-                    sampler,
-                    collate=source.collate,
-                    num_workers=source.num_workers,
-                    device=comm.device,
-                    processes=source.processes,
-                    limits=limits_of(comm, stop),
-                )
+                took_s = 0.0  # what the part that is pushed took to compute
+                loader = LeasedLoader[Lease](source.samples, sampler, **loading(source, comm, stop))
                 try:
                     while True:
                         _leave_if_asked(stop, servers)
@@ -91,27 +90,23 @@ def work(given: Given, comm: Communicator, part: Cast) -> TrainState:
                             loader.put(more)
                             began_s = now_s()
                             totals = _computed(state, rules, lease, plan, batches)
-                            num_samples = sum(len(micro.indices) for micro in plan.micros)
+                            took_s = now_s() - began_s
                             then, most = None if stop else loader.following, loader.num_ahead
-                            servers.push(lease, totals, num_samples=num_samples, then=then, num_ahead=most)
-                            began_s = math.inf
+                            servers.push(lease, totals, then=then, num_ahead=most)
+                            took_s = 0.0
                             _leave_if_asked(stop, servers)
                 except LOST as lost:
-                    if now_s() - began_s > comm.abort_s:
-                        raise ConfigError(
-                            f"a part took {now_s() - began_s:.0f} s, and after comm.abort_s={comm.abort_s:g} s servers "
-                            "give a worker up: raise it (ddp.init(abort_s=…)), or take a smaller batch"
-                        ) from lost
                     log.warning("the servers are lost (%s): this worker waits for them to come back", lost)
-                except Over as over:
-                    if "failed" not in over.facts:
-                        raise
-                    # Whoever has started the servers knows better whether they come back, and else ends this worker.
-                    log.debug("a server failed (%s): this worker waits", over.facts["failed"])
                 finally:
                     loader.close()
+                if took_s > comm.abort_s:
+                    raise ConfigError(
+                        f"a part took {took_s:.0f} s, and after comm.abort_s={comm.abort_s:g} s servers give a worker "
+                        "up: raise it (ddp.init(abort_s=…)), or take a smaller batch"
+                    )
         except Over as over:
             servers.leave()
+            state.history = list(over.facts.get("history", ()))
             state.evaluation, state.step = dict(over.facts["evaluation"]), over.facts["step"]
             state.stopped_by = over.facts["stopped_by"]
         except BaseException as error:

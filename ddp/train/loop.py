@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ddp.comm.communicator import Communicator
@@ -22,16 +23,17 @@ from ddp.setting import Uneven
 from ddp.strategies.parameter_server.server import Service
 from ddp.train.arguments import Given, Inputs
 from ddp.train.audit import Audit
-from ddp.train.batch_statistics import may_have_one, waits_in_training
+from ddp.train.batch_statistics import may_have_one, refuse_uneven
 from ddp.train.callbacks import EARLY, Callback, tell_of
-from ddp.train.evaluate import Side, evaluate
-from ddp.train.first_look import EqualBatches, FirstLook
+from ddp.train.evaluate import Side, as_evaluated, evaluate, switch_to_training
+from ddp.train.first_look import EqualBatches, FirstLook, refuse_waiting
 from ddp.train.guard import Guard
 from ddp.train.replay import Replay
 from ddp.train.served import LeaseFeed, served_step
-from ddp.train.state import StepReport, TrainState, agreed_reason, limits_of
+from ddp.train.state import StepReport, TrainState, agreed_reason, loading
 from ddp.train.step import StepRules, train_step
 from ddp.train.supervision import Course, Supervision, no_checkpoint
+from ddp.train.tasks.task import name_of
 from ddp.train.watcher import Watch
 from ddp.units import counted
 
@@ -79,7 +81,14 @@ def train_loop(
     num_steps, num_samples = end_of_run(state, epochs=epochs, max_steps=given.max_steps)
     is_wanted = not reading.max_unreadable and _all_have_several_samples(state)  # else a batch may have less
     with_one = may_have_one(state.comm, state.sampler, num_steps=max(0, num_steps - state.step))
-    looks: list[FirstLook | EqualBatches | Watch] = [FirstLook(task, wanted=is_wanted, with_one=with_one)]
+    first = FirstLook(
+        task,
+        wanted=is_wanted,
+        with_one=with_one,
+        num_calls=lambda: state.comm.num_calls,
+        if_it_waits=partial(_check_task, state, given, inputs),
+    )
+    looks: list[FirstLook | EqualBatches | Watch] = [first]
     if reading.debug:
         equal_batches = EqualBatches(state.comm.rank, source.num_workers)
         looks, callbacks = [equal_batches, *looks], [equal_batches, *callbacks]
@@ -109,9 +118,10 @@ def train_loop(
         supervision = Supervision(replay, guard=guard, audit=audit, go_back=go_back)
         rules = replace(rules, supervisor=supervision)
     state.unreadable = feed.unreadable
-    _check_waiting(state, uneven, reading.max_unreadable)
+    if state.waits:
+        _check_waiting(state, uneven, reading.max_unreadable)
     state.stopped_by = ""
-    state.model.train()
+    switch_to_training(state.model)
     running_step = None
     try:
         _start(state, callbacks)
@@ -175,13 +185,7 @@ def _start(state: TrainState, callbacks: Sequence[Callback]) -> None:
 
 def _feed(state: TrainState, source: Source, uneven: Uneven, max_unreadable: int) -> TrainLoader | StreamFeed:
     """Returns the loader, or the feed of a stream, which yields steps with their batches, epoch by epoch."""
-    choices: dict[str, Any] = {
-        "collate": source.collate,
-        "num_workers": source.num_workers,
-        "device": state.comm.device,
-        "processes": source.processes,
-        "limits": limits_of(state.comm, state.stop_flag),
-    }
+    choices = loading(source, state.comm, state.stop_flag)
     if isinstance(state.sampler, IterableSampler):
         loader = IterableLoader(source.samples, state.sampler, **choices)
         return StreamFeed(state.comm, loader, uneven=uneven)
@@ -189,20 +193,20 @@ def _feed(state: TrainState, source: Source, uneven: Uneven, max_unreadable: int
     return TrainLoader(source.samples, state.sampler, **choices)
 
 
-def _check_waiting(state: TrainState, uneven: Uneven, max_unreadable: int) -> None:
-    """Raises ConfigError if layers of the replica would wait for ever."""
-    model, sampler = state.model, state.sampler
-    if state.comm.world_size > 1 and waits_in_training(model):
+def _check_waiting(state: TrainState, uneven: Uneven, max_unreadable: int, what: str = "SyncBatchNorm") -> None:
+    """Raises ConfigError if layers of the replica, or its loss, would wait for ever."""
+    sampler = state.sampler
+    if state.comm.world_size > 1:
         if max_unreadable:
             raise ConfigError(
-                f"max_unreadable={max_unreadable} with SyncBatchNorm, which waits in each forward for all ranks: one "
-                "whose samples cannot be read would make none; leave max_unreadable out, or take BatchNorm"
+                f"max_unreadable={max_unreadable} with {what}, which waits in each forward for all ranks: one whose "
+                "samples cannot be read would make none; leave max_unreadable out"
             )
         is_stream = isinstance(sampler, IterableSampler)
         if is_stream and uneven != "stop_all":
             raise ConfigError(
-                "SyncBatchNorm waits in each forward for all ranks, and at the end of a stream some have no samples: "
-                "take uneven='stop_all', which ends with the first"
+                f"{what} waits in each forward for all ranks, and at the end of a stream some have no samples: take "
+                "uneven='stop_all', which ends with the first"
             )
         sizes = {sampler.global_batch} if is_stream else sampler.sizes.all()
         mine = [sampler.num_micros(size) for size in sorted(sizes)]
@@ -211,9 +215,27 @@ def _check_waiting(state: TrainState, uneven: Uneven, max_unreadable: int) -> No
             if sampler.num_shards % state.comm.world_size:
                 remedy = f"leave num_shards={sampler.num_shards} out, or take a multiple of {state.comm.world_size}"
             raise ConfigError(
-                "SyncBatchNorm waits in each forward for all ranks, but in some steps they have different "
-                f"numbers of forwards: {remedy}, so that every rank has as many in every step"
+                f"{what} waits in each forward for all ranks, but in some steps they have different numbers of "
+                f"forwards: {remedy}, so that every rank has as many in every step"
             )
+
+
+def _check_task(state: TrainState, given: Given, inputs: Inputs, where: Collection[str]) -> None:
+    """Raises ConfigError if a task that calls collectives would wait for ever. Collective.
+
+    Args:
+        where: the methods that do: loss, metrics or both.
+    """
+    name, when = name_of(inputs.task), given.evaluation
+    if "loss" in where:
+        state.waits = True
+        if given.same_bits.on or isinstance(given.strategy, Rounds):
+            refuse_waiting(inputs.task, "same_bits=True" if given.same_bits.on else "strategy='local_sgd'")
+        _check_waiting(state, given.batches.uneven, given.reading.max_unreadable, f"{name}.loss")
+    for source in inputs.held_out.given().values() if "metrics" in where else ():
+        cut: dict[str, Any] = {"world_size": state.comm.world_size, "num_shards": state.model.num_shards}
+        remedy = "let it call no collectives"
+        refuse_uneven(f"{name}.metrics", remedy, len(source.samples), batch_size=when.batch, **cut)
 
 
 def end_of_run(state: TrainState, *, epochs: int | None, max_steps: int | None) -> tuple[int, int]:
@@ -248,10 +270,15 @@ class Evaluator:
 
     def choose(self, state: TrainState) -> None:
         """Takes the metrics that choose, and tells whatever goes by them. Collective."""
-        metrics = self.measured(state, self._held_out.chooser)
-        if metrics is None:
-            return
+        metrics: dict[str, float] = {}
+        sides: list[Side] = [self._held_out.chooser]
+        for side in sides if self._held_out.training is None else [*sides, "training"]:
+            if (found := self.measured(state, side)) is None:
+                return
+            metrics |= found
         state.evaluation, state.evaluated_at = metrics, state.step
+        where = {"step": state.step, "epochs": state.epochs_done, "train_loss": state.train_loss}
+        state.history.append({**where, **metrics})
         log.info("step %d: %s", state.step, ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
         if state.schedule is not None:
             state.schedule.evaluated(metrics[state.main_metric])
@@ -262,6 +289,7 @@ class Evaluator:
         """Returns the metrics of one side by name; None if the ranks have agreed to stop instead. Collective."""
         source = self._held_out.side(side)
         with ExitStack() as contexts:
+            contexts.enter_context(as_evaluated(state.optimizer))
             for callback in self._callbacks:
                 contexts.enter_context(callback.evaluating(state))
             how: dict[str, Any] = {"comm": state.comm, "stop": state.stop_flag, "num_shards": state.model.num_shards}

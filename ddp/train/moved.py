@@ -158,6 +158,7 @@ _ROWS = {
     ("logging_steps", "log_every_n_steps"): Meaning("report.log_every", "log_every"),
     ("verbose",): Meaning("report.progress", "progress"),
     ("default_root_dir", "output_dir", "save_dir", "checkpoint_dir"): Meaning("hydra.run.dir", "folder"),
+    ("restore_best_weights", "load_best_model_at_end"): Meaning(instead="say folder=ddp.Folder(restore_best=True)"),
     ("resume_from_checkpoint", "ckpt_path"): Meaning("resume", instead="say folder=ddp.Folder(path, resume=…)"),
 }
 MEANINGS = {word: meaning for words, meaning in _ROWS.items() for word in words}

@@ -13,6 +13,8 @@ from rich.text import Text
 from ddp.data.loading.iterable import ENDLESS
 from ddp.process.clock import now_s
 from ddp.process.log import log
+from ddp.process.terminal import console as terminal_console
+from ddp.process.terminal import say
 from ddp.train.callbacks import Callback, ThroughputMeter
 from ddp.train.state import StepReport, TrainState, agreed_reason
 from ddp.train.stopping import has_obeyed, is_signal
@@ -25,9 +27,14 @@ ESTIMATE_AFTER_S, ESTIMATE_AFTER_SHARE = 10.0, 0.05
 LONG_S = 600.0
 """A run that takes longer says so."""
 
+LINE_EVERY_S = 10.0
+"""Off a terminal a line says so often how far the run is."""
+
 
 class ProgressBar(Callback):
-    """Prints a line per evaluation, and shows a bar on a terminal. A long run says how long it will take.
+    """Prints a line per evaluation. Shows a bar on a terminal, and elsewhere prints a line every few seconds.
+
+    The loss of a line is the mean over all samples since the last line. A long run says how long it will take.
 
     Args:
         if_long: what follows when a long run says so, such as how to shorten it.
@@ -49,12 +56,14 @@ class ProgressBar(Callback):
         self._meter, self._num_epochs = meter, num_epochs
         self._num_steps = num_steps if num_steps < ENDLESS else None
         self._if_long, self._one_worker, self._clock = if_long, one_worker, clock
-        self._console = console or Console()
+        self._console = console or terminal_console()
         self._bar: Progress | None = None
         self._first: tuple[int, float] | None = None  # the first step of this run, which is slow, and when it ended
         self._estimated = False
+        self._loss_sum, self._num_items, self._line_s, self._told = 0.0, 0.0, clock(), 0
 
     def fit_start(self, state: TrainState) -> None:
+        self._begin_line(state)
         if state.comm.rank != 0 or not self._console.is_terminal:
             return
         self._bar = Progress(
@@ -74,6 +83,10 @@ class ProgressBar(Callback):
             rate = self._rate(state)
             epoch = f"epoch {report.epoch + 1}" + (f"/{self._num_epochs}" if self._num_epochs else "")
             self._bar.update(self._task, completed=report.step, others=(f"loss {report.loss:.4f}", rate, epoch))
+        self._loss_sum += report.loss * report.num_items
+        self._num_items += report.num_items
+        if self._bar is None and self._clock() - self._line_s >= LINE_EVERY_S:
+            self._print_line(state)
         if not self._estimated:
             self._estimate(report.step)
 
@@ -81,13 +94,22 @@ class ProgressBar(Callback):
         if state.comm.rank != 0:
             return
         metrics = [f"{name} {value:.4f}" for name, value in state.evaluation.items()]
-        where = f"step {state.step}" + (f"/{self._num_steps}" if self._num_steps else "")
-        line = f"{where}  loss {state.train_loss or 0.0:.4f}  {self._rate(state)}  {'  '.join(metrics)}"
         if self._bar is not None:
             self._bar.update(self._task, metrics=metrics)
-            self._bar.console.print(line, highlight=False, markup=False)  # above the bar, where it stays
+        self._print_line(state, *metrics)
+
+    def _print_line(self, state: TrainState, *metrics: str) -> None:
+        where = f"step {state.step}" + (f"/{self._num_steps}" if self._num_steps else "")
+        loss = self._loss_sum / self._num_items if self._num_items else state.train_loss or 0.0
+        line = "  ".join([where, f"loss {loss:.4f}", self._rate(state), *metrics])
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False)  # above the bar, where it stays
         else:
-            print(line, flush=True)
+            say(line)
+        self._begin_line(state)
+
+    def _begin_line(self, state: TrainState) -> None:
+        self._loss_sum, self._num_items, self._line_s, self._told = 0.0, 0.0, self._clock(), state.step
 
     def _rate(self, state: TrainState) -> str:
         rate = self._meter.whole.samples_per_s
@@ -97,14 +119,19 @@ class ProgressBar(Callback):
         share = rate / (num_workers * self._one_worker)
         return f"{rate:,.0f} samples/s ({share:.0%} of {num_workers} × one worker)"
 
+    def went_back(self, state: TrainState) -> None:
+        self._begin_line(state)
+
     def exception(self, state: TrainState, error: BaseException) -> None:
         self._end()
 
     def fit_end(self, state: TrainState) -> None:
+        if state.comm.rank == 0 and state.step > self._told:
+            self._print_line(state)
         self._end()
         if state.comm.rank == 0 and state.reported:
             reported = "  ".join(f"{name} {value:.4f}" for name, value in state.reported.items())
-            print(f"with the last weights  {reported}", flush=True)
+            say(f"with the last weights  {reported}")
 
     def _end(self) -> None:
         if self._bar is not None:
@@ -129,7 +156,7 @@ class ProgressBar(Callback):
             duration = f"{hours} h {minutes} min" if hours else f"{minutes} minutes"
             text = f"This run will take about {duration}. {self._if_long}".rstrip()
             one_line = not self._console.is_terminal
-            self._console.print(text, soft_wrap=one_line, highlight=False, markup=False)
+            self._console.print(text, soft_wrap=one_line, highlight=False)
 
 
 class StopNote(Callback):

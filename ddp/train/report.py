@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from ddp.comm.meeting.cast import cast
@@ -17,13 +15,13 @@ from ddp.comm.meeting.place import roles
 from ddp.data.orders.steps import RoundSizes
 from ddp.policies import Training
 from ddp.process.arguments import program, shown
-from ddp.process.files import json_object, read_own, whole_file, write_whole
+from ddp.process.files import whole_file
+from ddp.process.terminal import console
 from ddp.train.callbacks import EARLY, MEASURED, Meters
-from ddp.train.metric_names import is_metric, metric_in_words, words_of
+from ddp.train.results import evaluations_in, is_metric, metric_in_words, read_metrics, words_of
 from ddp.train.state import TrainState
 from ddp.units import counted
 
-SIDECAR = "sidecar"  # a folder in that of the run, with a metrics.jsonl of its own
 LINES_WRITTEN = 8  # of what a language model writes
 LOWEST_LOSS_SHOWN = 1e-4  # a logarithmic axis needs a floor
 
@@ -62,38 +60,13 @@ def summary_of(state: TrainState, meters: Meters, given: Training, *, seconds: f
     }
 
 
-def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
-    """Writes summary.json."""
-    write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the objects of a metrics.jsonl, without a last line that a crash cut off."""
-    entries = []
-    for line in read_own(path).splitlines() if path.exists() else []:
-        try:
-            entries.append(json_object(line))
-        except ValueError:
-            continue
-    return entries
-
-
-def evaluations_in(metrics: Path, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the evaluations of a run by its metrics.jsonl, or those of its side-car, if it had one."""
-    if "sidecar" not in summary:
-        return [entry for entry in read_metrics(metrics) if entry.get("kind") == "evaluation"]
-    lines = read_metrics(metrics.parent / SIDECAR / metrics.name)
-    by_step = {entry["step"]: entry for entry in lines if entry.get("kind") == "evaluation"}
-    return [by_step[step] for step in sorted(by_step)]  # the run may have gone back to an earlier one
-
-
 def draw_curves(metrics: Path, picture: Path, *, summary: Mapping[str, Any]) -> None:
     """Draws training loss, held-out loss and the main metric over steps; yardsticks become level lines."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     main_metric = summary["main_metric"]
-    steps = [entry for entry in read_metrics(metrics) if entry["kind"] == "step"]
+    steps = [entry for entry in read_metrics(metrics) if entry["kind"] == "step" and "train_loss" in entry]
     evaluations = evaluations_in(metrics, summary)
     figure = Figure(figsize=(10, 3.8))  # no pyplot, which would choose the program's backend
     # Fixed margins: a layout that measures its texts draws everything twice, a quarter of a second at a run's end.
@@ -142,7 +115,7 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: l
     table.add_column()
     for key, value in summary.items():
         if is_metric(key) or key.startswith("yardstick_"):
-            table.add_row(words_of(key), metric_in_words(key, value))
+            table.add_row(words_of(key), metric_in_words(key, value) or "not a finite number")
     workers = f"{counted(summary['world_size'], 'worker')} × {counted(summary['threads_per_worker'], 'thread')}"
     computing, waiting, data = (summary[f"{what}_fraction"] for what in ("compute", "wait", "data"))
     if "servers" in summary:
@@ -162,9 +135,9 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: l
         table.add_row("side-car", _by_sidecar(**summary["sidecar"]))
     if was_on := ", ".join(_was_on(summary)):
         table.add_row("with", was_on)
-    console = Console()
-    console.print(table)
-    written = [line[: console.width - 2] for line in summary.get("writes", "").splitlines() if line.strip()]
+    terminal = console()
+    terminal.print(table)
+    written = [line[: terminal.width - 2] for line in summary.get("writes", "").splitlines() if line.strip()]
     lines = ["it writes:", *(f"  {line}" for line in written[:LINES_WRITTEN]), ""] if written else []
     if str(summary.get("main_metric")).startswith("validation_") and any(key.startswith("test_") for key in summary):
         best = f"{program()} evaluate {shlex.quote(str(shown(run_dir)))}"
@@ -173,7 +146,7 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: l
         lines += [f"the side-car has not evaluated all: {program()} sidecar {shlex.quote(str(shown(run_dir)))}"]
     lines += [f"results: {shown(run_dir)}/", "         summary.json, metrics.jsonl, curves.png, checkpoints/, logs/"]
     lines += [f"{'         ' if number else 'try next:'} {command}" for number, command in enumerate(next_commands)]
-    console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)
+    terminal.print("\n".join(lines), soft_wrap=True, highlight=False)
 
 
 def _by_sidecar(*, evaluated: int, last_step: int | None, skipped: int, missing: list[int]) -> str:

@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ddp.comm.meeting.by_arrival import my_part
-from ddp.comm.meeting.cast import Cast, cast
+from ddp.comm.meeting.cast import Cast, cast, tell_end
+from ddp.comm.meeting.place import allow_servers
 from ddp.comm.meeting.private_store import part_of
 from ddp.comm.opening import WARN_S
 from ddp.comm.session import ABORT_S
@@ -44,7 +45,10 @@ def check_cast(given: Given) -> Cast | None:
         ConfigError: it has one and the strategy is not that of parameter servers, or the reverse; or these cannot train
             what is given.
     """
-    part, policy = my_part(warn_s=WARN_S, abort_s=ABORT_S), given.strategy
+    policy = given.strategy
+    if isinstance(policy, ParameterServer):
+        allow_servers()
+    part = my_part(warn_s=WARN_S, abort_s=ABORT_S)
     if not isinstance(policy, ParameterServer):
         if part is not None:
             raise ConfigError(
@@ -55,7 +59,8 @@ def check_cast(given: Given) -> Cast | None:
     if part is None:
         raise ConfigError(
             "strategy='parameter_server': there are no servers; start them with ddp.launch(…, servers=1), or "
-            "cluster.servers=1 on the command line, or start each process with DDP_ROLE=server or DDP_ROLE=worker"
+            "cluster.servers=1 on the command line, or start each process with DDP_ROLE=server or DDP_ROLE=worker, or "
+            "with TF_CONFIG, whose cluster lists them as the job ps"
         )
     for problem in policy.problems(
         workers=part.num_workers,
@@ -71,7 +76,10 @@ def check_cast(given: Given) -> Cast | None:
 
 def next_home(part: Cast) -> Store:
     """Returns the part of the store in which the processes meet for the training that begins."""
-    return part_of(part.store, f"training {next(_number)}")
+    number = next(_number)
+    if number:
+        tell_end(replace(part, store=part_of(part.store, f"training {number - 1}")), "")  # of its fit, well or not
+    return part_of(part.store, f"training {number}")
 
 
 def going_on(given: Given, part: Cast) -> Given:

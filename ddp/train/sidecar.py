@@ -1,9 +1,8 @@
 """A side-car evaluates a run's checkpoints in a process of its own, so that training never waits for an evaluation.
 
     RUN_DIR/checkpoints/step-00000120/    the run writes it, and removes it when newer ones are there
-         │ hard links: what the side-car has seen stays, and takes no room of its own
+         │ all of its files are opened before one is read: what the side-car has begun to read stays
     RUN_DIR/sidecar/
-        .held-step-00000120-1f6a…    waits for its turn, oldest first
         step-00000080/, best         the best so far, and its name, in the form of the run's own
         metrics.jsonl                a line for each checkpoint: evaluated, or skipped and why
         .lock                        while a side-car follows the run: which process
@@ -13,61 +12,61 @@ So either may be killed at any moment and started again, and no weights are eval
 their checksum.
 
 A checkpoint that is not whole may be on its way over a slow file system. It is looked at again for a while, and then
-skipped. That checkpoints were removed before the side-car has seen them shows in `order`, which counts saves.
+skipped. That checkpoints were removed before the side-car has come to them shows in `order`, which counts saves.
+
+Somebody else may have written the run, and may write there meanwhile. So nothing of it is linked, moved or removed:
+checkpoints are read through open files, and the best one is written from memory, into a folder that is pinned.
 """
 
 from __future__ import annotations
 
-import errno
-import json
 import math
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ddp.errors import CheckpointError, ConfigError
 from ddp.process.clock import now_s
-from ddp.process.files import hold, json_object, make_folder, read_own, to_append, write_whole
+from ddp.process.files import hold, make_folder, pinned, to_append, write_whole
 from ddp.process.log import log
-from ddp.train.checkpoint_store import MANIFEST, Saved, listed
+from ddp.process.records import to_json
+from ddp.process.terminal import say
+from ddp.train.checkpoint_store import MANIFEST, CheckpointStore, Saved, StoredCheckpoint, listed, read
 from ddp.train.evaluate import Side
-from ddp.train.metric_names import is_metric
-from ddp.train.report import SIDECAR, read_metrics
+from ddp.train.results import METRICS, SIDECAR, is_metric, read_metrics, read_summary
 from ddp.train.stopping import StopFlag, is_signal
 from ddp.units import counted
 
-METRICS, HELD = "metrics.jsonl", ".held-"
 GRACE_S = 10.0
 """A checkpoint that is not whole is looked at for this long."""
 POLL_S = 0.5
-_NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
-"""Errors of file systems, and of kernels, that make no hard link here."""
 
-Measure = Callable[[Path, Side], Mapping[str, float] | None]
+Measure = Callable[[StoredCheckpoint, Side], Mapping[str, float] | None]
 """Returns the metrics of a checkpoint on one side, such as {"validation_loss": 0.2}; None after a signal."""
 
 
 def record_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a run's side-car, without a last one that a crash cut off; none where it had no side-car."""
-    return read_metrics(run_dir / SIDECAR / METRICS)
+    """Returns the lines of a run's side-car; none where it had no side-car."""
+    return _record_in(run_dir / SIDECAR)
+
+
+def _record_in(folder: Path) -> list[dict[str, Any]]:
+    lines = read_metrics(folder / METRICS)
+    return [line for line in lines if line["kind"] == "skipped" or {"order", "weights"} <= line.keys()]
 
 
 def missing(run_dir: Path) -> list[int]:
     """Returns the steps of the checkpoints that a side-car has neither evaluated nor skipped, in the order of saves."""
     record = record_of(run_dir)
-    waiting = [*listed(run_dir / "checkpoints").saved, *_held(run_dir / SIDECAR)]
-    return [step for _, step in sorted({(_order(each), _step(each)) for each in waiting if not _is_done(each, record)})]
+    return [each.manifest.step for each in listed(run_dir / "checkpoints").saved[::-1] if not _is_done(each, record)]
 
 
 def has_ended(run_dir: Path) -> bool:
     """Returns True if a run has written its results, and will not go on, as one does that a signal has stopped."""
-    path = run_dir / "summary.json"
     try:
-        return not is_signal(str(json_object(read_own(path)).get("stopped_by")))
+        return not is_signal(str(read_summary(run_dir).get("stopped_by")))
     except (OSError, ValueError):
         return False
 
@@ -116,35 +115,40 @@ def wait_for(run_dir: Path, is_there: Callable[[], bool], *, within_s: float) ->
     """
     until_s = now_s() + within_s
     if is_there() and (left := missing(run_dir)):
-        print(f"{counted(len(left), 'checkpoint')} left for the side-car; waiting up to {within_s:g} s …", flush=True)
+        say(f"{counted(len(left), 'checkpoint')} left for the side-car; waiting up to {within_s:g} s …")
     with suppress(KeyboardInterrupt):
         while is_there() and now_s() < until_s:
             time.sleep(POLL_S / 10)
 
 
 @contextmanager
-def only_sidecar(run_dir: Path) -> Iterator[None]:
-    """Keeps other side-cars from a run for the duration of the block.
+def only_sidecar(run_dir: Path) -> Iterator[Path]:
+    """Keeps other side-cars from a run for the duration of the block; yields the side-car's folder, which is pinned.
 
     Raises:
-        ConfigError: there is one already, or its folder cannot be written.
+        ConfigError: there is one already, or its folder is a link or cannot be written.
     """
     folder = run_dir / SIDECAR
-    try:
-        make_folder(folder)
-        held = hold(folder)
-    except ConfigError as error:
-        raise ConfigError(f"{run_dir} has a side-car: {str(error).partition(': wait')[0]}; one is enough") from error
-    except OSError as error:
-        raise ConfigError(f"{folder}: {error.strerror}; a side-car keeps its results there") from error
-    with closing(held):
-        yield
+    with ExitStack() as until_end:
+        try:
+            make_folder(folder)
+            pin = until_end.enter_context(pinned(folder))
+            until_end.enter_context(closing(hold(pin)))
+        except OSError as error:
+            raise ConfigError(f"{folder}: {error.strerror}; a side-car keeps its results there") from error
+        except ConfigError as error:
+            if "is being written by" not in str(error):
+                raise
+            why = str(error).partition(": wait")[0]
+            raise ConfigError(f"{run_dir} has a side-car: {why}; one is enough") from error
+        yield pin
 
 
 class SideCar:
     """Evaluates each checkpoint of a run once, and keeps the best. It runs inside `only_sidecar`.
 
     Args:
+        folder: that `only_sidecar` yields.
         sides: on which a checkpoint is evaluated: by the first, and at the end of the run by all.
         main_metric: decides which one is the best; higher_is_better: in which direction.
         say: is given a line for each checkpoint.
@@ -153,6 +157,7 @@ class SideCar:
     def __init__(
         self,
         run_dir: Path,
+        folder: Path,
         measure: Measure,
         *,
         sides: Sequence[Side],
@@ -161,22 +166,15 @@ class SideCar:
         say: Callable[[str], object] = log.info,
         clock: Callable[[], float] = now_s,
     ) -> None:
-        self._run_dir, self._folder = run_dir, run_dir / SIDECAR
+        self._run_dir, self._folder = run_dir, folder
         self._measure, self._sides, self._say, self._clock = measure, sides, say, clock
         self._main_metric, self._sign = f"{sides[0]}_{main_metric}", 1.0 if higher_is_better else -1.0
+        self._store = CheckpointStore(folder, keep_last=1, best="max" if higher_is_better else "min")
         self._doubted: dict[Path, float] = {}  # what is not whole, and since when
-        self._record = record_of(run_dir)
-        self._copies = False
-        if (metrics := self._folder / METRICS).exists():  # without a line that was cut off: the next one would join it
-            write_whole(metrics, "".join(f"{json.dumps(entry)}\n" for entry in self._record))
-        for left in self._folder.glob(".tmp-*"):  # by a side-car that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        held = _held(self._folder)
-        orders = [entry["order"] for entry in self._record if "order" in entry]
-        self._last_order = max([*orders, *map(_order, held)], default=0)
-        for each in held:
-            if _is_done(each, self._record):
-                self._settle(each)
+        self._record = _record_in(folder)
+        if self._record:  # without a line that was cut off: the next one would join it
+            write_whole(folder / METRICS, "".join(f"{to_json(entry)}\n" for entry in self._record))
+        self._last_order = max((entry["order"] for entry in self._record if "order" in entry), default=0)
 
     # --- the life of a side-car ---------------------------------------------------------------------------------------
 
@@ -210,11 +208,19 @@ class SideCar:
             self._report()
 
     def look(self) -> bool:
-        """Holds all checkpoints that are new, and evaluates the first of them. Returns False if there was none."""
-        self._take()
-        for each in _held(self._folder):
-            if self._evaluate(each, self._sides[0], "evaluation"):
-                self._settle(each)
+        """Evaluates the first checkpoint that is new and whole. Returns False if there was none."""
+        self._doubted = {path: since_s for path, since_s in self._doubted.items() if path.exists()}
+        saved, unreadable = listed(self._run_dir / "checkpoints")
+        told = {entry.get("unreadable") for entry in self._record}
+        for path in unreadable:
+            if path.name not in told and self._is_given_up(path):
+                self._skip(path.name, f"its {MANIFEST} is missing or damaged", unreadable=path.name)
+        for each in reversed(saved):
+            is_new = not _is_done(each, self._record)
+            if is_new:
+                self._note_gap(each.manifest.order, num_unknown=len(unreadable))
+            self._last_order = max(self._last_order, each.manifest.order)
+            if is_new and self._evaluate(each, self._sides[0], "evaluation"):
                 return True
         return False
 
@@ -227,50 +233,6 @@ class SideCar:
             kinds = [entry["kind"] for entry in self._record if _is_of(entry, each)]
             if self._sides[1:] and "evaluation" in kinds and "report" not in kinds:
                 self._evaluate(each, self._sides[1], "report")
-
-    # --- holding ------------------------------------------------------------------------------------------------------
-
-    def _take(self) -> None:
-        """Links all checkpoints that are new into the side-car's folder."""
-        self._doubted = {path: since_s for path, since_s in self._doubted.items() if path.exists()}
-        held = [_same(each) for each in _held(self._folder)]
-        saved, unreadable = listed(self._run_dir / "checkpoints")
-        for each in reversed(saved):
-            if _same(each) not in held and not _is_done(each, self._record):
-                self._note_gap(_order(each), num_unknown=len(unreadable))
-                self._hold(each)
-            self._last_order = max(self._last_order, _order(each))
-        told = {entry.get("unreadable") for entry in self._record}
-        for path in unreadable:
-            if path.name not in told and self._is_given_up(path):
-                self._skip(path.name, f"its {MANIFEST} is missing or damaged", unreadable=path.name)
-
-    def _hold(self, each: Saved) -> None:
-        target, whole = (self._folder / f"{begin}step-{_step(each):08d}-{_key(each)[:8]}" for begin in (".tmp-", HELD))
-        shutil.rmtree(target, ignore_errors=True)
-        target.mkdir()
-        try:
-            for name in (*(f"{part}.pt" for part in each.manifest["parts"]), MANIFEST):
-                self._link(each.path / name, target / name)
-            target.rename(whole)
-            self._doubted.pop(each.path, None)
-        except FileNotFoundError as error:
-            shutil.rmtree(target, ignore_errors=True)
-            if self._is_given_up(each.path):
-                lacks = f"it has no {Path(str(error.filename)).name}"
-                self._skip_one(each, lacks if each.path.exists() else "it was removed meanwhile")
-
-    def _link(self, path: Path, target: Path) -> None:
-        try:
-            if not self._copies:
-                os.link(path, target, follow_symlinks=False)
-                return
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            self._copies = True
-            log.warning("%s takes no hard links (%s): the side-car copies checkpoints", target.parent, error.strerror)
-        shutil.copyfile(path, target)
 
     def _note_gap(self, order: int, *, num_unknown: int) -> None:
         """Tells of checkpoints that were removed before they were seen.
@@ -288,18 +250,30 @@ class SideCar:
     def _evaluate(self, each: Saved, side: Side, kind: str) -> bool:
         """Writes a line for a checkpoint, or has doubts; returns True if it is done with."""
         try:
-            metrics = self._measure(each.path, side)
+            checkpoint = read(each.path)
+            metrics = self._measure(checkpoint, side)
         except CheckpointError as error:
             if not self._is_given_up(each.path):
                 return False
-            self._skip_one(each, str(error.__cause__ or error))
+            why = str(error) if each.path.exists() else "it was removed meanwhile"
+            self._skip(f"the checkpoint of step {each.manifest.step}", why, **_about(each))
             return True
         if metrics is None:  # a signal
             return False
         self._doubted.pop(each.path, None)
-        self._append({"kind": kind, "step": _step(each), "order": _order(each), "weights": _key(each), **metrics})
-        self._say(f"step {_step(each)}  {'  '.join(f'{name} {value:.4f}' for name, value in metrics.items())}")
+        entry = {"kind": kind, **_about(each), **metrics}
+        if best_in([*self._record, entry], self._main_metric, self._sign) is entry:
+            self._keep(checkpoint, metrics[self._main_metric])  # first: one that is killed here comes to it again
+        self._append(entry)
+        self._say(f"step {each.manifest.step}  {'  '.join(f'{name} {value:.4f}' for name, value in metrics.items())}")
         return True
+
+    def _keep(self, best: StoredCheckpoint, score: float) -> None:
+        """Writes a checkpoint in the place of the best so far."""
+        try:
+            self._store.save(best.step, best.parts, meta=best.meta, score=score)
+        except CheckpointError as error:
+            raise ConfigError(str(error).replace(str(self._folder), str(self._run_dir / SIDECAR))) from error
 
     def _is_given_up(self, path: Path) -> bool:
         """Returns True if a checkpoint is gone, or has not been whole for long enough."""
@@ -308,36 +282,14 @@ class SideCar:
             del self._doubted[path]
         return is_over
 
-    def _skip_one(self, each: Saved, why: str) -> None:
-        about = {"step": _step(each), "order": _order(each), "weights": _key(each)}
-        self._skip(f"the checkpoint of step {_step(each)}", why, **about)
-
     def _skip(self, what: str, why: str, **about: Any) -> None:
         self._append({"kind": "skipped", **about, "why": why})
         log.warning("the side-car has skipped %s: %s", what, why)
 
     def _append(self, entry: dict[str, Any]) -> None:
         with to_append(self._folder / METRICS) as file:
-            file.write(f"{json.dumps(entry)}\n")
+            file.write(f"{to_json(entry)}\n")
         self._record.append(entry)
-
-    # --- the best -----------------------------------------------------------------------------------------------------
-
-    def _settle(self, each: Saved) -> None:
-        """Keeps a held checkpoint in the place of the best if it is better, or else lets go of it."""
-        best, folder = best_in(self._record, self._main_metric, self._sign), self._folder
-        if best is None or not _is_of(best, each):
-            _remove(each.path)
-            return
-        others = list(folder.glob("step-*"))
-        path = folder / f"step-{_step(each):08d}"
-        if path in others:
-            _remove(path)
-        each.path.rename(path)
-        write_whole(folder / "best", f"{path.name}\n")
-        for other in others:
-            if other != path:
-                _remove(other)
 
 
 def best_in(record: Sequence[Mapping[str, Any]], main_metric: str, sign: float) -> Mapping[str, Any] | None:
@@ -347,49 +299,23 @@ def best_in(record: Sequence[Mapping[str, Any]], main_metric: str, sign: float) 
     return max(scored, key=lambda entry: sign * float(entry[main_metric]), default=None)
 
 
-def _step(each: Saved) -> int:
-    return int(each.manifest["step"])
-
-
-def _order(each: Saved) -> int:
-    return int(each.manifest["order"])
-
-
-def _key(each: Saved) -> str:
-    """Returns the checksum of the weights that an evaluation of this checkpoint uses."""
-    parts = each.manifest["parts"]
-    averages = each.manifest["meta"].get("averages")  # of `ddp.EMA`
-    return "+".join(str(parts.get(name, {}).get("sha256")) for name in ("model", *(["callbacks"] if averages else [])))
-
-
-def _same(each: Saved) -> tuple[int, str]:
-    """Returns what two checkpoints have in common that need one evaluation."""
-    return _step(each), _key(each)
+def _about(each: Saved) -> dict[str, Any]:
+    """Returns what a line says of a checkpoint; `weights` is the checksum of the weights that an evaluation uses."""
+    manifest = each.manifest
+    digests = [manifest.parts[name].sha256 for name in manifest.weights() if name in manifest.parts]
+    return {"step": manifest.step, "order": manifest.order, "weights": "+".join(digests)}
 
 
 def _is_of(entry: Mapping[str, Any], each: Saved) -> bool:
     """Returns True for a line about these weights of this step."""
-    return (entry.get("step"), entry.get("weights")) == _same(each)
+    about = _about(each)
+    return all(entry.get(key) == about[key] for key in ("step", "weights"))
 
 
 def _is_done(each: Saved, record: Sequence[Mapping[str, Any]]) -> bool:
     """Returns True if these weights were evaluated, or this checkpoint was skipped."""
     lines = [entry for entry in record if _is_of(entry, each)]
-    return any(entry["kind"] == "evaluation" or entry["order"] == _order(each) for entry in lines)
-
-
-def _held(folder: Path) -> list[Saved]:
-    """Returns the checkpoints that wait for their turn, in the order of saves."""
-    found = []
-    for path in folder.glob(f"{HELD}*"):
-        with suppress(OSError, ValueError):  # it is being removed
-            found.append(Saved(path, json_object((path / MANIFEST).read_text(encoding="utf-8"))))
-    return sorted(found, key=_order)
-
-
-def _remove(path: Path) -> None:
-    """Removes a folder; if this is killed half-way, nobody takes what is left for a checkpoint."""
-    shutil.rmtree(path.rename(path.with_name(f".tmp-{path.name}")), ignore_errors=True)
+    return any(entry["kind"] == "evaluation" or entry.get("order") == each.manifest.order for entry in lines)
 
 
 def _signs_of_life(run_dir: Path) -> list[int]:

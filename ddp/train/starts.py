@@ -18,7 +18,6 @@ program cannot be written. Then the noted identity of the order is another one t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,8 @@ from ddp.data.loading.cache import cache_of
 from ddp.data.loading.source import Source
 from ddp.data.orders.order import Fixed, Permutation
 from ddp.data.sets.validation import selection_in
-from ddp.process.files import read_own, write_whole
+from ddp.process.files import lines_of, write_whole
+from ddp.process.records import to_json
 from ddp.train.arguments import Given
 from ddp.train.state import TrainState
 
@@ -39,8 +39,8 @@ STARTS = "starts.jsonl"
 def note_start(run_dir: Path, start: Mapping[str, Any], *, goes_on: bool) -> None:
     """Writes a line, after those of the run that goes on."""
     path = run_dir / STARTS
-    noted = read_own(path) if goes_on and path.exists() else ""
-    write_whole(path, f"{noted}{json.dumps(start, default=int)}\n")  # of NumPy's
+    noted = "".join(f"{line}\n" for line in (lines_of(path) if goes_on else ()))
+    write_whole(path, f"{noted}{to_json(start, default=int)}\n")  # of NumPy's
 
 
 def note_incident(run_dir: Path, incident: Mapping[str, Any]) -> None:

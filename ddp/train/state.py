@@ -15,11 +15,13 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.cast import cast
 from ddp.comm.objects import all_gather_object
 from ddp.data.loading.loader_watch import Limits
+from ddp.data.loading.source import Source
 from ddp.data.orders.sampler import Micro, TrainSampler
 from ddp.errors import ConfigError
 from ddp.gradients.totals import Parts
 from ddp.optim.schedules import Rates, TorchSchedule
 from ddp.replica.replica import Replica
+from ddp.replica.sync_batchnorm import waits
 from ddp.strategies.replicated import Replicated
 from ddp.strategies.strategy import Strategy
 from ddp.train.stopping import StopFlag, is_signal
@@ -46,6 +48,7 @@ class TrainState:
         stop_flag: this rank's wish to stop, which signals and `stop` set.
         train_loss: of the last step; None before the first.
         evaluation: the latest metrics by name; evaluated_at: the step that they belong to.
+        history: of each evaluation while the run went on, also before a resume: step, epochs, train_loss, and metrics.
         main_metric: the one of them that everything goes by that chooses, such as which checkpoint is the best
             (`evaluate.py`); higher_is_better: in which direction.
         schedule: torch's scheduler, if there is one: the schedules of ours hold no state.
@@ -55,6 +58,7 @@ class TrainState:
         rates: of the groups, with and without the schedule.
         first_frozen: names of the parameters that needed no gradient when the run began.
         first_settings: the optimizer's groups as the run has begun with them, in words; some change in training.
+        waits: a layer or the loss waits in each forward for other ranks.
     """
 
     comm: Communicator
@@ -69,6 +73,7 @@ class TrainState:
     train_loss: float | None = None
     evaluation: dict[str, float] = field(default_factory=dict)
     evaluated_at: int = -1
+    history: list[dict[str, Any]] = field(default_factory=list)
     main_metric: str = "test_loss"
     higher_is_better: bool = False
     schedule: TorchSchedule | None = None
@@ -77,9 +82,10 @@ class TrainState:
     rates: Rates = field(init=False)
     first_frozen: set[str] = field(init=False)
     first_settings: list[dict[str, str]] = field(init=False)
+    waits: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rates, self.first_frozen = Rates(self.optimizer), self.frozen()
+        self.rates, self.first_frozen, self.waits = Rates(self.optimizer), self.frozen(), waits(self.model)
         self.first_settings = [
             {key: repr(value) for key, value in group.items() if key not in ("params", "initial_lr")}
             for group in self.optimizer.param_groups
@@ -118,8 +124,8 @@ class TrainState:
     @property
     def reported(self) -> dict[str, float]:
         """Returns the metrics of the latest evaluation that are for the report alone, because others choose."""
-        by = self.main_metric.partition("_")[0]
-        return {name: value for name, value in self.evaluation.items() if name.partition("_")[0] != by}
+        others = self.main_metric.partition("_")[0], "training"
+        return {name: value for name, value in self.evaluation.items() if name.partition("_")[0] not in others}
 
     @property
     def epochs_done(self) -> float:
@@ -145,13 +151,15 @@ class TrainState:
             "base_rates": self.rates.adopted(),
             "evaluation": dict(self.evaluation),
             "evaluated_at": self.evaluated_at,
+            "history": list(self.history),
         }
 
     def load_position(self, position: Mapping[str, Any]) -> None:
         """Continues from what `position` returned."""
         self.sampler.load_state_dict(position["sampler"])  # first, because it may refuse
         self.step, self.train_loss = int(position["step"]), position["train_loss"]
-        # Checkpoints of the first version have no metrics.
+        # Checkpoints of the first version have no metrics, and those of later ones no history.
+        self.history = list(position.get("history", ()))
         self.evaluation, self.evaluated_at = dict(position.get("evaluation", {})), position.get("evaluated_at", -1)
 
 
@@ -187,9 +195,14 @@ class StepReport:
     micros: Sequence[Micro] = ()
 
 
-def limits_of(comm: Communicator, stop: StopFlag | None) -> Limits:
-    """Returns how long this rank waits for its loader processes: as for other ranks, and less if it is to stop."""
-    return Limits(comm.rank, comm.warn_s, comm.abort_s, lambda: "" if stop is None else stop.signal_name)
+def loading(source: Source, comm: Communicator, stop: StopFlag | None) -> dict[str, Any]:
+    """Returns the arguments of every loader of these samples on this rank.
+
+    It waits for its loader processes as long as for other ranks, and less if it is to stop.
+    """
+    limits = Limits(comm.rank, comm.warn_s, comm.abort_s, lambda: "" if stop is None else stop.signal_name)
+    given = {"collate": source.collate, "num_workers": source.num_workers, "processes": source.processes}
+    return {**given, "device": comm.device, "limits": limits}
 
 
 def agreed_reason(state: TrainState) -> str:

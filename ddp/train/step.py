@@ -38,6 +38,7 @@ from ddp.optim.precision import forward_precision
 from ddp.optim.schedules import TorchSchedule
 from ddp.process.clock import Stopwatch, now_s
 from ddp.process.log import log
+from ddp.replica.broadcast import BufferSnapshot
 from ddp.setting import Precision
 from ddp.strategies.strategy import Agreement
 from ddp.streams import dropout_stream
@@ -168,11 +169,7 @@ class StepSnapshot:
 
     def __init__(self, state: TrainState, batches: Iterator[Any]) -> None:
         self._num_steps = state.model.num_steps
-        self._buffers = [
-            (module, name, buffer, None if buffer is None else buffer.clone())
-            for module in state.model.modules()
-            for name, buffer in module._buffers.items()
-        ]
+        self._buffers = BufferSnapshot(state.model)
         self._fetched: list[Any] = []
         self._batches = batches
 
@@ -186,10 +183,7 @@ class StepSnapshot:
     def restore(self, state: TrainState) -> None:
         """Makes everything as it was."""
         state.model.num_steps = self._num_steps
-        for module, name, buffer, before in self._buffers:
-            module._buffers[name] = buffer  # a forward may have put another one there
-            if buffer is not None and before is not None:
-                buffer.copy_(before)
+        self._buffers.restore()
 
 
 def backward(

@@ -24,12 +24,12 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.errors import ConfigError, PeerLost, one_line, with_causes
-from ddp.process.files import json_object, read_own
 from ddp.process.helper_thread import HelperThread
 from ddp.process.log import log
 from ddp.streams import preserved
 from ddp.train.callbacks import Callback
 from ddp.train.checkpoint import flat
+from ddp.train.results import METRICS, read_metrics
 from ddp.train.state import TrainState
 from ddp.train.stopping import is_signal
 
@@ -93,7 +93,7 @@ class Tracker(Callback):
         self._found: Mapping[str, Any] = {}
         self._calls: Calls | None = None
         self._checkpoint: Path | None = None
-        self._before = ""
+        self._before: list[dict[str, Any]] = []
 
     # --- what a subclass does ----------------------------------------------------------------------------------------
 
@@ -124,8 +124,7 @@ class Tracker(Callback):
         self._begins_anew()
         self._folder = "" if state.run_dir is None else str(state.run_dir)
         if state.comm.rank == 0 and state.run_dir is not None:  # before this run adds to it
-            path = state.run_dir / "metrics.jsonl"
-            self._before = read_own(path) if path.exists() else ""
+            self._before = read_metrics(state.run_dir / METRICS)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._found = state
@@ -187,9 +186,9 @@ class Tracker(Callback):
         if not before:
             calls.add(lambda: self.settings({name: str(value) for name, value in flat(state.settings).items()}))
         if not before or self.skips:  # steps before the checkpoint may be missing: sent elsewhere, or not yet
-            for line in self._before.splitlines():
-                calls.add(partial(self._send, json_object(line)))
-        self._before = ""
+            for entry in self._before:
+                calls.add(partial(self._send, entry))
+        self._before = []
         return found
 
     def _send(self, entry: Mapping[str, Any]) -> None:

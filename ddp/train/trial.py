@@ -15,6 +15,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.objects import on_rank_zero
 from ddp.errors import ConfigError
 from ddp.process.files import scratch_folder
+from ddp.process.terminal import say
 from ddp.train.arguments import Given
 from ddp.train.profiler import Profiler
 from ddp.train.state import TrainState
@@ -46,7 +47,7 @@ def tried(train: Callable[[Given, Communicator], TrainState], given: Given, comm
     if keeps.progress and comm.rank == 0:
         more = {"an evaluation": bool(state.evaluation), "a save": folder is not None}
         done = ", ".join([f"{state.step} steps", *(what for what, was_made in more.items() if was_made)])
-        print(f"the trial went well: {done}; no file of it is kept", flush=True)
+        say(f"the trial went well: {done}; no file of it is kept")
     return state
 
 

@@ -16,7 +16,7 @@ from ddp.train.callbacks import Callback
 from ddp.train.monitor.watch import ConstantGuess, Kind, Learning, Pace
 from ddp.train.state import StepReport, TrainState
 from ddp.train.tasks.cross_entropy import Classification, LanguageModel
-from ddp.train.tasks.task import IGNORE, LossFunction, Task
+from ddp.train.tasks.task import IGNORE, LossFunction, Regression, Task
 
 WATCH = "watch: "
 """`stopped_by` of a run that was ended begins like this."""
@@ -98,6 +98,8 @@ def guess_of(task: Task) -> ConstantGuess | None:
     if isinstance(task, (Classification, LanguageModel)):
         is_own = type(task).loss not in (Classification.loss, LanguageModel.loss)
         return None if is_own else ConstantGuess("classes", smoothing=getattr(task, "label_smoothing", 0.0))
+    if type(task) is Regression:
+        return ConstantGuess("numbers")
     if not isinstance(task, LossFunction) or task.reduction != "mean":
         return None
     function = task.function

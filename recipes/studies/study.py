@@ -25,7 +25,8 @@ import ddp
 from ddp.errors import Diverged
 from ddp.process.arguments import Parser
 from ddp.process.clock import now_s
-from ddp.process.files import json_object, to_append, write_whole
+from ddp.process.files import to_append, write_whole
+from ddp.process.records import json_object
 from ddp.train.callbacks import NoiseMeter
 from ddp.train.noise_scale import Estimate
 from ddp.train.state import TrainState

@@ -447,7 +447,7 @@ def run(tmp_path: Path) -> Path:
     (folder / "config.yaml").write_text(yaml.dump(asdict(Config()), Dumper=yaml.CSafeDumper, sort_keys=False))
     told = {"steps": 1000, "world_size": 2, "global_batch": 16, "samples_per_s": 100.0, "seconds": 160.0}
     (folder / "summary.json").write_text(json.dumps(told))
-    lines = [{"kind": "step", "noise_scale": scale} for scale in (7.0, 120.0)] + [{"kind": "step"}]
+    lines = [{"kind": "step", "step": 1} | more for more in ({"noise_scale": 7.0}, {"noise_scale": 120.0}, {})]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
@@ -468,7 +468,7 @@ def test_the_answer_says_step_best_ways_and_time_to_the_loss(run: Path, capsys: 
     there = ("--ranks", 4, "--per-host", 1, "--batch", 32, "--rate", "10mbit", "--alpha", "1ms")
     said = answered(capsys, run, *there)
     assert "asked:    4 workers on 4 hosts, 0.00956 Gbit/s of payload and 1.00 ms between hosts" in said
-    assert re.search(r"step +\d\.\d+ s: computing 118 ms, communication \d\.\d+ s\n", said)
+    assert re.search(r"step +\d\.\d+ s \(\d\.\d+ s to \d\.\d+ s by windows of the profile\): computing 118 ms, c", said)
     assert re.search(r"best hook +hook=\w+ +step .*times as fast", said)
     assert "whose noise scale is 120 samples" in said and re.search(r"at the same batch +16: 1,000 steps", said)
     assert "why workers stop paying: at the same batch, half of a worker is lost from 2 workers on" in said

@@ -186,6 +186,33 @@ def test_speed_without_convergence_is_no_success(end: float, pays: bool, tmp_pat
     assert (series.target, series.stop.reason) == ((min(0.94, end), None) if pays else (0.94, "target"))
 
 
+PAY, STOP, UNKNOWN = "More workers pay up to 2", "More workers stop paying after 1: ", "Unknown whether more workers "
+
+
+@pytest.mark.parametrize(
+    ("one_ms", "two_ms", "begins", "says"),
+    [
+        ([100] * 5, [55] * 5, PAY, "1.82 times as fast as 1, an efficiency of 91% (goal 80%)"),
+        ([100] * 5, [80, 82, 84, 80, 80], STOP, "an efficiency of 62% (60% to 62% by windows, goal 80%)."),
+        ([100] * 5, [55, 55, 70, 55, 55], UNKNOWN, "an efficiency of 86%, and between 71% and 91% by windows"),
+        ([90, 110, 100, 100, 100], [64] * 5, UNKNOWN, "an efficiency of 78%, and between 70% and 86% by windows"),
+        ([150] * 5, [55] * 5, UNKNOWN, "136%, which is no merit of theirs: the run of 1 worker was slowed down"),
+    ],
+)
+def test_a_busy_host_has_no_verdict(
+    one_ms: list[int], two_ms: list[int], begins: str, says: str, tmp_path: Path
+) -> None:
+    """Efficiencies of the windows are computed by hand."""
+    for workers, steps_ms in ((1, one_ms), (2, two_ms)):
+        folder = leave(tmp_path / str(workers), workers, 1.0, stopped_by="measured")
+        profile, none = profile_of([[[1.0, 2.0]] * workers] * 5), {f"{part}_s": 0.0 for part in OF_A_STEP}
+        lengths = zip(profile.steps, steps_ms, strict=True)
+        steps = [[replace(rank, **none | {"forward_s": ms / 1e3}) for rank in step] for step, ms in lengths]
+        replace(profile, steps=steps).write(folder)
+    said = verdict(only(tmp_path))
+    assert said.startswith(begins) and says in said
+
+
 # --- what is compared ------------------------------------------------------------------------------------------------
 
 

@@ -206,7 +206,7 @@ def test_a_picture_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ("check hierarchical 6 --hosts 3,2", "--hosts 3,2 are 5 ranks, but num_ranks=6: make them equal"),
         ("check hierarchical 6 --hosts 3,x", "give the number of ranks of each host, from 1 up, e.g. --hosts 2,2"),
         ("check hierarchical 6 --hosts 6,0", "give the number of ranks of each host, from 1 up, e.g. --hosts 2,2"),
-        ("fly ring 4", "invalid choice: 'fly'"),
+        ("fly ring 4", "there is no command fly. "),
         ("check", "the following arguments are required: schedule, num_ranks"),
     ],
 )

@@ -21,8 +21,9 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 import ddp
 from ddp.comm import checks, session
+from ddp.comm.meeting import rendezvous as meeting
 from ddp.comm.meeting.place import Place, place
-from ddp.comm.meeting.rendezvous import rendezvous
+from ddp.comm.meeting.rendezvous import open_store, rendezvous
 from ddp.comm.session import current
 from ddp.comm.watch import watchdog
 from ddp.comm.watch.call import Call
@@ -60,6 +61,20 @@ def test_a_rank_of_an_earlier_session_does_not_stand_in_for_one_that_never_comes
         for rank in ranks:
             with pytest.raises(PeerLost, match=r"lost rank 1.*of 3 ranks, \[1\] did not come within 0.5 s"):
                 rank.result()
+
+
+@pytest.mark.parametrize(("address", "why"), [("127.0.0.1", "Connection refused"), ("no-host.invalid", "Errno -")])
+def test_no_client_of_torch_s_is_under_way_once_a_rank_has_given_up(
+    address: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would return while the interpreter exits, which aborts the process before it has said why."""
+    clients: list[object] = []
+    monkeypatch.setattr(meeting, "TCPStore", lambda *_, **__: clients.append(0) or time.sleep(3))
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # and does not listen
+        with pytest.raises(PeerLost, match=rf"keeps at {address}:\d+, is out of reach .*{why}"):
+            open_store(Place("a test", 1, 2, address=address, port=bound.getsockname()[1]), warn_s=0.1, abort_s=0.3)
+    assert not clients
 
 
 class Stopped(HashStore):
@@ -357,6 +372,25 @@ def test_whoever_waits_at_the_start_says_for_whom() -> None:
     assert of_0_warned == []
     assert "lost rank 0 " in of_1
     assert len(of_1_warned) == 1
+
+
+def alone_at_a_meeting_place(port: int) -> tuple[float, list[str]]:
+    """Names of torch's threads of a world of one, whose variables name a place that another program has, or none."""
+    for address in ("127.0.0.1", "192.0.2.1", "no such host"):
+        os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
+        total = ddp.init(abort_s=20).all_reduce(torch.ones(1)).item()
+        threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+        ddp.shutdown()
+    return total, [name for name in threads if "tcpstore" in name]
+
+
+def test_a_world_of_one_meets_nobody_and_so_opens_no_store() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = int(taken.getsockname()[1])
+        served_by_itself = start_ranks(
+            alone_at_a_meeting_place, 1, port, environment={"TORCHELASTIC_USE_AGENT_STORE": "False"}
+        )
+        assert unfailed(collect(served_by_itself)) == [(1.0, [])]
 
 
 def fail_and_begin_anew() -> list[tuple[int, float]]:

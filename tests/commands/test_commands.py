@@ -147,4 +147,7 @@ def test_drawing_imports_no_torch() -> None:
 
 
 def test_an_unknown_command_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "invalid choice: 'drow' (choose from" in refused(capsys, "drow ring 4")
+    assert "there is no command drow. Did you mean draw? The commands are train, " in refused(capsys, "drow ring 4")
+    assert "profile. A run is profiled with profile.steps=5, and scale measures" in refused(capsys, "profile")
+    assert "Did you mean bench_step?" in refused(capsys, "benchmark")
+    assert "Did you mean search?" in refused(capsys, "tune")

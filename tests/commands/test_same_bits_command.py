@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +86,16 @@ def test_what_is_said_of_steps_that_are_made_again(
     traces = iter([[StepTrace(last, [], {"the update of w": 3})] if last else [] for last in last_steps])
     monkeypatch.setattr("ddp.commands.same_bits.checkpoint_before", lambda run, step: run)
     monkeypatch.setattr("ddp.commands.same_bits.threads_of", lambda run: 1)
-    monkeypatch.setattr("ddp.run.launch.from_python.launch", lambda *_, **how: [next(traces)])
-    assert main(["same_bits", one, other]) == 1
+    trusts = list[bool]()
+
+    def launch(traced: partial[Any], *_: Path, **how: Any) -> list[Any]:
+        trusts.append(traced.keywords["trust"])
+        return [next(traces)]
+
+    monkeypatch.setattr("ddp.run.launch.from_python.launch", launch)
+    assert main(["same_bits", one, other, *["trust=true"] * (num_shards == 4)]) == 1
     assert said.format(other=other) in capsys.readouterr().out.splitlines()[-1]
+    assert trusts == [num_shards == 4] * 2
 
 
 def test_buffers_that_part_are_named() -> None:
@@ -102,7 +110,7 @@ def test_questions_without_an_answer(tmp_path: Path, capsys: pytest.CaptureFixtu
     linked.symlink_to(one)
     for words, says in {
         (one, other): "steps 1, 2, 3 … in the first, none in the second; take the same same_bits.hash_every",
-        (one, damaged): "damaged in line 3 (ValueError: the lines before do not name what it has hashes of)",
+        (one, damaged): "hashes.jsonl is damaged (the lines before do not name what it has hashes of): make the",
         (one, str(linked)): "are the same run: name another one",
         (one, str(tmp_path)): f"holds no {HASHES}: make the run with same_bits.hash_every=10",
         (one,): "the following arguments are required: RUN",

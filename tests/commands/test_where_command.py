@@ -53,7 +53,7 @@ def test_a_damaged_line_about_a_bad_step(
         file.write(f"{json.dumps(line)}\n")
     with pytest.raises(SystemExit):
         main(["where", str(folder), "--step", "1"])
-    assert "starts.jsonl is damaged (KeyError" in capsys.readouterr().err
+    assert "starts.jsonl is damaged (it has no " in capsys.readouterr().err
 
 
 def test_a_bad_step_without_a_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -198,7 +198,7 @@ def what_leaves(comm: Communicator, folder: Path) -> Found:
         return bytes_of(tensor)
 
     nccl.bytes_of = noted
-    parts = read_checkpoint(comm, folder).parts
+    parts = read_checkpoint(comm, folder, model).parts
     nccl.bytes_of = bytes_of
     strategy.finish()
     steps_at = {str(each["step"].device) for each in optimizer.state.values()}

@@ -209,6 +209,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_hosts_without_a_shared_disk_fetch_their_own_data_and_resume_what_rank_0_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ def clip(gradients: list[Array], clip_norm: float | None) -> list[Array]:
     if clip_norm is None:
         return gradients
     total = norm(np.concatenate([g.reshape(-1) for g in gradients]))
-    return [g * type(total)(min(1.0, clip_norm / total)) for g in gradients]
+    return [g * type(total)(min(1.0, clip_norm / (total + 1e-6))) for g in gradients]
 
 
 def has_ratio(adapt: str, decay: float) -> bool:

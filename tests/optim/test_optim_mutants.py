@@ -35,6 +35,8 @@ from ddp.replica import sharded as parameter_slices
 from ddp.train import noise_scale
 from ddp.train.noise_scale import DECAY, FEWEST, Estimate, NoiseScale
 
+pytestmark = pytest.mark.slow  # because what is proven here is that other tests can fail
+
 
 def formulas(*kinds: str) -> Callable[[], None]:
     """Returns what compares optimizers with the formulas, with every option, and further properties of them."""
@@ -141,9 +143,14 @@ def ratios_follow_from_norms() -> None:
 
 
 def gradients_are_cut_to_a_length() -> None:
-    found = [layerwise.clip_factor(norm, 2.0) for norm in (0.0, 1.0, 2.0, 4.0, 5.0)]
-    assert found == [1.0, 1.0, 1.0, 0.5, 1 / 2.5]
-    assert layerwise.clip_factor(100.0, None) == 1.0
+    for norm in (0.0, 1.0, 2.0, 2.0000005, 2.00001, 4.0, 5e-7):
+        for clip_norm in (2.0, 1e-7):
+            gradient = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+            gradient.grad = torch.full((1,), norm, dtype=torch.float64)
+            total = torch.nn.utils.clip_grad_norm_(gradient, clip_norm)
+            factor = layerwise.clip_factor(total, clip_norm)
+            assert type(factor) is float and norm * factor == gradient.grad.item()
+    assert layerwise.clip_factor(torch.tensor(100.0), None) == 1.0
 
 
 def large_tensors_are_those_of_several_blocks() -> None:

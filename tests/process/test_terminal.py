@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -10,8 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 
-from ddp.process.terminal import ended_by_ctrl_c
+from ddp.errors import CheckpointError, ConfigError, printable
+from ddp.process.arguments import Parser
+from ddp.process.log import log
+from ddp.process.terminal import console, ended_by_ctrl_c, say
 
 PROGRAM = """
 import subprocess, sys
@@ -98,3 +103,48 @@ def test_ctrl_c_is_no_exception_where_modules_are_imported_and_handlers_of_other
             assert signal.getsignal(signal.SIGINT) is own, "a module that was imported has set it"
         finally:
             signal.signal(signal.SIGINT, before)
+
+
+HOSTILE = "dig\x1b]0;title\x07\x1b[2J\x9b2J\x00\r\u202eits\u2066\x7f"
+SHOWN = r"dig\x1b]0;title\x07\x1b[2J\x9b2J\x00\r\u202eits\u2066\x7f"
+
+
+def shown(what: str) -> None:
+    if what == "table":
+        table = Table("[bold]name[/bold]")
+        table.add_row(HOSTILE)
+        table.add_row("[link=file:///x]y[/link]")
+        console(wide=200).print(table)
+    elif what == "say":
+        say(HOSTILE)
+        say(HOSTILE, to=sys.stderr)
+    elif what == "log":
+        handler = logging.StreamHandler(sys.stdout)
+        log.addHandler(handler)
+        log.warning(f"{HOSTILE} %s %s %d", f"{HOSTILE}\nerror: all is well", Path(HOSTILE), 3)
+        log.removeHandler(handler)
+    elif what == "parser":
+        Parser(prog=HOSTILE).error(HOSTILE)
+    else:
+        raise {"config": ConfigError, "checkpoint": CheckpointError}[what](HOSTILE)
+
+
+@pytest.mark.parametrize("what", ["table", "say", "log", "parser", "config", "checkpoint"])
+def test_control_characters_of_a_stranger_s_file_reach_no_terminal(
+    what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither C0 and C1 nor what turns the order of letters; markup of rich's is text; a value stays in its line."""
+    try:
+        shown(what)
+    except (SystemExit, ConfigError, CheckpointError) as error:
+        print(error)
+    told = "".join(capsys.readouterr())
+    assert what == "table" or SHOWN in told
+    assert r"dig\x1b]0;title" in told and all(letter not in told for letter in HOSTILE if not letter.isprintable())
+    assert what != "table" or ("[bold]name[/bold]" in told and "[link=file:///x]y[/link]" in told)
+    assert what != "log" or (told.count("\n") == 1 and r"\nerror: all is well" in told)
+
+
+def test_what_can_be_shown_is_shown_as_it_is() -> None:
+    text = "naïve 模型 \t🙂 × \u00a0…\n"
+    assert printable(text) == text and printable("a\nb", is_line=True) == r"a\nb"

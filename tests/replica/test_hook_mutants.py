@@ -15,6 +15,8 @@ import ddp
 from ddp.gradients import ErrorFeedback, Sign
 from ddp.replica.bucketed import BucketedDataParallel
 
+pytestmark = pytest.mark.slow  # because what is proven here is that other tests can fail
+
 HOOKED, WIRED = "hooked", "wired"
 BACKWARD, SETTLEMENT = "replica.backward.Backward", "replica.settlement.Settlement"
 COMPRESSION = "gradients.hooks.compression.Compression"

@@ -12,6 +12,8 @@ from ranks import RankFailed, run_ranks
 
 import ddp
 
+pytestmark = pytest.mark.slow  # because what is proven here is that other tests can fail
+
 
 class Mutant(NamedTuple):
     """A line of a method, what becomes of it, and who must notice; `overlap`: when reductions are in the background."""
@@ -117,7 +119,7 @@ MUTANTS = {
         "all_forwards_then_all_backwards",
     ),
     "a forward that is repeated before its backward has begun counts": Mutant(
-        "replica.replica.Replica._is_recomputed",
+        "replica.replica.Replica._is_no_step",
         "self._awaits_backward",
         '(hasattr(self, "_is_in_backward") or self.backward.began_s > 0)',
         LIKE_TORCH,

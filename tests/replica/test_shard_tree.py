@@ -128,7 +128,7 @@ def test_gradients_on_the_stack_have_the_bits_of_the_tree(size: int, num_shards:
                 without = sums.fill(bucket, len(nodes))
                 assert without == [slot for slot in bucket.slots if all((each, slot) in lacks for each in shards)]
         for slot in slots:
-            assert slot.parameter.grad is slot.view is slot.rows[0]
+            assert slot.view is slot.rows[0]
             for row, node in zip(slot.rows, nodes, strict=False):
                 assert torch.equal(row, tree([of_shard[shard, slot] for shard in node]))
             assert row.stride() == slot.strides

@@ -145,6 +145,8 @@ class Simulation:
                 start, step = start + size, step + 1
             position += NUM_SAMPLES
         self.settle()
+        for module in self.modules:
+            module.load_state_dict({**module.state_dict(), **dict(self.modules[0].named_buffers())})
         self.seen.append([flat(each) for each in self.modules])
 
     def gradients(self, worker: int, chosen: list[int], step: int, part: int) -> tuple[list[Tensor], float, float]:
@@ -245,11 +247,16 @@ class Simulation:
             self.apply(index)
 
     def average_statistics(self, counts: list[float]) -> None:
-        for each in zip(*(module.buffers() for module in self.modules), strict=True):
-            if each[0].is_floating_point():
-                mean = sum(count * buffer for count, buffer in zip(counts, each, strict=True)) / sum(counts)
-                for buffer in each:
-                    buffer.copy_(mean)
+        """Gives all modules the mean and the variance of a mixture of their distributions."""
+        for layers in zip(*(module.modules() for module in self.modules), strict=True):
+            if isinstance(layers[0], nn.BatchNorm2d):
+                weights = torch.tensor(counts, dtype=torch.float64)[:, None] / sum(counts)
+                means = torch.stack([layer.running_mean for layer in layers])
+                squares = torch.stack([layer.running_var for layer in layers]) + means.square()
+                mean, square = (weights * means).sum(0), (weights * squares).sum(0)
+                for layer in layers:
+                    layer.running_mean.copy_(mean)
+                    layer.running_var.copy_(square - mean.square())
 
 
 @functools.cache
@@ -359,6 +366,37 @@ def kept_running_mean() -> bool:
     return torch.equal(layer.running_mean, before)
 
 
+def by_hand(policy: ddp.LocalSGD) -> tuple[list[str], float]:
+    """Returns what is wrong after rounds by hand, of which one is not finite, and how far gradients are off."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    kind = ddp.strategies.Streaming if policy.delay else ddp.strategies.LocalSteps
+    strategy = kind(module, torch.optim.SGD(module.parameters(), lr=0.05), policy)
+    generator, off, wrong = torch.Generator().manual_seed(dist.get_rank()), 0.0, []
+    for number in range(4):
+        before = bits_of(module, strategy.optimizer)
+        for inner in range(policy.every):
+            x = torch.randn(5, 3, generator=generator, dtype=torch.float64)
+            x[0, 0] *= torch.inf if (number, inner) == (2, 1) and dist.get_rank() == 1 else 1.0
+            twin = copy.deepcopy(module)
+            expected = torch.autograd.grad(twin(x).square().mean(), list(twin.parameters()))
+            with strategy.micro_batch(is_last=inner == policy.every - 1) as scale:
+                (strategy.model(x).square().mean() * scale).backward()
+                found = [parameter.grad for parameter in module.parameters()]
+                if x.isfinite().all():
+                    off = max(off, *map(off_by, found, expected))
+        try:
+            ddp.strategies.step(strategy)
+        except Diverged:
+            if number != 2 or any(parameter.grad is not None for parameter in module.parameters()):
+                wrong.append(f"round {number} diverged, or leaves gradients")
+            names = [name for name, _ in module.named_buffers()] if policy.delay else module.state_dict()
+            after = bits_of(module, strategy.optimizer)
+            wrong += [f"{name} has changed" for name in names if after[name] != before[name]]
+    strategy.finish()
+    return wrong + [name for name, value in module.state_dict().items() if not value.isfinite().all()], off
+
+
 class Freezes(ddp.Callback):
     """Freezes the first layer after a round."""
 
@@ -422,6 +460,12 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {  # where, a line, what becomes
         "self._outer.step()",
         "self._outer.param_groups[0]['lr'] = 1.0; self._outer.step()",
         "warm-up",
+    ),
+    "variances lack that of the means": (
+        "local_sgd.LocalSteps._average_statistics",
+        "(own - mean).square()",
+        "0 * own",
+        "cnn",
     ),
     "statistics stay": ("local_sgd.LocalSteps.update", "self._average_statistics(agreement)", "pass", "cnn"),
     "own progress is lost": (
@@ -543,6 +587,7 @@ def everything(folder: Path) -> dict[str, Any]:
     found["stopped"] = [stopped(ddp.LocalSGD(every=3), what) for what in ("loss", "gradient")]
     found["stopped late"] = stopped(ddp.LocalSGD(every=3, delay=1), "loss")[0]
     found["stopped by parameters"] = stopped(ddp.LocalSGD(every=3, delay=1, fragments=3, **OWN_BUCKETS), "parameters")
+    found["by hand"] = [by_hand(policy) for policy in (ddp.LocalSGD(every=2), ddp.LocalSGD(every=2, delay=1))]
     found["kept"] = kept_running_mean()
     found["closed"] = closes_its_group()
     found["resumed"] = resumed(folder)
@@ -628,6 +673,12 @@ def test_a_round_that_is_not_finite_leaves_the_last_common_parameters(on_ranks: 
         assert last.isfinite().all() and torch.equal(last, on_ranks[0]["stopped by parameters"][2])
 
 
+def test_a_round_by_hand_is_taken_back_with_its_buffers_and_leaves_no_gradient(on_ranks: list[dict[str, Any]]) -> None:
+    for found in on_ranks:
+        for wrong, off in found["by hand"]:
+            assert not wrong and off < 1e-12
+
+
 def test_statistics_that_are_not_trained_keep_their_bits(on_ranks: list[dict[str, Any]]) -> None:
     assert all(found["kept"] for found in on_ranks)
 
@@ -678,8 +729,8 @@ def test_other_strategies_and_numbers_of_workers_go_on_and_say_what_is_dropped(
     assert all(not found["resumed"]["said"] for found in on_ranks[1:])
     (said, bits), (nothing, others) = run_ranks(on_two, 2, folder)
     assert said == [
-        "the checkpoint is of 4 workers, and there are 2: all go on with worker 0's optimizer state, and those of the "
-        "others are dropped"
+        "the checkpoint is of 4 workers, and there are 2: all go on with worker 0's optimizer state and buffers, "
+        "and those of the others are dropped"
     ]
     assert not nothing
     assert {key: value for key, value in bits.items() if ", " not in key} == {

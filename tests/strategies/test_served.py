@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
 import time
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,15 @@ from torch.nn import functional as F
 
 import ddp
 from ddp.comm.meeting.cast import Cast, cast, take_part
+from ddp.comm.meeting.private_store import Folder
+from ddp.errors import ConfigError
+from ddp.process.clock import Patience
 from ddp.run.launch import supervisor
-from ddp.strategies.parameter_server import ledger
+from ddp.strategies.parameter_server import attendants, ledger
 from ddp.strategies.parameter_server import server as served
 from ddp.strategies.parameter_server.attendants import Attendants
-from ddp.strategies.parameter_server.shared import Shared
+from ddp.strategies.parameter_server.shared import Push, Shared
+from ddp.strategies.parameter_server.worker import Over, Servers
 
 BATCH, NUM_SAMPLES = 10, 46  # the last step of an epoch has six samples
 MODES: dict[str, dict[str, Any]] = {
@@ -109,6 +115,7 @@ class Once(ddp.Task):
         self._pause = [pause_s]  # no plain value, which would have to be the same everywhere
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the fit listens
         time.sleep(*self._pause)
         return model(batch[0]).sum(), len(batch[0])
 
@@ -129,13 +136,18 @@ class Scripted(ddp.Callback):
         if who == "raises":
             raise LookupError(state.step)  # and `counted` waits, so that the workers know before this process ends
         if who and not me.incarnation and (who == str(me) or (who.startswith("worker") and not me.index)):
-            os.kill(int((self._folder / who).read_text()), number)
+            until_s = time.monotonic() + 30
+            while not (pid := (self._folder / who).read_text() if (self._folder / who).exists() else ""):
+                assert time.monotonic() < until_s, f"{who} has not begun"
+                time.sleep(0.01)
+            os.kill(int(pid), number)
 
 
 def counted(folder: Path, mode: Mapping[str, Any], script: Mapping[int, Any], epochs: int = 3) -> Any:
     me = cast()
     assert me is not None
     served.LAST_S = 1.0  # for a stopped worker, which never says goodbye
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # which may come before a slow worker begins its fit
     (folder / str(me)).write_text(str(os.getpid()))
     torch.manual_seed(0)
     module = Counts()
@@ -179,6 +191,7 @@ def test_a_stopped_worker_is_not_waited_for(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "LEAVE_S", 0.5)
+    monkeypatch.setattr(supervisor, "START_S", 0.5)
     found = ddp.launch(counted, tmp_path, MODES[mode], STOPPED, workers=3, servers=2)
     assert found[0][0] == 15
     assert times_counted(found[0][1], 3)
@@ -201,11 +214,139 @@ def test_lost_servers_go_on_from_a_checkpoint_and_say_what_is_gone(
     assert re.search("after update [67], and go on from update 4: [23] updates are gone", capfd.readouterr().err)
 
 
+ALONE = r"\A(worker \d stopped because server 0 failed\n)*server 0 on host \S+ failed at step 4:\n(?s:.*)\nLookupE"
+
+
 def test_where_a_server_fails_its_error_alone_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     script = {4: ("raises", signal.SIGTERM)}
-    with pytest.raises(ddp.WorkersFailed, match=r"\Aserver 0 on host \S+ failed at step 4:\n(?s:.*)\nLookupError: 4\n"):
+    with pytest.raises(ddp.WorkersFailed, match=ALONE):
         ddp.launch(counted, tmp_path, MODES["sync"], script, workers=2, servers=1)
     assert "again" not in caplog.text  # nobody is started again
+
+
+class Raises(ddp.Callback):
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def step_end(self, state: ddp.TrainState, report: ddp.StepReport) -> None:
+        raise self._error
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, 3, dtype=torch.cfloat))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs.to(torch.cfloat) @ self.weight.T).abs()
+
+
+def bad_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    raise KeyError("bad_loss")
+
+
+VERSIONS: list[list[int]] = []
+
+
+class Versions(ddp.Task):
+    """Notes of which update each parameter is, since SGD with rate 0.1 takes 0.1 from each in each update."""
+
+    main_metric = "loss"
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        VERSIONS.append([round(-10 * each.item()) for each in model.parameters()])
+        return model(batch[0]), len(batch[0])
+
+
+class Four(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = nn.ParameterList([torch.zeros(1) for _ in range(4)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.stack([*self.held]).sum() * len(inputs)
+
+
+FITS: list[dict[str, Any]] = [
+    {"model": Complex},
+    {"callbacks": [Raises(LookupError("step 1"))]},  # on the servers alone
+    {},
+    {"model": Four, "loss": Versions(), "max_steps": 12, "strategy": ddp.ParameterServer(mode="async")},
+    {"model": Four, "loss": Versions(), "max_steps": 12},
+    {"loss": bad_loss},  # on the workers alone
+]
+
+
+def fit_after_fit() -> list[Any]:
+    ledger.LEAST_LATE_S = 60.0  # nobody computes a copy, of a mixture that does not count
+    attendants.ANSWER_S = 0.1  # after which servers look at what became of workers that are not here
+    said = list[Any]()
+    for how in FITS:
+        kind = how.get("model", nn.Linear)
+        model = kind(3, 1) if issubclass(kind, nn.Linear) else kind()
+        data = torch.zeros(NUM_SAMPLES, 3), torch.zeros(NUM_SAMPLES, 1)
+        given = {"loss": F.mse_loss, "max_steps": 3, "strategy": "parameter_server", **how}
+        given.pop("model", None)
+        VERSIONS.clear()
+        try:
+            state = ddp.fit(
+                *(model, data, torch.optim.SGD(model.parameters(), lr=0.1)),
+                **given,
+                global_batch=BATCH,
+                folder=None,
+            )
+            said.append(f"trained {state.step} steps")
+            said += [VERSIONS.copy()] if "max_steps" in how else []
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_a_fit_that_fails_for_servers_or_workers_fails_for_all_and_the_next_one_trains() -> None:
+    server, other, *workers = ddp.launch(fit_after_fit, workers=2, servers=2, timeout_s=60)
+    assert server == other
+    for here in (server, *workers):
+        assert here[0].startswith("ConfigError: weight is torch.complex64 on cpu: a sharded update takes real numbers")
+        assert here[1:3] == ["LookupError: step 1", "trained 3 steps"]
+        assert here[3::2] == ["trained 12 steps", "trained 12 steps", "KeyError: 'bad_loss'"]
+    for *_, of_async, _, of_sync, _ in workers:  # docs/strategies.md; server 0 has the last two parameters
+        assert all(each == sorted(each, reverse=True) and each[2] == each[3] for each in of_async), of_async
+        assert of_sync and all(len(set(each)) == 1 for each in of_sync)
+    assert sum(len(here[4]) for here in workers) >= 12
+
+
+def come_late() -> int:
+    if str(cast()) == "worker 1":  # as on a busy host
+        time.sleep(1.0)
+    model = nn.Linear(3, 1)
+    return ddp.fit(
+        *(model, (torch.zeros(8, 3), torch.zeros(8, 1)), torch.optim.SGD(model.parameters(), lr=0.1)),
+        loss=F.mse_loss,
+        global_batch=4,
+        max_steps=1,
+        strategy=ASYNC,
+        folder=None,
+    ).step
+
+
+def test_a_worker_that_comes_once_the_run_is_over_is_not_killed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "LEAVE_S", 0.1)
+    assert ddp.launch(come_late, workers=2, servers=1) == [1, 1, 1]
+    assert not caplog.records
+
+
+def stopped_at_step_2(folder: Path) -> None:
+    ddp.init(abort_s=1.5)
+    counted(folder, MODES["async"], {2: ("server 0", signal.SIGSTOP)})
+
+
+def test_a_stopped_server_is_named_and_continued_to_be_ended(tmp_path: Path) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(ConfigError, match=r"worker 0: server 0 is silent: it was stopped, or its host is down, and"):
+        ddp.launch(stopped_at_step_2, tmp_path, workers=1, servers=1)
+    assert time.monotonic() - began_s < supervisor.SHUTDOWN_S
 
 
 def lost_in_the_second() -> None:
@@ -376,11 +517,124 @@ def test_what_servers_cannot_train_is_one_sentence() -> None:
     assert "there are no servers; start them with ddp.launch(…, servers=1)" in refused({}, "parameter_server")
 
 
+def attending(mode: Any = "async", **how: Any) -> tuple[Attendants, Shared]:
+    """What serves workers, without its threads."""
+    serving, shared = object.__new__(Attendants), Shared(ledger.Ledger(mode=mode, **how))
+    serving._shared, serving.answer_s, serving._part = shared, 2.0, Cast("server", 0, 2, 1, HashStore())
+    return serving, shared
+
+
 def test_a_worker_gets_its_answer_while_the_servers_evaluate() -> None:
     """So it does not take them for lost, however long that lasts."""
-    attendants, shared = object.__new__(Attendants), Shared(ledger.Ledger(mode="async"))
-    attendants._shared, attendants.answer_s = shared, 2.0
+    serving, shared = attending()
     began_s = time.monotonic()
     with shared.whole:
-        answer = attendants._begin(None, 0, {})  # type: ignore[arg-type]
+        answer = serving._begin(None, 0, {})  # type: ignore[arg-type]
     assert answer == {"verdict": "wait"} and time.monotonic() - began_s < 3
+
+
+def test_workers_that_wait_are_told_of_parts_that_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has done its part of a step leaves its part of the next one for that of a worker that is late."""
+    monkeypatch.setattr(ledger, "LEAST_LATE_S", 0.0)
+    serving, shared = attending("sync", num_parts=2)
+    book = shared.ledger
+    book.begin_epoch([ledger.Plan(step, 0, 4 * step, 4) for step in range(2)])
+    held = {who: book.grant(who, most=2, now_s=0.0) for who in range(2)}
+    assert book.begin(0, held[0][0], now_s=0.0) == "now" and book.returned(0, held[0][0], now_s=0.001)
+    wish = {"then": ledger.as_plain(held[0][1]), "most": 2, "after": 0}
+    with monkeypatch.context() as later:
+        later.setattr(attendants, "now_s", lambda: 9.0)
+        assert serving._begun(None, 0, wish) == {"verdict": "gone"} and shared.num_changes == 1  # type: ignore[arg-type]
+        ((copy,),) = [serving._leases(0, 1)["leases"]]
+    assert shared.num_changes == 2 and ledger.as_lease(copy).plan == held[1][0].plan
+
+
+HELLO = {"index": 1, "incarnation": 0, "facts": {}}
+LEASE = [1, [1, 0, 0, 4], 0, 1]
+PUSH = {"what": "push", "lease": LEASE, "loss_sum": 1.0, "num_items": 4.0, "without": [], "then": None}
+ODD: list[tuple[Any, Any]] = [  # the first message of a worker, and the second
+    (None, None),
+    ({"index": 1}, None),
+    ({**HELLO, "index": "first"}, None),
+    (HELLO, ["what"]),
+    (HELLO, {"what": "leases"}),
+    (HELLO, {"what": "leases", "most": "all"}),
+    (HELLO, {"what": "begin", "then": [1], "most": 1, "after": None}),
+    (HELLO, {"what": "forget", "key": 3}),
+    (HELLO, {**PUSH, "lease": [1, ["first", 0, 0, 4], 0, 1], "buffers": {}}),
+    (HELLO, {**PUSH, "buffers": {"none": torch.zeros(1)}}),
+    (HELLO, {**PUSH, "buffers": {"mean": torch.zeros(2)}}),
+    (HELLO, {**PUSH, "buffers": {}, "num_items": []}),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), ODD)
+def test_an_odd_message_ends_the_service_of_its_worker_alone(
+    first: Any, second: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    serving, shared = attending()
+    shared.ledger.begin_epoch([ledger.Plan(1, 0, 0, 4)])
+    serving._home, serving._pieces, serving._facts, serving._odd = HashStore(), [], {}, {}  # type: ignore[assignment]
+    serving._model, serving._policy = types.SimpleNamespace(module=Counts(), comm=None), ASYNC  # type: ignore[assignment]
+    serving._parameters, serving._comms, told = {}, {}, list[Any]()
+    comm = types.SimpleNamespace(abandon=told.append, close=lambda: told.append("closed"), is_broken=False)
+    monkeypatch.setattr(attendants, "connected", lambda *_, **__: comm)
+    heard = iter([first])
+    monkeypatch.setattr(
+        *(attendants, "broadcast_object"), lambda _, value, root: next(heard) if root else told.append(value)
+    )
+    said = types.SimpleNamespace(heard=lambda: second, tell=told.append, taken=lambda _: [], take_back=lambda: None)
+    monkeypatch.setattr(attendants, "Edge", lambda *_, **__: said)
+    serving._attend(7)
+    assert told[-1].startswith("server 0 cannot use what this worker has sent (") and "left out" in caplog.text
+    assert shared.error is None and not shared.pushed and shared.num_here == 0 and not shared.ledger._workers
+    if second is not None:
+        heard = iter([first])
+        serving._attend(8)
+        assert told[-2]["refused"].startswith("server 0 cannot use") and told[-1] == "closed"
+
+
+class Ends(Folder):
+    """A store in which the run is over as soon as a worker comes, whom the servers let in or not."""
+
+    lets_in = False
+
+    def add(self, key: str, amount: int) -> int:
+        number = super().add(key, amount)
+        self.set("over", json.dumps({"num_let_in": number if self.lets_in else number - 1}))
+        if self.lets_in:
+            self.set(f"0/welcome/{number - 1}", "")
+        return number
+
+
+def test_who_has_been_let_in_hears_from_the_servers_that_the_run_is_over(tmp_path: Path) -> None:
+    """They wait for it, and would wait in vain for one that has gone."""
+    home, comm = Ends(tmp_path), types.SimpleNamespace(abort_s=20.0)
+    home.set("incarnation", "0")
+    worker = Servers(Cast("worker", 0, 2, 1, home), home, comm, nn.Linear(1, 1), ASYNC, facts={})  # type: ignore[arg-type]
+    with pytest.raises(Over):
+        worker._welcomed(Patience(20.0), False)
+    home.lets_in = True
+    (tmp_path / home._file("over").name).unlink()
+    assert worker._welcomed(Patience(20.0), False) == (1, 0)
+
+
+@pytest.mark.parametrize("seen", [None, torch.zeros(2)])
+def test_a_buffer_of_another_shape_than_the_servers_is_named_by_the_worker(seen: Tensor | None) -> None:
+    module: Any = nn.Linear(1, 1)
+    servers = Servers(Cast("worker", 0, 1, 1, HashStore()), HashStore(), module, module, ASYNC, facts={})
+    servers._pulled = {} if seen is None else {"seen": seen}
+    module.register_buffer("seen", torch.zeros(5))
+    with pytest.raises(ConfigError, match=r"^buffer seen: has the shape \[5\] after a forward, but servers keep"):
+        servers.push(None, None, then=None, num_ahead=1)  # type: ignore[arg-type]
+
+
+def test_pushes_that_do_not_count_end_with_their_step() -> None:
+    """Those of workers that have gone before server 0 has heard of them, and that no other server is told of."""
+    service, (_, shared) = object.__new__(served.Service), attending()
+    service._shared, service._pieces, service._parameters = shared, [], {}
+    service._model = types.SimpleNamespace(module=Counts())  # type: ignore[assignment]
+    for key in ((3, 0, 1), (3, 0, 2), (4, 0, 1)):
+        shared.pushed[key] = Push([], 1.0, 2.0, {}, [])
+    assert service._received([(3, 0, 2)], [(1.0, 2.0, 4)], {}).num_items == 2
+    assert list(shared.pushed) == [(4, 0, 1)]

@@ -103,6 +103,30 @@ class Overflows(nn.Module):
         return inputs * self.weight
 
 
+class Scaled(nn.Module):
+    """Has a scalar of a narrower type than the norm of all gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.weight, self.scale = nn.Parameter(torch.randn(3, 12).double()), nn.Parameter(torch.tensor(0.9))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return F.linear(inputs.double(), self.weight) * self.scale
+
+
+def with_a_scalar(kind: type[Replicated]) -> list[str]:
+    """Returns the bits after some steps, whose gradients are clipped."""
+    module = Scaled()
+    strategy = kind(module, torch.optim.AdamW(module.parameters(), lr=0.05), clip_norm=0.05)
+    for _ in range(8 * NUM_STEPS):
+        strategy.optimizer.zero_grad()
+        F.cross_entropy(strategy.model(X[:8]), CLASSES[:8]).backward()
+        step(strategy)
+    strategy.finish()
+    return bits(module, strategy.optimizer)
+
+
 def loops() -> None:
     comm = ddp.init(abort_s=60)
     expected = fitted(comm)
@@ -113,6 +137,7 @@ def loops() -> None:
         assert by_hand(comm, kind, "fp16") == fitted(comm, precision="fp16", replica=replica)
     assert by_hand(comm, Replicated, "bf16_pure") == fitted(comm, precision="bf16_pure")
     assert plain_loop(comm) == fitted(comm, micro_size=None)
+    assert with_a_scalar(Replicated) == with_a_scalar(Sharded) == with_a_scalar(CentralStorage)
 
     module = Overflows()
     strategy = Replicated(module, torch.optim.SGD(module.parameters(), lr=0.1))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,6 +19,10 @@ from ddp.comm.transport import topology
 from ddp.comm.transport.gloo import GlooTransport
 from ddp.optim import layerwise, norms
 from ddp.replica import sharded as replica_sharded
+from ddp.run.build import stages
+from ddp.run.launch.command_line import composed
+from ddp.run.launch.run_folder import only_writer, prepare
+from ddp.run.settings.config import Config
 from ddp.setting import StrategyName
 from ddp.strategies import central_storage
 
@@ -95,6 +101,40 @@ def test_formulas_are_what_is_counted(n: int, num_hosts: int) -> None:
         num_samples = BATCH * (NUM_INNER if word == "local_sgd" else 1)
         assert held == pytest.approx(value(memory, **numbers), rel=0.02), word
         assert sent / num_samples == pytest.approx(value(travels, **numbers), rel=0.02, abs=20), word
+
+
+SERVED = PAGE.partition("## Parameter servers")[2].partition("## Agree seldom")[0]
+MODES = [re.findall("`([^`]+)`", row) for row in re.findall(r"^\| ((?:`[^`]+`(?:, )?)+) \|", SERVED, re.MULTILINE)][1:]
+
+
+def each_run(runs: Sequence[tuple[Config, Path]]) -> None:
+    """Makes runs one after another, as a server or worker of the command line."""
+    for config, folder in runs:
+        stages.run(config, folder)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_each_line_on_servers_trains_with_one_and_with_two(
+    servers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [[], ["strategy.mode=bounded"], *([f"strategy.mode={mode}", *more] for mode, *more in MODES)]
+    assert len(lines) == 6
+    small = ["data=synthetic", "data.num_samples=64", "model=mlp", "max_steps=2", "report.curves=false", "device=cpu"]
+    several = [f"cluster.servers={servers}"] if servers > 1 else []
+    runs = []
+    for number, line in enumerate(lines):
+        config, folder = composed(["strategy=parameter_server", *line, *several, *small, f"run.name={number}"])
+        with only_writer(folder):
+            prepare(config, folder)
+        runs.append((config, folder))
+    ddp.launch(each_run, runs, workers=2, servers=servers)
+    for _, folder in runs:
+        summary = json.loads((folder / "summary.json").read_text())
+        assert (summary["steps"], summary["servers"], summary["world_size"]) == (2, servers, 2)
+    said = capfd.readouterr().out
+    assert said.count(f" and {servers} server") == 6
+    assert said.count("(bounded, of parameters at most 4 updates old)") == 2
 
 
 def test_every_word_has_a_row() -> None:

@@ -98,12 +98,7 @@ def by_hand(cell: str) -> Tensor:
             chosen = list(plan.micros[0].indices)
             optimizer.zero_grad()
             F.cross_entropy(module(inputs[chosen]), targets[chosen]).backward()
-            if isinstance(optimizer, LAMB):  # exactly; torch adds 1e-6 to the norm
-                norm = torch.cat([parameter.grad.reshape(-1) for parameter in module.parameters()]).norm()
-                for parameter in module.parameters():
-                    parameter.grad *= min(1.0, CLIP / float(norm))
-            else:
-                torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP)
+            torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP)
             optimizer.step()
             seen.append(flat(module))
             sampler.commit(plan)

@@ -167,9 +167,9 @@ def newer(path: Path) -> None:
 DAMAGES = {
     "has 0 bytes instead of": empty,
     "model.pt cannot be read .No such file": lambda path: (path / "model.pt").unlink(),
-    "no manifest.json": lambda path: (path / "manifest.json").unlink(),
-    "manifest.json cannot be read .'schema'": lambda path: (path / "manifest.json").write_text("{}"),
-    "manifest.json cannot be read .it is nested": lambda path: (path / "manifest.json").write_text("[" * 100_000),
+    "manifest.json cannot be read .No such file": lambda path: (path / "manifest.json").unlink(),
+    "manifest.json has changed since": lambda path: (path / "manifest.json").write_text("{}"),
+    "manifest.json is damaged .it is nested": lambda path: (path / "manifest.json").write_text("[" * 100_000),
     "schema is 2, this version of ddp reads 1": newer,
 }
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -62,6 +63,7 @@ def evaluate_and_predict() -> Found:
         assert replica.training
         assert not replica.module[0].training
     what_predict_cannot_keep()
+    what_predict_keeps()
     by_cut = in_parts()
     ddp.shutdown()
     return Found(results, by_cut)
@@ -106,17 +108,47 @@ def what_predict_cannot_keep() -> None:
     """On all ranks alike; each of them has the four samples at most once."""
     dicts = [{"x": torch.full((3,), float(i)), "y": i} for i in range(4)]
     assert ddp.predict(Calls(lambda batch: batch["x"]), dicts).tolist() == [[float(i)] * 3 for i in range(4)]
-    longer = [torch.zeros(i + 1, 2) for i in range(4)]
     cases: list[tuple[Callable[[Any], Any], Any, str]] = [
         (lambda batch: batch.size(), dicts, r"the data give dicts of x, y, .* \(AttributeError: 'dict' .*give task="),
-        (lambda batch: (batch["x"], batch["x"]), dicts, "the model returned a tuple, not a tensor with a row for each"),
+        (lambda batch: (batch["x"], "text"), dicts, "the model returned a str, not a tensor with a row for each"),
+        (lambda batch: batch["x"] if batch["y"].any() else (batch["x"],), dicts, "other dicts or tuples in each batch"),
+        (lambda batch: batch["x"].double() if batch["y"].any() else batch["x"], dicts, "an output is torch"),
         (lambda batch: batch["x"].sum(), dicts, "the model returned a tensor of one number, not"),
-        (lambda batch: batch, longer, r"\[., 2\] of torch.float32 in one batch and \[., 2\] .* padding all samples"),
         (lambda batch: batch["x"][:1].repeat(3, 1), dicts, "the outputs have [0-9]+ rows for 4 samples"),
     ]
     for call, samples, words in cases:
         with pytest.raises(ConfigError, match=words):
             ddp.predict(Calls(call), samples, batch_size=1)
+
+
+def what_predict_keeps() -> None:
+    """Several outputs, and those of unequal lengths; on all ranks, also one that has had no batch."""
+
+    def two(batch: Any) -> Any:
+        inputs, numbers = batch
+        length = int(numbers.max()) + 1  # as a batch that is padded to its longest sample
+        return {"mask": inputs[:, None, :].repeat(1, length, 1), "more": (numbers * 2, [inputs.sum(1)])}
+
+    inputs, numbers = torch.arange(18.0).view(6, 3), torch.arange(6)
+    for num in (6, 1, 0):
+        samples = TensorSet(inputs[:num], numbers[:num])
+        found = ddp.predict(Calls(two), samples, task=Whole(), batch_size=2)
+        if num:
+            double, (sums,) = found["more"]
+            assert double.tolist() == [2 * each for each in range(num)]
+            torch.testing.assert_close(sums, inputs[:num].sum(1))
+            masks = list(found["mask"])
+            assert len(masks) == num and all(torch.equal(row, inputs[i].expand_as(row)) for i, row in enumerate(masks))
+    twice = Calls(lambda batch: (batch[0], batch[0]))
+    same = ddp.predict(twice, TensorSet(inputs, numbers), task=Whole(), batch_size=4)
+    assert isinstance(same, tuple) and all(torch.equal(each, inputs) for each in same)
+
+
+class Whole(Classification):
+    """Gives the model the whole batch, and keeps what it returns."""
+
+    def outputs(self, model: nn.Module, batch: Any) -> Any:
+        return model(batch)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -158,8 +190,24 @@ def with_more_batches_on_rank_one() -> list[dict[str, float] | None]:
     if comm.rank == 1:
         stop.request("SIGTERM")
     means.append(ddp.evaluate(model(), data(100), stop=stop, **how))
+    what_ranks_have_alike(comm.rank)
     ddp.shutdown()
     return means
+
+
+def what_ranks_have_alike(rank: int) -> None:
+    """A share on each rank would be cut once more: half of the samples would be read, and nobody told."""
+    for use in (partial(ddp.evaluate, loss=Classification()), ddp.predict):
+        with pytest.raises(ConfigError, match=r"data has \[10, 11\] samples by rank: give each rank all samples"):
+            use(model(), data(10 + rank))
+    logged: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ddp").addHandler(handler)
+    for samples in (data(20), TensorSet(data(20).inputs[rank::2], data(20).targets[rank::2])):
+        ddp.evaluate(model(), samples, loss=Classification())
+    logging.getLogger("ddp").removeHandler(handler)
+    assert ["the samples of data are not the same on all ranks" in each for each in logged] == [True] * (rank == 0)
 
 
 def test_evaluation_is_given_up_together_when_a_rank_wants_to_stop() -> None:
@@ -211,8 +259,56 @@ def fit(module: nn.Module, samples: TensorSet, **how: Any) -> None:
     ddp.fit(module, samples, optimizer, **grouped(loss=Classification(), global_batch=6, **quiet, **how))
 
 
+class MeanOfSteps(torch.optim.SGD):
+    """Trains the last weights and evaluates the mean of all; like schedule-free optimizers, it swaps by rounding."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for each in self.param_groups[0]["params"]:
+            known = self.state[each]
+            known["n"] = known.get("n", 0) + 1
+            known["mean"] = each.clone() if known["n"] == 1 else known["mean"].lerp(each, 1 / known["n"])
+
+    @torch.no_grad()
+    def eval(self, sign: float = 1.0) -> None:
+        for each in self.param_groups[0]["params"]:
+            away = self.state[each].setdefault("away", self.state[each]["mean"] - each)
+            each.add_(away, alpha=sign)
+
+    def train(self) -> None:
+        self.eval(-1.0)
+        for each in self.state.values():
+            del each["away"]
+
+
+def evaluates_the_weights_that_the_optimizer_wants() -> None:
+    samples, plain = data(12), model()
+    mean = torch.optim.swa_utils.AveragedModel(plain, use_buffers=True)
+    sgd, expected = torch.optim.SGD(plain.parameters(), 0.1), []
+    plain[2].p = 0.0
+    for _ in range(3):
+        sgd.zero_grad()
+        F.cross_entropy(plain.train()(samples.inputs), samples.targets).backward()
+        sgd.step()
+        mean.update_parameters(plain)
+        for into, now in zip(mean.module.buffers(), plain.buffers(), strict=True):
+            into.copy_(now)
+        expected.append(F.cross_entropy(mean.eval()(samples.inputs), samples.targets).item())
+    found, order = [], ddp.Batches(order=ddp.data.Fixed(12))
+    for kind in (MeanOfSteps, torch.optim.SGD):
+        net = model()
+        net[2].p = 0.0
+        how: Any = {"loss": Classification(), "global_batch": 12, "epochs": 3, "folder": None, "batches": order}
+        state = ddp.fit(net, samples, kind(net.parameters(), 0.1), validation_data=samples, **how)
+        found.append(([each["validation_loss"] for each in state.history], [each.clone() for each in net.parameters()]))
+    assert found[0][0] == pytest.approx(expected, rel=1e-12) != found[1][0]
+    assert all(torch.equal(*pair) for pair in zip(found[0][1], found[1][1], strict=True)), "evaluations change nothing"
+
+
 def fit_in_one_process() -> None:
     ddp.init(abort_s=20)
+    evaluates_the_weights_that_the_optimizer_wants()
     net, watch = model(), Watch()
     fit(net, data(14), epochs=2, test_data=data(5), callbacks=[watch])
     step = ["step_start", "step_end"]

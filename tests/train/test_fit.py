@@ -216,6 +216,16 @@ class Judged(ddp.Task):
         return self.found
 
 
+class Measured(Returns):
+    """Trains by the sum of the losses, and returns something from them as a metric."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        return {"loss": self.loss(model, batch), "error": super().loss(model, batch)}
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(3))
@@ -289,6 +299,32 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         r"metrics returned tensor\(1.\) for 'accu",
     ),
+    "a mean as metric": (
+        Measured(lambda x: (x.mean(), len(x))),
+        {},
+        r"Measured.metrics\['error'\] returned .* a mean, where the sum is expected",
+    ),
+    "a metric's count of one": (
+        Measured(lambda x: (x.mean(), 1)),
+        {},
+        r"Measured.metrics\['error'\] returned .* a mean, where the sum is expected",
+    ),
+    "a sum with the count of one": (
+        Measured(lambda x: (x.sum(), 1)),
+        {},
+        r"Measured.metrics\['error'\] returned the count 1 for 5 samples, but 1 and 1 for two parts",
+    ),
+    "a metric for each sample": (
+        Measured(lambda x: (x, len(x))),
+        {},
+        r"Measured.metrics returned \(tensor\(.* for 'error': return a sum and its count for each, two numbers",
+    ),
+    "an array as metric": (
+        Measured(lambda x: (x.numpy(), len(x))),
+        {},
+        r"Measured.metrics returned \(array\(.* for 'error': return a sum",
+    ),
+    "a word as metric": (Measured(lambda x: ("low", len(x))), {}, r"returned \('low', 5\) for 'error': return a sum"),
     "no main metric": (Judged({"acc": (1.0, 2)}), {}, "main_metric='accuracy' is not among its metrics, acc: make"),
     "no test samples": (F.cross_entropy, {"test_data": []}, "test_data has 0 samples"),
     "batch_size": (F.cross_entropy, {"batch_size": 3}, "no argument 'batch_size'. Did you mean 'global_batch'"),
@@ -331,7 +367,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
         r"loss=CrossEntropyLoss is a class: give an object of it, CrossEntropyLoss\(\)",
     ),
     "no task": (NoTask(), {}, "NoTask has a method `loss` but is no task: derive its class from ddp.Task"),
-    "a string": ("cross_entropy", {}, r"loss='cross_entropy': give a function loss\(outputs, targets\)"),
+    "a string": ("cross_entropy", {}, r"loss='cross_entropy': give a function loss\(.*Give ddp.Classification\(\)"),
     "no pairs": (
         F.cross_entropy,
         {"data": X},
@@ -430,10 +466,11 @@ def warnings_of(folder: str) -> list[list[str]]:
     partly = net()
     runs: list[tuple[Any, dict[str, Any]]] = [
         (F.cross_entropy, {}),
-        (weighted, {}),
+        (lambda outputs, targets: weighted(outputs, targets), {}),
         (F.cross_entropy, {"module": partly, "optimizer": SGD(partly[4].parameters(), lr=0.1)}),
         (F.cross_entropy, {"module": nn.Linear(6, 3), "data": (X.float(), CLASSES)}),
         (nn.CrossEntropyLoss(weight=weighted.weight, reduction="sum"), {}),
+        (weighted, {}),
     ]
     for loss, how in runs:
         found.append([])
@@ -450,10 +487,10 @@ def warnings_of(folder: str) -> list[list[str]]:
 
 def test_what_is_warned_of(tmp_path: Path) -> None:
     (found,) = run_ranks(warnings_of, 1, str(tmp_path))
-    assert [len(each) for each in found] == [0, 1, 1, 0, 0, 0, 1]
+    assert [len(each) for each in found] == [0, 1, 1, 0, 0, 0, 0, 1]
     assert "is not the sum of its parts' losses" in found[1][0]
     assert "leaves out 4 parameter(s) of the model that have a gradient, such as 0.weight" in found[2][0]
-    assert "global_batch was 10, is 8" in found[6][0]
+    assert "global_batch was 10, is 8" in found[7][0]
 
 
 class Stopped(ddp.Callback):

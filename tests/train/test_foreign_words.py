@@ -6,15 +6,21 @@ import inspect
 import re
 from dataclasses import fields
 from operator import attrgetter
+from typing import get_args
 
 import pytest
 import torch
 
 import ddp
 import ddp.data
+from ddp.comm.checks import OPERATIONS
+from ddp.commands.registry import COMMANDS
+from ddp.errors import CALLED_ELSEWHERE, meant
 from ddp.run.launch.from_python import OURS
+from ddp.run.settings.checks import WAYS
 from ddp.run.settings.config import CHOICES
 from ddp.run.settings.reader import _homes
+from ddp.setting import Precision, StrategyName
 from ddp.train.moved import MEANINGS, meaning, moved_argument
 
 ARGUMENTS = inspect.signature(ddp.fit).parameters.keys()
@@ -36,6 +42,13 @@ def test_what_a_foreign_word_means_is_there(word: str) -> None:
     for library, name in re.findall(r"\b(ddp|torch)\.([\w.]*\w)", instead):
         assert attrgetter(name)(LIBRARIES[library]) is not None
     assert set(re.findall(r"\b[a-z]+_[a-z]+\b", instead)) - {"cross_entropy"} <= ARGUMENTS | FIELDS
+
+
+def test_the_values_of_settings_that_others_call_otherwise_are_there() -> None:
+    known = {*OPERATIONS, *COMMANDS, *WAYS, "cuda"}.union(*map(get_args, (StrategyName, Precision)))
+    theirs = [word for words in CALLED_ELSEWHERE.values() for word in words.split()]
+    assert len(set(theirs)) == len(theirs) and all(meant(word, known) for word in theirs)
+    assert {ours for ours in CALLED_ELSEWHERE if " " not in ours} <= known
 
 
 def test_any_other_word_means_nothing() -> None:

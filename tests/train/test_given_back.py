@@ -157,3 +157,82 @@ def test_to_import_a_name_draws_no_number(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(ddp._HOMES, "Drawn", "drawing")
     random.seed(3)
     assert ddp.Drawn == random.random() == random.Random(3).random()
+
+
+def normalised() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+
+
+class FreezesItself(nn.Sequential):
+    """Has a BatchNorm that no call of `train` reaches, as many programs have it."""
+
+    def train(self, mode: bool = True) -> FreezesItself:
+        super().train(mode)
+        self[1].eval(), self[2].eval()
+        return self
+
+
+class Thaws(Callback):
+    """Lets BatchNorm learn from the third step on, and looks at the modes in each step."""
+
+    def __init__(self) -> None:
+        self.seen = list[list[bool]]()
+
+    def step_start(self, state: TrainState) -> None:
+        if state.step == 2:
+            state.model.module[1].train()
+
+    def step_end(self, state: TrainState, report: StepReport) -> None:
+        self.seen.append([layer.training for layer in state.model.module])
+
+
+@pytest.mark.parametrize("how", ["each layer", "by its own", "thawed", "same bits", "sharded"])
+def test_layers_in_evaluation_mode_stay_there_while_others_are_trained(how: str) -> None:
+    comm = ddp.Communicator(SimulatedNetwork(1).transport(0))
+    module, expected, callback = normalised(), normalised(), Thaws()
+    if how == "by its own":
+        module = FreezesItself(*module)
+    else:
+        module[1].eval(), module[2].eval()
+    expected[1].eval(), expected[2].eval()
+    optimizer, plain = SGD(module.parameters(), lr=0.1), SGD(expected.parameters(), lr=0.1)
+    inputs, samples = X.double(), ddp.data.Fixed(40)
+    options: dict[str, Any] = {"data": (inputs, CLASSES), "test_data": (inputs, CLASSES), "loss": F.cross_entropy}
+    options |= {"global_batch": 10, "epochs": 1, "every_steps": 1, "folder": None, "progress": False, "order": samples}
+    options |= {"callbacks": [callback]} if how == "thawed" else {}
+    if how == "same bits":
+        ddp.fit(module, optimizer=optimizer, **grouped(**options, same_bits=True))
+    else:
+        replica = ShardedDataParallel if how == "sharded" else ddp.BucketedDataParallel
+        fit_over(comm, module, replica, optimizer=optimizer, **options)
+    for step, (x, y) in enumerate(zip(inputs.split(10), CLASSES.split(10), strict=True)):
+        if how == "thawed" and step == 2:
+            expected[1].train()
+        plain.zero_grad()
+        F.cross_entropy(expected(x), y).backward()
+        plain.step()
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-12, atol=1e-14)
+    assert module[1].num_batches_tracked == (2 if how == "thawed" else 0)
+    if how == "thawed":
+        assert callback.seen == [[True, False, False, True]] * 2 + [[True, True, False, True]] * 2
+    if how != "by its own":
+        assert [layer.training for layer in module] == [True, False, False, True]
+
+
+def test_a_model_that_was_only_evaluated_is_trained_in_all_of_its_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    comm, module = ddp.Communicator(SimulatedNetwork(1).transport(0)), normalised().eval()
+    optimizer = SGD(module.parameters(), lr=0.1)
+    how: dict[str, Any] = {"data": (X.double(), CLASSES), "loss": F.cross_entropy, "global_batch": 10, "epochs": 1}
+    fit_over(comm, module, optimizer=optimizer, folder=None, **how)
+    assert module[1].num_batches_tracked == 4 and not any(layer.training for layer in module.modules())
+    assert "the model was in evaluation mode as a whole: all of its layers are trained" in capsys.readouterr().out
+
+
+def test_a_share_of_one_sample_goes_with_a_batchnorm_that_is_not_trained() -> None:
+    comm, module = ddp.Communicator(SimulatedNetwork(1).transport(0)), normalised()
+    module[1].eval()
+    optimizer = SGD(module.parameters(), lr=0.1)
+    how: dict[str, Any] = {"data": (X[:21].double(), CLASSES[:21]), "loss": F.cross_entropy, "global_batch": 10}
+    assert fit_over(comm, module, optimizer=optimizer, folder=None, epochs=1, **how).step == 3

@@ -113,7 +113,7 @@ def test_one_bit_of_one_state_is_named(tmp_path: Path) -> None:
             if state.step == 3:
                 bias = dict(state.model.module.named_parameters())["0.bias"]
                 average = state.optimizer.state[bias]["exp_avg_sq"]
-                average.view(torch.int32)[0] ^= 1
+                average.view(torch.int32)[0] ^= 1 << 4  # the last bit may be lost again where the step rounds
 
     every = ddp.SameBits(on=True, hash_every=1)
     fit(tmp_path / "one", same_bits=every, max_steps=4)
@@ -147,10 +147,10 @@ def test_zeros_of_two_signs_differ() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('{"step":1,"identity":{}}\nnonsense\n', "damaged in line 2 "),
-        ('{"step":1,"loss":"0x1p+0","hashes":""}\n', "damaged in line 1 .*do not name what it has hashes of"),
-        ('{"step":1,"identity":{}}\n{"step":1,"names":["w"]}\n{"step":1,"loss":"","hashes":"ab"}\n', "in line 3"),
-        ('{"step":1,"identity":{}}\n{"step":1,"hashes":""}\n', "line 2 .*'loss'"),
+        ('{"step":1,"identity":{}}\nnonsense\n', "line 2 of .* is damaged"),
+        ('{"step":1,"loss":"0x1p+0","hashes":""}\n', "line 1 of .* is damaged .*do not name what it has hashes of"),
+        ('{"step":1,"identity":{}}\n{"step":1,"names":["w"]}\n{"step":1,"loss":"","hashes":"ab"}\n', "line 3"),
+        ('{"step":1,"identity":{}}\n{"step":1,"hashes":""}\n', "line 2 .*it has no loss"),
         ('{"step":Infinity}\n', "line 1"),
         ("[1]\n", "line 1"),
     ],

@@ -115,7 +115,7 @@ def test_the_validation_set_chooses_and_the_test_set_is_for_the_report(world_siz
     evaluations = [line for line in lines if line["kind"] != "step"]
     assert [line["kind"] for line in evaluations] == ["evaluation"] * 4 + ["report"]
     assert all(("test_loss" in line) == (line["kind"] == "report") for line in evaluations)
-    scores = [saved.manifest["score"] for saved in listed(tmp_path / "whole/checkpoints").saved]
+    scores = [saved.manifest.score for saved in listed(tmp_path / "whole/checkpoints").saved]
     assert min(scores) == evaluation["validation_loss"]
 
 

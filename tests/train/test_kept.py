@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from threading import Lock
@@ -21,6 +22,7 @@ import ddp
 from ddp.errors import CheckpointError, ConfigError
 from ddp.run.build.load import load_initial_weights
 from ddp.train.callbacks import EARLY
+from ddp.train.checkpoint_store import CheckpointStore
 from recipes.tutorial.simulated import SimulatedNetwork
 
 X = torch.randn(44, 6, generator=torch.Generator().manual_seed(0))
@@ -273,6 +275,29 @@ def test_what_a_layer_saves_beside_tensors_is_resumed_and_given_to_a_fresh_model
         load_initial_weights(
             tmp_path / "file", nn.Sequential(Extra(6, 6), Extra(6, 3)), strict=True, rename={}, skip=[]
         )
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_weights_of_a_compiled_model_s_earlier_run_fit_the_bare_one(is_whole: bool, tmp_path: Path) -> None:
+    """Whose names have the compiler's wrapper in them, of the model or of a part; the averages, too."""
+    bare = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 3)))
+    names = [f"_orig_mod.{key}" if is_whole else key.replace("1.0.", "1._orig_mod.0.") for key in bare.state_dict()]
+    weights = dict(zip(names, bare.state_dict().values(), strict=True))
+    callbacks = {"EMA": {f"module.{name}": value + 1 for name, value in weights.items()}}
+    meta = {"identity": {}, "averages": "EMA"}
+    CheckpointStore(tmp_path / "checkpoints").save(1, {"model": weights, "callbacks": callbacks}, meta=meta)
+    torch.save(weights, tmp_path / "file")
+    for averaged in (False, True):
+        found = ddp.load(tmp_path, "latest", averaged=averaged).weights
+        assert all(torch.equal(found[key], value + averaged) for key, value in bare.state_dict().items())
+        assert list(found) == list(bare.state_dict())
+    for path in (tmp_path / "checkpoints", tmp_path / "file"):
+        fresh = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 3)))
+        load_initial_weights(path, fresh, strict=True, rename={}, skip=[])
+        assert all(map(torch.equal, fresh.parameters(), bare.parameters()))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match=r"pipe is no file; init_from\.path takes"):
+        load_initial_weights(tmp_path / "pipe", bare, strict=True, rename={}, skip=[])
 
 
 def test_a_trial_makes_three_steps_one_evaluation_and_one_save_and_keeps_no_file(

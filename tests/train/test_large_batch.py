@@ -78,12 +78,9 @@ def in_one_process(kind: str) -> Tensor:
             indices = list(plan.micros[0].indices)
             optimizer.zero_grad()
             F.cross_entropy(module(X[indices]), CLASSES[indices]).backward()
-            norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+            torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP)
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * schedule(sampler.position + plan.size / 2, num_samples)
-            for parameter in module.parameters():
-                assert parameter.grad is not None
-                parameter.grad *= min(1.0, CLIP / float(norm))
             optimizer.step()
             sampler.commit(plan)
             step += 1

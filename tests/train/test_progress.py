@@ -47,8 +47,9 @@ class Run:
         )
         self.bar.fit_start(self.state)
 
-    def step(self, number: int) -> None:
-        self.bar.step_end(self.state, cast(Any, SimpleNamespace(step=number, epoch=6, loss=0.1234)))
+    def step(self, number: int, *, loss: float = 0.1234, num_items: float = 1.0) -> None:
+        self.state.step = number
+        self.bar.step_end(self.state, cast(Any, SimpleNamespace(step=number, epoch=6, loss=loss, num_items=num_items)))
 
     def lines(self) -> list[str]:
         """Returns all that was printed, each state of the bar as a line of its own."""
@@ -81,8 +82,7 @@ def test_the_bar_keeps_steps_and_time_left_and_wraps_no_word(width: int, there: 
 def test_evaluations_stay_above_the_bar() -> None:
     run = Run(130)
     for step, loss in ((100, 0.5), (200, 0.25)):
-        run.state.step, run.state.train_loss = step, loss
-        run.step(step)
+        run.step(step, loss=loss)
         run.bar.evaluated(run.state)
     lines = [line for line in run.lines() if line.startswith("step ")]
     metrics = "123,456 samples/s  test_loss 0.4321  test_accuracy 0.9876"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from flat import train_on
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 import ddp
 from ddp.comm.flat_collectives import HostPartition
@@ -87,7 +89,7 @@ def part_of_a_run(
     state = TrainState(comm, Replicated(replica, optimizer), optimizer, sampler)
     store = CheckpointStore(Path(folder))
     if resume:
-        restore(read_checkpoint(comm, Path(folder)), state, identity={})
+        restore(read_checkpoint(comm, Path(folder), state.model.module), state, identity={})
     callbacks: list[Callback] = [Checkpointer(store, identity={}, every_steps=4)]
     if stop_at is not None:
         callbacks.append(StopAt(stop_at, stop))
@@ -232,6 +234,74 @@ def in_one_process(num_samples: int) -> tuple[TrainState, TensorSet]:
     return state_of(TrainSampler(num_samples, global_batch=10, rank=0, world_size=1), step=0), data
 
 
+def rates_of_a_run(folder: Path, make: Any, *, epochs: int, every: str | None = None) -> list[float]:
+    """Returns the learning rates of the steps that are made, of four an epoch."""
+    rates: list[float] = []
+
+    class Rates(Callback):
+        def step_end(self, state: TrainState, report: StepReport) -> None:
+            rates.append(report.rate)
+
+    network = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    schedule = make(optimizer)
+    ddp.fit(
+        ddp.BucketedDataParallel(network, comm=ddp.Communicator(SimulatedNetwork(1).transport(0))),
+        (torch.zeros(40, 6), torch.zeros(40, dtype=torch.int64)),
+        optimizer,
+        loss=nn.functional.cross_entropy,
+        global_batch=10,
+        epochs=epochs,
+        schedule=schedule if every is None else ddp.optim.TorchSchedule(schedule, every=every),
+        folder=ddp.Folder(folder, resume="auto", progress=False, curves=False),
+        callbacks=[Rates()],
+    )
+    return rates
+
+
+@pytest.mark.parametrize("schedule", [ddp.optim.cosine(), ddp.optim.with_warmup(ddp.optim.wsd(), fraction=0.25)])
+def test_a_schedule_follows_the_length_of_a_run_that_is_extended(tmp_path: Path, schedule: Any) -> None:
+    rates_of_a_run(tmp_path, lambda _: schedule, epochs=1)
+    rates = rates_of_a_run(tmp_path, lambda _: schedule, epochs=3)
+    assert rates == pytest.approx([0.1 * schedule(10 * step + 5, 120) for step in range(4, 12)])
+
+
+EXTENDED: dict[str, tuple[Any, str]] = {
+    "cosine": (lambda optimizer, n: lr_scheduler.CosineAnnealingLR(optimizer, n), "T_max was 4, is 12"),
+    "inside": (
+        lambda optimizer, n: lr_scheduler.SequentialLR(
+            optimizer,
+            [lr_scheduler.ConstantLR(optimizer, total_iters=1), lr_scheduler.LinearLR(optimizer, total_iters=n)],
+            [1],
+        ),
+        "_schedulers.1.total_iters was 4, is 12",
+    ),
+    "milestones": (
+        lambda optimizer, n: lr_scheduler.MultiStepLR(optimizer, [n // 2]),
+        "milestones.2 was 1, is not set; milestones.6 was not set, is 1",
+    ),
+    "the same": (lambda optimizer, n: lr_scheduler.CosineAnnealingLR(optimizer, 12), ""),
+}
+
+
+@pytest.mark.parametrize("name", EXTENDED)
+def test_a_scheduler_of_torch_s_that_keeps_its_old_length_is_told(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, told = EXTENDED[name]
+    for epochs in (1, 1, 3):
+        caplog.clear()
+        rates = rates_of_a_run(tmp_path, lambda optimizer: make(optimizer, 4 * epochs), epochs=epochs, every="step")  # noqa: B023
+        assert ("in this program, but the run continues with" in caplog.text) == (epochs == 3 and bool(told))
+    assert told in caplog.text and "schedule was" not in caplog.text
+    if name == "cosine":  # goes up again, as torch's own with the old length does
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+        alone = make(optimizer, 4)
+        for number in range(12):
+            assert number < 4 or rates[number - 4] == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
+            optimizer.step(), alone.step()
+
+
 def test_a_run_goes_on_after_an_agreed_stop() -> None:
     state, data = in_one_process(40)
     stop = StopFlag()
@@ -342,7 +412,7 @@ def test_weights_load_plain_and_wrapped_and_a_renamed_head(tmp_path: Path) -> No
         message = rf"text cannot be read as weights \({cause}\); init_from.path takes [^\n]*$".replace("text", name, 1)
         with pytest.raises(CheckpointError, match=message):
             load_initial_weights(tmp_path / name, target, strict=True, rename={}, skip=[])
-    with pytest.raises(CheckpointError, match="does not exist"):
+    with pytest.raises(CheckpointError, match="is no file; init_from"):
         load_initial_weights(tmp_path / "nothing", target, strict=True, rename={}, skip=[])
 
 
@@ -359,3 +429,45 @@ def test_a_checkpoint_of_the_first_version_can_be_resumed(tmp_path: Path) -> Non
     resumed, _ = in_one_process(40)
     restore(first_version, resumed, identity={})
     assert (resumed.step, resumed.evaluation, resumed.evaluated_at) == (1, {}, -1)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
+def test_a_compiled_model_has_the_names_of_the_bare_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever part is compiled; so that a run goes on with the model compiled or not, and any program loads it."""
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Any:
+        graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
+    def built(compiles: str) -> nn.Module:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Sequential(nn.Linear(8, 3)))
+        if compiles == "a part":
+            net[2] = torch.compile(net[2], backend=backend)
+        return torch.compile(net, backend=backend) if compiles == "all" else net
+
+    def run(compiles: str, folder: str, *, max_steps: int, resume: str | None = None) -> dict[str, Tensor]:
+        torch._dynamo.reset()
+        net, num_graphs = built(compiles), len(graphs)
+        before = list(net.state_dict()), type(net), type(net[2]) if compiles != "all" else None
+        keeps = ddp.Folder(tmp_path / folder, resume=resume, progress=False, curves=False)
+        data = torch.arange(64.0).view(16, 4) / 64, torch.arange(16) % 3
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        how: dict[str, Any] = {"loss": nn.functional.cross_entropy, "global_batch": 4, "max_steps": max_steps}
+        ddp.fit(net, data, optimizer, folder=keeps, **how)
+        assert (len(graphs) > num_graphs) == bool(compiles)
+        assert before == (list(net.state_dict()), type(net), type(net[2]) if compiles != "all" else None)
+        return load(tmp_path / folder / "checkpoints").parts["model"]
+
+    whole = run("", "never", max_steps=6)
+    with monkeypatch.context() as earlier:  # versions wrote the compiled model's names
+        earlier.setattr("ddp.train.fit.without_compile_wrappers", nullcontext)
+        assert "2._orig_mod.0.weight" in run("a part", "a part all", max_steps=3)
+    assert run("all", "a part all", max_steps=6, resume="auto").keys() == whole.keys()
+    assert all(torch.equal(ddp.load(tmp_path / "a part all").weights[name], each) for name, each in whole.items())
+    for first, then in (("all", ""), ("", "a part")):
+        run(first, f"{first} {then}", max_steps=3)
+        found = run(then, f"{first} {then}", max_steps=6, resume="auto")
+        built("").load_state_dict(found)
+        assert all(torch.equal(found[name], each) for name, each in whole.items())

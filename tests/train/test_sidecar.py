@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,9 @@ import torch
 import ddp
 from ddp.errors import CheckpointError, ConfigError
 from ddp.train import sidecar
-from ddp.train.checkpoint_store import CheckpointStore, load
+from ddp.train.checkpoint_store import CheckpointStore, StoredCheckpoint, digest, listed, load
 from ddp.train.sidecar import SideCar, has_ended, missing, only_sidecar, record_of, results_of_sidecar
 from ddp.train.stopping import StopFlag
-
-NAN = math.nan
 
 
 def save(store: CheckpointStore, step: int, loss: float) -> Path:
@@ -43,12 +41,13 @@ class Bench:
 
     def started(self) -> SideCar:
         """A side-car, as after a restart."""
-        (self.run_dir / "sidecar").mkdir(exist_ok=True)
+        folder = self.run_dir / "sidecar"
+        folder.mkdir(exist_ok=True)
         options: dict[str, Any] = {"main_metric": "loss", "higher_is_better": False, "say": self.said.append}
-        return SideCar(self.run_dir, self.measure, sides=self.sides, clock=lambda: self.now_s, **options)
+        return SideCar(self.run_dir, folder, self.measure, sides=self.sides, clock=lambda: self.now_s, **options)
 
-    def measure(self, path: Path, side: str) -> Mapping[str, float] | None:
-        return {f"{side}_loss": load(path).parts["model"]["weight"].item()}
+    def measure(self, checkpoint: StoredCheckpoint, side: str) -> Mapping[str, float] | None:
+        return {f"{side}_loss": checkpoint.parts["model"]["weight"].item()}
 
     def end(self, stopped_by: str | None = None) -> None:
         (self.run_dir / "summary.json").write_text(json.dumps({"stopped_by": stopped_by}))
@@ -60,7 +59,7 @@ class Bench:
         self.side_car.follow(self.stop, pause=pause, **options)
 
     def evaluated(self) -> list[tuple[int, float]]:
-        return [(e["step"], e["test_loss"]) for e in record_of(self.run_dir) if e["kind"] == "evaluation"]
+        return [(e["step"], e.get("test_loss")) for e in record_of(self.run_dir) if e["kind"] == "evaluation"]
 
     def skipped(self) -> list[str]:
         return [e["why"] for e in record_of(self.run_dir) if e["kind"] == "skipped"]
@@ -82,11 +81,12 @@ def warnings_are_heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Mon
 
 def test_each_checkpoint_is_evaluated_once_and_the_best_stays(bench: Bench) -> None:
     """Also after a restart of either side, of which the run's makes the same weights again, or others."""
-    losses = {1: 0.5, 2: 0.2, 3: NAN, 4: 0.4, 5: 0.2}
+    losses = {1: 0.5, 2: 0.2, 3: math.nan, 4: 0.4, 5: 0.2}
     for step, loss in losses.items():
         save(bench.store, step, loss)
         assert bench.side_car.look() and not bench.side_car.look()
-    assert str(bench.evaluated()) == str(list(losses.items()))
+    assert bench.evaluated() == list({**losses, 3: None}.items()), "NaN is no JSON"
+    assert "NaN" not in (bench.run_dir / "sidecar" / "metrics.jsonl").read_text()
     assert bench.kept() == ["step-00000002"], "the first of equals, which the run has pruned"
     assert ddp.load(bench.run_dir / "sidecar").step == ddp.load(bench.run_dir).step == 2
     assert ddp.load(bench.run_dir, "latest").step == 5
@@ -108,37 +108,32 @@ def test_each_checkpoint_is_evaluated_once_and_the_best_stays(bench: Bench) -> N
     assert results_of_sidecar(bench.run_dir, "test_loss", last_step=6) == without, "step 5 is not the run's result"
 
 
-def test_what_was_seen_outlives_the_run_s_pruning_and_a_kill(bench: Bench) -> None:
-    """The side-car is killed between its line and the keeping of the best, and in the midst of linking."""
+def test_a_side_car_that_comes_late_or_is_killed_goes_on_from_its_record(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the run has pruned meanwhile is told of; what was evaluated when it was killed is evaluated once more."""
     for step in (1, 2):
         save(bench.store, step, 1 / step)
     bench.side_car.look()
     for step in (3, 4, 5):
         save(bench.store, step, 1 / step)
-    assert missing(bench.run_dir) == [2, 4, 5], "held: 2; 3 was saved and pruned unseen"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SideCar, "_settle", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert missing(bench.run_dir) == [4, 5], "2 and 3 were pruned unseen"
+    with monkeypatch.context() as patch:
+        patch.setattr(SideCar, "_append", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            bench.side_car.look()
-    (bench.run_dir / "sidecar" / ".tmp-step-00000009-abc").mkdir()
+            bench.side_car._evaluate(listed(bench.store.folder).saved[1], "test", "evaluation")
+    assert bench.kept() == ["step-00000004"], "it was the best when the side-car was killed"
     with (bench.run_dir / "sidecar" / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "evalu')  # the disk was full, say
     bench.side_car = bench.started()
-    assert bench.kept() == [f".held-step-0000000{step}-{bench_key(bench, step)}" for step in (4, 5)] + ["step-00000002"]
     while bench.side_car.look():
         pass
-    assert [step for step, _ in bench.evaluated()] == [1, 2, 4, 5] and missing(bench.run_dir) == []
+    assert [step for step, _ in bench.evaluated()] == [1, 4, 5] and missing(bench.run_dir) == []
     assert bench.kept() == ["step-00000005"]
     assert bench.skipped() == [
         "removed before the side-car has seen it; save less often, or raise checkpoint.keep_last"
     ]
-    assert results_of_sidecar(bench.run_dir, "test_loss", last_step=5)["sidecar"]["skipped"] == 1
-
-
-def bench_key(bench: Bench, step: int) -> str:
-    manifest = json.loads((bench.store.folder / f"step-{step:08d}" / "manifest.json").read_text())
-    key: str = manifest["parts"]["model"]["sha256"][:8]
-    return key
+    assert results_of_sidecar(bench.run_dir, "test_loss", last_step=5)["sidecar"]["skipped"] == 2
 
 
 def test_what_is_not_whole_is_waited_for_and_then_skipped(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
@@ -158,13 +153,13 @@ def test_what_is_not_whole_is_waited_for_and_then_skipped(bench: Bench, caplog: 
     bench.now_s += 2
     bench.end()
     bench.follow()
-    assert bench.skipped() == [
-        "it has no optimizer.pt",
+    assert sorted(bench.skipped()) == [
         "its manifest.json is missing or damaged",
         "model.pt has changed since it was written (another SHA-256)",
+        "optimizer.pt cannot be read (No such file or directory)",
     ]
     assert bench.now_s < 20 and bench.kept() == ["step-00000004"]
-    assert "the side-car has skipped the checkpoint of step 2: it has no optimizer.pt" in caplog.text
+    assert "the side-car has skipped the checkpoint of step 2: optimizer.pt cannot be read" in caplog.text
     bench.side_car = bench.started()
     bench.follow()
     assert len(bench.skipped()) == 3, "told once"
@@ -172,38 +167,103 @@ def test_what_is_not_whole_is_waited_for_and_then_skipped(bench: Bench, caplog: 
     assert bench.side_car.look() and bench.evaluated()[1:] == [(1, 1.0)]
 
 
-def test_a_checkpoint_that_is_removed_while_it_is_linked_is_told_at_once(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, link = save(bench.store, 1, 1.0), os.link
+def test_what_the_run_removes_meanwhile_is_read_to_its_end_and_the_next_one_is_taken(bench: Bench) -> None:
+    """All files were opened before one is read. A checkpoint that was gone before that is told of at once."""
+    path, measure = save(bench.store, 1, 0.1), bench.measure
 
-    def removed(source: Path, target: Path, **options: Any) -> None:
-        if source.name == "optimizer.pt":
-            path.rename(path.with_name(".tmp-removed"))
-        link(source, target, **options)
+    def removed(checkpoint: StoredCheckpoint, side: str) -> Mapping[str, float] | None:
+        shutil.rmtree(path, ignore_errors=True)
+        return measure(checkpoint, side)
 
-    monkeypatch.setattr(os, "link", removed)
-    assert not bench.side_car.look()
-    assert bench.skipped() == ["it was removed meanwhile"] and bench.kept() == []
-
-
-def test_without_hard_links_checkpoints_are_copied(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    path = save(bench.store, 1, 1.0)
-    bench.side_car.look()
-    linked = bench.run_dir / "sidecar" / "step-00000001" / "model.pt"
-    assert linked.stat().st_ino == (path / "model.pt").stat().st_ino
-    monkeypatch.setattr(os, "link", refuse)
+    bench.side_car._measure = removed
+    assert bench.side_car.look() and bench.evaluated() == [(1, 0.1)] and not path.exists()
+    assert set(load(bench.run_dir / "sidecar" / "step-00000001").parts) == {"model", "optimizer"}
     for step in (2, 3):
-        save(bench.store, step, 1 / step)
-        bench.side_car.look()
-    copied = bench.run_dir / "sidecar" / "step-00000003" / "model.pt"
-    assert copied.stat().st_ino != (bench.store.folder / "step-00000003" / "model.pt").stat().st_ino
-    assert load(copied.parent).step == 3 and caplog.text.count("takes no hard links (Operation not permitted)") == 1
+        save(bench.store, step, float(step))
+    gone = listed(bench.store.folder).saved[-1]
+    shutil.rmtree(gone.path)
+    assert bench.side_car._evaluate(gone, "test", "evaluation") and bench.skipped() == ["it was removed meanwhile"]
+    assert bench.side_car.look() and bench.evaluated() == [(1, 0.1), (3, 3.0)]
+
+
+SECRET = "THE PRIVATE KEY OF THE USER"
+
+
+def as_a_link_to(path: Path, secret: Path) -> None:
+    path.unlink()
+    path.symlink_to(secret)
+
+
+def as_a_pipe(path: Path, _: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def in_the_manifest(**entry: Any) -> Callable[[Path, Path], None]:
+    """Gives an entry of the model to a manifest, whose own checksum fits."""
+
+    def change(path: Path, _: Path) -> None:
+        manifest = path.with_name("manifest.json")
+        plain = json.loads(manifest.read_text())
+        plain["parts"]["model"].update(entry)
+        manifest.write_text(json.dumps({**plain, "sha256": digest(plain)}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "plant", [as_a_link_to, as_a_pipe, in_the_manifest(sha256="/docs"), in_the_manifest(bytes=1 << 60)]
+)
+def test_nothing_outside_of_a_stranger_s_run_is_read_written_or_removed(
+    plant: Callable[[Path, Path], None], bench: Bench
+) -> None:
+    """A link, a pipe or a path in the place of a part; a link in the place of what earlier versions have made."""
+    home = bench.run_dir.parent / "home"
+    (home / "docs").mkdir(parents=True, exist_ok=True)
+    (home / "docs" / "thesis.txt").write_text(SECRET)
+    path = save(bench.store, 1, 1.0)
+    (bench.run_dir / "sidecar" / f".tmp-{path.name}").symlink_to(home)
+    (bench.run_dir / "sidecar" / "step-00000009").symlink_to(home / "docs")
+    plant(path / "model.pt", home / "docs" / "thesis.txt")
+    bench.end()
+    bench.follow()
+    save(bench.store, 2, 2.0)
+    bench.follow()
+    assert bench.evaluated() == [(2, 2.0)] and len(bench.skipped()) == 1
+    assert [each.read_text() for each in home.rglob("*.txt")] == [SECRET]
+    shutil.rmtree(home)
+    assert not [each for each in bench.run_dir.rglob("*") if each.is_file() and SECRET in each.read_text("latin1")]
+
+
+def test_a_link_in_the_place_of_its_folder_is_not_followed_also_if_it_comes_late(tmp_path: Path) -> None:
+    """The folder of another run of the user's, from an archive; and one that a stranger exchanges while it is used."""
+    mine = CheckpointStore(tmp_path / "mine" / "checkpoints", keep_last=9)
+    for step in (7, 8, 9):
+        save(mine, step, 1.0)
+    before = sorted(path.name for path in mine.folder.iterdir())
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "sidecar").symlink_to(mine.folder)
+    with pytest.raises(ConfigError, match="sidecar is a link, and is not opened"), only_sidecar(tmp_path / "run"):
+        pass
+    (tmp_path / "run" / "sidecar").unlink()
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+
+    def exchanged(checkpoint: StoredCheckpoint, side: str) -> Mapping[str, float]:
+        if not (tmp_path / "run" / "moved").exists():
+            (tmp_path / "run" / "sidecar").rename(tmp_path / "run" / "moved")
+            (tmp_path / "run" / "sidecar").symlink_to(mine.folder)
+        return {f"{side}_loss": float(checkpoint.step)}
+
+    with only_sidecar(tmp_path / "run") as folder:
+        side_car = SideCar(
+            tmp_path / "run", folder, exchanged, sides=("test",), main_metric="loss", higher_is_better=True
+        )
+        for step in (1, 2):
+            save(store, step, 1.0)
+            assert side_car.look()
+    assert sorted(path.name for path in mine.folder.iterdir()) == before
+    there = {path.name for path in (tmp_path / "run" / "moved").iterdir()}
+    assert there == {"best", "latest", "metrics.jsonl", "step-00000002"}
 
 
 def test_it_ends_with_the_run_with_a_signal_or_when_nothing_happens(bench: Bench) -> None:
@@ -225,11 +285,10 @@ def test_it_ends_with_the_run_with_a_signal_or_when_nothing_happens(bench: Bench
     bench.side_car.follow(bench.stop, patience_s=60, pause=goes_on)
     assert bench.now_s > 300
     save(bench.store, 2, 2.0), save(bench.store, 3, 3.0)
-    measure, bench.side_car._measure = bench.measure, lambda path, side: bench.stop.request("SIGTERM")  # type: ignore[assignment]
+    bench.side_car._measure = lambda checkpoint, side: bench.stop.request("SIGTERM")  # type: ignore[func-returns-value]
     bench.follow()
     assert bench.evaluated() == [(1, 1.0)], "it was given up in the midst of it"
     bench.stop, bench.side_car = StopFlag(), bench.started()
-    bench.side_car._measure = measure
     bench.follow()
     assert [step for step, _ in bench.evaluated()] == [1, 2, 3]
 
@@ -271,7 +330,7 @@ def test_the_table_waits_for_it_and_no_longer(bench: Bench, capsys: pytest.Captu
 
 
 def test_another_model_s_checkpoint_is_skipped(bench: Bench) -> None:
-    def refuse(path: Path, side: str) -> None:
+    def refuse(checkpoint: StoredCheckpoint, side: str) -> None:
         raise CheckpointError("it is of another model")
 
     save(bench.store, 1, 1.0)

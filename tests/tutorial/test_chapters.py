@@ -31,7 +31,10 @@ def test_a_chapter_runs_from_anywhere(tmp_path: Path, monkeypatch: pytest.Monkey
     assert done.returncode == 0 and done.stdout and not done.stderr
 
 
-@each_chapter
+@pytest.mark.parametrize(
+    "chapter",
+    [pytest.param(each, id=each.stem, marks=[] if each.stem[:2] == "07" else pytest.mark.slow) for each in CHAPTERS],
+)
 def test_a_chapter_proves_its_claim(
     chapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -284,7 +284,7 @@ TYPICAL = {
         "07", "if waits_for_end or not", "if not", "stem.weight: launched: bucket 3"
     ),
     "buckets: aliasing": Typical(
-        "07", FILL_AND_LAUNCH, "            self.launch(reduction)\n", "hint: nothing was reduced: this is the rank's"
+        "07", FILL_AND_LAUNCH, "            self.launch(reduction)\n", "hint: the last step's mean was reduced again"
     ),
     "buckets: twice": Typical(
         "07", "self.reductions[self._num_launched :]:\n", "self.reductions:\n", "launched: bucket 0 (3 gradients"

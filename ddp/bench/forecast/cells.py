@@ -35,6 +35,7 @@ from ddp.bench.workloads import Batch, loss_of
 from ddp.comm.communicator import Communicator
 from ddp.process.clock import now_s
 from ddp.process.memory import available_cores
+from ddp.process.terminal import say
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.train.monitor.profile import VERSION, BucketTimes, ClockOffset, Profile, RankStep
 from ddp.units import three_digits, written
@@ -128,7 +129,7 @@ class CompareForecasts:
         cells = chosen([self._cell(comm, name, turns_s[name], alone, prices) for name in self.methods])
         if comm.rank == 0:
             for cell in cells:
-                print(f"{PROGRESS}{cell.place}: {cell.columns()}", flush=True)
+                say(f"{PROGRESS}{cell.place}: {cell.columns()}")
         return cells
 
     def _cell(

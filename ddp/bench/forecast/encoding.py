@@ -19,21 +19,24 @@ import torch
 from torch import Tensor, nn
 
 from ddp.bench.forecast.prices import Call, Dispatch
-from ddp.bench.forecast.work import Gradient
+from ddp.bench.forecast.work import Gradient, bytes_of
 from ddp.collectives.placed import Hosts
 from ddp.comm.flat_collectives import HostPartition
 from ddp.comm.plan import adding_times
 from ddp.comm.wire_format import widened, wire_format
 from ddp.comm.work import Work, done
+from ddp.errors import ConfigError
 from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.hooks.hook import Hook
 from ddp.process.clock import now_s
+from ddp.process.memory import available_bytes
 from ddp.setting import Narrow, WireName
 
 LATE = 1 << 30  # steps after which warm-ups are over
 NUM_REPETITIONS = 3
+COPIES = 5  # of a bucket: its parameters, the bucket, what the hook keeps and sends
 CPU = torch.device("cpu")
 
 WIRES: tuple[Narrow, ...] = ("bf16", "fp16", "int8", "int8_stochastic")
@@ -52,6 +55,11 @@ def adding_s() -> dict[Narrow, float]:
     return {wire: median(adding_times(wire, CPU)) for wire in WIRES}
 
 
+def has_room(buckets: Sequence[Sequence[Gradient]]) -> bool:
+    """Returns True if the largest of these buckets can be encoded in the memory of this host."""
+    return COPIES * max(map(bytes_of, buckets)) < available_bytes()
+
+
 def dispatches(
     buckets: Sequence[Sequence[Gradient]], hook: Hook, hosts: Hosts, *, shares_memory: bool
 ) -> list[Dispatch]:
@@ -59,7 +67,13 @@ def dispatches(
 
     Args:
         shares_memory: the ranks of a host add up in its memory first.
+
+    Raises:
+        ConfigError: they need more memory than is free.
     """
+    if not has_room(buckets):
+        most = f"{max(map(bytes_of, buckets)) / 1e9:,.3g} GB"
+        raise ConfigError(f"--hook: to try it on a bucket of {most} here takes more memory than is free; leave it out")
     known: dict[Any, Dispatch] = {}
     found = []
     for bucket in buckets:

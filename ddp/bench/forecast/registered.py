@@ -8,10 +8,8 @@ sweep says so, or when the oldest file in its folder was written.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,8 @@ from typing import Any
 from ddp.bench.forecast.question import Asked, asked_of
 from ddp.bench.forecast.work import work_of
 from ddp.errors import ConfigError
-from ddp.process.files import json_object, make_folder, read_own, write_whole
+from ddp.process.files import make_folder, read_own, write_whole
+from ddp.process.records import json_object, made, to_json
 from ddp.run.launch.sweep import Job
 from ddp.train.monitor.profile import Profile
 
@@ -76,7 +75,7 @@ def register(sweep: Path, prediction: Registered) -> Path:
     path = sweep / FOLDER / f"{date}-{prediction.settings['num_ranks']}.json"
     try:
         make_folder(path.parent)
-        write_whole(path, json.dumps(asdict(prediction), indent=2) + "\n")
+        write_whole(path, to_json(asdict(prediction), indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"--register={sweep}: {error.strerror}; give another folder") from error
     return path
@@ -86,19 +85,14 @@ def read_registered(sweep: Path) -> tuple[list[Registered], list[str]]:
     """Returns the predictions in the folder of a sweep, the oldest first, and a sentence for each that is damaged."""
     found: list[Registered] = []
     notes: list[str] = []
-    for path in sorted((sweep / FOLDER).glob("*.json")):
+    for path in sorted((sweep / FOLDER).glob("[!.]*.json")):
         try:
-            plain = json_object(read_own(path))
-            if missing := [item.name for item in fields(Registered) if item.name not in plain]:
-                raise ValueError(f"it has no {missing[0]}")
-            prediction = Registered(**{item.name: plain[item.name] for item in fields(Registered)})
+            prediction = made(Registered, json_object(read_own(path)))
             if datetime.fromisoformat(prediction.date).tzinfo is None:
                 raise ValueError("its date has no time zone")
-            if not all(0 < float(each) < math.inf for each in (prediction.step_s, prediction.naive_s)):
+            if min(prediction.step_s, prediction.naive_s) <= 0:
                 raise ValueError("step_s or naive_s is no time")
-            if not isinstance(prediction.settings, dict) or not isinstance(prediction.how, str):
-                raise TypeError("settings is no table, or how is no text")
-        except (OSError, TypeError, ValueError) as error:
+        except (OSError, ValueError) as error:
             notes.append(f"{FOLDER}/{path.name} is damaged ({error}): register the prediction again, or remove it.")
             continue
         found.append(prediction)
@@ -125,6 +119,6 @@ def began_at(run: Path) -> datetime:
     """Returns when a run began. One that went on has begun before its sweep noted it for the last time."""
     moments = [path.lstat().st_mtime for path in run.iterdir()]
     job = Job.read(run)
-    if job is not None and isinstance(job.began, (int, float)):
+    if job is not None and job.began is not None and job.began >= 0:
         moments.append(job.began)
     return datetime.fromtimestamp(min(moments), UTC)

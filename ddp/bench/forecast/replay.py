@@ -85,7 +85,7 @@ class Forecast:
     """A step on some ranks.
 
     Attributes:
-        step_s: the median of steps whose stragglers were drawn.
+        step_s: the mean of steps whose stragglers were drawn.
         computing_s: of a rank that is no straggler, without communication.
         encoding_s, network_s: of all buckets, hidden by backward or not.
         exposed_s: what communication adds to computing; waiting_s: what stragglers add to both.
@@ -128,7 +128,7 @@ def forecast(work: Work, setup: Setup, dispatches: Sequence[Dispatch] | None = N
     step_s = even_s = float(replay(step, np.ones((1, 1)))[0])
     if setup.num_ranks > 1 and len(set(work.spread)) > 1:
         drawn = np.random.default_rng(SEED).choice(work.spread, (NUM_STEPS, setup.num_ranks))
-        step_s = float(np.median(np.diff(replay(step, drawn), prepend=0.0)))
+        step_s = float(replay(step, drawn)[-1]) / NUM_STEPS
     calls = [call for dispatch in dispatches for call in dispatch.calls]
     computing_s = step.before_s + step.backward_s + step.update_s + step.other_s
     encoding_s = sum(dispatch.encoding_s for dispatch in dispatches) if setup.num_ranks > 1 else 0.0

@@ -42,7 +42,8 @@ def slow_down(config: Config, *, before: int, samples: int, num_ranks: int, thre
 
 def _slow_down(config: Config, *, before: int, samples: int) -> float:
     comm = ddp.init(device="cpu")
-    splits, task = components.load_held_out(config), components.make_task(config)
+    splits = components.load_held_out(config)
+    task = components.make_task(config, splits)
     source = source_of(splits.test, what="data", collate=splits.collate)
     torch.manual_seed(config.seed)
     model = components.make_model(config, splits).train()

@@ -47,8 +47,11 @@ def step_of(forecaster: Forecaster, found: Forecast) -> list[str]:
     of_one = ""
     if found.num_ranks > 1:
         of_one = f", {forecaster.efficiency(found):.0%} of {found.num_ranks:,} times one worker"
+    paces = [each / forecaster.profile.step_s for each in forecaster.profile.windows_s]
+    least, most = (format_time(found.step_s * each) for each in (min(paces), max(paces)))
+    doubt = f"{least} to {most} by windows of the profile" if len(paces) > 1 else "how far off is unknown: one step"
     lines = [
-        f"  step         {format_time(found.step_s)}: {', '.join(parts)}",
+        f"  step         {format_time(found.step_s)} ({doubt}): {', '.join(parts)}",
         f"  samples/s    {found.samples_per_s:,.0f}{of_one}",
     ]
     if found.num_ranks > 1:
@@ -73,7 +76,8 @@ def what_would_buy(forecaster: Forecaster, asked: Asked, found: Forecast) -> lis
         plain = replace(asked, hook="none", wire=None)
         kinds["hook"] = {"hook=none": plain}
         kinds["hook"] |= {f"replica.wire={wire}": replace(plain, wire=wire) for wire in encoding.WIRES}
-        kinds["hook"] |= {f"hook={name}": replace(plain, hook=name) for name in encoding.HOOKS}
+        hooks = encoding.HOOKS if encoding.has_room(forecaster.work_for(asked).buckets) else ()
+        kinds["hook"] |= {f"hook={name}": replace(plain, hook=name) for name in hooks}
     now_s = forecaster.of(asked, even=True).step_s
     lines = []
     for kind, choices in kinds.items():

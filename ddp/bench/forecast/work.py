@@ -142,7 +142,7 @@ def _gradients(record: RankStep, ready_s: Sequence[float]) -> list[tuple[Gradien
     found, began_s = [], 0.0
     for bucket, ended_s in zip(record.buckets, accumulate(ready_s, max), strict=True):
         dtype = getattr(torch, bucket.dtype, None)
-        if not isinstance(dtype, torch.dtype):
+        if dtype not in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
             raise ConfigError(f"gradients of {bucket.dtype:.20}: this version of torch has no such numbers")
         numels = [math.prod(shape) for shape in bucket.shapes]
         shares = [until / max(1, sum(numels)) for until in accumulate(numels)]

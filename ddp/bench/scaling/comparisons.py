@@ -69,7 +69,8 @@ def _series(
     metric, higher = _metric(shown)
     if target is None and metric:
         target = _target(shown, by_workers[sizes[0]], higher_is_better=higher)
-    points = [point_of(by_workers[size], shown[0], target if metric else None) for size in sizes]
+    fewest = by_workers[sizes[0]]
+    points = [point_of(by_workers[size], fewest, target if metric else None) for size in sizes]
     return Series(
         kind=kind,
         batch=batch,

@@ -13,7 +13,7 @@ from functools import cached_property
 from statistics import fmean, median_low
 from typing import Any, Literal, NamedTuple
 
-from ddp.bench.scaling.runs import Run, finite
+from ddp.bench.scaling.runs import Run
 from ddp.train.monitor.profile import PARTS, Profile
 
 
@@ -36,6 +36,7 @@ class Point:
     Attributes:
         run: the one that is shown; repeats: it and those that differ in their seed.
         speed_up: samples/s ÷ those of the base; efficiency: that ÷ times as many workers.
+        efficiencies: the least and the most, by windows of both, and of their repeats.
         samples_to, seconds_to: of training until the target; None: not reached, or nobody knows.
         time_efficiency: efficiency by the time to the target.
         parts: seconds of a step by part, on each rank; of rank 0 alone and coarser where there is no profile.
@@ -46,6 +47,7 @@ class Point:
     repeats: Sequence[Run]
     speed_up: float
     efficiency: float
+    efficiencies: tuple[float, float]
     samples_to: float | None
     seconds_to: float | None
     time_efficiency: float | None
@@ -147,11 +149,11 @@ def _as_good(metric: float | None, target: float, higher_is_better: bool) -> boo
     return metric is not None and (metric >= target if higher_is_better else metric <= target)
 
 
-def point_of(repeats: Sequence[Run], base: Run | None, target: float | None) -> Point:
-    """Returns the figures of one number of workers; `base` is None for the base itself."""
-    run = median_run(repeats)
-    base = base or run
+def point_of(repeats: Sequence[Run], of_base: Sequence[Run], target: float | None) -> Point:
+    """Returns the figures of one number of workers, beside the repeats of the base."""
+    run, base = median_run(repeats), median_run(of_base)
     times = run.workers / base.workers
+    rates, of_one = ([rate for each in runs for rate in each.window_rates] for runs in (repeats, of_base))
     speed_up = run.samples_per_s / base.samples_per_s
     samples_to, seconds_to, base_s = samples_until(run, target), seconds_until(run, target), seconds_until(base, target)
     return Point(
@@ -159,6 +161,7 @@ def point_of(repeats: Sequence[Run], base: Run | None, target: float | None) -> 
         repeats=repeats,
         speed_up=speed_up,
         efficiency=speed_up / times,
+        efficiencies=(min(rates) / max(of_one) / times, max(rates) / min(of_one) / times),
         samples_to=samples_to,
         seconds_to=seconds_to,
         time_efficiency=base_s / (times * seconds_to) if base_s and seconds_to else None,
@@ -195,7 +198,7 @@ def parts_of(run: Run) -> list[dict[str, float]]:
     if run.profile is not None:
         ranks = range(run.profile.world_size)
         return [{part: fmean(step[rank].parts[part] for step in run.profile.steps) for part in PARTS} for rank in ranks]
-    shares = {part: finite(run.summary.get(f"{part}_fraction")) for part in ("data", "compute", "wait")}
+    shares = {part: run.summary.get(f"{part}_fraction") for part in ("data", "compute", "wait")}
     step_s = run.batch / run.samples_per_s
     return [{part: share * step_s for part, share in shares.items() if share is not None}] if any(shares) else []
 

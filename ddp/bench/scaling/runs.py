@@ -6,7 +6,7 @@ samples of each stretch between two logged steps ÷ its samples per second, as m
 
 from __future__ import annotations
 
-import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from ddp.errors import ConfigError
-from ddp.process.files import json_object, read_own
-from ddp.run.launch.run_folder import read_settings
+from ddp.process.records import damage_told
 from ddp.run.launch.sweep import RESULT, Job, ending
+from ddp.run.settings.reader import read_settings
 from ddp.train.callbacks import EARLY, MEASURED
 from ddp.train.checkpoint import flat
 from ddp.train.monitor import profile as profiles
 from ddp.train.monitor.profile import Profile, read_profile
-from ddp.train.report import evaluations_in, read_metrics
+from ddp.train.results import evaluations_in, read_metrics, read_summary
 from ddp.train.stopping import is_signal
 
 LEFT_BY_RUNS = ("config.yaml", "summary.json", "metrics.jsonl", RESULT)
@@ -61,15 +61,25 @@ class Run:
 
     @property
     def samples_per_s(self) -> float:
-        """Returns those of the whole run; of one that was there to be measured, of its median step."""
-        if self.summary.get("stopped_by") == MEASURED and self.profile is not None:
-            return self.batch / self.profile.step_s
-        return float(self.summary["samples_per_s"])
+        """Returns those of the whole run; of one that was there to be measured, of its profiled steps."""
+        measured = self._measured
+        return float(self.summary["samples_per_s"]) if measured is None else self.batch / measured.step_s
+
+    @property
+    def window_rates(self) -> list[float]:
+        """Returns the samples/s in each window of a run that was there to be measured; else those of the whole run."""
+        measured = self._measured
+        return [self.samples_per_s] if measured is None else [self.batch / each for each in measured.windows_s]
+
+    @property
+    def _measured(self) -> Profile | None:
+        return self.profile if self.summary.get("stopped_by") == MEASURED else None
 
     @property
     def metric(self) -> float | None:
         """Returns the main metric at the end; None if there is none, or if training has diverged."""
-        return finite(self.summary.get(str(self.summary.get("main_metric"))))
+        found: float | None = self.summary.get(str(self.summary.get("main_metric")))
+        return found
 
     def seconds_at(self, samples: float) -> float:
         """Returns how long the steps took until the run had trained on these samples (note "time")."""
@@ -94,7 +104,7 @@ def read_runs(sweep: Path, *, takes_one: bool = False) -> tuple[list[Run], list[
     if not sweep.is_dir():
         raise ConfigError(f"{sweep}: there is no such folder; give that of a sweep, such as runs/sweep-…")
     folders = sorted(
-        path for path in sweep.iterdir() if path.is_dir() and any((path / name).exists() for name in LEFT_BY_RUNS)
+        path for path in sweep.glob("[!.]*") if path.is_dir() and any((path / name).exists() for name in LEFT_BY_RUNS)
     )
     is_run = any((sweep / name).exists() for name in LEFT_BY_RUNS)
     if is_run and takes_one:
@@ -135,7 +145,7 @@ def read_run(folder: Path, notes: list[str]) -> Run:
         raise ConfigError(f"it was there to be measured, and was stopped after {steps} steps by {stopped}")
     main = str(summary.get("main_metric"))
     entries = read_metrics(folder / "metrics.jsonl")
-    steps = [entry for entry in entries if entry.get("kind") == "step"]
+    steps = [entry for entry in entries if entry["kind"] == "step"]
     profile = None
     if (folder / profiles.FILE).exists():
         try:
@@ -162,20 +172,16 @@ def _summary(folder: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it is not, or the summary is damaged.
     """
-    try:
-        summary = json_object(read_own(folder / "summary.json"))
+    if not (folder / "summary.json").exists():
+        raise ConfigError("it has no summary.json, because it has failed or goes on")
+    with damage_told("its summary.json", "make the run again"):
+        summary = read_summary(folder)
         if min(int(summary["world_size"]), int(summary["global_batch"])) < 1 or not summary["seconds"] >= 0:
             raise ValueError("a number is below 1")
-        rate = float(summary["samples_per_s"])
-    except FileNotFoundError:
-        raise ConfigError("it has no summary.json, because it has failed or goes on") from None
-    except KeyError as error:
-        raise ConfigError(f"its summary.json is damaged (it has no {error.args[0]})") from error
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"its summary.json is damaged ({_short(error, folder)})") from error
+        rate = summary["samples_per_s"] or 0.0
     if is_signal(stopped := str(summary.get("stopped_by"))):
         raise ConfigError(f"it was stopped by {stopped} after {summary.get('steps')} steps; go on with resume=auto")
-    if not 0 < rate < math.inf:
+    if rate <= 0:
         raise ConfigError("it has trained no step")
     return summary
 
@@ -185,15 +191,9 @@ def _short(error: Exception, folder: Path) -> str:
     return " ".join(str(error).replace(f"{folder}/", "").partition(". The checkpoints")[0].split()).rstrip(".")
 
 
-def finite(value: object) -> float | None:
-    """Returns a number as it is; None for what is no number, or not finite."""
-    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
-
-
 def _pairs(entries: Iterable[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
     """Returns samples and a figure of each entry that has it."""
-    found = ((finite(entry.get("samples")), finite(entry.get(key))) for entry in entries)
-    return [(samples, value) for samples, value in found if samples and value is not None]
+    return [(entry["samples"], entry[key]) for entry in entries if entry.get("samples") and key in entry]
 
 
 def _memory(steps: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -202,8 +202,8 @@ def _memory(steps: Sequence[Mapping[str, Any]]) -> list[float]:
         most: dict[int, float] = defaultdict(float)
         for key, value in (item for entry in steps for item in entry.items()):
             kind, _, rank = key.partition("/rank_")
-            if kind == name and rank.isdecimal() and (megabytes := finite(value)):
-                most[int(rank)] = max(most[int(rank)], megabytes * 1e6)
+            if kind == name and re.fullmatch(r"\d{1,6}", rank):
+                most[int(rank)] = max(most[int(rank)], value * 1e6)
         if most:
             return [most[rank] for rank in sorted(most)]
     return []

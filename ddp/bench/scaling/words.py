@@ -19,7 +19,7 @@ from ddp.bench.scaling.tables import (
     target_of,
     to_target,
 )
-from ddp.train.metric_names import metric_in_words
+from ddp.train.results import metric_in_words
 from ddp.units import counted, milliseconds
 
 MORE_THAN_IDEAL = 1.15
@@ -61,11 +61,21 @@ def title_of(series: Series) -> str:
 
 
 def verdict(series: Series) -> str:
-    """Returns in one sentence where more workers stop paying."""
+    """Returns in one sentence where more workers stop paying, or why that is unknown."""
     last, first, reason = series.stop
+    for point in series.points[1 : series.points.index(first or last) + 1]:
+        doubt, (least, most) = "", point.efficiencies
+        if point.efficiency > MORE_THAN_IDEAL:
+            doubt = f"which is no merit of theirs: the run of {counted(series.base.workers, 'worker')} was slowed down"
+        elif reason in (None, "speed") and least < series.goal <= most:
+            doubt = f"and between {least:.0%} and {most:.0%} by windows and repeats (goal {series.goal:.0%})"
+        if doubt:
+            found = f"{counted(point.workers, 'worker')} have an efficiency of {point.efficiency:.0%}, {doubt}"
+            return f"Unknown whether more workers pay: {found}. Measure again on a quiet host, or for longer."
     if first is None:
-        how = f"{_faster(series, last)}, an efficiency of {last.efficiency:.0%} (goal {series.goal:.0%})"
-        return f"More workers pay up to {last.workers}, the most that were measured: they are {how}{_unknown(series)}."
+        how = f"{_faster(series, last)}, an efficiency of {_efficiency(series, last)}"
+        unknown = "" if series.metric else ", but nobody knows how well they have learnt"
+        return f"More workers pay up to {last.workers}, the most that were measured: they are {how}{unknown}."
     before = f"More workers stop paying after {last.workers}"
     many = counted(first.workers, "worker")
     if reason == "target":
@@ -78,15 +88,17 @@ def verdict(series: Series) -> str:
         return f"{before}: {many} are {_faster(series, first)}, but {reach} as many samples, {efficiency}."
     slower = first.run.samples_per_s < last.run.samples_per_s
     than = f"are slower than {last.workers}" if slower else f"are {_faster(series, first)}"
-    return f"{before}: {many} {than}, an efficiency of {first.efficiency:.0%} (goal {series.goal:.0%})."
+    return f"{before}: {many} {than}, an efficiency of {_efficiency(series, first)}."
+
+
+def _efficiency(series: Series, point: Point) -> str:
+    least, most = point.efficiencies
+    windows = f"{least:.0%} to {most:.0%} by windows, " if least < most else ""
+    return f"{point.efficiency:.0%} ({windows}goal {series.goal:.0%})"
 
 
 def _faster(series: Series, point: Point) -> str:
     return f"{point.speed_up:.2f} times as fast as {series.base.workers}"
-
-
-def _unknown(series: Series) -> str:
-    return "" if series.metric else ", but nobody knows how well they have learnt"
 
 
 def _sentences(series: Series) -> Iterator[str]:
@@ -101,9 +113,6 @@ def _sentences(series: Series) -> Iterator[str]:
             yield f"With {many} training does not reach {metric_of(series)} {target_of(series)}."
     if base.workers > 1:
         yield f"There is no run of one worker: speed-up and efficiency are against {base.workers}."
-    if any(point.efficiency > MORE_THAN_IDEAL for point in points):
-        slow = f"the run of {counted(base.workers, 'worker')} was slowed down, as by a busy host: make it again"
-        yield f"An efficiency far above 100% is no merit of the workers: {slow}."
     threads = {point.workers: point.run.summary.get("threads_per_worker") for point in points}
     if len(set(threads.values())) > 1:
         each = ", ".join(f"{number} with {counted(workers, 'worker')}" for workers, number in threads.items())
@@ -152,7 +161,7 @@ def section_of_predictions(found: Sequence[Foreseen]) -> Section:
     titles = ["run", "workers", "registered", "forecast, ms", "measured, ms", "± of repeats", "forecast ÷ measured"]
     titles += ["naive guess ÷ measured", "by"]
     worst = max((each.ratio for each in found), key=lambda ratio: abs(math.log(ratio)))
-    ours, theirs = (fmean(abs(ratio - 1) for ratio in ratios) for ratios in zip(*map(_ratios, found), strict=True))
+    ours, theirs = (fmean(abs(each.ratio - 1) for each in found), fmean(abs(each.naive_ratio - 1) for each in found))
     sentences = [
         f"These steps were forecast before their runs were made. Forecasts are off by {ours:.0%} on average, the worst "
         f"one is {worst:.2f} × measured; naive guesses, one worker's step and bytes ÷ rate, are off by {theirs:.0%}."
@@ -160,7 +169,3 @@ def section_of_predictions(found: Sequence[Foreseen]) -> Section:
     if all(each.deviation is None for each in found):
         sentences.append("No run was repeated, so nobody knows how far repeats are apart: add seed=1,2,3 to the sweep.")
     return Section("Registered predictions", "", sentences, [Table("Steps", [titles, *cells])], None)
-
-
-def _ratios(found: Foreseen) -> tuple[float, float]:
-    return found.ratio, found.naive_ratio

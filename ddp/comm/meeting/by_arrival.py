@@ -3,6 +3,7 @@
     DDP_ROLE        server 0 serves the store at MASTER_ADDR:MASTER_PORT, and says in it what the run is. Every other
                     process comes when it likes, and has the number of its arrival as its index
     DDP_SERVERS     below a launcher: all ranks meet, and the last ones are servers
+    TF_CONFIG       the same, and the tasks of the job ps are servers
 
 Server 0 is the one server; of several, the first that can serve at that address. The store ends with it, and so does
 the run: who is left ends, too, and servers that are started again meet new workers there.
@@ -22,7 +23,7 @@ from torch import distributed
 from torch.distributed import DistError
 
 from ddp.comm.meeting.cast import ROLE, SERVERS, Cast, Job, Told, cast, numbered, take_part, told
-from ddp.comm.meeting.place import Place, place
+from ddp.comm.meeting.place import Place, described_servers, number_of, place, refuse_no_worker
 from ddp.comm.meeting.private_store import part_of
 from ddp.comm.meeting.rendezvous import Opened, answered, open_store, rendezvous
 from ddp.comm.meeting.secret import VARIABLE, secret
@@ -39,7 +40,7 @@ def my_part(*, warn_s: float, abort_s: float) -> Cast | None:
         ConfigError: what it is told cannot be.
         PeerLost: the others have not come within `abort_s`.
     """
-    if (mine := cast()) is None and (me := told()) is not None:
+    if (mine := cast()) is None and (me := Told(None, number) if (number := described_servers()) else told()):
         if me.job is None:
             mine = _by_rank(me, warn_s=warn_s, abort_s=abort_s)
         else:
@@ -134,14 +135,9 @@ def _by_rank(me: Told, *, warn_s: float, abort_s: float) -> Cast:
             f"{SERVERS}={servers}: no launcher has started other processes beside this one; take one, or start each "
             f"with {ROLE}=server or {ROLE}=worker"
         )
-    if servers >= here.world_size:
-        raise ConfigError(
-            f"{SERVERS}={servers}: of the {here.world_size} that were started, one at least must be a worker: start "
-            "more processes, or take fewer servers"
-        )
+    refuse_no_worker(SERVERS, servers, here.world_size)
     opened = open_store(here, warn_s=warn_s, abort_s=abort_s)
     attempt = part_of(opened.store, "servers and workers")
     attempt = rendezvous(attempt, here.rank, here.world_size, warn_s=warn_s, abort_s=abort_s, tasks=here.tasks)
-    number, workers = (here.rank + servers) % here.world_size, here.world_size - servers
-    store = part_of(attempt, "cast")
-    return numbered(number, workers=workers, servers=servers, store=store, served=opened.server)
+    workers, store = here.world_size - servers, part_of(attempt, "cast")
+    return numbered(number_of(here, servers), workers=workers, servers=servers, store=store, served=opened.server)

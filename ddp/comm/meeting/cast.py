@@ -9,6 +9,7 @@ part. Elsewhere these variables say it, and `by_arrival.py` reads them when the 
     DDP_ROLE      server or worker: a process that is started by hand, whose index is that of its arrival
     DDP_SERVERS   number of servers; below a launcher, and without DDP_ROLE, they are its last ranks
     DDP_WORKERS   number of workers that server 0 reckons with: a step of mode=sync has as many parts
+    TF_CONFIG     the tasks of a cluster: those of the job ps are its servers (`cluster_spec.py`)
 
 On the command line of `train`, `cluster.role`, `cluster.servers` and `cluster.workers` are their other names.
 """
@@ -20,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
+from ddp.comm.meeting.cluster_spec import server_of_sparse
 from ddp.comm.meeting.secret import FOLDER
 from ddp.errors import ConfigError
 
@@ -109,9 +111,14 @@ def told(environment: Mapping[str, str] | None = None) -> Told | None:
     """
     env = {name: value for name, value in (os.environ if environment is None else environment).items() if value}
     job = env.get(ROLE)
-    if FOLDER in env or not (job or SERVERS in env):
+    if FOLDER in env:
         return None
     servers, workers = _count(env, SERVERS), _count(env, WORKERS)
+    if job is None and (sparse := server_of_sparse(env.get("TF_CONFIG", ""))) is not None:
+        task, server = sparse
+        return Told("server" if task.job == "ps" else "worker", servers, workers, server.host, server.port)
+    if not (job or servers):
+        return None
     if job is None:
         return Told(None, servers, workers)
     if job not in get_args(Job):
@@ -148,8 +155,13 @@ def _count(env: Mapping[str, str], name: str) -> int | None:
 
 
 def tell_end(of: Cast, how: str) -> None:
-    """Publishes how a process has ended, such as "was killed by SIGKILL"."""
-    of.store.set(f"ended/{of}/{of.incarnation}", how)
+    """Publishes how a process has ended, such as "was killed by SIGKILL"; "" if it has done its work."""
+    of.store.set(f"ended/{of}/{of.incarnation}" if how else f"done/{of}", how)
+
+
+def is_done(store: Store, part: str) -> bool:
+    """Returns True if a process, such as "worker 1", has done its work: of a launch, or of the fit of this store."""
+    return bool(store.check([f"done/{part}"]))
 
 
 def how_ended(store: Store, job: Job, index: int, incarnation: int = 0) -> str:

@@ -5,10 +5,13 @@
 
 | job       | its tasks                                                                   |
 |-----------|-----------------------------------------------------------------------------|
-| chief     | one, which is rank 0 where there are no servers                             |
+| chief     | one, which is rank 0 where there are no servers; or `master`                |
 | worker    | the ranks that follow; the first one is rank 0 where there is no chief      |
 | ps        | the servers, for a strategy with parameter servers; refused in all others   |
 | evaluator | no rank, and need not be listed: the side-car of what the others train      |
+
+Kubeflow's `sparseCluster` (`enableDynamicWorker`) names only itself to a server, and the servers to a worker. So these
+processes meet as those that are started by hand (`by_arrival.py`).
 
 The tasks of a job are a list of addresses HOST:PORT, or a mapping from their indices to addresses. The ranks meet at
 the address of rank 0. From the other addresses they know which ranks share a host, and whom to name as missing.
@@ -30,7 +33,9 @@ from ddp.errors import ConfigError, did_you_mean
 
 TRAINS = ("chief", "worker")
 JOBS = (*TRAINS, "ps", "evaluator")
-VARIABLE, SETTING = "TF_CONFIG", "cluster.spec"
+FORMERLY = {"master": "chief"}
+WORDS = (*FORMERLY, *JOBS)
+VARIABLE, SETTING, SPARSE = "TF_CONFIG", "cluster.spec", "sparseCluster"
 IGNORED = ("environment", "rpc_layer", "job", "service", "session_master", "eval_session_master", "model_dir")
 NUMBER = r"(0|[1-9][0-9]{0,8})"  # in one spelling
 ADDRESS = re.compile(rf"([^\s:/\[\]]+|\[[\w:.%]+\]):{NUMBER}")
@@ -82,7 +87,7 @@ class Cluster(NamedTuple):
             key = SETTING if self.source == SETTING else f"{self.source}.cluster"
             raise ConfigError(
                 f"{key}.ps: is for strategy=parameter_server, and in all others the workers keep the parameters: leave "
-                "the job out, or take that one"
+                "the job out, or take that one, which ddp.fit begins without a ddp.init before it"
             )
 
 
@@ -92,11 +97,31 @@ def from_variable(text: str) -> Cluster | None:
     Raises:
         ConfigError: it is malformed, or contradicts itself; the message names the field.
     """
-    spec, task = _variable(text)
-    tasks = _tasks(f"{VARIABLE}.cluster", spec)
-    if not tasks and (task is None or (task.job in TRAINS and task.index == 0)):
+    told, task = _variable(text)
+    tasks = _tasks(f"{VARIABLE}.cluster", told.get("cluster") or {})
+    is_sparse = SPARSE in told and task is not None and task.job != "evaluator"
+    if is_sparse or (not tasks and (task is None or (task.job in TRAINS and task.index == 0))):
         return None
     return _cluster(VARIABLE, f"{VARIABLE}.cluster", tasks, f"{VARIABLE}.task", task)
+
+
+def server_of_sparse(text: str) -> tuple[Task, Task] | None:
+    """Returns this process and its server by `TF_CONFIG.sparseCluster`; None without one, and for the evaluator.
+
+    Raises:
+        ConfigError: it is malformed, or does not name one server.
+    """
+    told, task = _variable(text or "{}")
+    if SPARSE not in told or (task is not None and task.job == "evaluator"):
+        return None
+    key, spec = f"{VARIABLE}.{SPARSE}", told[SPARSE]
+    servers = _tasks(key, {"ps": spec.get("ps")} if isinstance(spec, Mapping) else spec)
+    if task is None or len(servers) != 1 or (task.job, task.index > 0) == ("ps", True):
+        raise ConfigError(
+            f"{key}: tells {task} of {_list(servers) or 'no server'}, but tasks that do not know the whole cluster "
+            "have one, ps:0: take one, and no chief, or leave enableDynamicWorker out"
+        )
+    return task, servers[0]
 
 
 def from_settings(spec: Mapping[str, Any], task: str | None, variable: str = "") -> Cluster:
@@ -108,8 +133,8 @@ def from_settings(spec: Mapping[str, Any], task: str | None, variable: str = "")
     Raises:
         ConfigError: as above; or the two contradict.
     """
-    tasks, mine, (their_spec, their_task) = _tasks(SETTING, spec), _named(task), _variable(variable or "{}")
-    theirs = _tasks(f"{VARIABLE}.cluster", their_spec)
+    tasks, mine, (told, their_task) = _tasks(SETTING, spec), _named(task), _variable(variable or "{}")
+    theirs = _tasks(f"{VARIABLE}.cluster", told.get("cluster") or {})
     if tasks and theirs and tasks != theirs:
         raise ConfigError(f"{SETTING}: is {_list(tasks)}, but {VARIABLE}.cluster is {_list(theirs)}: leave one out")
     if mine and their_task and mine != their_task:
@@ -132,15 +157,15 @@ def _cluster(source: str, key: str, tasks: Sequence[Task], task_key: str, task: 
     return Cluster(source, ranks, found)
 
 
-def _variable(text: str) -> tuple[Any, Task | None]:
-    """Returns the cluster in the text of `TF_CONFIG`, as it stands there, and the task."""
+def _variable(text: str) -> tuple[Mapping[str, Any], Task | None]:
+    """Returns the fields in the text of `TF_CONFIG`, as they stand there, and the task."""
     try:
         told = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{VARIABLE}={text:.60}: cannot be read ({error})") from error
     if not isinstance(told, Mapping):
         raise ConfigError(f"{VARIABLE}={text:.60}: must have the fields cluster and task")
-    known = ("cluster", "task", *IGNORED)
+    known = ("cluster", SPARSE, "task", *IGNORED)
     for field in told:
         if field not in known:
             hint = did_you_mean(field, known)
@@ -149,13 +174,13 @@ def _variable(text: str) -> tuple[Any, Task | None]:
     if not isinstance(task, Mapping):
         raise ConfigError(f"{VARIABLE}.task={task!r:.60}: must have the fields type and index")
     if not task:
-        return told.get("cluster") or {}, None
-    job, index = task.get("type"), str(task.get("index"))
+        return told, None
+    job, index = FORMERLY.get(str(task.get("type")), task.get("type")), str(task.get("index"))
     if job not in JOBS:
         raise ConfigError(f"{VARIABLE}.task.type={job}: must be one of {', '.join(JOBS)}")
     if not re.fullmatch(NUMBER, index):
         raise ConfigError(f"{VARIABLE}.task.index={index:.20}: must be a whole number from 0 up")
-    return told.get("cluster") or {}, Task(job, int(index))
+    return told, Task(job, int(index))
 
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -172,10 +197,10 @@ def _named(task: str | None) -> Task | None:
     """Returns the task of the setting `cluster.task`."""
     if task is None:
         return None
-    read = re.fullmatch(rf"({'|'.join(JOBS)}):{NUMBER}", task)
+    read = re.fullmatch(rf"({'|'.join(WORDS)}):{NUMBER}", task)
     if read is None:
         raise ConfigError(f"cluster.task={task}: must be JOB:INDEX, as worker:0, where JOB is one of {', '.join(JOBS)}")
-    return Task(read[1], int(read[2]))
+    return Task(FORMERLY.get(read[1], read[1]), int(read[2]))
 
 
 def _tasks(key: str, spec: Any) -> list[Task]:
@@ -183,10 +208,10 @@ def _tasks(key: str, spec: Any) -> list[Task]:
     if not isinstance(spec, Mapping):
         raise ConfigError(f"{key}={spec!r:.60}: must be a mapping, as {{worker: [HOST:PORT, …]}}")
     for job in spec:
-        if job not in JOBS:
+        if job not in WORDS:
             hint = did_you_mean(job, JOBS)
             raise ConfigError(f"{key}.{job}: unknown job.{hint} Choose from {', '.join(JOBS)}")
-    tasks = [task for job in JOBS for task in _tasks_of_job(f"{key}.{job}", job, spec.get(job))]
+    tasks = [task for job in WORDS for task in _tasks_of_job(f"{key}.{job}", FORMERLY.get(job, job), spec.get(job))]
     if len([task for task in tasks if task.job == "chief"]) > 1:
         raise ConfigError(f"{key}.chief: has more than one address; let the others be workers")
     at: dict[str, Task] = {}

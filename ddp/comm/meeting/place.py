@@ -224,9 +224,9 @@ def _told_by(environment: Mapping[str, str]) -> Place | None:
     return found
 
 
-def launcher_serves() -> bool:
+def launcher_serves(env: Mapping[str, str] = os.environ) -> bool:
     """Returns True if torchrun's agent serves the store of its ranks, and not rank 0."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def is_rank() -> bool:
@@ -272,6 +272,26 @@ def allow_servers() -> None:
     """Lets the description of a cluster have parameter servers, because this process will have a part (`cast.py`)."""
     global _may_have_servers
     _may_have_servers = True
+
+
+def described_servers() -> int:
+    """Returns how many tasks of the described cluster are servers, if it may have some, and this process is a rank."""
+    cluster = _cluster(os.environ) if _may_have_servers else None
+    return 0 if cluster is None or cluster.rank is None else sum(task.job == "ps" for task in cluster.ranks)
+
+
+def number_of(here: Place, servers: int) -> int:
+    """Returns a rank's number where servers have the first ones: they are a launcher's last ranks, or tasks ps."""
+    return here.rank if here.tasks else (here.rank + servers) % here.world_size
+
+
+def refuse_no_worker(setting: str, servers: int, world_size: int) -> None:
+    """Raises ConfigError if all processes would be servers."""
+    if servers >= world_size:
+        raise ConfigError(
+            f"{setting}={servers}: of the {world_size} that were started, one at least must be a worker: start more "
+            "processes, or take fewer servers"
+        )
 
 
 def evaluator() -> str:
@@ -380,10 +400,11 @@ def _placed(launcher: _Launcher, env: Mapping[str, str]) -> Place:
 def _meeting(
     launcher: _Launcher, env: Mapping[str, str], world_size: int, local_world_size: int | None
 ) -> tuple[str, int]:
-    """Returns where the ranks meet: address and port (note "meeting")."""
-    if world_size == 1 and not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
+    """Returns where the ranks meet: address and port (note "meeting"); "" and 0 for one that has no store to share."""
+    if world_size == 1 and not launcher_serves(env):
         return "", 0
-    address, port = env.get("MASTER_ADDR", ""), _number(env, "MASTER_PORT")
+    address = env.get("MASTER_ADDR", "").strip("[]")  # as a URL has an IPv6 address
+    port = _number(env, "MASTER_PORT")
     if "MASTER_PORT" in env and not 0 < port < 1 << 16:
         raise ConfigError(f"MASTER_PORT={port}: must be from 1 to 65535, the same for all ranks")
     if launcher is _SLURM:

@@ -88,12 +88,10 @@ class Folder(_Private):
         """Adds to a counter, and returns what it is then."""
         with _told_as_torch_does():
             self._path.mkdir(mode=0o700, exist_ok=True)
-            with self._file(key).open("a+b") as file:  # held until it is closed
-                fcntl.flock(file, fcntl.LOCK_EX)
-                file.seek(0)
-                total = int(file.read() or b"0") + amount
-                file.truncate(0)
-                file.write(str(total).encode())
+            with self._file(f"{key}/lock").open("ab") as lock:  # beside the counter, which a kill must leave whole
+                fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed
+                total = (int(self.get(key)) if self.check([key]) else 0) + amount
+                self.set(key, str(total))
                 return total
 
     def _file(self, key: str) -> Path:

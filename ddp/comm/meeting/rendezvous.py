@@ -207,7 +207,13 @@ def _reached(place: Place, *, warn_s: float, abort_s: float) -> Store:
     def connect() -> None:
         patience = Patience(abort_s)
         try:
-            while not over.is_set() and not _is_served(place) and patience.left_s():
+            while True:
+                try:
+                    socket.create_connection((place.address, place.port), timeout=REACH_S).close()
+                    break
+                except OSError:
+                    if over.is_set() or not patience.left_s():  # nobody would wait until torch's client has returned
+                        raise
                 time.sleep(POLL_S)
             left = timedelta(seconds=max(1.0, patience.left_s()))
             found.append(TCPStore(place.address, place.port, is_master=False, timeout=left))
@@ -234,12 +240,3 @@ def _reached(place: Place, *, warn_s: float, abort_s: float) -> Store:
     if place.part:
         reason = f"no server serves a store at {where} ({why}). Was one started, with the same address and port?"
     raise PeerLost(0, "unknown", 0, 0, "start-up", reason)
-
-
-def _is_served(place: Place) -> bool:
-    """Returns True if some program listens where the store should be."""
-    try:
-        socket.create_connection((place.address, place.port), timeout=REACH_S).close()
-    except OSError:
-        return False
-    return True

@@ -310,7 +310,8 @@ class Barrier:
         address = memory.address
         self._outgoing = [address + LINE_BYTES * (other * size + index) for other in others]
         self._incoming = [(address + LINE_BYTES * (index * size + other), other) for other in reversed(others)]
-        self._states = LINE_BYTES * size * size
+        states = address + LINE_BYTES * size * size
+        self._states = [ctypes.c_uint32.from_address(states + LINE_BYTES * number) for number in range(size)]
         self._lives = {other: Life(pids[other]) for other in others}
 
     @staticmethod
@@ -357,14 +358,14 @@ class Barrier:
 
     def give_up(self, because_of: int | None = None) -> None:
         """Tells the others not to wait for this process, and which one is to blame: itself, if nobody is named."""
-        if self._state(self._index) == _RUNS:
-            self._set_state(_GAVE_UP + (self._index if because_of is None else because_of))
+        if (mine := self._states[self._index]).value == _RUNS:
+            mine.value = _GAVE_UP + (self._index if because_of is None else because_of)
 
     def leave(self) -> None:
         """Tells the others that this process will not come again. Does nothing in a forked child of a member."""
         if self._pid == os.getpid():
-            if self._state(self._index) == _RUNS:
-                self._set_state(_LEFT)
+            if (mine := self._states[self._index]).value == _RUNS:
+                mine.value = _LEFT
             for life in self._lives.values():
                 life.close()
 
@@ -372,21 +373,15 @@ class Barrier:
         """Returns the error that makes waiting for process `other` useless; None if there is none."""
         if (lost := self._hopeless_because()) is not None:
             return TransportError(*lost)
-        for index in range(len(self._ranks)):
-            if (state := self._state(index)) >= _GAVE_UP:
-                culprit, witness = self._ranks[state - _GAVE_UP], self._ranks[index]
+        for witness, its in zip(self._ranks, self._states, strict=True):
+            if (state := its.value) >= _GAVE_UP:
+                culprit = self._ranks[state - _GAVE_UP]
                 if culprit == witness:
                     return TransportError(culprit, "it has given up a collective of this host")
                 return TransportError(culprit, f"rank {witness} on this host has given up waiting for it")
         rank = self._ranks[other]
-        if self._state(other) == _LEFT:
+        if self._states[other].value == _LEFT:
             return TransportError(rank, "it has left this host's group")
         if not self._lives[other].goes_on():
             return TransportError(rank, "its process has ended")
         return TransportError(rank, "it did not come to this host's barrier", timed_out=True) if late else None
-
-    def _state(self, index: int) -> int:
-        return self._memory.buffer[self._states + LINE_BYTES * index]
-
-    def _set_state(self, state: int) -> None:
-        self._memory.buffer[self._states + LINE_BYTES * self._index] = state

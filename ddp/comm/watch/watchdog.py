@@ -290,8 +290,8 @@ class Watchdog:
         self._warned = wait.call
         lines = [status.describe() for status in others.statuses.values()]
         log.warning(
-            "%s has waited %.0f s for rank %d. The others:\n  %s",
-            *(wait.call.title, waited_s, wait.peer, "\n  ".join(lines)),
+            "%s has waited %.0f s for rank %d. The others:" + "\n  %s" * len(lines),
+            *(wait.call.title, waited_s, wait.peer, *lines),
         )
 
     def _waited_s(self, wait: Wait) -> float:

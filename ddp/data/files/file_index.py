@@ -35,7 +35,7 @@ from ddp.data.files.listing import Addresses, as_given, listed
 from ddp.data.files.readers import Facts, Reader, is_remote
 from ddp.data.files.storage import DIRECT, Storage
 from ddp.errors import ConfigError
-from ddp.process.files import make_folder, to_read, whole_file, why_shared
+from ddp.process.files import at_home, make_folder, to_read, whole_file, why_shared
 from ddp.process.log import log
 
 # --- The folder of indexes -------------------------------------------------------------------------------------------
@@ -215,7 +215,8 @@ def index_files(addresses: Addresses, format: Format, *, index_dir: str | Path, 
 def index_path(addresses: Addresses, format: Format, *, index_dir: str | Path) -> Path:
     """Returns where the index of these addresses is, or would be."""
     named = json.dumps([as_given(addresses), format.kind, format.settings()], sort_keys=True)
-    return Path(index_dir).absolute() / f"{format.kind}-{hashlib.sha256(named.encode()).hexdigest()[:16]}.index"
+    digest = hashlib.sha256(named.encode()).hexdigest()[:16]
+    return at_home(Path(index_dir)).absolute() / f"{format.kind}-{digest}.index"
 
 
 def _layouts(index: FileIndex) -> dict[tuple[str, Facts], Layout]:

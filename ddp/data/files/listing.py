@@ -26,6 +26,7 @@ from typing import Any
 from ddp.data.files.readers import file_system, is_remote, patiently, unopened
 from ddp.data.files.storage import Storage
 from ddp.errors import ConfigError
+from ddp.process.files import at_home, is_hidden
 
 Addresses = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -89,7 +90,7 @@ def identity_of(address: str) -> object:
 def _absolute(address: str) -> str:
     for prefix in ("file://", "local://"):
         address = address.removeprefix(prefix)
-    return address if is_remote(address) else str(Path(address).absolute())
+    return address if is_remote(address) else str(Path(at_home(address)).absolute())
 
 
 def _files_of(address: str, suffixes: tuple[str, ...], storage: Storage) -> Iterator[str]:
@@ -125,11 +126,12 @@ def _expanded(address: str) -> Iterator[str]:
 def _local(address: str, suffixes: tuple[str, ...]) -> list[str]:
     if Path(address).is_dir():
         with os.scandir(address) as entries:
-            found = [entry.path for entry in entries if _is_wanted(entry.name, suffixes) and _is_file(entry.path)]
+            names = [entry.name for entry in entries if entry.name.endswith(suffixes) and not is_hidden(entry.name)]
+        found = [path for name in names if _is_file(path := f"{address}/{name}")]
         return _some(found, f"{address} has no file that ends with {' or '.join(suffixes)}: give a pattern")
     if glob.has_magic(address):
         # Path.glob would also find hidden files.
-        found = [path for path in glob.glob(address, recursive=True) if _is_file(path)]  # noqa: PTH207
+        found = [path for path in glob.glob(address, recursive=True) if _is_meant(path, address) and _is_file(path)]  # noqa: PTH207
         hint = " ([ begins a choice of signs; for a name with [, write [[])" if "[" in address else ""
         return _some(found, f"{address} matches no file: check the pattern{hint}, and that the disk is mounted")
     return [address]
@@ -158,8 +160,7 @@ def _remote(address: str, suffixes: tuple[str, ...], storage: Storage) -> list[s
     found = patiently(
         lambda: _remote_glob(pattern), what="its files could not be listed", address=address, retries=storage.retries
     )
-    if is_folder:
-        found = [each for each in found if _is_wanted(each.rpartition("/")[2], suffixes)]
+    found = [each for each in found if _is_meant(each, address) and (not is_folder or each.endswith(suffixes))]
     return _some(found, f"{address} matches no file: check the pattern, and your rights to list it")
 
 
@@ -170,8 +171,10 @@ def _remote_glob(pattern: str) -> list[str]:
     return [system.unstrip_protocol(path) for path, info in found.items() if info.get("type") != "directory"]
 
 
-def _is_wanted(name: str, suffixes: tuple[str, ...]) -> bool:
-    return name.endswith(suffixes) and not name.startswith(".")
+def _is_meant(path: str, pattern: str) -> bool:
+    """Returns True unless a file is hidden, or in a hidden folder, where the pattern itself names none."""
+    given = pattern.split("/")
+    return any(map(is_hidden, given)) or not any(is_hidden(part) for part in path.split("/") if part not in given)
 
 
 def _some(found: list[str], otherwise: str) -> list[str]:

@@ -30,7 +30,7 @@ from ddp.data.files.readers import (
     remote_range,
 )
 from ddp.errors import ConfigError
-from ddp.process.files import make_folder, opened, to_read, whole_file, why_shared
+from ddp.process.files import at_home, make_folder, opened, to_read, whole_file, why_shared
 
 # --- Local copies of remote files ------------------------------------------------------------------------------------
 #
@@ -146,7 +146,7 @@ class Storage(NamedTuple):
             ConfigError: it is missing, or another version than `facts` say.
         """
         if is_remote(address) and self.cache_dir is not None:
-            return self._copy(address, facts, Path(self.cache_dir))
+            return self._copy(address, facts, at_home(Path(self.cache_dir)))
         reader: Reader
         reader = RemoteReader(address, retries=self.retries) if is_remote(address) else LocalReader(address)
         check_unchanged(address, facts, reader.facts)

@@ -7,9 +7,9 @@
                       n01/0008.cls      ┘
 
 The key is the path up to the first dot of the base name; the rest is the extension, in lower case. So img_0.25.png and
-img_0.50.png have one key, and are refused rather than read as one sample. Folders, hidden files and members such as
-__meta__ are left out, and symbolic links with a warning. The members of a sample are contiguous, so it is one read; a
-hard link, which tar writes for a second name of a file, is one more.
+img_0.50.png have one key, and are refused rather than read as one sample. Folders, hidden files, files in hidden
+folders, and members such as __meta__ are left out, and symbolic links with a warning. The members of a sample are
+contiguous, so it is one read; a hard link, which tar writes for a second name of a file, is one more.
 
 Python's `tarfile` reads the headers, so long names (GNU's and pax) are no special case. Indexing seeks over contents:
 about 20 us a member, whatever its size. A tar file ends with blocks of zeros. If they are missing, the file was cut
@@ -35,6 +35,7 @@ from PIL import Image
 from ddp.data.files.file_index import Format, Layout
 from ddp.data.files.readers import Reader, ReaderFile, check_not_compressed
 from ddp.errors import ConfigError
+from ddp.process.files import is_hidden
 from ddp.process.log import log
 from ddp.vision import torchvision
 
@@ -222,7 +223,7 @@ def _check_end(reader: Reader, end: int) -> None:
 def _key_and_extension(info: tarfile.TarInfo) -> tuple[str, str] | None:
     """Returns how a member is named as part of a sample; None if it is no part of one."""
     match = _NAME.fullmatch(info.name) if info.isreg() or info.islnk() else None
-    if match is None or _META.fullmatch(match[1].rpartition("/")[2]):
+    if match is None or _META.fullmatch(match[1].rpartition("/")[2]) or any(map(is_hidden, info.name.split("/"))):
         return None
     return match[1], match[2].lower()
 

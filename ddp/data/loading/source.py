@@ -30,6 +30,7 @@ from torch.utils.data import (
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from ddp.data.loading.fetching import Generators
+from ddp.data.loading.processes import data_loader
 from ddp.data.orders.distributed_sampler import DistributedSampler
 from ddp.data.orders.order import FirstOf, Order, Permutation, Weighted
 from ddp.data.samples import Collate, Samples, Splits, TensorSet
@@ -270,24 +271,42 @@ UNKEYED = "a sample is another one when it is read again"
 def fingerprint(source: Source) -> str | None:
     """Returns a hash of the first sample, the middle one and the last one; None if they cannot be read like this.
 
-    Their random transforms draw from the same streams in every process, so equal samples have equal hashes.
+    Their random transforms draw from the same streams in every process, so equal samples have equal hashes. Samples
+    of loader processes are read by one: what a data set opens at its first sample, they would have in common.
 
     Returns:
         `UNKEYED` if a sample is not the same when it is read again: it draws from a generator that was not found.
     """
-    samples, generators = source.samples, Generators(source.samples)
-
-    def read(index: int) -> Any:
-        generators.seed(0, "augmentation", 0, index)
-        return samples[index]
-
+    samples, there = source.samples, {"multiprocessing_context": "fork"}
     try:
+        prints = _Prints(samples)
+        if source.num_workers:
+            return next(iter(data_loader(prints, num_workers=1, pin_memory=False, processes=there)))  # type: ignore
+        return prints[0]
+    except Exception:  # the loader says what is wrong with a sample
+        return None
+
+
+class _Prints:
+    """Holds one item: the fingerprint of samples."""
+
+    def __init__(self, samples: Any) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, _: int) -> str | None:
+        samples, generators = self._samples, Generators(self._samples)
+
+        def read(index: int) -> Any:
+            generators.seed(0, "augmentation", 0, index)
+            return samples[index]
+
         with generators.preserved():
             first, *others = (read(index) for index in sorted({0, len(samples) // 2, len(samples) - 1}))
             is_keyed = digest_of(first) == digest_of(read(0))
         return digest_of([first, *others]) if is_keyed else UNKEYED
-    except Exception:  # the loader says what is wrong with a sample
-        return None
 
 
 def digest_of(values: Any) -> str | None:

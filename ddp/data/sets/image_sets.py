@@ -5,7 +5,8 @@
     CIFAR10    170 MB        cifar-10-batches-py/data_batch_1 …        shifted and mirrored, [3, 32, 32]
     FOLDER     none          train/CLASS/*.jpg, val/CLASS/*.jpg        cut out and mirrored, [3, s, s]
 
-The images of a folder are listed once, by the parent, for every process.
+The images of a folder are listed once, by the parent, for every process. Hidden folders, such as .ipynb_checkpoints,
+are no classes, and hidden files no images.
 
 An augmentation of the user's own takes the place of "shifted and mirrored", "cut out and mirrored".
 
@@ -20,8 +21,9 @@ import hashlib
 import json
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +36,8 @@ from ddp.data.files.file_index import index_place, write_index
 from ddp.data.files.listing import identity_of
 from ddp.data.samples import OnInput, Splits, TensorSet, Transformed
 from ddp.errors import ConfigError
-from ddp.process.files import read_own
+from ddp.process.files import is_hidden, read_own
+from ddp.process.records import damage_told
 from ddp.vision import torchvision
 
 # --- The images of a folder, listed once: by the parent, for every process -------------------------------------------
@@ -59,14 +62,10 @@ def image_folder(path: Path, *, index_dir: Path, build: bool) -> Any:
     index = index_place(index_dir.absolute() / f"image_folder-{digest}.json")
     if build:
         _write(index, path)
-    try:
-        listed = json.loads(_text(index))
+    remedy = f"the images under {path} are not known; start the run again, so that the parent lists them"
+    with damage_told(index, remedy):
+        listed = json.loads(read_own(index, most=sys.maxsize))
         classes, files = list(listed["classes"]), [(str(path / name), int(label)) for name, label in listed["files"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{index} is missing or damaged, so the images under {path} are not known: start the run again, so that "
-            "the parent lists them"
-        ) from error
 
     class Listed(torchvision().datasets.ImageFolder):  # type: ignore[misc]  # it looks for files in its constructor
         def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
@@ -110,24 +109,26 @@ def _numbered(images: Any) -> dict[tuple[int, int], str]:
 
 def _write(index: Path, path: Path) -> None:
     """Looks for images, and writes the index if it is another one than before."""
+    folder = torchvision().datasets.folder
+
+    def is_image(file: str) -> bool:
+        inside = Path(file).relative_to(path).parts
+        return file.lower().endswith(folder.IMG_EXTENSIONS) and not any(map(is_hidden, inside))
+
     try:
-        found = torchvision().datasets.ImageFolder(path)
-    except FileNotFoundError as error:
+        classes = [name for name in folder.find_classes(path)[0] if not is_hidden(name)]
+        numbers = {name: number for number, name in enumerate(classes)}
+        found = folder.make_dataset(str(path), numbers, is_valid_file=is_image)
+    except (FileNotFoundError, ValueError) as error:
         raise ConfigError(
             f"no images to use under {path}: {error}. Expected {path}/CLASS/*.jpg (or .png …), one folder per class; "
             "data=digits needs no files"
         ) from error
-    files = [[os.path.relpath(file, path), label] for file, label in found.samples]
-    text = json.dumps({"classes": found.classes, "files": files})
-    if text != _text(index):
-        write_index(index, [text.encode()])
-
-
-def _text(index: Path) -> str:
-    try:
-        return read_own(index)
-    except OSError:
-        return ""
+    text = json.dumps({"classes": classes, "files": [[os.path.relpath(file, path), label] for file, label in found]})
+    with suppress(OSError):
+        if text == read_own(index, most=sys.maxsize):
+            return
+    write_index(index, [text.encode()])
 
 
 _MNIST_STATISTICS = (0.1307,), (0.3081,)

@@ -7,7 +7,7 @@ bucket_cap_mb, bucket_cap_mb_list
 find_unused_parameters, static_graph
 broadcast_buffers, forward_sync_buffers
                                  as in torch
-gradient_as_bucket_view          accepted; gradients are views of their buckets either way
+gradient_as_bucket_view          as in torch; False costs no copy of gradients that no program keeps
 batched_grad_copy                accepted; small gradients are always copied together
 lazy_bucket_allocation           accepted; buckets keep their memory from one step to the next
 check_reduction                  accepted; reductions are always checked (torch ignores it, too)
@@ -37,7 +37,7 @@ from ddp.errors import ConfigError
 from ddp.process.log import log
 from ddp.replica.autograd import uncompiled
 
-ACCEPTED = frozenset({"gradient_as_bucket_view", "batched_grad_copy", "check_reduction", "lazy_bucket_allocation"})
+ACCEPTED = frozenset({"batched_grad_copy", "check_reduction", "lazy_bucket_allocation"})
 USE_INSTEAD = {
     "mixed_precision": "precision=bf16 of ddp.fit, or torch.autocast around forward",
     "delay_all_reduce_named_params": "bucket_cap_mb_list for when buckets are closed, or "

@@ -33,8 +33,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.optim import Optimizer
+from torch.profiler import record_function
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.device import device_of
@@ -53,7 +55,7 @@ from ddp.replica.drop_in.comm_hook import BufferHook, CommHook, HookedBuffers, H
 from ddp.replica.drop_in.in_backward import MakeOptimizer, StepInBackward, StepsOfOthers, check_own_optimizers, refusal
 from ddp.replica.drop_in.join import Joining, TorchJoinHook
 from ddp.replica.drop_in.torch_names import NAMES, VALUES, TorchNames
-from ddp.replica.drop_in.usage import FoundInGraph, StaticGraph
+from ddp.replica.drop_in.usage import StaticGraph
 from ddp.replica.parameters import check_trainable, check_wire, managed
 from ddp.replica.replica import Inputs, Replica
 from ddp.replica.settlement import Usage, produces_sparse_gradient
@@ -62,7 +64,7 @@ from ddp.setting import WireName
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's name for it, on the module
 OF_THIS_PROCESS = frozenset(  # attributes that pickles and copies leave out
     {"backward", "comm", "device_mesh", "inputs", "_buffer_sync", "_join_config", "_last", "_layouts"}
-    | {"_mine", "_process_group", "_reducer", "_stepper", "_usage", "_verification", "_waiting", "_watch"}
+    | {"_mine", "_observers", "_process_group", "_reducer", "_stepper", "_usage", "_verification", "_waiting", "_watch"}
 )
 TORCH_CLASS: Any = nn.parallel.DistributedDataParallel
 
@@ -83,6 +85,7 @@ class DistributedDataParallel(BucketedDataParallel):
         bucket_cap_mb_list: the same for bucket 0, 1, 2, …; the last one holds for all that follow.
         first_bucket_mb: the size for bucket 0, which is launched first; 1 MiB.
         find_unused_parameters: parameters may go without a gradient.
+        gradient_as_bucket_view: gradients that a program keeps may be overwritten by the next backward.
         static_graph: every step uses the same parameters equally often; some may be used by none.
         forward_sync_buffers: False: as `buffers="none"`.
         buffers: "broadcast" rank 0's before each forward in training mode, take their "mean", or "none".
@@ -118,6 +121,7 @@ class DistributedDataParallel(BucketedDataParallel):
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         *,
+        gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         device_mesh: Any = None,
         bucket_cap_mb_list: list[int] | None = None,
@@ -152,7 +156,7 @@ class DistributedDataParallel(BucketedDataParallel):
         Replica.__init__(self, module, comm, sync)
         self._limits, self._overlap, self.wire = limits, overlap, wire
         self.find_unused_parameters, self.static_graph, self.dim = find_unused_parameters, static_graph, dim
-        self.gradient_as_bucket_view, self.device_mesh = True, device_mesh
+        self.gradient_as_bucket_view, self.device_mesh = gradient_as_bucket_view, device_mesh
         self.input_device = arguments.input_device(device_ids)
         self.compression = None if hook is None else Compression(hook, comm, named)
         self._process_group = process_group if device_mesh is None else device_mesh.get_group(0)
@@ -161,8 +165,8 @@ class DistributedDataParallel(BucketedDataParallel):
     def _begin_in_this_process(self) -> None:
         """Makes everything that pickles and copies leave out."""
         self._join_config = _JoinConfig.construct_disabled_join_config()  # torch's `Join` sets it
-        usage = StaticGraph if self.static_graph else FoundInGraph if self.find_unused_parameters else Usage
-        self._start(usage(self.comm), StepsOfOthers(), allows_borrowing=True)
+        usual = Usage(self.comm, finds_unused=self.find_unused_parameters)
+        self._start(StaticGraph(self.comm) if self.static_graph else usual, StepsOfOthers(), allows_borrowing=True)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -176,11 +180,12 @@ class DistributedDataParallel(BucketedDataParallel):
         arguments.check_engine()
         if self.input_device is not None:
             args, kwargs = arguments.moved((args, kwargs), self.input_device)
-        if self._is_recomputed():
+        if self._is_no_step():
             return self.module(*args, **kwargs)
         try:
-            moment = self._before_forward()
-            return self._after_forward(self.module(*args, **kwargs), *moment)
+            with record_function("DistributedDataParallel.forward") if _profiler_enabled() else nullcontext():
+                moment = self._before_forward()
+                return self._after_forward(self.module(*args, **kwargs), *moment)
         except BaseException:
             self._is_in_forward, self._waiting = False, None
             raise

@@ -113,8 +113,9 @@ class TorchNames:
             "broadcast_buffers": int(replica.broadcast_buffers),
             "find_unused_parameters": int(replica.find_unused_parameters),
             "static_graph": int(replica.static_graph),
-            "gradient_as_bucket_view": 1,
+            "gradient_as_bucket_view": int(replica.gradient_as_bucket_view),
             "has_error": int(replica._last.error is not None),
+            "error": str(replica._last.error or ""),
         }
 
     def will_sync_module_buffers(self) -> Any:

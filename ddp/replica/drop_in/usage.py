@@ -1,6 +1,5 @@
-"""Two other answers to the question which parameters a backward uses.
+"""Another answer to the question which parameters a backward uses.
 
-    FoundInGraph   `find_unused_parameters`: each backward asks autograd's graph which parameters it will reach
     StaticGraph    `static_graph`: the first step shows how many gradients every later one computes
 
 Note "static graph". Under re-entrant checkpointing a parameter that is used twice gets two gradients, in two backwards
@@ -24,20 +23,7 @@ from ddp.errors import UnusedParameters
 from ddp.gradients.bucket import Slot
 from ddp.gradients.layout import Layout
 from ddp.gradients.totals import Verdicts
-from ddp.replica.autograd import is_in_backward, will_accumulate
 from ddp.replica.settlement import Usage, Use
-
-
-class FoundInGraph(Usage):
-    """Expects the gradients that the graph of each backward leads to; unused parameters are no error."""
-
-    varies = True
-
-    def expected(self, layout: Layout) -> Mapping[int, int] | None:
-        return {id(each): 1 for each in will_accumulate(layout.parameters)} if is_in_backward() else None
-
-    def complaint(self, missing: Sequence[Slot] | None) -> None:
-        pass
 
 
 @dataclass

@@ -45,7 +45,7 @@ from ddp.train.callbacks import EMA, Callback, EarlyStopping
 from ddp.train.guard import Guard
 from ddp.train.profiler import Profiler
 from ddp.train.tasks.cross_entropy import ByteModel, Classification, LanguageModel
-from ddp.train.tasks.task import LossFunction, Task, as_task
+from ddp.train.tasks.task import LossFunction, Regression, Task, as_task
 from ddp.train.tracker import Tracker, refuse_twice
 from ddp.train.trackers.csv import CSV
 from ddp.train.trackers.mlflow import MLflow
@@ -242,11 +242,17 @@ def _tracker(name: str, *, group: str) -> Tracker:
         raise ConfigError(f"trackers=[{name}]: {error}") from error
 
 
-def make_task(config: Config) -> Task:
-    """Returns the task that the model learns."""
+def make_task(config: Config, splits: Splits | None = None) -> Task:
+    """Returns the task that the model learns.
+
+    Args:
+        splits: the data, if they are loaded; data of the user's own say by their first target if it is a number.
+    """
     if config.loss == "auto":
         if isinstance(config.data, settings.Lines) and config.data.text is not None:
             return ByteModel() if config.data.tokenizer == "bytes" else LanguageModel()
+        if _has_number(config, splits):
+            return Regression()
         tasks = {settings.StandardLibrary: ByteModel, settings.Tokens: LanguageModel}
         return tasks.get(type(config.data), Classification)()
     found = from_address(config.loss, key="loss", folder=config.run.code)
@@ -254,6 +260,20 @@ def make_task(config: Config) -> Task:
         return as_task(called(found, {}, address=config.loss, key="loss") if isinstance(found, type) else found)
     except ConfigError as error:
         raise error if str(error).startswith("loss=") else ConfigError(f"loss={config.loss}: {error}") from error
+
+
+def _has_number(config: Config, splits: Splits | None) -> bool:
+    """Returns True if the target of a sample is a number, and no class."""
+    if not isinstance(config.data, settings.OwnData):
+        return isinstance(config.data, settings.Lines) and config.data.num_classes is None
+    known = splits or load_data(config)
+    if known.num_classes is not None:
+        return False
+    if not (samples := next((side for side in (known.train, known.test) if len(side)), None)):
+        return True  # of a run, without its data
+    target = first[1] if isinstance(first := samples[0], tuple | list) and len(first) == 2 else None
+    is_number = isinstance(target, Tensor) and target.is_floating_point() and target.numel() == 1
+    return is_number or isinstance(target, float)
 
 
 def make_model(config: Config, splits: Splits) -> nn.Module:
@@ -301,6 +321,8 @@ def _facts(config: Config, splits: Splits, *, of: str = "") -> tuple[tuple[int, 
         ConfigError: the user's own data do not tell, or have other dimensions.
     """
     shape, num_classes = splits.sample_shape, splits.num_classes
+    if isinstance(make_task(config, splits), Regression):
+        num_classes = num_classes or 1
     model, data = f"model={config.model.name}", f"data={config.data.name}"
     unknown = {"sample_shape": shape, "num_classes": num_classes}
     if missing := [name for name, fact in unknown.items() if fact is None]:
@@ -318,17 +340,19 @@ def check_loss(config: Config, splits: Splits) -> None:
     """Raises ConfigError if the loss cannot be that of the user's own data: without classes, or without pairs."""
     targets: Any = getattr(splits.train, "targets", None)
     is_own = isinstance(config.data, settings.OwnData)
-    needs_pairs = isinstance(make_task(config), Classification | LossFunction) and splits.collate is None
+    task = make_task(config, splits)
+    needs_pairs = isinstance(task, Classification | LossFunction) and splits.collate is None
     if is_own and needs_pairs and not (isinstance(first := splits.train[0], tuple | list) and len(first) == 2):
         raise ConfigError(
             f"loss={config.loss}: needs samples (input, target), and one of data={config.data.name} is a "
             f"{type(first).__name__}; return pairs there, or take a ddp.Task of your own"
         )
-    if is_own and config.loss == "auto" and isinstance(targets, torch.Tensor) and targets.is_floating_point():
+    is_float = isinstance(targets, Tensor) and targets.is_floating_point()
+    if is_own and is_float and config.loss == "auto" and not isinstance(task, Regression):
         kind = str(targets.dtype).removeprefix("torch.")
         raise ConfigError(
-            f"loss=auto: is for classes, and the targets of data={config.data.name} are {kind}; "
-            "take loss=torch.nn.functional:mse_loss, or a function of your own"
+            f"loss={config.loss}: is for classes, and the targets of data={config.data.name} are {kind} "
+            f"{list(targets.shape)}; take loss=ddp:Regression, or a function of your own"
         )
 
 

@@ -28,14 +28,17 @@ from torch import Tensor, nn
 
 from ddp.data.samples import Splits
 from ddp.errors import CheckpointError, ConfigError
+from ddp.process.files import at_home
+from ddp.process.records import Count, Maker, damage_told
 from ddp.run.build import components
 from ddp.run.settings.address import check_trust, own_parts
 from ddp.run.settings.config import Config
-from ddp.run.settings.reader import read_settings, settings_of
+from ddp.run.settings.reader import read_config, settings_of
 from ddp.strategies.region import look
 from ddp.train import checkpoint_store as store
-from ddp.train.callbacks import averages_in
-from ddp.train.report import SIDECAR
+from ddp.train.checkpoint import bare, weights_of
+from ddp.train.checkpoint_store import ANOTHER
+from ddp.train.results import SIDECAR
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,10 @@ class Trained:
     @property
     def facts(self) -> dict[str, Any]:
         """Returns the shape of one input, and the number of classes, of which the model was built; None: unknown."""
-        shape = self._identity.get("sample_shape")
-        return {"sample_shape": shape and tuple(shape), "num_classes": self._identity.get("num_classes")}
+        with damage_told(self, ANOTHER, CheckpointError):
+            shape = Maker().made(list[Count] | None, self._identity.get("sample_shape"))
+            num_classes = Maker().made(Count | None, self._identity.get("num_classes"))
+        return {"sample_shape": shape and tuple(shape), "num_classes": num_classes}
 
     def model(self, *, trust: bool = False) -> nn.Module:
         """Returns the trained model in evaluation mode, on the CPU. A class of the user's own is imported for that.
@@ -82,16 +87,16 @@ class Trained:
                 f"{self} is of a run from Python, which does not know how its model is built: build it, and load "
                 "the weights with model.load_state_dict(ddp.load(…).weights)"
             )
-        config = read_settings(path)
+        config = read_config(path)
         check_trust(own_parts({"model": asdict(config.model)}), code=config.run.code, settings=path, trust=trust)
         return self.built(config)
 
     def built(self, config: Config) -> nn.Module:
         """Returns the trained model, as `model` does, from settings that have been read already."""
         splits = Splits(train=(), test=(), **self.facts)
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # first without memory, because its settings may ask for terabytes
+            store.check_fits(self.weights, components.make_model_without_memory(config, splits), source=str(self))
             model = components.make_model(config, splits)
-        store.check_fits(self.weights, model, source=str(self))
         model.load_state_dict(self.weights)
         return model.eval()
 
@@ -124,13 +129,16 @@ def load(
         seen = look(region or "")
         run_dir = seen.about.get("run_dir")
         return Trained(run_dir and Path(run_dir), seen.step, None, seen.weights, seen.about, region)
-    folder = store.checkpoints_of(Path(path))
+    folder = store.checkpoints_of(at_home(Path(path)))
     best = store.best_of(folder) or store.best_of(folder.parent / SIDECAR) if which == "best" else None
-    found: store.StoredCheckpoint = store.load(best or folder, names=["model"])
-    weights = dict(found.parts["model"])
-    if averaged and (name := found.meta.get("averages")) is not None:
-        weights |= averages_in(store.load(found.path, names=["callbacks"]).parts["callbacks"][name])
-    return Trained(found.path, found.step, found.score, weights, found.meta["identity"])
+    return trained_of(store.load(best or folder, names=store.Manifest.weights), averaged=averaged)
+
+
+def trained_of(found: store.StoredCheckpoint, *, averaged: bool = True) -> Trained:
+    """Returns a checkpoint that was read; as `load`."""
+    with damage_told(found.path, ANOTHER, CheckpointError):
+        weights = bare(weights_of(found, averaged=averaged))
+        return Trained(found.path, found.step, found.score, weights, found.meta["identity"])
 
 
 # --- Weights to start from -------------------------------------------------------------------------------------------
@@ -173,9 +181,9 @@ def load_initial_weights(
 def _read_weights(path: Path) -> dict[str, Any]:
     """Returns plain keys and their values from a checkpoint, or from a file of a state dict."""
     if path.is_dir():
-        return dict(store.load(path, names=["model"]).parts["model"])
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist; init_from.path takes a checkpoint folder or a file of weights")
+        return trained_of(store.load(path, names=["model"]), averaged=False).weights
+    if not path.is_file():  # nor a pipe, at which reading would wait for ever
+        raise CheckpointError(f"{path} is no file; init_from.path takes a checkpoint folder or a file of weights")
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -187,7 +195,7 @@ def _read_weights(path: Path) -> dict[str, Any]:
         not isinstance(value, Tensor) and not store.is_extra(name) for name, value in weights.items()
     ):
         raise CheckpointError(f"{path} holds no state dict; save it with torch.save(model.state_dict(), PATH)")
-    return {str(key).removeprefix("module."): value for key, value in weights.items()}
+    return {bare(str(key)).removeprefix("module."): value for key, value in weights.items()}
 
 
 def _renamed(key: str, rename: Mapping[str, str]) -> str:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import socket
 from collections.abc import Iterator, Mapping
@@ -27,10 +26,13 @@ from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.session import init, shutdown
 from ddp.data.samples import Splits, WholeBatches
 from ddp.data.sets import standard_library
-from ddp.errors import ConfigError, said
+from ddp.errors import CheckpointError, ConfigError, said
 from ddp.models.gpt import GPT, generate
 from ddp.process.arguments import program, setting_for, shown, train_command, typed_settings
 from ddp.process.memory import available_cores, collect_from_now_on
+from ddp.process.records import damage_told
+from ddp.process.terminal import say
+from ddp.replica.tied import move
 from ddp.run.build import components
 from ddp.run.build import optimizer as optimization
 from ddp.run.build.load import load as load_trained
@@ -45,10 +47,11 @@ from ddp.strategies.region import refuse_kept
 from ddp.train.arguments import Given
 from ddp.train.callbacks import EARLY, MEASURED
 from ddp.train.checkpoint import check_optimizer
-from ddp.train.checkpoint_store import check_fits, checkpoints_of, load, resume_from
+from ddp.train.checkpoint_store import ANOTHER, check_fits, checkpoints_of, load, resume_from
 from ddp.train.fit import train
 from ddp.train.monitor.profile import FILE
-from ddp.train.report import draw_curves, print_summary, write_summary
+from ddp.train.report import draw_curves, print_summary
+from ddp.train.results import read_summary, write_summary
 from ddp.train.sidecar import results_of_sidecar
 from ddp.train.stopping import StopFlag
 from ddp.train.tasks import ngram
@@ -86,10 +89,11 @@ def check(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
         optimizer = optimization.make_optimizer(config, model)
     if (which := _start_of(config, Path(config.run.dir))) is not None:
         checkpoint = load(which, names=["model", "position"])
-        check_dealing(config, splits, state=checkpoint.parts["position"]["sampler"])
-        check_fits(checkpoint.parts["model"], model, source=checkpoint.path)
+        with damage_told(checkpoint.path, ANOTHER, CheckpointError):
+            position = {name: checkpoint.parts["position"][name] for name in ("step", "sampler")}
+            check_fits(checkpoint.parts["model"], model, source=checkpoint.path)
+        check_dealing(config, splits, state=position["sampler"])
         check_optimizer(checkpoint, optimizer)
-        position = {name: checkpoint.parts["position"][name] for name in ("step", "sampler")}
         return position, noted(config, splits.train)
     check_dealing(config, splits)
     if config.init_from.path:
@@ -125,8 +129,7 @@ def finish(config: Config, run_dir: Path) -> None:
     """Completes the results that the workers wrote, and prints them."""
     if config.trial:
         return
-    path = run_dir / "summary.json"
-    summary = json.loads(path.read_text())
+    summary = read_summary(run_dir)
     more: dict[str, Any] = {}
     if config.evaluate.by == "sidecar":
         more |= results_of_sidecar(run_dir, summary["main_metric"], last_step=summary["steps"])
@@ -155,18 +158,19 @@ def given_of(config: Config, comm: Communicator, stop: StopFlag, *, is_resumed: 
     Raises:
         ConfigError: hosts have other data.
     """
-    splits, task = components.load_data(config), components.make_task(config)
+    splits = components.load_data(config)
+    task = components.make_task(config, splits)
     _check_data(config, splits, comm)
     held_out = splits if config.evaluate.by == "workers" else None
     streams.init_stream(config.seed, device=comm.device)
-    module = components.make_model(config, splits).to(comm.device)
+    module = move(components.make_model(config, splits), comm.device)
     if config.init_from.path and not is_resumed and comm.rank == 0:  # the replicas' first broadcast does the rest
         _load_given_weights(config, module)
     model = components.make_replica(config, module, comm)
     optimizer = optimization.make_optimizer(config, module)
-    sizes = sampler_for(config, splits, rank=comm.rank).sizes
+    sizes = sampler_for(config, splits, rank=0).sizes  # those of all: a server of several has no share of its own
     if comm.rank == 0 and (notes := [*origins(), *optimization.derived(config, sizes)]):
-        print("\n".join(notes), flush=True)
+        say("\n".join(notes))
     collect_from_now_on()  # the optimizer has imported the last of torch
     return Given(
         model=model,

@@ -17,7 +17,7 @@ from ddp.policies import Evaluation, Folder, SameBits
 from ddp.run.build.stages import given_of, joined
 from ddp.run.settings.address import check_trust, own_parts
 from ddp.run.settings.config import choose
-from ddp.run.settings.reader import read_settings, settings_of
+from ddp.run.settings.reader import read_config, settings_of
 from ddp.train.callbacks import EarlyStopping
 from ddp.train.checkpoint_store import listed
 from ddp.train.fit import train
@@ -28,18 +28,21 @@ from ddp.train.trace import StepTrace, Trace
 
 def checkpoint_before(run: Path, step: int) -> Path | None:
     """Returns the run's last checkpoint from before a step; None if there is none."""
-    found = [each for each in listed(run / "checkpoints").saved if int(each.manifest["step"]) < step]
-    return max(found, key=lambda each: int(each.manifest["step"])).path if found else None
+    found = [each for each in listed(run / "checkpoints").saved if each.manifest.step < step]
+    return max(found, key=lambda each: each.manifest.step).path if found else None
 
 
 def threads_of(run: Path) -> int:
     """Returns the threads of a worker of a run; 1 of one from Python."""
     path = settings_of(run)
-    return 1 if path is None else read_settings(path).cluster.threads_per_worker or 1
+    return 1 if path is None else read_config(path).cluster.threads_per_worker or 1
 
 
-def traced(run: Path, checkpoint: Path, *, last_step: int) -> list[StepTrace]:
+def traced(run: Path, checkpoint: Path, *, last_step: int, trust: bool) -> list[StepTrace]:
     """Returns the trace of a run's steps from after a checkpoint to the last one asked for. In a process of its own.
+
+    Args:
+        trust: as of `check_trust`; what the run's own settings say of it does not count.
 
     Raises:
         ConfigError: the run was made from Python, so that only its program knows model and data; or others may have
@@ -48,8 +51,8 @@ def traced(run: Path, checkpoint: Path, *, last_step: int) -> list[StepTrace]:
     path = settings_of(run)
     if path is None:
         raise ConfigError(f"{run} is of a run from Python, whose program alone knows model and data")
-    config = read_settings(path)
-    check_trust(own_parts(asdict(config)), code=config.run.code, settings=path, trust=config.trust)
+    config = read_config(path)
+    check_trust(own_parts(asdict(config)), code=config.run.code, settings=path, trust=trust)
     config.cluster.workers = config.cluster.local_workers = 1
     config.cluster.servers, config.strategy, config.trackers = 0, choose("strategy", "auto"), []
     trace, stop = Trace(last_step), StopFlag()

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from ddp.comm.meeting.cast import Told, take_part
 from ddp.errors import ConfigError, PeerLost, first_line
 from ddp.process.arguments import shown
+from ddp.process.terminal import say
 from ddp.run.launch.command_line import bad_input_to, exit_with_error
 from ddp.run.launch.report import log_file
 from ddp.run.launch.torchrun import become_worker, prepare_host, prepared, train_as, typed
@@ -45,7 +46,7 @@ def main(me: Told) -> NoReturn:
         try:
             mine, run = arrive(me, partial(_prepared, me, on_one_host=alone), warn_s=WARN_S, abort_s=ABORT_S)
         except PeerLost as error:
-            print(f"{me.job}: {first_line(error)}", file=sys.stderr, flush=True)
+            say(f"{me.job}: {first_line(error)}", to=sys.stderr)
             leave(1)
         if mine.served is None:
             _refuse_other_settings(str(mine), run)
@@ -55,7 +56,7 @@ def main(me: Told) -> NoReturn:
     number = mine.index + (mine.num_servers if mine.job == "worker" else 0)
     if number:
         log = shown(log_file(run_dir / "logs", number, mine.num_servers))
-        print(f"{mine} of {shown(run_dir)}/; it writes to {log}", flush=True)
+        say(f"{mine} of {shown(run_dir)}/; it writes to {log}")
     train_as(number, config, run_dir, play=partial(take_part, mine))
 
 

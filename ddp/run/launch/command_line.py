@@ -44,23 +44,34 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn, cast, get_args
 
+from yaml import YAMLError
+
 from ddp.comm.meeting.cast import ROLE, SERVERS, WORKERS, Job, Told, told
 from ddp.comm.meeting.place import allow_servers, take_cluster
-from ddp.errors import USER_ERRORS, ConfigError, first_line
-from ddp.process.arguments import program, setting_for, shown, train_command, typed_command
-from ddp.process.files import json_object, read_own
+from ddp.errors import USER_ERRORS, ConfigError, first_line, with_causes
+from ddp.process.arguments import program, quoted, setting_for, shown, train_command, typed_command
+from ddp.process.files import at_home
 from ddp.process.memory import leave_out, skip_at_exit
-from ddp.process.terminal import ended_by_ctrl_c, keep_writing
+from ddp.process.terminal import console, ended_by_ctrl_c, keep_writing, say
 from ddp.run.launch import jobs, sidecar, sweep
 from ddp.run.launch.engine import Ended, run_workers
 from ddp.run.launch.report import Report, describe_failures
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare, settings_text, unwritable
 from ddp.run.launch.supervisor import run_cast
 from ddp.run.settings.address import is_address
-from ddp.run.settings.checks import check_gpus, check_strategy
+from ddp.run.settings.checks import check_gpus, check_strategy, name_problems
 from ddp.run.settings.config import CHOICES, OWN, Config, choose, plain_defaults
 from ddp.run.settings.page import page
-from ddp.run.settings.reader import chosen_in, from_plain, key_of_option, unknown_choice, unknown_key
+from ddp.run.settings.reader import (
+    chosen_in,
+    from_plain,
+    key_of_option,
+    not_among,
+    text_settings,
+    unknown_choice,
+    unknown_key,
+)
+from ddp.train.results import read_summary
 from ddp.units import counted
 
 CONF = Path(__file__).parents[1] / "settings" / "conf"
@@ -72,7 +83,7 @@ def main() -> NoReturn:
     """Trains as the command line says: one run, or with `-m` a sweep, a process for each run. Ends the process."""
     keep_writing()
     if {"-h", "--help"} & set(sys.argv[1:]):
-        print(page(program()))
+        say(page(program()))
         sys.exit(0)
     skip_at_exit()
     with ended_by_ctrl_c():
@@ -86,7 +97,6 @@ def main() -> NoReturn:
         sys.argv[1:] = for_hydra(arguments, sweeps=arguments[:1] in (["-m"], ["--multirun"]))
         task = Task(varied_keys(sys.argv[1:]), _options(sys.argv[1:]))
     OmegaConf.register_new_resolver("job_folder", task.job_folder, replace=True)
-    OmegaConf.register_new_resolver("sweep_folder", lambda name, date: name or f"sweep-{date}", replace=True)
     try:
         with bad_input_to(exit_with_error):
             hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(task)()
@@ -150,7 +160,7 @@ def _trained(config: Config, run_dir: Path) -> int:
             raise ConfigError(f"cluster.{key}: every process needs it on its command line, and not in a file")
     check_gpus(config)
     check_strategy(config)
-    print(f"starting {counted(config.cluster.workers, 'worker')} for {shown(run_dir)}/ …", flush=True)
+    say(f"starting {counted(config.cluster.workers, 'worker')} for {shown(run_dir)}/ …")
     with ended_by_ctrl_c():
         with leave_out():
             importlib.import_module("ddp.run.build.stages")  # torch, which takes a second
@@ -188,7 +198,17 @@ def _offer_settings() -> None:
         is_number = len(numbers) == 1 and isinstance(numbers[0], int)
         return numbers[0] * _root_.cluster.workers if is_number else ",".join(map(str, numbers))
 
+    def named(key: str, name: object) -> str:
+        """Returns a name, before Hydra makes a folder of it."""
+        for problem in name_problems(key, str(name)):
+            raise ConfigError(problem)
+        return str(name)
+
     OmegaConf.register_new_resolver("per_worker", per_worker, replace=True)
+    OmegaConf.register_new_resolver("run_folder", partial(named, "run.name"), replace=True)
+    OmegaConf.register_new_resolver(
+        "sweep_folder", lambda name, date: f"sweep-{date}" if name is None else named("sweep.name", name), replace=True
+    )
     store = ConfigStore.instance()
     store.store("settings", plain_defaults())
     for group, choices in CHOICES.items():
@@ -226,12 +246,20 @@ def _offer_settings() -> None:
 
 def for_hydra(arguments: Sequence[str], *, sweeps: bool = False) -> list[str]:
     """Returns a command line as Hydra reads it. `sweeps`: commas stand between values, a job each."""
-    return _quoted_paths(_free_keys(arguments), sweeps=sweeps)
+    return _quoted_texts(_free_keys(arguments), sweeps=sweeps)
 
 
 def _free_keys(overrides: Sequence[str]) -> list[str]:
-    """Marks the keys of mappings whose keys are the user's as new to Hydra."""
+    """Marks the keys of mappings whose keys are the user's as new to Hydra; refuses to remove any other.
+
+    Raises:
+        ConfigError: Hydra would remove a setting, which has its default then; or a setting has no name.
+    """
     free = ("init_from.rename", "model.args", "data.args", "optim.args", "cluster.spec")
+    for override in overrides:
+        key = override.lstrip("~").partition("=")[0]
+        if override.startswith(("~", "=")) and not key.startswith((*free, "hydra")):
+            raise ConfigError(f"{override}: a setting always has a value; write {key or 'NAME'}=VALUE")
     return [f"++{override}" if override.startswith(free) else override for override in overrides]
 
 
@@ -282,10 +310,10 @@ def take_role(arguments: Sequence[str]) -> Told | None:
             raise ConfigError(f"cluster.role={role}: must be {' or '.join(get_args(Job))}")
         if role != os.environ.setdefault(ROLE, role):
             raise ConfigError(f"cluster.role={role}: but {ROLE} is {os.environ[ROLE]}: leave one out")
-    if not os.environ.get(ROLE):
+    if (me := told()) is None or me.job is None:
         return None
     if strange := [word for word in words if word.startswith(("cluster.spec", "cluster.task"))]:
-        raise ConfigError(f"{strange[0]}: this process is a {os.environ[ROLE]} by its role; leave one of the two out")
+        raise ConfigError(f"{strange[0]}: this process is a {me.job} by its role; leave one of the two out")
     for name, key in ((SERVERS, "cluster.servers"), (WORKERS, "cluster.workers")):
         if key in asked:
             os.environ[name] = asked[key]
@@ -325,13 +353,14 @@ def options_first(arguments: Sequence[str], *, own: Sequence[str] = ()) -> list[
 
 
 PATHS = ("data.path", "data.test_path", "data.validation_path")
-NO_NAME = re.compile(r"(?<![^,])(null|true|false|nan|inf|[\d._e+-]+|\[.*\]|\{.*\})(?![^,])", re.IGNORECASE)
-"""What Hydra takes for something else than the name of a choice."""
+FUNCTION = re.compile(r"[a-z_]+\(.*\)")
+VALUE = re.compile(r"""(?:[^,{\["']|\{[^}]*\}|\[[^\]]*\]|"[^"]*"|'[^']*'|[{\["'])+""")
+"""One of several with commas between them."""
 
 
-def _quoted_paths(overrides: Sequence[str], *, sweeps: bool = False) -> list[str]:
-    """Quotes what Hydra could not read: a folder `cluster.workers=2` of a sweep, {00..99}.tar, or a column `a (b)`; and
-    what it would read as another type: hook=null.
+def _quoted_texts(overrides: Sequence[str], *, sweeps: bool = False) -> list[str]:
+    """Quotes texts that Hydra would read as another type, such as run.name=5e2, or could not read at all, such as
+    {00..99}.tar, a column `a (b)`, ~/data, or a folder `cluster.workers=2` of a sweep.
 
     Args:
         sweeps: commas that are not within brackets stand between values, a job each.
@@ -339,24 +368,25 @@ def _quoted_paths(overrides: Sequence[str], *, sweeps: bool = False) -> list[str
 
     def readable(override: str) -> str:
         key, _, value = override.partition("=")
-        if key in ("data.target", "data.text", "data.inputs"):
-            return f"{key}={_quoted_names(value)}"
-        if key in (*CHOICES, "recipe"):
-            return f"{key}=" + NO_NAME.sub(r'"\g<0>"', value)
-        is_pattern = key in PATHS and not value.startswith(('"', "'"))
-        if not is_pattern and not ("=" in value and Path(value).exists()):
+        if key.startswith("hydra."):  # a folder, which Hydra itself makes
+            value = at_home(value)
+        may_be_null = text_settings().get(key.lstrip("+"))
+        if may_be_null is None or (may_be_null and value == "null"):
             return override
-        values = re.findall(r"(?:[^,{\[]|\{[^}]*\}|\[[^\]]*\]|[{\[])+", value) if sweeps and is_pattern else [value]
-        return f"{key}=" + ",".join(f'"{each}"' for each in values)
+        if FUNCTION.fullmatch(value) and key not in ("data.target", "data.text"):
+            return override
+        if value.startswith("[") and value.endswith("]") and key not in CHOICES:
+            return f"{key}=[{','.join(_quoted(name.strip()) for name in value[1:-1].split(','))}]"
+        if not sweeps and key not in PATHS and "," in value:  # Hydra says that this is for a sweep
+            return override
+        values = re.findall(VALUE, value) if sweeps else [value]
+        return f"{key}={','.join(map(_quoted, values))}"
 
     return [readable(override) for override in overrides]
 
 
-def _quoted_names(value: str) -> str:
-    """Returns names of columns, one or a list in brackets, of which those are in quotes that Hydra could not read."""
-    if value.startswith("[") and value.endswith("]"):
-        return f"[{','.join(_quoted_names(name.strip()) for name in value[1:-1].split(','))}]"
-    return f'"{value}"' if re.search(r"[^\w.,/+@%$?*-]", value) and value[:1] not in ('"', "'") else value
+def _quoted(text: str) -> str:
+    return text if text.startswith(("'", '"')) or "\\" in text else quoted(text)  # Hydra's sweeper writes \\:
 
 
 def varied_keys(arguments: Sequence[str]) -> list[str]:
@@ -407,7 +437,7 @@ def translated(error: BaseException) -> str | None:
     """Returns the sentence for a user's error, whichever library raised it, or None for any other error."""
     from hydra.errors import HydraException, MissingConfigException, OverrideParseException
     from omegaconf import Node
-    from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+    from omegaconf.errors import GrammarParseError, InterpolationResolutionError, OmegaConfBaseException
 
     if isinstance(error, USER_ERRORS):
         return str(error)
@@ -415,19 +445,24 @@ def translated(error: BaseException) -> str | None:
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
         if group in CHOICES:
             return str(unknown_choice(group, name))
-        asked = f"{group}={name}"
         if "submitit" in name and not any("submitit" in option for option in error.options or ()):
-            return f"{asked}: the launcher is not installed: pip install hydra-submitit-launcher"
-        return str(unknown_key(asked, error.options, what="choice")) if error.options else first_line(error)
+            return f"{group}={name}: the launcher is not installed: pip install hydra-submitit-launcher"
+        return str(not_among(group, name, error.options)) if error.options else first_line(error)
     if isinstance(error, OverrideParseException):
         return f"cannot read {error.override!r}: {' '.join(error.message.split('See https')[0].split())}"
     if isinstance(error, HydraException):
+        if "interval" in str(error).lower():
+            search = f"{program()} search 'optim.lr=interval(0.001,0.1)' --trials 20"
+            return f"a range of values is searched, as in {search}; a sweep takes values one by one"
         if several := re.match("Ambiguous value for argument '((.*?)=(.*))'", str(error)):
             setting, key, values = several.groups()
             return f"{setting} has several values: put -m first for a sweep of them, or write a list, {key}=[{values}]"
         return (error.__cause__ and translated(error.__cause__)) or str(error)
-    if isinstance(error, InterpolationResolutionError):
-        return f"{error.full_key}: {first_line(error)}"
+    if isinstance(error, (InterpolationResolutionError, GrammarParseError)):
+        ours = (str(each) for each in with_causes(error) if isinstance(each, ConfigError))
+        return next(ours, f"{error.full_key}: {first_line(error)}")
+    if isinstance(error, YAMLError):  # of a file in a folder of the user's own
+        return " ".join(str(error).split())
     if isinstance(error, OmegaConfBaseException):
         if not error.full_key:
             return first_line(error)
@@ -439,7 +474,7 @@ def translated(error: BaseException) -> str | None:
 
 def print_error(message: str) -> None:
     """Prints the one line for an error of the user's input."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    say(f"error: {message}", to=sys.stderr)
 
 
 def exit_with_error(message: str) -> NoReturn:
@@ -475,7 +510,7 @@ def train(config: Config, run_dir: Path) -> int:
 
     if ended.failures:
         _restore_terminal()
-        print(describe_failures(ended.failures, run_dir / "logs", cluster.servers).text, file=sys.stderr, flush=True)
+        say(describe_failures(ended.failures, run_dir / "logs", cluster.servers).text, to=sys.stderr)
         return 1
     if config.trial or (run_dir / "summary.json").exists():  # it does not after a signal before the first step
         finish(config, run_dir)
@@ -490,8 +525,8 @@ def train(config: Config, run_dir: Path) -> int:
         reports = [Report.read(run_dir / "logs", rank=rank, servers=cluster.servers) for rank in ranks]
         failed = [report for report in reports if report is not None]
         if failed:  # the stop itself went wrong
-            print(min(failed, key=lambda r: (r.is_secondary, r.time_s)).block(), file=sys.stderr, flush=True)
-    print(f"stopped by {stopped_by.name}; {outcome}", file=sys.stderr, flush=True)
+            say(min(failed, key=lambda r: (r.is_secondary, r.time_s)).block(), to=sys.stderr)
+    say(f"stopped by {stopped_by.name}; {outcome}", to=sys.stderr)
     return 128 + stopped_by
 
 
@@ -503,11 +538,12 @@ def _agreed_stop(run_dir: Path) -> signal.Signals | None:
 def _stopped_by(run_dir: Path) -> str:
     """Returns why the workers have agreed to stop; "" if they have not."""
     with contextlib.suppress(OSError, ValueError):
-        return json_object(read_own(run_dir / "summary.json")).get("stopped_by") or ""
+        return read_summary(run_dir).get("stopped_by") or ""
     return ""
 
 
 def _restore_terminal() -> None:
     """Shows the cursor, which the progress bar of a killed rank 0 may have hidden."""
     if sys.stderr.isatty():
-        sys.stderr.write("\x1b[?25h\n")
+        console(stderr=True).show_cursor()
+        say("", to=sys.stderr)

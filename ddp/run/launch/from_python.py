@@ -9,16 +9,18 @@ import io
 import pickle
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from ddp.comm.meeting.place import refuse_workers
 from ddp.errors import ConfigError, WorkersFailed, nearest, workers_failed
 from ddp.process.log import log
 from ddp.process.memory import available_cores
+from ddp.process.terminal import say
 from ddp.run.launch.engine import Ended, run_workers, temporary_folder
 from ddp.run.launch.report import Failure, called, describe_failures
 from ddp.run.launch.supervisor import run_cast
@@ -66,7 +68,7 @@ def launch(
     _check_launch(workers, servers, restarts, threads_per_worker, timeout_s)
     if sys.stdout is not None and sys.stdout.isatty():  # a pipe gets what the function prints, and nothing else
         beside = f"{counted(servers, 'server')} and " if servers else ""
-        print(f"starting {beside}{counted(workers, 'worker')} …", flush=True)
+        say(f"starting {beside}{counted(workers, 'worker')} …")
     with folder_for_call(workers, function, args, kwargs) as folder:
         limit = [] if timeout_s is None else ["--timeout", str(timeout_s)]
         run: Callable[..., Ended] = run_workers
@@ -110,15 +112,19 @@ def _left_by(failures: Mapping[int, Failure]) -> signal.Signals | None:
 
 # --- The call on its way to the workers, and its results on their way back -------------------------------------------
 #
-#     call.pkl               world size and `sys.path`; then function, arguments and keywords
+#     call.pkl               world size and `sys.path`; then function, arguments, keywords, and which classes and
+#                            functions of the script these use, because pickle asks a worker for them by name
+#     defined.pkl            the last again, for processes that multiprocessing starts from a worker
 #     result-rank-R.pkl      what the function returned on rank R
 #     raised-rank-R.pkl      what it raised there, if that can be sent
 #
 # What cannot be sent, or does not fit on the disk, is one sentence: on the way there before a worker starts.
 
 
-CALL = "call.pkl"
+CALL, DEFINED = "call.pkl", "defined.pkl"
+Definitions = dict[tuple[str, str], Any]  # by module and name
 LARGEST_EXCEPTION = 1 << 26  # bytes
+_SEARCH = threading.Lock()
 OURS = ("workers", "servers", "restarts", "threads_per_worker", "timeout_s")
 
 
@@ -178,10 +184,11 @@ def folder_for_call(workers: int, function: Callable[..., Any], args: Any, kwarg
     Raises:
         ConfigError: something of the call cannot be sent, or the disk is full.
     """
-    sent = _pickled(function, args, kwargs)
+    sent, defined = _pickled(function, args, kwargs)
     with temporary_folder("ddp-launch-") as folder:
         try:
             (folder / CALL).write_bytes(pickle.dumps((workers, sys.path)) + sent)
+            (folder / DEFINED).write_bytes(defined)
         except OSError as error:
             raise _no_room(error, folder) from error
         yield folder
@@ -213,30 +220,64 @@ def write_result(folder: Path, rank: int, function: Callable[..., Any], result: 
         raise _no_room(error, folder) from error
 
 
-def _pickled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
-    with _by_value(_strange_modules(function)):
+def _pickled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bytes, bytes]:
+    """Returns the call, and what the script defines of it."""
+    modules, defined = _strange_modules(function), Definitions()
+    with _by_value(modules):
         try:
-            data = _dumped((function, args, kwargs))
+            data = _dumped((function, args, kwargs, defined), defined)  # which is complete once its turn has come
+            return data, _dumped(defined)
         except Exception as error:
             parts = {f"argument {i + 1}": each for i, each in enumerate(args)} | {f"{k}=": v for k, v in kwargs.items()}
             raise _not_sendable(parts, function, error) from error
-    return data
 
 
-def _dumped(value: Any) -> bytes:
-    """Returns what another process makes the value of again; tensors are on the CPU there."""
+def adopt(defined: Definitions) -> None:
+    """Lets pickle find in this process what the launched script defines."""
+    for (module, name), value in defined.items():
+        setattr(sys.modules.setdefault(module, ModuleType(module)), name, value)
+
+
+def definition(name: str, argv: Sequence[str]) -> Any:
+    """Returns what the launched script defines under this name, in a process with the command line of a worker.
+
+    Raises:
+        AttributeError: nothing, or nothing that the launched function uses.
+    """
+    try:
+        return _read_definitions(Path(argv[argv.index("--call") + 1]).with_name(DEFINED))["__main__", name]
+    except (KeyError, OSError):
+        raise AttributeError(f"the launched function uses no {name} of its script") from None
+
+
+@lru_cache(maxsize=1)
+def _read_definitions(file: Path) -> Definitions:
+    defined: Definitions = pickle.loads(file.read_bytes())
+    return defined
+
+
+def _dumped(value: Any, defined: Definitions | None = None) -> bytes:
+    """Returns what another process makes the value of again; tensors are on the CPU there.
+
+    Args:
+        defined: gets the classes and functions in it that other processes cannot import.
+    """
     import cloudpickle
 
-    if "torch" not in sys.modules:  # then there are no tensors, and the workers need not wait for its import here
-        return bytes(cloudpickle.dumps(value))
-
-    from ddp import gpu
+    has_torch = "torch" in sys.modules  # else there are no tensors, and the workers need not wait for its import here
+    if has_torch:
+        from ddp import gpu
+    sent_whole = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, each: Any) -> Any:
             if isinstance(each, ModuleType) and type(each) is not ModuleType and sys.modules.get(each.__name__) is each:
                 return importlib.import_module, (each.__name__,)  # torch.classes is sent with any attribute `classes`
-            found = gpu.reduced(each)
+            if defined is not None and isinstance(each, (type, FunctionType)) and each.__module__ in sent_whole:
+                key = each.__module__, each.__qualname__
+                if getattr(sys.modules.get(key[0]), key[1], None) is each:  # as pickle looks for it
+                    defined[key] = each
+            found = gpu.reduced(each) if has_torch else NotImplemented
             return super().reducer_override(each) if found is NotImplemented else found
 
     with io.BytesIO() as file:
@@ -274,7 +315,8 @@ def _strange_modules(function: Callable[..., Any]) -> list[ModuleType]:
 
 def _is_importable(name: str) -> bool:
     """Returns True if an import finds such a module, whether or not it is loaded."""
-    importlib.invalidate_caches()
+    with _SEARCH:  # two threads at once would delete the same entries
+        importlib.invalidate_caches()
     return any(finder.find_spec(name, None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
 
 

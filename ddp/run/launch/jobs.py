@@ -31,6 +31,7 @@ from ddp.process.clock import Patience
 from ddp.process.files import make_folder, to_append
 from ddp.process.host import VISIBLE_GPUS, visible_gpus
 from ddp.process.memory import available_cores
+from ddp.process.terminal import say
 from ddp.run.launch.engine import SHUTDOWN_S
 from ddp.run.launch.sweep import Job, earlier, ending
 from ddp.train.stopping import stop_signals
@@ -79,7 +80,7 @@ def check_parallel(parallel: int) -> None:
         )
     if 0 < (num_gpus := len(visible_gpus())) < parallel:
         there = f"there {'is' if num_gpus == 1 else 'are'} {counted(num_gpus, 'GPU')}"
-        print(f"sweep.parallel={parallel}: {there}, so jobs share one", file=sys.stderr)
+        say(f"sweep.parallel={parallel}: {there}, so jobs share one", to=sys.stderr)
 
 
 def run(
@@ -206,11 +207,11 @@ def _siblings(core: int) -> tuple[int, int]:
 def _tell(job: Job) -> None:
     """Prints how a job has ended that has printed to its log; if it has failed, with the end of that log."""
     objective = "" if job.objective is None else f", {job.summary['main_metric']} {job.objective:.6g}"
-    print(f"{shown(job.run_dir)}/: {ending(job)}{objective}", flush=True)
+    say(f"{shown(job.run_dir)}/: {ending(job)}{objective}")
     log = job.run_dir / "logs" / "job.log"
     if job.status in (1, 2) and log.is_file():
         lines = log.read_text(errors="replace").splitlines()[-_TAIL if job.status == 1 else -1 :]
-        print("\n".join([f"the end of {shown(log)}:", *lines]), file=sys.stderr, flush=True)
+        say("\n".join([f"the end of {shown(log)}:", *lines]), to=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from ddp.errors import ConfigError
 from ddp.process.arguments import quoted, shown, train_command, typed_command
 from ddp.process.files import hold
+from ddp.process.terminal import say
 from ddp.run.launch import jobs, sweep
 from ddp.run.launch.sweep import Job
 from ddp.run.settings.config import Sweep
@@ -81,7 +82,7 @@ class Jobs(Launcher):
                 sweep.conclude(folder)
                 given = [each for each in sys.argv[1:] if not each.startswith("sweep.name=")]
                 again = train_command(*given, f"sweep.name={quoted(folder.name)}")
-                print(f"the sweep continues with {again}", file=sys.stderr, flush=True)
+                say(f"the sweep continues with {again}", to=sys.stderr)
                 raise
         return [self._returned(found[job.run_dir]) for job in todo]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import time
 import traceback
@@ -16,6 +15,7 @@ from ddp.comm.meeting.place import host_name
 from ddp.errors import USER_ERRORS, CommunicatorBroken, PeerLost, said, with_causes
 from ddp.process.arguments import shown
 from ddp.process.files import make_folder, read_own, write_whole
+from ddp.process.records import json_object, made, to_json
 from ddp.process.stack import users_frame
 
 
@@ -91,8 +91,8 @@ class Report:
     @classmethod
     def read(cls, logs: Path, *, rank: int, servers: int = 0) -> Report | None:
         """Returns the report of `rank`, or None if it wrote none, or died while it wrote."""
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            return cls(**json.loads(read_own(_report_file(logs, rank, servers))))
+        with contextlib.suppress(OSError, ValueError):
+            return made(cls, json_object(read_own(_report_file(logs, rank, servers))))
         return None
 
     @staticmethod
@@ -102,7 +102,7 @@ class Report:
 
     def write(self, logs: Path) -> None:
         make_folder(logs)
-        write_whole(_report_file(logs, self.rank, self.servers), json.dumps(asdict(self), indent=1))
+        write_whole(_report_file(logs, self.rank, self.servers), to_json(asdict(self), indent=1))
 
     def block(self) -> str:
         """Returns rank, host and step; the traceback, or the message where that explains the error; the user's line."""

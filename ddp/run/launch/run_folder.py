@@ -16,7 +16,6 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,7 @@ from ddp.process.log import log
 from ddp.run.settings.address import check_trust, own_parts
 from ddp.run.settings.checks import resolve
 from ddp.run.settings.config import Config
-from ddp.run.settings.reader import from_plain, settings_of
-from ddp.train.moved import translated
-
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""Of libyaml, where PyYAML was built with it: ten times as fast, which counts where hundreds of runs are read."""
+from ddp.run.settings.reader import from_plain, read_settings, settings_of
 
 
 def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None, is_restart: bool = False) -> None:
@@ -106,6 +101,8 @@ def continued(config: Config, overrides: Sequence[str], run_dir: Path) -> Config
     derived = {"cluster": ["local_workers", "spec", "task", "role"], "batch": ["num_shards"]}
     if "cluster.workers" in keys:
         derived["cluster"].append("threads_per_worker")
+    if "strategy" in keys:
+        derived["cluster"].append("servers")
     for group, names in derived.items():
         plain[group].update({name: now[group][name] for name in names})
     for *above, name in (key.split(".") for key in keys if not key.startswith("hydra.")):
@@ -218,29 +215,3 @@ def _earlier_settings(config: Config, run_dir: Path) -> Path | None:
     if config.resume == "auto":
         return run_dir / "config.yaml" if (run_dir / "config.yaml").exists() else None
     return settings_of(Path(config.resume))
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """Returns the content of the config.yaml of an earlier run, with the keys of today.
-
-    Raises:
-        ConfigError: it is damaged.
-    """
-    try:
-        if path.is_fifo():
-            raise ConfigError("it is a pipe, at which reading would wait for ever")
-        text = path.read_text(encoding="utf-8")
-        plain: dict[str, Any] = yaml.load(text, Loader=_LOADER)
-        whole = asdict(from_plain(plain))
-        names, last = list(whole), list(whole)[-1]
-        missing = list(reversed([*takewhile(lambda name: name not in plain, reversed(names))]))  # not a setting too new
-        if missing := missing or [f"{last}.{name}" for name in whole[last] if name not in plain[last]]:
-            raise ConfigError(f"it ends before {missing[0]}")
-        if not text.endswith("\n"):
-            raise ConfigError("it ends in the middle of a line")
-    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"{path} is damaged: {' '.join(str(error).split())}. The checkpoints do not need it: start a run "
-            f"from them with resume={path.parent / 'checkpoints'} run.name=NEW, and give its settings again"
-        ) from error
-    return translated(plain)

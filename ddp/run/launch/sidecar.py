@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ddp.process.files import make_folder, to_append
 from ddp.process.memory import available_cores
+from ddp.process.terminal import say
 from ddp.run.launch.engine import worker_command
 from ddp.run.settings.config import Config
 
@@ -52,10 +53,10 @@ def started(config: Config, run_dir: Path) -> Iterator[Callable[[], bool] | None
         if core is not None:
             os.sched_setaffinity(0, cores - {core})  # which the workers inherit
         where = f"on core {core}, which the workers leave to it" if core is not None else "on the cores of the workers"
-        print(f"a side-car evaluates each checkpoint {where}: sidecar/, logs/sidecar.log", flush=True)
+        say(f"a side-car evaluates each checkpoint {where}: sidecar/, logs/sidecar.log")
         yield lambda: process.poll() is None
         if process.poll():
-            print(f"the side-car has failed: see {run_dir / 'logs' / 'sidecar.log'}", file=sys.stderr, flush=True)
+            say(f"the side-car has failed: see {run_dir / 'logs' / 'sidecar.log'}", to=sys.stderr)
 
 
 def _own_core(config: Config) -> int | None:

@@ -7,6 +7,7 @@ it. So a plain `subprocess` is all that it takes.
 | who     | how it ends                            | what follows                                                     |
 |---------|----------------------------------------|------------------------------------------------------------------|
 | a worker| by a signal, or because others are lost| it is started again, `restarts` times; then the others go on     |
+|         | by what the servers' fit has raised    | the run has failed, and the servers say why                      |
 | a server| by a signal, or because others are lost| all servers are started again together, `restarts` times, unless |
 |         |                                        | all workers have done their work                                 |
 | either  | its program raised                     | the run has failed: all others are asked to stop                 |
@@ -40,10 +41,12 @@ from ddp.run.launch.engine import SHUTDOWN_S, Ended, paused_together, worker_com
 from ddp.run.launch.report import Failure, Report, in_words
 from ddp.train.stopping import ECHO_S, hears_signals, stop_signals
 
-LEAVE_S = 10.0
-"""Once the servers have ended, workers have this long to end, too."""
+LEAVE_S, START_S = 10.0, 60.0
+"""Once the servers have ended, workers have this long to end, too; at least until so long after their start, because on
+a busy host a short run may be over before a worker has come."""
 FOLLOW_S = 5.0
 """Once one server has ended because of another one, that one has this long to say why."""
+LOST = ("PeerLost", "CommunicatorBroken")  # what a worker's program lets out if it can be started again
 POLL_S = 0.25  # between two looks at the clock, while one of these times passes
 
 
@@ -116,6 +119,7 @@ class _Running(NamedTuple):
 
     part: Cast
     process: Process
+    since_s: float
 
 
 class _Supervisor:
@@ -168,7 +172,7 @@ class _Supervisor:
         part = replace(self._cast[rank], incarnation=incarnation)
         self._killed.discard(rank)
         process = started([*self._command, "--rank", str(rank), "--incarnation", str(incarnation)])
-        self._running[rank] = _Running(part, process)
+        self._running[rank] = _Running(part, process, now_s())
 
         def wait() -> None:
             self._events.put(_End(rank, process.wait()))
@@ -187,14 +191,15 @@ class _Supervisor:
         if number is signal.SIGKILL:
             self._killed.update(ranks)
         for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._running[rank].process.pid, number)
+            for each in (number, signal.SIGCONT):  # because one that is stopped answers no other signal
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._running[rank].process.pid, each)
 
     # --- the end of a process ----------------------------------------------------------------------------------------
 
     def _answer(self, rank: int, status: int) -> None:
         part = self._running.pop(rank).part
-        tell_end(part, in_words(status))
+        tell_end(part, in_words(status) if status else "")
         report = Report.read(self._logs, rank=rank, servers=self._num_servers) if status else None
         if report is not None and not report.is_secondary:
             self._fail({rank: Failure(status, time.time())})
@@ -202,6 +207,8 @@ class _Supervisor:
             self._answer_server(part, status, report)
         elif status == 0:
             self._one_has_done_its_work = True
+        elif report is not None and report.type not in LOST:
+            self._failures[rank] = Failure(status, time.time())
         elif self._over is None:
             self._answer_worker(part, status, report)
 
@@ -239,7 +246,8 @@ class _Supervisor:
             return
         if self._over is None and lost:
             self._fail(lost)
-        self._end_within(LEAVE_S)
+        last_s = max((self._running[rank].since_s for rank in self._of("worker")), default=0.0)
+        self._end_within(LEAVE_S if self._got or self._failures else max(LEAVE_S, last_s + START_S - now_s()))
         if self._got:
             self._signal(signal.SIGTERM, self._of("worker"))
 
@@ -273,9 +281,10 @@ class _Supervisor:
     def _kill_the_late(self) -> None:
         """Kills who should have ended by now."""
         if self._over is not None and not self._over.left_s():
-            for rank, (part, _) in self._running.items():
+            for rank, each in self._running.items():
                 if not self._got and not self._failures and rank not in self._killed:
-                    log.warning("%s still runs %.0f s after the servers have ended, and is killed", part, LEAVE_S)
+                    late_s = self._over.limit_s
+                    log.warning("%s still runs %.0f s after the servers have ended, and is killed", each.part, late_s)
             self._signal(signal.SIGKILL, list(self._running))
         elif self._losing is not None and not self._losing.left_s():
             self._signal(signal.SIGKILL, self._of("server"))

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
-import json
 import math
 import re
 import signal
@@ -24,12 +23,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from ddp.errors import ConfigError
 from ddp.process.arguments import shown
-from ddp.process.files import json_object, make_folder, read_own, write_whole
-from ddp.train.metric_names import is_metric, metric_in_words, words_of
+from ddp.process.files import make_folder, read_own, write_whole
+from ddp.process.records import json_object, made, to_json
+from ddp.process.terminal import console
+from ddp.train.results import is_metric, metric_in_words, read_summary, words_of
 
 MOST_LETTERS = 120
 """A longer name of a folder is cut; file systems take 255 bytes for a name, and some of them less."""
@@ -51,7 +52,7 @@ class Job:
 
     overrides: Sequence[str]
     run_dir: Path
-    status: int | None = None
+    status: Annotated[int, range(256)] | None = None
     objective: float | None = None
     began: float | None = None
     ended: float | None = None
@@ -60,9 +61,8 @@ class Job:
     @classmethod
     def read(cls, run_dir: Path) -> Job | None:
         """Returns the job of a folder, or None if there is none, or if its file is damaged."""
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            found = cls(run_dir=run_dir, **json_object(read_own(run_dir / RESULT)))
-            return found if [*map(type, found.overrides)] == [str] * len(found.overrides) else None
+        with contextlib.suppress(OSError, ValueError):
+            return made(cls, {**json_object(read_own(run_dir / RESULT)), "run_dir": run_dir})
         return None
 
     def begun(self) -> Job:
@@ -79,7 +79,7 @@ class Job:
     def _written(self, **changes: Any) -> Job:
         job = replace(self, **changes)
         plain = {key: value for key, value in asdict(job).items() if key != "run_dir"}
-        write_whole(job.run_dir / RESULT, json.dumps({**plain, "overrides": list(job.overrides)}, indent=1) + "\n")
+        write_whole(job.run_dir / RESULT, to_json(plain, indent=1) + "\n")
         return job
 
     @property
@@ -93,13 +93,13 @@ class Job:
         """Returns the figures that the run has left."""
         if self.status != 2:  # of a job that was refused, the folder may hold another run
             with contextlib.suppress(OSError, ValueError):
-                return json_object(read_own(self.run_dir / "summary.json"))
+                return read_summary(self.run_dir)
         return {}
 
     def number(self, key: str) -> float | None:
-        """Returns a figure of the summary; None if it is missing or not a number, as after training has diverged."""
+        """Returns a figure of the summary; None if it is missing or not finite, as after training has diverged."""
         value = self.summary.get(key)
-        return value if isinstance(value, (int, float)) and not math.isnan(value) else None
+        return value if isinstance(value, (int, float)) else None
 
 
 def earlier(job: Job) -> Job | None:
@@ -149,7 +149,7 @@ def job_folder(overrides: Sequence[str], varied: Collection[str], *, number: int
 
 def jobs_in(folder: Path) -> list[Job]:
     """Returns the jobs that have begun in the folder of a sweep, in the order in which they did."""
-    found = [job for path in folder.glob(f"*/{RESULT}") if (job := Job.read(path.parent)) is not None]
+    found = [job for path in folder.glob(f"[!.]*/{RESULT}") if (job := Job.read(path.parent)) is not None]
     return sorted(found, key=lambda job: job.began or 0.0)
 
 
@@ -192,19 +192,17 @@ def write(results: Results, folder: Path) -> None:
             {"settings": job.settings, "status": job.status, "folder": job.run_dir.name, "summary": job.summary}
         )
     write_whole(folder / "sweep.csv", table.getvalue())
-    write_whole(folder / "sweep.json", json.dumps(found, indent=2) + "\n")
+    write_whole(folder / "sweep.json", to_json(found, indent=2) + "\n")
 
 
 def show(results: Results, folder: Path) -> None:
     """Prints the jobs side by side: what varied, how good, how fast, how it ended. No value that varied is cut off."""
-    from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     table = Table()
     table.add_column("", style="bold")
     for key in results.varied:
-        table.add_column(Text(key), overflow="fold")
+        table.add_column(key, overflow="fold")
     if results.main_metric:
         table.add_column(words_of(results.main_metric), justify="right", no_wrap=True)
     table.add_column("samples/s", justify="right", no_wrap=True)
@@ -215,16 +213,14 @@ def show(results: Results, folder: Path) -> None:
         metric, rate = job.summary.get(results.main_metric), job.summary.get("samples_per_s")
         table.add_row(
             ("best" if results.main_metric else "fastest") if is_best else "",
-            *(Text(job.settings.get(key, "")) for key in results.varied),
+            *(job.settings.get(key, "") for key in results.varied),
             *([metric_in_words(results.main_metric, metric)] if results.main_metric else []),
             "" if rate is None else f"{rate:,.0f}",
             ending(job),
         )
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=1000)  # a file or a pipe has no edge
-    console.print(f"sweep in {shown(folder)}/  (sweep.csv, sweep.json)", soft_wrap=True, highlight=False, markup=False)
-    console.print(table)
+    terminal = console(wide=1000)
+    terminal.print(f"sweep in {shown(folder)}/  (sweep.csv, sweep.json)", soft_wrap=True, highlight=False)
+    terminal.print(table)
 
 
 def ending(job: Job) -> str:
@@ -234,7 +230,7 @@ def ending(job: Job) -> str:
         return "pruned" if job.pruned else "unfinished"
     if status == 0 and job.summary.get("sidecar", {}).get("missing"):
         return "done, but not evaluated to the end"
-    if status > 128:
+    if status - 128 in [*signal.Signals]:
         return f"stopped by {signal.Signals(status - 128).name} (status {status})"
     known = {0: "done", 2: "refused (status 2)", 3: "ended by its watch (status 3)"}
     return known.get(status, f"failed (status {status})")

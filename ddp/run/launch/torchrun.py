@@ -29,11 +29,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp.comm.meeting.cast import numbered, take_part, told
-from ddp.comm.meeting.place import Place, place
+from ddp.comm.meeting.cast import SERVERS, told
+from ddp.comm.meeting.place import Place, number_of, place, refuse_no_worker
 from ddp.errors import ConfigError, PeerLost, first_line
 from ddp.process.memory import collect_later
-from ddp.process.terminal import keep_writing, tolerant
+from ddp.process.terminal import keep_writing, say, tolerant
 from ddp.run.launch.command_line import (
     bad_input_to,
     composed,
@@ -48,6 +48,7 @@ from ddp.run.launch.report import Report, called
 from ddp.run.launch.run_folder import forget_trial, only_writer, prepare
 from ddp.run.launch.worker import ORPHAN_GRACE_S, follow_parent, leave
 from ddp.run.launch.worker import train as train_in_this_process
+from ddp.run.settings.address import check_arrived
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
 from ddp.units import counted
@@ -62,16 +63,17 @@ def main() -> NoReturn:
         servers = 0
         if here is not None:
             servers = _num_servers(here)
-            here = _servers_first(here, servers)
+            here = here._replace(rank=number_of(here, servers))
         if here is not None and here.tasks:  # each in a terminal of its own, where nobody need wait for the others
             _refuse_of_one_process(here.world_size - servers, servers, described_by=here.launcher)
     if here is None or launched is None:
         exit_with_error("no launcher has started this process: use torchrun --nproc-per-node N, or recipes/train.py")
     if not here.tasks:  # those are started by hand, in a shell that may end before them
         follow_parent(os.getppid(), grace_s=ORPHAN_GRACE_S)
-    sent, attempt, _store = _received(here, launched, servers)  # which this process may serve, as long as it lives
-    play = partial(_play, here, servers, attempt) if servers else lambda: None
-    train_as(here.rank, from_plain(sent["config"]), Path(sent["run_dir"]), role=here.role, play=play)
+    sent, _store = _received(here, launched, servers)  # which this process may serve, as long as it lives
+    if servers:
+        os.environ[SERVERS] = str(servers)  # which gives each its part when it joins the others (`by_arrival.py`)
+    train_as(here.rank, from_plain(sent["config"]), Path(sent["run_dir"]), role=here.role)
 
 
 def become_worker() -> None:
@@ -102,9 +104,9 @@ def train_as(
     report = Report.read(run_dir / "logs", rank=rank, servers=servers) if status else None
     if report is not None and report.is_secondary:
         who = called(rank, servers)
-        print(f"{who} stopped because another rank failed: {report.message}", file=terminal, flush=True)
+        say(f"{who} stopped because another rank failed: {report.message}", to=terminal)
     elif report is not None:
-        print(report.block(), file=terminal, flush=True)
+        say(report.block(), to=terminal)
         _tell_torchrun(report.block())
     if status:
         leave(status)
@@ -125,7 +127,8 @@ def _num_servers(here: Place) -> int:
         ConfigError: `cluster.servers` says something else than the description of the cluster, or leaves no worker.
     """
     asked = next((each for each in reversed(sys.argv[1:]) if each.lstrip("+").startswith("cluster.servers=")), "")
-    number = int(value) if (value := asked.partition("=")[2]).isdigit() else 0
+    is_served = "strategy=parameter_server" in sys.argv[1:]
+    number = int(value) if (value := asked.partition("=")[2]).isdigit() else int(is_served)
     if not asked and (me := told()) is not None:
         number = me.num_servers or 0
     if here.tasks:
@@ -133,29 +136,12 @@ def _num_servers(here: Place) -> int:
         if asked and number != described:
             raise ConfigError(f"{asked}: {here.launcher} has {counted(described, 'task')} of the job ps; leave it out")
         number = described
-    if number >= here.world_size:
-        raise ConfigError(
-            f"cluster.servers={number}: of the {here.world_size} that were started, one at least must be a worker: "
-            "start more processes, or take fewer servers"
-        )
+    refuse_no_worker("cluster.servers", number, here.world_size)
     return number
 
 
-def _servers_first(here: Place, servers: int) -> Place:
-    """Returns a process's place with the servers in front, which are the last ranks of a launcher."""
-    return here if here.tasks else here._replace(rank=(here.rank + servers) % here.world_size)
-
-
-def _play(here: Place, servers: int, attempt: Any) -> None:
-    """Gives this process its part among servers and workers, which meet in the store of this attempt."""
-    from ddp.comm.meeting.private_store import part_of
-
-    workers, store = here.world_size - servers, part_of(attempt, "cast")
-    take_part(numbered(here.rank, workers=workers, servers=servers, store=store))
-
-
-def _received(here: Place, launched: Place, servers: int) -> tuple[dict[str, Any], Any, Any]:
-    """Returns the run that rank 0 has prepared, and the stores of this attempt and of all; ends the process otherwise.
+def _received(here: Place, launched: Place, servers: int) -> tuple[dict[str, Any], Any]:
+    """Returns the run that rank 0 has prepared, and the store of all; ends the process otherwise.
 
     Args:
         launched: the place of this process as its launcher says, which may have other numbers.
@@ -201,7 +187,7 @@ def _received(here: Place, launched: Place, servers: int) -> tuple[dict[str, Any
             importlib.import_module("ddp.run.build.stages")  # it takes a second, while rank 0 prepares
             sent = json.loads(watchdog.wait_for_word("start", 0, Call(0, "rank 0 prepares the run")))
         if "error" not in sent:
-            fetched = prepare_host(sent) if rank and not local_rank else {}
+            fetched = prepare_host(sent, fetches=not local_rank) if rank else {}
             has_said = "error" in fetched
             watchdog.publish(f"data/{rank}", json.dumps(fetched))
             for other in range(world_size):
@@ -209,7 +195,7 @@ def _received(here: Place, launched: Place, servers: int) -> tuple[dict[str, Any
                 sent.update(json.loads(watchdog.wait_for_word(f"data/{other}", other, fetches)))
         watchdog.leave()
     except (DistError, PeerLost, ConfigError) as error:
-        print(f"rank {rank}: {first_line(error)}", file=sys.stderr, flush=True)
+        say(f"rank {rank}: {first_line(error)}", to=sys.stderr)
         leave(2 if isinstance(error, ConfigError) else 1)
     if "error" in sent:  # the rank that found it has printed it
         if here.tasks and not has_said:  # elsewhere, because each task has a terminal of its own
@@ -220,7 +206,7 @@ def _received(here: Place, launched: Place, servers: int) -> tuple[dict[str, Any
             attempt.add("readers", 1)
         _tell_torchrun(sent["error"])
         sys.exit(2)
-    return sent, attempt, opened
+    return sent, opened
 
 
 def prepared(
@@ -282,6 +268,7 @@ def _refuse_of_one_process(workers: int, servers: int, *, described_by: str = ""
 
 def _restarted(earlier: Mapping[str, Any], *, workers: int) -> tuple[Config, Path]:
     """Returns the run of the earlier attempt, to go on from its last checkpoint, or from its beginning without one."""
+    check_arrived(earlier["config"], sys.argv[1:])
     config, run_dir = from_plain(earlier["config"]), Path(earlier["run_dir"])
     if any((run_dir / "checkpoints").glob("*step-*")):
         config.resume = "auto"
@@ -291,8 +278,9 @@ def _restarted(earlier: Mapping[str, Any], *, workers: int) -> tuple[Config, Pat
 
 
 def typed() -> list[str]:
-    """Returns the settings on this process's command line, but for what says which cluster this is."""
-    return [each for each in sys.argv[1:] if not (is_of_task(each) or each.lstrip("+").startswith("cluster.spec"))]
+    """Returns the settings on this process's command line, but for what is its own, and what describes the cluster."""
+    apart = ("cluster.spec", "trust=")
+    return [each for each in sys.argv[1:] if not (is_of_task(each) or each.lstrip("+").startswith(apart))]
 
 
 def _unlike_rank_0(here: Place, theirs: Mapping[int, Sequence[str]]) -> dict[str, Any]:
@@ -310,10 +298,12 @@ def _unlike_rank_0(here: Place, theirs: Mapping[int, Sequence[str]]) -> dict[str
     return {}
 
 
-def prepare_host(sent: Mapping[str, Any]) -> dict[str, str]:
-    """Fetches the data for all ranks of this host, which need not share a disk with rank 0's.
+def prepare_host(sent: Mapping[str, Any], *, fetches: bool = True) -> dict[str, str]:
+    """Checks what has arrived from rank 0. Returns an `error` if there was one.
 
-    One rank of each host calls it, except on that of rank 0, which has done so. Returns an `error` if there was one.
+    Args:
+        fetches: the data for all ranks of this host, too, which need not share a disk with rank 0's. One rank of each
+            host does so, except on that of rank 0, which has done so.
     """
     found: dict[str, str] = {}
 
@@ -324,7 +314,9 @@ def prepare_host(sent: Mapping[str, Any]) -> dict[str, str]:
     with bad_input_to(refuse):
         from ddp.run.build.components import load_data
 
-        load_data(from_plain(sent["config"]), download=True)
+        check_arrived(sent["config"], sys.argv[1:])
+        if fetches:
+            load_data(from_plain(sent["config"]), download=True)
     return found
 
 

@@ -45,8 +45,8 @@ from ddp.process.files import make_folder, to_append
 from ddp.process.log import add_handler, follow_rank
 from ddp.process.memory import ask_for_signal, collect_from_now_on, collect_later
 from ddp.process.stack import stack_of
-from ddp.process.terminal import ended_by_ctrl_c, keep_writing
-from ddp.run.launch.from_python import write_exception, write_result
+from ddp.process.terminal import ended_by_ctrl_c, keep_writing, say
+from ddp.run.launch.from_python import adopt, write_exception, write_result
 from ddp.run.launch.report import Report, log_file
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
@@ -141,7 +141,8 @@ def _call(
             take_log(logs, rank=rank, world_size=world_size, servers=servers)
             with ended_by_ctrl_c():
                 play()
-                function, args, kwargs = pickle.load(stream)
+                function, args, kwargs, defined = pickle.load(stream)
+                adopt(defined)
         collect_from_now_on()
         write_result(file.parent, rank, function, function(*args, **kwargs))
 
@@ -267,7 +268,7 @@ def guarded(
             with to_append(log_file(logs, rank, servers)) as log:
                 log.write(f"{report.traceback}\n")
         except (OSError, ConfigError):  # such as a full disk, which may have ended the work
-            print(report.block(), file=sys.stderr, flush=True)
+            say(report.block(), to=sys.stderr)
         _tell_the_others(error)
         return 1
     return 0

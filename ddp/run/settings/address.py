@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from importlib.util import cache_from_source
@@ -22,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ddp.comm.meeting.secret import secret
 from ddp.errors import ConfigError, nearest
 from ddp.process.files import why_in_other_hands
 from ddp.process.log import log
@@ -75,6 +77,10 @@ def from_address(address: str, *, key: str, folder: str | Path) -> Any:
     Raises:
         ConfigError: there is no such module or object, or the module cannot be imported.
     """
+    file, is_file, path = address.partition(".py:")
+    if is_file:
+        dotted = ".".join(part for part in Path(file).parts if part != ".")
+        raise ConfigError(f"{key}={address}: give the name of the module, and not its file: {key}={dotted}:{path}")
     if not _is_whole(address):
         raise ConfigError(f"{key}={address}: is no address; write MODULE:NAME, as my_package.models:Net")
     if _question is not None:
@@ -189,11 +195,15 @@ def _nearest(part: str, found: Any, module: str) -> str:
 #     RUN_DIR/config.yaml      model: mine:Net, run.code: /home/bob/project
 #              │
 #              ├──▶  resume=RUN_DIR, ddp.load(RUN_DIR).model()      import mine from there, and say so
-#              └──▶  … of a folder that others may write             refuse, unless trust=true
+#              └──▶  … of a folder that others may write, or inside of the run itself, or of Python's own modules, as
+#                    subprocess:run                                  refuse, unless trust=true
+#     settings that arrive from another process                        refuse, unless trust=true, or they are known by
+#                                                                      DDP_SECRET, or this command line says the same
 #
 # Whoever may write config.yaml decides what is imported, and whoever may write the code decides what it does. So both
 # must be this user's or root's, with their folders. The folder in which the user gives the command is their own choice,
-# as for a new run, and so is whatever else Python searches.
+# as for a new run, and so is whatever else Python searches. Files that were unpacked from an archive belong to this
+# user, whoever has written them. So code that came with the settings is not this user's, whatever its owner.
 
 
 def check_trust(parts: Mapping[str, str], *, code: str, settings: Path, trust: bool) -> None:
@@ -211,7 +221,7 @@ def check_trust(parts: Mapping[str, str], *, code: str, settings: Path, trust: b
     if not parts:
         return
     listed = ", ".join(f"{key}={address}" for key, address in parts.items())
-    if not trust and (why := _why_in_other_hands(parts, Path(code).resolve(), settings)):
+    if not trust and (why := _why_in_other_hands(parts, code, settings)):
         raise ConfigError(
             f"{why}, and {settings} would run code of {code or 'this folder'} as you: {listed}; look at that code, "
             "then say trust=true (in Python trust=True)"
@@ -219,16 +229,48 @@ def check_trust(parts: Mapping[str, str], *, code: str, settings: Path, trust: b
     log.warning("running code of %s, as %s says: %s", code or Path.cwd(), settings, listed)
 
 
-def _why_in_other_hands(parts: Mapping[str, str], code: Path, settings: Path) -> str:
+def check_arrived(settings: Mapping[str, Any], words: Sequence[str]) -> None:
+    """Says which code is about to be imported because settings name it that have arrived from another process.
+
+    Args:
+        settings: the tree; they are sealed if there is a secret.
+        words: this process's own command line. What it says itself is imported from the current folder alone.
+
+    Raises:
+        ConfigError: whoever reaches the port of the run could have sent them, and this process is not to trust them.
+    """
+    parts, code = own_parts(settings), Path(settings["run"]["code"])
+    is_typed = set(parts.values()) <= {each for word in words for each in re.split(r"[^\w.:]+", word)}
+    if not parts or secret() or (is_typed and code.resolve() == Path.cwd().resolve()):
+        return
+    listed = ", ".join(f"{key}={address}" for key, address in parts.items())
+    if not any(word.lstrip("+").lower() == "trust=true" for word in words):
+        raise ConfigError(
+            f"the settings that have arrived would run code of {code} as you: {listed}; without DDP_SECRET whoever "
+            "reaches the port can have sent them: give all processes the same one, or look at that code, and say "
+            "trust=true to this process"
+        )
+    log.warning("running code of %s, as settings say that have arrived: %s", code, listed)
+
+
+def _why_in_other_hands(parts: Mapping[str, str], code: str, settings: Path) -> str:
     """Returns the reason for which others could have written the settings or the code; "" if there is none."""
-    paths = [settings.parent, settings]
-    if code != Path.cwd():
-        paths += [path for address in parts.values() for path in _imported_from(code, address)]
-    return next(filter(None, map(why_in_other_hands, dict.fromkeys(paths))), "")
+    folder, run_dir = Path(code).resolve(), settings.parent.resolve()
+    imported = [path for address in parts.values() for path in _imported_from(folder, address)]
+    for path in imported:
+        if path.resolve().is_relative_to(run_dir):
+            return f"{path} lies inside of the run"
+    for address in parts.values():
+        if re.split("[.:]", address)[0] in sys.stdlib_module_names:
+            return f"{address} is of Python itself"
+    if code and not Path(code).is_absolute():
+        return f"run.code={code} is not as this program writes it"
+    ours = [] if folder == Path.cwd() else [path for path in imported if path.is_relative_to(folder)]
+    return next(filter(None, map(why_in_other_hands, dict.fromkeys([settings.parent, settings, *ours]))), "")
 
 
 def _imported_from(code: Path, address: str) -> Iterator[Path]:
-    """Yields the files and folders in `code` from which an import of this address would read."""
+    """Yields the files and folders from which an import of this address would read, and those of `code` above them."""
     importlib.invalidate_caches()
     search = [*(each for each in sys.path if Path(each).resolve() != code), str(code)]
     for part in address.partition(":")[0].split("."):
@@ -237,6 +279,7 @@ def _imported_from(code: Path, address: str) -> Iterator[Path]:
             return
         search = list(spec.submodule_search_locations or ())
         files = [spec.origin, cache_from_source(spec.origin)] if spec.has_location and spec.origin else []
-        ours = [path for path in map(Path, [*search, *files]) if path.is_relative_to(code)]
-        ours += [path.parent for path in ours]
-        yield from (path for path in [code, *ours] if ours and path.exists())
+        found = [*map(Path, [*search, *files])]
+        ours = [path for path in found if path.is_relative_to(code)]
+        above = [code, *(path.parent for path in ours)] if ours else []
+        yield from (path for path in [*above, *found] if path.exists())

@@ -37,7 +37,7 @@ def validate(config: Config) -> None:
     for problems in (
         *(out_of_bounds, _choice_problems, _order_problems, _warmup_problems, _algorithm_problems, _cluster_problems),
         *(_server_problems, _device_problems, _course_problems, _sidecar_problems, _round_problems),
-        _same_bits_problems,
+        *(_same_bits_problems, _name_problems),
     ):
         for problem in problems(config):
             raise ConfigError(problem)
@@ -59,6 +59,13 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
             f"same_bits.audit_every={config.same_bits.audit_every}: audits compare workers that have the same bits; "
             "set same_bits.on=true, too"
         )
+    if isinstance(config.strategy, settings.ParameterServerChoice) and not config.cluster.servers:
+        if local_workers is not None:
+            raise ConfigError(
+                "cluster.servers=0: strategy=parameter_server needs one among the processes that are there; say "
+                "cluster.servers=1 to all of them, or where tasks are described list some of the job ps"
+            )
+        config.cluster.servers = 1
     config.cluster.local_workers = local_workers or workers
     if config.cluster.threads_per_worker is None and config.same_bits.on:
         config.cluster.threads_per_worker = 1  # the bits of some kernels depend on it
@@ -81,6 +88,20 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
     elif not config.run.code or not Path(config.run.code).is_dir():  # a new run, or one whose folder has moved
         config.run.code = str(Path.cwd())
     validate(config)
+
+
+def name_problems(key: str, name: str) -> Iterator[str]:
+    """Yields why a name cannot be that of a folder below another one."""
+    if any(part in ("", ".", "..") or part != part.strip() or not part.isprintable() for part in name.split("/")):
+        yield (
+            f"{key}={name}: is no name of a folder below runs/; take one like mine or group/mine, without '.' or '..', "
+            "and without a space at its beginning or end"
+        )
+
+
+def _name_problems(config: Config) -> Iterator[str]:
+    yield from name_problems("run.name", config.run.name or "unnamed")
+    yield from name_problems("sweep.name", config.sweep.name or "unnamed")
 
 
 def _course_problems(config: Config) -> Iterator[str]:
@@ -231,8 +252,6 @@ def _choice_problems(config: Config) -> Iterator[str]:
         case settings.Lines(inputs=inputs, target=target) if not inputs or target is None:
             key = "target" if inputs else "inputs"
             yield f"data.{key}: which columns? Give data.inputs=[NAME,…] and data.target=NAME"
-        case settings.Lines(num_classes=None) if config.loss == "auto":
-            yield "loss=auto: is for classes; give data.num_classes, or take loss=torch.nn.functional:mse_loss"
     match config.optim:
         case settings.Sgd(nesterov=True, momentum=0):
             yield "optim.nesterov=true: needs momentum; set optim.momentum=0.9, or optim.nesterov=false"
@@ -368,8 +387,6 @@ def _server_problems(config: Config) -> Iterator[str]:
                 f"strategy={config.strategy.name} the workers keep the parameters; leave it out, or take that one"
             )
         return
-    if not cluster.servers:
-        yield "strategy=parameter_server: who holds the parameters? Set cluster.servers=1"
     for problem in config.strategy.problems(
         workers=cluster.workers,
         servers=cluster.servers,
@@ -449,7 +466,8 @@ def check_strategy(config: Config, model: nn.Module | None = None) -> None:
     if config.strategy.name == "auto":
         return
     from ddp import gpu  # this late, as in `check_gpus`
-    from ddp.strategies.choice import Setup, has_sparse_gradients, refuse, waits
+    from ddp.replica.sync_batchnorm import waits
+    from ddp.strategies.choice import Setup, has_sparse_gradients, refuse
 
     workers = config.cluster.workers
     on_gpu = config.device == gpu.KIND or (config.device == "auto" and gpu.cuda.device_count() > 0)

@@ -491,7 +491,7 @@ class Cluster:
     workers: int = setting(2, "number of workers, the world size", at_least=1)
     servers: int = setting(
         0,
-        "further processes that hold the parameters, for strategy=parameter_server; 0: the workers hold them",
+        "further processes that hold the parameters, for strategy=parameter_server; 0: one there, else none",
         at_least=0,
     )
     restarts: int = setting(

@@ -16,6 +16,7 @@ from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from ddp.process.terminal import say
 from ddp.run.settings.config import CHOICES, MEANINGS, OWN, Config
 from ddp.setting import metadata_of
 
@@ -147,4 +148,4 @@ def _purpose(kind: type) -> str:
 
 
 if __name__ == "__main__":
-    print(markdown(), end="")
+    say(markdown().removesuffix("\n"))

@@ -7,21 +7,31 @@ refuses an unknown key, with the nearest valid one, and a value of the wrong typ
 from __future__ import annotations
 
 import difflib
-import types
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
-from functools import partial
+from dataclasses import asdict, fields, is_dataclass
+from functools import cache, partial
+from itertools import takewhile
 from pathlib import Path
+from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
+from yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
 
-from ddp.errors import ConfigError, did_you_mean, nearest
+from ddp.errors import ConfigError, did_you_mean, meant, nearest
+from ddp.process.files import at_home, read_own
+from ddp.process.records import DEPTH, Maker, described
 from ddp.run.settings.address import is_address
 from ddp.run.settings.checks import validate
 from ddp.run.settings.config import CHOICES, OWN, Config, choose, plain_defaults
-from ddp.setting import strategy_hint
 from ddp.train.moved import KEYS, VALUES, meaning, translated
+
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""Of libyaml, where PyYAML was built with it: ten times as fast, which counts where hundreds of runs are read."""
+MOST_BYTES = 1 << 20
+PATHS = ("root", "path", "test_path", "validation_path", "index_dir", "cache_dir", "tokenizer", "resume")
+"""Names of settings that may begin with ~."""
 
 
 def from_plain(plain: Mapping[str, Any]) -> Config:
@@ -31,48 +41,105 @@ def from_plain(plain: Mapping[str, Any]) -> Config:
         ConfigError: an unknown key, a value of the wrong type, or a combination that cannot work.
     """
     current = translated(plain) if isinstance(plain, Mapping) else plain  # a damaged file may hold anything
-    config: Config = _read(Config, current, key="")
+    config: Config = _Settings().made(Config, current)
     validate(config)
     return config
 
 
-def read_settings(path: Path) -> Config:
-    """Returns the settings of a run, from its config.yaml.
+def read_config(path: Path) -> Config:
+    """Returns the settings of a run, from its config.yaml; as `read_settings`."""
+    return from_plain(read_settings(path))
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Returns the content of the config.yaml of an earlier run, with the keys of today.
 
     Raises:
-        ConfigError: as `from_plain`; or the file is damaged.
+        ConfigError: it is damaged.
     """
     try:
-        plain = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = read_own(path, most=MOST_BYTES, any_owner=True)
+        plain = _from_yaml(text)
+        whole = asdict(from_plain(plain))
+        names, last = list(whole), list(whole)[-1]
+        missing = list(reversed([*takewhile(lambda name: name not in plain, reversed(names))]))  # not a setting too new
+        if missing := missing or [f"{last}.{name}" for name in whole[last] if name not in plain[last]]:
+            raise ConfigError(f"it ends before {missing[0]}")
+        if not text.endswith("\n"):
+            raise ConfigError("it ends in the middle of a line")
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} is damaged: {' '.join(str(error).split())}") from error
-    return from_plain(plain)
+        raise ConfigError(
+            f"{path} is damaged: {' '.join(str(error).split())}. The checkpoints do not need it: start a run "
+            f"from them with resume={path.parent / 'checkpoints'} run.name=NEW, and give its settings again"
+        ) from error
+    return translated(plain)
+
+
+def _from_yaml(text: str) -> Any:
+    """Returns the value in a text, after a look at its events, because a loader calls itself for each nested value."""
+    depth = 0
+    for event in yaml.parse(text, Loader=LOADER):
+        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+        if depth > DEPTH or isinstance(event, AliasEvent):
+            raise ValueError("it is nested too deeply, or repeats a value by its name")
+    return yaml.load(text, Loader=LOADER)
 
 
 def settings_of(path: Path) -> Path | None:
     """Returns the config.yaml of the run that `path` belongs to: RUN_DIR, its checkpoints/, or one of these."""
     start = path.resolve()
     found = (folder / "config.yaml" for folder in (start, *start.parents[:2]))
-    return next((each for each in found if each.exists() and not each.is_fifo()), None)
+    return next((each for each in found if each.is_file()), None)
 
 
-def unknown_key(
-    key: str, valid: Iterable[str], *, what: str = "key", chosen: Mapping[str, str] | None = None
-) -> ConfigError:
-    """Returns the error for a `key` whose last part is not among `valid`, such as "cluster.worker" or "model=gtp".
+@cache
+def text_settings() -> dict[str, bool]:
+    """Returns the keys of settings that are a text, or a list of texts; True: it may be null."""
+    found = dict.fromkeys((*CHOICES, "recipe", "hydra.run.dir", "hydra.sweep.dir"), False)
+    choices = ((group, choice) for group, named in CHOICES.items() for choice in named.values())
+    kinds: list[tuple[str, Any]] = [("", Config), *((f"{group}.", type(choice)) for group, choice in choices)]
+    for prefix, kind in kinds:  # which grows by what is inside
+        for name, hint in get_type_hints(kind).items():
+            options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+            if is_dataclass(hint):
+                kinds.append((f"{prefix}{name}.", hint))
+            elif str in options or list[str] in options:
+                found[f"{prefix}{name}"] = type(None) in options
+    return found
+
+
+def value_of(key: str, text: str) -> Any:
+    """Returns the plain value of a word of a command line that Hydra does not read; of a text setting, the text.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    may_be_null = text_settings().get(key)
+    if may_be_null is not None and text[:1] not in ("'", '"', "["):
+        return None if may_be_null and text == "null" else text
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{key}={text}: cannot be read ({' '.join(str(error).split())})") from error
+
+
+def unknown_key(key: str, valid: Iterable[str], *, chosen: Mapping[str, str] | None = None) -> ConfigError:
+    """Returns the error for a `key` whose last part is not among `valid`, such as "cluster.worker".
 
     Args:
         chosen: group → name of the choice in force. A key of another choice is named together with that choice.
     """
     names = sorted(valid)
-    end = key.rfind("=" if what == "choice" else ".") + 1
+    end = key.rfind(".") + 1
     above, last = key[:end], key[end:]
-    homes = {} if what == "choice" else _homes(chosen or {})
+    homes = _homes(chosen or {})
     level = f"Valid{f' in {above[:-1]}' if above.endswith('.') else ''}: {', '.join(names) or 'nothing'}"
     if home := homes.get(key):
-        return ConfigError(f"unknown {what} {key}: it belongs to {home}. {level}")
+        return ConfigError(f"unknown key {key}: it belongs to {home}. {level}")
+    if sentence := meant(key, ()):
+        return ConfigError(f"unknown key {key}.{sentence} {level}")
     moved = next((new for old, new in KEYS.items() if key in (old, old.rpartition(".")[2])), "")
-    foreign = (moved if moved in homes else meaning(last).setting) if homes else ""
+    foreign = moved if moved in homes else meaning(last).setting
     if True in VALUES.get(moved, {}):  # it was a switch
         foreign = f"{moved}={VALUES[moved][True]['name']}"
     guesses = [foreign] if foreign else _called(last, homes)
@@ -83,7 +150,7 @@ def unknown_key(
         near = difflib.get_close_matches(last, parts, n=1, cutoff=0.8)
         guesses = _called(near[0], homes) if near else []
     hint = f" Did you mean {' or '.join(guesses)}?" if guesses else ""
-    return ConfigError(f"unknown {what} {key}.{hint} {level}")
+    return ConfigError(f"unknown key {key}.{hint} {level}")
 
 
 def chosen_in(plain: Mapping[Any, Any]) -> dict[str, str]:
@@ -123,76 +190,53 @@ def unknown_choice(group: str, name: str) -> ConfigError:
     if group in OWN and "." in name:
         remedy = f"for one of your own write a colon before its name: {group}={':'.join(name.rsplit('.', 1))}"
         return ConfigError(f"unknown choice {group}={name}; {remedy}")
-    if group == "strategy" and (hint := strategy_hint(name, "strategy={}")):
-        return ConfigError(f"unknown choice strategy={name}.{hint} Valid: {', '.join(CHOICES[group])}")
-    return unknown_key(f"{group}={name}", CHOICES[group], what="choice")
+    return not_among(group, name, CHOICES[group])
+
+
+def not_among(group: str, name: str, choices: Iterable[str]) -> ConfigError:
+    """Returns the error for a choice that is not among those of a group."""
+    hint = did_you_mean(name, choices, f"{group}={{}}")
+    return ConfigError(f"unknown choice {group}={name}.{hint} Valid: {', '.join(sorted(choices))}")
 
 
 def wrong_type(key: str, value: object, expected: object) -> ConfigError:
     """Returns the error for a value of the wrong type."""
     hint = f".{did_you_mean(value, map(str, get_args(expected)))}" if get_origin(expected) is Literal else ""
-    return ConfigError(f"{key}={'null' if value is None else value}: expected {_describe(expected)}{hint}".rstrip("."))
+    if str in (expected, *get_args(expected)) and type(value) in (bool, int, float):
+        hint = "; a file has it in quotes, or else 5e2 is 500.0"
+    elif isinstance(value, str) and re.fullmatch(r"[-+.\d]+(e[-+]?\d+)?", value):
+        hint = ", and has a text: leave out its quotes, or write ${oc.decode:…} around it"
+    shown = "null" if value is None else f"{value!s:.200}"
+    return ConfigError(f"{key}={shown}: expected {described(expected)}{hint}".rstrip("."))
 
 
-def _read(kind: Any, value: Any, *, key: str) -> Any:
-    """Returns `value` as an instance of the type `kind`; `key` names it in errors."""
-    expected = kind
-    if get_origin(kind) in (Union, types.UnionType):  # only T | None occurs
-        if value is None:
-            return None
-        (kind,) = (option for option in get_args(kind) if option is not type(None))
-    origin, arguments = get_origin(kind), get_args(kind)
-    if kind is Any:  # arguments of the user's own
-        return value
-    if is_dataclass(kind):
-        if not isinstance(value, Mapping):
-            raise wrong_type(key or "the configuration", value, dict)
-        return _read_fields(kind, value, key=key)
-    if origin is Literal and value in arguments:
-        return value
-    if origin is list and isinstance(value, list):
-        return [_read(arguments[0], item, key=f"{key}[{i}]") for i, item in enumerate(value)]
-    if origin is dict and isinstance(value, Mapping):
-        return {str(name): _read(arguments[1], item, key=f"{key}.{name}") for name, item in value.items()}
-    if kind is float and type(value) is int:
-        return float(value)
-    if kind is str and type(value) in (int, float):  # such as run.name=7
-        return str(value)
-    if origin is None and type(value) is kind:  # not isinstance: True is no int here
-        return value
-    raise wrong_type(key, value, expected)
+class _Settings(Maker):
+    """Makes settings: it knows the groups of choices, and its errors say what was probably meant."""
 
+    def record(self, kind: Any, plain: Mapping[str, Any], key: str) -> Any:
+        """Returns an instance of a settings class; of a group, that of the choice in force."""
+        default = kind
+        if key in CHOICES:
+            name = str(plain.get("name"))
+            if name not in CHOICES[key] and not (key in OWN and is_address(name)):
+                raise unknown_choice(key, name)
+            default = partial(choose, key, name)
+            kind = type(choose(key, name))
+        hints = get_type_hints(kind)
+        prefix = f"{key}." if key else ""
+        for name in plain:
+            if name not in hints:
+                chosen = {key: str(plain.get("name"))} if key else chosen_in(plain)
+                raise unknown_key(f"{prefix}{name}", hints, chosen=chosen)
+        values = {name: self.made(hints[name], value, f"{prefix}{name}") for name, value in plain.items()}
+        values |= {name: at_home(value) for name, value in values.items() if name in PATHS and isinstance(value, str)}
+        try:
+            return default(**values)
+        except ConfigError as error:  # of a policy, which knows its fields alone
+            raise ConfigError(f"{prefix}{error}") from error
 
-def _read_fields(kind: Any, plain: Mapping[str, Any], *, key: str) -> Any:
-    default = kind
-    if key in CHOICES:
-        name = str(plain.get("name"))
-        if name not in CHOICES[key] and not (key in OWN and is_address(name)):
-            raise unknown_choice(key, name)
-        default = partial(choose, key, name)
-        kind = type(choose(key, name))
-    hints = get_type_hints(kind)
-    prefix = f"{key}." if key else ""
-    for name in plain:
-        if name not in hints:
-            chosen = {key: str(plain.get("name"))} if key else chosen_in(plain)
-            raise unknown_key(f"{prefix}{name}", hints, chosen=chosen)
-    values = {name: _read(hints[name], value, key=f"{prefix}{name}") for name, value in plain.items()}
-    try:
-        return default(**values)
-    except ConfigError as error:  # of a policy, which knows its fields alone
-        raise ConfigError(f"{prefix}{error}") from error
-
-
-def _describe(kind: Any) -> str:
-    """Returns the name of a type in the words of a user."""
-    if get_origin(kind) in (Union, types.UnionType):
-        return " or ".join(_describe(option) for option in get_args(kind))
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(get_args(kind))}"
-    if get_origin(kind) is list:
-        return f"a list, as [{_describe(get_args(kind)[0])}, …]"
-    if get_origin(kind) is dict:
-        return "a mapping, as {key: value}"
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", dict: "a mapping"}
-    return "null" if kind is type(None) else names.get(kind, str(kind))
+    def refused(self, expected: Any, plain: Any, key: str) -> Any:
+        """Raises the error for a value of the wrong type."""
+        if type(plain) is float and float in (expected, *get_args(expected)):
+            return plain  # it is not finite, which is out of bounds
+        raise wrong_type(key or "the configuration", plain, expected)

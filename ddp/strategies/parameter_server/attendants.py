@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -26,13 +26,13 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.cast import Cast, how_ended
 from ddp.comm.objects import broadcast_object
-from ddp.errors import PeerLost, first_line, said
+from ddp.errors import PeerLost, first_line, one_line, said
 from ddp.policies import ParameterServer
 from ddp.process.clock import Patience, now_s
 from ddp.process.log import log
 from ddp.replica.served import ServedDataParallel
-from ddp.strategies.parameter_server.edge import LOST, SERVER, WORKER, Edge, Piece, as_lease, as_plain, connected
-from ddp.strategies.parameter_server.ledger import Lease
+from ddp.strategies.parameter_server.edge import LOST, SERVER, WORKER, Edge, Piece, connected
+from ddp.strategies.parameter_server.ledger import Lease, as_lease, as_plain
 from ddp.strategies.parameter_server.shared import Push, Shared
 
 ANSWER_S = 2.0  # unless deadlines are short
@@ -70,8 +70,15 @@ class Attendants:
         self.answer_s = min(ANSWER_S, model.comm.abort_s / 4)
         self._threads: dict[int, threading.Thread] = {}  # by the worker's number; the doorman forgets those that ended
         self._comms: dict[int, Communicator] = {}  # theirs
-        self._doorman = threading.Thread(target=self._let_in, name="ddp-doorman", daemon=True)
+        self._odd: dict[tuple[Any, Any], str] = {}  # why they are served no more, by index and incarnation
+        self._num_let_in = 0
+        self._doorman = threading.Thread(target=self._doorman_s_work, name="ddp-doorman", daemon=True)
         self._doorman.start()
+
+    def close(self, within_s: float) -> int:
+        """Lets nobody in any more, once `shared.over` is set; returns how many workers have been let in."""
+        self._doorman.join(within_s)
+        return self._num_let_in
 
     def end(self, within_s: float) -> None:
         """Lets workers hear that the run is over, once `shared.over` says so, and ends all threads.
@@ -79,7 +86,6 @@ class Attendants:
         A thread that still let go of Gloo's objects when the interpreter exits would abort the process.
         """
         until_s = now_s() + within_s
-        self._doorman.join(within_s)
         for thread in self._threads.values():
             thread.join(max(0.0, until_s - now_s()))
         for comm in list(self._comms.values()):  # of workers that do not come for the word; so that their threads end
@@ -87,24 +93,25 @@ class Attendants:
         for thread in self._threads.values():
             thread.join(1.0)
 
-    def _let_in(self) -> None:
-        home, mine, seen = self._home, self._part, 0
+    def _doorman_s_work(self) -> None:
         while self._shared.over is None:
             self._threads = {number: thread for number, thread in self._threads.items() if thread.is_alive()}
             try:
-                num_arrivals = home.add(f"{mine.incarnation}/arrivals", 0)
-                for number in range(seen, num_arrivals):
-                    name = f"ddp-worker-{number}"
-                    thread = threading.Thread(target=self._attend, args=(number,), name=name, daemon=True)
-                    self._threads[number] = thread
-                    thread.start()
-                    if mine.index == 0:
-                        home.set(f"{mine.incarnation}/welcome/{number}", "")
+                self.let_in(self._home.add(f"{self._part.incarnation}/arrivals", 0))
             except (DistError, OSError) as error:  # then nobody can come any more
                 log.warning("the store does not answer, so that no further worker can come: %s", first_line(error))
                 return
-            seen = num_arrivals
             time.sleep(ARRIVALS_S)
+
+    def let_in(self, num_arrivals: int) -> None:
+        """Serves so many workers, of those that have come."""
+        for number in range(self._num_let_in, num_arrivals):
+            name = f"ddp-worker-{number}"
+            self._threads[number] = threading.Thread(target=self._attend, args=(number,), name=name, daemon=True)
+            self._threads[number].start()
+            if self._part.index == 0:
+                self._home.set(f"{self._part.incarnation}/welcome/{number}", "")
+        self._num_let_in = num_arrivals
 
     # --- one worker --------------------------------------------------------------------------------------------------
 
@@ -112,20 +119,22 @@ class Attendants:
         """Serves one worker, from when it comes until it is gone."""
         mine, shared = self._part, self._shared
         who: Mapping[str, Any] | None = None  # once it is served
+        odd = ""  # why it is not served any more
         try:
             where = {"incarnation": mine.incarnation, "server": mine.index, "number": number}
             comm = connected(self._home, self._model.comm, SERVER, **where, warn_s=1e9)
             self._comms[number] = comm
             first = broadcast_object(comm, None, WORKER)
-            if problem := self._unlike(first["facts"]):
+            problem = self._odd.get((first["index"], first["incarnation"]), "") or self._unlike(first["facts"])
+            if problem:
                 broadcast_object(comm, {"refused": problem}, SERVER)
                 return
             rest = {} if mine.index else self._rest()
             broadcast_object(comm, {"pieces": list(map(tuple, self._pieces)), "rest": rest}, SERVER)
             edge = Edge(comm, self._parameters, self._pieces, wire=self._policy.wire, hook=self._policy.hook)
             with shared.changed:
+                shared.indices[number] = int(first["index"])
                 shared.num_here += 1
-                shared.indices[number] = first["index"]
             who = first
             while self._serve(edge, number):
                 pass
@@ -134,9 +143,12 @@ class Attendants:
                 how = how_ended(mine.store, "worker", who["index"], who["incarnation"])
                 how = how or f"is gone ({error.reason if isinstance(error, PeerLost) else said(error)})"
                 log.warning("worker %d %s: what it had leased goes to others", who["index"], how)
-        except BaseException as error:  # such as one of the user's order of samples
-            with shared.changed:
-                shared.error = error
+        except Exception as error:
+            if shared.error is None:  # else it is one of the user's order of samples
+                odd = f"server {mine.index} cannot use what this worker has sent ({one_line(error)})"
+                log.warning("a worker is left out: %s", odd)
+            if odd and who is not None:
+                self._odd[who["index"], who["incarnation"]] = f"{odd}: give servers and workers the same program"
         finally:
             with shared.changed:
                 if mine.index == 0:
@@ -148,7 +160,7 @@ class Attendants:
             gone = self._comms.pop(number, None)
             if gone is not None:
                 with suppress(Exception):
-                    gone.close() if not gone.is_broken else gone.abandon("the other end is gone")
+                    gone.abandon(odd or "the other end is gone") if odd or gone.is_broken else gone.close()
 
     def _unlike(self, facts: Mapping[str, Any]) -> str:
         """Returns what a worker has other than the servers, in words; "" for nothing."""
@@ -174,7 +186,6 @@ class Attendants:
                 begun = {} if request["then"] is None else self._begin(edge, number, request)
                 self._tell(edge, {"counts": counts} | begun)
             case "forget":
-                edge.take_back()
                 with shared.changed:
                     shared.pushed.pop((*request["key"], number), None)
                 edge.tell({})
@@ -192,33 +203,34 @@ class Attendants:
 
     def _leases(self, number: int, most: int) -> dict[str, Any]:
         """Returns leases, as soon as there are some; or none, after a while."""
-        patience, shared = Patience(self.answer_s), self._shared
-        with shared.changed:
-            while shared.over is None:
+        shared = self._shared
+        for _ in self._looks():
+            with shared.changed:
                 if granted := shared.ledger.grant(number, most=most, now_s=now_s()):
+                    shared.notify()  # of leases that were taken back from others
                     return {"leases": [as_plain(lease) for lease in granted]}
-                if not (left_s := patience.left_s()):
-                    return {"leases": []}
-                shared.wait_for_change(shared.num_changes, left_s)
-            return {"leases": []}
+        return {"leases": []}
 
     def _begin(self, edge: Edge, number: int, request: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the answer to a worker that is to compute its next part: "now", "gone", or after a while "wait"."""
-        patience, shared = Patience(self.answer_s), self._shared
-        answer: dict[str, Any] = {"verdict": "wait"}
-        while answer["verdict"] == "wait" and (left_s := patience.left_s()):
-            num_changes = shared.num_changes
-            if shared.over is not None:
-                return {"verdict": "gone"}
-            if shared.whole.acquire(timeout=left_s):
+        for left_s in self._looks():
+            if self._shared.whole.acquire(timeout=left_s):
                 try:
                     answer = self._begun(edge, number, request)
                 finally:
-                    shared.whole.release()
-            if answer["verdict"] == "wait" and (left_s := patience.left_s()):
-                with shared.changed:
-                    shared.wait_for_change(num_changes, left_s)
-        return answer
+                    self._shared.whole.release()
+                if answer["verdict"] != "wait":
+                    return answer
+        return {"verdict": "wait"}
+
+    def _looks(self) -> Iterator[float]:
+        """Yields the seconds that are left to answer a request, again after each change, until it has to wait."""
+        patience, shared = Patience(self.answer_s), self._shared
+        while shared.over is None and (left_s := patience.left_s()):
+            num_changes = shared.num_changes
+            yield left_s
+            with shared.changed:
+                shared.wait_for_change(num_changes, patience.left_s())
 
     def _begun(self, edge: Edge, number: int, request: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the answer to a request to begin, and copies the parameters if it is "now"; with `whole` held."""
@@ -233,6 +245,8 @@ class Attendants:
                 verdict = shared.ledger.begin(number, as_lease(request["then"]), now_s=now_s())
                 if verdict == "now":
                     leases = shared.ledger.grant(number, most=request["most"], now_s=now_s())
+            if verdict == "gone":  # and others with it, which somebody may wait for
+                shared.notify()
         if verdict != "now":
             return {"verdict": verdict}
         edge.load()
@@ -248,10 +262,14 @@ class Attendants:
         lease, shared = as_lease(request["lease"]), self._shared
         step, part = lease.plan.step, lease.part
         flats = edge.taken(f"step {step}, gradients of part {part}")
+        buffers, without = dict(request["buffers"]), list(map(str, request["without"]))
+        if odd := [name for name, each in buffers.items() if each.shape != self._model.module.get_buffer(name).shape]:
+            raise ValueError(f"buffers of another shape: {', '.join(odd)}")
+        push = Push(flats, float(request["loss_sum"]), float(request["num_items"]), buffers, without)
         with shared.changed:
             counts = bool(self._part.index) or shared.ledger.returned(number, lease, now_s=now_s())
             if counts:
-                shared.pushed[step, part, number] = Push(flats, *(request[name] for name in Push._fields[1:]))
+                shared.pushed[step, part, number] = push
             shared.notify()
         if not counts:
             edge.take_back()

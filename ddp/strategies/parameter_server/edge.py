@@ -15,28 +15,29 @@ If one of the two is lost, the other's next call raises PeerLost, and no other e
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from ddp.comm.communicator import Communicator
+from ddp.comm.meeting.cast import Cast, Job
 from ddp.comm.meeting.private_store import part_of
 from ddp.comm.meeting.rendezvous import answered
-from ddp.comm.objects import packed, unpacked
+from ddp.comm.objects import error_of, error_values, packed, unpacked
 from ddp.comm.opening import open_communicator
 from ddp.comm.settings import CPU
-from ddp.errors import CommunicatorBroken, PeerLost
+from ddp.errors import CommunicatorBroken, PeerLost, with_causes
 from ddp.gradients.bucket import Bucket, Slot, span
 from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.hooks.hook import Hook
 from ddp.optim.layerwise import laid_out_like
 from ddp.optim.norms import in_memory_order
 from ddp.setting import WireName
-from ddp.strategies.parameter_server.ledger import Lease, Plan
 
 SERVER, WORKER = 0, 1
 LOST = (PeerLost, CommunicatorBroken)
@@ -185,10 +186,6 @@ class Edge:
                 for view, parameter, piece in pack.places():
                     in_memory_order(parameter)[piece.start : piece.stop] = view
 
-    def close(self) -> None:
-        """Ends the edge, which the other end does, too."""
-        self.comm.close()
-
 
 class _Pack:
     """The pieces of one dtype, side by side.
@@ -219,6 +216,28 @@ class _Pack:
         return self._bucket
 
 
+@contextmanager
+def failure_told(home: Store, part: Cast | None) -> Iterator[None]:
+    """Leaves an error of the block for those that wait for this process in a fit, unless it has lost them."""
+    try:
+        yield
+    except Exception as error:
+        if part is not None and not any(isinstance(each, LOST) for each in with_causes(error)):
+            with suppress(DistError):
+                home.set(f"failed/{part.job}", packed(error_values(error)).numpy().tobytes())  # type: ignore[arg-type]
+        raise
+
+
+def failure_of(home: Store, job: Job) -> Exception | None:
+    """Returns the error that ended the fit of a process with that job; None if there is none."""
+    if not home.check([f"failed/{job}"]):
+        return None
+    data = torch.frombuffer(bytearray(home.get(f"failed/{job}")), dtype=torch.uint8)
+    error = error_of(*unpacked(data), where=f"a {job}")
+    error.__cause__ = PeerLost(SERVER if job == "server" else WORKER, "unknown", 0, 0, "its fit", "it has failed")
+    return error
+
+
 def by_dtype(
     pieces: Sequence[Piece], parameters: Mapping[str, nn.Parameter]
 ) -> Iterator[tuple[torch.dtype, list[Piece]]]:
@@ -235,15 +254,3 @@ def places_of(pieces: Sequence[Piece], dtype: torch.dtype) -> tuple[list[int], i
         starts.append(end)
         end += span(torch.empty(piece.stop - piece.start, dtype=dtype, device="meta"))
     return starts, end
-
-
-def as_plain(lease: Lease) -> list[Any]:
-    """Returns a lease as JSON can hold it."""
-    number, plan, part, num_parts = lease
-    return [number, list(plan), part, num_parts]
-
-
-def as_lease(plain: Sequence[Any]) -> Lease:
-    """Returns the lease that `as_plain` was given."""
-    number, plan, part, num_parts = plain
-    return Lease(number, Plan(*plan), part, num_parts)

@@ -40,9 +40,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Mode = Literal["sync", "async", "bounded"]
 Answer = Literal["now", "wait", "gone"]
@@ -71,16 +71,29 @@ class Lease(NamedTuple):
     num_parts: int
 
 
+def as_plain(lease: Lease) -> list[Any]:
+    """Returns a lease as JSON can hold it."""
+    number, plan, part, num_parts = lease
+    return [number, list(plan), part, num_parts]
+
+
+def as_lease(plain: Sequence[Any]) -> Lease:
+    """Returns the lease that `as_plain` was given."""
+    number, plan, part, num_parts = plain
+    return Lease(int(number), Plan(*map(int, plan)), int(part), int(num_parts))
+
+
 class Update(NamedTuple):
     """An update of the parameters.
 
     Attributes:
-        workers: by part, whose gradient counts; None for a part without samples.
+        workers: by part, whose gradient counts; None for a part without samples. sizes: by part, its samples.
         age: updates since its oldest parameters were pulled.
     """
 
     plan: Plan
     workers: tuple[Hashable, ...]
+    sizes: tuple[int, ...]
     age: int
 
 
@@ -220,7 +233,8 @@ class Ledger:
         self._open.remove(done)
         age = self.version - min(done.versions)
         self.version += 1
-        return Update(done.plan, tuple(part.counts and part.counts.worker.name for part in done.parts), age)
+        workers = tuple(part.counts and part.counts.worker.name for part in done.parts)
+        return Update(done.plan, workers, tuple(part.size for part in done.parts), age)
 
     def lost(self, worker: Hashable) -> None:
         """Frees all leases of a worker; what it returns later does not count."""

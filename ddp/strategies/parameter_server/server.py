@@ -14,6 +14,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
-from ddp.comm.meeting.cast import Cast
-from ddp.comm.objects import broadcast_object
+from ddp.comm.meeting.cast import Cast, is_done
+from ddp.comm.objects import broadcast_object, error_of, error_values
 from ddp.errors import ConfigError
 from ddp.gradients.totals import Totals, count_of
 from ddp.policies import ParameterServer
@@ -31,14 +32,14 @@ from ddp.process.log import log
 from ddp.replica.served import ServedDataParallel
 from ddp.replica.sharded import Part
 from ddp.strategies.parameter_server.attendants import Attendants
-from ddp.strategies.parameter_server.edge import Piece, by_dtype, places_of
+from ddp.strategies.parameter_server.edge import Piece, by_dtype, failure_of, places_of
 from ddp.strategies.parameter_server.ledger import Ledger, Plan, Update
 from ddp.strategies.parameter_server.shared import Shared
 from ddp.units import counted
 
 POLL_S = 0.05  # between two looks at whether this process is to stop
 LAST_S = 10.0  # longest wait for workers that are to hear how the run has ended
-WAIT, OVER, STOP = "wait", "over", "stop"  # words of server 0 in the place of an update
+WAIT, OVER, STOP, FAILED = "wait", "over", "stop", "failed"  # words of server 0 in the place of an update
 
 
 class Received(NamedTuple):
@@ -90,7 +91,7 @@ class Service:
             mode=policy.mode,
             num_parts=policy.num_parts(part.num_workers),
             num_shards=num_shards,
-            staleness=policy.staleness,
+            staleness=policy.bound,
             num_backups=policy.backup_workers,
             version=version,
         )
@@ -126,23 +127,28 @@ class Service:
 
         Raises:
             ConfigError: no worker has come, or is left.
+            Exception: all workers' fits have failed, of the class of theirs.
         """
         shared, last_step = self._shared, 0
         is_first, alone = self._part.index == 0, self._comm.world_size == 1
         if is_first:
             with shared.changed:
-                shared.ledger.begin_epoch(plans)
+                shared.ledger.begin_epoch(self._watched(plans))
                 shared.notify()
         while True:
             since_s = now_s()
             word: Any = WAIT
+            raised = None
             while word == WAIT:
-                word = self._next(stopping) if is_first else None
+                try:
+                    word = self._next(stopping) if is_first else None
+                except Exception as error:
+                    word, raised = (FAILED, *error_values(error)), error
                 if not alone:
                     with nullcontext() if is_first else self._pulls_allowed():  # server 0 knows the next one already
                         word = broadcast_object(self._comm, word)
-                if shared.error is not None:
-                    raise shared.error
+            if word[0] == FAILED:
+                raise raised or error_of(*word[1:], where="server 0")
             if word in (OVER, STOP):
                 self.is_stopped = word == STOP
                 with shared.changed:  # what is left of these steps does not count
@@ -151,14 +157,20 @@ class Service:
             told, keys, counts, buffers, without = word
             plan, last_step = Plan(*told), max(last_step, told[0])
             totals = self._received([tuple(key) for key in keys], counts, buffers)
-            if (num_samples := sum(each[2] for each in counts)) != plan.size:
-                raise AssertionError(f"step {plan.step} has {plan.size} samples, and {num_samples} were returned")
             yield plan, Received(totals, since_s, partial(self._model.take, without=without))
             with shared.changed:
                 shared.version += 1
                 shared.notify()
             if is_first:
                 self._home.set("version", str(shared.version))
+
+    def _watched(self, plans: Iterable[Plan]) -> Iterator[Plan]:
+        """Yields plans in the threads that lease them; an error of the user's order is one for the main thread."""
+        try:
+            yield from plans
+        except BaseException as error:
+            self._shared.error = error
+            raise
 
     def _next(self, stopping: Any) -> Any:
         """Waits on server 0 for the next update, and returns it; or OVER, STOP, or after a while WAIT."""
@@ -183,6 +195,10 @@ class Service:
                     "resume=auto"
                 )
             if not patience.left_s():
+                if idle_s and (failed := failure_of(self._home, "worker")):  # caught, if all go on
+                    stores, workers = (self._home, self._part.store), range(self._part.num_workers)
+                    if all(any(is_done(store, f"worker {index}") for store in stores) for index in workers):
+                        raise failed
                 if idle_s > self._warned_s + self._comm.warn_s:
                     self._warned_s = idle_s
                     log.warning("no worker has been here for %.0f s: the servers wait for one", idle_s)
@@ -201,14 +217,14 @@ class Service:
 
     def _described(self, update: Update) -> Any:
         """Returns an update as all servers must know it, in plain values."""
-        plan, workers, age = update
+        plan, workers, sizes, age = update
         self._oldest = max(self._oldest, age)
         with self._shared.changed:
             keys = [(plan.step, part, worker) for part, worker in enumerate(workers) if isinstance(worker, int)]
             pushes = [self._shared.pushed[key] for key in keys]
-            for (_, _, worker), push in zip(keys, pushes, strict=True):
-                self._computed[self._shared.indices[worker]] += push.num_samples
-        counts = [(push.loss_sum, push.num_items, push.num_samples) for push in pushes]
+            for _, part, worker in keys:
+                self._computed[self._shared.indices[worker]] += sizes[part]
+        counts = [(push.loss_sum, push.num_items, sizes[key[1]]) for key, push in zip(keys, pushes, strict=True)]
         buffers = _together([push.buffers for push in pushes], [each[2] for each in counts])
         without = sorted(set.intersection(*(set(push.without) for push in pushes)) if pushes else ())
         return tuple(plan), keys, counts, buffers, without
@@ -222,7 +238,9 @@ class Service:
     ) -> Totals:
         """Writes the sum of what these pushes have into the buckets, in their order, divided by the global count."""
         with self._shared.changed:
-            pushes = [self._shared.pushed.pop(key) for key in keys]
+            pushes = [self._shared.pushed[key] for key in keys]
+            steps = {key[0] for key in keys}  # of which workers that are gone may have left pushes that do not count
+            self._shared.pushed = {key: push for key, push in self._shared.pushed.items() if key[0] not in steps}
         num_items = sum(each[1] for each in counts)
         parts = dict(self._pieces)
         packs = by_dtype([piece for piece, _ in self._pieces], self._parameters)
@@ -230,7 +248,7 @@ class Service:
         for index, (dtype, pieces) in enumerate(packs):
             flats = [push.flats[index] for push in pushes]
             for start, piece in zip(places_of(pieces, dtype)[0], pieces, strict=True):
-                gradient = parts[piece].gradient.zero_() if not flats else parts[piece].gradient
+                gradient = (parts[piece].gradient if flats else parts[piece].gradient.zero_()).view(-1)
                 for number, (flat, share) in enumerate(zip(flats, shares, strict=True)):
                     here = flat[start : start + len(gradient)]
                     gradient.add_(here, alpha=share) if number else torch.mul(here, share, out=gradient)
@@ -260,11 +278,15 @@ class Service:
                 return
             shared.over = dict(over)
             shared.notify()
-        if self._part.index == 0 and "failed" not in over:  # who comes later has nothing to do, either
-            with suppress(DistError):
-                self._home.set("over", json.dumps(shared.over))
         with suppress(RuntimeError):  # the main thread need not have it, after an error
             shared.whole.release()
+        num_let_in = self._attendants.close(LAST_S)
+        with suppress(DistError):
+            if "failed" not in over and self._part.index == 0:  # who comes later has nothing to do, either
+                self._home.set("over", json.dumps({**over, "num_let_in": num_let_in}))
+            elif "failed" not in over:  # serves whom server 0 has let in
+                self._home.wait(["over"], timedelta(seconds=LAST_S))
+                self._attendants.let_in(json.loads(self._home.get("over"))["num_let_in"])
         self._attendants.end(LAST_S)
 
 

@@ -22,7 +22,7 @@ class Push(NamedTuple):
 
     Attributes:
         flats: mean gradients over the part's items, one for each dtype (`Edge.taken`).
-        loss_sum, num_items, num_samples: of the part.
+        loss_sum, num_items: of the part.
         buffers: those of the model that have changed, by name.
         without: names of the parameters that got no gradient.
     """
@@ -30,7 +30,6 @@ class Push(NamedTuple):
     flats: Sequence[Tensor]
     loss_sum: float
     num_items: float
-    num_samples: int
     buffers: Mapping[str, Tensor]
     without: Sequence[str]
 

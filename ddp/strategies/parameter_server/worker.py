@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.meeting.cast import Cast
+from ddp.comm.meeting.cast import Cast, how_ended
 from ddp.comm.meeting.rendezvous import answered
 from ddp.comm.objects import broadcast_object
 from ddp.errors import ConfigError, PeerLost
@@ -30,8 +30,8 @@ from ddp.gradients.totals import Totals
 from ddp.policies import ParameterServer
 from ddp.process.clock import Patience
 from ddp.process.log import log
-from ddp.strategies.parameter_server.edge import LOST, SERVER, WORKER, Edge, Piece, as_lease, as_plain, connected
-from ddp.strategies.parameter_server.ledger import Lease
+from ddp.strategies.parameter_server.edge import LOST, SERVER, WORKER, Edge, Piece, connected, failure_of
+from ddp.strategies.parameter_server.ledger import Lease, as_lease, as_plain
 
 POLL_S = 0.05  # between two looks for the servers
 WAIT: Mapping[str, Any] = {"verdict": "wait"}
@@ -73,6 +73,7 @@ class Servers:
         self._part, self._comm, self._policy, self._facts = part, comm, policy, dict(facts)
         self._module, self._parameters = module, dict(module.named_parameters())
         self._home = home
+        self._comms: list[Communicator] = []
         self._edges: list[Edge] = []
         self._pulled: dict[str, Tensor] = {}  # buffers as they were before the forward
         self._pushed: int | None = None  # the step of the last push
@@ -89,6 +90,7 @@ class Servers:
             Over: the run has ended.
             PeerLost: the store in which all meet has gone.
             ConfigError: they have not come in time, or train another model, or with other settings.
+            Exception: the servers' fit has failed, of the class of theirs.
         """
         self.abandon("the servers were lost")
         patience = Patience(self._comm.abort_s)
@@ -96,8 +98,11 @@ class Servers:
             within_s = max(1.0, patience.left_s())
             number, incarnation = answered(partial(self._welcomed, patience, stopping), within_s=within_s)
             try:
-                for server in range(self._part.num_servers):
-                    self._edges.append(self._edge(server, number, incarnation))
+                for server in range(self._part.num_servers):  # all, because each waits for whom another one may refuse
+                    where = {"incarnation": incarnation, "server": server, "number": number}
+                    comm = connected(self._home, self._comm, WORKER, **where, warn_s=self._comm.warn_s)
+                    self._comms.append(comm)
+                self._edges = [self._edge(comm) for comm in self._comms]
             except (*LOST, DistError):  # the latter if the store has gone, which `_welcomed` says
                 self.abandon("a server was lost")
                 if not patience.left_s():
@@ -111,8 +116,10 @@ class Servers:
         number, incarnation = -1, -1
         try:
             while left_s := patience.left_s():
-                if home.check(["over"]):
-                    raise Over(json.loads(home.get("over")))
+                if home.check(["over"]) and number not in range((over := json.loads(home.get("over")))["num_let_in"]):
+                    raise Over(over)  # else it is waited for
+                if error := failure_of(home, "server"):
+                    raise error
                 now = int(home.get("incarnation")) if home.check(["incarnation"]) else -1
                 if now > incarnation:
                     incarnation = now
@@ -130,25 +137,23 @@ class Servers:
             raise PeerLost(SERVER, "unknown", 0, 0, "start-up", reason) from error
         if stopping:
             raise PeerLost(SERVER, "unknown", 0, 0, "start-up", "no server is there, and this worker is to stop")
-        raise ConfigError(
-            f"{self._part}: no server has come within {patience.limit_s:g} s (comm.abort_s): start the servers first"
-        )
+        within = f"within {patience.limit_s:g} s (comm.abort_s)"
+        problem = f"no server has come {within}: start the servers first"
+        if incarnation >= 0:
+            how = how_ended(self._part.store, "server", 0, incarnation)
+            how = how or "is silent: it was stopped, or its host is down"
+            problem = f"server 0 {how}, and none has come {within}; continue it, or start all again with resume=auto"
+        raise ConfigError(f"{self._part}: {problem}")
 
-    def _edge(self, server: int, number: int, incarnation: int) -> Edge:
-        where = {"incarnation": incarnation, "server": server, "number": number}
-        comm = connected(self._home, self._comm, WORKER, **where, warn_s=self._comm.warn_s)
-        try:
-            mine = {"index": self._part.index, "incarnation": self._part.incarnation, "facts": self._facts}
-            broadcast_object(comm, mine, WORKER)
-            answer = broadcast_object(comm, None, SERVER)
-            if "refused" in answer:
-                raise ConfigError(answer["refused"])
-            self._take(answer["rest"])
-            pieces = [Piece(*piece) for piece in answer["pieces"]]
-            return Edge(comm, self._parameters, pieces, wire=self._policy.wire, hook=self._policy.hook)
-        except BaseException as error:
-            comm.abandon(f"{type(error).__name__}: {error}")
-            raise
+    def _edge(self, comm: Communicator) -> Edge:
+        mine = {"index": self._part.index, "incarnation": self._part.incarnation, "facts": self._facts}
+        broadcast_object(comm, mine, WORKER)
+        answer = broadcast_object(comm, None, SERVER)
+        if "refused" in answer:
+            raise ConfigError(answer["refused"])
+        self._take(answer["rest"])
+        pieces = [Piece(*piece) for piece in answer["pieces"]]
+        return Edge(comm, self._parameters, pieces, wire=self._policy.wire, hook=self._policy.hook)
 
     @torch.no_grad()
     def _take(self, values: Mapping[str, Tensor]) -> None:
@@ -193,28 +198,34 @@ class Servers:
         self._pulled = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
         return [as_lease(each) for each in answer["leases"]]
 
-    def push(self, lease: Lease, totals: Totals, *, num_samples: int, then: Lease | None, num_ahead: int) -> None:
+    def push(self, lease: Lease, totals: Totals, *, then: Lease | None, num_ahead: int) -> None:
         """Pushes the gradients of a part, means over its items.
 
         Args:
-            totals, num_samples: of the part.
+            totals: of the part.
             then: the next part, if it is known: `begin` need not ask server 0 for it then.
             num_ahead: as in `begin`.
 
         Raises:
             Over: the run has ended.
+            ConfigError: a buffer of the model has another shape than the servers'.
         """
+        for name, buffer in self._module.named_buffers():
+            if name not in self._pulled or self._pulled[name].shape != buffer.shape:
+                raise ConfigError(
+                    f"buffer {name}: has the shape {list(buffer.shape)} after a forward, but servers keep one for all "
+                    "workers, as the model is made with: give it that shape, or take strategy=auto"
+                )
         changed = {
             name: buffer.detach()
             for name, buffer in self._module.named_buffers()
-            if name not in self._pulled or not torch.equal(buffer, self._pulled[name])
+            if not torch.equal(buffer, self._pulled[name])
         }
         request = {
             "what": "push",
             "lease": as_plain(lease),
             "loss_sum": float(totals.loss_sum),
             "num_items": float(totals.num_items),
-            "num_samples": num_samples,
             "buffers": changed,
             "without": [name for name, each in self._parameters.items() if each.requires_grad and each.grad is None],
         }
@@ -228,8 +239,7 @@ class Servers:
         if not answer["counts"]:
             for server in range(1, len(self._edges)):
                 self._asked(server, {"what": "forget", "key": [lease.plan.step, lease.part]})
-                self._edges[server].take_back()
-            self._edges[0].take_back()
+            self._edges[0].take_back()  # a hook, which several servers do not have
 
     def _wish(self, lease: Lease | None, most: int) -> dict[str, Any]:
         """Returns what a request says of the part to be begun next, once an update by the last one is made."""
@@ -251,8 +261,10 @@ class Servers:
         answer = edge.heard()
         if answer.get("verdict") == "now":
             edge.pull(f"update {answer['version']}, parameters")
-        if "over" in answer:
-            raise Over(answer["over"])
+        if (over := answer.get("over")) is not None and "failed" in over:
+            raise PeerLost(SERVER, "unknown", 0, 0, "its fit", over["failed"])
+        if over is not None:
+            raise Over(over)
         return answer
 
     # --- the end -----------------------------------------------------------------------------------------------------
@@ -263,14 +275,14 @@ class Servers:
             try:
                 edge.tell({"what": "bye"})
                 edge.heard()
-                edge.close()
+                edge.comm.close()
             except LOST:
                 edge.comm.abandon("the server is gone")
-        self._edges = []
+        self._comms, self._edges = [], []
 
     def abandon(self, reason: str) -> None:
         """Gives up all edges at once."""
-        for edge in self._edges:
-            edge.comm.abandon(reason)
-        self._edges, self._begun, self._pulled, self._pushed = [], WAIT, {}, None
+        for comm in self._comms:
+            comm.abandon(reason)
+        self._comms, self._edges, self._begun, self._pulled, self._pushed = [], [], WAIT, {}, None
         log.debug("left the servers: %s", reason)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from ddp.comm.communicator import Communicator
 from ddp.errors import USER_ERRORS
 from ddp.process.files import if_possible, make_folder, write_whole
+from ddp.process.records import to_json
 
 
 @contextmanager
@@ -26,5 +26,5 @@ def calls_left(run_dir: Path | None, comm: Communicator) -> Iterator[None]:
             path = run_dir / "logs" / f"calls-rank-{comm.rank}.jsonl"
             with if_possible(path):
                 make_folder(path.parent)
-                write_whole(path, "".join(f"{json.dumps(call)}\n" for call in comm.recent_calls()))
+                write_whole(path, "".join(f"{to_json(call)}\n" for call in comm.recent_calls()))
         raise

@@ -12,22 +12,22 @@ Each instant of a step is counted once, so the parts add up to the step. Whoever
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass, fields, is_dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
-from types import UnionType
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Literal, NamedTuple, get_args
 
 from ddp.collectives.simulate import Link
 from ddp.errors import ConfigError
-from ddp.process.files import json_object, read_own, write_whole
+from ddp.process.files import read_own, write_whole
+from ddp.process.records import Count, damage_told, json_object, made, to_json
 
 VERSION = 1
 FILE = "profile.json"
-MOST = 1 << 48  # of numbers in a tensor
+MOST_DIMENSIONS = 64
+NUM_WINDOWS = 5  # of the profiled steps, whose paces show how steady they were
 
 Part = Literal["data", "forward", "backward", "communication", "wait", "update", "other"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -51,13 +51,13 @@ class BucketTimes:
         ready_s, launched_s, done_s: seconds after backward began.
     """
 
-    index: int
-    bytes: int
-    offset: int
-    numel: int
+    index: Count
+    bytes: Count
+    offset: Count
+    numel: Count
     dtype: str
     parameters: list[str]
-    shapes: list[list[int]]
+    shapes: list[list[Count]]
     ready_s: float
     launched_s: float
     done_s: float
@@ -77,9 +77,9 @@ class RankStep:
         buckets: none where gradients are not sent in buckets.
     """
 
-    step: int
+    step: Count
     began_s: float
-    num_samples: int
+    num_samples: Count
     data_s: float
     forward_s: float
     backward_s: float
@@ -116,8 +116,8 @@ class NetworkFigures:
     inside: Link
     between: Link
     gamma_s: float
-    memory: list[tuple[int, float]] | None
-    allocated: list[tuple[int, float]] | None
+    memory: list[tuple[Count, float]] | None
+    allocated: list[tuple[Count, float]] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,14 +145,14 @@ class Profile:
         steps: by step, by rank.
     """
 
-    version: int
+    version: Count
     model: str
-    num_parameters: int
-    batch: int
-    world_size: int
-    hosts: list[list[int]]
-    threads: int
-    cores: list[int]
+    num_parameters: Count
+    batch: Count
+    world_size: Count
+    hosts: list[list[Count]]
+    threads: Count
+    cores: list[Count]
     device: str
     strategy: str
     hook: str | None
@@ -166,12 +166,24 @@ class Profile:
 
     @property
     def step_s(self) -> float:
-        """Returns the median length of the steps, each that of its slowest rank."""
-        return median(max(rank.step_s for rank in step) for step in self.steps)
+        """Returns the time for as many samples as the first step has: ranks that wait for each other share one pace."""
+        return self._pace_s(self.steps)
+
+    @property
+    def windows_s(self) -> list[float]:
+        """Returns the same of each of some stretches of the profiled steps, one after another."""
+        num = min(NUM_WINDOWS, len(self.steps))
+        cuts = [len(self.steps) * part // num for part in range(num + 1)]
+        return [self._pace_s(self.steps[begin:end]) for begin, end in pairwise(cuts)]
+
+    def _pace_s(self, steps: Sequence[Sequence[RankStep]]) -> float:
+        seconds = max(math.fsum(each.step_s for each in of_rank) for of_rank in zip(*steps, strict=True))
+        first, *each = (sum(rank.num_samples for rank in step) for step in (self.steps[0], *steps))
+        return seconds * first / sum(each) if sum(each) else seconds / len(steps)
 
     def write(self, run_dir: Path) -> None:
         """Writes RUN_DIR/profile.json, whole."""
-        write_whole(run_dir / FILE, json.dumps(asdict(self)))
+        write_whole(run_dir / FILE, to_json(asdict(self)))
 
 
 def read_profile(run_dir: Path) -> Profile:
@@ -180,53 +192,16 @@ def read_profile(run_dir: Path) -> Profile:
     Raises:
         ConfigError: there is none, or it is damaged, or of another version.
     """
-    path = run_dir / FILE
-    again = "profile the run again, with profile.steps=5"
-    try:
+    path, again = run_dir / FILE, "profile the run again, with profile.steps=5"
+    if not path.exists():
+        raise ConfigError(f"{run_dir} holds no {FILE}: run it with profile.steps=5")
+    with damage_told(path, again):
         plain = json_object(read_own(path))
-    except FileNotFoundError:
-        raise ConfigError(f"{run_dir} holds no {FILE}: run it with profile.steps=5") from None
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is damaged ({error}): {again}") from error
-    if (version := plain.get("version")) != VERSION:
-        raise ConfigError(f"{path} is of version {version!r:.20}, and version {VERSION} is read here: {again}")
-    try:
-        profile: Profile = _made(Profile, plain, "")
+        if (version := plain.get("version")) != VERSION:
+            raise ConfigError(f"{path} is of version {version!r:.20}, and version {VERSION} is read here: {again}")
+        profile = made(Profile, plain)
         _check(profile)
-    except ValueError as error:
-        raise ConfigError(f"{path} is damaged ({error}): {again}") from error
     return profile
-
-
-def _made(kind: Any, plain: Any, key: str) -> Any:
-    """Returns a value of JSON as a value of this type.
-
-    Raises:
-        ValueError: it is of another type; the message has the key.
-    """
-    origin, args = get_origin(kind), get_args(kind)
-    if origin is UnionType:
-        return None if plain is None else _made(args[0], plain, key)
-    if origin is Literal and plain in args:
-        return plain
-    if isinstance(kind, type) and is_dataclass(kind) and isinstance(plain, Mapping):
-        hints = get_type_hints(kind)
-        if missing := [item.name for item in fields(kind) if item.name not in plain]:
-            raise ValueError(f"it has no {key}{missing[0]}")
-        return kind(**{name: _made(hints[name], plain[name], f"{key}{name}.") for name in hints})
-    if origin is list and isinstance(plain, list):
-        return [_made(args[0], each, key) for each in plain]
-    of_tuple = get_type_hints(kind).values() if isinstance(kind, type) and issubclass(kind, tuple) else args
-    if isinstance(plain, list) and len(of_tuple) == len(plain) and (of_tuple is not args or origin is tuple):
-        values = [_made(each, value, key) for each, value in zip(of_tuple, plain, strict=True)]
-        return tuple(values) if origin is tuple else kind(*values)
-    if kind is float and isinstance(plain, (int, float)) and not isinstance(plain, bool) and math.isfinite(plain):
-        return float(plain)
-    if kind in (int, str) and type(plain) is kind:
-        return plain
-    raise ValueError(f"{key.removesuffix('.')}: {plain!r:.40}")
 
 
 def _check(profile: Profile) -> None:
@@ -236,6 +211,8 @@ def _check(profile: Profile) -> None:
         raise ValueError(f"hosts: {profile.hosts!r:.40} are not the ranks 0 to {profile.world_size - 1}")
     if not profile.steps or {len(profile.clock), *map(len, profile.steps)} != {len(ranks)}:
         raise ValueError("steps: there are none, or some ranks are missing")
+    if len({len(rank.buckets) for step in profile.steps for rank in step}) > 1:
+        raise ValueError("buckets: not as many on all ranks")
     if len(profile.cores) != len(profile.hosts):
         raise ValueError("cores: not one number for each host")
     if min(profile.batch, profile.threads, *profile.cores) < 1:
@@ -247,9 +224,9 @@ def _check(profile: Profile) -> None:
         times += [*rank.parts.values(), rank.backward_began_s]
         times += [each for bucket in rank.buckets for each in (bucket.ready_s, bucket.launched_s, bucket.done_s)]
         for bucket in rank.buckets:
-            if len(bucket.parameters) != len(bucket.shapes) or bucket.numel != sum(map(math.prod, bucket.shapes)):
+            names, shapes = bucket.parameters, bucket.shapes
+            is_sound = 0 < len(names) == len(shapes) and max(map(len, shapes)) < MOST_DIMENSIONS
+            if not is_sound or bucket.numel != sum(map(math.prod, shapes)):
                 raise ValueError(f"buckets: parameters, shapes and numel of {bucket.index} do not fit each other")
-            if not all(0 <= size <= MOST for shape in bucket.shapes for size in shape):
-                raise ValueError(f"shapes: a size is below 0 or above {MOST}")
     if min(times) < 0:
         raise ValueError("a time is below 0")

@@ -10,9 +10,9 @@ clock of its process, whose offset to that of rank 0 is measured (`clock.py`). A
 from __future__ import annotations
 
 import errno
-import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -23,8 +23,9 @@ from torch.autograd import profiler
 from ddp.errors import ConfigError
 from ddp.process.clock import now_s
 from ddp.process.environment import variable_set
-from ddp.process.files import if_possible, json_object, make_folder, read_own, scratch_folder, write_whole
+from ddp.process.files import if_possible, make_folder, read_own, scratch_folder, write_whole
 from ddp.process.log import log
+from ddp.process.records import damage_told, json_object, to_json
 from ddp.train.monitor.profile import ClockOffset
 from ddp.train.monitor.recording import STEP_RANGE
 from ddp.units import format_time
@@ -91,11 +92,12 @@ class Trace:
             text = (scratch / "trace").read_text() if (scratch / "trace").exists() else ""
         if not text.rstrip().endswith("}"):  # torch does not say so
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write_whole(path, f'{{"{CLOCK}": {json.dumps(about)},{text.lstrip()[1:]}')
+        write_whole(path, f'{{"{CLOCK}": {to_json(about)},{text.lstrip()[1:]}')
 
 
 # --- one trace of all ranks ------------------------------------------------------------------------------------------
 
+MOST_BYTES, MOST_NAMED = 1 << 30, 8
 PID_BITS, ID_BITS = 23, 40  # a process of Linux has a number below 2²²
 
 
@@ -122,10 +124,15 @@ def merged(folder: Path) -> dict[str, Any]:
     Raises:
         ConfigError: a trace is missing or damaged, or has no offset; or the clocks are not known well enough.
     """
-    traces = [_read(path) for path in sorted(folder.glob("rank-*.json"))]
+    with damage_told(folder, "profile the run again"):
+        return _together([_read(path) for path in sorted(folder.glob("rank-*.json"))], folder)
+
+
+def _together(traces: Sequence[_Trace], folder: Path) -> dict[str, Any]:
     if not traces:
         raise ConfigError(f"{folder} holds no trace: run it with profile.steps=5")
-    if missing := sorted(set(range(traces[0].world_size)) - {trace.rank for trace in traces}):
+    there = {trace.rank for trace in traces}
+    if missing := list(islice((rank for rank in range(traces[0].world_size) if rank not in there), MOST_NAMED)):
         ranks = ", ".join(map(str, missing))
         raise ConfigError(f"{folder} lacks the traces of ranks {ranks}: copy them from the folder on their hosts")
     events = [event for trace in traces for event in trace.events if "dur" in event]
@@ -147,23 +154,17 @@ def merged(folder: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> _Trace:
-    try:
-        plain = json_object(read_own(path))
+    with damage_told(path, "profile the run again"):
+        plain = json_object(read_own(path, most=MOST_BYTES))
         info, clock, events = plain["distributedInfo"], plain.get(CLOCK), plain["traceEvents"]
         if clock is None:
             raise ConfigError(
                 f"{path} has no offset to the clock of rank 0, because another program has written it: record traces "
                 "with profile.steps=5"
             )
-        mark = next(event for event in events if event.get("name") == clock["mark"] and "dur" in event)
+        mark = [event for event in events if event.get("name") == clock["mark"] and "dur" in event][0]  # noqa: RUF015
         shift_us = clock["mark_s"] * 1e6 - (mark["ts"] + mark["dur"] / 2)
         return _Trace(int(info["rank"]), int(info["world_size"]), events, shift_us, float(clock["error_s"]))
-    except ConfigError:
-        raise
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
-        raise ConfigError(f"{path} is damaged ({type(error).__name__}): profile the run again") from error
 
 
 def _moved(trace: _Trace, by_us: float) -> Iterator[dict[str, Any]]:

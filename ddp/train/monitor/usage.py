@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -98,5 +97,5 @@ def rate_of_one_worker(
             found = read_profile(path.parent)
             kind = found.device.partition(":")[0]
             if (found.world_size, found.model, found.num_parameters, found.threads, kind) == wanted:
-                return found.batch / statistics.median(rank.step_s for step in found.steps for rank in step)
+                return found.batch / found.step_s
     return None

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ddp import gpu
 from ddp.errors import ConfigError
-from ddp.train.tasks.task import IGNORE, Batch, Task, at_least_float32, pair_of
+from ddp.train.tasks.task import IGNORE, Batch, Task, at_least_float32, pair_of, weight_of
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,13 @@ class Classification(Task):
         if not 0 <= self.label_smoothing <= 1:
             raise ConfigError(f"label_smoothing={self.label_smoothing} is no share of a label; choose 0 … 1, often 0.1")
 
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int | Tensor]:
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, float | Tensor]:
         """Returns (Σ cross-entropy over the samples, their number)."""
         inputs, classes = pair_of(batch, self)
         scores = at_least_float32(model(inputs))
         targets = _targets(classes, scores)
         loss_sum = F.cross_entropy(scores, targets, reduction="sum", label_smoothing=self.label_smoothing)
-        return loss_sum, _count(targets)
+        return loss_sum, weight_of(targets)
 
     @torch.no_grad()
     def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[float | Tensor, float | Tensor]]:
@@ -61,8 +60,8 @@ class Classification(Task):
         targets = _targets(classes, scores)
         num_right = (scores.argmax(dim=1) == (targets.argmax(dim=1) if targets.is_floating_point() else targets)).sum()
         return {
-            "loss": (F.cross_entropy(scores, targets, reduction="sum"), _count(targets)),
-            "accuracy": (num_right, _count(targets)),
+            "loss": (F.cross_entropy(scores, targets, reduction="sum"), weight_of(targets)),
+            "accuracy": (num_right, weight_of(targets)),
         }
 
     @torch.no_grad()
@@ -75,14 +74,6 @@ class Classification(Task):
 def _targets(classes: Tensor, scores: Tensor) -> Tensor:
     """Returns classes as numbers; or as probabilities of the scores' type, if there is one for each score."""
     return classes.to(scores.dtype) if classes.shape == scores.shape else classes
-
-
-def _count(targets: Tensor) -> int | Tensor:
-    """Returns the number of targets that are one; from a GPU as a scalar there, because the host would wait."""
-    if targets.is_floating_point():
-        return targets.numel() // max(1, targets.shape[1]) if targets.dim() > 1 else len(targets)
-    number = (targets != IGNORE).sum()
-    return number if number.device.type == gpu.KIND else int(number)
 
 
 # --- Which token is next? --------------------------------------------------------------------------------------------
@@ -105,17 +96,12 @@ class LanguageModel(Task):
 
     main_metric: ClassVar[str] = "bits_per_token"
 
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int | Tensor]:
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, float | Tensor]:
         """Returns (Σ −ln p over the targets, their number)."""
         tokens, targets = batch
         logits = at_least_float32(model(tokens))  # [n, time, vocabulary]
         loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
-        return loss_sum, _count(targets)
-
-    @torch.no_grad()
-    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[float | Tensor, float | Tensor]]:
-        """Returns the loss alone; bits per token are a multiple of its mean, see `finish`."""
-        return {"loss": self.loss(model, batch)}
+        return loss_sum, weight_of(targets)
 
     @torch.no_grad()
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:

@@ -14,18 +14,42 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from ddp.errors import ConfigError
+from ddp import gpu
+from ddp.errors import ConfigError, meant
 
 IGNORE = -100
 """A target that is none: neither in the sum nor in the count. It is torch's own convention."""
+WEIGHING = {"weight", "ignore_index", "label_smoothing"}
+"""Keywords of torch's losses whose mean is one by weight."""
 
 Batch = Any  # what the data set's samples were collated to, on the model's device: mostly (inputs, targets)
+
+
+class Rows:
+    """Holds what a metric needs of every sample, because it is no mean over samples, as the area under a curve.
+
+    `Task.metrics` returns it in the place of a sum and a count. `Task.finish` is given one tensor of it, with the rows
+    of all samples on all ranks in the order of the data, and computes the metric.
+
+    Args:
+        values: rows of a batch, [n, …]; or of several.
+
+    Raises:
+        ConfigError: one is not a tensor with rows.
+    """
+
+    def __init__(self, *values: Tensor) -> None:
+        if wrong := [each for each in values if not isinstance(each, Tensor) or not each.dim()]:
+            raise ConfigError(f"Rows: was given {_form(wrong[0])}, not a tensor with a row for each sample")
+        self.values = [each.detach() for each in values]
 
 
 class Task(ABC):
@@ -70,16 +94,21 @@ class Task(ABC):
         weights. It need not be whole.
         """
 
-    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[float | Tensor, float | Tensor]]:
-        """Returns a sum and a count for each metric, without gradient. The caller adds both over ranks and divides."""
+    @torch.no_grad()
+    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[float | Tensor, float | Tensor] | Rows]:
+        """Returns a sum and a count for each metric, without gradient. The caller adds both over ranks and divides.
+
+        What `finish` needs of every sample is returned as `Rows`.
+        """
         return {"loss": self.loss(model, batch)}
 
+    @torch.no_grad()
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         """Returns the outputs that `predict` keeps: [n, ...], without gradient, in the batch's order."""
         return outputs_of(model, batch)
 
-    def finish(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Returns the metrics to report, from the global means of `metrics`."""
+    def finish(self, means: Mapping[str, Any]) -> dict[str, float]:
+        """Returns the metrics to report, from the global means of `metrics`, and the rows of all samples."""
         return dict(means)
 
 
@@ -100,7 +129,9 @@ def at_least_float32(logits: Tensor) -> Tensor:
 #     reduction="sum"     the function returns the sum over the samples
 #
 # Either way `fit` adds sums over micro-batches and ranks and divides by the global number of samples. A mean in which
-# samples weigh unequally (class weights, `ignore_index`) cannot be taken apart like this; it needs a `Task`.
+# samples weigh unequally (class weights, `ignore_index`) cannot be taken apart like this; it needs a `Task`. torch's
+# `cross_entropy` and `nll_loss` are called with reduction="sum", and the count is the sum of the weights. So their mean
+# is exact, and a share may have no label at all.
 
 
 Reduction = Literal["mean", "sum"]
@@ -128,11 +159,14 @@ class LossFunction(Task):
             raise ConfigError(f"reduction={chosen!r}: but {name_of(function)} has reduction={own!r}; make them equal")
         self.function, self.reduction = function, chosen
 
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        """Returns (the sum over the samples, their number)."""
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, float | Tensor]:
+        """Returns the sum over the samples, and their number, or the sum of their weights."""
         inputs, targets = pair_of(batch, self.function)
         outputs = model(inputs)
+        known = _weighing(self.function) if self.reduction == "mean" else None
         try:
+            if known is not None:
+                return known(outputs, targets, reduction="sum"), weight_of(targets, **known.keywords)
             loss = self.function(outputs, targets)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             error.add_note(f"{name_of(self.function)} was given outputs, {_form(outputs)}")
@@ -144,6 +178,63 @@ class LossFunction(Task):
             )
         count = length_of(batch)
         return (loss * count if self.reduction == "mean" else loss).squeeze(), count
+
+
+def _weighing(function: Any) -> partial[Tensor] | None:
+    """Returns torch's function, with its settings, if its mean leaves targets out or weighs classes; else None."""
+    kinds: dict[type, Any] = {nn.CrossEntropyLoss: F.cross_entropy, nn.NLLLoss: F.nll_loss}
+    given: dict[str, Any] = {}
+    if isinstance(function, partial) and not function.args:
+        function, given = function.func, function.keywords
+    elif type(function) in kinds:
+        given = {name: vars(function)[name] for name in WEIGHING if name in vars(function)}
+        function, given["weight"] = kinds[type(function)], function.weight
+    return partial(function, **given) if function in kinds.values() and given.keys() <= WEIGHING else None
+
+
+def weight_of(
+    targets: Tensor, *, weight: Tensor | None = None, ignore_index: int = IGNORE, **_: Any
+) -> float | Tensor:
+    """Returns the number of targets that are one, or the sum of their classes' weights; on a GPU as a scalar there.
+
+    Args:
+        targets: numbers of classes; or probabilities of classes, which are dimension 1 then.
+        weight, ignore_index: as of torch's `cross_entropy`.
+    """
+    if targets.is_floating_point():
+        return targets.numel() // max(1, targets.shape[min(1, targets.dim() - 1)])
+    counts = targets != ignore_index
+    number = counts.sum() if weight is None else weight[targets.where(counts, 0)].where(counts, 0).sum()
+    return number if number.device.type == gpu.KIND else number.item()  # the host would wait for a GPU
+
+
+class Regression(Task):
+    """Minimises the squared error of a number; reports its mean, and that of the absolute error as `mae`.
+
+    Batches are (inputs, numbers) with a number for each sample, [n] or [n, 1]; so are the model's outputs:
+
+        ddp.fit(model, data, optimizer, loss=ddp.Regression(), global_batch=64, epochs=3, test_data=test)
+    """
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        """Returns (Σ of the squared errors, their number)."""
+        errors = self._errors(model, batch)
+        return errors.square().sum(), len(errors)
+
+    @torch.no_grad()
+    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[float | Tensor, float | Tensor]]:
+        """Returns `loss` and `mae`."""
+        errors = self._errors(model, batch)
+        return {"loss": (errors.square().sum(), len(errors)), "mae": (errors.abs().sum(), len(errors))}
+
+    def _errors(self, model: nn.Module, batch: Batch) -> Tensor:
+        inputs, numbers = pair_of(batch, self)
+        outputs = at_least_float32(model(inputs))
+        if any(each.numel() != len(inputs) for each in (outputs, numbers)):
+            shapes = f"outputs {list(outputs.shape)} for numbers {list(numbers.shape)}"
+            raise ConfigError(f"Regression: the model returned {shapes}; both need one number for each sample")
+        errors: Tensor = outputs.flatten() - numbers.flatten()
+        return errors
 
 
 def as_task(loss: Task | Callable[[Any, Any], Tensor]) -> Task:
@@ -159,7 +250,7 @@ def as_task(loss: Task | Callable[[Any, Any], Tensor]) -> Task:
     if hasattr(loss, "loss"):
         raise ConfigError(f"loss={name_of(loss)} has a method `loss` but is no task: derive its class from ddp.Task")
     if not callable(loss):
-        raise ConfigError(f"loss={loss!r}: give a function loss(outputs, targets), or a ddp.Task")
+        raise ConfigError(f"loss={loss!r}: give a function loss(outputs, targets), or a ddp.Task.{meant(loss, ())}")
     return LossFunction(loss)
 
 

@@ -11,7 +11,7 @@ import io
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ddp.process.files import read_own, to_append, write_whole
+from ddp.process.files import lines_of, to_append, write_whole
 from ddp.train.tracker import Start, Status, Tracker
 
 
@@ -48,8 +48,7 @@ class CSV(Tracker):
         write_whole(self._path, _table(self._columns, rows, header=True))
 
     def _rows(self) -> list[dict[str, Any]]:
-        text = read_own(self._path) if self._path.exists() else ""
-        return list(csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])))  # a crash may have cut off a last line
+        return list(csv.DictReader(lines_of(self._path)))
 
 
 def _table(columns: Iterable[str], rows: Iterable[Mapping[str, Any]], *, header: bool = False) -> str:

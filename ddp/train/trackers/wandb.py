@@ -6,12 +6,12 @@ once more are sent once more.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddp.process.files import json_object, read_own, write_whole
+from ddp.process.files import read_own, write_whole
+from ddp.process.records import json_object, to_json
 from ddp.train.tracker import Start, Status, Tracker
 
 KINDS = ("step", "evaluation", "report")
@@ -58,4 +58,4 @@ class WandB(Tracker):
             self._run.mark_preempting()
         self._run.finish(exit_code=0 if status == "finished" else 1)
         if self._note is not None and self.skips:
-            write_whole(self._note, json.dumps({f"last_{kind}": step for kind, step in self._last.items()}))
+            write_whole(self._note, to_json({f"last_{kind}": step for kind, step in self._last.items()}))

@@ -220,6 +220,7 @@ def _explanation(trial: Trial, rank: int, name: str, found: Tensor, wanted: Tens
         "divided twice": wanted / trial.divisor,
         "divided by the number of ranks, not by the number of all samples": sums / num_ranks,
         "divided by the number of ranks that have this gradient, not by that of all": sums / len(having),
+        "the last step's mean was reduced again: copy this step's gradients first": wanted * num_ranks / trial.divisor,
         "zeros: the gradient was overwritten, or never copied to where it is reduced": torch.zeros_like(wanted),
     }
     if trial.rides:

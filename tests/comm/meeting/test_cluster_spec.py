@@ -24,6 +24,7 @@ from torch.distributed import HashStore
 import ddp
 from ddp.comm import session
 from ddp.comm.meeting import place as places
+from ddp.comm.meeting.cast import Told, cast, told
 from ddp.comm.meeting.cluster_spec import Cluster, Task, from_settings, from_variable
 from ddp.comm.meeting.place import Place, host_name, is_rank, place, refuse_evaluator, take_cluster
 from ddp.comm.meeting.rendezvous import rendezvous
@@ -414,3 +415,64 @@ def test_two_processes_that_are_started_by_hand_are_one_run(tmp_path: Path) -> N
     settings = yaml.safe_load((tmp_path / "runs/mine/config.yaml").read_text())["cluster"]
     assert settings["spec"] == {"chief": [first], "worker": [second]} and settings["task"] is None
     assert " rank 1/2 worker:0 " in (tmp_path / "runs/mine/logs/rank-1.log").read_text()
+
+
+# --- servers ---------------------------------------------------------------------------------------------------------
+
+
+def sparse(job: str, index: int, ps: Any) -> str:
+    """What Kubeflow tells a task of a job with `enableDynamicWorker`: itself, and if it is a worker the servers."""
+    spec = {"worker": {str(index): f"w{index}:1"} if job == "worker" else {}, "ps": ps}
+    return json.dumps({"sparseCluster": spec, "task": {"type": job, "index": index}, "environment": "cloud"})
+
+
+def test_the_tasks_of_a_sparse_cluster_meet_at_their_server() -> None:
+    for job, index, is_told in (("ps", 0, "server"), ("worker", 3, "worker")):
+        text = sparse(job, index, ["p:2222"])
+        assert told({"TF_CONFIG": text, "DDP_WORKERS": "4"}) == Told(is_told, None, 4, "p", 2222)
+        assert place({"TF_CONFIG": text}) is None
+    assert told({"TF_CONFIG": sparse("evaluator", 0, [])}) is None
+    for job, index, ps in (("worker", 0, ["p:1", "q:1"]), ("ps", 1, ["q:1"]), ("chief", 0, [])):
+        with pytest.raises(ConfigError, match=rf"^TF_CONFIG\.sparseCluster: tells {job}:{index} of .*: take one, and"):
+            told({"TF_CONFIG": sparse(job, index, ps)})
+    with pytest.raises(ConfigError, match=r"^TF_CONFIG\.sparseCluster=\[\]: must be a mapping"):
+        told({"TF_CONFIG": '{"sparseCluster": []}'})
+
+
+def test_a_master_is_the_chief() -> None:
+    tasks = (CHIEF, Task("worker", 0, "g:3"))
+    text = tf_config({"type": "master", "index": 0}, {"master": ["c:9"], "worker": WORKERS[2:]})
+    assert place({"TF_CONFIG": text}) == Place("TF_CONFIG", 0, 2, 0, 1, "c", 9, tasks)
+    assert from_settings({"master": ["c:9"], "worker": WORKERS[2:]}, "master:0").rank == 0
+    with pytest.raises(ConfigError, match=r"^TF_CONFIG\.cluster\.chief: has more than one address; let the oth"):
+        place({"TF_CONFIG": tf_config(worker(0), {"master": ["c:9"], "chief": ["d:9"], "worker": WORKERS})})
+
+
+def carried_over(texts: Sequence[str]) -> tuple[str, int]:
+    """A program for ParameterServerStrategy, as one task; it makes two fits."""
+    number = int(os.environ["RANK"])
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    os.environ.update(TF_CONFIG=texts[number], TORCHELASTIC_USE_AGENT_STORE="", DDP_WORKERS="2")
+    steps = 0
+    for _ in range(2):
+        model = torch.nn.Linear(8, 4)
+        points = torch.randn(64, 8)
+        optimizer = torch.optim.Adam(model.parameters())
+        how = {"loss": ddp.Classification(), "global_batch": 16, "epochs": 1, "folder": None}
+        steps += ddp.fit(model, (points, points.argmax(1) % 4), optimizer, strategy=ddp.ParameterServer(), **how).step
+    ddp.shutdown()
+    return str(cast()), steps
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_a_program_for_tensorflow_s_servers_trains_as_each_of_its_tasks(is_sparse: bool) -> None:
+    first, second, third = free_addresses(3)
+    if is_sparse:
+        texts = [sparse("ps", 0, [first]), sparse("worker", 0, [first]), sparse("worker", 1, [first])]
+    else:
+        cluster = {"master": [second], "worker": [third], "ps": [first]}
+        tasks = [{"type": job, "index": 0} for job in ("ps", "master", "worker")]
+        texts = [tf_config(task, cluster) for task in tasks]
+    found = run_ranks(carried_over, 3, texts)
+    assert found[0] == ("server 0", 8) and sorted(found[1:]) == [("worker 0", 8), ("worker 1", 8)]

@@ -64,6 +64,7 @@ TWO_HOSTS = open_mpi(3, 4, local_size=2)
         ({"LOCAL_RANK": "0", "WORLD_SIZE": "1", "PET_NNODES": "1", "PET_NPROC_PER_NODE": "1"}, None),
         ({"RANK": "1", "WORLD_SIZE": "2", **MEET}, Place("torchrun", 1, 2, None, None, "a", 2000)),
         (FLUX, Place("Flux", 1, 2, 1, None, "a", 2000)),
+        ({**FLUX, "MASTER_ADDR": "[::1]"}, Place("Flux", 1, 2, 1, None, "::1", 2000)),
         (ALONE, Place("torchrun", 0, 1)),
         ({**ALONE, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Place("torchrun", 0, 1, 1, 1)),
         ({**SRUN, "RANK": "1", "WORLD_SIZE": "2", **MEET}, Place("torchrun", 1, 2, None, None, "a", 2000)),

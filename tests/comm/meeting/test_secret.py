@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,23 @@ def test_a_private_store_is_a_store(store: Store) -> None:
         assert waits.result() == b"2"
     with pytest.raises(DistError):
         part.wait(["z"], timedelta(milliseconds=10))
+
+
+def test_a_counter_never_goes_back_wherever_who_adds_to_it_is_killed(tmp_path: Path) -> None:
+    """A kill leaves what other processes find at that moment, which is looked at before each line."""
+    store, found, earlier = Folder(tmp_path), [], sys.gettrace()
+    store.add("arrivals", 7)
+
+    def look(frame: Any, *_: Any) -> Any:
+        found.append(Folder(tmp_path).get("arrivals"))
+        return look
+
+    sys.settrace(look)
+    try:
+        store.add("arrivals", 1)
+    finally:
+        sys.settrace(earlier)
+    assert list(dict.fromkeys(found)) == [b"7", b"8"]
 
 
 def test_gloo_and_sessions_meet_in_a_private_store(store: Store) -> None:

@@ -227,6 +227,17 @@ def test_who_leaves_or_gives_up_is_named() -> None:
     assert "rank 20 failed: it has given up" in str(lost(a, 60))
 
 
+@pytest.mark.parametrize("last", [252, 253, 254, 300])  # more than a byte holds
+def test_who_gives_up_is_named_on_a_host_of_many_ranks(last: int) -> None:
+    size = last + 1
+    memory = SharedMemory.create("memfd", Barrier.num_bytes(size))
+    a, b = (Barrier(memory, index=index, ranks=range(size), pids=[None] * size) for index in (0, last))
+    b.give_up()
+    told = a._lost(1, late=False)
+    assert told is not None and told.peer == last and "it has given up" in str(told)
+    memory.forget()
+
+
 def test_who_leaves_after_its_last_barrier_is_not_missed() -> None:
     _, (a, b) = barriers(2)
     with ThreadPoolExecutor(1) as threads:

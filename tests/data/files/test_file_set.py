@@ -462,6 +462,8 @@ def make(folder: Path, *names: str) -> None:
         ("{b,a}-{0..1}.tar", ["b-0.tar", "b-1.tar", "a-0.tar", "a-1.tar"]),
         ("s-*.tar", ["s-08.tar", "s-09.tar", "s-10.tar", "s-11.tar", "s-8.tar", "s-9.tar"]),
         ("**/*.tar", ["a-0.tar", "a-1.tar", "b-0.tar", "b-1.tar", "deep/x.tar", "odd[1]{2,3}.tar"]),
+        ("@eaDir/*.tar", ["@eaDir/x.tar"]),
+        (".new/*", [".new/x.tar"]),
         ("deep", ["deep/x.tar", "deep/y.tar"]),
         ("deep/", ["deep/x.tar", "deep/y.tar"]),
         ("odd[1]{2,3}.tar", ["odd[1]{2,3}.tar"]),
@@ -471,10 +473,11 @@ def make(folder: Path, *names: str) -> None:
 def test_addresses(address: str, expected: list[str], tmp_path: Path) -> None:
     if address.startswith("**"):
         make(tmp_path, "deep/.hidden.tar", "other.txt", *expected)
+        make(tmp_path, "deep/@eaDir/x.tar", "__MACOSX/x.tar", "__MACOSX/._x.tar", ".ipynb_checkpoints/x-checkpoint.tar")
     else:
         make(tmp_path, "deep/x.tar", "deep/y.tar", "deep/z.txt", "deep/.hidden.tar", "odd[1]{2,3}.tar")
         make(tmp_path, *(f"s-{i}.tar" for i in ("08", "09", "10", "11", "8", "9")))
-        make(tmp_path, "a-0.tar", "a-1.tar", "b-0.tar", "b-1.tar")
+        make(tmp_path, "a-0.tar", "a-1.tar", "b-0.tar", "b-1.tar", "@eaDir/x.tar", ".new/x.tar")
     found = listed(f"{tmp_path}/{address}", suffixes=[".tar"], storage=DIRECT)
     assert found == [f"{tmp_path}/{name}" for name in expected]
     assert listed(f"file://{tmp_path}/{address}", suffixes=[".tar"], storage=DIRECT) == found

@@ -173,6 +173,14 @@ def test_what_is_no_sample_is_left_out(tmp_path: Path, caplog: pytest.LogCapture
     ]
 
 
+def test_what_tools_and_systems_leave_is_no_sample(tmp_path: Path) -> None:
+    left = ["./.ipynb_checkpoints/one-checkpoint.jpg", "__MACOSX/one.jpg", "a/@eaDir/one.jpg", "a/._one.jpg"]
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name in [*left, "./a/one.jpg"]:
+            archive.addfile(tarfile.TarInfo(name))
+    assert list(open_tar(tmp_path)) == [{"__key__": "./a/one", "jpg": b""}]  # type: ignore[call-overload]
+
+
 @pytest.mark.parametrize("cut", [1, 300, 512, 513, 1500, 3071, 3072, 3584, 4000, 4096])
 def test_a_cut_off_file_is_named_wherever_it_ends(cut: int, tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [("a.jpg", bytes(2000)), ("b.jpg", b"1"), ("c.cls", b"")])

@@ -155,6 +155,7 @@ def stopped(batches: Any) -> int:
     return pid
 
 
+@pytest.mark.filterwarnings("ignore:Exception ignored")  # torch opens files to see whether it can, and leaves them
 def test_a_loader_process_that_is_stopped_is_named_and_given_up(quick, caplog):
     loader = train_loader(list(range(400)), limits=Limits(rank=3, warn_s=0.1, abort_s=0.5))
     batches = batches_of(loader)

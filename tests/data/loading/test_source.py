@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ddp.data.loading.source import Source, source_of
+from ddp.data.loading.source import Source, fingerprint, source_of
 from ddp.data.orders.sampler import sampler_of
 from ddp.errors import ConfigError
 
@@ -43,6 +44,27 @@ def test_what_has_length_and_index_is_taken_as_it_is() -> None:
     for data in (TensorDataset(ROWS), [(1, 2)] * 3, ROWS, range(4), [ROWS, ROWS]):
         source = source_of(data, what="data")
         assert source == Source(data)
+
+
+class Lazy:
+    """Opens its file at the first sample, as data sets of h5py do for loader processes."""
+
+    file: Any = None
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        self.file = self.file or Path(__file__).open("rb", buffering=0)  # noqa: SIM115
+        self.file.seek(index)
+        return int(self.file.read(1)[0])
+
+
+def test_a_look_at_samples_opens_no_file_that_loader_processes_would_share() -> None:
+    lazy = Lazy()
+    found = fingerprint(source_of(DataLoader(lazy, num_workers=2), what="data"))  # type: ignore[arg-type]
+    assert lazy.file is None, "processes that are forked from here would have one offset for all"
+    assert found == fingerprint(source_of(list(Path(__file__).read_bytes()[:3]), what="data")) is not None
 
 
 def test_a_data_loader_is_taken_apart() -> None:

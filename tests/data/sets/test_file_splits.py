@@ -105,7 +105,6 @@ def test_tokens_are_not_called_bytes(tmp_path: Path) -> None:
         ("tar", {"test_path": None}, "^data.test_path=null: which files"),
         ("csv", {**COLUMNS, "inputs": []}, "^data.inputs: which columns"),
         ("csv", {**COLUMNS, "target": None}, "^data.target: which columns"),
-        ("jsonl", {**COLUMNS, "num_classes": None}, "^loss=auto: is for classes; give data.num_classes"),
     ],
 )
 def test_settings_that_cannot_work(name, settings, words) -> None:

@@ -166,6 +166,7 @@ def unused_parameters(comm: ddp.Communicator) -> None:
     with pytest.raises(UnusedParameters) as raised:
         strict(x, "left")
     message = str(raised.value)
+    assert strict._get_ddp_logging_data()["error"] == message
     assert "rank 0: right.weight (2), right.bias (3), never.weight (4), never.bias (5)" in message
     assert "rank 1: never.weight (4), never.bias (5)\n" in message
     assert "find_unused_parameters=True" in message

@@ -144,10 +144,13 @@ def attributes_of_torch_s_class(comm: ddp.Communicator) -> None:
         for replica in (ours, theirs):
             replica(batch(comm)).sum().backward()
     mine, reference = ours._get_ddp_logging_data(), theirs._get_ddp_logging_data()
-    assert not mine["has_error"]
+    assert not mine["has_error"] and mine["error"] == ""
     for name in mine.keys() & reference.keys() - {"gradient_as_bucket_view", "iteration"}:
         assert mine[name] == reference[name], name
     assert len(mine.keys() & reference.keys()) >= 10
+    with torch.profiler.profile() as profile:
+        ours(batch(comm)).sum().backward()
+    assert any(event.key == "DistributedDataParallel.forward" for event in profile.key_averages())
     for replica in (ours, theirs):
         assert replica.will_sync_module_buffers() and replica._get_active_ddp_module() is None
         assert [p.shape for p in replica._module_parameters] == [p.shape for p in Net().parameters()]

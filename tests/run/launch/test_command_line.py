@@ -27,16 +27,18 @@ import yaml
 from ranks import without_gloo
 
 import ddp
-from ddp.errors import ConfigError, PeerLost, WorkersFailed
+from ddp.data.files.listing import as_given
+from ddp.errors import CheckpointError, ConfigError, PeerLost, WorkersFailed
+from ddp.process.arguments import Parser, quoted
 from ddp.run.launch import command_line, worker
-from ddp.run.launch.command_line import _quoted_paths, main, options_first, translated
+from ddp.run.launch.command_line import _quoted_texts, composed, main, options_first, translated
 from ddp.run.launch.from_python import launch
 from ddp.run.launch.report import Failure, Report, describe_failures
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare
 from ddp.run.launch.torchrun import _asked_for, prepared
-from ddp.run.settings.checks import check_gpus
-from ddp.run.settings.config import Config
-from ddp.run.settings.reader import from_plain
+from ddp.run.settings.checks import check_gpus, name_problems
+from ddp.run.settings.config import Config, DataFiles
+from ddp.run.settings.reader import from_plain, value_of
 
 pytestmark = pytest.mark.engine
 
@@ -443,6 +445,11 @@ def test_root_cause(
         ("hydra/launcher=job", "unknown choice hydra/launcher=job. Did you mean hydra/launcher=jobs?"),
         ("hydra/launcher=submitit_nope", "hydra/launcher=submitit_nope"),
         ("seed=${nope}", "seed: Interpolation key 'nope' not found"),
+        ("run.name=${seed", "run.name: no viable alternative at input"),
+        ("seed=${oc.env:PATH_OF_NOBODY,7}", "seed=7: expected a whole number, and has a text: leave out its quotes"),
+        ("~schedule", "~schedule: a setting always has a value; write schedule=VALUE"),
+        ("~max_steps", "~max_steps: a setting always has a value; write max_steps=VALUE"),
+        ("=3", "=3: a setting always has a value; write NAME=VALUE"),
     ],
 )
 def test_every_error_of_hydra_becomes_one_sentence(
@@ -454,6 +461,18 @@ def test_every_error_of_hydra_becomes_one_sentence(
     message = translated(error.value)
     assert message is not None and words in message
     assert "\n" not in message and "schema_" not in message
+
+
+def test_a_file_of_the_user_s_own_that_is_no_yaml_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text("optim:\n  lr: 0.5\n   beta1: 0.8\n")
+    monkeypatch.setattr(sys, "argv", ["train.py", f"--config-dir={tmp_path}", "recipe=mine"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and err.count("\n") == 1 and f'"{tmp_path}/recipe/mine.yaml", line 3' in err
 
 
 @pytest.mark.parametrize(
@@ -481,13 +500,92 @@ def test_an_option_of_the_command_that_is_misspelt_is_no_setting() -> None:
 def test_the_word_for_a_sweep_may_stand_anywhere_and_its_paths_are_split_at_commas() -> None:
     assert options_first(["epochs=3", "-m", "seed=1,2"]) == ["-m", "epochs=3", "seed=1,2"]
     paths = ["data.path=a.csv,{b,c}.tar", "data.test_path=d", 'data.path="e,f"', "seed=1,2"]
-    quoted = ['data.path="a.csv","{b,c}.tar"', 'data.test_path="d"', 'data.path="e,f"', "seed=1,2"]
-    assert _quoted_paths(paths, sweeps=True) == quoted
-    assert _quoted_paths(paths) == ['data.path="a.csv,{b,c}.tar"', *quoted[1:]]
+    quoted = ['data.path=a.csv,"{b,c}.tar"', "data.test_path=d", 'data.path="e,f"', "seed=1,2"]
+    assert _quoted_texts(paths, sweeps=True) == quoted
+    assert _quoted_texts(paths) == ['data.path="a.csv,{b,c}.tar"', *quoted[1:]]
     names = ["data.target=a (b)", "data.target=label", "data.inputs=[x, petal (cm)]", "data.validation_path={a,b}"]
-    assert _quoted_paths(names) == [
+    assert _quoted_texts(names) == [
         *('data.target="a (b)"', "data.target=label", 'data.inputs=[x,"petal (cm)"]', 'data.validation_path="{a,b}"')
     ]
+
+
+TEXTS = ["5e82123", "1.10", "1_000", "007", "0x10", "nan", "-inf", "true", "No", "null", "2026-11-28", "12:30:45", "~"]
+TEXTS += ["a b", "a/b", "müde", "it's", "a\\", "{a: b}", "cluster.workers=2"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_stays_a_text_whatever_hydra_or_yaml_would_read(text: str) -> None:
+    """As the name of a run, in a list, of a sweep's jobs, in a word of another command, and as it is printed."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser  # not at the top: workers import this file
+
+    parser = OverridesParser.create()
+
+    def read(word: str, *, sweeps: bool = False) -> Any:
+        return parser.parse_override(*_quoted_texts([word], sweeps=sweeps)).value()
+
+    assert read(f"run.name={text}") == read(f"run.name={quoted(text)}") == read(f"data.target={text}") == text or (
+        text == "null" and read("data.target=null") is None
+    )
+    assert value_of("run.name", text) == value_of("run.name", quoted(text)) == text
+    if not set(text) & set("{\\"):
+        assert read(f"init_from.skip=[{text},0.]") == [text, "0."]
+        several = read(f"run.name={text},7", sweeps=True).list
+        assert [str(getattr(each, "text", each)) for each in several] == [text, "7"]
+
+
+def test_a_name_that_looks_like_a_number_names_the_folder_and_other_settings_keep_their_types() -> None:
+    words = ["run.name=5e82123", "run.group=1e5", "optim.lr=1e-3", "epochs=7", "init_from.path=null"]
+    config, run_dir = composed(words)
+    assert (config.run.name, run_dir.name, config.run.group) == ("5e82123", "5e82123", "1e5")
+    assert (config.optim.lr, config.epochs, config.init_from.path) == (1e-3, 7, None)
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "a/../b", "/a", "a/", "a//b", " a", "a ", "a/ b", "\0", "\x1b[2J"])
+def test_a_name_that_leads_elsewhere_is_refused(name: str) -> None:
+    for key in ("run.name", "sweep.name"):
+        (problem,) = name_problems(key, name)
+        assert problem.startswith(f"{key}={name}: is no name of a folder below runs/; take one like mine or group/mine")
+        if name:
+            with pytest.raises(ConfigError, match=f"^{key}=.*: is no name"):
+                from_plain({key.partition(".")[0]: {"name": name}})
+
+
+def test_no_folder_is_made_for_a_name_that_leads_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for words in (["run.name=.."], ["run.name="], ["-m", "seed=1,2", "sweep.name=../there"]):
+        monkeypatch.setattr(sys, "argv", ["train.py", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        err = capsys.readouterr().err
+        assert ended.value.code == 2 and err.count("\n") == 1 and ": is no name of a folder below runs/" in err
+    assert [path.name for path in tmp_path.rglob("*")] == ["here"]
+
+
+def test_a_path_may_begin_with_the_user_s_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In settings and in Hydra's own, in words of other commands, as an option, and from Python."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ["hydra.run.dir=~/run", "resume=~/old", "data=csv", "data.inputs=[x]", "data.target=y"]
+    words += ["data.num_classes=2", "data.path=~/a.csv", "data.test_path=~/b.csv", "data.index_dir=~/ix"]
+    config, run_dir = composed(words)
+    assert (run_dir, config.resume) == (tmp_path / "run", f"{tmp_path}/old")
+    assert isinstance(config.data, DataFiles)
+    found = (config.data.path, config.data.test_path, config.data.index_dir)
+    assert found == tuple(f"{tmp_path}/{name}" for name in ("a.csv", "b.csv", "ix"))
+    assert composed(["init_from.path=~/w.pt"])[0].init_from.path == f"{tmp_path}/w.pt"
+    assert from_plain({"data": {"name": "digits", "root": value_of("data.root", "~/d")}}).data.root == f"{tmp_path}/d"
+    parser = Parser()
+    parser.add_argument("--out", type=Path)
+    assert parser.parse_args(["--out=~/x.csv"]).out == tmp_path / "x.csv"
+    assert (ddp.Folder("~/x", "~/y").path, ddp.Folder(Path("~/x"), "~/y").resume) == (f"{tmp_path}/x", f"{tmp_path}/y")
+    assert as_given(["~/{1,2}.csv", "s3://~/b"]) == [f"{tmp_path}/{{1,2}}.csv", "s3://~/b"]
+    assert as_given(Path("~/c")) == as_given("file://~/c") == [f"{tmp_path}/c"]
+    monkeypatch.chdir(tmp_path)
+    assert as_given(["~draft.csv", Path("~")]) == [f"{tmp_path}/~draft.csv", str(tmp_path)]  # of no user
+    with pytest.raises(CheckpointError, match=f"no checkpoint in {tmp_path}/run"):
+        ddp.load("~/run")
 
 
 @pytest.mark.parametrize("of_several", [{"cluster": {"workers": 4, "local_workers": 2}}, {"cluster": {"workers": 4}}])
@@ -560,6 +658,18 @@ def test_prepare_records_what_it_resolved_and_resume_keeps_the_shards(checked: l
     written = (tmp_path / "config.yaml").stat()
     prepare(second, tmp_path)
     assert (tmp_path / "config.yaml").stat().st_mtime_ns == written.st_mtime_ns, "the same is not written again"
+
+
+STRATEGIES = [("parameter_server", "auto", 0), ("auto", "parameter_server", 0)]  # or one, once that is resolved
+
+
+@pytest.mark.parametrize(("before", "then", "servers"), STRATEGIES)
+def test_a_run_goes_on_under_another_strategy_with_the_servers_of_that(
+    before: str, then: str, servers: int, checked: list[Config], tmp_path: Path
+) -> None:
+    prepare(from_plain({"strategy": {"name": before}}), tmp_path)
+    now = from_plain({"strategy": {"name": then}, "resume": "auto"})
+    assert continued(now, [f"strategy={then}", "resume=auto"], tmp_path).cluster.servers == servers
 
 
 @pytest.mark.parametrize(
@@ -655,7 +765,7 @@ def test_a_damaged_config_is_one_sentence_and_its_checkpoints_stay_usable(
         continued(from_plain({"resume": "auto"}), [], tmp_path)
     path.unlink()
     path.mkdir()
-    with pytest.raises(ConfigError, match=r"damaged: .*Is a directory"):
+    with pytest.raises(ConfigError, match=r"damaged: .*is no ordinary file"):
         continued(from_plain({"resume": "auto"}), [], tmp_path)
 
 
@@ -762,7 +872,7 @@ def test_ctrl_c_is_no_exception_while_a_launcher_or_a_worker_imports(
     monkeypatch.setattr(worker, "take_log", lambda *_, **__: None)
     monkeypatch.setattr(worker, "guarded", lambda work, **_: work())
     monkeypatch.setattr(worker, "write_result", lambda *_: None)
-    (tmp_path / "call").write_bytes(pickle.dumps((1, sys.path)) + pickle.dumps((Function(), (), {})))
+    (tmp_path / "call").write_bytes(pickle.dumps((1, sys.path)) + pickle.dumps((Function(), (), {}, {})))
     worker._call(tmp_path / "call", rank=0, timeout_s=None)
     monkeypatch.setitem(sys.modules, "ddp.run.build.stages", Stages("stages"))
     worker.train(Config(), tmp_path, rank=0)

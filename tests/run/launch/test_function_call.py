@@ -7,6 +7,7 @@ import functools
 import logging
 import pickle
 import resource
+import subprocess
 import sys
 import threading
 import traceback
@@ -92,7 +93,7 @@ def test_more_workers_than_the_cores_can_serve_are_warned_of(
 def sent(folder: Path) -> Any:
     with (folder / CALL).open("rb") as stream:
         pickle.load(stream)
-        function, args, kwargs = pickle.load(stream)
+        function, args, kwargs, _ = pickle.load(stream)
     return function(*args, **kwargs)
 
 
@@ -327,3 +328,43 @@ def test_workers_that_leave_by_a_signal_s_status_are_a_stop_and_no_failure() -> 
     assert _left_by({rank: Failure(130, 0.0) for rank in range(2)}) is not None
     assert _left_by({0: Failure(130, 0.0), 1: Failure(1, 0.0)}) is None
     assert _left_by({}) is None
+
+
+SCRIPT = """
+import enum, io, multiprocessing, pickle, typing
+import ddp
+
+class Batch(typing.NamedTuple):
+    x: int
+
+class Colour(enum.Enum):
+    RED = 1
+
+def double(batch):
+    return Batch(2 * batch.x)
+
+def again(value):
+    return pickle.loads(pickle.dumps(value))
+
+def sys():  # a name that the worker's main program uses, too
+    return "mine"
+
+def work(batch):
+    found = [type(again(batch)) is Batch, again(Colour.RED) is Colour.RED, again(double) is double]
+    for method in ("fork", "spawn"):  # a spawned process begins with no name of this script
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            found.append([type(each) is Batch and each.x for each in pool.map(double, [Batch(3)])] == [6])
+    return found, again(sys)(), Batch(5)
+
+if __name__ == "__main__":
+    found, mine, batch = ddp.launch(work, Batch(1), workers=1)[0]
+    print(all(found), len(found), mine, type(batch) is Batch)
+"""
+
+
+def test_pickle_finds_what_the_script_defines(tmp_path: Path) -> None:
+    """In a worker, and in the processes that it starts: torch.save, pools and loader processes need it."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "script.py")]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ended.stdout.splitlines()[-1:] == ["True 5 mine True"], ended.stderr

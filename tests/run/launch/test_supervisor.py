@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import ddp
-from ddp.comm.meeting.cast import cast, how_ended
+from ddp.comm.meeting.cast import cast, how_ended, is_done
 from ddp.comm.meeting.place import place
 from ddp.errors import ConfigError, PeerLost, WorkersFailed
 from ddp.run.launch import supervisor
@@ -131,7 +131,8 @@ def test_the_others_go_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(supervisor, "FOLLOW_S", 0.3)
-    monkeypatch.setattr(supervisor, "LEAVE_S", 0.3 if "hangs" in told.values() else 10.0)
+    for name in ("LEAVE_S", "START_S"):
+        monkeypatch.setattr(supervisor, name, 0.3 if "hangs" in told.values() else 10.0)
     got = ddp.launch(as_told, tmp_path, told, num_starts, workers=workers, servers=servers, restarts=restarts)
     assert got == results
     assert sorted(record.getMessage() for record in caplog.records) == said
@@ -160,7 +161,7 @@ def test_the_run_fails_with_its_root_cause(
 def die_after_the_workers() -> None:
     """The server is killed once all workers have done their work."""
     if (me := cast()) is not None and me.job == "server":
-        until(lambda: all(how_ended(me.store, "worker", number) for number in range(2)))
+        until(lambda: all(is_done(me.store, f"worker {number}") for number in range(2)))
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -66,6 +66,8 @@ def test_a_launcher_s_processes_are_not_all_servers(monkeypatch: pytest.MonkeyPa
     tasks = Task("ps", 0, "h:1"), Task("worker", 0, "h:2")
     with pytest.raises(ConfigError, match=r"^cluster\.servers=2: TF_CONFIG has 1 task of the job ps; leave it out$"):
         torchrun._num_servers(Place("TF_CONFIG", 0, 2, tasks=tasks))
+    monkeypatch.setattr(sys, "argv", ["ddp train", "strategy=parameter_server"])
+    assert torchrun._num_servers(Place("torchrun", 0, 3)) == 1
 
 
 def test_a_server_without_a_tensor_is_refused() -> None:

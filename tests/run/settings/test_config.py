@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
+import ddp
 from ddp.errors import ConfigError
 from ddp.policies import SameBits
 from ddp.process.memory import available_cores
 from ddp.run.launch.command_line import CONF, composed, translated
 from ddp.run.settings.checks import resolve, validate
-from ddp.run.settings.config import CHOICES, Config, OwnData, OwnModel, choose
+from ddp.run.settings.config import CHOICES, Config, OwnData, OwnModel, ParameterServerChoice, choose
 from ddp.run.settings.reader import from_plain, read_settings
 
 EVERY_CHOICE = [(group, name) for group, choices in CHOICES.items() for name in choices]
@@ -24,7 +25,6 @@ COLUMNS = {**FILES, "inputs": ["a"], "target": "b", "num_classes": 2}
 GIVEN = {"image_folder": {"path": "x"}, "tar": FILES, "tokens": FILES, "csv": COLUMNS, "jsonl": COLUMNS}
 BESIDE |= {name: [f"data.{key}={value}" for key, value in given.items()] for name, given in GIVEN.items()}
 BESIDE["tokens"].append("model=gpt")
-BESIDE["parameter_server"] = ["cluster.servers=1"]
 
 
 def compose(tmp_path: Path, *overrides: str) -> Config:
@@ -72,12 +72,17 @@ def test_hydra_starts_from_the_defaults_of_the_dataclasses(tmp_path: Path) -> No
         ("+log_every=5", "unknown key log_every. Did you mean report.log_every?"),
         ("sharded=true", "unknown key sharded. Did you mean strategy=sharded?"),
         ("+optim.sharded=true", "unknown key optim.sharded. Did you mean strategy=sharded?"),
-        ("strategy=replicated", "unknown choice strategy=replicated. Did you mean strategy=auto? Valid: auto, one_dev"),
+        ("strategy=replicated", "unknown choice strategy=replicated. Did you mean strategy=auto? Valid: auto, central"),
         ("strategy=MirroredStrategy", "unknown choice strategy=MirroredStrategy. Did you mean strategy=mirrored?"),
-        ("strategy=tf.distribute.MirroredStrategy", "MirroredStrategy. Did you mean strategy=mirrored? Valid: auto, o"),
+        ("strategy=tf.distribute.MirroredStrategy", "MirroredStrategy. Did you mean strategy=mirrored? Valid: auto, c"),
         ("strategy=mine.parts:Plan", "unknown choice strategy=mine.parts:Plan. Valid: auto, central_storage, "),
         ("strategy=ddp_spawn", "unknown choice strategy=ddp_spawn. Did you mean strategy=auto?"),
         ("strategy=miror", "unknown choice strategy=miror. Did you mean strategy=mirrored?"),
+        ("strategy=horovod", "Did you mean strategy=mirrored?"),
+        ("strategy=pipeline", "strategy=pipeline. Pipelines and tensor parallelism are not supported. Val"),
+        ("model.parallel=2", "model.parallel. Pipelines and tensor parallelism are not supported. Valid in"),
+        ("hook=quantize", "hook=quantize. Gradients of 8 bits are a format on the wire: replica.wire=int8"),
+        ("hydra/sweeper=optuna", "unknown choice hydra/sweeper=optuna. Searches are a command: ddp search. Valid: "),
         ("strategy.name=sharded", "a name is not set by itself; choose strategy=sharded"),
     ],
 )
@@ -107,7 +112,6 @@ def test_plain_form_round_trips_through_yaml(group: str, name: str) -> None:
     for override in BESIDE.get(name, []):
         key, value = override.split("=")
         plain |= {key: {"name": value}} if "." not in key else {}
-    plain |= {"cluster": {"servers": 1}} if name == "parameter_server" else {}
     config = from_plain(plain | {"init_from": {"rename": {"fc": "head"}, "skip": ["a"]}, "clip_norm": 1})
     resolve(config)
     assert from_plain(yaml.safe_load(yaml.safe_dump(asdict(config)))) == config
@@ -247,9 +251,19 @@ def test_impossible_value_names_key_and_value(key: str, value: object) -> None:
         ({"seed": "a"}, "seed=a: expected a whole number"),
         ({"seed": True}, "seed=True: expected a whole number"),
         ({"deterministic": 1}, "deterministic=1: expected true or false"),
-        ({"device": "gpu"}, "device=gpu: expected one of auto, cpu, cuda"),
+        ({"device": "gpu"}, "device=gpu: expected one of auto, cpu, cuda. Did you mean cuda?"),
+        ({"device": "tpu"}, "device=tpu: expected one of auto, cpu, cuda. TPUs are not supported"),
+        ({"precision": "fp64"}, "fp16. It is not supported: train in float64 from Python, by ddp.fit(model.d"),
+        ({"precision": "mixed_float16"}, "Did you mean fp16?"),
+        ({"comm": {"algorithm": "HierarchicalCopyAllReduce"}}, "Did you mean hierarchical? Choose one of"),
+        ({"comm": {"algorithm": "ReductionToOneDevice"}}, "Did you mean master_worker? Choose one of"),
         ({"cluster": 3}, "cluster=3: expected a mapping"),
         ({"init_from": {"skip": "head"}}, "init_from.skip=head: expected a list"),
+        ({"run": {"name": 5e2}}, "run.name=500.0: expected a text; a file has it in quotes, or else 5e2 is 500.0"),
+        ({"run": {"name": 0o10}}, "run.name=8: expected a text; a file has it in quotes"),
+        ({"sweep": {"name": True}}, "sweep.name=True: expected a text or null; a file has it in quotes"),
+        ({"init_from": {"skip": [7]}}, "init_from.skip[0]=7: expected a text; a file has it in quotes"),
+        ({"optim": {"name": "sgd", "lr": "1e-3"}}, "optim.lr=1e-3: expected a number, and has a text: leave out its"),
     ],
 )
 def test_contradictions_unknown_keys_and_wrong_types(plain: dict[str, Any], words: str) -> None:
@@ -296,12 +310,24 @@ def test_many_hosts_may_have_many_workers() -> None:
     assert config.cluster.workers == 512
 
 
-@pytest.mark.parametrize("mode", [{}, {"backup_workers": 1}, {"mode": "async"}, {"mode": "bounded", "staleness": 2}])
-def test_each_mode_of_servers_starts_from_settings(mode: dict[str, Any]) -> None:
-    config = from_plain({"cluster": {"servers": 1, "workers": 3}, "strategy": {"name": "parameter_server", **mode}})
+@pytest.mark.parametrize(
+    ("mode", "bound"),
+    [
+        *(({}, None), ({"backup_workers": 1}, None), ({"mode": "async"}, None)),
+        *(({"mode": "bounded"}, 4), ({"mode": "bounded", "staleness": 2}, 2)),
+    ],
+)
+def test_each_mode_of_servers_starts_from_settings(mode: dict[str, Any], bound: int | None) -> None:
+    config = from_plain({"cluster": {"workers": 3}, "strategy": {"name": "parameter_server", **mode}})
+    assert isinstance(config.strategy, ParameterServerChoice)
+    assert config.strategy.bound == ddp.ParameterServer(**mode).bound == bound
     validate(config)
     resolve(config)
     assert config.batch.num_shards == {"backup_workers": 2, "mode": 1}.get(next(iter(mode), ""), 3)
+    assert config.cluster.servers == 1
+    config.cluster.servers = 0
+    with pytest.raises(ConfigError, match=r"^cluster\.servers=0: strategy=parameter_server needs one among the"):
+        resolve(config, local_workers=2)  # of processes that others have started
 
 
 @pytest.mark.parametrize("content", [b"model: [1", b"\xff\xfe", b"a: b: c"])

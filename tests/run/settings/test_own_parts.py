@@ -8,7 +8,7 @@ import shutil
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler, random_split
 
 import ddp
@@ -24,6 +25,7 @@ from ddp.__main__ import main as ask
 from ddp.collectives import Recv, Send, register
 from ddp.collectives.catalog import ALL_REDUCE, SCHEDULES, all_reduce_schedules
 from ddp.collectives.schedule import Schedule, canonical
+from ddp.commands.finished import settings_for
 from ddp.commands.where import Start, samples_of_step, where
 from ddp.data.loading.source import whole_splits
 from ddp.data.samples import TensorSet
@@ -39,9 +41,11 @@ from ddp.run.build.components import (
     make_model_without_memory,
     make_task,
 )
+from ddp.run.build.traced import traced
+from ddp.run.launch import torchrun
 from ddp.run.launch.command_line import composed, main, translated
-from ddp.run.launch.run_folder import continued, prepare
-from ddp.run.settings.address import check_trust, from_address, own_parts
+from ddp.run.launch.run_folder import continued, prepare, settings_text
+from ddp.run.settings.address import check_arrived, check_trust, from_address, own_parts
 from ddp.run.settings.checks import resolve
 from ddp.run.settings.config import Config, OwnData, OwnModel
 from ddp.run.settings.reader import from_plain
@@ -99,6 +103,7 @@ def test_an_address_is_searched_for_in_the_folder_last(folder: Path) -> None:
         (None, "json.deeper:Net", "json/__init__.py has no module json.deeper"),
         (None, "a b:Net", "is no address; write MODULE:NAME"),
         (None, "mine:", "is no address; write MODULE:NAME"),
+        (None, "./nets/mine.py:Net", "give the name of the module, and not its file: model=nets.mine:Net"),
     ],
 )
 def test_what_is_wrong_with_an_address_is_one_sentence(
@@ -172,6 +177,27 @@ def test_own_parts_become_components(folder: Path) -> None:
     assert make_task(config).main_metric == "accuracy"
 
 
+def test_a_number_as_target_is_learnt_by_its_squared_error(folder: Path) -> None:
+    config = config_of(data={"name": "parts:make", "args": {"n": 40}}, model={"name": "mlp"})
+    splits = load_data(config)
+    check_loss(config, splits)
+    model, batch = make_model(config, splits), splits.train.batch(range(5))  # type: ignore[attr-defined]
+    for outputs, targets in ((model, batch[1]), (model, batch[1][:, 0])):  # [5, 1] for [5, 1], and for [5]
+        metrics = make_task(config, splits).metrics(outputs, (batch[0], targets))
+        expected = {"loss": F.mse_loss, "mae": F.l1_loss}
+        for name, (total, count) in metrics.items():
+            torch.testing.assert_close(total / count, expected[name](model(batch[0]), batch[1]))
+    assert type(make_task(config)) is ddp.Regression and ddp.Regression.main_metric == "loss"
+    with pytest.raises(ConfigError, match=r"returned outputs \[5, 1\] for numbers \[4, 1\]; both need one number"):
+        ddp.Regression().loss(model, (batch[0], batch[1][:4]))
+    without_data = replace(splits, train=(), test=())  # as the model of a run is made
+    assert make_model(config, without_data)(batch[0]).shape == (5, 1)
+    columns = {"inputs": ["a"], "target": "b", "path": "x", "test_path": "y"}
+    for num_classes, task in ((None, ddp.Regression), (3, ddp.Classification)):
+        config = config_of(data={"name": "csv", **columns, "num_classes": num_classes}, model={"name": "mlp"})
+        assert type(make_task(config)) is task
+
+
 PARTS = """
 import torch
 from torch import nn
@@ -209,6 +235,10 @@ each = nn.MSELoss(reduction="none")
 
 class HalfATask:
     def loss(self, model, batch): ...
+
+def vectors():
+    pair = torch.zeros(8, 4), torch.zeros(8, 2)
+    return pair, pair
 """
 
 
@@ -228,7 +258,7 @@ class HalfATask:
         ({"data": {"name": "bits:unreadable"}}, "bits.py, line 29: OSError: no such image"),
         ({"data": {"name": "bits:classes"}}, "model=cnn: reads samples of [channels, height, width], and those of"),
         ({"data": {"name": "bits:images"}}, "model=cnn: needs the num_classes of data=bits:images; return ddp.Spl"),
-        ({"data": {"name": "parts:make"}}, "loss=auto: is for classes, and the targets of data=parts:make are float32"),
+        ({"data": {"name": "bits:vectors"}}, "loss=auto: is for classes, and the targets of data=bits:vectors are"),
         ({"loss": "bits:each"}, "loss=bits:each: reduction='none' of MSELoss: take"),
         ({"loss": "bits:HalfATask"}, "HalfATask has a method `loss` but is no task: derive its class"),
     ],
@@ -701,6 +731,77 @@ def test_what_an_import_reads_on_its_way_is_looked_at(mine: str, folder: Path, m
         check()
 
 
+UNPACKED = {  # the address of a model, run.code, and the current folder; {} is the folder that was unpacked into
+    "in the run": ("theirnet:Net", "{}/run/src", "{}"),
+    "in the run, which is the current folder": ("src.theirnet:Net", "{}/run", "{}/run"),
+    "in the run, from the folder around it": ("run.src.theirnet:Net", "{}", "{}"),
+    "in the run, by a link": ("linked:Net", "{}", "{}"),
+    "beside the run, by a guess": ("beside:Net", "src", "{}"),
+    "of Python": ("subprocess:check_output", "{}", "{}"),
+}
+
+
+@pytest.mark.parametrize("name", UNPACKED)
+def test_code_that_came_with_the_settings_is_not_the_user_s_whoever_owns_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An archive that was unpacked: all files are this user's."""
+    address, code, here = UNPACKED[name]
+    for folder in ("run/src", "src"):
+        (tmp_path / folder).mkdir(parents=True)
+    for path in ("run/src/theirnet.py", "src/beside.py"):
+        (tmp_path / path).write_text("raise AssertionError('imported')")
+    (tmp_path / "linked.py").symlink_to("run/src/theirnet.py")
+    monkeypatch.chdir(here.format(tmp_path))
+    plain = {"model": {"name": address, "args": {"args": "touch ran", "shell": True}}, "trust": True}
+    config = from_plain({**plain, "run": {"code": code.format(tmp_path)}})
+    CheckpointStore(tmp_path / "run/checkpoints").save(1, {"model": {}}, meta={"identity": {}})
+    (tmp_path / "run/config.yaml").write_text(settings_text(config))
+    for read in (
+        lambda: settings_for(tmp_path / "run", []),
+        lambda: ddp.load(tmp_path / "run").model(),
+        lambda: continued(from_plain({"resume": str(tmp_path / "run")}), [], tmp_path / "new"),
+        lambda: traced(tmp_path / "run", tmp_path, last_step=1, trust=False),
+    ):
+        with pytest.raises(ConfigError, match=r"would run code of .* as you: .*model=.*; look at .* say trust=true"):
+            read()
+    settings_for(tmp_path / "run", ["trust=true"])
+
+
 def test_a_run_without_parts_of_one_s_own_needs_no_trust(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     check_trust({}, code="", settings=tmp_path / "config.yaml", trust=False)
     assert own_parts(asdict(Config())) == {} and not caplog.records
+
+
+ARRIVED = {"model": {"name": "dealt:Net"}, "data": {"name": "digits", "transform": "dealt:augment"}}
+TYPED = ["model=dealt:Net", "data.transform=dealt:augment"]
+
+
+def test_code_that_arriving_settings_name_is_imported_on_one_s_own_word_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "dealt.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\n{DEALT}Net = torch.nn.Identity\n")
+    settings = asdict(from_plain({**ARRIVED, "run": {"code": str(folder)}, "trust": True}))  # it cannot say so itself
+    sent = {"config": settings, "run_dir": str(folder / "run")}
+    for words in ([], ["trust=false"], TYPED[:1], ["model=dealt:Network", TYPED[1]]):
+        with pytest.raises(ConfigError, match=rf"^the settings that have arrived would run code of {folder} as you: "):
+            check_arrived(settings, words)
+        monkeypatch.setattr(sys, "argv", ["ddp train", *words])
+        assert torchrun.prepare_host(sent)["error"].endswith("and say trust=true to this process")
+        with pytest.raises(ConfigError, match=r"^the settings that have arrived"):
+            torchrun._restarted(sent, workers=2)  # which is what an earlier attempt has left in the store
+    assert "dealt" not in sys.modules and not (folder / "ran").exists() and not caplog.records
+    check_arrived(settings, TYPED)  # as below a launcher, which gives all ranks one command line
+    check_arrived(asdict(from_plain({})), [])
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    with pytest.raises(ConfigError, match="whoever reaches the port can have sent them: give all processes the same"):
+        check_arrived(settings, TYPED)
+    check_arrived(settings, ["+trust=True"])
+    assert [record.message for record in caplog.records] == [
+        f"running code of {folder}, as settings say that have arrived: data.transform=dealt:augment, model=dealt:Net"
+    ]
+    monkeypatch.setenv("DDP_SECRET", "s" * 16)  # with which the store is sealed
+    check_arrived(settings, [])
+    monkeypatch.setattr(sys, "argv", ["ddp train", "trust=true", "seed=1"])
+    assert torchrun.typed() == ["seed=1"]

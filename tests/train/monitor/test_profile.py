@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -91,6 +92,25 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert RANK_STEP.step_s == 0.003
 
 
+def test_a_step_takes_what_all_took_over_their_samples() -> None:
+    """The oracle is samples ÷ time of each rank, in the windows of NumPy's `array_split`."""
+    draw = np.random.default_rng(0)
+    for num in (1, 3, 5, 12):
+        seconds, samples = draw.uniform(0.5, 2, (num, 2)), np.full((num, 2), 4)
+        samples[-1, 1] = 4 if num == 1 else 1  # the last batch of an epoch
+        steps = [
+            [replace(RANK_STEP, forward_s=s - 0.001, num_samples=int(n)) for s, n in zip(*rows, strict=True)]
+            for rows in zip(seconds, samples, strict=True)
+        ]
+        profile = replace(PROFILE, steps=steps)
+        assert profile.step_s == pytest.approx(8 * seconds.sum(0).max() / samples.sum())
+        cuts = [num * part // min(5, num) for part in range(min(5, num) + 1)]
+        windows = [(seconds[begin:end], samples[begin:end]) for begin, end in pairwise(cuts)]
+        assert profile.windows_s == pytest.approx([8 * each.sum(0).max() / number.sum() for each, number in windows])
+    turns = [[replace(RANK_STEP, forward_s=each - 0.001) for each in pair] for pair in [(1.0, 2.0), (2.0, 1.0)] * 5]
+    assert replace(PROFILE, steps=turns).step_s == pytest.approx(1.5)  # jitter, which evens out
+
+
 def damaged(change: Callable[[dict[str, Any]], object]) -> str:
     plain = json.loads(json.dumps(asdict(PROFILE)))
     change(plain)
@@ -102,18 +122,18 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> str:
     [
         (None, "holds no profile.json: run it with profile.steps=5"),
         ("{", "is damaged (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)): profile the"),
-        ("[]", "is damaged (it holds no JSON object)"),
+        ("[]", "is damaged ([]: expected a mapping, as {key: value})"),
         (damaged(lambda plain: plain.update(version=2)), "is of version 2, and version 1 is read here"),
         (damaged(lambda plain: plain.pop("version")), "is of version None, and"),
         (damaged(lambda plain: plain.pop("clock")), "is damaged (it has no clock)"),
-        (damaged(lambda plain: plain.update(batch="8")), "is damaged (batch: '8')"),
-        (damaged(lambda plain: plain.update(batch=True)), "is damaged (batch: True)"),
-        (damaged(lambda plain: plain.update(world_size=10**30)), "are not the ranks 0 to 9"),
+        (damaged(lambda plain: plain.update(batch="8")), "is damaged (batch='8': expected a whole number from 0 up)"),
+        (damaged(lambda plain: plain.update(batch=True)), "is damaged (batch=True: expected"),
+        (damaged(lambda plain: plain.update(world_size=10**30)), "is damaged (world_size=1000000"),
         (damaged(lambda plain: plain.update(threads=0)), "is damaged (batch, threads, cores: one is below 1)"),
         (damaged(lambda plain: plain["steps"][0][1].update(wait_s=-1)), "is damaged (a time is below 0)"),
         (damaged(lambda plain: plain["steps"][0][1]["buckets"][0]["shapes"].pop()), "numel of 0 do not fit each other"),
-        (damaged(lambda plain: plain["steps"][0][1].update(wait_s=float("nan"))), "is damaged (steps.wait_s: nan)"),
-        (damaged(lambda plain: plain["steps"][0][1]["spans"][0].pop()), "is damaged (steps.spans: ['data', 0.0])"),
+        (damaged(lambda plain: plain["steps"][0][1].update(wait_s=float("nan"))), "(steps[0][1].wait_s=None: expected"),
+        (damaged(lambda plain: plain["steps"][0][1]["spans"][0].pop()), "damaged (steps[0][1].spans[0]="),
         (damaged(lambda plain: plain["steps"][0].pop()), "is damaged (steps: there are none, or some"),
         (damaged(lambda plain: plain.update(hosts=[[0, 1], [1]])), "are not the ranks 0 to 1"),
         (damaged(lambda plain: plain.update(cores=[2])), "is damaged (cores: not one number for each host)"),

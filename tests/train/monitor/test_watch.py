@@ -200,7 +200,7 @@ def test_the_speed_of_several_workers_stands_beside_that_of_one(
     bar = ProgressBar(meter, num_steps=9, num_epochs=None, one_worker=rate)
     comm = SimpleNamespace(rank=0, world_size=2)
     bar.evaluated(cast(Any, SimpleNamespace(comm=comm, num_workers=2, step=3, evaluation={}, train_loss=0.5)))
-    assert capsys.readouterr().out == "step 3/9  loss 0.5000  4,000 samples/s (75% of 2 × one worker)  \n"
+    assert capsys.readouterr().out == "step 3/9  loss 0.5000  4,000 samples/s (75% of 2 × one worker)\n"
 
 
 X = torch.randn(240, 4, generator=DRAW)
