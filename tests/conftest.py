@@ -12,6 +12,9 @@ import os
 import signal
 import sys
 import threading
+import time
+import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +30,7 @@ for _number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:  # tests in the background, or under nohup
         signal.signal(_number, signal.default_int_handler if _number is signal.SIGINT else signal.SIG_DFL)
 
+_BEGAN_S = time.monotonic()
 LONG = {
     *("test_main_job", "test_command_line", "test_readme", "test_chapters", "test_package", "test_hosts"),
     *("test_like_torch", "test_same_mathematics"),
@@ -34,8 +38,33 @@ LONG = {
 """Files that take longest, one test after another. They begin first, so that no core waits for the last of them."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.stem not in LONG)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--for", type=float, metavar="S", help="begin no test later than S seconds after the start")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` leaves out what is slow
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the cases after the first N of a test that has the marker `quick(N)` as slow, and puts long files first.
+
+    With `--for`, each run has the files in another order, so that all of them come within a few runs.
+    """
+    cases: Counter[tuple[Path, str]] = Counter()
+    for item in items:
+        if (quick := item.get_closest_marker("quick")) is not None:
+            cases[case := (item.path, getattr(item, "originalname", item.name))] += 1
+            if cases[case] > quick.args[0]:
+                item.add_marker(pytest.mark.slow)
+    if config.getoption("--for") is None:
+        items.sort(key=lambda item: item.path.stem not in LONG)
+    else:
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", "")  # the same for all of its processes
+        items.sort(key=lambda item: zlib.crc32(f"{run} {item.path.name}".encode()))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit_s = item.config.getoption("--for")
+    if limit_s is not None and time.monotonic() - _BEGAN_S > limit_s:
+        pytest.skip(f"more than {limit_s:g} s have passed")
 
 
 def pytest_collection_finish() -> None:
