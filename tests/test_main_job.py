@@ -31,8 +31,8 @@ from torch.distributed.elastic.multiprocessing import PContext
 
 import ddp
 from ddp.__main__ import main as ask
-from ddp.bench.scaling import page
-from ddp.bench.scaling.charts import in_seconds
+from ddp.lab.scaling import page
+from ddp.lab.scaling.charts import in_seconds
 from ddp.models.images import CNN
 from ddp.run.build import stages as build
 from ddp.run.launch import report
@@ -235,7 +235,7 @@ def test_a_sweep_trains_each_world_size_and_ends_with_a_table(finished: Finished
 def test_the_report_of_a_sweep_has_the_figures_of_its_runs(
     finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(page, "png", lambda series: b"")  # tests/bench/test_scaling.py looks at pictures
+    monkeypatch.setattr(page, "png", lambda series: b"")  # tests/lab/test_scaling.py looks at pictures
     monkeypatch.setattr(page, "svg", lambda panel, name: "<svg></svg>")
     sweep = shutil.copytree(finished.run_dirs[1].parent, tmp_path / "sweep", ignore=lambda *_: {"checkpoints"})
     assert ask(["report", str(sweep)]) == 0

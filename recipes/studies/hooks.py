@@ -20,7 +20,7 @@
 All methods train a copy of one model on the same batch, and take turns. Besides the time of a step it says
 
     on the link     bytes that left the busiest host in a step, as its network interface counts them; headers included
-    predicted       bytes that this package says leave a host, and what it forecasts of a step (`bench/forecast/`),
+    predicted       bytes that this package says leave a host, and what it forecasts of a step (`lab/forecast/`),
                     given what forward, backward and update take without the waiting
     of alone        samples/s as a part of those without communication, which take turns with it (`--methods alone,…`)
     encoding        processor time of a rank for encoding and decoding, without what collectives take
@@ -42,20 +42,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from ddp.bench.command import add_options, place_of, run
-from ddp.bench.counts import bytes_sent
-from ddp.bench.forecast import encoding
-from ddp.bench.forecast.prices import Prices
-from ddp.bench.forecast.replay import Forecast, forecast
-from ddp.bench.forecast.setup import Setup
-from ddp.bench.forecast.work import Gradient, Work, bytes_of
-from ddp.bench.place import HERE, Place, refuse_unknown, split
-from ddp.bench.step import Training, make, session
-from ddp.bench.turns import PROGRESS, STEP, Cell, num_repetitions, slowest, take_turns
-from ddp.bench.workloads import add_models, loss_of, models_of
 from ddp.comm.communicator import Communicator
 from ddp.commands.command import respond
 from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
+from ddp.lab.bench.command import add_options, place_of, run
+from ddp.lab.bench.counts import bytes_sent
+from ddp.lab.bench.place import HERE, Place, refuse_unknown, split
+from ddp.lab.bench.step import Training, make, session
+from ddp.lab.bench.turns import PROGRESS, STEP, Cell, num_repetitions, slowest, take_turns
+from ddp.lab.bench.workloads import add_models, loss_of, models_of
+from ddp.lab.forecast import encoding
+from ddp.lab.forecast.prices import Prices
+from ddp.lab.forecast.replay import Forecast, forecast
+from ddp.lab.forecast.setup import Setup
+from ddp.lab.forecast.work import Gradient, Work, bytes_of
 from ddp.policies import LocalSGD
 from ddp.process.arguments import Parser
 from ddp.process.clock import now_s

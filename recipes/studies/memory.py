@@ -5,7 +5,7 @@ Each variant has a launch of its own, so that no other's memory counts for it:
     import everything, join torch.distributed               ── before
     build the model, wrap it, make its batch, some steps    ── peak − before, of the worker where that is highest
 
-`ddp/bench/counts.py` says how memory is counted. The communicator is made after "before", so its memory is ours and
+`ddp/lab/bench/counts.py` says how memory is counted. The communicator is made after "before", so its memory is ours and
 not everyone's. For scale, "alone" is the same training without communication: parameters, gradients,
 momentum and activations.
 
@@ -25,15 +25,15 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from ddp.bench.command import add_options, place_of, run
-from ddp.bench.counts import can_count_memory, sampling
-from ddp.bench.place import HERE, Place, refuse_unknown, split
-from ddp.bench.step import VARIANTS, TimeSteps, Training, make, without_communicator
-from ddp.bench.turns import Cell
-from ddp.bench.workloads import add_models, models_of
 from ddp.comm.session import init
 from ddp.commands.command import respond
 from ddp.errors import ConfigError
+from ddp.lab.bench.command import add_options, place_of, run
+from ddp.lab.bench.counts import can_count_memory, sampling
+from ddp.lab.bench.place import HERE, Place, refuse_unknown, split
+from ddp.lab.bench.step import VARIANTS, TimeSteps, Training, make, without_communicator
+from ddp.lab.bench.turns import Cell
+from ddp.lab.bench.workloads import add_models, models_of
 from ddp.process.arguments import Parser
 
 NUM_STEPS = 6

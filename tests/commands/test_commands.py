@@ -135,8 +135,8 @@ def test_every_command_has_a_module_a_line_and_an_example(capsys: pytest.Capture
         main(["--help"])
     assert ended.value.code == 0 and capsys.readouterr().out == text
     listed, _, examples = text.partition("examples:")
-    for command in COMMANDS:
-        assert find_spec(f"ddp.commands.{command}")
+    for command, (module, _) in COMMANDS.items():
+        assert find_spec(f"ddp.{module}")
         assert f"\n    {command}" in listed and f"\n  python -m ddp {command} " in examples
 
 

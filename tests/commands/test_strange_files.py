@@ -15,11 +15,11 @@ import pytest
 import torch
 import yaml
 
-from ddp.bench.forecast.registered import read_registered
-from ddp.bench.scaling.comparisons import compared
-from ddp.bench.scaling.runs import _memory, _pairs, read_runs
 from ddp.commands.where import where
 from ddp.errors import CheckpointError, ConfigError, printable
+from ddp.lab.forecast.registered import read_registered
+from ddp.lab.scaling.comparisons import compared
+from ddp.lab.scaling.runs import _memory, _pairs, read_runs
 from ddp.run.build.load import load
 from ddp.run.launch.report import Report
 from ddp.run.launch.run_folder import settings_text

@@ -1,4 +1,4 @@
-"""The study of memory: its shortest run. (`tests/bench/test_counts.py` tests how memory is counted.)"""
+"""The study of memory: its shortest run. (`tests/lab/test_bench_counts.py` tests how memory is counted.)"""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from memory import MeasureMemory, MemoryCell
 from ranks import run_ranks
 
-from ddp.bench.workloads import WORKLOADS
+from ddp.lab.bench.workloads import WORKLOADS
 
 
 def memory_of(variant: str) -> list[MemoryCell]:

@@ -1,0 +1,296 @@
+"""Compares forecasts of training steps with the steps: from one worker's profile, on one host or on a bed.
+
+In each turn, one after another:
+
+    alone         rank 0 trains by itself: the step of one worker, from which the naive guess is made
+    at once       all ranks train, each by itself: the profile that is forecast from, which has cores and memory shared
+    each method   all ranks train together: what was to be forecast
+
+A forecast is made from the turn's own profile, and from links and memory as they were measured before the first turn.
+So it does not know the steps that it is compared with.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch import nn
+
+from ddp.comm.communicator import Communicator
+from ddp.lab.bench.place import HERE, Place
+from ddp.lab.bench.step import Training, make, session
+from ddp.lab.bench.turns import PROGRESS, Cell, num_repetitions, slowest, take_turns
+from ddp.lab.bench.workloads import Batch, loss_of
+from ddp.lab.forecast import encoding
+from ddp.lab.forecast.links_here import taken_s
+from ddp.lab.forecast.prices import Dispatch, Prices
+from ddp.lab.forecast.replay import forecast, naive_s
+from ddp.lab.forecast.setup import Setup
+from ddp.lab.forecast.work import Work, work_of
+from ddp.process.clock import now_s
+from ddp.process.memory import available_cores
+from ddp.process.terminal import say
+from ddp.replica.bucketed import BucketedDataParallel
+from ddp.train.monitor.profile import VERSION, BucketTimes, ClockOffset, Profile, RankStep
+from ddp.units import three_digits, written
+
+PLAIN = "plain"
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    PLAIN: {},
+    **{wire: {"wire": wire} for wire in encoding.WIRES},
+    **{name: {"hook": hook} for name, hook in encoding.HOOKS.items()},
+}
+"""How gradients travel → keywords of a replica."""
+LEAST_STEPS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastCell(Cell):
+    """Holds the figures of one model and one method; by turn.
+
+    Attributes:
+        measured_s: the median step, on the slowest rank.
+        forecast_s, naive_s: what was expected of it.
+        over_fastest: of the method whose forecast is the least: its step ÷ that of the fastest one.
+    """
+
+    legend: ClassVar[Mapping[str, str]] = {
+        "model": "what is trained",
+        "method": "how gradients travel",
+        "measured": "ms of a step, median over turns, on the slowest rank",
+        "±": "greatest deviation of a turn from that, %",
+        "forecast": "ms of a step, forecast from processes that compute without communicating",
+        "forecast ÷ measured": "of the medians",
+        "naive": "ms of a step of one worker, and the bytes of its gradients ÷ the rate of the slowest link",
+        "naive ÷ measured": "of the medians",
+        "chosen ÷ fastest": "measured, of the method whose forecast is the least: what trusting the forecast costs",
+    }
+    model: str
+    measured_s: Sequence[float]
+    forecast_s: Sequence[float]
+    naive_s: Sequence[float]
+    over_fastest: float | None = None
+
+    def columns(self) -> dict[str, str]:
+        measured_s, forecast_s, guess_s = map(statistics.median, (self.measured_s, self.forecast_s, self.naive_s))
+        deviation = max(abs(each / measured_s - 1) for each in self.measured_s)
+        return {
+            "model": self.model,
+            "method": self.name,
+            "measured": three_digits(measured_s * 1e3),
+            "±": f"{100 * deviation:.0f}",
+            "forecast": three_digits(forecast_s * 1e3),
+            "forecast ÷ measured": three_digits(forecast_s / measured_s),
+            "naive": three_digits(guess_s * 1e3),
+            "naive ÷ measured": three_digits(guess_s / measured_s),
+            "chosen ÷ fastest": written(three_digits, self.over_fastest),
+        }
+
+
+@dataclass(frozen=True)
+class CompareForecasts:
+    """Compares forecasts of one model with its steps. A call runs on every rank.
+
+    Attributes:
+        methods: those of `METHODS` that take turns.
+    """
+
+    model: str
+    methods: tuple[str, ...] = (PLAIN,)
+    num_turns: int = 3
+    place: Place = HERE
+
+    def __call__(self) -> list[ForecastCell]:
+        """Returns a cell for each method, the same on all ranks."""
+        with session() as comm:
+            return self._measure(comm)
+
+    def _measure(self, comm: Communicator) -> list[ForecastCell]:
+        module, batch = make(self.model, rank=comm.rank)
+        own = [comm.subgroup([rank]) for rank in range(comm.world_size)][comm.rank]
+        assert own is not None
+        prices = Prices(comm.plan.measured, adding_s=encoding.adding_s(), taken_s=taken_s(comm))
+        alone = Computing(comm, own, copy.deepcopy(module), batch)
+        methods = {
+            name: Together(BucketedDataParallel(copy.deepcopy(module), comm=comm, **METHODS[name]), batch)
+            for name in self.methods
+        }
+        for training in (alone, *methods.values()):
+            training.find_pace()
+        turns: dict[str, Callable[[], float]] = {"alone": alone.by_itself, "at once": alone.at_once}
+        turns |= {name: partial(method.turn_s, comm) for name, method in methods.items()}
+        turns_s = take_turns(turns, self.num_turns)
+        cells = chosen([self._cell(comm, name, turns_s[name], alone, prices) for name in self.methods])
+        if comm.rank == 0:
+            for cell in cells:
+                say(f"{PROGRESS}{cell.place}: {cell.columns()}")
+        return cells
+
+    def _cell(
+        self, comm: Communicator, name: str, measured_s: Sequence[float], alone: Computing, prices: Prices
+    ) -> ForecastCell:
+        how = METHODS[name]
+        setup = partial(Setup, prices=prices, wire=how.get("wire"), cores=alone.cores)
+        forecast_s, guesses_s = [], []
+        for together, by_itself in zip(alone.works, alone.works_of_one, strict=True):
+            here = setup(batch=together.num_samples * comm.world_size)
+            sent: list[Dispatch] | None = None
+            if "hook" in how:
+                shares = prices.measured.allocated is not None
+                sent = encoding.dispatches(together.buckets, how["hook"], prices.hosts, shares_memory=shares)
+            forecast_s.append(forecast(together, here, sent).step_s)
+            guesses_s.append(naive_s(by_itself, here))
+        place = self.place.title(comm.world_size, len(comm.hosts))
+        return ForecastCell(
+            place=place,
+            name=name,
+            model=self.model,
+            measured_s=measured_s,
+            forecast_s=[slowest([each])[0] for each in forecast_s],
+            naive_s=[slowest([each])[0] for each in guesses_s],
+        )
+
+
+def chosen(cells: Sequence[ForecastCell]) -> list[ForecastCell]:
+    """Returns the methods of a model; the one with the least forecast knows what choosing it costs."""
+    steps_s = [statistics.median(cell.measured_s) for cell in cells]
+    forecasts_s = [statistics.median(cell.forecast_s) for cell in cells]
+    place = forecasts_s.index(min(forecasts_s))
+    over = steps_s[place] / min(steps_s) if len(cells) > 1 else None
+    return [replace(cell, over_fastest=over if number == place else None) for number, cell in enumerate(cells)]
+
+
+class Paced(Training):
+    """Trains in turns of a few steps, because a step on a slow network takes long."""
+
+    def find_pace(self) -> None:
+        """Warms up, and chooses the steps of a turn."""
+        step_s = statistics.median(self.steps_s(LEAST_STEPS))
+        self.num_steps = num_repetitions(slowest([step_s])[0], least=LEAST_STEPS)
+
+
+class Together(Paced):
+    """Trains with the other ranks."""
+
+    def __init__(self, replica: nn.Module, batch: Batch) -> None:
+        self._set_up(replica, batch)
+
+
+class Computing(Paced):
+    """Trains without the other ranks, and profiles it.
+
+    Attributes:
+        works: of each turn in which all ranks trained at once; works_of_one: of each turn of rank 0.
+    """
+
+    def __init__(self, comm: Communicator, own: Communicator, module: nn.Module, batch: Batch) -> None:
+        self._set_up(BucketedDataParallel(module, comm=own), batch)
+        self._comm, self.cores = comm, available_cores()
+        self._records: list[RankStep] = []
+        self.works: list[Work] = []
+        self.works_of_one: list[Work] = []
+
+    def step(self) -> None:
+        inputs, targets = self._batch
+        began_s = now_s()
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(self.replica(inputs), targets)
+        forward_s = now_s()
+        loss.backward()
+        backward_s = now_s()
+        self._optimizer.step()
+        ended_s = now_s()
+        self.loss = loss.detach()
+        self._records.append(self._record(began_s, forward_s, backward_s, ended_s, len(inputs)))
+
+    def _record(
+        self, began_s: float, forward_s: float, backward_s: float, ended_s: float, num_samples: int
+    ) -> RankStep:
+        assert isinstance(self.replica, BucketedDataParallel)
+        told, names = self.replica.logging_data(), dict(self.replica.module.named_parameters())
+        reduced_s = sum(each["done_s"] - each["launched_s"] for each in told["buckets"])
+        buckets = [
+            BucketTimes(
+                offset=0,
+                shapes=[list(names[name].shape) for name in each["parameters"]],
+                **{key: each[key] for key in ("index", "bytes", "numel", "dtype", "parameters")},
+                **{key: each[key] for key in ("ready_s", "launched_s", "done_s")},
+            )
+            for each in told["buckets"]
+        ]
+        return RankStep(
+            step=len(self._records) + 1,
+            began_s=began_s,
+            num_samples=num_samples,
+            data_s=0.0,
+            forward_s=forward_s - began_s,
+            backward_s=backward_s - forward_s - reduced_s,
+            communication_s=reduced_s,
+            wait_s=0.0,
+            update_s=ended_s - backward_s,
+            other_s=0.0,
+            backward_began_s=forward_s - began_s,
+            buckets=buckets,
+            spans=[],
+        )
+
+    def by_itself(self) -> float:
+        """Returns the median step of rank 0, while the others wait."""
+        self._comm.barrier()
+        mine = None
+        if self._comm.rank == 0:
+            self._profiled()
+            mine = self._work([self._records])
+        work: Work = _of_all(mine)[0]
+        self.works_of_one.append(work)
+        return work.computing_s
+
+    def at_once(self) -> float:
+        """Returns the median step of the slowest rank, while all ranks train."""
+        self._comm.barrier()
+        took_s = statistics.median(self._profiled())
+        self.works.append(self._work(_of_all(self._records)))
+        return slowest([took_s])[0]
+
+    def _profiled(self) -> list[float]:
+        self._records = []
+        return self.steps_s(self.num_steps)
+
+    def _work(self, records: Sequence[Sequence[RankStep]]) -> Work:
+        assert isinstance(self.replica, BucketedDataParallel)
+        num_ranks, steps = len(records), list(map(list, zip(*records, strict=False)))
+        return work_of(
+            Profile(
+                version=VERSION,
+                model=type(self.replica.module).__name__,
+                num_parameters=0,
+                batch=num_ranks * len(self._batch[0]),
+                world_size=num_ranks,
+                hosts=[[rank] for rank in range(num_ranks)],
+                threads=1,
+                cores=[self.cores] * num_ranks,
+                device="cpu",
+                strategy="Replicated",
+                hook=None,
+                wire=None,
+                algorithm="",
+                runs="in the foreground",
+                order=[],
+                network=None,
+                clock=[ClockOffset(offset_s=0.0, error_s=0.0)] * num_ranks,
+                steps=steps,
+            )
+        )
+
+
+def _of_all(mine: Any) -> list[Any]:
+    """Returns what each rank has, by torch's gather, because `comm/objects.py` sends plain values alone. Collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
