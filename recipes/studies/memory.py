@@ -11,7 +11,7 @@ momentum and activations.
 
     python recipes/studies/memory.py --models mlp-25m,gpt-10m --variants ours,torch,alone
 
-Variants and models are those of `ddp bench_step`.
+Variants and models are those of `ddp bench step`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class MemoryCell(Cell):
 
     legend: ClassVar[Mapping[str, str]] = {
         "model": "what is trained",
-        "variant": "how it is trained (ddp bench_step --help lists the variants)",
+        "variant": "how it is trained (ddp bench step --help lists the variants)",
         "peak": "MiB above what the worker had before it built its model, of the worker where that is highest",
     }
     variant: str

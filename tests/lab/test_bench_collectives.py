@@ -76,7 +76,7 @@ def test_a_wrong_sum_and_unequal_bits_are_seen() -> None:
 def test_the_shortest_run_measures_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = tmp_path / "cells.json"
     words = ["--workers", "2", "--sizes", "4KB", "--turns", "1", "--beside", "1", "--json", str(kept)]
-    assert main(["bench_collectives", *words, "--cases", "allocated,ring,barrier"]) == 0
+    assert main(["bench", "collectives", *words, "--cases", "allocated,ring,barrier"]) == 0
     printed = capsys.readouterr().out
     assert "2 ranks on one host" in printed and "beside 1 process" in printed
     cells = from_json(kept.read_text(), CollectiveCell)

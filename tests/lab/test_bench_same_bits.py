@@ -87,7 +87,7 @@ def test_costs_are_reported_and_kept_beside_each_other(
     kept = tmp_path / "cells.json"
     monkeypatch.setattr("ddp.lab.bench.command.launch", forked)
     words = ["--parts", "memory", "--models", "small-mlp", "--workers", "1", "--json", str(kept)]
-    assert main(["bench_same_bits", *words]) == 0
+    assert main(["bench", "same_bits", *words]) == 0
     printed = capsys.readouterr().out
     assert "1 rank on one host" in printed and "small-mlp" in printed and "of ordinary" in printed
     (cell,) = json.loads(kept.read_text())
@@ -100,7 +100,7 @@ def test_what_cannot_be_measured_is_refused_in_one_line(capsys: pytest.CaptureFi
         "--models mlp": "model 'mlp' is unknown; choose among small-mlp",
     }.items():
         with pytest.raises(SystemExit) as left:
-            main(["bench_same_bits", *words.split()])
+            main(["bench", "same_bits", *words.split()])
         assert left.value.code == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line

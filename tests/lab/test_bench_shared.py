@@ -286,24 +286,24 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("bench_collectives --sizes 1XB", "size '1XB'"),
-        ("bench_collectives --sizes ,", "--sizes ,: want at least one"),
-        ("bench_collectives --cases allocated,mine", "case 'mine' is unknown; choose among allocated"),
-        ("bench_collectives --workers 1", "--workers: 1: give a whole number from 2 to"),
-        ("bench_collectives --netbed 2x2@1furlong", "netbed '2x2@1furlong'"),
-        ("bench_collectives --netbed 2x2 --workers 2", "not allowed with argument"),
-        ("bench_collectives --plot /no/such/folder/a.png", "there is no folder /no/such/folder"),
-        ("bench_collectives --turns many", "--turns: many: give a whole number from 1 up"),
-        ("bench_collectives --beside -1", "--beside: -1: give a whole number from 0 to"),
-        ("bench_collectives --workers 2,1000000", "--workers: 1000000: give a whole number from 2 to"),
-        ("bench_step --models digits", "model 'digits' is unknown; choose among small-mlp"),
-        ("bench_step --models ,", "--models ,: want at least one"),
-        ("bench_step --variants ours,theirs", "variant 'theirs' is unknown; choose among ours"),
-        ("bench_step --variants ,", "--variants ,: want at least one"),
-        ("bench_step --workers two", "--workers: two: give a whole number from 1 to"),
-        ("bench_step --turns 0", "give a whole number from 1 up"),
-        ("bench_step --plot a.png --variants ours,torch", 'relative to the variant "alone"'),
-        ("bench_step --json /no/such/folder/a.json", "there is no folder /no/such/folder"),
+        ("bench collectives --sizes 1XB", "size '1XB'"),
+        ("bench collectives --sizes ,", "--sizes ,: want at least one"),
+        ("bench collectives --cases allocated,mine", "case 'mine' is unknown; choose among allocated"),
+        ("bench collectives --workers 1", "--workers: 1: give a whole number from 2 to"),
+        ("bench collectives --netbed 2x2@1furlong", "netbed '2x2@1furlong'"),
+        ("bench collectives --netbed 2x2 --workers 2", "not allowed with argument"),
+        ("bench collectives --plot /no/such/folder/a.png", "there is no folder /no/such/folder"),
+        ("bench collectives --turns many", "--turns: many: give a whole number from 1 up"),
+        ("bench collectives --beside -1", "--beside: -1: give a whole number from 0 to"),
+        ("bench collectives --workers 2,1000000", "--workers: 1000000: give a whole number from 2 to"),
+        ("bench step --models digits", "model 'digits' is unknown; choose among small-mlp"),
+        ("bench step --models ,", "--models ,: want at least one"),
+        ("bench step --variants ours,theirs", "variant 'theirs' is unknown; choose among ours"),
+        ("bench step --variants ,", "--variants ,: want at least one"),
+        ("bench step --workers two", "--workers: two: give a whole number from 1 to"),
+        ("bench step --turns 0", "give a whole number from 1 up"),
+        ("bench step --plot a.png --variants ours,torch", 'relative to the variant "alone"'),
+        ("bench step --json /no/such/folder/a.json", "there is no folder /no/such/folder"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(words: str, message: str, refusal: Refusal) -> None:
@@ -311,7 +311,7 @@ def test_bad_input_is_refused_in_one_line(words: str, message: str, refusal: Ref
 
 
 def test_an_algorithm_that_needs_several_hosts_is_refused_in_one_line_by_the_ranks(refusal: Refusal) -> None:
-    line = refusal("bench_collectives", "--workers", "2", "--cases", "ring,hierarchical")
+    line = refusal("bench", "collectives", "--workers", "2", "--cases", "ring,hierarchical")
     assert "'hierarchical' is not possible here. Choose one of" in line
 
 
@@ -319,7 +319,7 @@ def test_a_netbed_without_root_or_tools_is_refused_in_one_line(
     refusal: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert "--netbed needs root" in refusal("bench_step", "--netbed", "2x1")
+    assert "--netbed needs root" in refusal("bench", "step", "--netbed", "2x1")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", "")
-    assert "--netbed needs ip, tc, unshare: install iproute2" in refusal("bench_collectives", "--netbed", "2x1")
+    assert "--netbed needs ip, tc, unshare: install iproute2" in refusal("bench", "collectives", "--netbed", "2x1")

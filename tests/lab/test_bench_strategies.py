@@ -72,7 +72,7 @@ ONCE = {"sharded", "torch_zero", "central_storage"}
 def test_the_shortest_run_reports_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept, picture = tmp_path / "cells.json", tmp_path / "steps.png"
     words = ["--models", "digits-cnn", "--turns", "1", "--json", str(kept), "--plot", str(picture)]
-    assert main(["bench_strategies", *words, "--strategies", "alone"]) == 0
+    assert main(["bench", "strategies", *words, "--strategies", "alone"]) == 0
     printed = capsys.readouterr().out
     assert "2 ranks on one host" in printed and "digits-cnn, adamw" in printed
     (cell,) = from_json(kept.read_text(), StrategyCell)
@@ -87,6 +87,6 @@ def test_a_job_that_cannot_be_measured_is_refused_in_one_line(capsys: pytest.Cap
         "--strategies sharded --plot a.png": 'relative to the strategy "alone"',
     }.items():
         with pytest.raises(SystemExit):
-            main(["bench_strategies", *words.split()])
+            main(["bench", "strategies", *words.split()])
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line

@@ -23,7 +23,7 @@ same bits on every rank.
 
 `CollectiveCell.legend` says what the figures mean.
 
-`scripts/ddp bench_collectives` is the command.
+`scripts/ddp bench collectives` is the command.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs a benchmark from its command line: starts ranks here or on a bed, and shows the report.
 
-    bench_… ──┬── launch on this host, once for each world size and job ──────── job()    ┐
+    bench … ──┬── launch on this host, once for each world size and job ──────── job()    ┐
               ├── hosts.py run, on a bed: this very command under torchrun ───── job()    ├── cells ── report
               └── under torchrun already ─────────────────────────────────────── job()    ┘
 
@@ -59,7 +59,7 @@ def add_options(parser: Parser, *, workers: str, least: int, turns: int = 0, plo
         "--beside", type=whole(0, most), default=0, metavar="N", help="keep N processes computing on the same cores"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured to FILE, too")
-    parser.set_defaults(plot=None, name=parser.prog.split()[-1])
+    parser.set_defaults(plot=None, name=" ".join(parser.prog.split()[-2:]))
     if turns:
         rounds = "turns of each rival in a cell (default: %(default)s)"
         parser.add_argument("--turns", type=whole(1), default=turns, help=rounds)

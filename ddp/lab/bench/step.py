@@ -26,7 +26,7 @@ destructor ends the group with the interpreter lock held, and waits there for Gl
 for the lock, to free a tensor of the last broadcast. Then the rank hangs (torch 2.13, one run in ten of the shortest).
 So replicas end before the group does.
 
-`scripts/ddp bench_step` is the command.
+`scripts/ddp bench step` is the command.
 """
 
 from __future__ import annotations

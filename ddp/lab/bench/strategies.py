@@ -22,7 +22,7 @@ each strategy, so that no other's counts for it:
     import everything, join torch.distributed               ── before
     build the model, its optimizer and strategy, some steps ── peak − before, summed over the ranks of the host
 
-`scripts/ddp bench_strategies` is the command.
+`scripts/ddp bench strategies` is the command.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Times our collectives beside torch.distributed's on Gloo, in the same run.
 
-    python -m ddp bench_collectives                                    2 and 4 ranks on this host, 1 KB to 64 MB
-    python -m ddp bench_collectives --workers 2 --sizes 1MB,25MB --cases ring,shared_memory --plot mine.png
-    python -m ddp bench_collectives --beside 1                         beside a process that keeps a core busy
-    python -m ddp bench_collectives --netbed 2x2@1gbit --sizes 25MB    on hosts made for it (root, iproute2)
-    python -m ddp bench_collectives --netbed 4x1@5ms --sizes 4KB       the same with a delay of 5 ms from host to host
-    torchrun … -m ddp bench_collectives --sizes 25MB                  on ranks that are there already
+    python -m ddp bench collectives                                    2 and 4 ranks on this host, 1 KB to 64 MB
+    python -m ddp bench collectives --workers 2 --sizes 1MB,25MB --cases ring,shared_memory --plot mine.png
+    python -m ddp bench collectives --beside 1                         beside a process that keeps a core busy
+    python -m ddp bench collectives --netbed 2x2@1gbit --sizes 25MB    on hosts made for it (root, iproute2)
+    python -m ddp bench collectives --netbed 4x1@5ms --sizes 4KB       the same with a delay of 5 ms from host to host
+    torchrun … -m ddp bench collectives --sizes 25MB                  on ranks that are there already
 
 Cases: allocated (memory from comm.allocate), ordinary (any tensor), barrier, transport (shared memory off), and each
 algorithm by name. ddp/lab/bench/collectives.py says what is measured. Every rank has one thread.
@@ -26,7 +26,7 @@ from ddp.units import parse_size
 
 def main(words: Sequence[str]) -> int:
     """Times the collectives that the words ask for."""
-    parser = parser_of("bench_collectives", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of("bench collectives", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, workers="2,4", least=2, turns=5, plots=True)
     sizes, cases = "1KB,64KB,1MB,4MB,25MB,64MB", ",".join(CASES)
     parser.add_argument("--sizes", default=sizes, metavar="SIZE,SIZE,…", help="of each tensor (default: %(default)s)")

@@ -1,8 +1,8 @@
 """Compares forecasts of training steps with the steps that they forecast, in the same run.
 
-    python -m ddp bench_forecast --workers 1,2 --models digits-cnn,mlp-25m            on this host
-    python -m ddp bench_forecast --netbed 2x1@1gbit                                   on hosts made for it (root)
-    python -m ddp bench_forecast --netbed 2x1@100mbit --methods plain,int8,powersgd   which is fastest?
+    python -m ddp bench forecast --workers 1,2 --models digits-cnn,mlp-25m            on this host
+    python -m ddp bench forecast --netbed 2x1@1gbit                                   on hosts made for it (root)
+    python -m ddp bench forecast --netbed 2x1@100mbit --methods plain,int8,powersgd   which is fastest?
 
 ddp/lab/forecast/cells.py says what is measured, ddp/lab/bench/workloads.py what the models are. Every worker has one
 thread.
@@ -22,7 +22,7 @@ from ddp.lab.forecast.cells import METHODS, PLAIN, CompareForecasts, ForecastCel
 
 def main(words: Sequence[str]) -> int:
     """Compares what the words ask for."""
-    parser = parser_of("bench_forecast", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of("bench forecast", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, workers="1,2", least=1, turns=3)
     add_models(parser, default="digits-cnn,mlp-25m,resnet18-small-stem,gpt-10m")
     parser.add_argument(

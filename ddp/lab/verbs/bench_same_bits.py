@@ -1,9 +1,9 @@
 """Measures what same_bits costs in time and memory.
 
-    python -m ddp bench_same_bits                                      an MLP, a ResNet-18 and a GPT, 2 workers
-    python -m ddp bench_same_bits --parts steps,memory --models mlp-25m --json costs.json
-    python -m ddp bench_same_bits --models mine:Net                    your own: example_batch() gives a batch
-    python -m ddp bench_same_bits --netbed 2x1@1gbit --models mlp-25m  steps on hosts made for it (root, iproute2)
+    python -m ddp bench same_bits                                      an MLP, a ResNet-18 and a GPT, 2 workers
+    python -m ddp bench same_bits --parts steps,memory --models mlp-25m --json costs.json
+    python -m ddp bench same_bits --models mine:Net                    your own: example_batch() gives a batch
+    python -m ddp bench same_bits --netbed 2x1@1gbit --models mlp-25m  steps on hosts made for it (root, iproute2)
 
 Steps: ms of a step, compared in turns with ordinary accumulation of the same shards, with torch's
 DistributedDataParallel, and with one large forward. Memory: of a worker, compared with ordinary accumulation.
@@ -27,7 +27,7 @@ PARTS = ("steps", "memory")
 
 def main(words: Sequence[str]) -> int:
     """Measures what the words ask for."""
-    parser = parser_of("bench_same_bits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of("bench same_bits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, workers="2", least=1, turns=9)
     add_models(parser, default="mlp-25m,resnet18-32px,gpt-10m")
     usual = ",".join(PARTS)

@@ -1,11 +1,11 @@
 """Times training steps of our replicas beside torch's DistributedDataParallel on Gloo, in the same run.
 
-    python -m ddp bench_step                                           the default job and ResNet-18, 2 workers
-    python -m ddp bench_step --models all --workers 2,4 --plot steps.png
-    python -m ddp bench_step --models mlp-25m --variants ours,torch,alone --turns 3
-    python -m ddp bench_step --models mine:Net                         your own: example_batch() gives a batch
-    python -m ddp bench_step --beside 1                                beside a process that keeps a core busy
-    python -m ddp bench_step --netbed 2x1@1gbit --models mlp-25m       on hosts made for it (root, iproute2)
+    python -m ddp bench step                                           the default job and ResNet-18, 2 workers
+    python -m ddp bench step --models all --workers 2,4 --plot steps.png
+    python -m ddp bench step --models mlp-25m --variants ours,torch,alone --turns 3
+    python -m ddp bench step --models mine:Net                         your own: example_batch() gives a batch
+    python -m ddp bench step --beside 1                                beside a process that keeps a core busy
+    python -m ddp bench step --netbed 2x1@1gbit --models mlp-25m       on hosts made for it (root, iproute2)
 
 Variants: ours, torch (its DistributedDataParallel), naive (one all-reduce per parameter), alone (no communication),
 in_backward (ours, the optimizer inside backward). ddp/lab/bench/step.py says what is measured,
@@ -27,7 +27,7 @@ from ddp.lab.bench.workloads import add_models, models_of
 
 def main(words: Sequence[str]) -> int:
     """Times the steps that the words ask for."""
-    parser = parser_of("bench_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of("bench step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, workers="2", least=1, turns=9, plots=True)
     add_models(parser)
     usual = ",".join(TimeSteps.variants)

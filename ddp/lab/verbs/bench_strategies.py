@@ -1,9 +1,9 @@
 """Times training by each strategy beside torch's classes, in the same run, and counts memory and bytes.
 
-    python -m ddp bench_strategies                                     an MLP of 25M parameters with AdamW, 2 workers
-    python -m ddp bench_strategies --workers 2,4 --optimizers adamw,lamb --plot strategies.png
-    python -m ddp bench_strategies --models digits-cnn --strategies mirrored,sharded,alone --turns 1
-    python -m ddp bench_strategies --netbed 2x2@1gbit                  on hosts made for it (root, iproute2)
+    python -m ddp bench strategies                                     an MLP of 25M parameters with AdamW, 2 workers
+    python -m ddp bench strategies --workers 2,4 --optimizers adamw,lamb --plot strategies.png
+    python -m ddp bench strategies --models digits-cnn --strategies mirrored,sharded,alone --turns 1
+    python -m ddp bench strategies --netbed 2x2@1gbit                  on hosts made for it (root, iproute2)
 
 Strategies: mirrored, sharded, central_storage, by_hand (BucketedDataParallel and the optimizer), torch (its
 DistributedDataParallel), torch_zero (the same with its ZeroRedundancyOptimizer), alone (no communication).
@@ -27,7 +27,7 @@ from ddp.lab.bench.workloads import add_models, models_of
 
 def main(words: Sequence[str]) -> int:
     """Times and counts what the words ask for."""
-    parser = parser_of("bench_strategies", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of("bench strategies", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, workers="2", least=1, turns=9, plots=True)
     add_models(parser, default="mlp-25m")
     usual = ",".join(STRATEGIES)
