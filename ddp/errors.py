@@ -95,7 +95,7 @@ CALLED_ELSEWHERE = {  # word, or a sentence → what others call it, in lower ca
     "bf16": "bfloat16 mixedbfloat16 bf16mixed",
     "bf16_pure": "bf16true",
     "search": "tune hyperparameters",
-    "bench step": "bench benchmark",
+    "bench step": "bench benchmark benchstrategies benchsamebits",
     "Parameters are whole on every rank here; sharded cuts the optimizer's state alone": (
         "fsdp fsdp2 fullyshard fullyshardeddataparallel deepspeed zero2 zero3"
     ),

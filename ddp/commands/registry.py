@@ -35,11 +35,9 @@ COMMANDS = {
     "predict": ("commands.predict", "writes what a finished run makes of each sample"),
     "exercise": ("lab.verbs.exercise", "checks your solution of an exercise of recipes/tutorial"),
     "tutorial": ("lab.verbs.tutorial", "writes the read-along, prose beside code, as pages for a browser"),
-    "bench step": ("lab.verbs.bench_step", "times training steps beside torch's DistributedDataParallel"),
-    "bench strategies": ("lab.verbs.bench_strategies", "times and counts steps of each strategy beside torch's"),
-    "bench same_bits": ("lab.verbs.bench_same_bits", "measures what same_bits=true costs in time and memory"),
-    "bench forecast": ("lab.verbs.bench_forecast", "compares forecasts of training steps with the steps"),
-    "bench collectives": ("lab.verbs.bench_collectives", "times collectives beside torch.distributed's on Gloo"),
+    "bench step": ("lab.bench.step", "times training steps, and counts their memory, beside torch's classes"),
+    "bench forecast": ("lab.forecast.cells", "compares forecasts of training steps with the steps"),
+    "bench collectives": ("lab.bench.collectives", "times collectives beside torch.distributed's on Gloo"),
 }
 """The name of a command, of one word or two → its module, whose `main` takes the other words and returns the exit
 status; what it does. `ddp/lab/` is named here, and imported nowhere else outside of it."""
@@ -68,8 +66,8 @@ examples:
   python -m ddp exercise 02                                            checks your solution in 02_ring.py
   python -m ddp tutorial --html site/                                  the read-along, as pages for a browser
   python -m ddp bench step --models digits-cnn,mine:Net                your own model beside torch's class
-  python -m ddp bench strategies --workers 2,4                         step, memory and bytes of each strategy
-  python -m ddp bench same_bits --parts memory                         what same_bits=true costs
+  python -m ddp bench step --variants mirrored,sharded,torch --memory  step and memory of each strategy
+  python -m ddp bench step --variants same_bits,accumulated            what same_bits=true costs
   python -m ddp bench forecast --workers 2                             how far off a forecast is
   python -m ddp bench collectives --workers 2 --sizes 64KB
 

@@ -1,17 +1,27 @@
-"""Tests the benchmark of training steps: what its models are, and its shortest run."""
+"""Tests the benchmark of training steps: its models, its variants, its figures, and its shortest run."""
 
 from __future__ import annotations
 
+import copy
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
-from torch import nn
+from torch import Tensor, nn
 
+from ddp.__main__ import main
+from ddp.comm.session import init
 from ddp.errors import ConfigError
-from ddp.lab.bench.step import VARIANTS, StepCell, TimeSteps, make
-from ddp.lab.bench.workloads import WORKLOADS, TinyLayers, loss_of, try_own
+from ddp.lab.bench.report import from_json, to_json
+from ddp.lab.bench.step import MIB, MeasureMemory, StepCell, TimeSteps, merged
+from ddp.lab.bench.turns import session
+from ddp.lab.bench.variants import OPTIMIZERS, VARIANTS, Training
+from ddp.lab.bench.workloads import WORKLOADS, TinyLayers, loss_of, make, try_own
+from ddp.optim.norms import BLOCK_NUMEL
 
 # ----------------------------------------------------------------------------------------------------------- workloads
 
@@ -104,18 +114,121 @@ def test_a_model_of_ones_own_is_timed_or_refused_in_a_sentence(tmp_path: Path, m
             try_own(f"own_models:{name}")
 
 
+# ------------------------------------------------------------------------------------------------------------- figures
+
+
+def cell_of(**figures: Any) -> StepCell:
+    fields = {"place": "here", "name": "job", "turns_s": {}, "num_parameters": 10, "gradient_bytes": 2 * MIB}
+    return StepCell(**fields | {"wire_s": None} | figures)
+
+
+def test_figures_of_a_model_are_put_together_and_compared() -> None:
+    """`sharded` takes 1.5 × alone in the median of three turns, and torch's class twice as long as that."""
+    turns_s = {"sharded": [0.15, 0.3, 0.12], "torch": [0.3, 0.3, 0.36], "alone": [0.1, 0.2, 0.1]}
+    held, sent, over = {"sharded": 3 * MIB}, {"torch": 1234.5}, ["sharded"]
+    timed = cell_of(turns_s=turns_s, held=held, sent=sent, over=over, wait_s={"sharded": 0.01, "torch": 0.0})
+    peaks = [
+        cell_of(peak={name: n * MIB}, worker={name: (n - 1) * MIB}) for name, n in (("sharded", 6), ("mirrored", 8))
+    ]
+    other = cell_of(place="there", peak={"alone": MIB})
+    cell, apart = merged([timed, *peaks, other])
+    assert apart == other
+    assert (cell.turns_s, cell.peak) == (turns_s, {"sharded": 6 * MIB, "mirrored": 8 * MIB})
+    assert from_json(to_json([cell]), StepCell) == [cell]
+    sharded, torch_s, alone, mirrored = cell.rows()
+    assert all(cell.meaning(title) for row in cell.rows() for title in row)
+    assert (sharded["step"], sharded["÷ sharded"], sharded["over alone"]) == ("150", "", "+50.0%")
+    assert (sharded["µs per parameter"], sharded["wait"], torch_s["wait"]) == ("5000", "10.0", "")
+    assert (torch_s["÷ sharded"], torch_s["sent"]) == ("2.000 (1.00 – 3.00)", "1,234") and alone["over alone"] == ""
+    assert (sharded["peak"], sharded["worker"], sharded["gradients"]) == ("6.0", "5.0", "2.50")
+    assert (sharded["held"], sharded["sent"]) == ("3.0", "")
+    assert (mirrored["variant"], mirrored["step"], mirrored["peak"]) == ("mirrored", "", "8.0")
+
+
+def test_a_round_is_its_steps_and_the_one_that_ends_it() -> None:
+    """Also where one step in six has been delayed by something else."""
+    training = Training.__new__(Training)
+    assert training.of_turn([3.0, 1.0, 2.0]) == 2.0
+    training.every = 3
+    assert training.of_turn([1.0, 1.0, 4.0, 1.0, 9.0, 4.0]) == 2.0
+
+
 # ---------------------------------------------------------------------------------------------------------------- runs
 
-
-def steps() -> list[StepCell]:
-    return TimeSteps("digits-cnn", tuple(VARIANTS), num_turns=1)()
+WITH_SHARDS = ("same_bits", "accumulated", "torch_accumulated")
 
 
-def test_the_shortest_run_has_every_figure_and_the_same_on_all_ranks() -> None:
-    (cell,), same = run_ranks(steps, 2)
-    assert [cell] == same
-    assert cell.turns_s.keys() == VARIANTS.keys()
-    assert all(len(turns) == 1 and turns[0] > 0 for turns in cell.turns_s.values())
-    assert (cell.name, cell.num_parameters) == ("digits-cnn", 8)
-    assert cell.place.startswith("2 ranks on one host")
-    assert cell.wait_s is not None and cell.wait_s > 0
+def trained() -> dict[str, list[Tensor]]:
+    """Returns the parameters after three steps of the variants that find the same mean."""
+    with session():
+        module, batch = make("small-mlp", rank=init(device="cpu").rank)
+        found = {}
+        for name in ("bucketed", *WITH_SHARDS):
+            training = VARIANTS[name](copy.deepcopy(module), batch, OPTIMIZERS["sgd"])
+            for group in training.optimizers[0].param_groups:
+                group["lr"] = 0.1
+            training.steps_s(3)
+            found[name] = [p.detach().clone() for p in training.replica.parameters()]
+            del training
+        return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_shards_train_as_one_forward_does(world_size: int) -> None:
+    """On three workers shards have unequal sizes, so that one forward has another mean."""
+    found = run_ranks(trained, world_size)
+    for name in WITH_SHARDS if world_size == 3 else ("bucketed", *WITH_SHARDS):
+        for of_rank in found:
+            torch.testing.assert_close(of_rank[name], found[0]["same_bits"])
+
+
+def everything() -> tuple[StepCell, StepCell]:
+    timed = TimeSteps("digits-cnn", tuple(VARIANTS), "adamw", num_turns=1)()[0]
+    return timed, MeasureMemory("digits-cnn", "sharded", "lamb")()[0]
+
+
+ONCE = {"sharded", "torch_zero", "central_storage"}
+"""Variants that hold the optimizer's state once; the last one parameters, too."""
+
+
+def test_every_variant_is_timed_and_counted_and_the_same_on_all_ranks() -> None:
+    (timed, measured), same = run_ranks(everything, 2, timeout_s=200)
+    assert (timed, measured) == same
+    assert timed.turns_s.keys() == timed.held.keys() == VARIANTS.keys()
+    assert all(len(turns) == 1 and turns[0] > 0 for turns in timed.turns_s.values())
+    assert (timed.name, timed.num_parameters) == ("digits-cnn, adamw", 8)
+    assert timed.place.startswith("2 ranks on one host")
+    assert timed.wait_s["ours"] > 0 and timed.wait_s["torch"] == 0
+    num_bytes = 4 * sum(p.numel() for p in WORKLOADS["digits-cnn"].make().parameters())
+    whole, steps = 2 * 3 * num_bytes, 2 * 4 * 8  # AdamW's state, with a number of steps for each of eight tensors
+    excess = {name: held - whole - steps for name, held in timed.held.items() if name not in ONCE}
+    assert excess == dict.fromkeys(VARIANTS.keys() - ONCE, 0)
+    assert abs(timed.held["sharded"] - 4 * num_bytes) <= 2 * 4 * BLOCK_NUMEL + 2 * steps
+    assert 0 <= timed.held["central_storage"] - 3 * num_bytes <= 2 * steps, "all parameters and all state, once"
+    assert timed.held["torch_zero"] == 4 * num_bytes + steps // 2
+    assert measured.name == "digits-cnn, lamb" and measured.gradient_bytes == num_bytes
+    assert measured.peak["sharded"] > 4 * num_bytes and measured.worker["sharded"] > 2 * num_bytes
+
+
+def forked(job: Callable[[], Any], *, workers: int, threads_per_worker: int = 1) -> list[Any]:
+    """Does what `ddp.launch` does, within a tenth of its time."""
+    results: list[Any] = run_ranks(called, workers, job)
+    return results
+
+
+def called(job: Callable[[], Any]) -> Any:
+    return job()
+
+
+def test_the_shortest_run_reports_and_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept, picture = tmp_path / "cells.json", tmp_path / "steps.png"
+    monkeypatch.setattr("ddp.lab.bench.command.launch", forked)
+    words = ["--models", "small-mlp", "--turns", "1", "--json", str(kept), "--plot", str(picture)]
+    assert main(["bench", "step", *words, "--variants", "alone,same_bits", "--memory"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 ranks on one host" in printed and "same_bits" in printed and "÷ alone" in printed
+    (cell,) = json.loads(kept.read_text())
+    assert list(cell["turns_s"]) == list(cell["peak"]) == list(cell["held"]) == ["alone", "same_bits"]
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -23,22 +23,30 @@ same bits on every rank.
 
 `CollectiveCell.legend` says what the figures mean.
 
-`scripts/ddp bench collectives` is the command.
+    python -m ddp bench collectives                                    2 and 4 ranks on this host, 1 KB to 64 MB
+    python -m ddp bench collectives --workers 2 --sizes 1MB,25MB --cases ring,shared_memory --plot mine.png
+    python -m ddp bench collectives --beside 1                         beside a process that keeps a core busy
+    python -m ddp bench collectives --netbed 2x2@1gbit --sizes 25MB    on hosts made for it (root, iproute2)
+    python -m ddp bench collectives --netbed 4x1@5ms --sizes 4KB       the same with a delay of 5 ms from host to host
+    torchrun … -m ddp bench collectives --sizes 25MB                   on ranks that are there already
+
+Every rank has one thread.
 """
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
 import statistics
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -47,11 +55,51 @@ from torch import Tensor
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.session import init, shutdown
-from ddp.lab.bench.place import HERE, Place
-from ddp.lab.bench.turns import OVER_TURNS, TimedCell, announce, num_repetitions, slowest, take_turns
+from ddp.commands.command import parser_of, respond
+from ddp.errors import ConfigError
+from ddp.lab.bench.command import add_options, place_of, run
+from ddp.lab.bench.place import HERE, Place, refuse_unknown, split
+from ddp.lab.bench.turns import (
+    ABORT_S,
+    COLOURS,
+    OVER_TURNS,
+    TimedCell,
+    announce,
+    num_repetitions,
+    paired,
+    session,
+    slowest,
+)
 from ddp.process.clock import now_s
 from ddp.process.memory import available_cores
-from ddp.units import format_bandwidth, format_size, format_time, three_digits, written
+from ddp.run.settings.checks import WAYS
+from ddp.units import format_bandwidth, format_size, format_time, parse_size, three_digits, written
+
+CROWDED_S, MAX_CALLS = 0.005, 64
+NEAR = 0.3
+"""A prediction is near if it is within this share of what was measured."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Times the collectives that the words ask for."""
+    parser = parser_of("bench collectives", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, workers="2,4", least=2, turns=5, plots=True)
+    sizes, cases = "1KB,64KB,1MB,4MB,25MB,64MB", ",".join(CASES)
+    parser.add_argument("--sizes", default=sizes, metavar="SIZE,SIZE,…", help="of each tensor (default: %(default)s)")
+    parser.add_argument("--cases", default=cases, metavar="CASE,CASE,…", help="what to time (default: %(default)s)")
+    return respond(parser, parser.parse_args(words), answer)
+
+
+def answer(options: argparse.Namespace) -> str:
+    """Times them; the report is printed."""
+    where, names = place_of(options), split("--cases", options.cases)
+    refuse_unknown("case", names, (*CASES, *WAYS))
+    cases, sizes = tuple(map(Case.named, names)), tuple(map(parse_size, split("--sizes", options.sizes)))
+    if options.plot and all(case.is_barrier for case in cases):
+        raise ConfigError("--plot has nothing to draw, since a barrier has no size: add an all-reduce to --cases")
+    run(options, [TimeCollectives(cases, sizes, options.turns, where)], CollectiveCell, where)
+    return ""
+
 
 # --- The barrier between two timings ---------------------------------------------------------------------------------
 #
@@ -106,10 +154,6 @@ def open_barrier(rank: int, world_size: int, *, is_crowded: bool) -> Iterator[Ba
                     os.sched_yield()
 
     yield wait if is_shared else dist.barrier
-
-
-CROWDED_S, MAX_CALLS = 0.005, 64
-ABORT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -200,8 +244,35 @@ class CollectiveCell(TimedCell):
             "predicted": written(format_time, self.predicted_s),
             "Gloo": written(format_time, self.median_s("Gloo")),
             "Gloo ÷ ours": written(three_digits, self.speedup),
-            "over turns": self.spread,
+            "over turns": self.spread(self.rival, "ours"),
         }
+
+    @classmethod
+    def summary(cls, cells: Sequence[Self]) -> list[str]:
+        """Returns in which cells ours was slower than Gloo, and how many predictions were near."""
+        predicted = [cell.predicted_s / cell.time_s for cell in cells if cell.predicted_s]
+        near = f"{sum(abs(each - 1) <= NEAR for each in predicted)} of {len(predicted)} cells"
+        told = [f"predicted within {NEAR:.0%} of measured: {near}"] if predicted else []
+        return super().summary(cells) + told
+
+    @classmethod
+    def draw(cls, axes: Any, cells: Sequence[Self]) -> None:
+        """Draws times over sizes, a line for each case; dotted: predicted; dashed: Gloo."""
+        cells = [cell for cell in cells if cell.nbytes]
+        sizes = sorted({cell.nbytes for cell in cells})
+        for number, case in enumerate(dict.fromkeys(cell.case for cell in cells)):
+            colour, marker = COLOURS[number % len(COLOURS)], "os^Dv"[number % 5]
+            line = sorted((cell for cell in cells if cell.case == case), key=lambda cell: cell.nbytes)
+            x = [cell.nbytes for cell in line]
+            axes.plot(x, [cell.time_s for cell in line], color=colour, marker=marker, ms=5, label=case)
+            axes.plot(x, [cell.predicted_s or math.nan for cell in line], color=colour, ls=":")
+        gloo = [statistics.median(c.median_s("Gloo") or 0 for c in cells if c.nbytes == size) for size in sizes]
+        axes.plot(sizes, gloo, color="0.5", ls="--", marker="x", ms=5, label="Gloo")
+        axes.plot([], [], color="0.2", ls=":", label="predicted")
+        axes.set(xscale="log", yscale="log", ylabel="time of an all-reduce")
+        axes.yaxis.set_major_formatter(lambda seconds, _: format_time(seconds))
+        axes.set_xticks(sizes, [format_size(size) for size in sizes])
+        axes.minorticks_off()
 
 
 class WrongSum(RuntimeError):
@@ -229,8 +300,10 @@ class TimeCollectives:
             ConfigError: an algorithm is not possible here.
             WrongSum: ours is not Gloo's sum, or not the same on all ranks.
         """
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=timedelta(seconds=ABORT_S))
+        with session():
+            return self._of_all_cases()
+
+    def _of_all_cases(self) -> list[CollectiveCell]:
         is_crowded = dist.get_world_size() > available_cores()
         cells = []
         with open_barrier(dist.get_rank(), dist.get_world_size(), is_crowded=is_crowded) as barrier:
@@ -246,7 +319,6 @@ class TimeCollectives:
                         cells.append(self._measure(comm, barrier, case, nbytes, is_crowded=is_crowded))
                         announce(cells[-1])
                 shutdown()
-        dist.destroy_process_group()
         return cells
 
     def _measure(
@@ -254,10 +326,9 @@ class TimeCollectives:
     ) -> CollectiveCell:
         name = f"{case.name} {format_size(nbytes)}" if nbytes else case.name
         ours, gloo = _rivals(comm, barrier, case, nbytes)
+        ours.is_crowded = gloo.is_crowded = is_crowded
         check(comm, ours, gloo, name)
-        for rival in (ours, gloo):
-            rival.find_pace(is_crowded=is_crowded)
-        turns_s = take_turns({"ours": ours.turn_s, "Gloo": gloo.turn_s}, self.num_turns)
+        turns_s = paired({"ours": ours, "Gloo": gloo}, self.num_turns)
         check(comm, ours, gloo, name)
         if case.is_allocated and ours.buffer is not None:
             comm.free(ours.buffer)
@@ -289,11 +360,12 @@ class Rival:
     buffer: Tensor | None
     num_repetitions: int = 3  # of a turn; until the pace is found, of the warm-up
     num_calls: int = 1  # of a repetition
+    is_crowded: bool = False  # ranks outnumber cores
 
-    def find_pace(self, *, is_crowded: bool) -> None:
+    def find_pace(self) -> None:
         """Warms up, and chooses how many repetitions fill a turn."""
         call_s = self.turn_s()
-        if is_crowded:
+        if self.is_crowded:
             self.num_calls = int(min(max(CROWDED_S / call_s, 1), MAX_CALLS))
         self.num_repetitions = num_repetitions(call_s * self.num_calls, least=5)
 

@@ -1,413 +1,334 @@
-"""Times training steps: ours, torch's DistributedDataParallel, and the same step without communication.
+"""Times training steps of several variants, in the same run, and counts the memory and the bytes that they need.
 
-Every variant trains its own copy of one model on the same batch. The variants take turns (ddp/lab/bench/turns.py); a
-repetition is one step: zero_grad, forward, backward, optimizer.
+    python -m ddp bench step                                           the default job and ResNet-18, 2 workers
+    python -m ddp bench step --models all --workers 2,4 --plot steps.png
+    python -m ddp bench step --models mlp-25m --variants ours,torch,alone --turns 3 --memory
+    python -m ddp bench step --models mine:Net                         your own: example_batch() gives a batch
+    python -m ddp bench step --beside 1                                beside a process that keeps a core busy
+    python -m ddp bench step --netbed 2x1@1gbit --models mlp-25m       on hosts made for it (root, iproute2)
+    python -m ddp bench step --models mlp-25m --optimizer adamw --variants mirrored,sharded,torch_zero --memory
+    python -m ddp bench step --models gpt-10m --variants same_bits,accumulated,bucketed --over accumulated,bucketed
 
-| variant     | what a step is                                                                                     |
-|-------------|----------------------------------------------------------------------------------------------------|
-| ours        | `ddp.DistributedDataParallel`                                                                      |
-| torch       | `torch.nn.parallel.DistributedDataParallel` on Gloo, with gradient_as_bucket_view=True             |
-| naive       | `ddp.NaiveDataParallel`: one all-reduce per parameter, after backward                              |
-| alone       | no communication; all ranks compute at the same time, as in the others                             |
-| in_backward | ours with `step_in_backward`: the optimizer steps a bucket while the next one is in flight         |
-| fit         | `ddp.fit` on samples in memory: from one step's beginning to the next one's                        |
-| fit_noise   | the same, and the gradient noise scale is measured in every step instead of every tenth            |
-| lamb        | ours as in `ddp.fit`, with LAMB instead of SGD, and the norm of the gradient                       |
-| sharded     | the same, and each rank updates a slice of the parameters (`ddp/strategies/sharded.py`)            |
-| by_hand     | the loop of torch's tutorials on the same samples: torch's class, DataLoader, DistributedSampler   |
+ddp/lab/bench/variants.py says what the variants are, ddp/lab/bench/workloads.py what the models are. Every variant
+trains its own copy of a model on the same batch. They take turns (ddp/lab/bench/turns.py); a repetition is one step:
+zero_grad, forward, backward, optimizer. Every worker has one thread.
 
-`fit`, `fit_noise` and `by_hand` fetch a new batch for each step; the others have it. All replicas have their default: a
-forward in training mode begins with a broadcast of rank 0's buffers (BatchNorm's statistics).
+Memory is measured in a separate launch for each variant, so that no other's counts for it:
 
-`StepCell.legend` says what the figures mean.
+    import everything, join torch.distributed               ── before
+    build the model, wrap it, make its batch, some steps    ── peak − before
 
-Note "replicas first". torch's replica holds the process group. If the replica is the last to hold it, the replica's
-destructor ends the group with the interpreter lock held, and waits there for Gloo's thread; that thread may be waiting
-for the lock, to free a tensor of the last broadcast. Then the rank hangs (torch 2.13, one run in ten of the shortest).
-So replicas end before the group does.
+A host's peak is sampled (ddp/lab/bench/counts.py), and shared memory counts once. A worker's is the kernel's high-water
+mark of the resident set, because samples miss short peaks on a busy machine; shared memory counts in full for each.
 
-`scripts/ddp bench step` is the command.
+Note "free blocks". A worker keeps large blocks that are free (`process/memory.py`). What it keeps depends on the order
+in which blocks of several sizes became free, and differs from run to run by more than variants do. So where memory is
+measured each block goes back to the kernel as soon as it is free, and the peak is what the variant needs.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
-import gc
-import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
-from itertools import count, pairwise
-from typing import ClassVar
+import ctypes
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
-import torch._dynamo  # torch's optimizers ask for it, and it counts for nobody
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch import Tensor
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.session import current, init, shutdown
-from ddp.data.samples import TensorSet
+from ddp.comm.objects import all_gather_object
+from ddp.comm.session import init
+from ddp.commands.command import parser_of, respond
 from ddp.errors import ConfigError
-from ddp.lab.bench.place import HERE, Place
-from ddp.lab.bench.turns import OVER_TURNS, STEP, TimedCell, announce, num_repetitions, slowest, take_turns
-from ddp.lab.bench.workloads import Batch, loss_of, workload
-from ddp.optim.lamb import LAMB
-from ddp.policies import Folder
-from ddp.process.clock import now_s
-from ddp.replica.bucketed import BucketedDataParallel
-from ddp.replica.drop_in.data_parallel import DistributedDataParallel
-from ddp.replica.naive import NaiveDataParallel
-from ddp.replica.replica import Replica
-from ddp.replica.sharded import ShardedDataParallel
-from ddp.strategies import strategy
-from ddp.strategies.choice import strategy_for
-from ddp.train.callbacks import Callback
-from ddp.train.fit import fit
-from ddp.train.state import TrainState
-from ddp.train.tasks.cross_entropy import LanguageModel
-from ddp.train.tasks.task import Task
+from ddp.lab.bench.command import Job, add_options, place_of, run
+from ddp.lab.bench.counts import bytes_in, can_count_memory, sampling, spans_of
+from ddp.lab.bench.place import HERE, Place, refuse_unknown, split
+from ddp.lab.bench.turns import COLOURS, STEP, TimedCell, announce, paired, session, slowest
+from ddp.lab.bench.variants import OPTIMIZERS, VARIANTS
+from ddp.lab.bench.workloads import add_models, make, models_of, workload
+from ddp.process.memory import resident_bytes
 from ddp.units import three_digits, written
 
-VARIANTS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "ours": DistributedDataParallel,
-    "torch": partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True),
-    "naive": NaiveDataParallel,
-    "alone": lambda module: module,
-    "in_backward": DistributedDataParallel,
-    "fit": partial(BucketedDataParallel, broadcast_buffers=True),
-    "fit_noise": partial(BucketedDataParallel, broadcast_buffers=True),
-    "lamb": BucketedDataParallel,
-    "sharded": ShardedDataParallel,
-    "by_hand": partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True),
-}
-LEAST_STEPS = 10
-PASSES = 16  # batches of each rank in an epoch of `fit`, `fit_noise` and `by_hand`
-NOISE_SCALE_EVERY = 10  # steps, which is the default of `fit`
+USUAL = ("ours", "torch", "naive", "alone")
+NUM_STEPS = 6  # of which the first makes the state, and the second has the layout of buckets that stays
+MIB = 1 << 20
+
+
+def main(words: Sequence[str]) -> int:
+    """Times the steps that the words ask for."""
+    parser = parser_of("bench step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, workers="2", least=1, turns=9, plots=True)
+    add_models(parser)
+    parser.add_argument(
+        "--variants",
+        default=",".join(USUAL),
+        metavar="NAME,NAME,…",
+        help=f"some of {', '.join(VARIANTS)} (default: %(default)s)",
+    )
+    parser.add_argument("--over", metavar="NAME,…", help="divide steps by those of these variants (default: the first)")
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="sgd", help="(default: %(default)s)")
+    parser.add_argument("--memory", action="store_true", help="measure memory, too, in a launch for each variant")
+    return respond(parser, parser.parse_args(words), answer)
+
+
+def answer(options: argparse.Namespace) -> str:
+    """Times them; the report is printed."""
+    where, models, variants = place_of(options), models_of(options), split("--variants", options.variants)
+    refuse_unknown("variant", variants, VARIANTS)
+    over = split("--over", options.over) if options.over else variants[:1]
+    refuse_unknown("--over:", over, variants)
+    if options.plot and "alone" not in variants:
+        raise ConfigError('--plot draws steps relative to the variant "alone": add it to --variants')
+    if options.memory and where.bed is not None:
+        raise ConfigError("--memory measures on this host: leave --netbed out")
+    if options.memory and not can_count_memory():
+        raise ConfigError("--memory counts proportional set sizes, which only Linux has: leave it out")
+    how = options.optimizer, where
+    jobs: list[Job] = [TimeSteps(model, variants, *how, over, options.turns) for model in models]
+    if options.memory:
+        jobs += [MeasureMemory(model, variant, *how) for model in models for variant in variants]
+    run(options, jobs, StepCell, where, merged)
+    return ""
+
+
+# --- The figures -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCell(TimedCell):
-    """Holds the figures of one model.
+    """Holds the figures of one model, by variant: a line for each.
 
     Attributes:
-        num_parameters: tensors that need a gradient.
-        wait_s: how long backward waited for reductions, per step of ours, on the rank where that is longest.
+        over: the variants by whose steps the others are divided.
+        num_parameters: tensors that need a gradient; gradient_bytes: of all gradients.
+        wait_s: how long backward waited for reductions, per step, on the rank where that is longest.
         wire_s: the least time in which the links of a bed carry the gradients.
+        held: bytes of parameters and optimizer state on a host, where that is most.
+        sent: bytes that leave a host in a step, where that is most, for each sample of the global batch; on a bed.
+        peak: bytes above "before" of all ranks of a host; worker: of the rank where that is most.
     """
 
     rival: ClassVar[str] = "torch"
     legend: ClassVar[Mapping[str, str]] = {
-        "model": "what is trained",
-        "ours": f"ddp.DistributedDataParallel: {STEP}",
-        "torch": "the same of torch's DistributedDataParallel on Gloo",
-        "naive": "the same with one all-reduce per parameter, after backward",
-        "alone": "the same without communication",
-        "in_backward": "ours, with the optimizer inside backward",
-        "fit": "ms of a step of ddp.fit, from its beginning to the next one's: fetching, logging and checks included",
-        "fit_noise": "the same, and the gradient noise scale is measured in every step",
-        "lamb": f"ours with LAMB, and the norm of the gradient: {STEP}",
-        "sharded": "the same, and each rank updates a slice of the parameters",
-        "by_hand": "the same of torch's class in a loop by hand, with DataLoader and DistributedSampler",
-        "torch ÷ ours": "median over turns; above 1, ours is faster",
-        "over turns": OVER_TURNS,
-        "by_hand ÷ fit": "median over turns; above 1, ddp.fit is faster",
-        "lamb ÷ sharded": "median over turns; above 1, sharding is faster",
-        "noise scale": "(fit_noise ÷ fit − 1) ÷ 10: what measuring it in every tenth step adds",
-        "over alone": "ours ÷ alone − 1: what communication adds to a step",
-        "µs per parameter": "(ours − alone) ÷ number of parameter tensors",
-        "wait": "ms per step that backward of ours waits for reductions, on the rank where that is longest",
+        "model": "what is trained, and the optimizer if it is not SGD",
+        "variant": "how it is trained (ddp/lab/bench/variants.py)",
+        "step": STEP,
+        "over alone": "step ÷ alone − 1: what communication adds to a step",
+        "µs per parameter": "(step − alone) ÷ number of parameter tensors",
+        "wait": "ms per step that backward waits for reductions, on the rank where that is longest",
         "wire": "least ms in which the hosts' links carry the gradients of a step",
+        "held": "MiB of parameters and optimizer state on a host",
+        "sent": "bytes that leave a host for each sample of the global batch",
+        "peak": "MiB above what the workers of a host had before the model, together; shared memory counts once",
+        "worker": "the same of one worker, where that is most; shared memory counts in full",
+        "gradients": "the same in sizes of all gradients of the model",
     }
+    over: Sequence[str] = ()
     num_parameters: int
-    wait_s: float | None
+    gradient_bytes: int
     wire_s: float | None
+    wait_s: Mapping[str, float] = field(default_factory=dict)
+    held: Mapping[str, int] = field(default_factory=dict)
+    sent: Mapping[str, float] = field(default_factory=dict)
+    peak: Mapping[str, int] = field(default_factory=dict)
+    worker: Mapping[str, int] = field(default_factory=dict)
 
-    @property
-    def over_alone(self) -> float | None:
-        """Returns the time that communication adds to a step, as a share of the step without it."""
-        ratio = self.ratio("ours", "alone")
-        return None if ratio is None else ratio - 1
+    def meaning(self, title: str) -> str:
+        return self.legend.get(title) or f"step {title}: median over turns; least and greatest"
 
-    @property
-    def over_unmeasured(self) -> float | None:
-        """Returns the share that measuring the noise scale in every tenth step adds to the mean step."""
-        ratio = self.ratio("fit_noise", "fit")
-        return None if ratio is None else (ratio - 1) / NOISE_SCALE_EVERY
+    def rows(self) -> list[dict[str, str]]:
+        """Returns a line for each variant."""
+        return [self.columns(one) for one in dict.fromkeys((*self.turns_s, *self.peak))]
 
-    @property
-    def per_parameter_s(self) -> float | None:
-        """Returns the time that communication adds to a step, per parameter."""
-        alone_s = self.median_s("alone")
-        return None if self.over_alone is None or alone_s is None else self.over_alone * alone_s / self.num_parameters
-
-    def columns(self) -> dict[str, str]:
-        """Returns the line by titles of columns."""
+    def columns(self, one: str = "ours") -> dict[str, str]:
+        """Returns the line of a variant by titles of columns."""
+        alone_s, over_alone = self.median_s("alone"), self.ratio(one, "alone")
+        added = None if over_alone is None or one == "alone" else over_alone - 1
+        each_s = None if added is None or alone_s is None else added * alone_s / self.num_parameters
         return {
             "model": self.name,
-            **{variant: written(three_digits, self.median_s(variant), 1e3) for variant in VARIANTS},
-            "torch ÷ ours": written(three_digits, self.speedup),
-            "over turns": self.spread,
-            "by_hand ÷ fit": written(three_digits, self.ratio("by_hand", "fit")),
-            "lamb ÷ sharded": written(three_digits, self.ratio("lamb", "sharded")),
-            "noise scale": written("{:+.2%}".format, self.over_unmeasured),
-            "over alone": written("{:+.1%}".format, self.over_alone),
-            "µs per parameter": written(three_digits, self.per_parameter_s, 1e6),
-            "wait": written(three_digits, self.wait_s, 1e3),
+            "variant": one,
+            "step": written(three_digits, self.median_s(one), 1e3),
+            **{f"÷ {other}": self.compared(one, other) for other in self.over},
+            "over alone": written("{:+.1%}".format, added),
+            "µs per parameter": written(three_digits, each_s, 1e6),
+            "wait": written(three_digits, self.wait_s.get(one) or None, 1e3),
             "wire": written(three_digits, self.wire_s, 1e3),
+            "held": written("{:.1f}".format, self.held.get(one), 1 / MIB),
+            "sent": written("{:,.0f}".format, self.sent.get(one)),
+            "peak": written("{:.1f}".format, self.peak.get(one), 1 / MIB),
+            "worker": written("{:.1f}".format, self.worker.get(one), 1 / MIB),
+            "gradients": written("{:.2f}".format, self.worker.get(one), 1 / self.gradient_bytes),
         }
+
+    def compared(self, one: str, other: str) -> str:
+        """Returns a variant's step ÷ another's; "" if either took no part, or for itself."""
+        ratio = None if one == other else self.ratio(one, other)
+        return "" if ratio is None else f"{ratio:.3f} ({self.spread(one, other)})"
+
+    @classmethod
+    def draw(cls, axes: Any, cells: Sequence[Self]) -> None:
+        """Draws bars for all variants, relative to alone."""
+        names = list(cells[0].turns_s)
+        axes.figure.set_figwidth(max(8.0, 2.0 + 0.43 * len(names) * len(cells)))
+        width = 0.81 / len(names)
+        for number, name in enumerate(names):
+            heights = [cell.ratio(name, "alone") or math.nan for cell in cells]
+            x = [place + width * (number - (len(names) - 1) / 2) for place in range(len(cells))]
+            bars = axes.bar(x, heights, 0.93 * width, color=COLOURS[number % len(COLOURS)], label=name)
+            if name != "alone":
+                axes.bar_label(bars, fmt="%.2f", fontsize=8)
+        axes.set_ylabel("step ÷ step without communication")
+        alone_ms = [written(three_digits, cell.median_s("alone"), 1e3) for cell in cells]
+        axes.set_xticks(range(len(cells)), [f"{c.name}\n{ms} ms alone" for c, ms in zip(cells, alone_ms, strict=True)])
+
+
+def merged(cells: Iterable[StepCell]) -> list[StepCell]:
+    """Returns one cell for each model and place: the first one, with the memory that others measured."""
+    found: dict[tuple[str, str], StepCell] = {}
+    for cell in cells:
+        known = found.setdefault((cell.place, cell.name), cell)
+        peak, worker = {**known.peak, **cell.peak}, {**known.worker, **cell.worker}
+        found[cell.place, cell.name] = replace(known, peak=peak, worker=worker)
+    return list(found.values())
+
+
+# --- Jobs: a call runs on every rank, in the environment of torchrun or `ddp.launch` ---------------------------------
 
 
 @dataclass(frozen=True)
 class TimeSteps:
-    """Times a step of one model. A call runs on every rank, in the environment of torchrun or `ddp.launch`.
+    """Times a step of one model by each variant, in turns.
 
     Attributes:
-        variants: those of `VARIANTS` that take turns.
+        optimizer: one of `OPTIMIZERS`.
+        over: see `StepCell`.
     """
 
     model: str
-    variants: tuple[str, ...] = ("ours", "torch", "naive", "alone")
-    num_turns: int = 9
+    variants: Sequence[str] = USUAL
+    optimizer: str = "sgd"
     place: Place = HERE
+    over: Sequence[str] = ()
+    num_turns: int = 9
 
     def __call__(self) -> list[StepCell]:
         """Returns one cell, the same on all ranks."""
-        with session() as comm:
-            cell = self._measure(comm)
+        with session():
+            cell = self._measure(init(device="cpu"))
             announce(cell)
         return [cell]
 
     def _measure(self, comm: Communicator) -> StepCell:
-        """Has all replicas in local variables, so that they end here (note "replicas first")."""
+        """Has all replicas in local variables, so that they end here (`turns.py`, note "replicas first").
+
+        Raises:
+            RuntimeError: a loss is not finite any more, because such steps take another time.
+        """
         module, batch = make(self.model, rank=comm.rank)
-        trainings = {name: KINDS.get(name, Training)(name, copy.deepcopy(module), batch) for name in self.variants}
-        for training in trainings.values():
-            training.find_pace()
-        ours = trainings.get("ours")
-        waited_s = ours.waited_s() if ours else 0.0
-        rivals = {name: partial(training.turn_s, comm) for name, training in trainings.items()}
-        turns_s = take_turns(rivals, self.num_turns)
-        if ours:
-            waited_s = (ours.waited_s() - waited_s) / (self.num_turns * ours.num_steps)
-        refuse_divergence(self.model, trainings)
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        return StepCell(
-            place=self.place.title(comm.world_size, len(comm.hosts)),
-            name=self.model,
+        trainings = {
+            name: VARIANTS[name](copy.deepcopy(module), batch, OPTIMIZERS[self.optimizer]) for name in self.variants
+        }
+        turns_s = paired(trainings, self.num_turns)
+        for name, training in trainings.items():
+            if not training.loss.isfinite():
+                raise RuntimeError(f"{self.model}, {name}: the loss is {training.loss.item()}; it is not timed")
+        samples = _total(len(batch[0]))
+        return _cell(
+            self.place.title(comm.world_size, len(comm.hosts)),
+            self,
+            module,
             turns_s=turns_s,
-            num_parameters=len(parameters),
-            wait_s=slowest([waited_s])[0] if ours else None,
-            wire_s=self.place.wire_s(sum(parameter.numel() * parameter.element_size() for parameter in parameters)),
+            over=list(self.over),
+            wait_s={name: each.wait_s() for name, each in trainings.items()},
+            held={name: _held(each.held(), comm) for name, each in trainings.items()},
+            sent={name: each.sent() / samples for name, each in trainings.items() if self.place.bed},
         )
 
 
-@contextmanager
-def session() -> Iterator[Communicator]:
-    """Yields the communicator of all ranks, each with one thread; ends it after replicas (note "replicas first")."""
-    torch.set_num_threads(1)
-    yield init(device="cpu")
-    gc.collect()
-    shutdown()
+@dataclass(frozen=True)
+class MeasureMemory:
+    """Measures the memory of one variant, on one host."""
+
+    model: str
+    variant: str
+    optimizer: str = "sgd"
+    place: Place = HERE
+
+    def __call__(self) -> list[StepCell]:
+        """Returns one cell, the same on all ranks."""
+        with torch.device("meta"), suppress(ConfigError):  # one of the user's own may need numbers
+            workload(self.model).make()  # imports torchvision, say, before memory counts, and takes none for numbers
+        with session():
+            cell = self._measure()
+        return [cell]
+
+    def _measure(self) -> StepCell:
+        """Compares with "before", which is before a communicator of ours, because its memory is to count."""
+        pids: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(pids, os.getpid())
+        with sampling(*pids) if dist.get_rank() == 0 else nullcontext(lambda: 0) as take:
+            before, mine = _together(take), resident_bytes()
+            module, batch = make(self.model, rank=dist.get_rank())
+            training = VARIANTS[self.variant](module, batch, OPTIMIZERS[self.optimizer])
+            _give_back_blocks()
+            training.steps_s(NUM_STEPS * training.every)
+            peak, highest = _total(_together(take) - before), int(slowest([_most_resident_bytes() - mine])[0])
+        place, name = self.place.title(dist.get_world_size()), self.variant
+        return _cell(place, self, module, turns_s={}, peak={name: peak}, worker={name: highest})
 
 
-@contextmanager
-def without_communicator(model: str) -> Iterator[None]:
-    """Joins torch.distributed on Gloo for a launch that measures memory: a communicator of ours is to count.
-
-    What the model needs was imported before. All ends after replicas (note "replicas first").
-    """
-    torch.set_num_threads(1)
-    with torch.device("meta"), suppress(ConfigError):  # one of the user's own may need numbers
-        workload(model).make()  # imports torchvision, say, and takes no memory for numbers
-    dist.init_process_group("gloo")
-    yield
-    gc.collect()
-    shutdown()
-    dist.destroy_process_group()
+def _cell(place: str, job: TimeSteps | MeasureMemory, module: torch.nn.Module, **measured: Any) -> StepCell:
+    trained = [each for each in module.parameters() if each.requires_grad]
+    gradient_bytes = sum(each.numel() * each.element_size() for each in trained)
+    return StepCell(
+        place=place,
+        name=job.model if job.optimizer == "sgd" else f"{job.model}, {job.optimizer}",
+        num_parameters=len(trained),
+        gradient_bytes=gradient_bytes,
+        wire_s=job.place.wire_s(gradient_bytes),
+        **measured,
+    )
 
 
-def make(model: str, *, rank: int) -> tuple[nn.Module, Batch]:
-    """Returns the same model on every rank, and a batch of the rank's own."""
-    torch.manual_seed(0)
-    chosen = workload(model)
-    module = chosen.make()
-    torch.manual_seed(1 + rank)
-    return module, chosen.batch()
+def _together(take: Callable[[], int]) -> int:
+    """Takes the peak once all ranks are here, and lets none continue before it is taken."""
+    dist.barrier()
+    taken = take()
+    dist.barrier()
+    return taken
 
 
-class Training:
-    """Trains one variant of a model with its optimizer. The constructor is collective.
-
-    Attributes:
-        every: steps of a round, if the last one of these has more to do than the others; a turn has whole rounds.
-    """
-
-    every = 1
-
-    def __init__(self, variant: str, module: nn.Module, batch: Batch) -> None:
-        self._set_up(VARIANTS[variant](module), batch)
-        if variant == "in_backward":
-            assert isinstance(self.replica, DistributedDataParallel)
-            self.replica.step_in_backward(_optimizer)  # which leaves the other optimizer no gradient to step with
-
-    def _set_up(self, replica: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer | None = None) -> None:
-        self.replica, self._batch, self._optimizer = replica, batch, optimizer or _optimizer(replica.parameters())
-        self.loss, self.num_steps = torch.zeros(()), LEAST_STEPS  # of a turn
-
-    def step(self) -> None:
-        """Trains on the batch once."""
-        inputs, targets = self._batch
-        self._optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(self.replica(inputs), targets)
-        loss.backward()
-        self._update()
-        self.loss = loss.detach()
-
-    def _update(self) -> None:
-        self._optimizer.step()
-
-    def steps_s(self, num_steps: int) -> list[float]:
-        """Returns the time of each step."""
-        times_s = []
-        for _ in range(num_steps):
-            start_s = now_s()
-            self.step()
-            times_s.append(now_s() - start_s)
-        return times_s
-
-    def find_pace(self) -> None:
-        """Warms up, since both classes rebuild their buckets after the first step, and chooses the steps of a turn."""
-        step_s = statistics.fmean(self.steps_s(LEAST_STEPS // 2))
-        self.num_steps = num_repetitions(slowest([step_s])[0], least=LEAST_STEPS)
-
-    def turn_s(self, comm: Communicator) -> float:
-        """Returns the median step of the rank where that is longest: the others wait for it, or would have to."""
-        comm.barrier()
-        return slowest([self.of_turn(self.steps_s(self.num_steps))])[0]
-
-    def of_turn(self, steps_s: Sequence[float]) -> float:
-        """Returns the time of a step, from those of a turn: a median; of rounds, that of the last steps counts once."""
-        last, every = statistics.median(steps_s[self.every - 1 :: self.every]), self.every
-        others = [step_s for number, step_s in enumerate(steps_s, 1) if number % every]
-        return (last + (every - 1) * statistics.median(others)) / every if others else last
-
-    def waited_s(self) -> float:
-        """Returns how long all backwards have waited for reductions so far; 0 if the class is torch's."""
-        return self.replica.waited.total_s if isinstance(self.replica, DistributedDataParallel) else 0.0
+def _give_back_blocks() -> None:
+    """Lets the C library give each large block back when it is free (note "free blocks")."""
+    M_MMAP_THRESHOLD = -3
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:  # the GNU C library's
+        mallopt(M_MMAP_THRESHOLD, MIB)
 
 
-class Updating(Training):
-    """Trains with LAMB; a step ends as in `ddp.fit`."""
-
-    def __init__(self, variant: str, module: nn.Module, batch: Batch) -> None:
-        super().__init__(variant, module, batch)
-        self._optimizer = LAMB(self.replica.parameters(), lr=1e-4)
-        assert isinstance(self.replica, Replica)
-        self._strategy = strategy_for(self.replica, self._optimizer)
-
-    def _update(self) -> None:
-        strategy.step(self._strategy)
+def _most_resident_bytes() -> int:
+    """Returns the most bytes of this process that were in memory at any moment, shared ones included."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmHWM"].split()[0]) << 10
 
 
-class Fitting(Training):
-    """Trains with `ddp.fit`, which logs as it does unless told otherwise, and saves nothing."""
-
-    def __init__(self, variant: str, module: nn.Module, batch: Batch) -> None:
-        super().__init__(variant, module, batch)
-        self._noise_scale_every = 1 if variant == "fit_noise" else 0
-        self._comm = current()
-        shared = [self._comm.broadcast(part.clone()) for part in batch]  # all ranks have the same samples
-        inputs, targets = (torch.cat([part] * (PASSES * self._comm.world_size)) for part in shared)
-        self._samples = TensorSet(inputs, targets)
-
-    def steps_s(self, num_steps: int) -> list[float]:
-        """Returns the time of each step of a fit, from its beginning to the next one's."""
-        starts = StepStarts()
-        state = fit(
-            self.replica,
-            self._samples,
-            self._optimizer,
-            loss=_as_task(self._samples.targets),
-            global_batch=len(self._batch[0]) * self._comm.world_size,
-            max_steps=num_steps + 1,
-            folder=Folder(None, noise_scale_every=self._noise_scale_every, progress=False),
-            callbacks=[starts],
-        )
-        self.loss = torch.tensor(state.train_loss)
-        return [end - start for start, end in pairwise(starts.seen_s)]
+def _total(number: int) -> int:
+    """Returns the sum over all ranks. Collective."""
+    total = torch.tensor(number)
+    dist.all_reduce(total)
+    return int(total)
 
 
-class StepStarts(Callback):
-    """Notes when each step begins."""
-
-    def __init__(self) -> None:
-        self.seen_s: list[float] = []
-
-    def step_start(self, state: TrainState) -> None:
-        self.seen_s.append(now_s())
-
-
-class ByHand(Training):
-    """Trains as torch's tutorials do."""
-
-    def __init__(self, variant: str, module: nn.Module, batch: Batch) -> None:
-        super().__init__(variant, module, batch)
-        samples = TensorDataset(*(torch.cat([part] * (PASSES * dist.get_world_size())) for part in batch))
-        self._sampler: DistributedSampler[Batch] = DistributedSampler(samples)
-        self._loader = DataLoader(samples, batch_size=len(batch[0]), sampler=self._sampler)
-
-    def steps_s(self, num_steps: int) -> list[float]:
-        """Returns the time of each step, from its beginning to the next one's."""
-        starts_s = [now_s()]
-        for epoch in count():
-            self._sampler.set_epoch(epoch)
-            for batch in self._loader:
-                self._batch = batch
-                self.step()
-                starts_s.append(now_s())
-                if len(starts_s) > num_steps:
-                    return [end - start for start, end in pairwise(starts_s)]
-        raise AssertionError("the loop above has no other end")
-
-
-KINDS: dict[str, type[Training]] = {
-    "fit": Fitting,
-    "fit_noise": Fitting,
-    "lamb": Updating,
-    "sharded": Updating,
-    "by_hand": ByHand,
-}
-
-
-def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)
-
-
-def _as_task(targets: Tensor) -> nn.Module | Task:
-    """Returns the loss of `loss_of`, as `ddp.fit` takes it."""
-    if targets.is_floating_point():
-        return nn.MSELoss()
-    return LanguageModel() if targets.dim() > 1 else nn.CrossEntropyLoss()
-
-
-def refuse_divergence(model: str, trainings: Mapping[str, Training]) -> None:
-    """Raises RuntimeError if a loss is not finite any more, because such steps take another time."""
-    for name, training in trainings.items():
-        if not training.loss.isfinite():
-            raise RuntimeError(f"{model}, {name}: the loss is {training.loss.item()}; such steps are not timed")
-
-
-def timed(model: str, trainings: Mapping[str, Training], comm: Communicator, num_turns: int) -> dict[str, list[float]]:
-    """Returns what the turns of each training have taken, in s per step. Collective.
-
-    Raises:
-        RuntimeError: a loss is not finite any more.
-    """
-    for training in trainings.values():
-        training.find_pace()
-    turns_s = take_turns({name: partial(each.turn_s, comm) for name, each in trainings.items()}, num_turns)
-    refuse_divergence(model, trainings)
-    return turns_s
+def _held(tensors: Iterable[Tensor], comm: Communicator) -> int:
+    """Returns the bytes of these tensors of all ranks of a host, where that is most. Collective."""
+    found = all_gather_object(comm, spans_of(tensors))
+    return max(bytes_in(chain.from_iterable(found[rank] for rank in host)) for host in comm.hosts)

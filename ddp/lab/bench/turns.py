@@ -1,4 +1,4 @@
-"""Lets rivals take turns in one run, and takes their ratios turn by turn, for both benchmarks.
+"""Begins, pairs and ends a measurement: rivals take turns in one run, and their ratios are taken turn by turn.
 
     turn 1    ours ▓▓▓▓▓    torch ▓▓▓▓▓    alone ▓▓▓▓▓
     turn 2    alone ▓▓▓▓▓   torch ▓▓▓▓▓    ours ▓▓▓▓▓
@@ -8,24 +8,34 @@
     a ratio   the median, over turns, of turn ÷ turn
 
 A machine whose speed drifts is the same machine for all rivals, because they run within the same second.
+
+Note "replicas first". torch's replica holds the process group. If the replica is the last to hold it, the replica's
+destructor ends the group with the interpreter lock held, and waits there for Gloo's thread; that thread may be waiting
+for the lock, to free a tensor of the last broadcast. Then the rank hangs (torch 2.13, one run in ten of the shortest).
+So replicas end before the group does: they are local variables of a function that is called inside of `session`.
 """
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from datetime import timedelta
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 import torch.distributed as dist
 
+from ddp.comm.session import shutdown
 from ddp.process.terminal import say
 from ddp.units import three_digits
 
 TURN_S, MOST_REPETITIONS = 0.2, 200
+ABORT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +54,23 @@ class Cell(ABC):
     def columns(self) -> dict[str, str]:
         """Returns the line by titles of columns; "" for what was not measured."""
 
+    def meaning(self, title: str) -> str:
+        """Returns what a column shows."""
+        return self.legend[title]
+
     def rows(self) -> list[dict[str, str]]:
         """Returns all lines of the cell."""
         return [self.columns()]
 
+    @classmethod
+    def summary(cls, cells: Sequence[Self]) -> list[str]:
+        """Returns what the cells of a place say together."""
+        return []
+
 
 STEP = "ms per step, median over turns, on the slowest rank"
+COLOURS = ("#1b2a52", "#e08a1e", "#c8ccd4", "#b3243b", "#2f8f6b", "#6fa8dc", "#7a5c99")
+"""Of unequal darkness, so that they differ without colour too."""
 OVER_TURNS = "least and greatest such ratio of a turn"
 
 
@@ -65,11 +86,6 @@ class TimedCell(Cell):
     rival: ClassVar[str]
     turns_s: Mapping[str, Sequence[float]]
 
-    @property
-    def drawn(self) -> Sequence[str]:
-        """Returns the rivals whose bars a picture shows."""
-        return "ours", self.rival, "alone"
-
     def median_s(self, one: str) -> float | None:
         """Returns the median over turns, or None if that rival took no part."""
         return statistics.median(self.turns_s[one]) if one in self.turns_s else None
@@ -83,16 +99,53 @@ class TimedCell(Cell):
         """Returns the median of `ratios`, or None."""
         return statistics.median(ratios) if (ratios := self.ratios(one, other)) else None
 
-    @property
-    def spread(self) -> str:
-        """Returns the least and the greatest speedup of a turn, for a table."""
-        ratios = self.ratios(self.rival, "ours")
+    def spread(self, one: str, other: str) -> str:
+        """Returns the least and the greatest of `ratios`, for a table."""
+        ratios = self.ratios(one, other)
         return f"{three_digits(min(ratios))} – {three_digits(max(ratios))}" if ratios else ""
 
     @property
     def speedup(self) -> float | None:
         """Returns the rival ÷ ours: above 1, ours is faster."""
         return self.ratio(self.rival, "ours")
+
+    @classmethod
+    def summary(cls, cells: Sequence[Self]) -> list[str]:
+        """Returns in which cells ours was slower than its rival."""
+        speedups = [(cell.name, cell.speedup) for cell in cells if cell.speedup is not None]
+        slower = [f"{name} ({speedup:.2f}×)" for name, speedup in speedups if speedup < 1]
+        where = f"in {len(slower)} of {len(speedups)} cells: {', '.join(slower)}" if slower else "nowhere"
+        return [f"slower than {cls.rival}: {where}"] if speedups else []
+
+    @classmethod
+    @abstractmethod
+    def draw(cls, axes: Any, cells: Sequence[Self]) -> None:
+        """Draws the cells of a place."""
+
+
+@contextmanager
+def session() -> Iterator[None]:
+    """Joins torch.distributed on Gloo, each rank with one thread; ends it and ours (note "replicas first")."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=ABORT_S))
+    yield
+    gc.collect()
+    shutdown()
+    dist.destroy_process_group()
+
+
+class Rival(Protocol):
+    """Is one of those that take turns: it warms up and chooses how much a turn is, and then runs turns. Collective."""
+
+    def find_pace(self) -> None: ...
+    def turn_s(self) -> float: ...
+
+
+def paired(rivals: Mapping[str, Rival], num_turns: int) -> dict[str, list[float]]:
+    """Returns what the turns of each rival took, once each has found its pace."""
+    for rival in rivals.values():
+        rival.find_pace()
+    return take_turns({name: rival.turn_s for name, rival in rivals.items()}, num_turns)
 
 
 def take_turns(rivals: Mapping[str, Callable[[], float]], num_turns: int) -> dict[str, list[float]]:

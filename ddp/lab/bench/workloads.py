@@ -110,6 +110,15 @@ def workload(model: str) -> Workload:
     return Workload(lambda: module, partial(_own_batch, module, model))
 
 
+def make(model: str, *, rank: int) -> tuple[nn.Module, Batch]:
+    """Returns the same model on every rank, and a batch of the rank's own."""
+    torch.manual_seed(0)
+    chosen = workload(model)
+    module = chosen.make()
+    torch.manual_seed(1 + rank)
+    return module, chosen.batch()
+
+
 def _own_batch(module: nn.Module, model: str) -> Batch:
     """Returns the example batch of the user's own model."""
     give = "give it a method that returns one worker's (inputs, targets), two tensors"

@@ -8,10 +8,17 @@ In each turn, one after another:
 
 A forecast is made from the turn's own profile, and from links and memory as they were measured before the first turn.
 So it does not know the steps that it is compared with.
+
+    python -m ddp bench forecast --workers 1,2 --models digits-cnn,mlp-25m            on this host
+    python -m ddp bench forecast --netbed 2x1@1gbit                                   on hosts made for it (root)
+    python -m ddp bench forecast --netbed 2x1@100mbit --methods plain,int8,powersgd   which is fastest?
+
+ddp/lab/bench/workloads.py says what the models are. Every worker has one thread.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +30,13 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp.comm.communicator import Communicator
-from ddp.lab.bench.place import HERE, Place
-from ddp.lab.bench.step import Training, make, session
-from ddp.lab.bench.turns import PROGRESS, Cell, num_repetitions, slowest, take_turns
-from ddp.lab.bench.workloads import Batch, loss_of
+from ddp.comm.session import init
+from ddp.commands.command import parser_of, respond
+from ddp.lab.bench.command import add_options, place_of, run
+from ddp.lab.bench.place import HERE, Place, refuse_unknown, split
+from ddp.lab.bench.turns import PROGRESS, Cell, num_repetitions, session, slowest, take_turns
+from ddp.lab.bench.variants import OPTIMIZERS, Training
+from ddp.lab.bench.workloads import Batch, add_models, loss_of, make, models_of
 from ddp.lab.forecast import encoding
 from ddp.lab.forecast.links_here import taken_s
 from ddp.lab.forecast.prices import Dispatch, Prices
@@ -48,6 +58,28 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 }
 """How gradients travel → keywords of a replica."""
 LEAST_STEPS = 4
+
+
+def main(words: Sequence[str]) -> int:
+    """Compares what the words ask for."""
+    parser = parser_of("bench forecast", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, workers="1,2", least=1, turns=3)
+    add_models(parser, default="digits-cnn,mlp-25m,resnet18-small-stem,gpt-10m")
+    parser.add_argument(
+        "--methods",
+        default=PLAIN,
+        metavar="NAME,NAME,…",
+        help=f"how gradients travel: some of {', '.join(METHODS)} (default: %(default)s)",
+    )
+    return respond(parser, parser.parse_args(words), answer)
+
+
+def answer(options: argparse.Namespace) -> str:
+    """Compares them; the report is printed."""
+    where, models, methods = place_of(options), models_of(options), tuple(split("--methods", options.methods))
+    refuse_unknown("method", methods, METHODS)
+    run(options, [CompareForecasts(model, methods, options.turns, where) for model in models], ForecastCell, where)
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +140,8 @@ class CompareForecasts:
 
     def __call__(self) -> list[ForecastCell]:
         """Returns a cell for each method, the same on all ranks."""
-        with session() as comm:
-            return self._measure(comm)
+        with session():
+            return self._measure(init(device="cpu"))
 
     def _measure(self, comm: Communicator) -> list[ForecastCell]:
         module, batch = make(self.model, rank=comm.rank)
@@ -118,13 +150,13 @@ class CompareForecasts:
         prices = Prices(comm.plan.measured, adding_s=encoding.adding_s(), taken_s=taken_s(comm))
         alone = Computing(comm, own, copy.deepcopy(module), batch)
         methods = {
-            name: Together(BucketedDataParallel(copy.deepcopy(module), comm=comm, **METHODS[name]), batch)
+            name: Paced(BucketedDataParallel(copy.deepcopy(module), comm=comm, **METHODS[name]), batch)
             for name in self.methods
         }
         for training in (alone, *methods.values()):
             training.find_pace()
         turns: dict[str, Callable[[], float]] = {"alone": alone.by_itself, "at once": alone.at_once}
-        turns |= {name: partial(method.turn_s, comm) for name, method in methods.items()}
+        turns |= {name: method.turn_s for name, method in methods.items()}
         turns_s = take_turns(turns, self.num_turns)
         cells = chosen([self._cell(comm, name, turns_s[name], alone, prices) for name in self.methods])
         if comm.rank == 0:
@@ -169,17 +201,13 @@ def chosen(cells: Sequence[ForecastCell]) -> list[ForecastCell]:
 class Paced(Training):
     """Trains in turns of a few steps, because a step on a slow network takes long."""
 
+    def __init__(self, replica: nn.Module, batch: Batch) -> None:
+        super().__init__(replica, batch, OPTIMIZERS["sgd"](replica.parameters()))
+
     def find_pace(self) -> None:
         """Warms up, and chooses the steps of a turn."""
         step_s = statistics.median(self.steps_s(LEAST_STEPS))
         self.num_steps = num_repetitions(slowest([step_s])[0], least=LEAST_STEPS)
-
-
-class Together(Paced):
-    """Trains with the other ranks."""
-
-    def __init__(self, replica: nn.Module, batch: Batch) -> None:
-        self._set_up(replica, batch)
 
 
 class Computing(Paced):
@@ -190,21 +218,21 @@ class Computing(Paced):
     """
 
     def __init__(self, comm: Communicator, own: Communicator, module: nn.Module, batch: Batch) -> None:
-        self._set_up(BucketedDataParallel(module, comm=own), batch)
+        super().__init__(BucketedDataParallel(module, comm=own), batch)
         self._comm, self.cores = comm, available_cores()
         self._records: list[RankStep] = []
         self.works: list[Work] = []
         self.works_of_one: list[Work] = []
 
     def step(self) -> None:
-        inputs, targets = self._batch
+        inputs, targets = self.batch
         began_s = now_s()
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizers[0].zero_grad(set_to_none=True)
         loss = loss_of(self.replica(inputs), targets)
         forward_s = now_s()
         loss.backward()
         backward_s = now_s()
-        self._optimizer.step()
+        self.optimizers[0].step()
         ended_s = now_s()
         self.loss = loss.detach()
         self._records.append(self._record(began_s, forward_s, backward_s, ended_s, len(inputs)))
@@ -270,7 +298,7 @@ class Computing(Paced):
                 version=VERSION,
                 model=type(self.replica.module).__name__,
                 num_parameters=0,
-                batch=num_ranks * len(self._batch[0]),
+                batch=num_ranks * len(self.batch[0]),
                 world_size=num_ranks,
                 hosts=[[rank] for rank in range(num_ranks)],
                 threads=1,
