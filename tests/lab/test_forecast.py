@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import FunctionType
@@ -31,7 +29,7 @@ from ddp.comm.calibrate import Curve, Measured
 from ddp.errors import ConfigError
 from ddp.gradients import DenseStart, ErrorFeedback, PowerSGD, RandomK, Sign, TopK
 from ddp.lab.bench import turns
-from ddp.lab.forecast import encoding, slow_down
+from ddp.lab.forecast import encoding
 from ddp.lab.forecast.cells import CompareForecasts, ForecastCell, chosen
 from ddp.lab.forecast.prices import (
     BARRIER,
@@ -43,15 +41,12 @@ from ddp.lab.forecast.prices import (
     measured_of,
     measured_on,
 )
-from ddp.lab.forecast.question import Forecaster
-from ddp.lab.forecast.registered import read_registered, settings_of
+from ddp.lab.forecast.question import Forecaster, asked_of
 from ddp.lab.forecast.replay import _beside, forecast, naive_s, replay, together
 from ddp.lab.forecast.setup import Setup, Step, Timed, step_of
-from ddp.lab.forecast.to_loss import batches_for, first_reason, steps_at, to_loss
 from ddp.lab.forecast.work import Gradient, Work, bytes_of, work_of
 from ddp.run.settings.config import Config
-from ddp.run.settings.reader import from_plain
-from ddp.train.monitor.profile import BucketTimes, ClockOffset, NetworkFigures, Profile, RankStep
+from ddp.train.monitor.profile import BucketTimes, ClockOffset, NetworkFigures, Profile, RankStep, read_profile
 
 LINK = Link(50e-6, 1e-9, 5e-6)
 CURVE = Curve((1 << 10, 1 << 20, 1 << 24), (20e-6, 200e-6, 4e-3))
@@ -375,29 +370,6 @@ def test_the_naive_guess_is_a_step_of_one_and_bytes_by_rate() -> None:
     assert naive_s(WORK, Setup(prices=prices(((0,),), algorithm="auto"), batch=8)) == WORK.computing_s
 
 
-# --- to the same loss ------------------------------------------------------------------------------------------------
-
-
-def test_steps_to_a_loss_are_those_of_the_paper() -> None:
-    # S(B) = S_min (1 + N / B): at B = N twice S_min, and half as many steps at the most.
-    known = {"noise_scale": 100, "num_steps": 1000, "known_batch": 100}
-    assert [steps_at(batch, **known) for batch in (50, 100, 300)] == pytest.approx([1500, 1000, 2000 / 3])
-    found = to_loss(300, 0.6, num_ranks=9, **known)
-    assert found.seconds == pytest.approx(400) and found.worker_hours == pytest.approx(1)
-    # Steps of a + c B are best at B = √(a N / c).
-    best = min(batches_for(4, 100), key=lambda batch: to_loss(batch, 1 + batch / 400, num_ranks=4, **known).seconds)
-    assert best == pytest.approx(200, rel=0.1)
-    assert all(batch % 4 == 0 for batch in batches_for(4, 100)) and max(batches_for(4, 100)) == 6400
-
-
-def test_the_first_reason_why_workers_stop_paying() -> None:
-    efficiencies = {1: 1.0, 2: 0.9, 4: 0.7, 8: 0.4}
-    assert first_reason(efficiencies, noise_scale=None, batch=10) == (8, None)
-    assert first_reason(efficiencies, noise_scale=20, batch=10) == (8, 8)  # 30 / 60 is half, 30 / 100 is less
-    assert first_reason(efficiencies, noise_scale=0, batch=10) == (8, 4)
-    assert first_reason({1: 1.0}, noise_scale=1e9, batch=10) == (None, None)
-
-
 # --- hooks -----------------------------------------------------------------------------------------------------------
 
 ROWS, COLUMNS = 192, 96  # whole rows and blocks, so that no padding blurs a formula
@@ -439,7 +411,7 @@ def test_the_ranks_of_a_host_share_what_is_encoded() -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run on two hosts, with a noise scale."""
+    """A run on two hosts."""
     folder = tmp_path / "sweep" / "two"
     folder.mkdir(parents=True)
     steps = [[rank_step(1, buckets=[bucket_times(0, [[512, 512]], 0.09, 0.09, 0.15)])] * 2] * 2
@@ -447,8 +419,6 @@ def run(tmp_path: Path) -> Path:
     (folder / "config.yaml").write_text(yaml.dump(asdict(Config()), Dumper=yaml.CSafeDumper, sort_keys=False))
     told = {"steps": 1000, "world_size": 2, "global_batch": 16, "samples_per_s": 100.0, "seconds": 160.0}
     (folder / "summary.json").write_text(json.dumps(told))
-    lines = [{"kind": "step", "step": 1} | more for more in ({"noise_scale": 7.0}, {"noise_scale": 120.0}, {})]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
 
@@ -464,68 +434,28 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return line
 
 
-def test_the_answer_says_step_best_ways_and_time_to_the_loss(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_answer_says_what_a_step_takes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     there = ("--ranks", 4, "--per-host", 1, "--batch", 32, "--rate", "10mbit", "--alpha", "1ms")
     said = answered(capsys, run, *there)
     assert "asked:    4 workers on 4 hosts, 0.00956 Gbit/s of payload and 1.00 ms between hosts" in said
     assert re.search(r"step +\d\.\d+ s \(\d\.\d+ s to \d\.\d+ s by windows of the profile\): computing 118 ms, c", said)
-    assert re.search(r"best hook +hook=\w+ +step .*times as fast", said)
-    assert "whose noise scale is 120 samples" in said and re.search(r"at the same batch +16: 1,000 steps", said)
-    assert "why workers stop paying: at the same batch, half of a worker is lost from 2 workers on" in said
     assert "not checked: name runs with a profile" in said
-    told = json.loads((run / "summary.json").read_text()) | {"stopped_by": "measured"}
-    (run / "summary.json").write_text(json.dumps(told))  # by `ddp scale`, which ends it anywhere
     hooked = answered(capsys, run, *there, "--hook", "powersgd")
-    assert "steps," not in hooked and "of the run are not known: it was there to be measured, or has no" in hooked
     assert "hook=powersgd" in hooked and re.search(r"reductions .*encoding", hooked)
 
 
 def test_points_that_were_measured_stand_beside_forecast_and_guess(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sweep = run.parent
-    said = answered(capsys, run, "--ranks", 2, "--per-host", 1, "--register", sweep)
-    (prediction,), _ = read_registered(sweep)
-    assert prediction.settings["num_ranks"] == 2 and f"registered: {sweep}/predictions/" in said
-    made = datetime.fromisoformat(prediction.date).timestamp()
-    begin(run, made + 1)
-    table = answered(capsys, run, sweep, "--ranks", 2, "--per-host", 1).splitlines()
+    table = answered(capsys, run, run.parent, "--ranks", 2, "--per-host", 1).splitlines()
     row = next(line.split() for line in table if line.startswith("two "))
-    forecast_s = prediction.step_s * 1e3
-    assert row[1:4] == ["2", "170", "ms"] and float(row[4]) == pytest.approx(forecast_s, rel=0.01)
-    assert float(row[6]) == pytest.approx(forecast_s / 170, abs=0.01) == float(row[-1])
-    assert prediction.naive_s == pytest.approx(float(row[7]) / 1e3, rel=0.01)
-    begin(run, made - 1)
-    said = answered(capsys, run, sweep, "--ranks", 2, "--per-host", 1)
-    assert "two is shown without its prediction: the prediction of" in said and "is younger than the run" in said
-
-
-def begin(run: Path, moment: float) -> None:
-    """Makes a run one that began then."""
-    (run / "job.json").write_text(json.dumps({"overrides": [], "status": 0, "began": moment}))
-    for path in run.iterdir():
-        os.utime(path, (moment, moment))
-
-
-@pytest.mark.parametrize(
-    ("words", "apart"),
-    [
-        (("--algorithm", "ring"), "algorithm=ring"),
-        (("--wire", "int8"), "wire=int8"),
-        (("--batch", 32), "batch=32"),
-        (("--strategy", "sharded"), "strategy=sharded"),
-    ],
-)
-def test_a_prediction_for_other_settings_is_shown_beside_no_run(
-    run: Path, words: Sequence[object], apart: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    there = ("--ranks", 2, "--per-host", 1)
-    answered(capsys, run, *there, *words, "--register", run.parent)
-    begin(run, datetime.now(UTC).timestamp() + 1)
-    said = answered(capsys, run, run.parent, *there)
-    assert f"is for no run here that was profiled: none had {apart}." in said
-    known = {settings_of(profile(2, threads=threads))["threads"] for threads in (1, 2)}
-    assert known == {1, 2} and settings_of(profile())["num_buckets"] == 2
+    forecast_s = Forecaster(read_profile(run), measured_of(read_profile(run)), num_known=1, cores=2)
+    asked = asked_of(read_profile(run))
+    expected_ms, naive_ms = 1e3 * forecast_s.of(asked).step_s, 1e3 * forecast_s.naive_s(asked)
+    assert row[1:5] == ["2", "170", "ms", "0%"] and float(row[5]) == pytest.approx(expected_ms, rel=0.01)
+    assert float(row[7]) == pytest.approx(expected_ms / 170, abs=0.01)
+    assert float(row[8]) == pytest.approx(naive_ms, rel=0.01)
+    assert float(row[10]) == pytest.approx(naive_ms / 170, abs=0.01)
 
 
 def test_what_a_forecast_refuses(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -553,9 +483,6 @@ def test_what_a_forecast_refuses(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert "other is left out: its summary.json is damaged (it has no world_size)" in answered(capsys, run, other, *two)
     profile(1).write(other)
     assert "was profiled on one host: give --alpha and --rate of the links" in refused(capsys, other, *two)
-    (run.parent / "predictions").mkdir()
-    (run.parent / "predictions" / "one.json").write_text('{"date": "soon"}')
-    assert "one.json is damaged (it has no settings)" in answered(capsys, run, run.parent, *two)
     profile(2, strategy="Region").write(other)
     assert "was made by Region, which forecasts do not know: give --strategy" in refused(capsys, other, *two)
 
@@ -572,15 +499,14 @@ def test_of_several_methods_the_one_that_was_forecast_fastest_is_told() -> None:
     assert [each.over_fastest for each in chosen([plain])] == [None]
 
 
-def on_two_ranks() -> tuple[list[ForecastCell], float]:
-    turns.TURN_S = slow_down.TURN_S = 0.0
-    cells = CompareForecasts("small-mlp", ("plain", "int8"), num_turns=1)()
-    return cells, slow_down._slow_down(from_plain({}), before=32, samples=16)
+def on_two_ranks() -> list[ForecastCell]:
+    turns.TURN_S = 0.0
+    return CompareForecasts("small-mlp", ("plain", "int8"), num_turns=1)()
 
 
-def test_cells_and_slow_downs_are_measured_alike_on_all_ranks() -> None:
-    (cells, factor), same = run_ranks(on_two_ranks, 2, timeout_s=100)
-    assert (cells, factor) == same and factor > 0
+def test_cells_are_the_same_on_all_ranks() -> None:
+    cells, same = run_ranks(on_two_ranks, 2, timeout_s=100)
+    assert cells == same
     assert [cell.name for cell in cells] == ["plain", "int8"]
     for cell in cells:
         assert cell.place.startswith("2 ranks on one host") and cell.columns().keys() == cell.legend.keys()

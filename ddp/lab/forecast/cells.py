@@ -24,6 +24,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -42,12 +43,12 @@ from ddp.lab.forecast.links_here import taken_s
 from ddp.lab.forecast.prices import Dispatch, Prices
 from ddp.lab.forecast.replay import forecast, naive_s
 from ddp.lab.forecast.setup import Setup
-from ddp.lab.forecast.work import Work, work_of
+from ddp.lab.forecast.work import Work, work_in
 from ddp.process.clock import now_s
 from ddp.process.memory import available_cores
 from ddp.process.terminal import say
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.train.monitor.profile import VERSION, BucketTimes, ClockOffset, Profile, RankStep
+from ddp.train.monitor.profile import BucketTimes, RankStep
 from ddp.units import three_digits, written
 
 PLAIN = "plain"
@@ -241,17 +242,9 @@ class Computing(Paced):
         self, began_s: float, forward_s: float, backward_s: float, ended_s: float, num_samples: int
     ) -> RankStep:
         assert isinstance(self.replica, BucketedDataParallel)
-        told, names = self.replica.logging_data(), dict(self.replica.module.named_parameters())
+        told, names = self.replica.logging_data(), BucketTimes.__dataclass_fields__.keys() - {"offset"}
         reduced_s = sum(each["done_s"] - each["launched_s"] for each in told["buckets"])
-        buckets = [
-            BucketTimes(
-                offset=0,
-                shapes=[list(names[name].shape) for name in each["parameters"]],
-                **{key: each[key] for key in ("index", "bytes", "numel", "dtype", "parameters")},
-                **{key: each[key] for key in ("ready_s", "launched_s", "done_s")},
-            )
-            for each in told["buckets"]
-        ]
+        buckets = [BucketTimes(offset=0, **{name: each[name] for name in names}) for each in told["buckets"]]
         return RankStep(
             step=len(self._records) + 1,
             began_s=began_s,
@@ -271,50 +264,21 @@ class Computing(Paced):
     def by_itself(self) -> float:
         """Returns the median step of rank 0, while the others wait."""
         self._comm.barrier()
-        mine = None
         if self._comm.rank == 0:
             self._profiled()
-            mine = self._work([self._records])
-        work: Work = _of_all(mine)[0]
-        self.works_of_one.append(work)
-        return work.computing_s
+        self.works_of_one.append(work_in(_of_all(self._records)[0], in_foreground=True))
+        return self.works_of_one[-1].computing_s
 
     def at_once(self) -> float:
         """Returns the median step of the slowest rank, while all ranks train."""
         self._comm.barrier()
         took_s = statistics.median(self._profiled())
-        self.works.append(self._work(_of_all(self._records)))
+        self.works.append(work_in(list(chain.from_iterable(_of_all(self._records))), in_foreground=True))
         return slowest([took_s])[0]
 
     def _profiled(self) -> list[float]:
         self._records = []
         return self.steps_s(self.num_steps)
-
-    def _work(self, records: Sequence[Sequence[RankStep]]) -> Work:
-        assert isinstance(self.replica, BucketedDataParallel)
-        num_ranks, steps = len(records), list(map(list, zip(*records, strict=False)))
-        return work_of(
-            Profile(
-                version=VERSION,
-                model=type(self.replica.module).__name__,
-                num_parameters=0,
-                batch=num_ranks * len(self.batch[0]),
-                world_size=num_ranks,
-                hosts=[[rank] for rank in range(num_ranks)],
-                threads=1,
-                cores=[self.cores] * num_ranks,
-                device="cpu",
-                strategy="Replicated",
-                hook=None,
-                wire=None,
-                algorithm="",
-                runs="in the foreground",
-                order=[],
-                network=None,
-                clock=[ClockOffset(offset_s=0.0, error_s=0.0)] * num_ranks,
-                steps=steps,
-            )
-        )
 
 
 def _of_all(mine: Any) -> list[Any]:

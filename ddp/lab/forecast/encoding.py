@@ -55,11 +55,6 @@ def adding_s() -> dict[Narrow, float]:
     return {wire: median(adding_times(wire, CPU)) for wire in WIRES}
 
 
-def has_room(buckets: Sequence[Sequence[Gradient]]) -> bool:
-    """Returns True if the largest of these buckets can be encoded in the memory of this host."""
-    return COPIES * max(map(bytes_of, buckets)) < available_bytes()
-
-
 def dispatches(
     buckets: Sequence[Sequence[Gradient]], hook: Hook, hosts: Hosts, *, shares_memory: bool
 ) -> list[Dispatch]:
@@ -71,9 +66,9 @@ def dispatches(
     Raises:
         ConfigError: they need more memory than is free.
     """
-    if not has_room(buckets):
-        most = f"{max(map(bytes_of, buckets)) / 1e9:,.3g} GB"
-        raise ConfigError(f"--hook: to try it on a bucket of {most} here takes more memory than is free; leave it out")
+    if COPIES * (most := max(map(bytes_of, buckets))) >= available_bytes():
+        size = f"{most / 1e9:,.3g} GB"
+        raise ConfigError(f"--hook: to try it on a bucket of {size} here takes more memory than is free; leave it out")
     known: dict[Any, Dispatch] = {}
     found = []
     for bucket in buckets:

@@ -1,7 +1,7 @@
 """Measures on this host what forecasts have to know of communication, where no profile has it.
 
     measured_here    links, and memory that ranks share, as calibration finds them
-    taken_here       seconds of a core for each byte that a host sends: by how much a matrix product beside it is slower
+    taken_s          seconds of a core for each byte that a host sends: by how much a matrix product beside it is slower
 """
 
 from __future__ import annotations
@@ -32,17 +32,6 @@ def _figures() -> Measured:
     measured = comm.plan.measured
     ddp.shutdown()
     return measured
-
-
-def taken_here() -> float:
-    """Returns what `taken_s` finds for two ranks of this host that share no memory."""
-    return float(launch(_taken_s, workers=2, threads_per_worker=1, timeout_s=TIMEOUT_S)[0])
-
-
-def _taken_s() -> float:
-    found = taken_s(ddp.init(device="cpu", shared_memory=False))
-    ddp.shutdown()
-    return found
 
 
 def taken_s(comm: Communicator) -> float:

@@ -1,12 +1,9 @@
-"""Puts questions to one profiled run: what would a step be on those ranks, with that hook, in such buckets?
-
-What costs time to find out (links, encodings) is found out once, and remembered for the next question.
-"""
+"""Puts questions to one profiled run, such as the step on other ranks, with a hook, or in other buckets."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import cast
 
 from ddp.collectives.simulate import equal_hosts
 from ddp.comm.calibrate import Measured
@@ -69,7 +66,6 @@ class Forecaster:
         cores: of a host.
         slow_down: how many ranks of a host compute at once, and how much slower; None: by cores. Other numbers of
             ranks are as far off the factor by cores.
-        taken_s: as in `Prices`.
     """
 
     def __init__(
@@ -82,28 +78,18 @@ class Forecaster:
         rate_bit_s: float | None = None,
         cores: int,
         slow_down: tuple[int, float] | None = None,
-        taken_s: float = 0.0,
     ) -> None:
-        self.profile, self.cores, self._slow_down, self._taken_s = profile, cores, slow_down, taken_s
+        self.profile, self.cores, self._slow_down = profile, cores, slow_down
         self.work = work_of(profile)
         self._known, self._num_known, self._links = known, num_known, (alpha_s, rate_bit_s)
-        self._adding_s: dict[Narrow, float] | None = None
-        self._dispatches: dict[tuple[Any, ...], list[Dispatch]] = {}
-        self._measured: dict[tuple[int, int], Measured] = {}
 
     def as_measured(self, run: Profile) -> Forecaster:
         """Returns a forecaster of the same work for the links, memory and cores that another run found."""
         known = measured_of(run)
         if known is None:
             return self
-        return Forecaster(
-            self.profile,
-            known,
-            num_known=max(map(len, run.hosts)),
-            cores=run.cores[0],
-            slow_down=self._slow_down,
-            taken_s=self._taken_s,
-        )
+        num_known, cores = max(map(len, run.hosts)), run.cores[0]
+        return Forecaster(self.profile, known, num_known=num_known, cores=cores, slow_down=self._slow_down)
 
     @property
     def of_one_s(self) -> float:
@@ -132,23 +118,13 @@ class Forecaster:
 
     def measured(self, asked: Asked) -> Measured:
         """Returns links and memory there."""
-        alpha_s, rate_bit_s = self._links
-        key = asked.num_ranks, asked.per_host
-        if key not in self._measured:
-            self._measured[key] = measured_on(
-                self._known,
-                equal_hosts(*key),
-                alpha_s=alpha_s,
-                rate_bit_s=rate_bit_s,
-                num_measured=self._num_known,
-            )
-        return self._measured[key]
+        (alpha_s, rate_bit_s), hosts = self._links, equal_hosts(asked.num_ranks, asked.per_host)
+        return measured_on(self._known, hosts, alpha_s=alpha_s, rate_bit_s=rate_bit_s, num_measured=self._num_known)
 
     def setup(self, asked: Asked) -> Setup:
         """Returns the ranks that are asked about."""
-        if asked.wire is not None and self._adding_s is None:
-            self._adding_s = encoding.adding_s()
-        prices = Prices(self.measured(asked), asked.algorithm, adding_s=self._adding_s, taken_s=self._taken_s)
+        adding_s = None if asked.wire is None else encoding.adding_s()
+        prices = Prices(self.measured(asked), asked.algorithm, adding_s=adding_s)
         return Setup(
             prices=prices,
             batch=asked.batch,
@@ -158,14 +134,9 @@ class Forecaster:
             threads=self.threads_of(asked.per_host),
         )
 
-    def of(self, asked: Asked, *, even: bool = False) -> Forecast:
-        """Returns a forecast.
-
-        Args:
-            even: without stragglers, which is faster.
-        """
+    def of(self, asked: Asked) -> Forecast:
+        """Returns a forecast."""
         work, setup = self.work_for(asked), self.setup(asked)
-        work = replace(work, spread=(1.0,)) if even else work
         return forecast(work, setup, self._sent(work, setup, asked))
 
     def efficiency(self, found: Forecast) -> float:
@@ -179,8 +150,5 @@ class Forecaster:
     def _sent(self, work: Work, setup: Setup, asked: Asked) -> list[Dispatch] | None:
         if asked.hook == "none" or len(setup.prices.hosts) == 1:  # then nothing travels
             return None
-        key = asked.num_ranks, asked.per_host, asked.hook, asked.bucket_mb
-        if key not in self._dispatches:
-            shares, hook = setup.prices.measured.allocated is not None, encoding.HOOKS[asked.hook]
-            self._dispatches[key] = encoding.dispatches(work.buckets, hook, setup.prices.hosts, shares_memory=shares)
-        return self._dispatches[key]
+        shares, hook = setup.prices.measured.allocated is not None, encoding.HOOKS[asked.hook]
+        return encoding.dispatches(work.buckets, hook, setup.prices.hosts, shares_memory=shares)

@@ -101,15 +101,18 @@ def bytes_of(bucket: Sequence[Gradient]) -> int:
 
 
 def work_of(profile: Profile) -> Work:
-    """Returns the work of a rank in a profiled step.
+    """Returns the work of a rank in a profiled step; raises ConfigError as `work_in` does."""
+    return work_in(list(chain.from_iterable(profile.steps)), in_foreground=profile.runs == "in the foreground")
+
+
+def work_in(records: Sequence[RankStep], *, in_foreground: bool) -> Work:
+    """Returns the work of a rank in a step, of which there are records of several ranks and steps.
 
     Raises:
         ConfigError: its gradients were not sent in buckets.
     """
-    records = list(chain.from_iterable(profile.steps))
     if not all(record.buckets for record in records):
         raise ConfigError("the profiled run sent no buckets of gradients: profile one with replica.kind=bucketed")
-    in_foreground = profile.runs == "in the foreground"
     ready = [_ready_s(record, in_foreground=in_foreground) for record in records]
     ready_s = list(map(median, zip(*ready, strict=True)))
     computed = [record.step_s - record.communication_s - record.wait_s for record in records]

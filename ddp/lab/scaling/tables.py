@@ -7,14 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from ddp.errors import ConfigError
-from ddp.lab.forecast.replay import Forecast
 from ddp.lab.scaling.charts import in_seconds, parts_in
-from ddp.lab.scaling.elsewhere import ALPHA_S, RATES_BIT_S, Elsewhere, elsewhere
 from ddp.lab.scaling.figures import Point, Series
 from ddp.pictures.step import IN_WORDS
 from ddp.train.results import metric_in_words, words_of
-from ddp.units import format_time, milliseconds, written
+from ddp.units import milliseconds, written
 
 
 class Table(NamedTuple):
@@ -141,37 +138,6 @@ def of_parts(series: Series) -> Iterator[Table]:
 
 def _ms(parts: Mapping[str, float], name: str) -> str:
     return milliseconds(parts[name]) if name in parts else ""
-
-
-def on_other_networks(series: Series) -> tuple[list[Table], list[str]]:
-    """Returns the table of other networks, and sentences about it."""
-    profiled = [(point, point.run.profile) for point in series.points if point.run.profile is not None]
-    if not profiled:
-        what = "Parts of a step on each rank, who was waited for, and what another network would have made of it"
-        return [], [f"{what}, are known once runs have a profile: add profile.steps=5 to the sweep."]
-    told: list[tuple[Point, float, Elsewhere]] = []
-    sentences = []
-    for point, profile in profiled:
-        try:
-            told.append((point, profile.step_s, elsewhere(profile)))
-        except ConfigError as error:
-            sentences.append(f"What another network would have made of {point.run.name} is not known: {error}.")
-    if not told or told[-1][0].workers == 1:
-        return [], sentences
-    titles = ["workers", "measured", "forecast", *(f"at {rate / 1e9:g} Gbit/s" for rate in RATES_BIT_S)]
-    base = told[0][2].there
-    cells = [
-        [str(point.workers), milliseconds(step_s), milliseconds(found.here.step_s), *map(_against, found.there, base)]
-        for point, step_s, found in told
-    ]
-    where = f"a worker of a run on one host gets a host of its own, a round of messages costs {format_time(ALPHA_S)}"
-    sentences.append(f"Other networks are forecast from each run's own profile: {where}; in brackets the efficiency.")
-    return [Table("The same step on another network, in ms", [titles, *cells])], sentences
-
-
-def _against(found: Forecast, base: Forecast) -> str:
-    share = found.samples_per_s / base.samples_per_s * base.num_ranks / found.num_ranks
-    return f"{milliseconds(found.step_s)} ({share:.0%})"
 
 
 def of_waiting(series: Series) -> Iterator[Table]:

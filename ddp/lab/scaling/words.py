@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from statistics import fmean
 from typing import NamedTuple
 
 from ddp.lab.scaling.figures import Point, Series
-from ddp.lab.scaling.foreseen import Foreseen
 from ddp.lab.scaling.tables import (
     Table,
     metric_of,
     of_parts,
     of_waiting,
-    on_other_networks,
     speed,
     target_of,
     to_target,
@@ -44,9 +40,8 @@ class Section(NamedTuple):
 
 def section_of(series: Series, price: float | None) -> Section:
     """Returns what is said of a series. `price`: of a worker for an hour."""
-    networks, untold = on_other_networks(series)
-    tables = [speed(series), to_target(series, price), *of_parts(series), *of_waiting(series), *networks]
-    return Section(title_of(series), verdict(series), [*_sentences(series), *untold], tables, series)
+    tables = [speed(series), to_target(series, price), *of_parts(series), *of_waiting(series)]
+    return Section(title_of(series), verdict(series), list(_sentences(series)), tables, series)
 
 
 def title_of(series: Series) -> str:
@@ -127,6 +122,8 @@ def _sentences(series: Series) -> Iterator[str]:
                 spread += f", {metric_of(series)} {least}{f' to {most}' if most != least else ''}"
             runs = f"{len(point.repeats)} runs, which differ at most in their seed, made {spread}"
             yield f"With {counted(point.workers, 'worker')} {runs}; the one of median speed is shown."
+    if all(point.run.profile is None for point in points):
+        yield "Parts of a step on each rank, and who was waited for, are known with profile.steps=5 in the sweep."
     for point in points:
         if point.waited:
             yield _who(point)
@@ -141,31 +138,3 @@ def _who(point: Point) -> str:
         return f"{beginning} no rank was waited for: they are ready at once, as far as their clocks can tell."
     late = f"the last to have its bucket ready in {share:.0%} of all cases, on average by {milliseconds(mean_s)} ms"
     return f"{beginning} rank {rank} was waited for most often: it was {late}."
-
-
-def section_of_predictions(found: Sequence[Foreseen]) -> Section:
-    """Returns what was forecast before it was measured."""
-    cells = [
-        [
-            each.run.name,
-            str(each.run.workers),
-            each.prediction.day[:-3],
-            *map(milliseconds, (each.prediction.step_s, each.measured_s)),
-            "" if each.deviation is None else f"{each.deviation:.0%}",
-            f"{each.ratio:.2f}",
-            f"{each.naive_ratio:.2f}",
-            each.prediction.how,
-        ]
-        for each in found
-    ]
-    titles = ["run", "workers", "registered", "forecast, ms", "measured, ms", "± of repeats", "forecast ÷ measured"]
-    titles += ["naive guess ÷ measured", "by"]
-    worst = max((each.ratio for each in found), key=lambda ratio: abs(math.log(ratio)))
-    ours, theirs = (fmean(abs(each.ratio - 1) for each in found), fmean(abs(each.naive_ratio - 1) for each in found))
-    sentences = [
-        f"These steps were forecast before their runs were made. Forecasts are off by {ours:.0%} on average, the worst "
-        f"one is {worst:.2f} × measured; naive guesses, one worker's step and bytes ÷ rate, are off by {theirs:.0%}."
-    ]
-    if all(each.deviation is None for each in found):
-        sentences.append("No run was repeated, so nobody knows how far repeats are apart: add seed=1,2,3 to the sweep.")
-    return Section("Registered predictions", "", sentences, [Table("Steps", [titles, *cells])], None)

@@ -2,9 +2,7 @@
 
     python -m ddp train run.name=one cluster.workers=1 profile.steps=5 …      first, a run with a profile
     python -m ddp forecast runs/one --ranks 64 --per-host 8 --rate 10gbit --alpha 50us --hook powersgd
-    python -m ddp forecast runs/one --ranks 4 --measure                         4 workers of this host, tried here
     python -m ddp forecast runs/one runs/SWEEP --ranks 8                        and how far off it is where it was tried
-    python -m ddp forecast runs/one --ranks 8 --register runs/SWEEP             before the runs of a sweep are made
 
 ddp/lab/forecast/ says how a step is replayed, docs/scaling.md what the answer means.
 """
@@ -12,35 +10,25 @@ ddp/lab/forecast/ says how a step is replayed, docs/scaling.md what the answer m
 from __future__ import annotations
 
 import argparse
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
 from ddp.commands.command import parser_of, rate_of, respond, time_of
-from ddp.commands.finished import settings_for
 from ddp.errors import ConfigError
 from ddp.lab.forecast import encoding
-from ddp.lab.forecast.links_here import measured_here, taken_here
+from ddp.lab.forecast.links_here import measured_here
 from ddp.lab.forecast.prices import measured_of, threads_of_a_rank
 from ddp.lab.forecast.question import Asked, Forecaster, asked_of
-from ddp.lab.forecast.registered import Registered, register, settings_of
 from ddp.lab.forecast.replay import Forecast
 from ddp.lab.forecast.setup import STRATEGIES
-from ddp.lab.forecast.slow_down import slow_down
-from ddp.lab.forecast.words import headline, step_of, to_the_loss, what_would_buy
-from ddp.lab.forecast.work import work_of
-from ddp.lab.scaling.foreseen import deviations, foreseen
 from ddp.lab.scaling.runs import read_runs
 from ddp.process.arguments import positive, whole
 from ddp.process.memory import available_cores
-from ddp.train.callbacks import MEASURED
 from ddp.train.monitor.profile import FILE, Profile, read_profile
-from ddp.train.results import read_metrics, read_summary
-from ddp.units import counted, format_time, lines_of_table
+from ddp.units import counted, format_time, lines_of_table, three_digits
 
 MOST_RANKS = 10_000
 UNCHECKED = "not checked: name runs with a profile, or a sweep, after the first run, to see how far off forecasts are"
@@ -63,13 +51,8 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--algorithm", default="auto", help="of the all-reduces (default: %(default)s)")
     parser.add_argument("--bucket-mb", type=positive, metavar="MB", help="size of a bucket (default: as in the run)")
     parser.add_argument("--strategy", choices=list(STRATEGIES.values()), help="default: as in the run")
-    slower = parser.add_mutually_exclusive_group()
-    slower.add_argument("--measure", action="store_true", help="measure here how fast workers of a host compute")
-    slower.add_argument("--slow-down", type=positive, metavar="FACTOR", help="of a sample there (default: by cores)")
-    parser.add_argument("--register", type=Path, metavar="SWEEP", help="write to SWEEP/predictions/, before its runs")
-    options = parser.parse_args(words)
-    options.words = words
-    return respond(parser, options, answer)
+    parser.add_argument("--slow-down", type=positive, metavar="FACTOR", help="of a sample there (default: by cores)")
+    return respond(parser, parser.parse_args(words), answer)
 
 
 # --- what is asked ---------------------------------------------------------------------------------------------------
@@ -93,15 +76,8 @@ def answer(options: argparse.Namespace) -> str:
     )
     forecaster = _forecaster(options, profile, asked)
     checked = _checked(options.others, forecaster) if options.others else []
-    found = forecaster.of(asked)
-    lines = [*headline(options.run, forecaster, asked), *step_of(forecaster, found)]
-    if asked.num_ranks > 1:
-        lines += ["", *what_would_buy(forecaster, asked, found)]
-    lines += to_the_loss(forecaster, asked, found, *_noise_and_steps(options.run))
-    lines += ["", *(checked or [UNCHECKED])]
-    if options.register is not None:
-        lines += ["", f"registered: {register(options.register, _registered(options, forecaster, asked, found))}"]
-    return "\n".join(lines)
+    lines = [*headline(options.run, forecaster, asked), *step_of(forecaster, forecaster.of(asked))]
+    return "\n".join([*lines, "", *(checked or [UNCHECKED])])
 
 
 def _forecaster(options: argparse.Namespace, profile: Profile, asked: Asked) -> Forecaster:
@@ -114,25 +90,12 @@ def _forecaster(options: argparse.Namespace, profile: Profile, asked: Asked) -> 
         raise ConfigError(f"{options.run} was profiled on one host: give --alpha and --rate of the links between hosts")
     if num_hosts == 1 and links != (None, None):
         raise ConfigError("--alpha and --rate are of the links between hosts, and this is one host: give --per-host")
-    if asked.num_ranks > 1 and (options.measure or lacks_memory or known is None):
+    if asked.num_ranks > 1 and (lacks_memory or known is None):
         num_known = max(2, min(asked.per_host, here))
         found = measured_here(num_known, threads)
         between = found.network.between if known is None else known.network.between
         known = replace(found, network=replace(found.network, between=between))
-    factor, taken_s = options.slow_down, 0.0
     torch.set_num_threads(threads)  # as in a worker, for what hooks take to encode
-    if options.measure:
-        if asked.per_host > here:
-            have = f"{asked.per_host} workers of a host cannot be tried on {counted(here, 'core')}"
-            raise ConfigError(f"--measure: {have}; give --slow-down")
-        factor = slow_down(
-            settings_for(options.run, []),
-            before=round(work_of(profile).num_samples),
-            samples=-(-asked.batch // asked.num_ranks),
-            num_ranks=asked.per_host,
-            threads=threads,
-        )
-        taken_s = taken_here() if num_hosts > 1 else 0.0
     return Forecaster(
         profile,
         known,
@@ -140,51 +103,33 @@ def _forecaster(options: argparse.Namespace, profile: Profile, asked: Asked) -> 
         alpha_s=options.alpha,
         rate_bit_s=options.rate,
         cores=cores,
-        slow_down=None if factor is None else (asked.per_host, factor),
-        taken_s=taken_s,
+        slow_down=None if options.slow_down is None else (asked.per_host, options.slow_down),
     )
-
-
-def _noise_and_steps(run: Path) -> tuple[float | None, float | None]:
-    """Returns the noise scale of a run as it last was, and its steps; None for what is not known.
-
-    A run that was there to be measured has no loss that its steps were for.
-    """
-    try:
-        scales = [entry["noise_scale"] for entry in read_metrics(run / "metrics.jsonl") if entry.get("noise_scale")]
-        summary = read_summary(run)
-    except (OSError, ValueError):
-        return None, None
-    steps = None if summary.get("stopped_by") == MEASURED else summary.get("steps")
-    return scales[-1] if scales else None, float(steps) if steps else None
 
 
 # --- where it was measured -------------------------------------------------------------------------------------------
 
 
 def _checked(folders: Sequence[Path], forecaster: Forecaster) -> list[str]:
-    """Returns a table of runs: measured, forecast, the naive guess, and what was registered; and what is not in it."""
-    titles = ("run", "workers", "measured", "±", "forecast", "÷ measured", "naive", "÷ measured", "registered")
+    """Returns a table of runs: measured, by windows, forecast, the naive guess; and what is not in it."""
+    titles = ("run", "workers", "measured", "±", "forecast", "÷ measured", "naive", "÷ measured")
     rows: list[Sequence[str]] = [titles]
     notes: list[str] = []
     for folder in folders:
         runs, untold = read_runs(folder, takes_one=True)
         notes += untold + [f"{run.name} has no {FILE}: run it with profile.steps=5." for run in runs if not run.profile]
-        profiled = [(run, run.profile) for run in runs if run.profile is not None]
-        registered, untold = foreseen(folder, runs)
-        notes += untold
-        before, deviation = {each.run.name: f"{each.ratio:.2f}" for each in registered}, deviations(profiled)
-        for run, profile in profiled:
+        for run in runs:
+            if (profile := run.profile) is None:
+                continue
             try:
                 asked, here = _asked_of(profile, forecaster.profile), forecaster.as_measured(profile)
             except ConfigError as error:
                 notes.append(f"{run.name} is left out: {error}.")
                 continue
-            spread = "" if (found := deviation[run.name]) is None else f"{found:.0%}"
+            spread = max(abs(each / profile.step_s - 1) for each in profile.windows_s)
             expected = [here.of(asked).step_s, here.naive_s(asked)]
             figures = (word for each in expected for word in (format_time(each), f"{each / profile.step_s:.2f}"))
-            measured = format_time(profile.step_s), spread
-            rows.append((run.name, str(run.workers), *measured, *figures, before.get(run.name, "")))
+            rows.append((run.name, str(run.workers), format_time(profile.step_s), f"{spread:.0%}", *figures))
     return [*(lines_of_table(rows) if len(rows) > 1 else []), *notes]
 
 
@@ -200,12 +145,52 @@ def _asked_of(profile: Profile, ours: Profile) -> Asked:
     return asked_of(profile)
 
 
-def _registered(options: argparse.Namespace, forecaster: Forecaster, asked: Asked, found: Forecast) -> Registered:
-    threads = forecaster.threads_of(asked.per_host)
-    return Registered(
-        date=datetime.now(UTC).isoformat(),
-        settings=settings_of(forecaster.profile, asked, threads=threads),
-        how=shlex.join(["forecast", *options.words]),
-        step_s=found.step_s,
-        naive_s=forecaster.naive_s(asked),
-    )
+# --- what is said -----------------------------------------------------------------------------------------------------
+
+
+NEARLY = 0.95  # what is within 5 % counts as equal
+
+
+def headline(run: Path, forecaster: Forecaster, asked: Asked) -> list[str]:
+    """Returns what was profiled, and what is asked."""
+    profile, measured = forecaster.profile, forecaster.measured(asked)
+    num_hosts = len(measured.network.hosts)
+    between = measured.network.between
+    links = ""
+    if num_hosts > 1:
+        rate = f"{8e-9 / between.beta_s:.3g} Gbit/s of payload" if between.beta_s else "any rate"
+        links = f", {rate} and {format_time(between.alpha_s)} between hosts"
+    how = [asked.strategy, f"batch {asked.batch:,}"]
+    how += [f"hook={asked.hook}"] * (asked.hook != "none") + [f"wire={asked.wire}"] * (asked.wire is not None)
+    there = f"{counted(asked.num_ranks, 'worker')} on {counted(num_hosts, 'host')}{links}: {', '.join(how)}"
+    profiled = f"{counted(profile.world_size, 'worker')}, batch {profile.batch:,}"
+    model = f"{profile.model} with {profile.num_parameters:,} parameters"
+    lines = [f"profiled: {model}, {profiled} ({run})", f"asked:    {there}"]
+    factor = forecaster.slow_down_of(asked.per_host)
+    if asked.num_ranks > 1 and abs(factor - 1) > 1 - NEARLY:
+        lines.append(f"computing a sample takes a worker {factor:.2f} times as long as in the profile")
+    return lines
+
+
+def step_of(forecaster: Forecaster, found: Forecast) -> list[str]:
+    """Returns what a step takes and of what it consists, its samples a second, and how gradients travel."""
+    parts = [f"computing {format_time(found.computing_s)}"]
+    for seconds, name in ((found.exposed_s, "communication"), (found.waiting_s, "waiting for stragglers")):
+        if abs(seconds) > (1 - NEARLY) * found.step_s:
+            parts.append(f"{name} {format_time(seconds)}")
+    of_one = ""
+    if found.num_ranks > 1:
+        of_one = f", {forecaster.efficiency(found):.0%} of {found.num_ranks:,} times one worker"
+    paces = [each / forecaster.profile.step_s for each in forecaster.profile.windows_s]
+    least, most = (format_time(found.step_s * each) for each in (min(paces), max(paces)))
+    doubt = f"{least} to {most} by windows of the profile" if len(paces) > 1 else "how far off is unknown: one step"
+    lines = [
+        f"  step         {format_time(found.step_s)} ({doubt}): {', '.join(parts)}",
+        f"  samples/s    {found.samples_per_s:,.0f}{of_one}",
+    ]
+    if found.num_ranks > 1:
+        way = [f"{found.algorithm or 'slices'}", f"{format_time(found.network_s)} in all"]
+        way += [f"encoding {format_time(found.encoding_s)}"] * (found.encoding_s > 0)
+        way += [f"{three_digits(found.link_bytes / 1e6)} MB leave a host"] * (found.link_bytes > 0)
+        lines.append(f"  reductions   {', '.join(way)}")
+    return lines

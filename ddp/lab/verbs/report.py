@@ -17,10 +17,9 @@ from pathlib import Path
 from ddp.commands.command import parser_of, respond
 from ddp.errors import ConfigError
 from ddp.lab.scaling.comparisons import compared
-from ddp.lab.scaling.foreseen import foreseen
 from ddp.lab.scaling.page import write
 from ddp.lab.scaling.runs import read_runs
-from ddp.lab.scaling.words import Section, section_of, section_of_predictions
+from ddp.lab.scaling.words import Section, section_of
 from ddp.process.arguments import positive, shown
 
 
@@ -60,10 +59,6 @@ def answer(options: argparse.Namespace) -> str:
         )
     sections = [section_of(each, options.price_per_worker_hour) for each in series]
     said = [f"{section.title}\n  {section.verdict}" for section in sections]
-    known, untold = foreseen(options.sweep, runs)
-    notes += untold
-    if known:
-        sections.append(section_of_predictions(known))
     if notes:
         sections.append(Section("Not shown", "", notes, [], None))
     try:
