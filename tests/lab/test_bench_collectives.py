@@ -12,7 +12,7 @@ from ranks import run_ranks
 
 from ddp.__main__ import main
 from ddp.lab.bench.collectives import CASES, Case, CollectiveCell, Rival, WrongSum, check
-from ddp.lab.bench.report import from_json
+from ddp.lab.bench.command import from_json
 
 
 def test_the_bandwidth_is_the_bus_bandwidth_of_nccl_tests() -> None:

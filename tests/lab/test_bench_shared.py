@@ -22,8 +22,8 @@ from rich.console import Console
 from ddp.__main__ import main
 from ddp.errors import ConfigError
 from ddp.lab.bench.collectives import CollectiveCell, open_barrier
+from ddp.lab.bench.command import draw_plot, from_json, print_report, to_json
 from ddp.lab.bench.place import PAYLOAD, Bed, Place, strangers
-from ddp.lab.bench.report import draw_plot, from_json, print_report, to_json
 from ddp.lab.bench.step import StepCell
 from ddp.lab.bench.turns import Cell, take_turns
 from ddp.process.memory import available_cores

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ddp.__main__ import main
 from ddp.comm.session import init
 from ddp.errors import ConfigError
-from ddp.lab.bench.report import from_json, to_json
+from ddp.lab.bench.command import from_json, to_json
 from ddp.lab.bench.step import MIB, MeasureMemory, StepCell, TimeSteps, merged
 from ddp.lab.bench.turns import session
 from ddp.lab.bench.variants import OPTIMIZERS, VARIANTS, Training

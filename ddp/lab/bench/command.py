@@ -11,21 +11,26 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
+
+from rich.console import Console
+from rich.table import Table
 
 from ddp.comm.meeting.place import place
 from ddp.errors import ConfigError, WorkersFailed
 from ddp.lab.bench.place import Bed, Place, strangers
-from ddp.lab.bench.report import draw_plot, from_json, print_report, to_json
-from ddp.lab.bench.turns import PROGRESS, Cell
+from ddp.lab.bench.turns import PROGRESS, Cell, TimedCell
+from ddp.process import records
 from ddp.process.arguments import Parser, listed, whole
 from ddp.process.terminal import console, say
 from ddp.run.launch.from_python import launch
@@ -35,12 +40,12 @@ Job = Callable[[], Sequence[Cell]]
 HOSTS = Path(__file__).parents[3] / "scripts" / "netbed" / "hosts.py"
 
 
-def add_options(parser: Parser, *, workers: str, least: int, turns: int = 0, plots: bool = False) -> None:
+def add_options(parser: Parser, *, workers: str, least: int, turns: int, plots: bool = False) -> None:
     """Adds the options of all benchmarks.
 
     Args:
         workers: the world sizes unless others are asked for; each must be at least `least`.
-        turns: how often rivals take turns unless something else is asked for; 0: there are no rivals.
+        turns: how often rivals take turns unless something else is asked for.
         plots: a picture can be asked for.
     """
     where = parser.add_mutually_exclusive_group()
@@ -60,9 +65,8 @@ def add_options(parser: Parser, *, workers: str, least: int, turns: int = 0, plo
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured to FILE, too")
     parser.set_defaults(plot=None, name=" ".join(parser.prog.split()[-2:]))
-    if turns:
-        rounds = "turns of each rival in a cell (default: %(default)s)"
-        parser.add_argument("--turns", type=whole(1), default=turns, help=rounds)
+    rounds = "turns of each rival in a cell (default: %(default)s)"
+    parser.add_argument("--turns", type=whole(1), default=turns, help=rounds)
     if plots:
         parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw a picture of it")
 
@@ -174,3 +178,83 @@ def _lines_of(command: Sequence[str]) -> list[str]:
             process.terminate()  # it ends what it has started on the hosts, and removes them
             raise
     return said
+
+
+# --- The report -------------------------------------------------------------------------------------------------------
+
+
+AnyCell = TypeVar("AnyCell", bound=Cell)
+WORDS = ("case", "algorithm", "model", "variant", "method")
+"""Columns that hold words; all others hold numbers."""
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+
+def print_report(cells: Sequence[Cell], console: Console) -> None:
+    """Prints a table for each place, without empty columns, and what its cells say together; then the legend."""
+    shown: dict[str, str] = {}
+    for where, group in _by_place(cells).items():
+        rows = [row for cell in group for row in cell.rows()]
+        table = Table(title=where)
+        titles = [title for title in rows[0] if any(row[title] for row in rows)]
+        shown |= {title: group[0].meaning(title) for title in titles}
+        for title in titles:
+            justify: Literal["left", "right"] = "left" if title in WORDS else "right"
+            table.add_column(title, justify=justify, no_wrap=True)
+        for row in rows:
+            table.add_row(*(row[title] for title in titles))
+        console.print(table)
+        for line in group[0].summary(group):
+            console.print(line)
+    legend = Table.grid(padding=(0, 2))
+    for title, meaning in shown.items():
+        legend.add_row(title, meaning)
+    console.print("", legend)
+
+
+def _by_place(cells: Iterable[AnyCell]) -> dict[str, list[AnyCell]]:
+    places: dict[str, list[AnyCell]] = {}
+    for cell in cells:
+        places.setdefault(cell.place, []).append(cell)
+    return places
+
+
+# --------------------------------------------------------------------------------------------------------------- JSON
+
+
+def to_json(cells: Sequence[Cell]) -> str:
+    """Writes a list of cells; those with turns say how many times as fast as their rival ours is, too."""
+    ratios = [{"speedup": cell.speedup} if isinstance(cell, TimedCell) else {} for cell in cells]
+    plain = [{**asdict(cell), **ratio} for cell, ratio in zip(cells, ratios, strict=True)]
+    return records.to_json(plain, indent=1) + "\n"
+
+
+def from_json(text: str, kind: type[AnyCell]) -> list[AnyCell]:
+    """Reads the cells that `to_json` wrote."""
+    return [kind(**{field.name: plain[field.name] for field in fields(kind)}) for plain in json.loads(text)]
+
+
+# ------------------------------------------------------------------------------------------------------------ picture
+
+
+def draw_plot(cells: Sequence[Any], picture: Path) -> None:
+    """Draws a panel for each place, as the cells say."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    places = _by_place(cells)
+    figure, panels = pyplot.subplots(
+        len(places), 1, figsize=(8.0, 4.0 * len(places)), squeeze=False, sharey=True, layout="constrained"
+    )
+    for axes, (title, group) in zip(panels[:, 0], places.items(), strict=True):
+        group[0].draw(axes, group)
+        axes.set_title(title, fontsize="medium", loc="left")
+        axes.set_axisbelow(True)
+        axes.grid(axis="y", alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False)
+    figure.savefig(picture, dpi=150)
+    pyplot.close(figure)
