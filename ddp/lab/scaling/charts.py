@@ -1,12 +1,10 @@
-"""Draws the figures of a series of runs, as panels for a page (SVG) and as one picture (PNG).
+"""Draws the figures of a series of runs, a panel for each, as SVG on light paper.
 
-In the SVG of a panel every colour of the table below is a variable of the page, which has a light and a dark one, and
-words are in the page's own letters.
+In a page every colour of the table below becomes a variable, which is another one on dark paper (`themed`).
 """
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -66,8 +64,8 @@ def panels_of(series: Series) -> list[Panel]:
         words = "; ".join(f"{size}: {label}" for size, label in zip(sizes, labels, strict=True))
         found.append(Panel(title, words, lambda axes: draw(axes, *arguments)))
 
-    add("Speed-up", [f"{point.speed_up:.2f}×" for point in points], _speed_up, series)
-    add(f"Efficiency (goal {series.goal:.0%})", [f"{point.efficiency:.0%}" for point in points], _efficiency, series)
+    speeds = [f"{point.speed_up:.2f}× ({point.efficiency:.0%})" for point in points]
+    add(f"Speed-up (goal {series.goal:.0%} of the ideal)", speeds, _speed_up, series)
     if any(len(point.curve) > 1 for point in points):
         ends = [metric_in_words(series.metric, point.run.metric) for point in points]
         name = words_of(series.metric)
@@ -76,11 +74,7 @@ def panels_of(series: Series) -> list[Panel]:
         seconds = [point.seconds_to or 0.0 for point in points]
         labels = [in_seconds(each) if each else "not reached" for each in seconds]
         title = f"Training time to {metric_in_words(series.metric, series.target)}"
-        add(title, labels, _bars, points, seconds, labels, "seconds")
-    if any(point.run.memory for point in points):
-        most = [max(point.run.memory, default=0.0) / 1e6 for point in points]
-        labels = [f"{each:,.0f} MB" if each else "not measured" for each in most]
-        add("Memory per worker", labels, _bars, points, most, labels, "MB")
+        add(title, labels, _seconds, points, seconds, labels)
     if any(point.parts for point in points):
         steps = [sum(point.parts[0].values()) if point.parts else 0.0 for point in points]
         first = f" (first {MOST_RANKS} ranks)" if any(len(point.parts) > MOST_RANKS for point in points) else ""
@@ -95,13 +89,15 @@ def in_seconds(seconds: float) -> str:
 
 
 def _speed_up(axes: Any, series: Series) -> None:
-    """Draws the speed-up over workers, beside the ideal."""
+    """Draws the speed-up over workers, with the ideal and the goal."""
     sizes, base = [point.workers for point in series.points], series.base.workers
     speeds = [point.speed_up for point in series.points]
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     ideal = [size / base for size in sizes]
+    goals = [1.0, *(series.goal * each for each in ideal[1:])]
     axes.plot(sizes, ideal, color=_light("quiet"), ls=(0, (4, 3)), lw=1.2)
+    axes.plot(sizes, goals, color=_light("bad"), ls=(0, (1, 2)), lw=1.2)
     axes.plot(sizes, speeds, color=_light("good"), lw=2.2, marker="o", ms=6, clip_on=False)
     for size, speed, best in list(zip(sizes, speeds, ideal, strict=True))[1:]:
         is_low = speed <= best
@@ -115,8 +111,9 @@ def _speed_up(axes: Any, series: Series) -> None:
             color=_light("ink"),
         )
     angle = {"rotation": 0, "ha": "right", "va": "bottom", "color": _light("quiet")}
-    axes.annotate("ideal", (sizes[-1], ideal[-1]), xytext=(-6, 0), textcoords="offset points", **angle)
-    low, high = min(speeds + ideal), max(speeds + ideal)
+    for name, line in (("ideal", ideal), ("goal", goals)):
+        axes.annotate(name, (sizes[-1], line[-1]), xytext=(-6, 0), textcoords="offset points", **angle)
+    low, high = min(speeds + goals), max(speeds + ideal)
     axes.set(xlabel="workers", xlim=(sizes[0] / 1.15, sizes[-1] * 1.15), ylim=(low / 1.45, high * 1.15))
     axes.set_xticks(sizes, map(str, sizes))
     axes.set_yticks(ideal, [f"{each:g}×" for each in ideal])
@@ -124,33 +121,11 @@ def _speed_up(axes: Any, series: Series) -> None:
     axes.grid(axis="y", color=_light("line"), lw=0.8)
 
 
-def _efficiency(axes: Any, series: Series) -> None:
-    """Draws a bar for each number of workers, and the goal."""
-    points = series.points
-    values = [point.efficiency for point in points]
-    colours = [_light("good" if value >= series.goal else "bad") for value in values]
-    labels = [f"{value:.0%}" for value in values]
-    _bars(axes, points, values, labels, "", colours=colours)
-    axes.axhline(series.goal, color=_light("ink"), ls=(0, (4, 3)), lw=1.2)
-    axes.set_ylim(0, 1.15 * max(1.0, *values))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-
-
-def _bars(
-    axes: Any,
-    points: Sequence[Point],
-    heights: Sequence[float],
-    labels: Sequence[str],
-    unit: str,
-    *,
-    colours: Sequence[str] = (),
-) -> None:
+def _seconds(axes: Any, points: Sequence[Point], heights: Sequence[float], labels: Sequence[str]) -> None:
     """Draws a bar for each number of workers, with its label above."""
     places = range(len(points))
-    bars = axes.bar(places, heights, 0.62, color=colours or _light("good"))
-    paper = {"facecolor": _light("paper"), "edgecolor": "none", "pad": 1.0}  # a line may be behind the words
-    axes.bar_label(bars, labels, padding=3, color=_light("ink"), bbox=paper, zorder=3)
-    axes.set(xlabel="workers", ylabel=unit, xlim=(-0.6, len(points) - 0.4), ylim=(0, 1.18 * (max(heights) or 1.0)))
+    axes.bar_label(axes.bar(places, heights, 0.62, color=_light("good")), labels, padding=3, color=_light("ink"))
+    axes.set(xlabel="workers", ylabel="seconds", xlim=(-0.6, len(points) - 0.4), ylim=(0, 1.18 * max(heights)))
     axes.set_xticks(places, [str(point.workers) for point in points])
     axes.grid(axis="y", color=_light("line"), lw=0.8)
 
@@ -221,57 +196,25 @@ _WIDTH, _HEIGHT, _LEFT, _RIGHT, _BELOW, _ABOVE = 3.7, 2.6, 0.62, 0.12, 0.5, 0.12
 
 
 def svg(panel: Panel, name: str) -> str:
-    """Returns a panel for a page: its colours are the page's variables. `name` is unique in that page."""
+    """Returns a panel. `name` is unique among those of a page."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    margins = {"left": _LEFT / _WIDTH, "right": 1 - _RIGHT / _WIDTH}
+    margins |= {"bottom": _BELOW / _HEIGHT, "top": 1 - _ABOVE / _HEIGHT}
     with rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH, _HEIGHT))
-        figure.patch.set_visible(False)
-        axes: Any = figure.subplots(gridspec_kw=_margins(1, 1))
+        figure = Figure(figsize=(_WIDTH, _HEIGHT), facecolor=_light("paper"))
+        axes: Any = figure.subplots(gridspec_kw=margins)
         axes.set_facecolor("none")
         panel.draw(axes)
         text = svg_of(figure, name)
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<title>.*?</title>", "", text, flags=re.DOTALL)
-    text = re.sub(r' id="[a-zA-Z0-9.]+_\d+"', "", text)  # what nothing refers to
+    return re.sub(r' id="[a-zA-Z0-9.]+_\d+"', "", text)  # what nothing refers to
+
+
+def themed(picture: str) -> str:
+    """Returns a panel whose colours are a page's variables."""
     for colour, (light, _) in COLOURS.items():
-        text = text.replace(light, f"var(--{colour})")
-    return text
-
-
-def png(series: Series) -> bytes:
-    """Returns all panels of a series as one picture, on white paper."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    panels = panels_of(series)
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH * columns, (_HEIGHT + _TITLE) * rows))
-        grid = figure.subplots(rows, columns, squeeze=False, gridspec_kw=_margins(rows, columns, above=_ABOVE + _TITLE))
-        for axes, panel in zip(grid.flatten(), panels, strict=False):
-            panel.draw(axes)
-            axes.set_title(panel.title)
-        for axes in grid.flatten()[len(panels) :]:
-            axes.set_visible(False)
-        written = io.BytesIO()
-        figure.savefig(written, format="png", dpi=140, metadata={"Software": None})
-    return written.getvalue()
-
-
-_TITLE = 0.3
-
-
-def _margins(rows: int, columns: int, *, above: float = _ABOVE) -> dict[str, float]:
-    """Returns where the axes of panels in rows and columns are, in shares of the picture, as matplotlib wants them."""
-    height = _HEIGHT - _ABOVE + above
-    return {
-        "left": _LEFT / (columns * _WIDTH),
-        "right": 1 - _RIGHT / (columns * _WIDTH),
-        "bottom": _BELOW / (rows * height),
-        "top": 1 - above / (rows * height),
-        "wspace": (_LEFT + _RIGHT) / (_WIDTH - _LEFT - _RIGHT),
-        "hspace": (_BELOW + above) / (height - _BELOW - above),
-    }
+        picture = picture.replace(light, f"var(--{colour})")
+    return picture

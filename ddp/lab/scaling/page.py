@@ -1,17 +1,16 @@
-"""Writes a sweep's report: report.md with pictures, and report.html, one file that asks for nothing else."""
+"""Writes a sweep's report: report.md with pictures, and report.html, one file that needs nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from ddp.lab.scaling.charts import COLOURS, panels_of, png, svg
-from ddp.lab.scaling.tables import Table
-from ddp.lab.scaling.words import Section
-from ddp.process.files import whole_file, write_whole
+from ddp.lab.scaling.charts import COLOURS, svg, themed
+from ddp.lab.scaling.words import Section, Table
+from ddp.process.files import write_whole
 
-PICTURE = "report-{}.png"
+PICTURE = "report-{}.svg"
 
 # --- Markdown --------------------------------------------------------------------------------------------------------
 
@@ -28,9 +27,8 @@ def _blocks(number: int, section: Section) -> Iterator[str]:
         yield f"**{_plain(section.verdict)}**"
     if section.sentences:
         yield "\n".join(f"- {_plain(each)}" for each in section.sentences)
-    if section.series is not None:
-        words = "; ".join(panel.title for panel in panels_of(section.series))
-        yield f"![{_plain(words)}]({PICTURE.format(number)})"
+    for place, panel in enumerate(section.panels):
+        yield f"![{_plain(f'{panel.title}: {panel.words}')}]({PICTURE.format(f'{number}.{place}')})"
     for table in section.tables:
         yield f"### {_plain(table.title)}"
         yield _rows(table)
@@ -76,8 +74,8 @@ th { color: var(--quiet); font-weight: 500 } th:first-child, td:first-child { pa
 """
 
 
-def html(title: str, sections: Sequence[Section]) -> str:
-    """Returns the report as a page that needs nothing else, in light and dark."""
+def html(title: str, sections: Sequence[Section], pictures: Mapping[str, str]) -> str:
+    """Returns the report as a page that needs nothing else, in light and dark. `pictures`: by name."""
     light, dark = ("; ".join(f"--{name}: {pair[tone]}" for name, pair in COLOURS.items()) for tone in (0, 1))
     return "\n".join(
         [
@@ -86,24 +84,25 @@ def html(title: str, sections: Sequence[Section]) -> str:
             f"<title>{escape(title)}</title>",
             f"<style>{_CSS.replace('LIGHT', light).replace('DARK', dark)}</style>\n</head>\n<body>\n<main>",
             f"<h1>{escape(title)}</h1>",
-            *(line for number, section in enumerate(sections, 1) for line in _section(number, section)),
+            *(line for number, section in enumerate(sections, 1) for line in _section(number, section, pictures)),
             "</main>\n</body>\n</html>\n",
         ]
     )
 
 
-def _section(number: int, section: Section) -> Iterator[str]:
+def _section(number: int, section: Section, pictures: Mapping[str, str]) -> Iterator[str]:
     yield f"<h2>{escape(section.title)}</h2>"
     if section.verdict:
-        kind = "stops" if section.series and section.series.stop.first else "pays"
+        kind = "pays" if section.pays else "stops"
         yield f'<p class="verdict {kind}">{escape(section.verdict)}</p>'
     if section.sentences:
         yield f"<ul>{''.join(f'<li>{escape(each)}</li>' for each in section.sentences)}</ul>"
-    if section.series is not None:
+    if section.panels:
         yield '<div class="charts">'
-        for place, panel in enumerate(panels_of(section.series)):
+        for place, panel in enumerate(section.panels):
             words = escape(f"{panel.title}: {panel.words}", quote=True)
-            picture = svg(panel, f"{number}.{place}").replace("<svg", f'<svg role="img" aria-label="{words}"', 1)
+            picture = themed(pictures[PICTURE.format(f"{number}.{place}")])
+            picture = picture.replace("<svg", f'<svg role="img" aria-label="{words}"', 1)
             yield f"<figure><figcaption>{escape(panel.title)}</figcaption>{picture}</figure>"
         yield "</div>"
     for table in section.tables:
@@ -122,9 +121,9 @@ def _tagged(table: Table) -> Iterator[tuple[str, Sequence[str]]]:
 
 def write(folder: Path, title: str, sections: Sequence[Section]) -> None:
     """Writes report.md with its pictures, and report.html."""
-    for number, section in enumerate(sections, 1):
-        if section.series is not None:
-            with whole_file(folder / PICTURE.format(number)) as file:
-                file.write(png(section.series))
+    names = [(f"{n}.{place}", panel) for n, each in enumerate(sections, 1) for place, panel in enumerate(each.panels)]
+    pictures = {PICTURE.format(name): svg(panel, name) for name, panel in names}
+    for name, picture in pictures.items():
+        write_whole(folder / name, picture)
     write_whole(folder / "report.md", markdown(title, sections))
-    write_whole(folder / "report.html", html(title, sections))
+    write_whole(folder / "report.html", html(title, sections, pictures))

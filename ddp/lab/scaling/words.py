@@ -1,22 +1,17 @@
-"""Says in sentences what workers bought, and puts the sections of the report together; `tables.py` has the tables."""
+"""Says in sentences and tables what workers bought, and puts the sections of the report together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
+from ddp.lab.scaling.charts import Panel, in_seconds, panels_of, parts_in
 from ddp.lab.scaling.figures import Point, Series
-from ddp.lab.scaling.tables import (
-    Table,
-    metric_of,
-    of_parts,
-    of_waiting,
-    speed,
-    target_of,
-    to_target,
-)
-from ddp.train.results import metric_in_words
-from ddp.units import counted, milliseconds
+from ddp.pictures.step import IN_WORDS
+from ddp.train.results import metric_in_words, words_of
+from ddp.units import counted, milliseconds, written
 
 MORE_THAN_IDEAL = 1.15
 """An efficiency above this is no merit of the workers; caches may give a little."""
@@ -28,20 +23,22 @@ class Section(NamedTuple):
     Attributes:
         verdict: the sentence that matters most; "" for none.
         sentences: what has to be known besides.
-        series: whose charts stand here; None: no charts.
+        panels: the charts.
+        pays: more workers do, as far as they were measured.
     """
 
     title: str
     verdict: str
     sentences: Sequence[str]
-    tables: Sequence[Table]
-    series: Series | None
+    tables: Sequence[Table] = ()
+    panels: Sequence[Panel] = ()
+    pays: bool = True
 
 
 def section_of(series: Series, price: float | None) -> Section:
     """Returns what is said of a series. `price`: of a worker for an hour."""
-    tables = [speed(series), to_target(series, price), *of_parts(series), *of_waiting(series)]
-    return Section(title_of(series), verdict(series), list(_sentences(series)), tables, series)
+    tables, pays = [*tables_of(series), to_target(series, price)], series.stop.first is None
+    return Section(title_of(series), verdict(series), list(_sentences(series)), tables, panels_of(series), pays)
 
 
 def title_of(series: Series) -> str:
@@ -138,3 +135,99 @@ def _who(point: Point) -> str:
         return f"{beginning} no rank was waited for: they are ready at once, as far as their clocks can tell."
     late = f"the last to have its bucket ready in {share:.0%} of all cases, on average by {milliseconds(mean_s)} ms"
     return f"{beginning} rank {rank} was waited for most often: it was {late}."
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+class Table(NamedTuple):
+    """Rows of cells; the first row has the titles of the columns."""
+
+    title: str
+    rows: Sequence[Sequence[str]]
+
+
+class Column(NamedTuple):
+    """A column, whose cells are "" where a figure is missing; one with no cell at all is left out."""
+
+    title: str
+    cell: Callable[[Point], str]
+
+
+def metric_of(series: Series) -> str:
+    """Returns the main metric in words."""
+    return words_of(series.metric)
+
+
+def target_of(series: Series) -> str:
+    """Returns the target as it is shown, such as "98.33%"."""
+    return metric_in_words(series.metric, series.target)
+
+
+def _table(title: str, points: Sequence[Point], columns: Sequence[Column]) -> Table:
+    cells = [(column.title, [column.cell(point) for point in points]) for column in columns]
+    shown = [[name, *column] for name, column in cells if any(column)]
+    return Table(title, list(zip(*shown, strict=True)))
+
+
+def tables_of(series: Series) -> list[Table]:
+    """Returns the tables that `scale` prints and the report begins with: speed, and parts of a step over all ranks."""
+    columns = [
+        Column("workers", lambda point: str(point.workers)),
+        Column("global batch", lambda point: "" if series.kind == "strong" else str(point.run.batch)),
+        Column("samples/s", lambda point: f"{point.run.samples_per_s:,.1f}"),
+        Column("speed-up", lambda point: f"{point.speed_up:.2f}"),
+        Column("efficiency", lambda point: f"{point.efficiency:.1%}"),
+        Column("memory", lambda point: f"{max(point.run.memory) / 1e6:,.0f} MB" if point.run.memory else ""),
+        Column("step, ms", lambda point: milliseconds(point.run.batch / point.run.samples_per_s)),
+        Column(f"goal {series.goal:.0%}", lambda point: _goal(series, point)),
+        Column(f"{metric_of(series)} at the end", lambda point: metric_in_words(series.metric, point.run.metric)),
+    ]
+    names = parts_in(parts for point in series.points for parts in point.parts)
+    parts = [columns[0], *(Column(IN_WORDS.get(name, name), _mean_of(name)) for name in names)]
+    tables = [("Speed", columns if series.metric else columns[:-1]), ("Parts of a step, in ms", parts)]
+    return [_table(title, series.points, each) for title, each in tables if each[1:]]
+
+
+def _mean_of(part: str) -> Callable[[Point], str]:
+    """Returns the cell of a part: its mean over the ranks."""
+
+    def cell(point: Point) -> str:
+        found = [parts[part] for parts in point.parts if part in parts]
+        return milliseconds(fmean(found)) if found else ""
+
+    return cell
+
+
+def _goal(series: Series, point: Point) -> str:
+    if point is series.base:
+        return ""
+    why = {"speed": "missed", "target": "missed: target not reached", "samples": "missed: by time to the target"}
+    fault = series.fault(point)
+    return why[fault] if fault else "met"
+
+
+def to_target(series: Series, price: float | None) -> Table:
+    """Returns the table of what the target, and the whole run, have cost. `price`: of a worker for an hour."""
+
+    def priced(worker_seconds: float | None) -> str:
+        return "" if price is None or worker_seconds is None else _amount(worker_seconds / 3600 * price)
+
+    target = f"{metric_of(series)} {target_of(series)}"
+    columns = [
+        Column("workers", lambda point: str(point.workers)),
+        Column("training time", lambda point: written(in_seconds, point.seconds_to)),
+        Column("samples", lambda point: written(lambda samples: f"{samples:,.0f}", point.samples_to)),
+        Column("worker-seconds", lambda point: written(lambda each: f"{each:,.1f}", point.worker_seconds_to)),
+        Column("price", lambda point: priced(point.worker_seconds_to)),
+        Column("efficiency by time", lambda point: written(lambda each: f"{each:.1%}", point.time_efficiency)),
+        Column("whole run", lambda point: in_seconds(float(point.run.summary["seconds"]))),
+        Column("worker-seconds in all", lambda point: f"{point.worker_seconds:,.1f}"),
+        Column("price in all", lambda point: priced(point.worker_seconds)),
+    ]
+    return _table(f"To {target}, and in all" if series.target is not None else "In all", series.points, columns)
+
+
+def _amount(price: float) -> str:
+    """Returns a price with cents, or if it is small with three digits."""
+    return f"{price:,.2f}" if price >= 1 else f"{price:.{2 - math.floor(math.log10(price)) if price else 2}f}"

@@ -60,7 +60,7 @@ def answer(options: argparse.Namespace) -> str:
     sections = [section_of(each, options.price_per_worker_hour) for each in series]
     said = [f"{section.title}\n  {section.verdict}" for section in sections]
     if notes:
-        sections.append(Section("Not shown", "", notes, [], None))
+        sections.append(Section("Not shown", "", notes))
     try:
         write(options.sweep, f"What workers bought: {options.sweep.resolve().name}", sections)
     except OSError as error:

@@ -23,7 +23,7 @@ from ddp.errors import ConfigError
 from ddp.lab.scaling.comparisons import compared
 from ddp.lab.scaling.figures import Series
 from ddp.lab.scaling.runs import read_runs
-from ddp.lab.scaling.tables import Table, in_short
+from ddp.lab.scaling.words import Table, tables_of
 from ddp.lab.verbs import report
 from ddp.process.arguments import listed, positive, program, quoted, shown, whole
 from ddp.process.files import hold, make_folder
@@ -213,7 +213,7 @@ def tell(folder: Path, given: Sequence[str]) -> int:
         say("\n".join([*notes, *more, "so there is nothing to compare"]))
         return status or 1
     for each in series:
-        for table in in_short(each):
+        for table in tables_of(each):
             _show(table)
     say("This is about speed alone: nothing was evaluated, and nobody knows how well more workers learn.")
     report.main([str(folder)])
