@@ -23,8 +23,8 @@ from ddp.__main__ import main
 from ddp.collectives.simulate import Link
 from ddp.comm.transport import shared_memory
 from ddp.errors import PeerLost, workers_failed
-from ddp.lab.verbs import doctor
-from ddp.lab.verbs.checkup import GIB, LEAST_MEMORY, LEAST_SHARED, MIB, Clock, Figures, Finding, findings, named, rate
+from ddp.lab import doctor
+from ddp.lab.checkup import GIB, LEAST_MEMORY, LEAST_SHARED, MIB, Clock, Figures, Finding, findings, named, rate
 from ddp.process import host
 from ddp.process.host import Facts, demands, facts
 from ddp.process.memory import VARIABLES, available_cores, core_quota
@@ -304,7 +304,7 @@ def examined_by_a_rank(rank_1_is_ahead_s: float, file: str) -> tuple[int, str, l
     """Runs the command as one rank; the clocks of rank 1 are another host's."""
     from os import environ
 
-    from ddp.lab.verbs import doctor
+    from ddp.lab import doctor
     from ddp.train.monitor import clock
 
     clocks: list[Clock] = []

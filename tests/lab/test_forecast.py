@@ -241,7 +241,7 @@ def test_memory_is_shared_by_more_ranks_and_links_are_those_that_are_said() -> N
 
 
 def test_a_slow_down_is_of_so_many_ranks_of_a_host() -> None:
-    of = partial(Forecaster, profile(), None, num_known=1, cores=2)
+    of = partial(Forecaster, profile=profile(), known=None, num_known=1, cores=2)
     assert [of().slow_down_of(per_host) for per_host in (1, 2, 4, 8)] == [1, 1, 2, 4]
     # Four ranks on two cores are 2.4 times as slow: 1.2 of it is not because of cores.
     told = of(slow_down=(4, 2.4))
@@ -449,9 +449,9 @@ def test_points_that_were_measured_stand_beside_forecast_and_guess(
 ) -> None:
     table = answered(capsys, run, run.parent, "--ranks", 2, "--per-host", 1).splitlines()
     row = next(line.split() for line in table if line.startswith("two "))
-    forecast_s = Forecaster(read_profile(run), measured_of(read_profile(run)), num_known=1, cores=2)
-    asked = asked_of(read_profile(run))
-    expected_ms, naive_ms = 1e3 * forecast_s.of(asked).step_s, 1e3 * forecast_s.naive_s(asked)
+    measured, asked = read_profile(run), asked_of(read_profile(run))
+    forecaster = Forecaster(profile=measured, known=measured_of(measured), num_known=1, cores=2)
+    expected_ms, naive_ms = 1e3 * forecaster.of(asked).step_s, 1e3 * forecaster.naive_s(asked)
     assert row[1:5] == ["2", "170", "ms", "0%"] and float(row[5]) == pytest.approx(expected_ms, rel=0.01)
     assert float(row[7]) == pytest.approx(expected_ms / 170, abs=0.01)
     assert float(row[8]) == pytest.approx(naive_ms, rel=0.01)

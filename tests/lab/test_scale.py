@@ -18,8 +18,7 @@ import pytest
 import yaml
 from forked import Forked
 
-from ddp.lab.scaling import page
-from ddp.lab.verbs import scale
+from ddp.lab.scaling import page, scale
 from ddp.run.launch import jobs
 from ddp.run.launch.command_line import composed
 from ddp.run.launch.run_folder import settings_text

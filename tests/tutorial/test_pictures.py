@@ -57,7 +57,7 @@ def test_the_cheapest_is_the_lowest_curve() -> None:
 def test_measurements_can_be_made_again() -> None:
     def measure() -> dict[str, Any]:
         from ddp.comm.session import init, shutdown
-        from ddp.lab.verbs import draw_overlap
+        from ddp.lab import draw_overlap
         from recipes.tutorial.tools import measure
 
         measure.WARM_UP, measure.NUM_TURNS, measure.TURN_S = 1, 1, 0.0

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from ddp.comm.communicator import Communicator
 from ddp.comm.session import init, shutdown
 from ddp.lab.bench.workloads import WORKLOADS
-from ddp.lab.verbs.draw_overlap import overlap
+from ddp.lab.draw_overlap import overlap
 from ddp.process.clock import now_s
 from ddp.replica.bucketed import BucketedDataParallel
 

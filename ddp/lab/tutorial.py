@@ -15,7 +15,7 @@ from typing import Any
 from ddp.commands.command import parser_of, respond
 from ddp.errors import ConfigError
 
-CLONE = Path(__file__).parents[3]
+CLONE = Path(__file__).parents[2]
 
 
 def main(words: Sequence[str]) -> int:

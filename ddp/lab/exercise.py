@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from ddp.commands.command import parser_of, respond
-from ddp.lab.verbs.tutorial import tool
+from ddp.lab.tutorial import tool
 
 
 def main(words: Sequence[str]) -> int:

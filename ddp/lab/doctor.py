@@ -21,7 +21,7 @@ from ddp.collectives.simulate import Link
 from ddp.comm.meeting.place import is_rank, place
 from ddp.commands.command import add_workers, parser_of, respond
 from ddp.errors import ConfigError, WorkersFailed, first_line
-from ddp.lab.verbs.checkup import Clock, Figures, Finding, ahead, findings, named, rate, usable_cores
+from ddp.lab.checkup import Clock, Figures, Finding, ahead, findings, named, rate, usable_cores
 from ddp.process.clock import now_s
 from ddp.process.host import INTERFACE, THREAD_VARIABLES, Facts, facts
 from ddp.process.memory import VARIABLES
