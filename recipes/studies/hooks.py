@@ -43,18 +43,16 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.session import init
 from ddp.commands.command import respond
 from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
 from ddp.lab.bench.command import add_options, place_of, run
 from ddp.lab.bench.place import HERE, Place, refuse_unknown, split
-from ddp.lab.bench.turns import PROGRESS, STEP, Cell, num_repetitions, session, slowest, take_turns
+from ddp.lab.bench.turns import PROGRESS, STEP, Cell, num_repetitions, session, slowest, take_turns, with_ours
 from ddp.lab.bench.variants import OPTIMIZERS, Training
 from ddp.lab.bench.workloads import add_models, loss_of, make, models_of
 from ddp.lab.forecast import encoding
 from ddp.lab.forecast.prices import Prices
-from ddp.lab.forecast.replay import Forecast, forecast
-from ddp.lab.forecast.setup import Setup
+from ddp.lab.forecast.replay import Forecast, Setup, forecast
 from ddp.lab.forecast.work import Gradient, Work, bytes_of
 from ddp.policies import LocalSGD
 from ddp.process.arguments import Parser
@@ -171,8 +169,8 @@ class TimeHooks:
 
     def __call__(self) -> list[HookCell]:
         """Returns a cell for each method, the same on all ranks."""
-        with session():
-            return self._measure(init(device="cpu"))
+        with session(with_ours) as comm:
+            return self._measure(comm)
 
     def _measure(self, comm: Communicator) -> list[HookCell]:
         module, batch = make(self.model, rank=comm.rank)

@@ -14,11 +14,10 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from ddp.__main__ import main
-from ddp.comm.session import init
 from ddp.errors import ConfigError
 from ddp.lab.bench.command import from_json, to_json
 from ddp.lab.bench.step import MIB, MeasureMemory, StepCell, TimeSteps, merged
-from ddp.lab.bench.turns import session
+from ddp.lab.bench.turns import session, with_ours
 from ddp.lab.bench.variants import OPTIMIZERS, VARIANTS, Training
 from ddp.lab.bench.workloads import WORKLOADS, TinyLayers, loss_of, make, try_own
 from ddp.optim.norms import BLOCK_NUMEL
@@ -160,8 +159,8 @@ WITH_SHARDS = ("same_bits", "accumulated", "torch_accumulated")
 
 def trained() -> dict[str, list[Tensor]]:
     """Returns the parameters after three steps of the variants that find the same mean."""
-    with session():
-        module, batch = make("small-mlp", rank=init(device="cpu").rank)
+    with session(with_ours) as comm:
+        module, batch = make("small-mlp", rank=comm.rank)
         found = {}
         for name in ("bucketed", *WITH_SHARDS):
             training = VARIANTS[name](copy.deepcopy(module), batch, OPTIMIZERS["sgd"])

@@ -69,6 +69,7 @@ from ddp.lab.bench.turns import (
     paired,
     session,
     slowest,
+    torch_alone,
 )
 from ddp.process.clock import now_s
 from ddp.process.memory import available_cores
@@ -300,7 +301,7 @@ class TimeCollectives:
             ConfigError: an algorithm is not possible here.
             WrongSum: ours is not Gloo's sum, or not the same on all ranks.
         """
-        with session():
+        with session(torch_alone):
             return self._of_all_cases()
 
     def _of_all_cases(self) -> list[CollectiveCell]:

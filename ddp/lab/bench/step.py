@@ -46,13 +46,12 @@ from torch import Tensor
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
-from ddp.comm.session import init
 from ddp.commands.command import parser_of, respond
 from ddp.errors import ConfigError
 from ddp.lab.bench.command import Job, add_options, place_of, run
 from ddp.lab.bench.counts import bytes_in, can_count_memory, sampling, spans_of
 from ddp.lab.bench.place import HERE, Place, refuse_unknown, split
-from ddp.lab.bench.turns import COLOURS, STEP, TimedCell, announce, paired, session, slowest
+from ddp.lab.bench.turns import COLOURS, STEP, TimedCell, announce, paired, session, slowest, torch_alone, with_ours
 from ddp.lab.bench.variants import OPTIMIZERS, VARIANTS
 from ddp.lab.bench.workloads import add_models, make, models_of, workload
 from ddp.process.memory import resident_bytes
@@ -223,8 +222,8 @@ class TimeSteps:
 
     def __call__(self) -> list[StepCell]:
         """Returns one cell, the same on all ranks."""
-        with session():
-            cell = self._measure(init(device="cpu"))
+        with session(with_ours) as comm:
+            cell = self._measure(comm)
             announce(cell)
         return [cell]
 
@@ -268,7 +267,7 @@ class MeasureMemory:
         """Returns one cell, the same on all ranks."""
         with torch.device("meta"), suppress(ConfigError):  # one of the user's own may need numbers
             workload(self.model).make()  # imports torchvision, say, before memory counts, and takes none for numbers
-        with session():
+        with session(torch_alone):
             cell = self._measure()
         return [cell]
 

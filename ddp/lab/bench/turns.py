@@ -25,15 +25,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ddp.comm.session import shutdown
+from ddp.comm.communicator import Communicator
+from ddp.comm.session import init, shutdown
 from ddp.process.terminal import say
 from ddp.units import three_digits
 
+Joined = TypeVar("Joined")
 TURN_S, MOST_REPETITIONS = 0.2, 200
 ABORT_S = 60.0
 
@@ -123,15 +125,25 @@ class TimedCell(Cell):
         """Draws the cells of a place."""
 
 
-@contextmanager
-def session() -> Iterator[None]:
-    """Joins torch.distributed on Gloo, each rank with one thread; ends it and ours (note "replicas first")."""
-    torch.set_num_threads(1)
+def with_ours() -> Communicator:
+    """Returns our communicator of all ranks, on the CPU."""
+    return init(device="cpu")
+
+
+def torch_alone() -> None:
+    """Joins torch.distributed on Gloo, where a communicator of ours is made later. Once in a process."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=ABORT_S))
-    yield
+
+
+@contextmanager
+def session(join: Callable[[], Joined]) -> Iterator[Joined]:
+    """Joins the other ranks, each with one thread; ends ours and torch.distributed (note "replicas first")."""
+    torch.set_num_threads(1)
+    yield join()
     gc.collect()
     shutdown()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class Rival(Protocol):

@@ -31,18 +31,16 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.session import init
 from ddp.commands.command import parser_of, respond
 from ddp.lab.bench.command import add_options, place_of, run
 from ddp.lab.bench.place import HERE, Place, refuse_unknown, split
-from ddp.lab.bench.turns import PROGRESS, Cell, num_repetitions, session, slowest, take_turns
+from ddp.lab.bench.turns import PROGRESS, Cell, num_repetitions, session, slowest, take_turns, with_ours
 from ddp.lab.bench.variants import OPTIMIZERS, Training
 from ddp.lab.bench.workloads import Batch, add_models, loss_of, make, models_of
 from ddp.lab.forecast import encoding
 from ddp.lab.forecast.links_here import taken_s
 from ddp.lab.forecast.prices import Dispatch, Prices
-from ddp.lab.forecast.replay import forecast, naive_s
-from ddp.lab.forecast.setup import Setup
+from ddp.lab.forecast.replay import Setup, forecast, naive_s
 from ddp.lab.forecast.work import Work, work_in
 from ddp.process.clock import now_s
 from ddp.process.memory import available_cores
@@ -141,8 +139,8 @@ class CompareForecasts:
 
     def __call__(self) -> list[ForecastCell]:
         """Returns a cell for each method, the same on all ranks."""
-        with session():
-            return self._measure(init(device="cpu"))
+        with session(with_ours) as comm:
+            return self._measure(comm)
 
     def _measure(self, comm: Communicator) -> list[ForecastCell]:
         module, batch = make(self.model, rank=comm.rank)
