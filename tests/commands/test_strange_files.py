@@ -17,7 +17,7 @@ import yaml
 
 from ddp.commands.where import where
 from ddp.errors import CheckpointError, ConfigError, printable
-from ddp.lab.scaling.comparisons import compared
+from ddp.lab.scaling.figures import compared
 from ddp.lab.scaling.runs import _memory, _pairs, read_runs
 from ddp.run.build.load import load
 from ddp.run.launch.report import Report

@@ -42,8 +42,7 @@ from ddp.lab.forecast.prices import (
     measured_on,
 )
 from ddp.lab.forecast.question import Forecaster, asked_of
-from ddp.lab.forecast.replay import _beside, forecast, naive_s, replay, together
-from ddp.lab.forecast.setup import Setup, Step, Timed, step_of
+from ddp.lab.forecast.replay import Setup, Step, Timed, _beside, forecast, naive_s, replay, step_of, together
 from ddp.lab.forecast.work import Gradient, Work, bytes_of, work_of
 from ddp.run.settings.config import Config
 from ddp.train.monitor.profile import BucketTimes, ClockOffset, NetworkFigures, Profile, RankStep, read_profile

@@ -21,8 +21,7 @@ import yaml
 from ddp.__main__ import main
 from ddp.lab.scaling import page
 from ddp.lab.scaling.charts import COLOURS, PARTS
-from ddp.lab.scaling.comparisons import compared
-from ddp.lab.scaling.figures import Series, waited_for
+from ddp.lab.scaling.figures import Series, compared, waited_for
 from ddp.lab.scaling.runs import read_run, read_runs
 from ddp.lab.scaling.words import verdict
 from ddp.run.settings.config import Config

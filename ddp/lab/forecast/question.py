@@ -26,8 +26,7 @@ from ddp.errors import ConfigError
 from ddp.lab.forecast import encoding
 from ddp.lab.forecast.links_here import measured_here
 from ddp.lab.forecast.prices import Dispatch, Prices, cores_of_a_rank, measured_of, measured_on, threads_of_a_rank
-from ddp.lab.forecast.replay import Forecast, forecast, naive_s
-from ddp.lab.forecast.setup import STRATEGIES, Setup, Strategy
+from ddp.lab.forecast.replay import STRATEGIES, Forecast, Setup, Strategy, forecast, naive_s
 from ddp.lab.forecast.work import Work, work_of
 from ddp.lab.scaling.runs import read_runs
 from ddp.process.arguments import positive, whole
@@ -300,9 +299,13 @@ class Forecaster:
 
     def measured(self, asked: Asked) -> Measured:
         """Returns links and memory there."""
-        hosts, of_links = equal_hosts(asked.num_ranks, asked.per_host), {"alpha_s": self.alpha_s}
-        of_links["rate_bit_s"] = self.rate_bit_s
-        return measured_on(self.known, hosts, num_measured=self.num_known, **of_links)
+        return measured_on(
+            self.known,
+            equal_hosts(asked.num_ranks, asked.per_host),
+            alpha_s=self.alpha_s,
+            rate_bit_s=self.rate_bit_s,
+            num_measured=self.num_known,
+        )
 
     def setup(self, asked: Asked) -> Setup:
         """Returns the ranks that are asked about."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ddp.commands.command import parser_of, respond
 from ddp.errors import ConfigError
-from ddp.lab.scaling.comparisons import compared
+from ddp.lab.scaling.figures import compared
 from ddp.lab.scaling.page import write
 from ddp.lab.scaling.runs import read_runs
 from ddp.lab.scaling.words import Section, section_of

@@ -21,8 +21,7 @@ from ddp.comm.meeting.place import refuse_workers
 from ddp.commands.command import parser_of
 from ddp.errors import ConfigError
 from ddp.lab.scaling import report
-from ddp.lab.scaling.comparisons import compared
-from ddp.lab.scaling.figures import Series
+from ddp.lab.scaling.figures import Series, compared
 from ddp.lab.scaling.runs import read_runs
 from ddp.lab.scaling.words import Table, tables_of
 from ddp.process.arguments import listed, positive, program, quoted, shown, whole
