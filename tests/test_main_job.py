@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing import PContext
 
 import ddp
 from ddp.__main__ import main as ask
-from ddp.lab.scaling import page
+from ddp.lab.scaling import report as page
 from ddp.lab.scaling.charts import in_seconds
 from ddp.models.images import CNN
 from ddp.run.build import stages as build

@@ -18,7 +18,8 @@ import pytest
 import yaml
 from forked import Forked
 
-from ddp.lab.scaling import page, scale
+from ddp.lab.scaling import report as page
+from ddp.lab.scaling import scale
 from ddp.run.launch import jobs
 from ddp.run.launch.command_line import composed
 from ddp.run.launch.run_folder import settings_text
@@ -63,7 +64,7 @@ def test_the_command_of_the_features_table(
         workers, speed_up = len(rates), rates[-1] / rates[0]
         cells.append([workers, rates[-1], speed_up, 100 * speed_up / workers, memory, 64e3 / rates[-1], *means])
         assert not [*run.glob("checkpoints/*")] and "test_loss" not in (run / "summary.json").read_text()
-    rows = [line.split("│")[1:-1] for line in said.out.splitlines() if re.match(r"│ +[12] │", line)]
+    rows = [re.split("  +", line) for line in said.out.splitlines() if re.match("[12]  ", line)]
     assert [len(row) for row in rows] == [7, 7, 8, 8] and max(map(len, said.out.splitlines()[4:12])) < 80
     for speed, parts, wanted in zip(rows[:2], rows[2:], cells, strict=True):
         shown = [float(re.sub(r"[^\d.]", "", cell)) for cell in [*speed[:6], *parts[1:]]]
@@ -137,7 +138,7 @@ def test_a_number_of_workers_that_fails_is_told_and_the_others_are_shown(
     assert scale.main(["sweep.name=mine"]) == 1
     said = capfd.readouterr().out
     assert [*sham.processes] == [1, 2, 4] and "cluster.workers=2/: failed (status 1)" in said
-    shown = re.findall(r"│ +(\d) │ +([\d.]+) │ +([\d.]+) │ +([\d.]+)% │", said)
+    shown = re.findall(r"^(\d) +([\d.]+) +([\d.]+) +([\d.]+)%", said, re.MULTILINE)
     assert shown == [("1", "64.0", "1.00", "100.0"), ("4", "256.0", "4.00", "100.0")]
     assert "cluster.workers=2 is left out: its job has ended so: failed (status 1)." in said
 
@@ -150,12 +151,12 @@ def test_ctrl_c_leaves_what_was_measured_and_the_rest_is_measured_later(
     assert scale.main([]) == 130
     assert all(process.poll() is not None for process in sham.processes.values())
     said = capfd.readouterr()
-    assert "│ 200.0%" not in said.out and len(re.findall(r"│ +\d │ .* │ +100.0% │", said.out)) == 2
+    assert "200.0%" not in said.out and len(re.findall(r"^\d .* 100.0%", said.out, re.MULTILINE)) == 2
     (again,) = re.findall(r"^what is missing is measured by ddp scale (.*)$", said.err, re.MULTILINE)
     sham.statuses.clear(), sham.processes.clear()
     assert scale.main(shlex.split(again)) == 0
     assert [*sham.processes] == [4], "the others are there"
-    assert len(re.findall(r"│ +\d │ .* │ +100.0% │", capfd.readouterr().out)) == 3
+    assert len(re.findall(r"^\d .* 100.0%", capfd.readouterr().out, re.MULTILINE)) == 3
     with pytest.raises(SystemExit):
         scale.main([*shlex.split(again), "--seconds", "3"])
     said = "holds a job with profile.seconds=5, and this one has profile.seconds=3; take another"
@@ -181,7 +182,7 @@ def test_a_single_run_is_compared_with_nothing(sham: Sham, capfd: pytest.Capture
     sham.statuses = {2: 2}
     assert scale.main([]) == 2
     said = capfd.readouterr().out
-    assert said.endswith("so there is nothing to compare\n") and "│" not in said
+    assert said.endswith("so there is nothing to compare\n") and "efficiency" not in said
 
 
 # --- before a job begins ---------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from ddp.__main__ import main
-from ddp.lab.scaling import page
+from ddp.lab.scaling import report as page
 from ddp.lab.scaling.charts import COLOURS, PARTS
 from ddp.lab.scaling.figures import Series, compared, waited_for
 from ddp.lab.scaling.runs import read_run, read_runs
@@ -479,7 +479,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     profile_of([[*each, each[0]] for each in READY_S]).write(sweep / "k=4")
     words = ["--target", "0.75", "--price-per-worker-hour", "36", "--goal-efficiency", "0.7"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ddp.lab.scaling.page.svg", DRAWN.svg)
+        patch.setattr("ddp.lab.scaling.report.svg", DRAWN.svg)
         assert main(["report", str(sweep), *words]) == 0
     return sweep
 

@@ -74,7 +74,7 @@ OPTIMIZERS: Mapping[str, MakeOptimizer] = {
     "adamw": partial(torch.optim.AdamW, lr=1e-4, fused=True),
     "lamb": partial(LAMB, lr=1e-4),
 }
-LEAST_STEPS = 10
+WARM_UP = 5  # steps
 PASSES = 16  # batches of each rank in an epoch of `fit`, `fit_noise` and `by_hand`
 EVERY = 8  # steps of local_sgd from one exchange to the next
 
@@ -84,15 +84,16 @@ class Training:
 
     Attributes:
         every: steps of a round, if the last one of these has more to do than the others; a turn has whole rounds.
+        least: steps of a turn.
         optimizers: all that hold state.
         num_counted: steps of all turns so far.
     """
 
-    every = 1
+    every, least = 1, 10
 
     def __init__(self, replica: nn.Module, batch: Batch, optimizer: Optimizer) -> None:
         self.replica, self.batch, self.optimizers = replica, batch, [optimizer]
-        self.loss, self.num_steps = torch.zeros(()), LEAST_STEPS  # of a turn
+        self.loss, self.num_steps = torch.zeros(()), self.least  # of a turn
         self.num_counted, self._sent, self._waited_s = 0, 0, 0.0  # of all turns
 
     def step(self) -> None:
@@ -115,8 +116,8 @@ class Training:
 
     def find_pace(self) -> None:
         """Warms up, since both classes rebuild their buckets after the first step, and chooses the steps of a turn."""
-        step_s = statistics.fmean(self.steps_s(LEAST_STEPS // 2))
-        self.num_steps = num_repetitions(slowest([step_s])[0], least=LEAST_STEPS)
+        step_s = statistics.median(self.steps_s(WARM_UP))
+        self.num_steps = num_repetitions(slowest([step_s])[0], least=self.least)
 
     def turn_s(self) -> float:
         """Returns the median step of the rank where that is longest: the others wait for it, or would have to."""

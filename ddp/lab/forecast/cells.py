@@ -34,7 +34,7 @@ from ddp.comm.communicator import Communicator
 from ddp.commands.command import parser_of, respond
 from ddp.lab.bench.command import add_options, place_of, run
 from ddp.lab.bench.place import HERE, Place, refuse_unknown, split
-from ddp.lab.bench.turns import PROGRESS, Cell, num_repetitions, session, slowest, take_turns, with_ours
+from ddp.lab.bench.turns import PROGRESS, Cell, session, slowest, take_turns, with_ours
 from ddp.lab.bench.variants import OPTIMIZERS, Training
 from ddp.lab.bench.workloads import Batch, add_models, loss_of, make, models_of
 from ddp.lab.forecast import encoding
@@ -56,8 +56,6 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     **{name: {"hook": hook} for name, hook in encoding.HOOKS.items()},
 }
 """How gradients travel → keywords of a replica."""
-LEAST_STEPS = 4
-
 
 def main(words: Sequence[str]) -> int:
     """Compares what the words ask for."""
@@ -200,13 +198,10 @@ def chosen(cells: Sequence[ForecastCell]) -> list[ForecastCell]:
 class Paced(Training):
     """Trains in turns of a few steps, because a step on a slow network takes long."""
 
+    least = 4
+
     def __init__(self, replica: nn.Module, batch: Batch) -> None:
         super().__init__(replica, batch, OPTIMIZERS["sgd"](replica.parameters()))
-
-    def find_pace(self) -> None:
-        """Warms up, and chooses the steps of a turn."""
-        step_s = statistics.median(self.steps_s(LEAST_STEPS))
-        self.num_steps = num_repetitions(slowest([step_s])[0], least=LEAST_STEPS)
 
 
 class Computing(Paced):

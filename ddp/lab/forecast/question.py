@@ -56,7 +56,6 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--algorithm", default="auto", help="of the all-reduces (default: %(default)s)")
     parser.add_argument("--bucket-mb", type=positive, metavar="MB", help="size of a bucket (default: as in the run)")
     parser.add_argument("--strategy", choices=list(STRATEGIES.values()), help="default: as in the run")
-    parser.add_argument("--slow-down", type=positive, metavar="FACTOR", help="of a sample there (default: by cores)")
     return respond(parser, parser.parse_args(words), answer)
 
 
@@ -108,7 +107,6 @@ def _forecaster(options: argparse.Namespace, profile: Profile, asked: Asked) -> 
         alpha_s=options.alpha,
         rate_bit_s=options.rate,
         cores=cores,
-        slow_down=None if options.slow_down is None else (asked.per_host, options.slow_down),
     )
 
 
@@ -252,8 +250,6 @@ class Forecaster:
         num_known: the ranks of a host whose memory that was.
         cores: of a host.
         alpha_s, rate_bit_s: of the links between hosts; None: as they are known.
-        slow_down: how many ranks of a host compute at once, and how much slower; None: by cores. Other numbers of
-            ranks are as far off the factor by cores.
     """
 
     profile: Profile
@@ -262,7 +258,6 @@ class Forecaster:
     cores: int
     alpha_s: float | None = None
     rate_bit_s: float | None = None
-    slow_down: tuple[int, float] | None = None
 
     @cached_property
     def work(self) -> Work:
@@ -276,19 +271,8 @@ class Forecaster:
         num_known, cores = max(map(len, run.hosts)), run.cores[0]
         return replace(self, known=known, num_known=num_known, cores=cores, alpha_s=None, rate_bit_s=None)
 
-    @property
-    def of_one_s(self) -> float:
-        """Returns the seconds of one worker for a sample."""
-        return self.work.computing_s / self.work.num_samples
-
     def slow_down_of(self, per_host: int) -> float:
-        """Returns the factor of ranks of a host that compute at once."""
-        if self.slow_down is None or per_host == 1:
-            return self._by_cores(per_host)
-        known, factor = self.slow_down
-        return factor / self._by_cores(known) * self._by_cores(per_host)
-
-    def _by_cores(self, per_host: int) -> float:
+        """Returns how many times as long ranks of a host compute that share its cores evenly."""
         profiled = cores_of_a_rank(self.profile.cores[0], len(self.profile.hosts[0]), self.profile.threads)
         return profiled / cores_of_a_rank(self.cores, per_host, self.profile.threads)
 
@@ -327,7 +311,7 @@ class Forecaster:
 
     def efficiency(self, found: Forecast) -> float:
         """Returns the samples/s of a forecast ÷ (its ranks × the samples/s of one worker)."""
-        return found.samples_per_s * self.of_one_s / found.num_ranks
+        return found.samples_per_s * self.work.computing_s / self.work.num_samples / found.num_ranks
 
     def naive_s(self, asked: Asked) -> float:
         """Returns the naive guess: of one worker's step, and bytes ÷ rate."""

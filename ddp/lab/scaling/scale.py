@@ -23,11 +23,11 @@ from ddp.errors import ConfigError
 from ddp.lab.scaling import report
 from ddp.lab.scaling.figures import Series, compared
 from ddp.lab.scaling.runs import read_runs
-from ddp.lab.scaling.words import Table, tables_of
+from ddp.lab.scaling.words import tables_of
 from ddp.process.arguments import listed, positive, program, quoted, shown, whole
 from ddp.process.files import hold, make_folder
 from ddp.process.memory import available_cores
-from ddp.process.terminal import console, say
+from ddp.process.terminal import say
 from ddp.run.build.stages import check
 from ddp.run.launch import jobs, sweep
 from ddp.run.launch.command_line import bad_input_to, composed, exit_with_error, for_hydra, options_first, varied_keys
@@ -36,7 +36,7 @@ from ddp.run.launch.sweep import Job
 from ddp.run.settings.checks import check_gpus, check_strategy, places, resolve
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
-from ddp.units import counted
+from ddp.units import counted, lines_of_table
 
 _MANY = f"{10**9}"  # steps
 CHANGED = {
@@ -213,24 +213,11 @@ def tell(folder: Path, given: Sequence[str]) -> int:
         return status or 1
     for each in series:
         for table in tables_of(each):
-            _show(table)
+            say("\n".join([f"{table.title}:", *lines_of_table(table.rows), ""]))
     say("This is about speed alone: nothing was evaluated, and nobody knows how well more workers learn.")
     report.main([str(folder)])
     say("\n".join(_next_commands(folder, series[0], given)))
     return status
-
-
-def _show(table: Table) -> None:
-    """Prints a table, whole also where it goes to a file."""
-    from rich.table import Table as Shown
-
-    head, *rows = table.rows
-    shown = Shown(title=table.title)
-    for title in head:
-        shown.add_column(title, justify="right", overflow="fold")
-    for row in rows:
-        shown.add_row(*row)
-    console(wide=1000).print(shown)
 
 
 def _next_commands(folder: Path, series: Series, given: Sequence[str]) -> list[str]:
