@@ -67,6 +67,11 @@ def prices(hosts: Any, *, curve: Curve | None = None, algorithm: str = "ring", *
     return Prices(Measured(Network(hosts, LINK, LINK, 1e-10), curve, curve), algorithm, **how)
 
 
+@pytest.fixture
+def in_foreground(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Setup, "overlaps", False)
+
+
 def ends(step: Step, *paces: Sequence[float]) -> list[float]:
     return [float(end) for end in replay(step, np.array(paces, dtype=float))]
 
@@ -163,9 +168,10 @@ def test_every_one_line_mutant_of_the_replay_is_found(function: FunctionType) ->
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 @pytest.mark.parametrize("algorithm", ["ring", "tree", "recursive_doubling"])
+@pytest.mark.usefixtures("in_foreground")
 def test_without_overlap_a_step_is_the_formula(num_ranks: int, algorithm: str) -> None:
     there = prices(equal_hosts(num_ranks, 1), algorithm=algorithm)
-    found = forecast(WORK, Setup(prices=there, batch=8 * num_ranks, in_background=False))
+    found = forecast(WORK, Setup(prices=there, batch=8 * num_ranks))
     network = replace(there.measured.network, inside=LINK)
     formula_s = sum(textbook(algorithm, bytes_of(bucket), network) or math.nan for bucket in WORK.buckets)
     exact = algorithm == "ring" or num_ranks in (2, 8)
@@ -175,12 +181,13 @@ def test_without_overlap_a_step_is_the_formula(num_ranks: int, algorithm: str) -
 
 
 @pytest.mark.parametrize("per_host", [1, 2])
-def test_one_bucket_is_what_the_simulator_says(per_host: int) -> None:
+def test_one_bucket_is_what_the_simulator_says(per_host: int, monkeypatch: pytest.MonkeyPatch) -> None:
     work = replace(WORK, buckets=gradients(4))
     there = prices(equal_hosts(4, per_host))
     took_s = simulate(SCHEDULES["ring"], there.measured.network, MIB).makespan_s
     for in_background in (False, True):
-        found = forecast(work, Setup(prices=there, batch=32, in_background=in_background))
+        monkeypatch.setattr(Setup, "overlaps", in_background)
+        found = forecast(work, Setup(prices=there, batch=32))
         assert found.step_s == pytest.approx(work.computing_s + took_s)
     scattered = simulate(SCHEDULES["ring_reduce_scatter"], there.measured.network, MIB).makespan_s
     assert there.of(Call("reduce_scatter", 4 * MIB)) == pytest.approx(scattered)
@@ -207,11 +214,12 @@ def test_a_narrow_format_moves_fewer_bytes_and_pays_for_each() -> None:
     assert dear.of(form) > 2 * cheap.of(call)
 
 
+@pytest.mark.usefixtures("in_foreground")
 def test_strategies_send_and_update_their_slices() -> None:
     there = prices(equal_hosts(4, 2), curve=CURVE, algorithm="auto")
     dispatched = {}
     for strategy in ("replicated", "sharded", "central_storage"):
-        setup = Setup(prices=there, batch=32, strategy=strategy, in_background=False)
+        setup = Setup(prices=there, batch=32, strategy=strategy)
         sent = setup.dispatches(WORK)
         dispatched[strategy] = step_of(WORK, setup, sent)
     plain, sharded, central = dispatched.values()
@@ -333,13 +341,14 @@ def test_samples_cores_and_buckets_change_the_work() -> None:
     assert merged.num_bytes == WORK.num_bytes and merged.backward_s == WORK.backward_s
 
 
+@pytest.mark.usefixtures("in_foreground")
 def test_stragglers_are_drawn_from_the_profile_and_more_ranks_meet_more() -> None:
     uneven = replace(WORK, spread=(1.0,) * 9 + (2.0,))
     found = {}
     for num_ranks in (2, 16, 64):
         there = prices(equal_hosts(num_ranks, 1))
-        found[num_ranks] = forecast(uneven, Setup(prices=there, batch=8 * num_ranks, in_background=False))
-        assert found[num_ranks] == forecast(uneven, Setup(prices=there, batch=8 * num_ranks, in_background=False))
+        found[num_ranks] = forecast(uneven, Setup(prices=there, batch=8 * num_ranks))
+        assert found[num_ranks] == forecast(uneven, Setup(prices=there, batch=8 * num_ranks))
     assert found[2].waiting_s <= found[16].waiting_s <= found[64].waiting_s
     assert found[64].waiting_s == pytest.approx(WORK.computing_s, rel=0.15)
     assert found[2].computing_s == pytest.approx(WORK.computing_s)

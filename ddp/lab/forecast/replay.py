@@ -54,7 +54,6 @@ class Setup:
         batch: samples of a step, of all ranks.
         wire: the format in which gradients travel between hosts.
         cores: usable, of each host; threads: of a rank.
-        in_background: None: as a run decides it (`comm/plan.py`, `Plan.overlaps`).
     """
 
     prices: Prices
@@ -63,7 +62,6 @@ class Setup:
     wire: Narrow | None = None
     cores: int = 1
     threads: int = 1
-    in_background: bool | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -86,9 +84,7 @@ class Setup:
 
     @property
     def overlaps(self) -> bool:
-        """Returns True if buckets are reduced in the background of backward."""
-        if self.in_background is not None:
-            return self.in_background
+        """Returns True if buckets are reduced in the background of backward, as a run decides it (`comm/plan.py`)."""
         return self.num_ranks > 1 and (IN_MEMORY not in self.prices.routes or self.has_spare_cores)
 
     def dispatches(self, work: Work) -> list[Dispatch]:
