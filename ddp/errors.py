@@ -77,7 +77,7 @@ def nearest(word: object, known: Iterable[str]) -> str:
     return by_lower[near[0]] if near else ""
 
 
-CALLED_ELSEWHERE = {  # word, or a sentence → what others call it, in lower case, letters and figures alone
+CALLED_ELSEWHERE = {  # word, or Sentence → what others call it, in lower case, letters and figures alone
     "auto": "replicated ddp ddpspawn ddpfork ddpnotebook distributeddataparallel default nccl ncclallreduce",
     "one_device": "onedevice singledevice",
     "mirrored": "mirrored dp dataparallel horovod",
@@ -95,7 +95,7 @@ CALLED_ELSEWHERE = {  # word, or a sentence → what others call it, in lower ca
     "bf16": "bfloat16 mixedbfloat16 bf16mixed",
     "bf16_pure": "bf16true",
     "search": "tune hyperparameters",
-    "bench_step": "bench benchmark",
+    "bench step": "bench benchmark benchstrategies benchsamebits",
     "Parameters are whole on every rank here; sharded cuts the optimizer's state alone": (
         "fsdp fsdp2 fullyshard fullyshardeddataparallel deepspeed zero2 zero3"
     ),
@@ -124,7 +124,7 @@ def meant(word: object, known: Iterable[str], say: str = "{}") -> str:
     """
     letters, words = _letters(word), list(known)
     found = next((ours for ours, theirs in CALLED_ELSEWHERE.items() if letters in theirs.split()), "")
-    if " " in found:
+    if found[:1].isupper():
         return f" {found}."
     if found not in words:  # a class of another library may have ours in its name: HierarchicalCopyAllReduce
         found = max((each for each in words if len(each) > 5 and _letters(each) in letters), key=len, default="")

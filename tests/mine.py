@@ -28,7 +28,7 @@ class Net(nn.Module):
         return outputs
 
     def example_batch(self) -> tuple[Tensor, Tensor]:
-        """Returns one worker's inputs and targets, for `scripts/ddp bench_step --models mine:Net`."""
+        """Returns one worker's inputs and targets, for `scripts/ddp bench step --models mine:Net`."""
         return torch.randn(32, 4), torch.randn(32, 1)
 
 

@@ -16,9 +16,9 @@ FLOORS = [
     ["strategies"],
     ["train"],
     ["run"],
-    ["bench"],
     ["commands"],
     ["__main__", "__init__", "drop_in", "trackers"],
+    ["lab"],
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 

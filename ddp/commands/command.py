@@ -20,8 +20,8 @@ from ddp.units import parse_delay, parse_rate
 
 def parser_of(name: str, **options: Any) -> Parser:
     """Returns the parser of a command, described as in the list of commands; other keywords are argparse's."""
-    about = COMMANDS.get(name)
-    described = {} if about is None else {"description": f"{about[0].upper()}{about[1:]}."}
+    _, about = COMMANDS.get(name, ("", ""))
+    described = {"description": f"{about[0].upper()}{about[1:]}."} if about else {}
     return Parser(prog=f"{program()} {name}", **described | options)
 
 

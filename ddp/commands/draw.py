@@ -1,7 +1,6 @@
 """Draws what happens in which round of a schedule, as text or as a picture.
 
-`draw overlap` draws what backward hides in a step of a small network here, `draw step` a step of a run that was
-profiled.
+`draw step` draws a step of a run that was profiled.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from pathlib import Path
 from statistics import median_low
 
 from ddp.collectives.schedule import draw
-from ddp.commands.command import add_workers, parser_of, respond
+from ddp.commands.command import parser_of, respond
 from ddp.commands.schedules import add_schedule, chosen_schedule
 from ddp.pictures.schedule import svg
-from ddp.process.arguments import Parser, positive, program, whole
+from ddp.process.arguments import Parser, program, whole
 
 MOST_RANKS_PICTURED = 32
 RANKS_DRAWN = whole(1, 256, "a drawing has a line for each rank in each round")
@@ -24,11 +23,9 @@ RANKS_DRAWN = whole(1, 256, "a drawing has a line for each rank in each round")
 
 def main(words: Sequence[str]) -> int:
     """Draws what the words say."""
-    if words[:1] == ["overlap"]:
-        return draw_overlap(words[1:])
     if words[:1] == ["step"]:
         return draw_step(words[1:])
-    others = f"{program()} draw overlap --help: what backward hides here; draw step --help: a step of a run."
+    others = f"{program()} draw step --help: a step of a run; draw overlap --help: what backward hides here."
     parser = parser_of("draw", epilog=others)
     add_schedule(parser, RANKS_DRAWN)
     add_picture(parser)
@@ -49,46 +46,6 @@ def answer(options: argparse.Namespace) -> str:
     title += f", {schedule.num_shards} shards" if schedule.num_shards is not None else ""
     write_picture(options.svg, svg(schedule, options.num_ranks, title=title, hosts=hosts))
     return f"{options.svg}: {title}"
-
-
-# --- The timeline of a step ------------------------------------------------------------------------------------------
-
-
-def draw_overlap(words: Sequence[str]) -> int:
-    """Trains a small network, and draws how much of the reductions backward hides on this machine."""
-    parser = parser_of("draw overlap", description="Trains a small network, and draws the timeline of a step.")
-    add_workers(parser)
-    parser.add_argument(
-        "--bucket-mb", type=positive, default=4.0, metavar="MB", help="size of a bucket, in MiB (default: %(default)s)"
-    )
-    add_picture(parser)
-    return respond(parser, parser.parse_args(words), overlap_answer)
-
-
-def overlap_answer(options: argparse.Namespace) -> str:
-    """Returns the timeline, or what was drawn."""
-    from ddp.pictures.timeline import TITLE, svg_of, timeline_figure, timeline_text
-    from ddp.run.launch.from_python import launch
-
-    if options.svg is not None and not options.svg.absolute().parent.is_dir():
-        raise ValueError(f"cannot write {options.svg}: there is no such folder; name another file after --svg")
-    measured = launch(overlap_here, options.bucket_mb, workers=options.workers, threads_per_worker=1, timeout_s=300)
-    background, foreground, default = measured[0]
-    if options.svg is not None:
-        write_picture(options.svg, svg_of(timeline_figure(background, foreground), TITLE))
-        return f"{options.svg}: a step of {options.workers} workers"
-    text = timeline_text(background, foreground)
-    return f"{text}\n\nBackward and reductions in ms. Here ddp reduces {default} unless it is told otherwise."
-
-
-def overlap_here(bucket_mb: float) -> tuple[object, ...]:
-    """Returns, as one rank of a new world, the timelines of a step."""
-    import ddp
-    from ddp.bench.overlap import overlap
-
-    measured = overlap(ddp.init(device="cpu"), bucket_mb=bucket_mb)
-    ddp.shutdown()
-    return measured
 
 
 # --- A step of a run -------------------------------------------------------------------------------------------------

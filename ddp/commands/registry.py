@@ -1,4 +1,4 @@
-"""Lists the commands, and runs one: the module of its name in this folder, which is imported when it is asked for.
+"""Lists the commands, and runs one: its module is imported by name when the command is called.
 
 `torchrun … -m ddp train` trains as well, in the processes that torchrun has started; so do `mpirun` and `srun`
 (`comm/meeting/place.py`).
@@ -17,30 +17,30 @@ from ddp.process.arguments import Parser, program
 from ddp.process.terminal import ended_by_ctrl_c, say
 
 COMMANDS = {
-    "train": "trains a model on this host's workers; its --help lists all settings",
-    "draw": 'draws the rounds of a schedule; as "draw overlap" or "draw step RUN", where the time of a step goes',
-    "scale": "measures in seconds what each number of workers would buy your run, and where its time would go",
-    "search": "searches for settings by Optuna, a run for each trial",
-    "check": "proves a schedule, and shows what each chunk becomes",
-    "simulate": "predicts time, messages and bytes of a schedule on another network",
-    "explain": 'measures here, and says which all-reduce "auto" chooses and why',
-    "forecast": "predicts a profiled run's step on other workers, hosts and links, and what would make it faster",
-    "doctor": "examines hosts, links and settings, alone or under torchrun, and says what is wrong and what to do",
-    "same_bits": "compares two runs bit by bit, and names the first step and tensor in which they differ",
-    "where": "says which samples a step has, or who reads a sample",
-    "evaluate": "says how good a run is: a finished one, or one with strategy.region at this moment",
-    "sidecar": "follows a run that goes on, and evaluates each of its checkpoints",
-    "report": "says what each number of workers of a sweep has bought, and where more stop paying",
-    "predict": "writes what a finished run makes of each sample",
-    "exercise": "checks your solution of an exercise of recipes/tutorial",
-    "tutorial": "writes the read-along, prose beside code, as pages for a browser",
-    "bench_step": "times training steps beside torch's DistributedDataParallel",
-    "bench_strategies": "times and counts training by each strategy beside torch's classes",
-    "bench_same_bits": "measures what the same bits on any number of workers cost in time and memory",
-    "bench_forecast": "compares forecasts of training steps with the steps",
-    "bench_collectives": "times collectives beside torch.distributed's on Gloo",
+    "train": ("commands.train", "trains a model on this host's workers; its --help lists all settings"),
+    "draw": ("commands.draw", "draws the rounds of a schedule, or (draw step RUN) where a step's time went"),
+    "draw overlap": ("lab.draw_overlap", "draws how much of the reductions backward hides on this machine"),
+    "scale": ("lab.scaling.scale", "measures in seconds what each number of workers would buy your run"),
+    "search": ("commands.search", "searches for settings by Optuna, a run for each trial"),
+    "check": ("commands.check", "proves a schedule, and shows what each chunk becomes"),
+    "simulate": ("commands.simulate", "predicts time, messages and bytes of a schedule on another network"),
+    "explain": ("commands.explain", 'measures here, and says which all-reduce "auto" chooses and why'),
+    "forecast": ("lab.forecast.question", "predicts a profiled run's step on other workers, hosts and links"),
+    "doctor": ("lab.doctor", "examines hosts, links and settings, and says what is wrong and what to do"),
+    "same_bits": ("commands.same_bits", "names the first step and tensor in which two runs differ"),
+    "where": ("commands.where", "says which samples a step has, or who reads a sample"),
+    "evaluate": ("commands.evaluate", "says how good a run is: a finished one, or now one with strategy.region"),
+    "sidecar": ("commands.sidecar", "follows a run that goes on, and evaluates each of its checkpoints"),
+    "report": ("lab.scaling.report", "says what each number of workers of a sweep has bought"),
+    "predict": ("commands.predict", "writes what a finished run makes of each sample"),
+    "exercise": ("lab.exercise", "checks your solution of an exercise of recipes/tutorial"),
+    "tutorial": ("lab.tutorial", "writes the read-along, prose beside code, as pages for a browser"),
+    "bench step": ("lab.bench.step", "times training steps, and counts their memory, beside torch's classes"),
+    "bench forecast": ("lab.forecast.cells", "compares forecasts of training steps with the steps"),
+    "bench collectives": ("lab.bench.collectives", "times collectives beside torch.distributed's on Gloo"),
 }
-"""The name of a module, whose `main` takes the other words and returns the exit status → what it does."""
+"""The name of a command, of one word or two → its module, whose `main` takes the other words and returns the exit
+status; what it does. `ddp/lab/` is named here, and imported nowhere else outside of it."""
 EXAMPLES = """\
 examples:
   python -m ddp train data=cifar10 model=resnet18 cluster.workers=4
@@ -65,25 +65,20 @@ examples:
   python -m ddp predict runs/mine --out scores.csv                     what its model makes of each sample
   python -m ddp exercise 02                                            checks your solution in 02_ring.py
   python -m ddp tutorial --html site/                                  the read-along, as pages for a browser
-  python -m ddp bench_step --models digits-cnn,mine:Net                your own model beside torch's class
-  python -m ddp bench_strategies --workers 2,4                         step, memory and bytes of each strategy
-  python -m ddp bench_same_bits --parts memory                         what same_bits=true costs
-  python -m ddp bench_forecast --workers 2                             how far off a forecast is
-  python -m ddp bench_collectives --workers 2 --sizes 64KB
+  python -m ddp bench step --models digits-cnn,mine:Net                your own model beside torch's class
+  python -m ddp bench step --variants mirrored,sharded,torch --memory  step and memory of each strategy
+  python -m ddp bench step --variants same_bits,accumulated            what same_bits=true costs
+  python -m ddp bench forecast --workers 2                             how far off a forecast is
+  python -m ddp bench collectives --workers 2 --sizes 64KB
 
 python -m ddp COMMAND --help lists the options of a command."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs a command; without one, prints the list. Returns the exit status."""
-    if argv and argv[0] in COMMANDS:
-        with ended_by_ctrl_c():
-            command = import_module(f"ddp.commands.{argv[0]}")
-        try:
-            return int(command.main(argv[1:]))
-        except KeyboardInterrupt:
-            say("stopped by SIGINT", to=sys.stderr)
-            return 128 + signal.SIGINT
+    for num_words in (2, 1):
+        if (name := " ".join(argv[:num_words])) in COMMANDS:
+            return _run(COMMANDS[name][0], argv[num_words:])
     parser = Parser(
         prog=program(),
         usage=f"{program()} COMMAND …",
@@ -95,8 +90,18 @@ def main(argv: Sequence[str]) -> int:
         hint = did_you_mean(argv[0], COMMANDS)
         parser.error(f"there is no command {argv[0]}.{hint} The commands are {', '.join(COMMANDS)}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for name, meaning in COMMANDS.items():
+    for name, (_, meaning) in COMMANDS.items():
         commands.add_parser(name, help=meaning)
     parser.parse_args(argv)  # refuses other words, or prints the help that was asked for
     parser.print_help()
     return 0
+
+
+def _run(module: str, words: Sequence[str]) -> int:
+    with ended_by_ctrl_c():
+        command = import_module(f"ddp.{module}")
+    try:
+        return int(command.main(words))
+    except KeyboardInterrupt:
+        say("stopped by SIGINT", to=sys.stderr)
+        return 128 + signal.SIGINT

@@ -39,7 +39,6 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data import DistributedSampler as TorchSampler
 
 import ddp
-from ddp.bench.turns import take_turns
 from ddp.comm.host_share import shared_by_host
 from ddp.comm.session import init, shutdown
 from ddp.data.files.file_set import FileSet
@@ -49,6 +48,7 @@ from ddp.data.loading.loader import TrainLoader
 from ddp.data.orders.distributed_sampler import DistributedSampler
 from ddp.data.orders.sampler import TrainSampler, sampler_of
 from ddp.data.samples import TensorSet
+from ddp.lab.bench.turns import take_turns
 from ddp.process.arguments import Parser, whole
 from ddp.process.clock import now_s
 from ddp.units import three_digits

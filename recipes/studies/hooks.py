@@ -20,7 +20,7 @@
 All methods train a copy of one model on the same batch, and take turns. Besides the time of a step it says
 
     on the link     bytes that left the busiest host in a step, as its network interface counts them; headers included
-    predicted       bytes that this package says leave a host, and what it forecasts of a step (`bench/forecast/`),
+    predicted       bytes that this package says leave a host, and what it forecasts of a step (`lab/forecast/`),
                     given what forward, backward and update take without the waiting
     of alone        samples/s as a part of those without communication, which take turns with it (`--methods alone,…`)
     encoding        processor time of a rank for encoding and decoding, without what collectives take
@@ -42,20 +42,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from ddp.bench.command import add_options, place_of, run
-from ddp.bench.counts import bytes_sent
-from ddp.bench.forecast import encoding
-from ddp.bench.forecast.prices import Prices
-from ddp.bench.forecast.replay import Forecast, forecast
-from ddp.bench.forecast.setup import Setup
-from ddp.bench.forecast.work import Gradient, Work, bytes_of
-from ddp.bench.place import HERE, Place, refuse_unknown, split
-from ddp.bench.step import Training, make, session
-from ddp.bench.turns import PROGRESS, STEP, Cell, num_repetitions, slowest, take_turns
-from ddp.bench.workloads import add_models, loss_of, models_of
 from ddp.comm.communicator import Communicator
 from ddp.commands.command import respond
 from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
+from ddp.lab.bench.command import add_options, place_of, run
+from ddp.lab.bench.place import HERE, Place, refuse_unknown, split
+from ddp.lab.bench.turns import PROGRESS, STEP, Cell, num_repetitions, session, slowest, take_turns, with_ours
+from ddp.lab.bench.variants import OPTIMIZERS, Training
+from ddp.lab.bench.workloads import add_models, loss_of, make, models_of
+from ddp.lab.forecast import encoding
+from ddp.lab.forecast.prices import Prices
+from ddp.lab.forecast.replay import Forecast, Setup, forecast
+from ddp.lab.forecast.work import Gradient, Work, bytes_of
 from ddp.policies import LocalSGD
 from ddp.process.arguments import Parser
 from ddp.process.clock import now_s
@@ -171,7 +169,7 @@ class TimeHooks:
 
     def __call__(self) -> list[HookCell]:
         """Returns a cell for each method, the same on all ranks."""
-        with session() as comm:
+        with session(with_ours) as comm:
             return self._measure(comm)
 
     def _measure(self, comm: Communicator) -> list[HookCell]:
@@ -181,8 +179,7 @@ class TimeHooks:
             method.find_pace()
             if dist.get_rank() == 0:
                 print(f"{PROGRESS}{self.model}: {name} runs", flush=True)
-        turns = {name: partial(method.turn_s, comm) for name, method in methods.items()}
-        turns_s = take_turns(turns, self.num_turns)
+        turns_s = take_turns({name: method.turn_s for name, method in methods.items()}, self.num_turns)
         plain_s, alone_s = turns_s.get("plain"), turns_s.get("alone")
         compute_s, update_s = next((method.parts_s() for name, method in methods.items() if name in OURS), (0.0, 0.0))
         adding_s = encoding.adding_s()
@@ -200,7 +197,7 @@ class TimeHooks:
                 step_s=turns_s[name],
                 ratio=None if plain_s is None else statistics.median(map(float.__truediv__, plain_s, turns_s[name])),
                 of_alone=None if alone_s is None else statistics.median(map(float.__truediv__, alone_s, turns_s[name])),
-                link_bytes=method.link_bytes() if self.place.bed is not None else None,
+                link_bytes=method.sent() if self.place.bed is not None else None,
                 encoding_s=method.encoding_s(),
                 predicted_bytes=predicted[name].link_bytes if name in predicted else None,
                 predicted_s=steps_s.get(name),
@@ -214,12 +211,11 @@ def _method(name: str, module: nn.Module, batch: Any) -> Method:
 
 
 class Method(Training):
-    """Trains by one method, and counts bytes and the time of encoding."""
+    """Trains by one method, and measures the time of encoding."""
 
     def __init__(self, replica: nn.Module, batch: Any) -> None:
-        self._set_up(replica, batch)
+        super().__init__(replica, batch, OPTIMIZERS["sgd"](replica.parameters()))
         self._clocked = Clocked(replica) if isinstance(replica, Replica) and replica.compression else None
-        self._bytes, self._num_steps = 0, 0
         self._busy_s: list[float] = []  # of a step, by turn: without waiting for gradients
 
     def find_pace(self) -> None:
@@ -228,24 +224,20 @@ class Method(Training):
         if self._clocked is not None:
             self._clocked.encoding_s = 0.0
 
-    def turn_s(self, comm: Communicator) -> float:
-        comm.barrier()
-        before = bytes_sent()
-        waited_s, steps_s = self.waited_s(), self.steps_s(self.num_steps)
-        self._busy_s.append((sum(steps_s) - self.waited_s() + waited_s) / self.num_steps)
-        took_s = slowest([self.of_turn(steps_s)])[0]
-        comm.barrier()
-        self._bytes, self._num_steps = self._bytes + bytes_sent() - before, self._num_steps + self.num_steps
-        return took_s
+    def turn_s(self) -> float:
+        self._busy_s.append(0.0)
+        return super().turn_s()
 
-    def link_bytes(self) -> float:
-        """Returns what has left the busiest host in a step."""
-        return slowest([self._bytes / self._num_steps])[0]
+    def steps_s(self, num_steps: int) -> list[float]:
+        waited_s, steps_s = self.waited_s(), super().steps_s(num_steps)
+        if self._busy_s:  # else it warms up
+            self._busy_s[-1] = (sum(steps_s) - self.waited_s() + waited_s) / num_steps
+        return steps_s
 
     def parts_s(self) -> tuple[float, float]:
         """Returns the times of a forward and backward without the waiting, and of an update, which is the last one."""
         start_s = now_s()
-        self._optimizer.step()
+        self.optimizers[0].step()
         update_s = now_s() - start_s
         compute_s, update_s = slowest([statistics.median(self._busy_s) - update_s, update_s])
         return compute_s, update_s
@@ -273,7 +265,7 @@ class Method(Training):
 
     def encoding_s(self) -> float | None:
         """Returns the processor time of a rank for encoding and decoding in a step, of the slowest rank."""
-        return None if self._clocked is None else slowest([self._clocked.encoding_s / self._num_steps])[0]
+        return None if self._clocked is None else slowest([self._clocked.encoding_s / self.num_counted])[0]
 
 
 class Rounds(Method):
@@ -282,14 +274,14 @@ class Rounds(Method):
     def __init__(self, module: nn.Module, batch: Any, delay: int) -> None:
         super().__init__(LocalDataParallel(module, wire="int8"), batch)
         rounds = LocalSGD(every=EVERY, delay=delay)
-        self._strategy = (Streaming if delay else LocalSteps)(self.replica, self._optimizer, rounds)
+        self._strategy = (Streaming if delay else LocalSteps)(self.replica, self.optimizers[0], rounds)
         self._number = 0
 
     def step(self) -> None:
-        inputs, targets = self._batch
+        inputs, targets = self.batch
         self._number += 1
         is_last = self._number % EVERY == 0
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizers[0].zero_grad(set_to_none=True)
         with self._strategy.micro_batch(is_last=is_last):
             loss = loss_of(self.replica(inputs), targets)
             loss.backward()

@@ -26,7 +26,7 @@ from rich.table import Table
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from ddp.bench.turns import take_turns
+from ddp.lab.bench.turns import take_turns
 from ddp.optim.lamb import LAMB
 from ddp.optim.lars import LARS
 from ddp.process.arguments import Parser, whole

@@ -39,8 +39,8 @@ from less_traffic import JOBS, RATE
 from torch import Tensor, nn
 
 import ddp
-from ddp.bench.turns import take_turns
 from ddp.comm.meeting.cast import cast
+from ddp.lab.bench.turns import take_turns
 from ddp.models.images import CNN
 from ddp.optim import cosine, with_warmup
 from ddp.process.arguments import Parser, whole

@@ -135,8 +135,8 @@ def test_every_command_has_a_module_a_line_and_an_example(capsys: pytest.Capture
         main(["--help"])
     assert ended.value.code == 0 and capsys.readouterr().out == text
     listed, _, examples = text.partition("examples:")
-    for command in COMMANDS:
-        assert find_spec(f"ddp.commands.{command}")
+    for command, (module, _) in COMMANDS.items():
+        assert find_spec(f"ddp.{module}")
         assert f"\n    {command}" in listed and f"\n  python -m ddp {command} " in examples
 
 
@@ -149,5 +149,7 @@ def test_drawing_imports_no_torch() -> None:
 def test_an_unknown_command_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no command drow. Did you mean draw? The commands are train, " in refused(capsys, "drow ring 4")
     assert "profile. A run is profiled with profile.steps=5, and scale measures" in refused(capsys, "profile")
-    assert "Did you mean bench_step?" in refused(capsys, "benchmark")
+    assert "Did you mean bench step?" in refused(capsys, "benchmark")
+    assert "there is no command bench. Did you mean bench step?" in refused(capsys, "bench --help")
+    assert "there is no command bench_step. Did you mean bench step?" in refused(capsys, "bench_step --turns 3")
     assert "Did you mean search?" in refused(capsys, "tune")

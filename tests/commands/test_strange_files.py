@@ -15,11 +15,10 @@ import pytest
 import torch
 import yaml
 
-from ddp.bench.forecast.registered import read_registered
-from ddp.bench.scaling.comparisons import compared
-from ddp.bench.scaling.runs import _memory, _pairs, read_runs
 from ddp.commands.where import where
 from ddp.errors import CheckpointError, ConfigError, printable
+from ddp.lab.scaling.figures import compared
+from ddp.lab.scaling.runs import _memory, _pairs, read_runs
 from ddp.run.build.load import load
 from ddp.run.launch.report import Report
 from ddp.run.launch.run_folder import settings_text
@@ -63,7 +62,6 @@ NAMED = {"ph": "M", "name": "process_name", "args": {"name": "x"}}
 TRACE: dict[str, Any] = {"distributedInfo": {"rank": 0, "world_size": 1}}
 TRACE |= {"traceEvents": [EVENT, EVENT | {"name": "ProfilerStep#1"}, NAMED]}
 TRACE |= {"ddpClock": {"mark": "ddp: mark 0", "mark_s": 1.0, "error_s": 0.0}}
-PREDICTION = {"date": "2026-11-26T08:15:02+00:00", "settings": {}, "how": "forecast", "step_s": 0.1, "naive_s": 0.2}
 HASHED = [{"step": 1, "identity": {}}, {"step": 1, "names": ["w"]}, {"step": 1, "loss": "0x1p0", "hashes": "0" * 16}]
 
 ODD = [None, True, -1, 0.5, 1 << 70, 10**400, "x", "", "\x1b[2J\nerror: all is well", [], [[]], {}, {"a": None}]
@@ -113,13 +111,12 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {  # file of a sweep 
         lambda sweep: (found := Report.read(sweep / "a/logs", rank=0)) and found.block(),
     ),
     "a/traces/rank-0.json": (json.dumps(TRACE), lambda sweep: merged(sweep / "a/traces")),
-    "predictions/one.json": (json.dumps(PREDICTION), read_registered),
     "a/checkpoints/best": ("step-00000001\n", lambda sweep: load(sweep / "a")),
     "a/checkpoints/step-00000001/manifest.json": ("", lambda sweep: (load(sweep / "a").facts, missing(sweep / "a"))),
 }
 
 
-READ_PAST = ("a/job.json", "a/summary.json", "a/logs/error-rank-0.json", "predictions/one.json")
+READ_PAST = ("a/job.json", "a/summary.json", "a/logs/error-rank-0.json")
 READ_PAST += ("a/metrics.jsonl", "a/sidecar/metrics.jsonl")
 
 

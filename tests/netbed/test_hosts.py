@@ -261,7 +261,7 @@ def test_a_cluster_that_is_described_trains_on_two_hosts_without_a_launcher(tmp_
 
 
 def test_an_interrupted_benchmark_takes_its_bed_down() -> None:
-    words = [sys.executable, "-m", "ddp", "bench_collectives", "--netbed", "2x1@1gbit"]
+    words = [sys.executable, "-m", "ddp", "bench", "collectives", "--netbed", "2x1@1gbit"]
     with subprocess.Popen(words, stderr=subprocess.PIPE) as process:
         mine = Path(f"/run/hosts-bed/bench{process.pid}")
         wait_for(lambda: mine.exists() or process.poll() is not None)

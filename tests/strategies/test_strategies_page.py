@@ -14,9 +14,9 @@ import torch
 from ranks import run_ranks
 
 import ddp
-from ddp.bench.counts import Span, bytes_in, spans_of
 from ddp.comm.transport import topology
 from ddp.comm.transport.gloo import GlooTransport
+from ddp.lab.bench.counts import Span, bytes_in, spans_of
 from ddp.optim import layerwise, norms
 from ddp.replica import sharded as replica_sharded
 from ddp.run.build import stages

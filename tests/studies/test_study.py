@@ -53,8 +53,6 @@ def test_runs_are_made_once(tmp_path: Path) -> None:
         ("servers.py --kills -1", "--kills: -1: give a whole number from 0 up"),
         ("hooks.py --methods signs", "method 'signs' is unknown; choose among plain"),
         ("hooks.py --models digits", "model 'digits' is unknown; choose among small-mlp"),
-        ("memory.py --variants ours,theirs", "variant 'theirs' is unknown; choose among ours"),
-        ("memory.py --plot a.png", "unrecognized arguments: --plot a.png"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(

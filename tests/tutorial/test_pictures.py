@@ -56,12 +56,12 @@ def test_the_cheapest_is_the_lowest_curve() -> None:
 
 def test_measurements_can_be_made_again() -> None:
     def measure() -> dict[str, Any]:
-        from ddp.bench import overlap
         from ddp.comm.session import init, shutdown
+        from ddp.lab import draw_overlap
         from recipes.tutorial.tools import measure
 
         measure.WARM_UP, measure.NUM_TURNS, measure.TURN_S = 1, 1, 0.0
-        overlap.WARM_UP, overlap.NUM_STEPS = 1, 3
+        draw_overlap.WARM_UP, draw_overlap.NUM_STEPS = 1, 3
         comm = init(device="cpu", shared_memory=False)
         measured = {name: measured(comm) for name, measured in measure.MEASUREMENTS.items()}
         shutdown()

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ddp.__main__ import main
-from ddp.commands import tutorial
 from ddp.errors import ConfigError
+from ddp.lab import tutorial
 from recipes.tutorial.tools.chapters import FOLDER, parse, read_chapters
 from recipes.tutorial.tools.prose import inline_picture
 from recipes.tutorial.tools.web import pages

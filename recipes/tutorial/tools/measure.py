@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ddp.bench.overlap import overlap
-from ddp.bench.workloads import WORKLOADS
 from ddp.comm.communicator import Communicator
 from ddp.comm.session import init, shutdown
+from ddp.lab.bench.workloads import WORKLOADS
+from ddp.lab.draw_overlap import overlap
 from ddp.process.clock import now_s
 from ddp.replica.bucketed import BucketedDataParallel
 

@@ -1,0 +1,191 @@
+"""Begins, pairs and ends a measurement: rivals take turns in one run, and their ratios are taken turn by turn.
+
+    turn 1    ours ▓▓▓▓▓    torch ▓▓▓▓▓    alone ▓▓▓▓▓
+    turn 2    alone ▓▓▓▓▓   torch ▓▓▓▓▓    ours ▓▓▓▓▓
+    …
+    ▓         one repetition: an all-reduce, or a training step
+    a turn    the median of its repetitions, on the slowest rank
+    a ratio   the median, over turns, of turn ÷ turn
+
+A machine whose speed drifts is the same machine for all rivals, because they run within the same second.
+
+Note "replicas first". torch's replica holds the process group. If the replica is the last to hold it, the replica's
+destructor ends the group with the interpreter lock held, and waits there for Gloo's thread; that thread may be waiting
+for the lock, to free a tensor of the last broadcast. Then the rank hangs (torch 2.13, one run in ten of the shortest).
+So replicas end before the group does: they are local variables of a function that is called inside of `session`.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar, Protocol, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ddp.comm.communicator import Communicator
+from ddp.comm.session import init, shutdown
+from ddp.process.terminal import say
+from ddp.units import three_digits
+
+Joined = TypeVar("Joined")
+TURN_S, MOST_REPETITIONS = 0.2, 200
+ABORT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell(ABC):
+    """Is one line of a report, or a few: what ran (`name`), and where (`place`, the title of its table).
+
+    Attributes:
+        legend: by titles of columns, what they show.
+    """
+
+    legend: ClassVar[Mapping[str, str]]
+    place: str
+    name: str
+
+    @abstractmethod
+    def columns(self) -> dict[str, str]:
+        """Returns the line by titles of columns; "" for what was not measured."""
+
+    def meaning(self, title: str) -> str:
+        """Returns what a column shows."""
+        return self.legend[title]
+
+    def rows(self) -> list[dict[str, str]]:
+        """Returns all lines of the cell."""
+        return [self.columns()]
+
+    @classmethod
+    def summary(cls, cells: Sequence[Self]) -> list[str]:
+        """Returns what the cells of a place say together."""
+        return []
+
+
+STEP = "ms per step, median over turns, on the slowest rank"
+COLOURS = ("#1b2a52", "#e08a1e", "#c8ccd4", "#b3243b", "#2f8f6b", "#6fa8dc", "#7a5c99")
+"""Of unequal darkness, so that they differ without colour too."""
+OVER_TURNS = "least and greatest such ratio of a turn"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedCell(Cell):
+    """Is one line of a report on rivals that took turns.
+
+    Attributes:
+        rival: the name of the rival that "ours" has to beat.
+        turns_s: by rival, the time of each turn.
+    """
+
+    rival: ClassVar[str]
+    turns_s: Mapping[str, Sequence[float]]
+
+    def median_s(self, one: str) -> float | None:
+        """Returns the median over turns, or None if that rival took no part."""
+        return statistics.median(self.turns_s[one]) if one in self.turns_s else None
+
+    def ratios(self, one: str, other: str) -> list[float]:
+        """Returns one rival ÷ another, turn by turn; nothing if either took no part."""
+        both = one in self.turns_s and other in self.turns_s
+        return [a / b for a, b in zip(self.turns_s[one], self.turns_s[other], strict=True)] if both else []
+
+    def ratio(self, one: str, other: str) -> float | None:
+        """Returns the median of `ratios`, or None."""
+        return statistics.median(ratios) if (ratios := self.ratios(one, other)) else None
+
+    def spread(self, one: str, other: str) -> str:
+        """Returns the least and the greatest of `ratios`, for a table."""
+        ratios = self.ratios(one, other)
+        return f"{three_digits(min(ratios))} – {three_digits(max(ratios))}" if ratios else ""
+
+    @property
+    def speedup(self) -> float | None:
+        """Returns the rival ÷ ours: above 1, ours is faster."""
+        return self.ratio(self.rival, "ours")
+
+    @classmethod
+    def summary(cls, cells: Sequence[Self]) -> list[str]:
+        """Returns in which cells ours was slower than its rival."""
+        speedups = [(cell.name, cell.speedup) for cell in cells if cell.speedup is not None]
+        slower = [f"{name} ({speedup:.2f}×)" for name, speedup in speedups if speedup < 1]
+        where = f"in {len(slower)} of {len(speedups)} cells: {', '.join(slower)}" if slower else "nowhere"
+        return [f"slower than {cls.rival}: {where}"] if speedups else []
+
+    @classmethod
+    @abstractmethod
+    def draw(cls, axes: Any, cells: Sequence[Self]) -> None:
+        """Draws the cells of a place."""
+
+
+def with_ours() -> Communicator:
+    """Returns our communicator of all ranks, on the CPU."""
+    return init(device="cpu")
+
+
+def torch_alone() -> None:
+    """Joins torch.distributed on Gloo, where a communicator of ours is made later. Once in a process."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=ABORT_S))
+
+
+@contextmanager
+def session(join: Callable[[], Joined]) -> Iterator[Joined]:
+    """Joins the other ranks, each with one thread; ends ours and torch.distributed (note "replicas first")."""
+    torch.set_num_threads(1)
+    yield join()
+    gc.collect()
+    shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Rival(Protocol):
+    """Is one of those that take turns: it warms up and chooses how much a turn is, and then runs turns. Collective."""
+
+    def find_pace(self) -> None: ...
+    def turn_s(self) -> float: ...
+
+
+def paired(rivals: Mapping[str, Rival], num_turns: int) -> dict[str, list[float]]:
+    """Returns what the turns of each rival took, once each has found its pace."""
+    for rival in rivals.values():
+        rival.find_pace()
+    return take_turns({name: rival.turn_s for name, rival in rivals.items()}, num_turns)
+
+
+def take_turns(rivals: Mapping[str, Callable[[], float]], num_turns: int) -> dict[str, list[float]]:
+    """Lets each rival run its turn, `num_turns` times, in alternating order; returns what their turns took."""
+    turns_s: dict[str, list[float]] = {name: [] for name in rivals}
+    for number in range(num_turns):
+        for name in list(rivals) if number % 2 == 0 else reversed(list(rivals)):
+            turns_s[name].append(rivals[name]())
+    return turns_s
+
+
+def num_repetitions(repetition_s: float, *, least: int) -> int:
+    """Returns how many repetitions fill a turn."""
+    return int(min(max(TURN_S / max(repetition_s, 1e-9), least), MOST_REPETITIONS))
+
+
+def slowest(times_s: Sequence[float]) -> list[float]:
+    """Returns each entry's maximum over the ranks. Collective."""
+    longest = torch.tensor(times_s, dtype=torch.float64)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return longest.tolist()
+
+
+PROGRESS = "cell: "
+
+
+def announce(cell: TimedCell) -> None:
+    """Tells whoever waits, on rank 0, that a cell is done."""
+    if dist.get_rank() == 0:
+        speedup = "" if cell.speedup is None else f": {cell.speedup:.2f}x"
+        say(f"{PROGRESS}{cell.place}: {cell.name}{speedup}", to=sys.stderr)
