@@ -12,7 +12,7 @@ import ddp
 from ddp.data.loading.source import Source
 from ddp.train.arguments import Given, Inputs
 from ddp.train.callbacks import Callback
-from ddp.train.evaluate import HeldOut
+from ddp.train.held_out import HeldOut
 from ddp.train.loop import train_loop
 from ddp.train.state import TrainState
 from ddp.train.stopping import StopFlag

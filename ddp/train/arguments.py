@@ -63,8 +63,9 @@ from ddp.strategies.strategy import Strategy
 from ddp.train.callbacks import EMA, Callback, EarlyStopping
 from ddp.train.checkpoint import flat
 from ddp.train.checkpoint_store import identity_of, resume_from
-from ddp.train.evaluate import HeldOut, held_out_of, warn_of_other_samples
+from ddp.train.evaluate import warn_of_other_samples
 from ddp.train.guard import Guard
+from ddp.train.held_out import HeldOut, held_out_of
 from ddp.train.moved import meaning, moved_argument
 from ddp.train.stopping import StopFlag
 from ddp.train.tasks.task import Task, as_task, name_of

@@ -1,4 +1,4 @@
-"""Evaluation and prediction: every sample exactly once, whatever the world size; and the held-out samples of a run.
+"""Evaluation and prediction: every sample exactly once, at any world size.
 
 The data are cut into V parts, and each part is evaluated by one rank, in batches that lie within it. Parts differ by at
 most one sample and may be empty. Of each metric, (sum, count) is added up over the batches of a part, then over all
@@ -16,17 +16,14 @@ rank has one part, which makes the fewest batches, and then the last bits depend
 from __future__ import annotations
 
 import math
-import numbers
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import repeat
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from ddp import gpu
 from ddp.comm.communicator import Communicator
@@ -36,16 +33,14 @@ from ddp.comm.session import current, on_cpu
 from ddp.data.loading.loader import EvaluationLoader, num_evaluation_batches
 from ddp.data.loading.source import UNKEYED, Source, fingerprint, source_of
 from ddp.data.samples import Collate
-from ddp.data.sets.validation import choose, selection_of
 from ddp.errors import ConfigError
 from ddp.optim.precision import forward_precision
 from ddp.process.log import log
 from ddp.replica.replica import Replica, replicas_in
 from ddp.setting import Precision
 from ddp.train.batch_statistics import check_evaluation
-from ddp.train.callbacks import Callback, EarlyStopping
 from ddp.train.kept import loss_modules
-from ddp.train.state import TrainState, loading
+from ddp.train.state import loading
 from ddp.train.step import to_device
 from ddp.train.stopping import StopFlag
 from ddp.train.tasks.task import Rows, Task, as_task, name_of, outputs_of
@@ -296,23 +291,6 @@ def _evaluating(model: nn.Module, task: Task | None) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def as_evaluated(optimizer: Any) -> Iterator[None]:
-    """Gives parameters the values that the optimizer wants evaluated, as schedule-free ones do; restores their bits."""
-    if not all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):
-        yield
-        return
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    before = [each.detach().clone() for each in parameters]
-    optimizer.eval()
-    try:
-        yield
-    finally:
-        optimizer.train()
-        with torch.no_grad():
-            torch._foreach_copy_(parameters, before)
-
-
 def finished(task: Task, sums: Mapping[str, Any]) -> dict[str, float]:
     """Returns the metrics to report, from the sums and the rows of all samples.
 
@@ -375,137 +353,6 @@ def _known(sums: Sequence[Mapping[str, Any]], comm: Communicator) -> list[dict[s
 
 def _is_on_gpu(each: Any) -> TypeGuard[Tensor]:
     return isinstance(each, Tensor) and each.device.type == gpu.KIND
-
-
-# --- The held-out samples of a run -----------------------------------------------------------------------------------
-#
-#     validation_data   test_data     while the run goes on     at its end     `state.main_metric`
-#     given             given         validation                test           validation_loss, say
-#     given             none          validation                               validation_loss
-#     none              given         test                                     test_loss; the run says so at its end
-#     none              none                                                   nothing can choose
-#
-# This is the one place that decides it. Whatever chooses (the best checkpoint, ReduceLROnPlateau, `ddp.EarlyStopping`,
-# a callback of the user's own) reads `state.evaluation[state.main_metric]`.
-
-
-Side = Literal["validation", "test", "training"]
-
-
-class HeldOut(NamedTuple):
-    """The held-out samples of a run, and training samples that are evaluated with them; None where there are none."""
-
-    validation: Source | None
-    test: Source | None
-    training: Source | None = None
-
-    @property
-    def chooser(self) -> Side:
-        """Returns the side that the run chooses by, if there is one."""
-        return "test" if self.validation is None else "validation"
-
-    @property
-    def is_evaluated(self) -> bool:
-        """Returns True if there are samples to evaluate on while the run goes on."""
-        return self.side(self.chooser) is not None
-
-    @property
-    def is_reported(self) -> bool:
-        """Returns True if there are samples for the report alone."""
-        return self.validation is not None and self.test is not None
-
-    def side(self, side: Side) -> Source | None:
-        """Returns the samples of a side."""
-        return self._asdict()[side]  # type: ignore[no-any-return]
-
-    def given(self) -> dict[str, Source]:
-        """Returns the samples by the name of their argument."""
-        known = {"validation_data": self.validation, "test_data": self.test, "evaluation.training": self.training}
-        return {name: source for name, source in known.items() if source is not None}
-
-    def with_training(self, source: Source, number: int) -> HeldOut:
-        """Returns this with so many training samples, spread over all of them.
-
-        Raises:
-            ConfigError: there are no held-out samples beside which they could be evaluated; or the data are a stream.
-        """
-        if not number:
-            return self
-        if not self.is_evaluated or source.is_stream:
-            remedy = "leave it out with a stream" if self.is_evaluated else "give validation_data, or test_data"
-            raise ConfigError(f"evaluation.training={number}: goes with held-out samples, by their numbers; {remedy}")
-        number, length = min(number, len(source.samples)), len(source.samples)
-        chosen = np.arange(number, dtype=np.int64) * length // number
-        samples = selection_of(source.samples, chosen, set_apart="")
-        return self._replace(training=source._replace(samples=samples, drop_last=False))
-
-
-def note_of_choice(state: TrainState, held_out: HeldOut, callbacks: Sequence[Callback], *, saves: bool) -> str:
-    """Returns a sentence that says so if the run has chosen by the test set; else ""."""
-    plateau = state.schedule is not None and state.schedule.needs_metric
-    chosen = {"the best checkpoint": saves, "the learning rate": plateau}
-    chosen["the end of the run"] = any(isinstance(each, EarlyStopping) for each in callbacks)
-    if held_out.chooser != "test" or held_out.test is None or not any(chosen.values()):
-        return ""
-    what = " and ".join(each for each, is_chosen in chosen.items() if is_chosen)
-    return (
-        f"chosen by {state.main_metric}: {what}; with validation_data (data.validation=0.1) the test set is for the "
-        "report alone"
-    )
-
-
-def held_out_of(
-    source: Source, validation_data: Any, test_data: Any, *, collate: Collate | None, seed: int
-) -> tuple[Source, HeldOut]:
-    """Returns the samples that are left to train on, and the held-out ones.
-
-    Args:
-        source: all training samples.
-        validation_data, test_data, seed: as in `ddp.fit`.
-
-    Raises:
-        ConfigError: some have no sample, or cannot be had by index.
-    """
-    test = _read_alike(test_data, source, collate, what="test_data")
-    if not isinstance(validation_data, numbers.Real):
-        return source, HeldOut(_read_alike(validation_data, source, collate, what="validation_data"), test)
-    share = float(validation_data)
-    _check_share(share, source)
-    train, validation, words = choose(len(source.samples), share, seed=seed, what="validation_data")
-    apart = source._replace(samples=selection_of(source.samples, validation, set_apart=words), drop_last=False)
-    return source._replace(samples=selection_of(source.samples, train, set_apart=words)), HeldOut(apart, test)
-
-
-def _check_share(share: float, source: Source) -> None:
-    """Raises ConfigError if no share of the training samples can be set apart."""
-    if not 0 < share < 1:
-        raise ConfigError(f"validation_data={share:g}: give a share between 0 and 1, or a data set")
-    if source.is_stream:
-        raise ConfigError(
-            f"validation_data={share:g}: data is a stream, which has no shares; give a data set of its own"
-        )
-    if source.order is not None:
-        raise ConfigError(
-            f"validation_data={share:g}: the sampler of the DataLoader chooses among all samples; give a data set"
-        )
-
-
-def _read_alike(data: Any, source: Source, collate: Collate | None, *, what: str) -> Source | None:
-    """Returns held-out samples, which are read as the training samples are, unless they are in a DataLoader.
-
-    Raises:
-        ConfigError: there are none, or they cannot be had by index.
-    """
-    if data is None:
-        return None
-    found = source_of(data, what=what, collate=collate)
-    if not len(found.samples):
-        raise ConfigError(f"{what} has 0 samples; check its path and its split, or leave it out")
-    if isinstance(data, DataLoader):
-        return found
-    return found._replace(
-        collate=found.collate or source.collate, num_workers=source.num_workers, processes=source.processes
-    )
 
 
 def switch_to_training(model: Replica) -> None:

@@ -62,9 +62,10 @@ from ddp.train.checkpoint import (
     weights_of,
 )
 from ddp.train.checkpoint_store import CheckpointStore, best_of, resume_from, steps
-from ddp.train.evaluate import modes_kept, note_of_choice
+from ddp.train.evaluate import modes_kept
 from ddp.train.guard import Guard
 from ddp.train.hashes import HASHES, HashesFile
+from ddp.train.held_out import note_of_choice
 from ddp.train.kept import Kept, plain
 from ddp.train.leased import work
 from ddp.train.loop import end_of_run, train_loop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,17 +17,18 @@ from ddp.data.loading.source import Source
 from ddp.data.orders.sampler import StepPlan
 from ddp.errors import ConfigError, Diverged
 from ddp.optim.schedules import constant
-from ddp.policies import Evaluation, Rounds
+from ddp.policies import Rounds
 from ddp.process.log import log
 from ddp.setting import Uneven
 from ddp.strategies.parameter_server.server import Service
 from ddp.train.arguments import Given, Inputs
 from ddp.train.audit import Audit
 from ddp.train.batch_statistics import may_have_one, refuse_uneven
-from ddp.train.callbacks import EARLY, Callback, tell_of
-from ddp.train.evaluate import Side, as_evaluated, evaluate, switch_to_training
+from ddp.train.callbacks import Callback, tell_of
+from ddp.train.evaluate import switch_to_training
 from ddp.train.first_look import EqualBatches, FirstLook, refuse_waiting
 from ddp.train.guard import Guard
+from ddp.train.held_out import Evaluator
 from ddp.train.replay import Replay
 from ddp.train.served import LeaseFeed, served_step
 from ddp.train.state import StepReport, TrainState, agreed_reason, loading
@@ -76,8 +77,8 @@ def train_loop(
         UnusedParameters: some parameters got no gradient.
         PeerLost: a rank was lost.
     """
-    task, source, held_out, factor = inputs.task, inputs.source, inputs.held_out, inputs.schedule or constant()
-    epochs, when, reading, uneven = given.epochs, given.evaluation, given.reading, given.batches.uneven
+    task, source, factor = inputs.task, inputs.source, inputs.schedule or constant()
+    epochs, reading, uneven = given.epochs, given.reading, given.batches.uneven
     num_steps, num_samples = end_of_run(state, epochs=epochs, max_steps=given.max_steps)
     is_wanted = not reading.max_unreadable and _all_have_several_samples(state)  # else a batch may have less
     with_one = may_have_one(state.comm, state.sampler, num_steps=max(0, num_steps - state.step))
@@ -103,7 +104,7 @@ def train_loop(
         noise_scale_every=given.folder.noise_scale_every,
         looks=looks,
     )
-    evaluator, evaluates = Evaluator(given, inputs, callbacks), held_out.is_evaluated
+    evaluator = Evaluator(inputs.held_out, task, given.evaluation, given.precision, callbacks)
     feed: LeaseFeed | TrainLoader | StreamFeed = (
         _feed(state, source, uneven, reading.max_unreadable)
         if service is None
@@ -125,8 +126,7 @@ def train_loop(
     running_step = None
     try:
         _start(state, callbacks)
-        if evaluates and 0 < state.step != state.evaluated_at and _is_time(state, when):  # it was stopped before that
-            evaluator.choose(state)
+        evaluator.catch_up(state)
         while state.step < num_steps and not state.stopped_by and (epochs is None or state.epoch < epochs):
             for plan, batches in feed.epoch():
                 running_step = state.step + 1
@@ -142,8 +142,7 @@ def train_loop(
                         break  # the epoch begins anew, where the checkpoint is
                     for callback in callbacks:
                         callback.step_left_out(state, plan.epoch)
-                    is_due = state.sampler.at_epoch_end and state.evaluated_at != state.step
-                    if evaluates and is_due and _is_time(state, when):
+                    if evaluator.is_due(state):
                         evaluator.choose(state)
                     continue
                 if step.num_ending:
@@ -152,14 +151,11 @@ def train_loop(
                     callback.step_end(state, step)
                 if someone_stops:
                     state.stopped_by = agreed_reason(state) or "stopped"
-                elif evaluates and _is_time(state, when):
+                elif evaluator.is_due(state):
                     evaluator.choose(state)
                 if state.step >= num_steps or state.stopped_by:
                     break
-        if evaluates and not state.stopped_by and state.evaluated_at != state.step:
-            evaluator.choose(state)
-        if held_out.is_reported and state.stopped_by in ("", EARLY):  # a run that a signal has stopped will go on
-            state.evaluation |= evaluator.measured(state, "test") or {}
+        evaluator.finish(state)
         if reading.max_unreadable:
             state.unreadable = set[int]().union(*all_gather_object(state.comm, state.unreadable))
         for callback in callbacks:
@@ -251,53 +247,6 @@ def _all_have_several_samples(state: TrainState) -> bool:
     """Returns True if the next step's first forward has two samples or more on every rank."""
     micros = next(iter(state.sampler.plans())).micros
     return all(all_gather_object(state.comm, bool(micros) and len(micros[0].indices) > 1))
-
-
-def _is_time(state: TrainState, when: Evaluation) -> bool:
-    """Returns True if the last step is one after which to evaluate."""
-    if when.every_epochs is not None and state.sampler.at_epoch_end and state.epoch % when.every_epochs == 0:
-        return True
-    return when.every_steps is not None and state.step % when.every_steps == 0
-
-
-class Evaluator:
-    """Evaluates the model of a run on its held-out samples, with the weights that callbacks evaluate."""
-
-    def __init__(self, given: Given, inputs: Inputs, callbacks: Sequence[Callback]) -> None:
-        self._held_out, self._callbacks = inputs.held_out, callbacks
-        self._options: dict[str, Any] = {"loss": inputs.task, "precision": given.precision}
-        self._options["batch_size"] = given.evaluation.batch
-
-    def choose(self, state: TrainState) -> None:
-        """Takes the metrics that choose, and tells whatever goes by them. Collective."""
-        metrics: dict[str, float] = {}
-        sides: list[Side] = [self._held_out.chooser]
-        for side in sides if self._held_out.training is None else [*sides, "training"]:
-            if (found := self.measured(state, side)) is None:
-                return
-            metrics |= found
-        state.evaluation, state.evaluated_at = metrics, state.step
-        where = {"step": state.step, "epochs": state.epochs_done, "train_loss": state.train_loss}
-        state.history.append({**where, **metrics})
-        log.info("step %d: %s", state.step, ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
-        if state.schedule is not None:
-            state.schedule.evaluated(metrics[state.main_metric])
-        for callback in self._callbacks:
-            callback.evaluated(state)
-
-    def measured(self, state: TrainState, side: Side) -> dict[str, float] | None:
-        """Returns the metrics of one side by name; None if the ranks have agreed to stop instead. Collective."""
-        source = self._held_out.side(side)
-        with ExitStack() as contexts:
-            contexts.enter_context(as_evaluated(state.optimizer))
-            for callback in self._callbacks:
-                contexts.enter_context(callback.evaluating(state))
-            how: dict[str, Any] = {"comm": state.comm, "stop": state.stop_flag, "num_shards": state.model.num_shards}
-            metrics = evaluate(state.model, source, **how, **self._options)
-        if metrics is None:
-            state.stopped_by = agreed_reason(state) or "stopped"
-            return None
-        return {f"{side}_{name}": value for name, value in metrics.items()}
 
 
 # --- A stream, whose end nobody knows --------------------------------------------------------------------------------
