@@ -1,8 +1,9 @@
-"""Layers that normalise by the batch, and what goes wrong where a rank's share is one sample, or none.
+"""Layers and losses that look at a whole batch, and what goes wrong where a rank's share is one sample, or none.
 
     BatchNorm                     one value per channel has no variance: torch raises at the first share of one sample
     SyncBatchNorm                 its forward waits for all ranks, so all need as many forwards
     track_running_stats=False     both hold in an evaluation, too
+    a loss with collectives       it waits as SyncBatchNorm does
 
 Shares of one sample come at the end of an epoch, and only at some world sizes. Whether they are too few depends on the
 model: an image has many values per channel. So the first batch is tried with one sample of it, before the first step.
@@ -11,7 +12,7 @@ model: an image has many values per channel. So the first batch is tried with on
 from __future__ import annotations
 
 from itertools import islice
-from typing import Any
+from typing import Any, Never
 
 from torch import nn
 
@@ -22,6 +23,9 @@ from ddp.data.loading.loader import num_evaluation_batches
 from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import ConfigError
 from ddp.replica.sync_batchnorm import waits
+from ddp.setting import Uneven
+from ddp.train.state import TrainState
+from ddp.train.tasks.task import Task, name_of
 
 TOO_FEW = "Expected more than 1 value per channel"  # torch's words
 REMEDY = (
@@ -91,3 +95,38 @@ def refuse_uneven(
             "batch size of the evaluation (ddp.Evaluation.batch), or another num_shards than "
             f"{world_size if num_shards is None else num_shards}"
         )
+
+
+def check_waiting(state: TrainState, uneven: Uneven, max_unreadable: int, what: str = "SyncBatchNorm") -> None:
+    """Raises ConfigError if layers of the replica, or its loss, would wait for ever."""
+    sampler = state.sampler
+    if state.comm.world_size > 1:
+        if max_unreadable:
+            raise ConfigError(
+                f"max_unreadable={max_unreadable} with {what}, which waits in each forward for all ranks: one whose "
+                "samples cannot be read would make none; leave max_unreadable out"
+            )
+        is_stream = isinstance(sampler, IterableSampler)
+        if is_stream and uneven != "stop_all":
+            raise ConfigError(
+                f"{what} waits in each forward for all ranks, and at the end of a stream some have no samples: take "
+                "uneven='stop_all', which ends with the first"
+            )
+        sizes = {sampler.global_batch} if is_stream else sampler.sizes.all()
+        mine = [sampler.num_micros(size) for size in sorted(sizes)]
+        if len(set(map(tuple, all_gather_object(state.comm, mine)))) > 1:
+            remedy = "choose a global batch that divides the number of samples, or leave out micro_size"
+            if sampler.num_shards % state.comm.world_size:
+                remedy = f"leave num_shards={sampler.num_shards} out, or take a multiple of {state.comm.world_size}"
+            raise ConfigError(
+                f"{what} waits in each forward for all ranks, but in some steps they have different numbers of "
+                f"forwards: {remedy}, so that every rank has as many in every step"
+            )
+
+
+def refuse_waiting(task: Task, setting: str) -> Never:
+    """Raises ConfigError, because the loss calls collectives, and no worker waits for another one."""
+    raise ConfigError(
+        f"{name_of(task)} calls collectives, and so waits for the other workers, and with {setting} a worker computes "
+        "alone: take strategy='auto', without same_bits"
+    )

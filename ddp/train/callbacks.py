@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
@@ -32,6 +32,7 @@ from ddp.train.checkpoint_store import is_extra
 from ddp.train.monitor.usage import Usage
 from ddp.train.noise_scale import NoiseScale
 from ddp.train.state import StepReport, TrainState
+from ddp.train.tasks.task import Task
 
 
 class Callback:
@@ -98,6 +99,16 @@ class Callback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` has returned. Runs once `fit_start` of all callbacks has run."""
+
+
+class BatchCheck(Callback):
+    """A callback that also looks at each batch of this rank before it is used."""
+
+    def begin(self, task: Task | None, num_steps: int) -> None:
+        """Begins with a run of this length, before `fit_start`."""
+
+    def __call__(self, module: nn.Module, batch: Any, num_samples: int) -> None:
+        """Looks at a batch, before the bare model gets it."""
 
 
 def tell_of(error: BaseException, state: TrainState, callbacks: Sequence[Callback]) -> None:

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Never
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,12 +33,14 @@ from ddp.comm.objects import all_gather_object
 from ddp.data.loading.source import digest_of
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
 from ddp.gradients.totals import count_of
+from ddp.policies import Rounds
 from ddp.process.log import log
 from ddp.replica.autograd import leaves_of
 from ddp.replica.sync_batchnorm import waits
 from ddp.streams import preserved
-from ddp.train.batch_statistics import try_one_sample
-from ddp.train.callbacks import Callback
+from ddp.train.arguments import Given, Inputs
+from ddp.train.batch_statistics import check_waiting, may_have_one, refuse_uneven, refuse_waiting, try_one_sample
+from ddp.train.callbacks import BatchCheck, Callback
 from ddp.train.evaluate import add_metrics, finished
 from ddp.train.kept import loss_modules
 from ddp.train.state import StepReport, TrainState
@@ -127,14 +129,6 @@ def _is_from_sigmoid(outputs: Tensor) -> bool:
     return node is not None and node.name().startswith("Sigmoid")
 
 
-def refuse_waiting(task: Task, setting: str) -> Never:
-    """Raises ConfigError, because the loss calls collectives, and no worker waits for another one."""
-    raise ConfigError(
-        f"{name_of(task)} calls collectives, and so waits for the other workers, and with {setting} a worker computes "
-        "alone: take strategy='auto', without same_bits"
-    )
-
-
 def warn_of_other_weights(task: Task, module: nn.Module, batch: Any, own: Container[int]) -> None:
     """Warns if the loss depends on parameters that are not the model's, which nothing trains.
 
@@ -221,6 +215,56 @@ class FirstLook:
         except Exception as error:  # if training fails like this, too, the user sees it there
             log.info("the first batch was not looked at: %s", error)
             return
+
+
+def batch_checks(
+    state: TrainState, given: Given, inputs: Inputs, callbacks: Sequence[Callback], *, num_steps: int
+) -> list[Callable[[nn.Module, Any, int], None]]:
+    """Returns what looks at the batches of a run: a check of the first one, and callbacks that see each. Collective.
+
+    Args:
+        num_steps: of the whole run.
+
+    Raises:
+        ConfigError: layers of the model would wait for ever.
+    """
+    if state.waits:
+        check_waiting(state, given.batches.uneven, given.reading.max_unreadable)
+    first = FirstLook(
+        inputs.task,
+        wanted=not given.reading.max_unreadable and _all_have_several_samples(state),  # else a batch may have less
+        with_one=may_have_one(state.comm, state.sampler, num_steps=max(0, num_steps - state.step)),
+        num_calls=lambda: state.comm.num_calls,
+        if_it_waits=partial(_check_task, state, given, inputs),
+    )
+    others = [each for each in callbacks if isinstance(each, BatchCheck)]
+    for each in others:
+        each.begin(inputs.task, num_steps)
+    return [first, *others]
+
+
+def _all_have_several_samples(state: TrainState) -> bool:
+    """Returns True if the next step's first forward has two samples or more on every rank."""
+    micros = next(iter(state.sampler.plans())).micros
+    return all(all_gather_object(state.comm, bool(micros) and len(micros[0].indices) > 1))
+
+
+def _check_task(state: TrainState, given: Given, inputs: Inputs, where: Collection[str]) -> None:
+    """Raises ConfigError if a task that calls collectives would wait for ever. Collective.
+
+    Args:
+        where: the methods that do: loss, metrics or both.
+    """
+    name, when = name_of(inputs.task), given.evaluation
+    if "loss" in where:
+        state.waits = True
+        if given.same_bits.on or isinstance(given.strategy, Rounds):
+            refuse_waiting(inputs.task, "same_bits=True" if given.same_bits.on else "strategy='local_sgd'")
+        check_waiting(state, given.batches.uneven, given.reading.max_unreadable, f"{name}.loss")
+    for source in inputs.held_out.given().values() if "metrics" in where else ():
+        cut: dict[str, Any] = {"world_size": state.comm.world_size, "num_shards": state.model.num_shards}
+        remedy = "let it call no collectives"
+        refuse_uneven(f"{name}.metrics", remedy, len(source.samples), batch_size=when.batch, **cut)
 
 
 class Sums:
@@ -428,7 +472,7 @@ def _evaluating() -> Iterator[None]:
         yield
 
 
-class EqualBatches(Callback):
+class EqualBatches(BatchCheck):
     """Refuses ranks or loader processes that begin with equal batches, because each of them reads all the data then.
 
     Args:

@@ -63,18 +63,18 @@ from ddp.train.checkpoint import (
 )
 from ddp.train.checkpoint_store import CheckpointStore, best_of, resume_from, steps
 from ddp.train.evaluate import modes_kept
+from ddp.train.first_look import EqualBatches
 from ddp.train.guard import Guard
 from ddp.train.hashes import HASHES, HashesFile
 from ddp.train.held_out import note_of_choice
 from ddp.train.kept import Kept, plain
-from ddp.train.leased import work
 from ddp.train.loop import end_of_run, train_loop
 from ddp.train.monitor.calls import calls_left
 from ddp.train.monitor.usage import rate_of_one_worker
+from ddp.train.parameter_server import check_cast, going_on, next_home, service_of, work
 from ddp.train.progress import ProgressBar, StopNote
 from ddp.train.report import draw_curves, summary_of
 from ddp.train.results import is_metric, read_summary, write_summary
-from ddp.train.served import check_cast, going_on, next_home, service_of
 from ddp.train.starts import note_start_of_fit
 from ddp.train.state import TrainState
 from ddp.train.stopping import StopFlag, flag_of_a_new_fit, hears_signals
@@ -493,7 +493,8 @@ def _callbacks(
     """Returns the callbacks in their order: those that measure and save, the user's own, those that show."""
     keeps = given.folder
     metrics = None if run.folder is None else run.folder / "metrics.jsonl"
-    watching: list[Callback] = [*meters, MetricsFile(metrics, meters, every=keeps.log_every, callbacks=given.callbacks)]
+    watching: list[Callback] = [EqualBatches(run.state.comm.rank, run.source.num_workers)] * given.reading.debug
+    watching += [*meters, MetricsFile(metrics, meters, every=keeps.log_every, callbacks=given.callbacks)]
     last: list[Callback] = [run.beside]
     if run.folder is not None:
         watching.append(HashesFile(run.folder / HASHES, every=given.same_bits.hash_every))

@@ -175,6 +175,7 @@ class StepReport:
         parts: squared norms of gradients of parts of the batch, if they were measured.
         gradient_norm: of the global mean gradient, before clipping.
         rate: learning rate of the first parameter group.
+        num_stopping: number of ranks that want to stop after this step.
         num_ending: number of ranks whose stream ends with this step.
         micros: this rank's samples.
         step_s: whole step; data_s: waiting for data during it; wait_s: waiting for other ranks during it.
@@ -193,6 +194,7 @@ class StepReport:
     wait_s: float
     num_ending: int = 0
     micros: Sequence[Micro] = ()
+    num_stopping: int = 0
 
 
 def loading(source: Source, comm: Communicator, stop: StopFlag | None) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from ddp import gpu
 from ddp.data.orders.sampler import Micro, StepPlan
-from ddp.errors import ConfigError, Diverged
+from ddp.errors import ConfigError
 from ddp.gradients.totals import Parts, Totals, count_of
 from ddp.optim.norms import gradient_norm
 from ddp.optim.precision import forward_precision
@@ -56,7 +56,6 @@ class StepRules:
         schedule: a factor on the rates, by the plan of a step; or a scheduler of torch's, which sets the rates itself.
         noise_scale_every: steps from one measurement of the gradient's noise to the next; 0: never.
         looks: each is given the bare model and each batch, with its number of samples, before the batch is used.
-        supervisor: knows more of a step than whether its numbers are finite; None: nobody does.
     """
 
     task: Task
@@ -65,40 +64,33 @@ class StepRules:
     seed: int
     noise_scale_every: int
     looks: Sequence[Callable[[nn.Module, Any, int], None]]
-    supervisor: Supervisor | None = None
 
 
-class Supervisor(Protocol):
-    """Looks at a step before it is made (`supervision.py`). Every method is collective."""
+Check = Callable[[StepPlan, Agreement], None]
+"""Looks at a step that all ranks have computed, and raises an error, on every rank, if it is not to be made."""
 
-    def begin(self, plan: StepPlan) -> None:
-        """Begins a step."""
 
-    def check(self, plan: StepPlan, agreement: Agreement) -> None:
-        """Raises an error, on every rank alike, if the update is not to be made."""
-
-    def explained(self, plan: StepPlan, error: Diverged) -> Diverged:
-        """Returns the error of a step that has been taken back, with what has caused it."""
+def unchecked(plan: StepPlan, agreement: Agreement) -> None:
+    """Lets every step be made."""
 
 
 def train_step(
-    state: TrainState, rules: StepRules, plan: StepPlan, batches: Iterator[Any], *, wants_stop: bool
-) -> tuple[StepReport, bool]:
-    """Makes one step. Returns its report, and whether any rank wants to stop.
+    state: TrainState, rules: StepRules, plan: StepPlan, batches: Iterator[Any], check: Check = unchecked
+) -> StepReport:
+    """Makes one step, and returns its report.
 
     Args:
         batches: of this rank.
+        check: called before the update.
 
     Raises:
         Diverged: loss or gradient norm is not finite; parameters and sampler are as before the step.
         ConfigError: the loss does not depend on the model.
     """
-    start_s, fetching = now_s(), Stopwatch()
-    state.model.waited.take_s()
-    before, supervisor = StepSnapshot(state, batches) if rules.precision == "fp16" else None, rules.supervisor
-    if supervisor is not None:
-        supervisor.begin(plan)
-    try:
+    with state.phase("step"):
+        start_s, fetching, wants_stop = now_s(), Stopwatch(), bool(state.stop_flag)
+        state.model.waited.take_s()
+        before = StepSnapshot(state, batches) if rules.precision == "fp16" else None
         while True:
             backward(state, rules, plan, batches if before is None else before.batches(), fetching, wants_stop)
             with state.phase("update"):
@@ -106,15 +98,10 @@ def train_step(
             if before is None or not agreement.is_overflow:
                 break
             before.restore(state)
-        if supervisor is not None:
-            supervisor.check(plan, agreement)
-    except Diverged as error:
-        if supervisor is None:
-            raise
-        raise supervisor.explained(plan, error) from error
-    update(state, rules, plan, agreement)
-    state.sampler.commit(plan)
-    return committed(state, rules, plan, agreement, start_s=start_s, data_s=fetching.total_s)
+        check(plan, agreement)
+        update(state, rules, plan, agreement)
+        state.sampler.commit(plan)
+        return committed(state, rules, plan, agreement, start_s=start_s, data_s=fetching.total_s)
 
 
 def update(state: TrainState, rules: StepRules, plan: StepPlan, agreement: Agreement) -> None:
@@ -130,14 +117,14 @@ def update(state: TrainState, rules: StepRules, plan: StepPlan, agreement: Agree
 
 def committed(
     state: TrainState, rules: StepRules, plan: StepPlan, agreement: Agreement, *, start_s: float, data_s: float = 0.0
-) -> tuple[StepReport, bool]:
-    """Counts a step whose plan the sampler has committed. Returns its report, and whether any rank wants to stop."""
+) -> StepReport:
+    """Counts a step whose plan the sampler has committed, and returns its report."""
     totals = agreement.totals
     rate = float(state.optimizer.param_groups[0]["lr"])
     state.step, state.train_loss = state.step + 1, totals.mean_loss
     if isinstance(rules.schedule, TorchSchedule):
         rules.schedule.stepped(is_epoch_end=state.sampler.at_epoch_end)
-    report = StepReport(
+    return StepReport(
         step=state.step,
         epoch=plan.epoch,
         loss=totals.mean_loss,
@@ -149,10 +136,10 @@ def committed(
         step_s=now_s() - start_s,
         data_s=data_s,
         wait_s=state.model.waited.take_s(),
+        num_stopping=totals.num_stopping,
         num_ending=totals.num_ending,
         micros=plan.micros,
     )
-    return report, totals.num_stopping > 0
 
 
 def _set_rate(state: TrainState, rules: StepRules, plan: StepPlan) -> None:

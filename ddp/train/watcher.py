@@ -12,7 +12,7 @@ from ddp.data.loading.iterable import ENDLESS
 from ddp.errors import ConfigError
 from ddp.policies import WatchAction
 from ddp.process.log import log
-from ddp.train.callbacks import Callback
+from ddp.train.callbacks import BatchCheck
 from ddp.train.monitor.watch import ConstantGuess, Kind, Learning, Pace
 from ddp.train.state import StepReport, TrainState
 from ddp.train.tasks.cross_entropy import Classification, LanguageModel
@@ -27,7 +27,7 @@ KINDS: dict[Kind, tuple[Any, ...]] = {
 }
 
 
-class Watch(Callback):
+class Watch(BatchCheck):
     """Warns of a run that does not learn, or that has become slow, once each time; or ends it with a checkpoint.
 
     A run does not learn if its loss is no better than that of a constant guess and does not fall, as that of a model
