@@ -30,7 +30,6 @@ from ddp.comm.meeting.place import allow_servers
 from ddp.comm.meeting.private_store import part_of
 from ddp.comm.opening import WARN_S
 from ddp.comm.session import ABORT_S
-from ddp.data.loading.leased import LeasedLoader
 from ddp.data.loading.source import Source
 from ddp.data.orders.sampler import StepPlan, TrainSampler
 from ddp.data.orders.steps import BatchWarmup
@@ -40,10 +39,12 @@ from ddp.process.clock import Stopwatch, now_s
 from ddp.process.log import log
 from ddp.strategies.choice import strategy_for
 from ddp.strategies.parameter_server.edge import LOST
+from ddp.strategies.parameter_server.leased import LeasedLoader
 from ddp.strategies.parameter_server.ledger import Lease, Plan
+from ddp.strategies.parameter_server.served import ServedDataParallel
 from ddp.strategies.parameter_server.server import Received, Service
 from ddp.strategies.parameter_server.worker import Over, Servers
-from ddp.strategies.served import Served
+from ddp.strategies.sharded import Served
 from ddp.train import arguments
 from ddp.train.arguments import Given
 from ddp.train.batch_statistics import refuse_waiting
@@ -130,24 +131,16 @@ def service_of(given: Given, state: TrainState, settings: Mapping[str, Any]) -> 
     Args:
         settings: what the bits of the result depend on.
     """
-    if not isinstance(state.strategy, Served):
+    policy, strategy, model = given.strategy, state.strategy, state.model
+    if not isinstance(policy, ParameterServer):
         return None
-    part, policy = cast(), given.strategy
-    assert part is not None and isinstance(policy, ParameterServer)
+    part = cast()
+    assert part is not None and isinstance(strategy, Served) and isinstance(model, ServedDataParallel)
     if part.index == 0 and state.run_dir is not None:
         given.home.set(FOLDER, str(state.run_dir))
-    facts = facts_of(state.model.module, state.sampler, settings)
-    strategy = state.strategy
-    return Service(
-        part,
-        given.home,
-        strategy.model,
-        strategy.pieces(),
-        policy,
-        num_shards=state.sampler.num_shards,
-        version=state.step,
-        facts=facts,
-    )
+    how = {"num_shards": state.sampler.num_shards, "version": state.step}
+    facts = facts_of(model.module, state.sampler, settings)
+    return Service(part, given.home, model, strategy.parts(), policy, facts=facts, **how)
 
 
 def facts_of(module: nn.Module, sampler: TrainSampler, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -292,7 +285,7 @@ class LeasedSteps:
         """
         state, servers, comm = self._state, self._servers, self._state.comm
         choices = loading(self._source, comm, state.stop_flag)
-        loader = LeasedLoader[Lease](self._source.samples, state.sampler, **choices)
+        loader = LeasedLoader(self._source.samples, state.sampler, **choices)
         took_s = 0.0  # what the part that is pushed took to compute
         try:
             while True:

@@ -5,24 +5,18 @@ from __future__ import annotations
 import multiprocessing
 import random
 import threading
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from ddp.data.loading.leased import LeasedLoader
 from ddp.data.loading.loader import TrainLoader
 from ddp.data.loading.read_ahead import THREAD
 from ddp.data.orders.sampler import StepPlan, TrainSampler
 from ddp.errors import LoaderLost, UnreadableSample
+from ddp.strategies.parameter_server.leased import LeasedLoader
+from ddp.strategies.parameter_server.ledger import Lease, Plan
 
 NUM_SAMPLES, BATCH, NUM_PARTS = 26, 8, 3
-
-
-class Lease(NamedTuple):
-    plan: StepPlan
-    part: int
-    num_parts: int
 
 
 class Data:
@@ -57,8 +51,9 @@ def of_ranks(data: Data) -> dict[tuple[int, int], list[torch.Tensor]]:
 
 
 def leases() -> list[Lease]:
-    plans = [plan._replace(micros=()) for plan in sampler_of().plans()]
-    return [Lease(plan, part, NUM_PARTS) for plan in plans for part in range(NUM_PARTS)]
+    plans = [Plan(step, *plan[:3]) for step, plan in enumerate(sampler_of().plans(), 1)]
+    parts = ((plan, part) for plan in plans for part in range(NUM_PARTS))
+    return [Lease(number, plan, part, NUM_PARTS) for number, (plan, part) in enumerate(parts)]
 
 
 def nothing_is_left() -> bool:
@@ -74,7 +69,7 @@ def test_leases_in_any_order_have_the_batches_of_ranks(num_workers: int, ahead: 
     data, draw = Data(may_read_ahead=ahead), random.Random(num_workers + ahead)
     expected, todo = of_ranks(data), leases()
     draw.shuffle(todo)
-    loader = LeasedLoader[Lease](data, sampler_of(), num_workers=num_workers)
+    loader = LeasedLoader(data, sampler_of(), num_workers=num_workers)
     assert loader.num_ahead == (4 if num_workers else 3)
     for _ in range(2):  # it can be used again
         done, ahead_of, order = 0, list(todo), []
@@ -98,7 +93,7 @@ def test_leases_in_any_order_have_the_batches_of_ranks(num_workers: int, ahead: 
 
 def test_what_is_left_is_not_read_where_nothing_reads_ahead() -> None:
     data = Data()
-    loader = LeasedLoader[Lease](data, sampler_of())
+    loader = LeasedLoader(data, sampler_of())
     loader.put(leases()[:4])
     for number, (_, part, batches) in enumerate(loader.steps()):
         assert data.read == []
@@ -110,7 +105,7 @@ def test_what_is_left_is_not_read_where_nothing_reads_ahead() -> None:
 
 def test_a_thread_reads_as_far_ahead_as_there_are_leases() -> None:
     data = Data(may_read_ahead=True)
-    loader = LeasedLoader[Lease](data, sampler_of())
+    loader = LeasedLoader(data, sampler_of())
     loader.put(leases()[:2])
     steps = loader.steps()
     _, first, batches = next(steps)
@@ -125,8 +120,9 @@ def test_a_thread_reads_as_far_ahead_as_there_are_leases() -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_what_cannot_be_read_is_said(num_workers: int) -> None:
     todo = leases()[:4]
-    broken = sampler_of().part_of(todo[2].plan, todo[2].part, NUM_PARTS).micros[0].indices[0]
-    loader = LeasedLoader[Lease](Data(broken=broken), sampler_of(), num_workers=num_workers)
+    plan = StepPlan(*todo[2].plan[1:], micros=())
+    broken = sampler_of().part_of(plan, todo[2].part, NUM_PARTS).micros[0].indices[0]
+    loader = LeasedLoader(Data(broken=broken), sampler_of(), num_workers=num_workers)
     loader.put(todo)
     with pytest.raises((UnreadableSample, LoaderLost), match=f"sample {broken}"):
         for _, _, batches in loader.steps():
@@ -137,7 +133,7 @@ def test_what_cannot_be_read_is_said(num_workers: int) -> None:
 
 def test_it_ends_in_the_midst() -> None:
     for data, num_workers in ((Data(), 2), (Data(may_read_ahead=True), 0)):
-        loader = LeasedLoader[Any](data, sampler_of(), num_workers=num_workers)
+        loader = LeasedLoader(data, sampler_of(), num_workers=num_workers)
         loader.put(leases())
         for _, _, batches in loader.steps():
             next(batches)

@@ -1,4 +1,4 @@
-"""The feed of a worker of parameter servers: the batches of the parts of steps that it has leased.
+"""The loader of a worker of parameter servers: the batches of the parts of steps that it has leased.
 
                     this process                                       loader process, or a thread that reads ahead
     put(leases)  →  lease, its part of the step → micro → Request   →  KeyedBatches: read, collate
@@ -14,37 +14,24 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from ddp.data.loading.fetching import Request
 from ddp.data.loading.loader import TrainLoader
 from ddp.data.orders.sampler import StepPlan, TrainSampler
+from ddp.strategies.parameter_server.ledger import Lease
 
 NOTHING = Request(0, 0, (), ())
 
 
-class Leased(Protocol):
-    """A lease of `strategies/parameter_server/ledger.py`."""
-
-    @property
-    def plan(self) -> Any: ...
-    @property
-    def part(self) -> int: ...
-    @property
-    def num_parts(self) -> int: ...
-
-
-Lease = TypeVar("Lease", bound=Leased)
-
-
-class _Part(Generic[Lease]):
+class _Part:
     """A lease, its part of the step, the requests that nobody has taken yet, and how many batches are to come."""
 
     def __init__(self, lease: Lease, plan: StepPlan, requests: deque[Request]) -> None:
         self.lease, self.plan, self.requests, self.num_due = lease, plan, requests, 0
 
 
-class LeasedLoader(Generic[Lease]):
+class LeasedLoader:
     """Yields the batches of leases, which the sampler's epochs need not hold in order.
 
         loader.put(leases)
@@ -62,8 +49,8 @@ class LeasedLoader(Generic[Lease]):
         self._sampler, self._loader = sampler, TrainLoader(dataset, sampler, **choices)
         self.num_ahead = max(3, self._loader.num_prefetched)
         self._lock = threading.Lock()
-        self._parts = deque[_Part[Lease]]()  # in the order of their leases
-        self._taken = deque[_Part[Lease] | None]()  # whose requests were taken; None: without samples
+        self._parts = deque[_Part]()  # in the order of their leases
+        self._taken = deque[_Part | None]()  # whose requests were taken; None: without samples
         self._batches: Iterator[Any] | None = None
 
     def put(self, leases: Sequence[Lease]) -> None:
@@ -92,7 +79,7 @@ class LeasedLoader(Generic[Lease]):
         """Returns the lease after the one that was yielded last; None if none was put."""
         return self._parts[1].lease if len(self._parts) > 1 else None
 
-    def _of(self, part: _Part[Lease]) -> Iterator[Any]:
+    def _of(self, part: _Part) -> Iterator[Any]:
         """Yields the batches of the first lease."""
         while part.num_due or part.requests:
             if self._batches is None:

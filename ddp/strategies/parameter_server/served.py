@@ -1,4 +1,15 @@
-"""The model as parameter servers hold it: gradients come from workers, and never from a backward of its own."""
+"""The model as parameter servers hold it: gradients come from workers, and never from a backward of its own.
+
+    workers     pull parameters, compute, push gradients                            (`worker.py`)
+    server      waits for the gradients of an update, piece by piece                (`server.py`)
+    agree       the servers measure the norm of the gradient together
+    update      each makes the optimizer's step for its pieces, and gives the others the new parameters
+
+So the servers make updates as the ranks of the sharded strategy do (`strategies/sharded.py`): each has all parameters,
+and a part of the optimizer's state; a worker exchanges with each server only what that one holds. The pieces are about
+equally many bytes; large tensors are cut. In mode async an update is one batch of one worker (Dean et al., "Large Scale
+Distributed Deep Networks", NIPS 2012, section 4.1, Downpour SGD).
+"""
 
 from __future__ import annotations
 
