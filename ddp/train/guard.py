@@ -1,6 +1,6 @@
 """`ddp.Guard`: what becomes of a run whose loss is not finite, or jumps: it stops, leaves the step out, or goes back.
 
-    stop        the run ends with an error that names module and samples (`bad_step.py`); so does one without a guard
+    stop        the run ends with an error that names module and samples (`replay.py`); so does one without a guard
     skip        the samples of the step are left out, as by `skip_steps`, and the run goes on
     go_back     the run goes on from its last checkpoint, at half the learning rate
 

@@ -19,11 +19,10 @@ from ddp.optim.precision import LossScale
 from ddp.process.log import log
 from ddp.strategies.replicated import ADVICE, Replicated
 from ddp.strategies.strategy import Agreement
-from ddp.train import bad_step
 from ddp.train.audit import Audit
 from ddp.train.callbacks import Callback
 from ddp.train.guard import Guard
-from ddp.train.replay import Replay
+from ddp.train.replay import Replay, explain_divergence, explain_spike
 from ddp.train.starts import note_incident
 from ddp.train.state import StepReport, TrainState
 from ddp.train.step import StepSnapshot
@@ -119,8 +118,8 @@ class Supervision:
     def _explained(self, plan: StepPlan, error: Diverged) -> Diverged:
         """Returns the error with the module, the rank and the samples that have caused it."""
         if self._is_spike:
-            return Diverged(f"{error}. {bad_step.highest(self._replay, plan)}")
-        found, are_samples_to_blame = bad_step.explain(self._replay, plan)
+            return Diverged(f"{error}. {explain_spike(self._replay, plan)}")
+        found, are_samples_to_blame = explain_divergence(self._replay, plan)
         what = str(error).removesuffix(f". {ADVICE}")
         advice = f". {ADVICE}" if what != str(error) and not are_samples_to_blame else ""
         return Diverged(f"{what}. {found}{advice}")
