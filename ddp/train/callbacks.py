@@ -101,7 +101,7 @@ class Callback:
         """Goes on from what `state_dict` has returned. Runs once `fit_start` of all callbacks has run."""
 
 
-class BatchCheck(Callback):
+class BatchCallback(Callback):
     """A callback that also looks at each batch of this rank before it is used."""
 
     def begin(self, task: Task | None, num_steps: int) -> None:

@@ -51,6 +51,7 @@ from ddp.strategies.parameter_server.server import Service
 from ddp.streams import preserved
 from ddp.train import arguments
 from ddp.train.arguments import NEEDED, Given, Inputs
+from ddp.train.batch_checks import EqualBatches
 from ddp.train.batch_statistics import check_evaluation
 from ddp.train.callbacks import Callback, EpochCheck, Meters, MetricsFile, NoiseMeter, ThroughputMeter, tell_of
 from ddp.train.checkpoint import (
@@ -63,7 +64,6 @@ from ddp.train.checkpoint import (
 )
 from ddp.train.checkpoint_store import CheckpointStore, best_of, resume_from, steps
 from ddp.train.evaluate import modes_kept
-from ddp.train.first_look import EqualBatches
 from ddp.train.guard import Guard
 from ddp.train.hashes import HASHES, HashesFile
 from ddp.train.held_out import note_of_choice
@@ -211,7 +211,7 @@ def _given_back(model: nn.Module) -> Iterator[None]:
     """Gives back at the end of the block what each step changes: the generators, and the mode of every layer.
 
     All else that a fit changes for a while has a block of its own: the handlers of signals (`stopping.py`), the factor
-    of a schedule in learning rates (`optim/schedules.py`), warnings and compilation during the first look.
+    of a schedule in learning rates (`optim/schedules.py`), warnings and compilation while the first batch is checked.
     """
     on_gpus = gpu.cuda.get_rng_state_all() if gpu.cuda.is_initialized() else []
     with preserved(), modes_kept(model):

@@ -14,9 +14,9 @@ from ddp.policies import Rounds
 from ddp.strategies.parameter_server.server import Service
 from ddp.train.arguments import Given, Inputs
 from ddp.train.audit import Audit
+from ddp.train.batch_checks import batch_checks
 from ddp.train.callbacks import Callback, tell_of
 from ddp.train.evaluate import switch_to_training
-from ddp.train.first_look import batch_checks
 from ddp.train.guard import Guard
 from ddp.train.held_out import Evaluator
 from ddp.train.parameter_server import ServedSteps
@@ -72,7 +72,7 @@ def train_loop(
         precision=given.precision,
         seed=state.sampler.state.seed,
         noise_scale_every=given.folder.noise_scale_every,
-        looks=batch_checks(state, given, inputs, callbacks, num_steps=num_steps),
+        batch_checks=batch_checks(state, given, inputs, callbacks, num_steps=num_steps),
     )
     evaluator = Evaluator(inputs.held_out, inputs.task, given.evaluation, given.precision, callbacks)
     supply = supply_of(state, rules, given, inputs.source, callbacks, service, go_back, num_steps=num_steps)

@@ -47,10 +47,10 @@ from ddp.strategies.parameter_server.worker import Over, Servers
 from ddp.strategies.sharded import Served
 from ddp.train import arguments
 from ddp.train.arguments import Given
+from ddp.train.batch_checks import FirstBatchCheck
 from ddp.train.batch_statistics import refuse_waiting
 from ddp.train.checkpoint_store import steps
 from ddp.train.evaluate import switch_to_training
-from ddp.train.first_look import FirstLook
 from ddp.train.state import StepReport, TrainState, agreed_reason, loading
 from ddp.train.step import StepRules, backward, committed, update
 from ddp.train.stopping import flag_of_a_new_fit
@@ -226,9 +226,8 @@ def work(given: Given, comm: Communicator, part: Cast) -> TrainState:
     strategy = strategy_for(inputs.replica, given.optimizer, precision=given.precision)
     stop = flag_of_a_new_fit() if given.stop is None else given.stop
     state = TrainState(comm, strategy, given.optimizer, sampler, stop_flag=stop)
-    first = FirstLook(
+    first = FirstBatchCheck(
         inputs.task,
-        wanted=True,
         num_calls=lambda: comm.num_calls,
         if_it_waits=lambda where: "loss" in where and refuse_waiting(inputs.task, "parameter servers"),
     )
@@ -238,7 +237,7 @@ def work(given: Given, comm: Communicator, part: Cast) -> TrainState:
         precision=given.precision,
         seed=sampler.state.seed,
         noise_scale_every=0,
-        looks=[first],
+        batch_checks=[first],
     )
     facts = facts_of(inputs.replica.module, sampler, settings)
     servers = Servers(part, given.home, comm, inputs.replica.module, policy, facts=facts)

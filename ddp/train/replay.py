@@ -61,7 +61,7 @@ class Replay:
     """
 
     def __init__(self, state: TrainState, rules: StepRules, read: Callable[[StepPlan, Micro], Any]) -> None:
-        self.state, self._rules, self._read = state, replace(rules, looks=()), read
+        self.state, self._rules, self._read = state, replace(rules, batch_checks=()), read
 
     def batches(self, plan: StepPlan, shard: int) -> Iterator[tuple[Micro, Any]]:
         """Yields the micro-batches of any shard of a step, with what they have of it, on this rank's device."""

@@ -55,7 +55,7 @@ class StepRules:
     Attributes:
         schedule: a factor on the rates, by the plan of a step; or a scheduler of torch's, which sets the rates itself.
         noise_scale_every: steps from one measurement of the gradient's noise to the next; 0: never.
-        looks: each is given the bare model and each batch, with its number of samples, before the batch is used.
+        batch_checks: each is given the bare model and each batch, with its number of samples, before the batch is used.
     """
 
     task: Task
@@ -63,7 +63,7 @@ class StepRules:
     precision: Precision
     seed: int
     noise_scale_every: int
-    looks: Sequence[Callable[[nn.Module, Any, int], None]]
+    batch_checks: Sequence[Callable[[nn.Module, Any, int], None]]
 
 
 Check = Callable[[StepPlan, Agreement], None]
@@ -268,8 +268,8 @@ def forward(state: TrainState, rules: StepRules, micro: Micro, batch: Any) -> tu
     model, device = state.model, state.comm.device
     # bfloat16 weights take the user's inputs under autocast alone; other weights are looked at in their own type
     with forward_precision("bf16_pure" if rules.precision == "bf16_pure" else "fp32", device):
-        for look in rules.looks:
-            look(model.module, batch, len(micro.indices))
+        for check in rules.batch_checks:
+            check(model.module, batch, len(micro.indices))
     dropout_stream(rules.seed, state.step, micro.shard, micro.part, device)
     try:
         with forward_precision(rules.precision, device):

@@ -27,7 +27,7 @@ from ddp.errors import ConfigError
 from ddp.policies import WatchAction
 from ddp.process.clock import now_s
 from ddp.process.log import log
-from ddp.train.callbacks import BatchCheck
+from ddp.train.callbacks import BatchCallback
 from ddp.train.state import StepReport, TrainState
 from ddp.train.tasks.cross_entropy import Classification, LanguageModel
 from ddp.train.tasks.task import IGNORE, LossFunction, Regression, Task
@@ -189,7 +189,7 @@ KINDS: dict[Kind, tuple[Any, ...]] = {
 }
 
 
-class Watch(BatchCheck):
+class Watch(BatchCallback):
     """Warns of a run that does not learn, or that has become slow, once each time; or ends it with a checkpoint.
 
     A run does not learn if its loss is no better than that of a constant guess and does not fall, as that of a model

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import ddp
 from ddp.errors import ConfigError
-from ddp.train.first_look import FirstLook
+from ddp.train.batch_checks import FirstBatchCheck
 from ddp.train.tasks.task import as_task
 
 RANDOM = torch.Generator().manual_seed(0)
@@ -124,7 +124,7 @@ SUMS: dict[str, tuple[Any, nn.Module, Any, Any]] = {
 
 
 def look(loss: Any, model: nn.Module, inputs: Any, targets: Any) -> None:
-    FirstLook(as_task(loss), wanted=True)(model, (inputs, targets), len(inputs))
+    FirstBatchCheck(as_task(loss))(model, (inputs, targets), len(inputs))
 
 
 @pytest.mark.parametrize("name", IN_PARTS)
@@ -161,7 +161,7 @@ def test_a_metric_that_is_no_sum_is_refused_by_its_name(name: str) -> None:
         with pytest.raises(ConfigError, match=f"Told.{told}"):
             ddp.evaluate(fresh(), (X, VALUES), loss=Told(metric))
         with pytest.raises(ConfigError, match=f"Told.{told}"):
-            FirstLook(Told(metric), wanted=True)(fresh(), (X, VALUES, torch.zeros(3)), 12)
+            FirstBatchCheck(Told(metric))(fresh(), (X, VALUES, torch.zeros(3)), 12)
 
 
 def test_a_metric_over_pairs_is_told_by_its_name(caplog: pytest.LogCaptureFixture) -> None:

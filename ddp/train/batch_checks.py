@@ -40,7 +40,7 @@ from ddp.replica.sync_batchnorm import waits
 from ddp.streams import preserved
 from ddp.train.arguments import Given, Inputs
 from ddp.train.batch_statistics import check_waiting, may_have_one, refuse_uneven, refuse_waiting, try_one_sample
-from ddp.train.callbacks import BatchCheck, Callback
+from ddp.train.callbacks import BatchCallback, Callback
 from ddp.train.evaluate import add_metrics, finished
 from ddp.train.kept import loss_modules
 from ddp.train.state import StepReport, TrainState
@@ -149,11 +149,10 @@ def warn_of_other_weights(task: Task, module: nn.Module, batch: Any, own: Contai
         )
 
 
-class FirstLook:
-    """Looks at the first batch that it is given, and at no other one.
+class FirstBatchCheck:
+    """Checks the first batch that it is given, and no other one.
 
     Args:
-        wanted: False for no look at all. All ranks want it or none, because a model or a loss may call collectives.
         with_one: sizes of the steps in which some rank has a share of one sample.
         num_calls: returns the number of collectives that this rank has called.
         if_it_waits: is told which of the methods loss and metrics call collectives; then no sums are compared, because
@@ -164,12 +163,12 @@ class FirstLook:
         self,
         task: Task,
         *,
-        wanted: bool,
         with_one: list[int] | None = None,
         num_calls: Callable[[], int] = lambda: 0,
         if_it_waits: Callable[[Collection[str]], object] = lambda where: None,
     ) -> None:
-        self._task, self._with_one = task if wanted else None, with_one or []
+        self._task: Task | None = task
+        self._with_one = with_one or []
         self._num_calls, self._if_it_waits = num_calls, if_it_waits
 
     def __call__(self, module: nn.Module, batch: Any, num_samples: int) -> None:
@@ -219,7 +218,7 @@ class FirstLook:
 
 def batch_checks(
     state: TrainState, given: Given, inputs: Inputs, callbacks: Sequence[Callback], *, num_steps: int
-) -> list[Callable[[nn.Module, Any, int], None]]:
+) -> Sequence[Callable[[nn.Module, Any, int], None]]:
     """Returns what looks at the batches of a run: a check of the first one, and callbacks that see each. Collective.
 
     Args:
@@ -230,17 +229,19 @@ def batch_checks(
     """
     if state.waits:
         check_waiting(state, given.batches.uneven, given.reading.max_unreadable)
-    first = FirstLook(
+    checks = [each for each in callbacks if isinstance(each, BatchCallback)]
+    for each in checks:
+        each.begin(inputs.task, num_steps)
+    # All ranks check the first batch, or none, because a model or a loss may call collectives.
+    if given.reading.max_unreadable or not _all_have_several_samples(state):  # a batch may have less than it should
+        return checks
+    first = FirstBatchCheck(
         inputs.task,
-        wanted=not given.reading.max_unreadable and _all_have_several_samples(state),  # else a batch may have less
         with_one=may_have_one(state.comm, state.sampler, num_steps=max(0, num_steps - state.step)),
         num_calls=lambda: state.comm.num_calls,
         if_it_waits=partial(_check_task, state, given, inputs),
     )
-    others = [each for each in callbacks if isinstance(each, BatchCheck)]
-    for each in others:
-        each.begin(inputs.task, num_steps)
-    return [first, *others]
+    return [first, *checks]
 
 
 def _all_have_several_samples(state: TrainState) -> bool:
@@ -274,7 +275,7 @@ class Sums:
         task, module: copies.
         pieces: the batch, and its parts, if it can be cut: half of the samples, and the others.
         num_samples: of the batch.
-        num_calls: as in `FirstLook`.
+        num_calls: as in `FirstBatchCheck`.
 
     Attributes:
         waiting: the task's methods that have called collectives.
@@ -472,7 +473,7 @@ def _evaluating() -> Iterator[None]:
         yield
 
 
-class EqualBatches(BatchCheck):
+class EqualBatches(BatchCallback):
     """Refuses ranks or loader processes that begin with equal batches, because each of them reads all the data then.
 
     Args:
