@@ -38,7 +38,7 @@ from ddp.process.log import log
 from ddp.replica.autograd import leaves_of
 from ddp.replica.sync_batchnorm import waits
 from ddp.streams import preserved
-from ddp.train.arguments import Given, Inputs
+from ddp.train.arguments import FitArguments, Inputs
 from ddp.train.batch_statistics import check_waiting, may_have_one, refuse_uneven, refuse_waiting, try_one_sample
 from ddp.train.callbacks import BatchCallback, Callback
 from ddp.train.evaluate import add_metrics, finished
@@ -217,7 +217,7 @@ class FirstBatchCheck:
 
 
 def batch_checks(
-    state: TrainState, given: Given, inputs: Inputs, callbacks: Sequence[Callback], *, num_steps: int
+    state: TrainState, given: FitArguments, inputs: Inputs, callbacks: Sequence[Callback], *, num_steps: int
 ) -> Sequence[Callable[[nn.Module, Any, int], None]]:
     """Returns what looks at the batches of a run: a check of the first one, and callbacks that see each. Collective.
 
@@ -250,7 +250,7 @@ def _all_have_several_samples(state: TrainState) -> bool:
     return all(all_gather_object(state.comm, bool(micros) and len(micros[0].indices) > 1))
 
 
-def _check_task(state: TrainState, given: Given, inputs: Inputs, where: Collection[str]) -> None:
+def _check_task(state: TrainState, given: FitArguments, inputs: Inputs, where: Collection[str]) -> None:
     """Raises ConfigError if a task that calls collectives would wait for ever. Collective.
 
     Args:

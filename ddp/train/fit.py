@@ -50,7 +50,7 @@ from ddp.strategies.parameter_server.edge import failure_told
 from ddp.strategies.parameter_server.server import Service
 from ddp.streams import preserved
 from ddp.train import arguments
-from ddp.train.arguments import NEEDED, Given, Inputs
+from ddp.train.arguments import NEEDED, FitArguments, Inputs
 from ddp.train.batch_checks import EqualBatches
 from ddp.train.batch_statistics import check_evaluation
 from ddp.train.callbacks import Callback, EpochCheck, Meters, MetricsFile, NoiseMeter, ThroughputMeter, tell_of
@@ -71,7 +71,7 @@ from ddp.train.kept import Kept, plain
 from ddp.train.loop import end_of_run, train_loop
 from ddp.train.monitor.calls import calls_left
 from ddp.train.monitor.usage import rate_of_one_worker
-from ddp.train.parameter_server import check_cast, going_on, next_home, service_of, work
+from ddp.train.parameter_server import check_role, next_store, restarted_arguments, service_of, work
 from ddp.train.progress import ProgressBar, StopNote
 from ddp.train.report import draw_curves, summary_of
 from ddp.train.results import is_metric, read_summary, write_summary
@@ -183,18 +183,18 @@ def fit(
     given = {name: value for name, value in locals().items() if name != "mistyped"}
     arguments.refuse_unknown(mistyped, given)
     refuse_evaluator("ddp.fit")
-    return train(Given(**given))
+    return train(FitArguments(**given))
 
 
-def train(given: Given) -> TrainState:
+def train(given: FitArguments) -> TrainState:
     """Trains as `fit` says, from arguments that are checked; the program around it goes on as if there had been no fit.
 
     Raises:
         ConfigError, CheckpointError, Diverged, UnusedParameters, PeerLost: as `fit`.
     """
-    part = check_cast(given)
+    part = check_role(given)
     if part is not None:
-        given = replace(given, home=next_home(part))
+        given = replace(given, home=next_store(part))
     wrapped = without_compile_wrappers(given.model)
     with wrapped as model, _given_back(model), arguments.one_thread(given), failure_told(given.home, part):
         given = replace(given, model=model)
@@ -202,7 +202,7 @@ def train(given: Given) -> TrainState:
         if part is not None:
             if part.job == "worker":
                 return work(given, comm, part)
-            given = going_on(given, part)
+            given = restarted_arguments(given, part)
         return tried(_train, given, comm) if given.folder.trial else _train(given, comm)
 
 
@@ -222,13 +222,13 @@ def _given_back(model: nn.Module) -> Iterator[None]:
                 gpu.cuda.set_rng_state_all(on_gpus)
 
 
-def _train(given: Given, comm: Communicator) -> TrainState:
+def _train(given: FitArguments, comm: Communicator) -> TrainState:
     stop = flag_of_a_new_fit() if given.stop is None else given.stop  # a flag that is not set counts as false
     with stop.before_libraries():
         return _trained(given, comm, stop)
 
 
-def _trained(given: Given, comm: Communicator, stop: StopFlag) -> TrainState:
+def _trained(given: FitArguments, comm: Communicator, stop: StopFlag) -> TrainState:
     # 1  what is given
     given = arguments.with_shards(given, comm)
     inputs = arguments.inputs_of(given, comm)
@@ -254,7 +254,7 @@ def _trained(given: Given, comm: Communicator, stop: StopFlag) -> TrainState:
         raise
 
 
-def _run(given: Given, inputs: Inputs, run: OpenRun, stop: StopFlag, service: Service | None) -> TrainState:
+def _run(given: FitArguments, inputs: Inputs, run: OpenRun, stop: StopFlag, service: Service | None) -> TrainState:
     # 3  the loop
     comm = run.state.comm
     meters, start_s = Meters(ThroughputMeter(), NoiseMeter(), EpochCheck()), now_s()
@@ -280,7 +280,7 @@ def _run(given: Given, inputs: Inputs, run: OpenRun, stop: StopFlag, service: Se
     return state
 
 
-def _end(given: Given, inputs: Inputs, run: OpenRun, meters: Meters, *, seconds: float) -> None:
+def _end(given: FitArguments, inputs: Inputs, run: OpenRun, meters: Meters, *, seconds: float) -> None:
     """Leaves the weights whole, and writes, draws and tells how the run went. Collective."""
     state, comm = run.state, run.state.comm
     state.strategy.finish()
@@ -299,7 +299,7 @@ def _end(given: Given, inputs: Inputs, run: OpenRun, meters: Meters, *, seconds:
         callback.finished(state, summary)
 
 
-def _best_at_end(given: Given, run: OpenRun) -> str:
+def _best_at_end(given: FitArguments, run: OpenRun) -> str:
     """Gives the model the weights of the best checkpoint, if that is wanted. Collective.
 
     Returns:
@@ -323,7 +323,7 @@ def _best_at_end(given: Given, run: OpenRun) -> str:
     return f"{note}its weights"
 
 
-def _say(given: Given, comm: Communicator, text: str) -> None:
+def _say(given: FitArguments, comm: Communicator, text: str) -> None:
     """Tells the user, and the logs of all ranks."""
     log.info("%s", text)
     if comm.rank == 0 and given.folder.progress:
@@ -356,7 +356,7 @@ class OpenRun:
     notes: list[str]
 
 
-def open_run(given: Given, inputs: Inputs, comm: Communicator) -> OpenRun:
+def open_run(given: FitArguments, inputs: Inputs, comm: Communicator) -> OpenRun:
     """Returns the state of a run over a communicator, and from its checkpoint, if it has one. Collective.
 
     Raises:
@@ -436,7 +436,7 @@ def _folder_and_start(keeps: Folder) -> tuple[Path | None, Path | None, Path | N
 # ------------------------------------------------------------------------------------------------------------ the loop
 
 
-def _loop(given: Given, inputs: Inputs, run: OpenRun, meters: Meters, service: Service | None) -> None:
+def _loop(given: FitArguments, inputs: Inputs, run: OpenRun, meters: Meters, service: Service | None) -> None:
     """Makes the steps of the run, while no other process may write into its folder."""
     state, keeps = run.state, given.folder
     store = None
@@ -488,7 +488,7 @@ def _publish(region: str, run: OpenRun) -> None:
 
 
 def _callbacks(
-    given: Given, inputs: Inputs, run: OpenRun, meters: Meters, store: CheckpointStore | None
+    given: FitArguments, inputs: Inputs, run: OpenRun, meters: Meters, store: CheckpointStore | None
 ) -> list[Callback]:
     """Returns the callbacks in their order: those that measure and save, the user's own, those that show."""
     keeps = given.folder
@@ -527,7 +527,7 @@ def _one_worker(run: OpenRun) -> float | None:
     )
 
 
-def _begin(given: Given, run: OpenRun, store: CheckpointStore, until_end: contextlib.ExitStack) -> None:
+def _begin(given: FitArguments, run: OpenRun, store: CheckpointStore, until_end: contextlib.ExitStack) -> None:
     """Keeps other processes from writing into the run's folder, and notes the start. On rank 0 only."""
     until_end.callback(store.hold().close)
     if run.folder is not None and given.settings is None and not run.source.is_stream:  # a command has noted it

@@ -12,7 +12,7 @@ from ddp.errors import ConfigError
 from ddp.optim.schedules import constant
 from ddp.policies import Rounds
 from ddp.strategies.parameter_server.server import Service
-from ddp.train.arguments import Given, Inputs
+from ddp.train.arguments import FitArguments, Inputs
 from ddp.train.audit import Audit
 from ddp.train.batch_checks import batch_checks
 from ddp.train.callbacks import Callback, tell_of
@@ -29,7 +29,7 @@ from ddp.train.supply import EpochSupply, LoadedSteps, StreamedSteps
 
 def train_loop(
     state: TrainState,
-    given: Given,
+    given: FitArguments,
     inputs: Inputs,
     callbacks: Sequence[Callback],
     service: Service | None = None,
@@ -108,7 +108,7 @@ def train_loop(
 def supply_of(
     state: TrainState,
     rules: StepRules,
-    given: Given,
+    given: FitArguments,
     source: Source,
     callbacks: Sequence[Callback],
     service: Service | None,

@@ -46,7 +46,7 @@ from ddp.strategies.parameter_server.server import Received, Service
 from ddp.strategies.parameter_server.worker import Over, Servers
 from ddp.strategies.sharded import Served
 from ddp.train import arguments
-from ddp.train.arguments import Given
+from ddp.train.arguments import FitArguments
 from ddp.train.batch_checks import FirstBatchCheck
 from ddp.train.batch_statistics import refuse_waiting
 from ddp.train.checkpoint_store import steps
@@ -61,8 +61,8 @@ FOLDER = "folder"
 _number = count()  # of the trainings of this program, which all processes run alike
 
 
-def check_cast(given: Given) -> Cast | None:
-    """Returns the part of this process; None for a rank.
+def check_role(given: FitArguments) -> Cast | None:
+    """Returns the role of this process; None for a rank.
 
     Raises:
         ConfigError: it has one and the strategy is not that of parameter servers, or the reverse; or these cannot train
@@ -97,7 +97,7 @@ def check_cast(given: Given) -> Cast | None:
     return part
 
 
-def next_home(part: Cast) -> Store:
+def next_store(part: Cast) -> Store:
     """Returns the part of the store in which the processes meet for the training that begins."""
     number = next(_number)
     if number:
@@ -105,8 +105,8 @@ def next_home(part: Cast) -> Store:
     return part_of(part.store, f"training {number}")
 
 
-def going_on(given: Given, part: Cast) -> Given:
-    """Returns what is given to a server that is started anew: it goes on in the run's folder, if that has checkpoints.
+def restarted_arguments(given: FitArguments, part: Cast) -> FitArguments:
+    """Returns the arguments of a restarted server, which resumes from the run's folder, if that has checkpoints.
 
     The folder may have been named by date and time, so that only the store knows it.
 
@@ -125,7 +125,7 @@ def going_on(given: Given, part: Cast) -> Given:
     return replace(given, folder=replace(given.folder, path=folder, resume=resume))
 
 
-def service_of(given: Given, state: TrainState, settings: Mapping[str, Any]) -> Service | None:
+def service_of(given: FitArguments, state: TrainState, settings: Mapping[str, Any]) -> Service | None:
     """Returns what this process does for workers; None where it is no server.
 
     Args:
@@ -207,7 +207,7 @@ class ServedSteps(EpochSupply):
 # --- A worker --------------------------------------------------------------------------------------------------------
 
 
-def work(given: Given, comm: Communicator, part: Cast) -> TrainState:
+def work(given: FitArguments, comm: Communicator, part: Cast) -> TrainState:
     """Computes for the servers until the run is over.
 
     Returns:

@@ -30,7 +30,7 @@ from ddp.data.orders.order import Fixed, Permutation
 from ddp.data.sets.validation import selection_in
 from ddp.process.files import lines_of, write_whole
 from ddp.process.records import to_json
-from ddp.train.arguments import Given
+from ddp.train.arguments import FitArguments
 from ddp.train.state import TrainState
 
 STARTS = "starts.jsonl"
@@ -51,7 +51,7 @@ def note_incident(run_dir: Path, incident: Mapping[str, Any]) -> None:
 _WORDS: dict[type, str] = {Fixed: "fixed", Permutation: "permutation"}
 
 
-def note_start_of_fit(run_dir: Path, source: Source, given: Given, state: TrainState, *, goes_on: bool) -> None:
+def note_start_of_fit(run_dir: Path, source: Source, given: FitArguments, state: TrainState, *, goes_on: bool) -> None:
     """Notes the start of a run that was made from Python. On rank 0 only.
 
     Args:
