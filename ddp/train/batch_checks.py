@@ -42,7 +42,7 @@ from ddp.train.arguments import FitArguments, Inputs
 from ddp.train.batch_statistics import check_waiting, may_have_one, refuse_uneven, refuse_waiting, try_one_sample
 from ddp.train.callbacks import BatchCallback, Callback
 from ddp.train.evaluate import add_metrics, finished
-from ddp.train.kept import loss_modules
+from ddp.train.extra_state import loss_modules
 from ddp.train.state import StepReport, TrainState
 from ddp.train.step import sum_and_count
 from ddp.train.tasks.cross_entropy import Classification, LanguageModel

@@ -4,7 +4,7 @@
     with a guard: step_left_out   went_back
 
 Every rank runs its callbacks at the same moments. So a callback may run collectives, if it does so on all ranks. What
-it returns from `state_dict` is saved with the run (`kept.py`).
+it returns from `state_dict` is saved with the run (`extra_state.py`).
 """
 
 from __future__ import annotations

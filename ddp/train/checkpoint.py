@@ -9,7 +9,7 @@
     hook.pt        what a hook has not sent yet, if there is one (`gradients/hooks/compression.py`)
     local_sgd.pt   of strategy=local_sgd: the momentum of the common parameters
     own.pt         by rank what differs from rank 0's: its buffers, and of strategy=local_sgd its optimizer state
-    callbacks.pt   the states of callbacks, and loss.pt, of the loss (`kept.py`)
+    callbacks.pt   the states of callbacks, and loss.pt, of the loss (`extra_state.py`)
     meta           the identity of the run (below); readable without loading a tensor
 
 The identity is everything that the bits of the result depend on, apart from the code. A resumed run compares it with
@@ -50,7 +50,7 @@ from ddp.process.records import damage_told, json_object, made, to_json
 from ddp.replica.replica import Replica
 from ddp.train.callbacks import MEASURED, Callback, averages_in
 from ddp.train.checkpoint_store import ANOTHER, CheckpointStore, StoredCheckpoint, check_fits, load
-from ddp.train.kept import Kept, plain
+from ddp.train.extra_state import ExtraState, plain
 from ddp.train.moved import translated
 from ddp.train.state import StepReport, TrainState
 
@@ -83,7 +83,7 @@ def save_checkpoint(
     *,
     identity: Mapping[str, Any],
     score: float | None = None,
-    kept: Kept | None = None,
+    extra: ExtraState | None = None,
 ) -> Path:
     """Writes a checkpoint of the run. Collective; rank 0 writes to its file system.
 
@@ -96,7 +96,7 @@ def save_checkpoint(
     whole = state.strategy.state_dict()
     compression = state.model.compression
     hook = None if compression is None else compression.state_dict()
-    beside = {} if kept is None else kept.parts(state.comm)
+    extra_parts = {} if extra is None else extra.parts(state.comm)
     mine = _random_states(state.comm), state.sampler.places(), state.sampler.seen, state.unreadable
     random_states, places, sums, unreadable = map(list, zip(*all_gather_object(state.comm, mine), strict=True))
     seen = [None if each is None else Checksum(*each) for each in sums]
@@ -110,7 +110,7 @@ def save_checkpoint(
         "hook": None if compression is None else compression.name,
         "added_groups": _added_groups(state),
         "changed_frozen": sorted(state.frozen() ^ state.first_frozen),
-        "averages": None if kept is None else kept.name_of_averages,
+        "averages": None if extra is None else extra.name_of_averages,
     }
 
     def write() -> Path:
@@ -125,7 +125,7 @@ def save_checkpoint(
                 "unreadable": sorted(set[int]().union(*unreadable)),
             },
             "slots": {"random": random_states},
-            **beside,
+            **extra_parts,
         }
         if state.schedule is not None:
             parts["schedule"] = plain(state.schedule.state_dict())
@@ -381,10 +381,10 @@ class Checkpointer(Callback):
         *,
         identity: Mapping[str, Any],
         every_steps: int | None,
-        kept: Kept | None = None,
+        extra: ExtraState | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        self._store, self._identity, self._every_steps, self._kept = store, identity, every_steps, kept
+        self._store, self._identity, self._every_steps, self._extra = store, identity, every_steps, extra
         self._callbacks = callbacks
         self._due, self._saved_step = False, -1
 
@@ -419,7 +419,7 @@ class Checkpointer(Callback):
     def _save(self, state: TrainState) -> None:
         self._due = False
         score = state.evaluation.get(state.main_metric) if state.evaluated_at == state.step else None
-        path = save_checkpoint(self._store, state, identity=self._identity, score=score, kept=self._kept)
+        path = save_checkpoint(self._store, state, identity=self._identity, score=score, extra=self._extra)
         self._saved_step = state.step
         for callback in self._callbacks:
             callback.checkpoint_saved(state, path)

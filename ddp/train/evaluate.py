@@ -39,7 +39,7 @@ from ddp.process.log import log
 from ddp.replica.replica import Replica, replicas_in
 from ddp.setting import Precision
 from ddp.train.batch_statistics import check_evaluation
-from ddp.train.kept import loss_modules
+from ddp.train.extra_state import loss_modules
 from ddp.train.state import loading
 from ddp.train.step import to_device
 from ddp.train.stopping import StopFlag

@@ -64,10 +64,10 @@ from ddp.train.checkpoint import (
 )
 from ddp.train.checkpoint_store import CheckpointStore, best_of, resume_from, steps
 from ddp.train.evaluate import modes_kept
+from ddp.train.extra_state import ExtraState, plain
 from ddp.train.guard import Guard
 from ddp.train.hashes import HASHES, HashesFile
 from ddp.train.held_out import note_of_choice
-from ddp.train.kept import Kept, plain
 from ddp.train.loop import end_of_run, train_loop
 from ddp.train.monitor.calls import calls_left
 from ddp.train.monitor.usage import rate_of_one_worker
@@ -340,7 +340,7 @@ class OpenRun:
     Attributes:
         source: the training samples, in a cache if there is one.
         settings: the arguments that the bits of the result depend on.
-        identity: what the bits of the result depend on; beside: what a checkpoint has besides the state.
+        identity: what the bits of the result depend on; extra: what a checkpoint has besides the state.
         folder: of the run, which exists; None: nothing is written. start: the checkpoint that it goes on from.
         num_steps: of the whole run; notes: what was derived, a line each.
     """
@@ -349,7 +349,7 @@ class OpenRun:
     source: Source
     settings: dict[str, Any]
     identity: dict[str, Any]
-    beside: Kept
+    extra: ExtraState
     folder: Path | None
     start: Path | None
     num_steps: int
@@ -380,7 +380,7 @@ def open_run(given: FitArguments, inputs: Inputs, comm: Communicator) -> OpenRun
     identity = run_identity(comm, inputs.replica, settings if given.settings is None else given.settings)
     state.settings = plain(identity)
     saves = given.folder.path is not None
-    beside = Kept(inputs.replica, inputs.task, given.callbacks, saves=saves, schedule=inputs.schedule)
+    extra = ExtraState(inputs.replica, inputs.task, given.callbacks, saves=saves, schedule=inputs.schedule)
     try:
         folder, state.run_dir, start = on_rank_zero(
             comm, lambda: _folder_and_start(given.folder), label="looking for a checkpoint"
@@ -388,7 +388,7 @@ def open_run(given: FitArguments, inputs: Inputs, comm: Communicator) -> OpenRun
         if start is not None:
             checkpoint = read_checkpoint(comm, start, inputs.replica.module)
             restore(checkpoint, state, identity=identity)
-            beside.resumes(checkpoint.parts, given.optimizer)
+            extra.resumes(checkpoint.parts, given.optimizer)
         num_steps, _ = end_of_run(state, epochs=given.epochs, max_steps=given.max_steps)
         if not num_steps and (skipped := given.batches.skip_steps) is not None:
             raise ConfigError(f"skip_steps={list(skipped)}: leaves out all steps of the run; name fewer")
@@ -406,7 +406,7 @@ def open_run(given: FitArguments, inputs: Inputs, comm: Communicator) -> OpenRun
     if folder is not None and given.stop is None and given.folder.every_steps is None and not hears_signals():
         way = "folder=ddp.Folder(every_steps=…) saves as it goes"
         notes.append(f"this fit is not in the main thread, so that no signal makes it save; {way}")
-    return OpenRun(state, source, settings, identity, beside, folder, start, num_steps, notes)
+    return OpenRun(state, source, settings, identity, extra, folder, start, num_steps, notes)
 
 
 def _folder_and_start(keeps: Folder) -> tuple[Path | None, Path | None, Path | None]:
@@ -472,9 +472,9 @@ def _go_back(run: OpenRun, callbacks: Sequence[Callback], guard: Guard) -> None:
     def load() -> None:
         checkpoint = read_checkpoint(state.comm, folder / "checkpoints", state.model.module)
         restore(checkpoint, state, identity=run.identity)
-        run.beside.resumes(checkpoint.parts, state.optimizer)
+        run.extra.resumes(checkpoint.parts, state.optimizer)
         for callback in callbacks:
-            callback.went_back(state)  # files drop what lies beyond; `Kept` loads the states of all
+            callback.went_back(state)  # files drop what lies beyond; `ExtraState` loads the states of all
 
     guard.go_back(state, load)
 
@@ -495,11 +495,11 @@ def _callbacks(
     metrics = None if run.folder is None else run.folder / "metrics.jsonl"
     watching: list[Callback] = [EqualBatches(run.state.comm.rank, run.source.num_workers)] * given.reading.debug
     watching += [*meters, MetricsFile(metrics, meters, every=keeps.log_every, callbacks=given.callbacks)]
-    last: list[Callback] = [run.beside]
+    last: list[Callback] = [run.extra]
     if run.folder is not None:
         watching.append(HashesFile(run.folder / HASHES, every=given.same_bits.hash_every))
     if store is not None:
-        how: dict[str, Any] = {"every_steps": keeps.every_steps, "kept": run.beside, "callbacks": given.callbacks}
+        how: dict[str, Any] = {"every_steps": keeps.every_steps, "extra": run.extra, "callbacks": given.callbacks}
         checkpointer = Checkpointer(store, identity=run.identity, **how)
         watching.append(checkpointer)
         last.append(AfterEvaluation(checkpointer))

@@ -1,4 +1,4 @@
-"""Saves and restores state beside model and optimizer: that of callbacks, and of a loss.
+"""Saves and restores what a run has besides model and optimizer: the state of callbacks, and of a loss.
 
     callbacks.pt   by name ("EMA", or "EMA 2" for the second one of that class): its `state_dict` on rank 0
     loss.pt        by rank: the values of a loss that is a module, or holds one, that have changed since the run began
@@ -37,7 +37,7 @@ from ddp.train.state import TrainState
 from ddp.train.tasks.task import Task, name_of
 
 
-class Kept(Callback):
+class ExtraState(Callback):
     """Saves and loads these states. It runs as the last callback of a fit, so that the others have started.
 
     Args:
