@@ -28,7 +28,6 @@ from ddp.process.files import lines_of, to_append, write_whole
 from ddp.process.log import log
 from ddp.process.records import json_object, to_json
 from ddp.replica.tied import check_untied
-from ddp.train.checkpoint_store import is_extra
 from ddp.train.monitor.usage import Usage
 from ddp.train.noise_scale import NoiseScale
 from ddp.train.state import StepReport, TrainState
@@ -467,10 +466,3 @@ def _weights(state: TrainState) -> Iterator[Tensor]:
 def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     if into:
         torch._foreach_copy_(list(into), list(values))
-
-
-def averages_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns parameters and buffers of the model from what `EMA.state_dict` has returned."""
-    prefix = "module."
-    named = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-    return {name: value for name, value in named.items() if not is_extra(name)}  # which is the copy's own

@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp import gpu
@@ -48,8 +48,8 @@ from ddp.optim.schedules import Rates
 from ddp.process.log import log
 from ddp.process.records import damage_told, json_object, made, to_json
 from ddp.replica.replica import Replica
-from ddp.train.callbacks import MEASURED, Callback, averages_in
-from ddp.train.checkpoint_store import ANOTHER, CheckpointStore, StoredCheckpoint, check_fits, load
+from ddp.train.callbacks import MEASURED, Callback
+from ddp.train.checkpoint_store import ANOTHER, CheckpointStore, StoredCheckpoint, check_fits, is_extra, load
 from ddp.train.extra_state import ExtraState, plain
 from ddp.train.moved import translated
 from ddp.train.state import StepReport, TrainState
@@ -185,7 +185,14 @@ def bare(part: Any) -> Any:
 def weights_of(checkpoint: StoredCheckpoint, *, averaged: bool = True) -> dict[str, Any]:
     """Returns a model's state: of a run with `ddp.EMA` the averages, or as the optimizer has left it."""
     weights, averages = dict(checkpoint.parts["model"]), checkpoint.meta.get("averages")
-    return weights | averages_in(checkpoint.parts["callbacks"][averages]) if averaged and averages else weights
+    return weights | _averages_in(checkpoint.parts["callbacks"][averages]) if averaged and averages else weights
+
+
+def _averages_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns parameters and buffers of the model from what `EMA.state_dict` has returned."""
+    prefix = "module."
+    named = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    return {name: value for name, value in named.items() if not is_extra(name)}  # which is the copy's own
 
 
 def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mapping[str, Any]) -> None:

@@ -531,7 +531,8 @@ def _begin(given: FitArguments, run: OpenRun, store: CheckpointStore, until_end:
     """Keeps other processes from writing into the run's folder, and notes the start. On rank 0 only."""
     until_end.callback(store.hold().close)
     if run.folder is not None and given.settings is None and not run.source.is_stream:  # a command has noted it
-        note_start_of_fit(run.folder, run.source, given, run.state, goes_on=run.start is not None)
+        what = run.source, run.state, given, given.batches, given.validation_data
+        note_start_of_fit(run.folder, *what, goes_on=run.start is not None)
 
 
 # -------------------------------------------------------------------------------------------------------- what is said

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
+from torch import nn
+
+from ddp.comm.objects import all_gather_object
 from ddp.data.loading.iterable import IterableSampler
 from ddp.data.loading.source import Source
 from ddp.errors import ConfigError
@@ -14,8 +18,9 @@ from ddp.policies import Rounds
 from ddp.strategies.parameter_server.server import Service
 from ddp.train.arguments import FitArguments, Inputs
 from ddp.train.audit import Audit
-from ddp.train.batch_checks import batch_checks
-from ddp.train.callbacks import Callback, tell_of
+from ddp.train.batch_checks import FirstBatchCheck
+from ddp.train.batch_statistics import check_waiting, may_have_one, refuse_uneven, refuse_waiting
+from ddp.train.callbacks import BatchCallback, Callback, tell_of
 from ddp.train.evaluate import switch_to_training
 from ddp.train.guard import Guard
 from ddp.train.held_out import Evaluator
@@ -25,6 +30,7 @@ from ddp.train.state import TrainState, agreed_reason
 from ddp.train.step import StepRules
 from ddp.train.supervision import Supervision, no_checkpoint
 from ddp.train.supply import EpochSupply, LoadedSteps, StreamedSteps
+from ddp.train.tasks.task import name_of
 
 
 def train_loop(
@@ -103,6 +109,58 @@ def train_loop(
         raise
     finally:
         supply.close()
+
+
+def batch_checks(
+    state: TrainState, given: FitArguments, inputs: Inputs, callbacks: Sequence[Callback], *, num_steps: int
+) -> Sequence[Callable[[nn.Module, Any, int], None]]:
+    """Returns what looks at the batches of a run: a check of the first one, and callbacks that see each. Collective.
+
+    Args:
+        num_steps: of the whole run.
+
+    Raises:
+        ConfigError: layers of the model would wait for ever.
+    """
+    if state.waits:
+        check_waiting(state, given.batches.uneven, given.reading.max_unreadable)
+    checks = [each for each in callbacks if isinstance(each, BatchCallback)]
+    for each in checks:
+        each.begin(inputs.task, num_steps)
+    # All ranks check the first batch, or none, because a model or a loss may call collectives.
+    if given.reading.max_unreadable or not _all_have_several_samples(state):  # a batch may have less than it should
+        return checks
+    first = FirstBatchCheck(
+        inputs.task,
+        with_one=may_have_one(state.comm, state.sampler, num_steps=max(0, num_steps - state.step)),
+        num_calls=lambda: state.comm.num_calls,
+        if_it_waits=partial(_check_task, state, given, inputs),
+    )
+    return [first, *checks]
+
+
+def _all_have_several_samples(state: TrainState) -> bool:
+    """Returns True if the next step's first forward has two samples or more on every rank."""
+    micros = next(iter(state.sampler.plans())).micros
+    return all(all_gather_object(state.comm, bool(micros) and len(micros[0].indices) > 1))
+
+
+def _check_task(state: TrainState, given: FitArguments, inputs: Inputs, where: Collection[str]) -> None:
+    """Raises ConfigError if a task that calls collectives would wait for ever. Collective.
+
+    Args:
+        where: the methods that do: loss, metrics or both.
+    """
+    name, when = name_of(inputs.task), given.evaluation
+    if "loss" in where:
+        state.waits = True
+        if given.same_bits.on or isinstance(given.strategy, Rounds):
+            refuse_waiting(inputs.task, "same_bits=True" if given.same_bits.on else "strategy='local_sgd'")
+        check_waiting(state, given.batches.uneven, given.reading.max_unreadable, f"{name}.loss")
+    for source in inputs.held_out.given().values() if "metrics" in where else ():
+        cut: dict[str, Any] = {"world_size": state.comm.world_size, "num_shards": state.model.num_shards}
+        remedy = "let it call no collectives"
+        refuse_uneven(f"{name}.metrics", remedy, len(source.samples), batch_size=when.batch, **cut)
 
 
 def supply_of(

@@ -27,10 +27,11 @@ import numpy as np
 from ddp.data.loading.cache import cache_of
 from ddp.data.loading.source import Source
 from ddp.data.orders.order import Fixed, Permutation
+from ddp.data.orders.steps import Batches
 from ddp.data.sets.validation import selection_in
+from ddp.policies import Training
 from ddp.process.files import lines_of, write_whole
 from ddp.process.records import to_json
-from ddp.train.arguments import FitArguments
 from ddp.train.state import TrainState
 
 STARTS = "starts.jsonl"
@@ -51,26 +52,36 @@ def note_incident(run_dir: Path, incident: Mapping[str, Any]) -> None:
 _WORDS: dict[type, str] = {Fixed: "fixed", Permutation: "permutation"}
 
 
-def note_start_of_fit(run_dir: Path, source: Source, given: FitArguments, state: TrainState, *, goes_on: bool) -> None:
+def note_start_of_fit(
+    run_dir: Path,
+    source: Source,
+    state: TrainState,
+    length: Training,
+    batches: Batches,
+    validation_data: Any,
+    *,
+    goes_on: bool,
+) -> None:
     """Notes the start of a run that was made from Python. On rank 0 only.
 
     Args:
+        length, batches, validation_data: the arguments of the fit.
         goes_on: the run is one that was resumed.
     """
-    samples, sampler, batches = _whole(source.samples), state.sampler, given.batches
+    samples, sampler = _whole(source.samples), state.sampler
     sizes = getattr(samples, "file_sizes", None)
     data = {
         "name": "digits",  # any, because `dealt` stands for the samples
         "order": _WORDS.get(type(batches.order), "auto"),
         "sharding": batches.sharding if isinstance(batches.sharding, str) else "auto",
         "skip_steps": list(batches.skip_steps or ()),
-        "validation": given.validation_data if isinstance(given.validation_data, float) else None,
+        "validation": validation_data if isinstance(validation_data, float) else None,
     }
     parts = {"num_shards": sampler.num_shards, "micro_size": sampler.micro_size}
     settings = {
         "seed": batches.seed,
-        "epochs": given.epochs,
-        "max_steps": given.max_steps,
+        "epochs": length.epochs,
+        "max_steps": length.max_steps,
         "cluster": {"workers": state.comm.world_size},
         "batch": _batch(sampler.sizes.setting) | parts,
         "loader": {"num_workers": source.num_workers},
