@@ -64,9 +64,9 @@ from ddp.replica.replica import Replica
 from ddp.replica.sharded import ShardedDataParallel
 from ddp.strategies import strategy
 from ddp.strategies.choice import strategy_for
-from ddp.train.callbacks import Callback
 from ddp.train.fit import fit
-from ddp.train.state import TrainState
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import TrainState
 from ddp.train.tasks.cross_entropy import LanguageModel
 from ddp.train.tasks.task import Task
 from ddp.units import three_digits, written

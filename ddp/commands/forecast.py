@@ -37,9 +37,9 @@ from ddp.commands.finished import settings_for
 from ddp.errors import ConfigError
 from ddp.process.arguments import positive, whole
 from ddp.process.memory import available_cores
-from ddp.train.callbacks import MEASURED
 from ddp.train.monitor.profile import FILE, Profile, read_profile
 from ddp.train.results import read_metrics, read_summary
+from ddp.train.steps.callbacks import MEASURED
 from ddp.units import counted, format_time, lines_of_table
 
 MOST_RANKS = 10_000

@@ -37,7 +37,7 @@ from ddp.train.evaluate import evaluate
 from ddp.train.held_out import Side
 from ddp.train.results import read_summary, write_summary
 from ddp.train.sidecar import POLL_S, SideCar, only_sidecar, results_of_sidecar
-from ddp.train.stopping import StopFlag
+from ddp.train.steps.stopping import StopFlag
 
 OF_THE_EVALUATOR = ("device=", "evaluate.", "loader.", "trust=")
 """What a cluster's evaluator may have of its own."""

@@ -37,12 +37,12 @@ from ddp.process.log import log
 from ddp.replica.autograd import leaves_of
 from ddp.replica.sync_batchnorm import waits
 from ddp.streams import preserved
-from ddp.train.batch_statistics import try_one_sample
-from ddp.train.callbacks import BatchCallback
 from ddp.train.evaluate import add_metrics, finished
 from ddp.train.extra_state import loss_modules
-from ddp.train.state import StepReport, TrainState
-from ddp.train.step import sum_and_count
+from ddp.train.steps.batch_statistics import try_one_sample
+from ddp.train.steps.callbacks import BatchCallback
+from ddp.train.steps.state import StepReport, TrainState
+from ddp.train.steps.step import sum_and_count
 from ddp.train.tasks.cross_entropy import Classification, LanguageModel
 from ddp.train.tasks.task import LossFunction, Rows, Task, length_of, name_of, outputs_of
 

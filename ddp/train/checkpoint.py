@@ -48,11 +48,11 @@ from ddp.optim.schedules import Rates
 from ddp.process.log import log
 from ddp.process.records import damage_told, json_object, made, to_json
 from ddp.replica.replica import Replica
-from ddp.train.callbacks import MEASURED, Callback
 from ddp.train.checkpoint_store import ANOTHER, CheckpointStore, StoredCheckpoint, check_fits, is_extra, load
 from ddp.train.extra_state import ExtraState, plain
 from ddp.train.moved import translated
-from ddp.train.state import StepReport, TrainState
+from ddp.train.steps.callbacks import MEASURED, Callback
+from ddp.train.steps.state import StepReport, TrainState
 
 FREE = ("world_size", "all_reduce", "buckets", "strategy")
 """Of a run's identity, what the bits do not depend on with `same_bits`."""

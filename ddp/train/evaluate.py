@@ -38,11 +38,11 @@ from ddp.optim.precision import forward_precision
 from ddp.process.log import log
 from ddp.replica.replica import Replica, replicas_in
 from ddp.setting import Precision
-from ddp.train.batch_statistics import check_evaluation
 from ddp.train.extra_state import loss_modules
-from ddp.train.state import loading
-from ddp.train.step import to_device
-from ddp.train.stopping import StopFlag
+from ddp.train.steps.batch_statistics import check_evaluation
+from ddp.train.steps.state import loading
+from ddp.train.steps.step import to_device
+from ddp.train.steps.stopping import StopFlag
 from ddp.train.tasks.task import Rows, Task, as_task, name_of, outputs_of
 
 _SAY_HOW = "give task=, a ddp.Task whose outputs(model, batch) returns [n, ...] for n samples"

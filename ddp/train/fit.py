@@ -52,8 +52,6 @@ from ddp.streams import preserved
 from ddp.train import arguments
 from ddp.train.arguments import NEEDED, FitArguments, Inputs
 from ddp.train.batch_checks import EqualBatches
-from ddp.train.batch_statistics import check_evaluation
-from ddp.train.callbacks import Callback, EpochCheck, Meters, MetricsFile, NoiseMeter, ThroughputMeter, tell_of
 from ddp.train.checkpoint import (
     AfterEvaluation,
     Checkpointer,
@@ -76,8 +74,10 @@ from ddp.train.progress import ProgressBar, StopNote
 from ddp.train.report import draw_curves, summary_of
 from ddp.train.results import is_metric, read_summary, write_summary
 from ddp.train.starts import note_start_of_fit
-from ddp.train.state import TrainState
-from ddp.train.stopping import StopFlag, flag_of_a_new_fit, hears_signals
+from ddp.train.steps.batch_statistics import check_evaluation
+from ddp.train.steps.callbacks import Callback, EpochCheck, Meters, MetricsFile, NoiseMeter, ThroughputMeter, tell_of
+from ddp.train.steps.state import TrainState
+from ddp.train.steps.stopping import StopFlag, flag_of_a_new_fit, hears_signals
 from ddp.train.supervision import check_guard
 from ddp.train.tasks.task import Task
 from ddp.train.tracker import Tracker

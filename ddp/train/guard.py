@@ -17,8 +17,8 @@ from typing import Any, get_args
 from ddp.errors import ConfigError
 from ddp.optim.schedules import Rates
 from ddp.policies import GuardAction
-from ddp.train.callbacks import Callback
-from ddp.train.state import StepReport, TrainState
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import StepReport, TrainState
 
 DECAY = 0.98  # of the weight of a step, per step
 FEWEST = 20  # steps before a loss can be a spike

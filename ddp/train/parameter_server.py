@@ -48,13 +48,13 @@ from ddp.strategies.sharded import Served
 from ddp.train import arguments
 from ddp.train.arguments import FitArguments
 from ddp.train.batch_checks import FirstBatchCheck
-from ddp.train.batch_statistics import refuse_waiting
 from ddp.train.checkpoint_store import steps
 from ddp.train.evaluate import switch_to_training
-from ddp.train.state import StepReport, TrainState, agreed_reason, loading
-from ddp.train.step import StepRules, backward, committed, update
-from ddp.train.stopping import flag_of_a_new_fit
-from ddp.train.supply import EpochSupply, Step
+from ddp.train.steps.batch_statistics import refuse_waiting
+from ddp.train.steps.state import StepReport, TrainState, agreed_reason, loading
+from ddp.train.steps.step import StepRules, backward, committed, update
+from ddp.train.steps.stopping import flag_of_a_new_fit
+from ddp.train.steps.supply import EpochSupply, Step
 
 ALIKE = ("loss", "global_batch", "order", "num_shards", "micro_size", "seed", "precision", "wire", "hook")
 FOLDER = "folder"

@@ -28,7 +28,6 @@ from ddp.process.files import if_possible
 from ddp.process.log import log
 from ddp.process.memory import available_cores
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.train.callbacks import MEASURED, Callback
 from ddp.train.monitor.clock import between, compared
 from ddp.train.monitor.parts import RawStep, last_begun, spans_of
 from ddp.train.monitor.profile import (
@@ -43,7 +42,8 @@ from ddp.train.monitor.profile import (
 )
 from ddp.train.monitor.recording import Recording, later
 from ddp.train.monitor.traces import FOLDER, Trace
-from ddp.train.state import StepReport, TrainState, unmeasured
+from ddp.train.steps.callbacks import MEASURED, Callback
+from ddp.train.steps.state import StepReport, TrainState, unmeasured
 
 WARM_UP = 5
 LEAST = 3

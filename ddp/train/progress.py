@@ -15,9 +15,9 @@ from ddp.process.clock import now_s
 from ddp.process.log import log
 from ddp.process.terminal import console as terminal_console
 from ddp.process.terminal import say
-from ddp.train.callbacks import Callback, ThroughputMeter
-from ddp.train.state import StepReport, TrainState, agreed_reason
-from ddp.train.stopping import has_obeyed, is_signal
+from ddp.train.steps.callbacks import Callback, ThroughputMeter
+from ddp.train.steps.state import StepReport, TrainState, agreed_reason
+from ddp.train.steps.stopping import has_obeyed, is_signal
 
 REFRESH_EVERY_S = 0.2
 SHORTEST_BAR = 10  # letters

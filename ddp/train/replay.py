@@ -28,8 +28,8 @@ from ddp.data.orders.sampler import Micro, StepPlan
 from ddp.errors import one_line
 from ddp.replica.autograd import tensors_in
 from ddp.replica.broadcast import checksum
-from ddp.train.state import TrainState
-from ddp.train.step import StepRules, forward, to_device
+from ddp.train.steps.state import TrainState
+from ddp.train.steps.step import StepRules, forward, to_device
 
 
 class Outcome(NamedTuple):

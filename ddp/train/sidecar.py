@@ -36,7 +36,7 @@ from ddp.process.terminal import say
 from ddp.train.checkpoint_store import MANIFEST, CheckpointStore, Saved, StoredCheckpoint, listed, read
 from ddp.train.held_out import Side
 from ddp.train.results import METRICS, SIDECAR, is_metric, read_metrics, read_summary
-from ddp.train.stopping import StopFlag, is_signal
+from ddp.train.steps.stopping import StopFlag, is_signal
 from ddp.units import counted
 
 GRACE_S = 10.0

@@ -32,7 +32,7 @@ from ddp.data.sets.validation import selection_in
 from ddp.policies import Training
 from ddp.process.files import lines_of, write_whole
 from ddp.process.records import to_json
-from ddp.train.state import TrainState
+from ddp.train.steps.state import TrainState
 
 STARTS = "starts.jsonl"
 

@@ -20,13 +20,13 @@ from ddp.process.log import log
 from ddp.strategies.replicated import ADVICE, Replicated
 from ddp.strategies.strategy import Agreement
 from ddp.train.audit import Audit
-from ddp.train.callbacks import Callback
 from ddp.train.guard import Guard
 from ddp.train.replay import Replay, explain_divergence, explain_spike
 from ddp.train.starts import note_incident
-from ddp.train.state import StepReport, TrainState
-from ddp.train.step import StepSnapshot
-from ddp.train.supply import EpochSupply, Step
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import StepReport, TrainState
+from ddp.train.steps.step import StepSnapshot
+from ddp.train.steps.supply import EpochSupply, Step
 from ddp.units import counted
 
 

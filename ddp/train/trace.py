@@ -15,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from ddp.replica.autograd import tensors_in
 from ddp.replica.broadcast import checksum
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.train.callbacks import Callback
-from ddp.train.state import StepReport, TrainState
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import StepReport, TrainState
 
 Entry = tuple[int, str, int]  # shard, what, and its checksum
 

@@ -27,11 +27,11 @@ from ddp.errors import ConfigError, PeerLost, one_line, with_causes
 from ddp.process.helper_thread import HelperThread
 from ddp.process.log import log
 from ddp.streams import preserved
-from ddp.train.callbacks import Callback
 from ddp.train.checkpoint import flat
 from ddp.train.results import METRICS, read_metrics
-from ddp.train.state import TrainState
-from ddp.train.stopping import is_signal
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import TrainState
+from ddp.train.steps.stopping import is_signal
 
 T = TypeVar("T")
 Status = Literal["finished", "interrupted", "failed"]

@@ -18,7 +18,7 @@ from ddp.process.files import scratch_folder
 from ddp.process.terminal import say
 from ddp.train.arguments import FitArguments
 from ddp.train.profiler import Profiler
-from ddp.train.state import TrainState
+from ddp.train.steps.state import TrainState
 from ddp.train.tracker import Tracker
 
 NUM_STEPS = 3

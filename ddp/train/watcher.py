@@ -27,8 +27,8 @@ from ddp.errors import ConfigError
 from ddp.policies import WatchAction
 from ddp.process.clock import now_s
 from ddp.process.log import log
-from ddp.train.callbacks import BatchCallback
-from ddp.train.state import StepReport, TrainState
+from ddp.train.steps.callbacks import BatchCallback
+from ddp.train.steps.state import StepReport, TrainState
 from ddp.train.tasks.cross_entropy import Classification, LanguageModel
 from ddp.train.tasks.task import IGNORE, LossFunction, Regression, Task
 

@@ -32,7 +32,7 @@ from ddp.run.settings.checks import resolve
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
 from ddp.train.sidecar import record_of
-from ddp.train.stopping import StopFlag
+from ddp.train.steps.stopping import StopFlag
 
 assert run  # a fixture
 

@@ -13,7 +13,7 @@ from torch import nn
 import ddp
 from ddp.data.loading.loader import EvaluationLoader
 from ddp.errors import ConfigError
-from ddp.train.batch_statistics import check_evaluation, check_waiting, try_one_sample
+from ddp.train.steps.batch_statistics import check_evaluation, check_waiting, try_one_sample
 
 
 def model(**options: Any) -> nn.Module:

@@ -21,8 +21,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import ddp
 from ddp.errors import CheckpointError, ConfigError
 from ddp.run.build.load import load_initial_weights
-from ddp.train.callbacks import EARLY
 from ddp.train.checkpoint_store import CheckpointStore
+from ddp.train.steps.callbacks import EARLY
 from recipes.tutorial.simulated import SimulatedNetwork
 
 X = torch.randn(44, 6, generator=torch.Generator().manual_seed(0))

@@ -29,8 +29,8 @@ from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import CheckpointError, ConfigError
 from ddp.train.arguments import FitArguments
 from ddp.train.fit import train
-from ddp.train.state import StepReport, TrainState
-from ddp.train.stopping import StopFlag
+from ddp.train.steps.state import StepReport, TrainState
+from ddp.train.steps.stopping import StopFlag
 
 RANDOM = torch.Generator().manual_seed(0)
 X = torch.randn(40, 6, dtype=torch.float64, generator=RANDOM)

@@ -26,7 +26,6 @@ from ddp.errors import CheckpointError, ConfigError
 from ddp.replica.broadcast import tensor_hash
 from ddp.run.build.load import load_initial_weights
 from ddp.strategies.replicated import Replicated
-from ddp.train.callbacks import Callback
 from ddp.train.checkpoint import (
     Checkpointer,
     changes,
@@ -36,8 +35,9 @@ from ddp.train.checkpoint import (
 )
 from ddp.train.checkpoint_store import CheckpointStore, load
 from ddp.train.loop import end_of_run
-from ddp.train.state import StepReport, TrainState
-from ddp.train.stopping import StopFlag
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import StepReport, TrainState
+from ddp.train.steps.stopping import StopFlag
 from ddp.train.tasks.cross_entropy import Classification
 from recipes.tutorial.simulated import SimulatedNetwork
 

@@ -33,7 +33,7 @@ from ddp.errors import CommunicatorBroken, ConfigError, PeerLost
 from ddp.train import tracker
 from ddp.train.arguments import FitArguments
 from ddp.train.fit import train
-from ddp.train.stopping import StopFlag
+from ddp.train.steps.stopping import StopFlag
 
 ROOT = Path(__file__).parents[2]
 FAKES = ROOT / "tests" / "fakes"

@@ -41,9 +41,9 @@ from ddp.run.settings.address import called, check_arguments, from_address, is_a
 from ddp.run.settings.checks import NO_METRIC
 from ddp.run.settings.config import Config
 from ddp.strategies.choice import wrapped
-from ddp.train.callbacks import EMA, Callback, EarlyStopping
 from ddp.train.guard import Guard
 from ddp.train.profiler import Profiler
+from ddp.train.steps.callbacks import EMA, Callback, EarlyStopping
 from ddp.train.tasks.cross_entropy import ByteModel, Classification, LanguageModel
 from ddp.train.tasks.task import LossFunction, Regression, Task, as_task
 from ddp.train.tracker import Tracker, refuse_twice

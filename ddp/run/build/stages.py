@@ -45,7 +45,6 @@ from ddp.run.settings.config import Config, folder_of
 from ddp.strategies.choice import same_bits_as
 from ddp.strategies.region import refuse_kept
 from ddp.train.arguments import FitArguments
-from ddp.train.callbacks import EARLY, MEASURED
 from ddp.train.checkpoint import check_optimizer
 from ddp.train.checkpoint_store import ANOTHER, check_fits, checkpoints_of, load, resume_from
 from ddp.train.fit import train
@@ -53,7 +52,8 @@ from ddp.train.monitor.profile import FILE
 from ddp.train.report import draw_curves, print_summary
 from ddp.train.results import read_summary, write_summary
 from ddp.train.sidecar import results_of_sidecar
-from ddp.train.stopping import StopFlag
+from ddp.train.steps.callbacks import EARLY, MEASURED
+from ddp.train.steps.stopping import StopFlag
 from ddp.train.tasks import ngram
 
 # ------------------------------------------------------------------------------------------- the three entry points

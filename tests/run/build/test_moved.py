@@ -24,7 +24,7 @@ from ddp.run.settings.reader import _homes, from_plain
 from ddp.train.arguments import FitArguments, inputs_of, sampler_for, settings_of
 from ddp.train.checkpoint import changes
 from ddp.train.moved import KEYS, moved_argument, translated
-from ddp.train.state import StepReport, TrainState
+from ddp.train.steps.state import StepReport, TrainState
 
 OLD: dict[str, Any] = json.loads(Path(__file__).with_name("old_run.json").read_text())
 OF_THE_HOST = ("world_size", "device", "all_reduce", "buckets", "torch", "cpu", "machine", "threads_per_worker")

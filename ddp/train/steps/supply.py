@@ -28,8 +28,8 @@ from ddp.data.orders.sampler import Micro, StepPlan
 from ddp.errors import ConfigError
 from ddp.process.log import log
 from ddp.setting import Uneven
-from ddp.train.state import StepReport, TrainState, loading
-from ddp.train.step import Check, StepRules, train_step, unchecked
+from ddp.train.steps.state import StepReport, TrainState, loading
+from ddp.train.steps.step import Check, StepRules, train_step, unchecked
 from ddp.units import counted
 
 

@@ -24,7 +24,7 @@ from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import waits
 from ddp.strategies.replicated import Replicated
 from ddp.strategies.strategy import Strategy
-from ddp.train.stopping import StopFlag, is_signal
+from ddp.train.steps.stopping import StopFlag, is_signal
 
 NOTHING: AbstractContextManager[None] = nullcontext()
 

@@ -42,8 +42,8 @@ from ddp.replica.broadcast import BufferSnapshot
 from ddp.setting import Precision
 from ddp.strategies.strategy import Agreement
 from ddp.streams import dropout_stream
-from ddp.train.batch_statistics import REMEDY, TOO_FEW
-from ddp.train.state import StepReport, TrainState
+from ddp.train.steps.batch_statistics import REMEDY, TOO_FEW
+from ddp.train.steps.state import StepReport, TrainState
 from ddp.train.tasks.task import Task, name_of
 from ddp.units import counted
 

@@ -24,7 +24,7 @@ from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import ConfigError
 from ddp.replica.sync_batchnorm import waits
 from ddp.setting import Uneven
-from ddp.train.state import TrainState
+from ddp.train.steps.state import TrainState
 from ddp.train.tasks.task import Task, name_of
 
 TOO_FEW = "Expected more than 1 value per channel"  # torch's words
