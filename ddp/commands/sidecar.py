@@ -32,7 +32,7 @@ from ddp.run.build.load import trained_of
 from ddp.run.build.stages import joined
 from ddp.run.launch.command_line import composed, options_first
 from ddp.run.launch.worker import ORPHAN_GRACE_S, follow_parent
-from ddp.train.checkpoint_store import StoredCheckpoint
+from ddp.train.checkpoints.checkpoint_store import StoredCheckpoint
 from ddp.train.evaluate import evaluate
 from ddp.train.held_out import Side
 from ddp.train.results import read_summary, write_summary

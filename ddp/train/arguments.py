@@ -60,12 +60,12 @@ from ddp.replica.sync_batchnorm import waits
 from ddp.setting import check_values
 from ddp.strategies.choice import replica_of, strategy_for
 from ddp.strategies.strategy import Strategy
-from ddp.train.checkpoint import flat
-from ddp.train.checkpoint_store import identity_of, resume_from
+from ddp.train.checkpoints.checkpoint import flat
+from ddp.train.checkpoints.checkpoint_store import identity_of, resume_from
+from ddp.train.checkpoints.moved import meaning, moved_argument
 from ddp.train.evaluate import warn_of_other_samples
 from ddp.train.guard import Guard
 from ddp.train.held_out import HeldOut, held_out_of
-from ddp.train.moved import meaning, moved_argument
 from ddp.train.steps.callbacks import EMA, Callback, EarlyStopping
 from ddp.train.steps.stopping import StopFlag
 from ddp.train.tasks.task import Task, as_task, name_of

@@ -38,7 +38,7 @@ from ddp.optim.precision import forward_precision
 from ddp.process.log import log
 from ddp.replica.replica import Replica, replicas_in
 from ddp.setting import Precision
-from ddp.train.extra_state import loss_modules
+from ddp.train.checkpoints.extra_state import loss_modules
 from ddp.train.steps.batch_statistics import check_evaluation
 from ddp.train.steps.state import loading
 from ddp.train.steps.step import to_device

@@ -52,7 +52,7 @@ from ddp.streams import preserved
 from ddp.train import arguments
 from ddp.train.arguments import NEEDED, FitArguments, Inputs
 from ddp.train.batch_checks import EqualBatches
-from ddp.train.checkpoint import (
+from ddp.train.checkpoints.checkpoint import (
     AfterEvaluation,
     Checkpointer,
     read_checkpoint,
@@ -60,9 +60,9 @@ from ddp.train.checkpoint import (
     run_identity,
     weights_of,
 )
-from ddp.train.checkpoint_store import CheckpointStore, best_of, resume_from, steps
+from ddp.train.checkpoints.checkpoint_store import CheckpointStore, best_of, resume_from, steps
+from ddp.train.checkpoints.extra_state import ExtraState, plain
 from ddp.train.evaluate import modes_kept
-from ddp.train.extra_state import ExtraState, plain
 from ddp.train.guard import Guard
 from ddp.train.hashes import HASHES, HashesFile
 from ddp.train.held_out import note_of_choice

@@ -30,7 +30,7 @@ from ddp.errors import ConfigError
 from ddp.process.files import lines_of, to_append
 from ddp.process.records import damage_told, json_object, made, to_json
 from ddp.replica.broadcast import tensor_hash
-from ddp.train.checkpoint import changes
+from ddp.train.checkpoints.checkpoint import changes
 from ddp.train.steps.callbacks import Callback, drop_after
 from ddp.train.steps.state import StepReport, TrainState
 

@@ -27,7 +27,7 @@ from ddp.errors import ConfigError, PeerLost, one_line, with_causes
 from ddp.process.helper_thread import HelperThread
 from ddp.process.log import log
 from ddp.streams import preserved
-from ddp.train.checkpoint import flat
+from ddp.train.checkpoints.checkpoint import flat
 from ddp.train.results import METRICS, read_metrics
 from ddp.train.steps.callbacks import Callback
 from ddp.train.steps.state import TrainState

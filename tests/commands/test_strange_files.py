@@ -26,7 +26,7 @@ from ddp.run.launch.run_folder import settings_text
 from ddp.run.launch.sweep import conclude
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import LOADER, read_settings
-from ddp.train.checkpoint_store import CheckpointStore, digest
+from ddp.train.checkpoints.checkpoint_store import CheckpointStore, digest
 from ddp.train.hashes import read_hashes
 from ddp.train.monitor.profile import read_profile
 from ddp.train.monitor.traces import merged

@@ -18,7 +18,7 @@ from ddp.errors import ConfigError
 from ddp.gradients import ErrorFeedback, PowerSGD
 from ddp.optim import LAMB
 from ddp.replica.broadcast import tensor_hash
-from ddp.train.checkpoint_store import load
+from ddp.train.checkpoints.checkpoint_store import load
 from ddp.train.steps.state import StepReport, TrainState
 
 X = torch.randn(40, 12, generator=torch.Generator().manual_seed(0))

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import ddp
 from ddp.comm.objects import all_gather_object
 from ddp.errors import ConfigError
-from ddp.train.checkpoint_store import identity_of
+from ddp.train.checkpoints.checkpoint_store import identity_of
 from ddp.train.evaluate import POLL_EVERY
 
 X = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))

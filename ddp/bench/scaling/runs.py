@@ -17,7 +17,7 @@ from ddp.errors import ConfigError
 from ddp.process.records import damage_told
 from ddp.run.launch.sweep import RESULT, Job, ending
 from ddp.run.settings.reader import read_settings
-from ddp.train.checkpoint import flat
+from ddp.train.checkpoints.checkpoint import flat
 from ddp.train.monitor import profile as profiles
 from ddp.train.monitor.profile import Profile, read_profile
 from ddp.train.results import evaluations_in, read_metrics, read_summary

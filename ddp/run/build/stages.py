@@ -45,8 +45,8 @@ from ddp.run.settings.config import Config, folder_of
 from ddp.strategies.choice import same_bits_as
 from ddp.strategies.region import refuse_kept
 from ddp.train.arguments import FitArguments
-from ddp.train.checkpoint import check_optimizer
-from ddp.train.checkpoint_store import ANOTHER, check_fits, checkpoints_of, load, resume_from
+from ddp.train.checkpoints.checkpoint import check_optimizer
+from ddp.train.checkpoints.checkpoint_store import ANOTHER, check_fits, checkpoints_of, load, resume_from
 from ddp.train.fit import train
 from ddp.train.monitor.profile import FILE
 from ddp.train.report import draw_curves, print_summary

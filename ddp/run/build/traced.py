@@ -18,7 +18,7 @@ from ddp.run.build.stages import given_of, joined
 from ddp.run.settings.address import check_trust, own_parts
 from ddp.run.settings.config import choose
 from ddp.run.settings.reader import read_config, settings_of
-from ddp.train.checkpoint_store import listed
+from ddp.train.checkpoints.checkpoint_store import listed
 from ddp.train.fit import train
 from ddp.train.profiler import Profiler
 from ddp.train.steps.callbacks import EarlyStopping

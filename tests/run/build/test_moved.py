@@ -22,8 +22,8 @@ from ddp.run.launch.command_line import composed
 from ddp.run.settings.config import CHOICES, Config, choose
 from ddp.run.settings.reader import _homes, from_plain
 from ddp.train.arguments import FitArguments, inputs_of, sampler_for, settings_of
-from ddp.train.checkpoint import changes
-from ddp.train.moved import KEYS, moved_argument, translated
+from ddp.train.checkpoints.checkpoint import changes
+from ddp.train.checkpoints.moved import KEYS, moved_argument, translated
 from ddp.train.steps.state import StepReport, TrainState
 
 OLD: dict[str, Any] = json.loads(Path(__file__).with_name("old_run.json").read_text())

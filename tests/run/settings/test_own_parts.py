@@ -49,7 +49,7 @@ from ddp.run.settings.address import check_arrived, check_trust, from_address, o
 from ddp.run.settings.checks import resolve
 from ddp.run.settings.config import Config, OwnData, OwnModel
 from ddp.run.settings.reader import from_plain
-from ddp.train.checkpoint_store import CheckpointStore
+from ddp.train.checkpoints.checkpoint_store import CheckpointStore
 from ddp.vision import torchvision
 
 MINE = Path(__file__).parents[2] / "mine.py"

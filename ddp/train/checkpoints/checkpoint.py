@@ -48,9 +48,16 @@ from ddp.optim.schedules import Rates
 from ddp.process.log import log
 from ddp.process.records import damage_told, json_object, made, to_json
 from ddp.replica.replica import Replica
-from ddp.train.checkpoint_store import ANOTHER, CheckpointStore, StoredCheckpoint, check_fits, is_extra, load
-from ddp.train.extra_state import ExtraState, plain
-from ddp.train.moved import translated
+from ddp.train.checkpoints.checkpoint_store import (
+    ANOTHER,
+    CheckpointStore,
+    StoredCheckpoint,
+    check_fits,
+    is_extra,
+    load,
+)
+from ddp.train.checkpoints.extra_state import ExtraState, plain
+from ddp.train.checkpoints.moved import translated
 from ddp.train.steps.callbacks import MEASURED, Callback
 from ddp.train.steps.state import StepReport, TrainState
 
