@@ -112,7 +112,7 @@ if TYPE_CHECKING:
     from ddp.train.evaluate import predict as predict
     from ddp.train.fit import fit as fit
     from ddp.train.guard import Guard as Guard
-    from ddp.train.profiler import Profiler as Profiler
+    from ddp.train.reports.profiler import Profiler as Profiler
     from ddp.train.steps.callbacks import EMA as EMA
     from ddp.train.steps.callbacks import Callback as Callback
     from ddp.train.steps.callbacks import EarlyStopping as EarlyStopping
@@ -148,7 +148,7 @@ _NAMES = {  # module → what a user finds in ddp
     "ddp.train.evaluate": "evaluate predict",
     "ddp.train.fit": "fit",
     "ddp.train.guard": "Guard",
-    "ddp.train.profiler": "Profiler",
+    "ddp.train.reports.profiler": "Profiler",
     "ddp.train.steps.state": "StepReport TrainState",
     "ddp.train.tasks.cross_entropy": "ByteModel Classification LanguageModel",
     "ddp.train.tasks.task": "LossFunction Regression Rows Task",

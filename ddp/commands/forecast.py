@@ -38,7 +38,7 @@ from ddp.errors import ConfigError
 from ddp.process.arguments import positive, whole
 from ddp.process.memory import available_cores
 from ddp.train.monitor.profile import FILE, Profile, read_profile
-from ddp.train.results import read_metrics, read_summary
+from ddp.train.reports.results import read_metrics, read_summary
 from ddp.train.steps.callbacks import MEASURED
 from ddp.units import counted, format_time, lines_of_table
 

@@ -35,7 +35,7 @@ from ddp.run.launch.worker import ORPHAN_GRACE_S, follow_parent
 from ddp.train.checkpoints.checkpoint_store import StoredCheckpoint
 from ddp.train.evaluate import evaluate
 from ddp.train.held_out import Side
-from ddp.train.results import read_summary, write_summary
+from ddp.train.reports.results import read_summary, write_summary
 from ddp.train.sidecar import POLL_S, SideCar, only_sidecar, results_of_sidecar
 from ddp.train.steps.stopping import StopFlag
 

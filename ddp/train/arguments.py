@@ -66,10 +66,10 @@ from ddp.train.checkpoints.moved import meaning, moved_argument
 from ddp.train.evaluate import warn_of_other_samples
 from ddp.train.guard import Guard
 from ddp.train.held_out import HeldOut, held_out_of
+from ddp.train.reports.tracker import Tracker, refuse_twice
 from ddp.train.steps.callbacks import EMA, Callback, EarlyStopping
 from ddp.train.steps.stopping import StopFlag
 from ddp.train.tasks.task import Task, as_task, name_of
-from ddp.train.tracker import Tracker, refuse_twice
 from ddp.train.watcher import Watch
 
 NEEDED: Any = ...

@@ -64,23 +64,23 @@ from ddp.train.checkpoints.checkpoint_store import CheckpointStore, best_of, res
 from ddp.train.checkpoints.extra_state import ExtraState, plain
 from ddp.train.evaluate import modes_kept
 from ddp.train.guard import Guard
-from ddp.train.hashes import HASHES, HashesFile
 from ddp.train.held_out import note_of_choice
 from ddp.train.loop import end_of_run, train_loop
 from ddp.train.monitor.calls import calls_left
 from ddp.train.monitor.usage import rate_of_one_worker
 from ddp.train.parameter_server import check_role, next_store, restarted_arguments, service_of, work
-from ddp.train.progress import ProgressBar, StopNote
-from ddp.train.report import draw_curves, summary_of
-from ddp.train.results import is_metric, read_summary, write_summary
-from ddp.train.starts import note_start_of_fit
+from ddp.train.reports.hashes import HASHES, HashesFile
+from ddp.train.reports.progress import ProgressBar, StopNote
+from ddp.train.reports.report import draw_curves, summary_of
+from ddp.train.reports.results import is_metric, read_summary, write_summary
+from ddp.train.reports.starts import note_start_of_fit
+from ddp.train.reports.tracker import Tracker
 from ddp.train.steps.batch_statistics import check_evaluation
 from ddp.train.steps.callbacks import Callback, EpochCheck, Meters, MetricsFile, NoiseMeter, ThroughputMeter, tell_of
 from ddp.train.steps.state import TrainState
 from ddp.train.steps.stopping import StopFlag, flag_of_a_new_fit, hears_signals
 from ddp.train.supervision import check_guard
 from ddp.train.tasks.task import Task
-from ddp.train.tracker import Tracker
 from ddp.train.trial import tried
 from ddp.units import binary_size, counted
 

@@ -22,7 +22,7 @@ from ddp.strategies.strategy import Agreement
 from ddp.train.audit import Audit
 from ddp.train.guard import Guard
 from ddp.train.replay import Replay, explain_divergence, explain_spike
-from ddp.train.starts import note_incident
+from ddp.train.reports.starts import note_incident
 from ddp.train.steps.callbacks import Callback
 from ddp.train.steps.state import StepReport, TrainState
 from ddp.train.steps.step import StepSnapshot

@@ -17,9 +17,9 @@ from ddp.errors import ConfigError
 from ddp.process.files import scratch_folder
 from ddp.process.terminal import say
 from ddp.train.arguments import FitArguments
-from ddp.train.profiler import Profiler
+from ddp.train.reports.profiler import Profiler
+from ddp.train.reports.tracker import Tracker
 from ddp.train.steps.state import TrainState
-from ddp.train.tracker import Tracker
 
 NUM_STEPS = 3
 _NAME = ".ddp-trial-"  # begins the name of a trial's folder, and of nobody else's, because it is removed

@@ -25,7 +25,7 @@ from ddp.run.launch.engine import Ended
 from ddp.run.settings.config import Config
 from ddp.train.monitor import watch
 from ddp.train.monitor.usage import Usage, rate_of_one_worker
-from ddp.train.progress import ProgressBar
+from ddp.train.reports.progress import ProgressBar
 from ddp.train.steps.callbacks import ThroughputMeter
 from ddp.train.tasks.task import IGNORE, Task, as_task
 from ddp.train.watcher import WATCH, Learning, Pace, Watch, guess_of

@@ -13,7 +13,7 @@ from ddp.bench.scaling.elsewhere import ALPHA_S, RATES_BIT_S, Elsewhere, elsewhe
 from ddp.bench.scaling.figures import Point, Series
 from ddp.errors import ConfigError
 from ddp.pictures.step import IN_WORDS
-from ddp.train.results import metric_in_words, words_of
+from ddp.train.reports.results import metric_in_words, words_of
 from ddp.units import format_time, milliseconds, written
 
 

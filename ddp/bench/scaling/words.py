@@ -19,7 +19,7 @@ from ddp.bench.scaling.tables import (
     target_of,
     to_target,
 )
-from ddp.train.results import metric_in_words
+from ddp.train.reports.results import metric_in_words
 from ddp.units import counted, milliseconds
 
 MORE_THAN_IDEAL = 1.15

@@ -42,11 +42,11 @@ from ddp.run.settings.checks import NO_METRIC
 from ddp.run.settings.config import Config
 from ddp.strategies.choice import wrapped
 from ddp.train.guard import Guard
-from ddp.train.profiler import Profiler
+from ddp.train.reports.profiler import Profiler
+from ddp.train.reports.tracker import Tracker, refuse_twice
 from ddp.train.steps.callbacks import EMA, Callback, EarlyStopping
 from ddp.train.tasks.cross_entropy import ByteModel, Classification, LanguageModel
 from ddp.train.tasks.task import LossFunction, Regression, Task, as_task
-from ddp.train.tracker import Tracker, refuse_twice
 from ddp.train.trackers.csv import CSV
 from ddp.train.trackers.mlflow import MLflow
 from ddp.train.trackers.tensorboard import TensorBoard

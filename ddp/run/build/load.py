@@ -38,7 +38,7 @@ from ddp.strategies.region import look
 from ddp.train.checkpoints import checkpoint_store as store
 from ddp.train.checkpoints.checkpoint import bare, weights_of
 from ddp.train.checkpoints.checkpoint_store import ANOTHER
-from ddp.train.results import SIDECAR
+from ddp.train.reports.results import SIDECAR
 
 
 @dataclass(frozen=True)

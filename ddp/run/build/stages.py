@@ -49,8 +49,8 @@ from ddp.train.checkpoints.checkpoint import check_optimizer
 from ddp.train.checkpoints.checkpoint_store import ANOTHER, check_fits, checkpoints_of, load, resume_from
 from ddp.train.fit import train
 from ddp.train.monitor.profile import FILE
-from ddp.train.report import draw_curves, print_summary
-from ddp.train.results import read_summary, write_summary
+from ddp.train.reports.report import draw_curves, print_summary
+from ddp.train.reports.results import read_summary, write_summary
 from ddp.train.sidecar import results_of_sidecar
 from ddp.train.steps.callbacks import EARLY, MEASURED
 from ddp.train.steps.stopping import StopFlag

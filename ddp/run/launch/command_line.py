@@ -71,7 +71,7 @@ from ddp.run.settings.reader import (
     unknown_choice,
     unknown_key,
 )
-from ddp.train.results import read_summary
+from ddp.train.reports.results import read_summary
 from ddp.units import counted
 
 CONF = Path(__file__).parents[1] / "settings" / "conf"

@@ -17,7 +17,7 @@ from ddp.policies import Training
 from ddp.process.arguments import program, shown
 from ddp.process.files import whole_file
 from ddp.process.terminal import console
-from ddp.train.results import evaluations_in, is_metric, metric_in_words, read_metrics, words_of
+from ddp.train.reports.results import evaluations_in, is_metric, metric_in_words, read_metrics, words_of
 from ddp.train.steps.callbacks import EARLY, MEASURED, Meters
 from ddp.train.steps.state import TrainState
 from ddp.units import counted

@@ -28,7 +28,7 @@ from ddp.process.helper_thread import HelperThread
 from ddp.process.log import log
 from ddp.streams import preserved
 from ddp.train.checkpoints.checkpoint import flat
-from ddp.train.results import METRICS, read_metrics
+from ddp.train.reports.results import METRICS, read_metrics
 from ddp.train.steps.callbacks import Callback
 from ddp.train.steps.state import TrainState
 from ddp.train.steps.stopping import is_signal
