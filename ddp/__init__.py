@@ -108,8 +108,8 @@ if TYPE_CHECKING:
     from ddp.replica.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
     from ddp.run.build.load import load as load
     from ddp.run.launch.from_python import launch as launch
-    from ddp.train.evaluate import evaluate as evaluate
-    from ddp.train.evaluate import predict as predict
+    from ddp.train.evaluation.evaluate import evaluate as evaluate
+    from ddp.train.evaluation.evaluate import predict as predict
     from ddp.train.fit import fit as fit
     from ddp.train.guard import Guard as Guard
     from ddp.train.reports.profiler import Profiler as Profiler
@@ -145,7 +145,7 @@ _NAMES = {  # module → what a user finds in ddp
     "ddp.run.build.load": "load",
     "ddp.run.launch.from_python": "launch",
     "ddp.train.steps.callbacks": "Callback EMA EarlyStopping",
-    "ddp.train.evaluate": "evaluate predict",
+    "ddp.train.evaluation.evaluate": "evaluate predict",
     "ddp.train.fit": "fit",
     "ddp.train.guard": "Guard",
     "ddp.train.reports.profiler": "Profiler",

@@ -11,7 +11,7 @@ from torch import nn
 import ddp
 from ddp.data.loading.source import Source
 from ddp.train.arguments import FitArguments, Inputs
-from ddp.train.held_out import HeldOut
+from ddp.train.evaluation.held_out import HeldOut
 from ddp.train.loop import train_loop
 from ddp.train.steps.callbacks import Callback
 from ddp.train.steps.state import TrainState

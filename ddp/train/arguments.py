@@ -63,9 +63,9 @@ from ddp.strategies.strategy import Strategy
 from ddp.train.checkpoints.checkpoint import flat
 from ddp.train.checkpoints.checkpoint_store import identity_of, resume_from
 from ddp.train.checkpoints.moved import meaning, moved_argument
-from ddp.train.evaluate import warn_of_other_samples
+from ddp.train.evaluation.evaluate import warn_of_other_samples
+from ddp.train.evaluation.held_out import HeldOut, held_out_of
 from ddp.train.guard import Guard
-from ddp.train.held_out import HeldOut, held_out_of
 from ddp.train.reports.tracker import Tracker, refuse_twice
 from ddp.train.steps.callbacks import EMA, Callback, EarlyStopping
 from ddp.train.steps.stopping import StopFlag

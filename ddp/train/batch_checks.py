@@ -38,7 +38,7 @@ from ddp.replica.autograd import leaves_of
 from ddp.replica.sync_batchnorm import waits
 from ddp.streams import preserved
 from ddp.train.checkpoints.extra_state import loss_modules
-from ddp.train.evaluate import add_metrics, finished
+from ddp.train.evaluation.evaluate import add_metrics, finished
 from ddp.train.steps.batch_statistics import try_one_sample
 from ddp.train.steps.callbacks import BatchCallback
 from ddp.train.steps.state import StepReport, TrainState

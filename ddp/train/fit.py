@@ -62,9 +62,9 @@ from ddp.train.checkpoints.checkpoint import (
 )
 from ddp.train.checkpoints.checkpoint_store import CheckpointStore, best_of, resume_from, steps
 from ddp.train.checkpoints.extra_state import ExtraState, plain
-from ddp.train.evaluate import modes_kept
+from ddp.train.evaluation.evaluate import modes_kept
+from ddp.train.evaluation.held_out import note_of_choice
 from ddp.train.guard import Guard
-from ddp.train.held_out import note_of_choice
 from ddp.train.loop import end_of_run, train_loop
 from ddp.train.monitor.calls import calls_left
 from ddp.train.monitor.usage import rate_of_one_worker

@@ -19,9 +19,9 @@ from ddp.strategies.parameter_server.server import Service
 from ddp.train.arguments import FitArguments, Inputs
 from ddp.train.audit import Audit
 from ddp.train.batch_checks import FirstBatchCheck
-from ddp.train.evaluate import switch_to_training
+from ddp.train.evaluation.evaluate import switch_to_training
+from ddp.train.evaluation.held_out import Evaluator
 from ddp.train.guard import Guard
-from ddp.train.held_out import Evaluator
 from ddp.train.parameter_server import ServedSteps
 from ddp.train.replay import Replay
 from ddp.train.steps.batch_statistics import check_waiting, may_have_one, refuse_uneven, refuse_waiting

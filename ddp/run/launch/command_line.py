@@ -489,7 +489,7 @@ def exit_with_error(message: str) -> NoReturn:
 def train(config: Config, run_dir: Path) -> int:
     """Starts the workers of a prepared run, waits, and prints how it ended; returns the status (see the table)."""
     from ddp.run.build.stages import finish
-    from ddp.train.sidecar import has_ended, wait_for
+    from ddp.train.evaluation.sidecar import has_ended, wait_for
     from ddp.train.watcher import WATCH
 
     cluster = config.cluster

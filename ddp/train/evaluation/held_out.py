@@ -28,7 +28,7 @@ from ddp.errors import ConfigError
 from ddp.policies import Evaluation
 from ddp.process.log import log
 from ddp.setting import Precision
-from ddp.train.evaluate import evaluate
+from ddp.train.evaluation.evaluate import evaluate
 from ddp.train.steps.callbacks import EARLY, Callback, EarlyStopping
 from ddp.train.steps.state import TrainState, agreed_reason
 from ddp.train.tasks.task import Task
