@@ -63,14 +63,14 @@ from ddp.strategies.strategy import Strategy
 from ddp.train.checkpoints.checkpoint import flat
 from ddp.train.checkpoints.checkpoint_store import identity_of, resume_from
 from ddp.train.checkpoints.moved import meaning, moved_argument
+from ddp.train.checks.guard import Guard
+from ddp.train.checks.watcher import Watch
 from ddp.train.evaluation.evaluate import warn_of_other_samples
 from ddp.train.evaluation.held_out import HeldOut, held_out_of
-from ddp.train.guard import Guard
 from ddp.train.reports.tracker import Tracker, refuse_twice
 from ddp.train.steps.callbacks import EMA, Callback, EarlyStopping
 from ddp.train.steps.stopping import StopFlag
 from ddp.train.tasks.task import Task, as_task, name_of
-from ddp.train.watcher import Watch
 
 NEEDED: Any = ...
 """The default of an argument without a default, so that a mistyped name is told before a missing one."""

@@ -51,7 +51,6 @@ from ddp.strategies.parameter_server.server import Service
 from ddp.streams import preserved
 from ddp.train import arguments
 from ddp.train.arguments import NEEDED, FitArguments, Inputs
-from ddp.train.batch_checks import EqualBatches
 from ddp.train.checkpoints.checkpoint import (
     AfterEvaluation,
     Checkpointer,
@@ -62,9 +61,11 @@ from ddp.train.checkpoints.checkpoint import (
 )
 from ddp.train.checkpoints.checkpoint_store import CheckpointStore, best_of, resume_from, steps
 from ddp.train.checkpoints.extra_state import ExtraState, plain
+from ddp.train.checks.batch_checks import EqualBatches
+from ddp.train.checks.guard import Guard
+from ddp.train.checks.supervision import check_guard
 from ddp.train.evaluation.evaluate import modes_kept
 from ddp.train.evaluation.held_out import note_of_choice
-from ddp.train.guard import Guard
 from ddp.train.loop import end_of_run, train_loop
 from ddp.train.monitor.calls import calls_left
 from ddp.train.monitor.usage import rate_of_one_worker
@@ -79,7 +80,6 @@ from ddp.train.steps.batch_statistics import check_evaluation
 from ddp.train.steps.callbacks import Callback, EpochCheck, Meters, MetricsFile, NoiseMeter, ThroughputMeter, tell_of
 from ddp.train.steps.state import TrainState
 from ddp.train.steps.stopping import StopFlag, flag_of_a_new_fit, hears_signals
-from ddp.train.supervision import check_guard
 from ddp.train.tasks.task import Task
 from ddp.train.trial import tried
 from ddp.units import binary_size, counted

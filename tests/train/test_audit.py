@@ -18,9 +18,9 @@ import ddp
 from ddp.collectives.shards import owned
 from ddp.errors import AuditFailed, ConfigError
 from ddp.replica.broadcast import tensor_hash
-from ddp.train import audit
-from ddp.train.audit import agreeing, first_turn, turn_of
-from ddp.train.replay import Outcome
+from ddp.train.checks import audit
+from ddp.train.checks.audit import agreeing, first_turn, turn_of
+from ddp.train.checks.replay import Outcome
 from ddp.train.steps.callbacks import Callback
 from ddp.train.steps.state import TrainState
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import ddp
 from ddp.errors import ConfigError
-from ddp.train.batch_checks import FirstBatchCheck
+from ddp.train.checks.batch_checks import FirstBatchCheck
 from ddp.train.tasks.task import as_task
 
 RANDOM = torch.Generator().manual_seed(0)

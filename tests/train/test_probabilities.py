@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ddp
-from ddp.train.batch_checks import FirstBatchCheck
+from ddp.train.checks.batch_checks import FirstBatchCheck
 from ddp.train.tasks.task import as_task
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))

@@ -23,12 +23,12 @@ from ddp.process.memory import resident_bytes
 from ddp.run.launch import command_line
 from ddp.run.launch.engine import Ended
 from ddp.run.settings.config import Config
+from ddp.train.checks.watcher import WATCH, Learning, Pace, Watch, guess_of
 from ddp.train.monitor import watch
 from ddp.train.monitor.usage import Usage, rate_of_one_worker
 from ddp.train.reports.progress import ProgressBar
 from ddp.train.steps.callbacks import ThroughputMeter
 from ddp.train.tasks.task import IGNORE, Task, as_task
-from ddp.train.watcher import WATCH, Learning, Pace, Watch, guess_of
 
 DRAW = torch.Generator().manual_seed(0)
 CLASSES = torch.multinomial(torch.tensor([0.6, 0.3, 0.1]), 300, replacement=True, generator=DRAW)

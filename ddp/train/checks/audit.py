@@ -28,7 +28,7 @@ from ddp.data.orders.sampler import StepPlan
 from ddp.errors import AuditFailed
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.by_shards import ByShards
-from ddp.train.replay import Outcome, Replay
+from ddp.train.checks.replay import Outcome, Replay
 from ddp.units import counted
 
 

@@ -19,9 +19,9 @@ from ddp.optim.precision import LossScale
 from ddp.process.log import log
 from ddp.strategies.replicated import ADVICE, Replicated
 from ddp.strategies.strategy import Agreement
-from ddp.train.audit import Audit
-from ddp.train.guard import Guard
-from ddp.train.replay import Replay, explain_divergence, explain_spike
+from ddp.train.checks.audit import Audit
+from ddp.train.checks.guard import Guard
+from ddp.train.checks.replay import Replay, explain_divergence, explain_spike
 from ddp.train.reports.starts import note_incident
 from ddp.train.steps.callbacks import Callback
 from ddp.train.steps.state import StepReport, TrainState
