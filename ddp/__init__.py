@@ -108,16 +108,17 @@ if TYPE_CHECKING:
     from ddp.replica.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
     from ddp.run.build.load import load as load
     from ddp.run.launch.from_python import launch as launch
-    from ddp.train.callbacks import EMA as EMA
-    from ddp.train.callbacks import Callback as Callback
-    from ddp.train.callbacks import EarlyStopping as EarlyStopping
-    from ddp.train.evaluate import evaluate as evaluate
-    from ddp.train.evaluate import predict as predict
+    from ddp.train.checks.guard import Guard as Guard
+    from ddp.train.checks.watcher import Watch as Watch
+    from ddp.train.evaluation.evaluate import evaluate as evaluate
+    from ddp.train.evaluation.evaluate import predict as predict
     from ddp.train.fit import fit as fit
-    from ddp.train.guard import Guard as Guard
-    from ddp.train.profiler import Profiler as Profiler
-    from ddp.train.state import StepReport as StepReport
-    from ddp.train.state import TrainState as TrainState
+    from ddp.train.reports.profiler import Profiler as Profiler
+    from ddp.train.steps.callbacks import EMA as EMA
+    from ddp.train.steps.callbacks import Callback as Callback
+    from ddp.train.steps.callbacks import EarlyStopping as EarlyStopping
+    from ddp.train.steps.state import StepReport as StepReport
+    from ddp.train.steps.state import TrainState as TrainState
     from ddp.train.tasks.cross_entropy import ByteModel as ByteModel
     from ddp.train.tasks.cross_entropy import Classification as Classification
     from ddp.train.tasks.cross_entropy import LanguageModel as LanguageModel
@@ -125,7 +126,6 @@ if TYPE_CHECKING:
     from ddp.train.tasks.task import Regression as Regression
     from ddp.train.tasks.task import Rows as Rows
     from ddp.train.tasks.task import Task as Task
-    from ddp.train.watcher import Watch as Watch
 
 _NAMES = {  # module → what a user finds in ddp
     "ddp.comm.communicator": "Communicator",
@@ -144,15 +144,15 @@ _NAMES = {  # module → what a user finds in ddp
     "ddp.replica.sync_batchnorm": "SyncBatchNorm",
     "ddp.run.build.load": "load",
     "ddp.run.launch.from_python": "launch",
-    "ddp.train.callbacks": "Callback EMA EarlyStopping",
-    "ddp.train.evaluate": "evaluate predict",
+    "ddp.train.steps.callbacks": "Callback EMA EarlyStopping",
+    "ddp.train.evaluation.evaluate": "evaluate predict",
     "ddp.train.fit": "fit",
-    "ddp.train.guard": "Guard",
-    "ddp.train.profiler": "Profiler",
-    "ddp.train.state": "StepReport TrainState",
+    "ddp.train.checks.guard": "Guard",
+    "ddp.train.reports.profiler": "Profiler",
+    "ddp.train.steps.state": "StepReport TrainState",
     "ddp.train.tasks.cross_entropy": "ByteModel Classification LanguageModel",
     "ddp.train.tasks.task": "LossFunction Regression Rows Task",
-    "ddp.train.watcher": "Watch",
+    "ddp.train.checks.watcher": "Watch",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -10,12 +10,12 @@ from torch import nn
 
 import ddp
 from ddp.data.loading.source import Source
-from ddp.train.arguments import Given, Inputs
-from ddp.train.callbacks import Callback
-from ddp.train.evaluate import HeldOut
+from ddp.train.arguments import FitArguments, Inputs
+from ddp.train.evaluation.held_out import HeldOut
 from ddp.train.loop import train_loop
-from ddp.train.state import TrainState
-from ddp.train.stopping import StopFlag
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import TrainState
+from ddp.train.steps.stopping import StopFlag
 from ddp.train.tasks.cross_entropy import Classification
 
 POLICIES = {"evaluation": ddp.Evaluation, "batches": ddp.Batches, "reading": ddp.Reading}
@@ -67,6 +67,6 @@ def train_on(
     """Trains from `state` on, without evaluations."""
     task = Classification()
     inputs = Inputs(task, Source(data), HeldOut(None, None), state.model, None, None)
-    given = Given(model=state.model, data=data, optimizer=state.optimizer, loss=task, global_batch=1, **options)
+    given = FitArguments(model=state.model, data=data, optimizer=state.optimizer, loss=task, global_batch=1, **options)
     state.stop_flag = StopFlag() if stop is None else stop
     train_loop(state, given, inputs, callbacks)

@@ -28,7 +28,7 @@ from ddp.process.memory import available_cores
 from ddp.run.launch.engine import SHUTDOWN_S, Ended
 from ddp.run.launch.loopback import ON_LOOPBACK, OneHost
 from ddp.run.launch.report import Failure
-from ddp.train.stopping import stop_signals
+from ddp.train.steps.stopping import stop_signals
 
 
 def run_workers(arguments: Sequence[str], *, workers: int, threads: int | None, context: Any = None) -> Ended:

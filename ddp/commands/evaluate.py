@@ -12,8 +12,8 @@ from typing import Any
 
 from ddp.commands.command import respond
 from ddp.commands.finished import at_all_ranks, checked, parsed
-from ddp.train.evaluate import evaluate
-from ddp.train.results import metric_in_words, words_of
+from ddp.train.evaluation.evaluate import evaluate
+from ddp.train.reports.results import metric_in_words, words_of
 from ddp.train.tasks.task import Task
 from ddp.units import counted
 

@@ -22,7 +22,7 @@ from ddp.commands.command import respond
 from ddp.commands.finished import at_all_ranks, checked, parsed
 from ddp.errors import ConfigError
 from ddp.process.files import whole_file
-from ddp.train.evaluate import predict
+from ddp.train.evaluation.evaluate import predict
 from ddp.train.tasks.task import Task
 from ddp.units import counted
 

@@ -4,10 +4,10 @@
     python -m ddp train same_bits.on=true same_bits.hash_every=10 cluster.workers=3 run.name=three
     python -m ddp same_bits runs/one runs/three
 
-Each run has noted hashes (`ddp/train/hashes.py`). The answer also names the settings in which the runs differ, where
-bits depend on them. If both have a checkpoint before the first difference, their steps are made again here, each with
-its own settings: then it names the first shard and module in which they part, or the update. The exit status is 0 if
-they are equal, 1 if they differ, and 2 if there is no answer.
+Each run has noted hashes (`ddp/train/reports/hashes.py`). The answer also names the settings in which the runs differ,
+where bits depend on them. If both have a checkpoint before the first difference, their steps are made again here, each
+with its own settings: then it names the first shard and module in which they part, or the update. The exit status is 0
+if they are equal, 1 if they differ, and 2 if there is no answer.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ddp.commands.command import parser_of, respond
 from ddp.errors import ConfigError, WorkersFailed, first_line
 from ddp.run.build.traced import checkpoint_before, threads_of, traced
 from ddp.run.launch import from_python
-from ddp.train.hashes import Comparison, compare, read_hashes
-from ddp.train.trace import parting
+from ddp.train.reports.hashes import Comparison, compare, read_hashes
+from ddp.train.reports.trace import parting
 from ddp.units import counted
 
 MOST_NAMED = 3

@@ -26,7 +26,7 @@ from ddp.process.arguments import shown
 from ddp.process.files import hold, make_folder, to_read
 from ddp.run.launch import jobs, sweep
 from ddp.run.launch.sweep import Job
-from ddp.train.results import METRICS, entry_of
+from ddp.train.reports.results import METRICS, entry_of
 
 EMPTY = "an empty range, whose end is not part of it: give a later end, as in range(1,9)"
 DIGITS = 4  # of a number that is proposed, because the name of its folder is to be read

@@ -28,7 +28,6 @@ from ddp.replica.drop_in.in_backward import refusal
 from ddp.replica.local import LocalDataParallel
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
-from ddp.replica.served import ServedDataParallel
 from ddp.replica.settlement import produces_sparse_gradient
 from ddp.replica.sharded import ShardedDataParallel
 from ddp.replica.sync_batchnorm import waits
@@ -36,9 +35,9 @@ from ddp.replica.tied import move
 from ddp.setting import Precision, StrategyName
 from ddp.strategies.central_storage import CentralStorage
 from ddp.strategies.local_sgd import LocalSteps
+from ddp.strategies.parameter_server.served import ServedDataParallel
 from ddp.strategies.replicated import Replicated
-from ddp.strategies.served import Served
-from ddp.strategies.sharded import Sharded
+from ddp.strategies.sharded import Served, Sharded
 from ddp.strategies.strategy import Strategy
 from ddp.strategies.streaming import Streaming
 

@@ -282,6 +282,18 @@ class Sharded(Replicated):
         return defaultdict(dict, {**frozen, **whole} if keep else {})
 
 
+class Served(Sharded):
+    """Updates the slice of one parameter server. Every method is collective among the servers (`parameter_server/`)."""
+
+    def parts(self) -> list[tuple[str, Part]]:
+        """Returns the parts that this server updates, with the names of their parameters."""
+        if not self.model.layout.has_memory:
+            self.model.layout.allocate()
+        slices = self._prepared()
+        names = {id(slot.parameter): slot.name for slot in slices.layout.slots}
+        return [(names[id(part.whole)], part) for part in slices.parts]
+
+
 def is_large(value: Any, like: Tensor, name: str) -> bool:
     """Returns True for a state that has an element for each element of its parameter."""
     return isinstance(value, Tensor) and value.shape == like.shape and name != "step"

@@ -60,16 +60,17 @@ from ddp.replica.sync_batchnorm import waits
 from ddp.setting import check_values
 from ddp.strategies.choice import replica_of, strategy_for
 from ddp.strategies.strategy import Strategy
-from ddp.train.callbacks import EMA, Callback, EarlyStopping
-from ddp.train.checkpoint import flat
-from ddp.train.checkpoint_store import identity_of, resume_from
-from ddp.train.evaluate import HeldOut, held_out_of, warn_of_other_samples
-from ddp.train.guard import Guard
-from ddp.train.moved import meaning, moved_argument
-from ddp.train.stopping import StopFlag
+from ddp.train.checkpoints.checkpoint import flat
+from ddp.train.checkpoints.checkpoint_store import identity_of, resume_from
+from ddp.train.checkpoints.moved import meaning, moved_argument
+from ddp.train.checks.guard import Guard
+from ddp.train.checks.watcher import Watch
+from ddp.train.evaluation.evaluate import warn_of_other_samples
+from ddp.train.evaluation.held_out import HeldOut, held_out_of
+from ddp.train.reports.tracker import Tracker, refuse_twice
+from ddp.train.steps.callbacks import EMA, Callback, EarlyStopping
+from ddp.train.steps.stopping import StopFlag
 from ddp.train.tasks.task import Task, as_task, name_of
-from ddp.train.tracker import Tracker, refuse_twice
-from ddp.train.watcher import Watch
 
 NEEDED: Any = ...
 """The default of an argument without a default, so that a mistyped name is told before a missing one."""
@@ -79,7 +80,7 @@ LARGEST_CACHE = 1 << 44  # bytes, where the host does not say how much is left
 
 
 @dataclass(kw_only=True)
-class Given(Training):
+class FitArguments(Training):
     """The arguments of `ddp.fit`, each checked, and what only the command line gives.
 
     Attributes:
@@ -147,7 +148,7 @@ class Given(Training):
             )
 
 
-def _check_callbacks(given: Given) -> None:
+def _check_callbacks(given: FitArguments) -> None:
     """Raises ConfigError unless these are several objects of `ddp.Callback`, and what they need is there."""
     callbacks = given.callbacks
     if not isinstance(callbacks, (tuple, list)) or not all(isinstance(each, Callback) for each in callbacks):
@@ -181,7 +182,7 @@ class Inputs(NamedTuple):
     scheduler: TorchSchedule | None
 
 
-def inputs_of(given: Given, comm: Communicator) -> Inputs:
+def inputs_of(given: FitArguments, comm: Communicator) -> Inputs:
     """Returns task, samples, replica and schedule. The model is on the rank's device then.
 
     Raises:
@@ -202,7 +203,7 @@ def inputs_of(given: Given, comm: Communicator) -> Inputs:
     return Inputs(task, source, held_out, replica, schedule, scheduler)
 
 
-def with_shards(given: Given, comm: Communicator) -> Given:
+def with_shards(given: FitArguments, comm: Communicator) -> FitArguments:
     """Returns the arguments with the number of shards, if the run is to have the same bits. Collective."""
     if not given.same_bits.on:
         return given
@@ -216,7 +217,7 @@ def with_shards(given: Given, comm: Communicator) -> Given:
     return replace(given, batches=replace(given.batches, num_shards=num_shards))
 
 
-def _check_same_bits(given: Given, source: Source, comm: Communicator) -> None:
+def _check_same_bits(given: FitArguments, source: Source, comm: Communicator) -> None:
     """Raises ConfigError if the run cannot have the same bits at any number of workers."""
     hook, model = given.strategy.hook, given.model
     problems = same_bits_problems(
@@ -244,7 +245,7 @@ def _check_same_bits(given: Given, source: Source, comm: Communicator) -> None:
         )
 
 
-def sampler_for(given: Given, inputs: Inputs, comm: Communicator) -> tuple[TrainSampler, str]:
+def sampler_for(given: FitArguments, inputs: Inputs, comm: Communicator) -> tuple[TrainSampler, str]:
     """Returns the sampler, and a note of how samples are dealt, if that is not as usual. Collective.
 
     Raises:
@@ -297,7 +298,7 @@ def _told_length(data: Any, comm: Communicator, *, is_sum: bool) -> int | None:
     return None if None in lengths else sum(lengths) if is_sum else lengths[0]
 
 
-def _num_shards(given: Given, comm: Communicator) -> int | None:
+def _num_shards(given: FitArguments, comm: Communicator) -> int | None:
     """Returns the number of shards; unless given, that of the run to be resumed, while it still fits. Collective."""
     keeps, size = given.folder, given.global_batch
     if isinstance(given.strategy, Rounds):
@@ -317,7 +318,7 @@ def _num_shards(given: Given, comm: Communicator) -> int | None:
     return then if fits and not (isinstance(size, int) and size < then) else None
 
 
-def strategy_of(given: Given, replica: Replica) -> Strategy:
+def strategy_of(given: FitArguments, replica: Replica) -> Strategy:
     """Returns the strategy that trains the replica.
 
     Raises:
@@ -346,7 +347,7 @@ def idle_notes(replica: Replica) -> list[str]:
 
 
 @contextlib.contextmanager
-def one_thread(given: Given) -> Iterator[None]:
+def one_thread(given: FitArguments) -> Iterator[None]:
     """Gives a run with the same bits one thread, inside the block: the bits of some kernels depend on the number.
 
     Not where settings say how many there are (`cluster.threads_per_worker`).
@@ -462,7 +463,7 @@ def refuse_unknown(mistyped: Iterable[str], known: Iterable[str]) -> None:
         raise ConfigError(f"fit() has no argument {name!r}. {hint}")
 
 
-def settings_of(given: Given, inputs: Inputs, sampler: TrainSampler) -> dict[str, Any]:
+def settings_of(given: FitArguments, inputs: Inputs, sampler: TrainSampler) -> dict[str, Any]:
     """Returns the arguments that the bits of the result depend on, as JSON can hold them."""
     before = "initial_lr" if inputs.scheduler is not None else "lr"  # a scheduler may have begun by itself
     groups = [{**group, "lr": group.get(before, group["lr"])} for group in given.optimizer.param_groups]
@@ -516,7 +517,7 @@ def _schedule_in_words(inputs: Inputs) -> str:
     return "None" if schedule is None else f"{[schedule(step, 1000) for step in (0, 10, 500, 999)]}"
 
 
-def refuse_disagreement(comm: Communicator, given: Given, inputs: Inputs, arguments: Mapping[str, Any]) -> None:
+def refuse_disagreement(comm: Communicator, given: FitArguments, inputs: Inputs, arguments: Mapping[str, Any]) -> None:
     """Raises ConfigError, on every rank, if ranks were given different arguments; warns of different samples."""
     source, held_out = inputs.source, inputs.held_out.given()
     lengths = {"len(data)": None if source.is_stream else len(source.samples)}

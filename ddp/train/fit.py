@@ -50,10 +50,8 @@ from ddp.strategies.parameter_server.edge import failure_told
 from ddp.strategies.parameter_server.server import Service
 from ddp.streams import preserved
 from ddp.train import arguments
-from ddp.train.arguments import NEEDED, Given, Inputs
-from ddp.train.batch_statistics import check_evaluation
-from ddp.train.callbacks import Callback, EpochCheck, Meters, MetricsFile, NoiseMeter, ThroughputMeter, tell_of
-from ddp.train.checkpoint import (
+from ddp.train.arguments import NEEDED, FitArguments, Inputs
+from ddp.train.checkpoints.checkpoint import (
     AfterEvaluation,
     Checkpointer,
     read_checkpoint,
@@ -61,25 +59,28 @@ from ddp.train.checkpoint import (
     run_identity,
     weights_of,
 )
-from ddp.train.checkpoint_store import CheckpointStore, best_of, resume_from, steps
-from ddp.train.evaluate import modes_kept, note_of_choice
-from ddp.train.guard import Guard
-from ddp.train.hashes import HASHES, HashesFile
-from ddp.train.kept import Kept, plain
-from ddp.train.leased import work
+from ddp.train.checkpoints.checkpoint_store import CheckpointStore, best_of, resume_from, steps
+from ddp.train.checkpoints.extra_state import ExtraState, plain
+from ddp.train.checks.batch_checks import EqualBatches
+from ddp.train.checks.guard import Guard
+from ddp.train.checks.supervision import check_guard
+from ddp.train.evaluation.evaluate import modes_kept
+from ddp.train.evaluation.held_out import note_of_choice
 from ddp.train.loop import end_of_run, train_loop
 from ddp.train.monitor.calls import calls_left
 from ddp.train.monitor.usage import rate_of_one_worker
-from ddp.train.progress import ProgressBar, StopNote
-from ddp.train.report import draw_curves, summary_of
-from ddp.train.results import is_metric, read_summary, write_summary
-from ddp.train.served import check_cast, going_on, next_home, service_of
-from ddp.train.starts import note_start_of_fit
-from ddp.train.state import TrainState
-from ddp.train.stopping import StopFlag, flag_of_a_new_fit, hears_signals
-from ddp.train.supervision import check_guard
+from ddp.train.parameter_server import check_role, next_store, restarted_arguments, service_of, work
+from ddp.train.reports.hashes import HASHES, HashesFile
+from ddp.train.reports.progress import ProgressBar, StopNote
+from ddp.train.reports.report import draw_curves, summary_of
+from ddp.train.reports.results import is_metric, read_summary, write_summary
+from ddp.train.reports.starts import note_start_of_fit
+from ddp.train.reports.tracker import Tracker
+from ddp.train.steps.batch_statistics import check_evaluation
+from ddp.train.steps.callbacks import Callback, EpochCheck, Meters, MetricsFile, NoiseMeter, ThroughputMeter, tell_of
+from ddp.train.steps.state import TrainState
+from ddp.train.steps.stopping import StopFlag, flag_of_a_new_fit, hears_signals
 from ddp.train.tasks.task import Task
-from ddp.train.tracker import Tracker
 from ddp.train.trial import tried
 from ddp.units import binary_size, counted
 
@@ -182,18 +183,18 @@ def fit(
     given = {name: value for name, value in locals().items() if name != "mistyped"}
     arguments.refuse_unknown(mistyped, given)
     refuse_evaluator("ddp.fit")
-    return train(Given(**given))
+    return train(FitArguments(**given))
 
 
-def train(given: Given) -> TrainState:
+def train(given: FitArguments) -> TrainState:
     """Trains as `fit` says, from arguments that are checked; the program around it goes on as if there had been no fit.
 
     Raises:
         ConfigError, CheckpointError, Diverged, UnusedParameters, PeerLost: as `fit`.
     """
-    part = check_cast(given)
+    part = check_role(given)
     if part is not None:
-        given = replace(given, home=next_home(part))
+        given = replace(given, home=next_store(part))
     wrapped = without_compile_wrappers(given.model)
     with wrapped as model, _given_back(model), arguments.one_thread(given), failure_told(given.home, part):
         given = replace(given, model=model)
@@ -201,7 +202,7 @@ def train(given: Given) -> TrainState:
         if part is not None:
             if part.job == "worker":
                 return work(given, comm, part)
-            given = going_on(given, part)
+            given = restarted_arguments(given, part)
         return tried(_train, given, comm) if given.folder.trial else _train(given, comm)
 
 
@@ -210,7 +211,7 @@ def _given_back(model: nn.Module) -> Iterator[None]:
     """Gives back at the end of the block what each step changes: the generators, and the mode of every layer.
 
     All else that a fit changes for a while has a block of its own: the handlers of signals (`stopping.py`), the factor
-    of a schedule in learning rates (`optim/schedules.py`), warnings and compilation during the first look.
+    of a schedule in learning rates (`optim/schedules.py`), warnings and compilation while the first batch is checked.
     """
     on_gpus = gpu.cuda.get_rng_state_all() if gpu.cuda.is_initialized() else []
     with preserved(), modes_kept(model):
@@ -221,13 +222,13 @@ def _given_back(model: nn.Module) -> Iterator[None]:
                 gpu.cuda.set_rng_state_all(on_gpus)
 
 
-def _train(given: Given, comm: Communicator) -> TrainState:
+def _train(given: FitArguments, comm: Communicator) -> TrainState:
     stop = flag_of_a_new_fit() if given.stop is None else given.stop  # a flag that is not set counts as false
     with stop.before_libraries():
         return _trained(given, comm, stop)
 
 
-def _trained(given: Given, comm: Communicator, stop: StopFlag) -> TrainState:
+def _trained(given: FitArguments, comm: Communicator, stop: StopFlag) -> TrainState:
     # 1  what is given
     given = arguments.with_shards(given, comm)
     inputs = arguments.inputs_of(given, comm)
@@ -253,7 +254,7 @@ def _trained(given: Given, comm: Communicator, stop: StopFlag) -> TrainState:
         raise
 
 
-def _run(given: Given, inputs: Inputs, run: OpenRun, stop: StopFlag, service: Service | None) -> TrainState:
+def _run(given: FitArguments, inputs: Inputs, run: OpenRun, stop: StopFlag, service: Service | None) -> TrainState:
     # 3  the loop
     comm = run.state.comm
     meters, start_s = Meters(ThroughputMeter(), NoiseMeter(), EpochCheck()), now_s()
@@ -279,7 +280,7 @@ def _run(given: Given, inputs: Inputs, run: OpenRun, stop: StopFlag, service: Se
     return state
 
 
-def _end(given: Given, inputs: Inputs, run: OpenRun, meters: Meters, *, seconds: float) -> None:
+def _end(given: FitArguments, inputs: Inputs, run: OpenRun, meters: Meters, *, seconds: float) -> None:
     """Leaves the weights whole, and writes, draws and tells how the run went. Collective."""
     state, comm = run.state, run.state.comm
     state.strategy.finish()
@@ -298,7 +299,7 @@ def _end(given: Given, inputs: Inputs, run: OpenRun, meters: Meters, *, seconds:
         callback.finished(state, summary)
 
 
-def _best_at_end(given: Given, run: OpenRun) -> str:
+def _best_at_end(given: FitArguments, run: OpenRun) -> str:
     """Gives the model the weights of the best checkpoint, if that is wanted. Collective.
 
     Returns:
@@ -322,7 +323,7 @@ def _best_at_end(given: Given, run: OpenRun) -> str:
     return f"{note}its weights"
 
 
-def _say(given: Given, comm: Communicator, text: str) -> None:
+def _say(given: FitArguments, comm: Communicator, text: str) -> None:
     """Tells the user, and the logs of all ranks."""
     log.info("%s", text)
     if comm.rank == 0 and given.folder.progress:
@@ -339,7 +340,7 @@ class OpenRun:
     Attributes:
         source: the training samples, in a cache if there is one.
         settings: the arguments that the bits of the result depend on.
-        identity: what the bits of the result depend on; beside: what a checkpoint has besides the state.
+        identity: what the bits of the result depend on; extra: what a checkpoint has besides the state.
         folder: of the run, which exists; None: nothing is written. start: the checkpoint that it goes on from.
         num_steps: of the whole run; notes: what was derived, a line each.
     """
@@ -348,14 +349,14 @@ class OpenRun:
     source: Source
     settings: dict[str, Any]
     identity: dict[str, Any]
-    beside: Kept
+    extra: ExtraState
     folder: Path | None
     start: Path | None
     num_steps: int
     notes: list[str]
 
 
-def open_run(given: Given, inputs: Inputs, comm: Communicator) -> OpenRun:
+def open_run(given: FitArguments, inputs: Inputs, comm: Communicator) -> OpenRun:
     """Returns the state of a run over a communicator, and from its checkpoint, if it has one. Collective.
 
     Raises:
@@ -379,7 +380,7 @@ def open_run(given: Given, inputs: Inputs, comm: Communicator) -> OpenRun:
     identity = run_identity(comm, inputs.replica, settings if given.settings is None else given.settings)
     state.settings = plain(identity)
     saves = given.folder.path is not None
-    beside = Kept(inputs.replica, inputs.task, given.callbacks, saves=saves, schedule=inputs.schedule)
+    extra = ExtraState(inputs.replica, inputs.task, given.callbacks, saves=saves, schedule=inputs.schedule)
     try:
         folder, state.run_dir, start = on_rank_zero(
             comm, lambda: _folder_and_start(given.folder), label="looking for a checkpoint"
@@ -387,7 +388,7 @@ def open_run(given: Given, inputs: Inputs, comm: Communicator) -> OpenRun:
         if start is not None:
             checkpoint = read_checkpoint(comm, start, inputs.replica.module)
             restore(checkpoint, state, identity=identity)
-            beside.resumes(checkpoint.parts, given.optimizer)
+            extra.resumes(checkpoint.parts, given.optimizer)
         num_steps, _ = end_of_run(state, epochs=given.epochs, max_steps=given.max_steps)
         if not num_steps and (skipped := given.batches.skip_steps) is not None:
             raise ConfigError(f"skip_steps={list(skipped)}: leaves out all steps of the run; name fewer")
@@ -405,7 +406,7 @@ def open_run(given: Given, inputs: Inputs, comm: Communicator) -> OpenRun:
     if folder is not None and given.stop is None and given.folder.every_steps is None and not hears_signals():
         way = "folder=ddp.Folder(every_steps=…) saves as it goes"
         notes.append(f"this fit is not in the main thread, so that no signal makes it save; {way}")
-    return OpenRun(state, source, settings, identity, beside, folder, start, num_steps, notes)
+    return OpenRun(state, source, settings, identity, extra, folder, start, num_steps, notes)
 
 
 def _folder_and_start(keeps: Folder) -> tuple[Path | None, Path | None, Path | None]:
@@ -435,7 +436,7 @@ def _folder_and_start(keeps: Folder) -> tuple[Path | None, Path | None, Path | N
 # ------------------------------------------------------------------------------------------------------------ the loop
 
 
-def _loop(given: Given, inputs: Inputs, run: OpenRun, meters: Meters, service: Service | None) -> None:
+def _loop(given: FitArguments, inputs: Inputs, run: OpenRun, meters: Meters, service: Service | None) -> None:
     """Makes the steps of the run, while no other process may write into its folder."""
     state, keeps = run.state, given.folder
     store = None
@@ -471,9 +472,9 @@ def _go_back(run: OpenRun, callbacks: Sequence[Callback], guard: Guard) -> None:
     def load() -> None:
         checkpoint = read_checkpoint(state.comm, folder / "checkpoints", state.model.module)
         restore(checkpoint, state, identity=run.identity)
-        run.beside.resumes(checkpoint.parts, state.optimizer)
+        run.extra.resumes(checkpoint.parts, state.optimizer)
         for callback in callbacks:
-            callback.went_back(state)  # files drop what lies beyond; `Kept` loads the states of all
+            callback.went_back(state)  # files drop what lies beyond; `ExtraState` loads the states of all
 
     guard.go_back(state, load)
 
@@ -487,17 +488,18 @@ def _publish(region: str, run: OpenRun) -> None:
 
 
 def _callbacks(
-    given: Given, inputs: Inputs, run: OpenRun, meters: Meters, store: CheckpointStore | None
+    given: FitArguments, inputs: Inputs, run: OpenRun, meters: Meters, store: CheckpointStore | None
 ) -> list[Callback]:
     """Returns the callbacks in their order: those that measure and save, the user's own, those that show."""
     keeps = given.folder
     metrics = None if run.folder is None else run.folder / "metrics.jsonl"
-    watching: list[Callback] = [*meters, MetricsFile(metrics, meters, every=keeps.log_every, callbacks=given.callbacks)]
-    last: list[Callback] = [run.beside]
+    watching: list[Callback] = [EqualBatches(run.state.comm.rank, run.source.num_workers)] * given.reading.debug
+    watching += [*meters, MetricsFile(metrics, meters, every=keeps.log_every, callbacks=given.callbacks)]
+    last: list[Callback] = [run.extra]
     if run.folder is not None:
         watching.append(HashesFile(run.folder / HASHES, every=given.same_bits.hash_every))
     if store is not None:
-        how: dict[str, Any] = {"every_steps": keeps.every_steps, "kept": run.beside, "callbacks": given.callbacks}
+        how: dict[str, Any] = {"every_steps": keeps.every_steps, "extra": run.extra, "callbacks": given.callbacks}
         checkpointer = Checkpointer(store, identity=run.identity, **how)
         watching.append(checkpointer)
         last.append(AfterEvaluation(checkpointer))
@@ -525,11 +527,12 @@ def _one_worker(run: OpenRun) -> float | None:
     )
 
 
-def _begin(given: Given, run: OpenRun, store: CheckpointStore, until_end: contextlib.ExitStack) -> None:
+def _begin(given: FitArguments, run: OpenRun, store: CheckpointStore, until_end: contextlib.ExitStack) -> None:
     """Keeps other processes from writing into the run's folder, and notes the start. On rank 0 only."""
     until_end.callback(store.hold().close)
     if run.folder is not None and given.settings is None and not run.source.is_stream:  # a command has noted it
-        note_start_of_fit(run.folder, run.source, given, run.state, goes_on=run.start is not None)
+        what = run.source, run.state, given, given.batches, given.validation_data
+        note_start_of_fit(run.folder, *what, goes_on=run.start is not None)
 
 
 # -------------------------------------------------------------------------------------------------------- what is said

@@ -16,16 +16,18 @@ from ddp.comm.objects import on_rank_zero
 from ddp.errors import ConfigError
 from ddp.process.files import scratch_folder
 from ddp.process.terminal import say
-from ddp.train.arguments import Given
-from ddp.train.profiler import Profiler
-from ddp.train.state import TrainState
-from ddp.train.tracker import Tracker
+from ddp.train.arguments import FitArguments
+from ddp.train.reports.profiler import Profiler
+from ddp.train.reports.tracker import Tracker
+from ddp.train.steps.state import TrainState
 
 NUM_STEPS = 3
 _NAME = ".ddp-trial-"  # begins the name of a trial's folder, and of nobody else's, because it is removed
 
 
-def tried(train: Callable[[Given, Communicator], TrainState], given: Given, comm: Communicator) -> TrainState:
+def tried(
+    train: Callable[[FitArguments, Communicator], TrainState], given: FitArguments, comm: Communicator
+) -> TrainState:
     """Returns the state after a trial of what is given. Model and optimizer have made its steps.
 
     Its files lie beside the run's folder, on the same disk, until it is over.

@@ -27,9 +27,9 @@ from ddp.process.arguments import Parser
 from ddp.process.clock import now_s
 from ddp.process.files import to_append, write_whole
 from ddp.process.records import json_object
-from ddp.train.callbacks import NoiseMeter
-from ddp.train.noise_scale import Estimate
-from ddp.train.state import TrainState
+from ddp.train.monitor.noise_scale import Estimate
+from ddp.train.steps.callbacks import NoiseMeter
+from ddp.train.steps.state import TrainState
 
 Trial = Any
 """One run of a study, before it is made: a frozen dataclass of the study's own, with a seed."""

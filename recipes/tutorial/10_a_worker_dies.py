@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import ddp
 from ddp.errors import WorkersFailed
-from ddp.train.state import TrainState
+from ddp.train.steps.state import TrainState
 
 DIES_IN, SAVE_EVERY, NUM_STEPS = 7, 4, 12
 

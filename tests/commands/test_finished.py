@@ -27,7 +27,7 @@ from ddp.run.launch.run_folder import prepare
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
 from ddp.strategies.region import Region
-from ddp.train.checkpoint_store import CheckpointStore
+from ddp.train.checkpoints.checkpoint_store import CheckpointStore
 
 COLUMNS = {"inputs": ["a", "b"], "target": "c", "num_classes": 3}
 COLUMN_WORDS = ["data.inputs=[a,b]", "data.target=c", "data.num_classes=3"]

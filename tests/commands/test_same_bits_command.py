@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 import ddp
 from ddp.__main__ import main
-from ddp.train.callbacks import Callback
-from ddp.train.hashes import DIGITS, HASHES
-from ddp.train.state import TrainState
-from ddp.train.trace import StepTrace, Trace, parting
+from ddp.train.reports.hashes import DIGITS, HASHES
+from ddp.train.reports.trace import StepTrace, Trace, parting
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import TrainState
 
 NAMES = ["0.weight", "0.bias", "exp_avg of 0.weight", "exp_avg of 0.bias"]
 SETTINGS = {"same_bits": True, "batch": {"num_shards": 8}, "world_size": 1}

@@ -27,8 +27,8 @@ from ddp.optim.norms import gradient_norm
 from ddp.optim.precision import MasterWeights, narrowed
 from ddp.run.launch.from_python import result_file, write_result
 from ddp.strategies.sharded import Sharded
-from ddp.train.checkpoint import read_checkpoint
-from ddp.train.checkpoint_store import CheckpointStore
+from ddp.train.checkpoints.checkpoint import read_checkpoint
+from ddp.train.checkpoints.checkpoint_store import CheckpointStore
 
 HOOKS = (
     *(TopK(0.1), TopK(0.05, momentum=0.9), Sign(), RandomK(0.1), RandomK(0.1, error_feedback=False)),

@@ -26,8 +26,8 @@ import ddp
 from ddp.models.gpt import GPT
 from ddp.models.images import MLP, resnet
 from ddp.replica.broadcast import tensor_hash
-from ddp.train.callbacks import Callback
-from ddp.train.state import TrainState
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import TrainState
 from ddp.train.tasks.cross_entropy import Classification, LanguageModel
 from ddp.train.tasks.task import Task
 

@@ -32,8 +32,8 @@ from ddp.optim.layerwise import Layerwise
 from ddp.optim.schedules import TorchSchedule
 from ddp.replica import sharded
 from ddp.replica import sharded as parameter_slices
-from ddp.train import noise_scale
-from ddp.train.noise_scale import DECAY, FEWEST, Estimate, NoiseScale
+from ddp.train.monitor import noise_scale
+from ddp.train.monitor.noise_scale import DECAY, FEWEST, Estimate, NoiseScale
 
 pytestmark = pytest.mark.slow  # because what is proven here is that other tests can fail
 

@@ -25,10 +25,10 @@ from ddp.run.launch.run_folder import _note_start, _refuse_planted, _try_writing
 from ddp.run.launch.worker import _LogFile
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import settings_of
-from ddp.train.checkpoint_store import CheckpointStore
-from ddp.train.report import draw_curves
-from ddp.train.results import write_summary
-from ddp.train.starts import STARTS
+from ddp.train.checkpoints.checkpoint_store import CheckpointStore
+from ddp.train.reports.report import draw_curves
+from ddp.train.reports.results import write_summary
+from ddp.train.reports.starts import STARTS
 
 
 @pytest.fixture

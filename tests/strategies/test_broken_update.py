@@ -21,7 +21,7 @@ import ddp
 from ddp.errors import CommunicatorBroken, PeerLost
 from ddp.replica.broadcast import tensor_hash
 from ddp.strategies import central_storage
-from ddp.train.checkpoint_store import steps
+from ddp.train.checkpoints.checkpoint_store import steps
 
 WARN_S, ABORT_S = 1.0, 3.5
 WORLD_SIZE, FATAL_STEP = 3, 4

@@ -18,11 +18,11 @@ import ddp
 from ddp.collectives.shards import owned
 from ddp.errors import AuditFailed, ConfigError
 from ddp.replica.broadcast import tensor_hash
-from ddp.train import audit
-from ddp.train.audit import agreeing, first_turn, turn_of
-from ddp.train.callbacks import Callback
-from ddp.train.replay import Outcome
-from ddp.train.state import TrainState
+from ddp.train.checks import audit
+from ddp.train.checks.audit import agreeing, first_turn, turn_of
+from ddp.train.checks.replay import Outcome
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import TrainState
 
 INPUTS = torch.randn(37, 6, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (37,), generator=torch.Generator().manual_seed(1))

@@ -13,8 +13,7 @@ from torch import nn
 import ddp
 from ddp.data.loading.loader import EvaluationLoader
 from ddp.errors import ConfigError
-from ddp.train.batch_statistics import check_evaluation, try_one_sample
-from ddp.train.loop import _check_waiting
+from ddp.train.steps.batch_statistics import check_evaluation, check_waiting, try_one_sample
 
 
 def model(**options: Any) -> nn.Module:
@@ -44,7 +43,7 @@ def test_an_evaluation_by_the_batch_needs_as_many_forwards_on_every_rank(
 def test_samples_that_cannot_be_read_do_not_go_with_layers_that_wait():
     state = SimpleNamespace(comm=SimpleNamespace(world_size=2), model=model(), sampler=None)
     with pytest.raises(ConfigError, match="max_unreadable=3 with SyncBatchNorm, which waits in each forward"):
-        _check_waiting(cast(Any, state), "join", 3)
+        check_waiting(cast(Any, state), "join", 3)
 
 
 def test_one_sample_is_tried_where_a_step_may_have_it():

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import ddp
 from ddp.errors import ConfigError
-from ddp.train.checkpoint_store import CheckpointStore, load
-from ddp.train.state import TrainState
+from ddp.train.checkpoints.checkpoint_store import CheckpointStore, load
+from ddp.train.steps.state import TrainState
 
 X = torch.randn(24, 6, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1, keepdim=True)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ddp.errors import CheckpointError
-from ddp.train.checkpoint_store import CheckpointStore, load, steps
+from ddp.train.checkpoints.checkpoint_store import CheckpointStore, load, steps
 
 
 def parts_of(value: int) -> dict[str, object]:
@@ -158,7 +158,7 @@ def empty(path: Path) -> None:
 
 
 def newer(path: Path) -> None:
-    from ddp.train.checkpoint_store import digest
+    from ddp.train.checkpoints.checkpoint_store import digest
 
     manifest = {**json.loads((path / "manifest.json").read_text()), "schema": 2}
     (path / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest(manifest)}))
@@ -246,8 +246,8 @@ KILLED = """
 import os, random, select, signal, sys, time
 from pathlib import Path
 import torch
-from ddp.train.checkpoint_store import CheckpointStore
-from ddp.train.checkpoint_store import load
+from ddp.train.checkpoints.checkpoint_store import CheckpointStore
+from ddp.train.checkpoints.checkpoint_store import load
 
 folder, mode = Path(sys.argv[1]), sys.argv[2]
 store = CheckpointStore(folder, keep_last=2)

@@ -27,10 +27,10 @@ import ddp
 from ddp.commands.where import where
 from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import CheckpointError, ConfigError
-from ddp.train.arguments import Given
+from ddp.train.arguments import FitArguments
 from ddp.train.fit import train
-from ddp.train.state import StepReport, TrainState
-from ddp.train.stopping import StopFlag
+from ddp.train.steps.state import StepReport, TrainState
+from ddp.train.steps.stopping import StopFlag
 
 RANDOM = torch.Generator().manual_seed(0)
 X = torch.randn(40, 6, dtype=torch.float64, generator=RANDOM)
@@ -48,7 +48,7 @@ def fit(loss: Any, data: Any = (X, CLASSES), *, module: nn.Module | None = None,
     module = module or net()
     how = {"optimizer": SGD(module.parameters(), lr=0.1), "global_batch": 10, "epochs": 1, **QUIET, **how}
     if "stop" in how:  # as the command line does
-        return train(Given(model=module, data=data, **grouped(loss=loss, **how)))
+        return train(FitArguments(model=module, data=data, **grouped(loss=loss, **how)))
     return ddp.fit(module, data, **grouped(loss=loss, **how))
 
 

@@ -21,7 +21,7 @@ from ddp.run.settings.checks import WAYS
 from ddp.run.settings.config import CHOICES
 from ddp.run.settings.reader import _homes
 from ddp.setting import Precision, StrategyName
-from ddp.train.moved import MEANINGS, meaning, moved_argument
+from ddp.train.checkpoints.moved import MEANINGS, meaning, moved_argument
 
 ARGUMENTS = inspect.signature(ddp.fit).parameters.keys()
 POLICIES = (ddp.Averaging, ddp.Batches, ddp.Evaluation, ddp.Folder, ddp.Reading)

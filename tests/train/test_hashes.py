@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import ddp
 from ddp.errors import ConfigError
-from ddp.train.hashes import DIGITS, HASHES, Line, _hash, compare, read_hashes
-from ddp.train.state import StepReport, TrainState
+from ddp.train.reports.hashes import DIGITS, HASHES, Line, _hash, compare, read_hashes
+from ddp.train.steps.state import StepReport, TrainState
 
 NUM_STEPS = 6
 X = torch.randn(40, 1, 4, 4, generator=torch.Generator().manual_seed(0))

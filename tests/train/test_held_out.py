@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import ddp
 from ddp.errors import ConfigError
-from ddp.train.checkpoint_store import listed
+from ddp.train.checkpoints.checkpoint_store import listed
 
 
 class Counted(torch.utils.data.Dataset[Any]):

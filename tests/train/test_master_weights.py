@@ -18,8 +18,8 @@ from ddp.errors import ConfigError
 from ddp.gradients import ErrorFeedback, PowerSGD
 from ddp.optim import LAMB
 from ddp.replica.broadcast import tensor_hash
-from ddp.train.checkpoint_store import load
-from ddp.train.state import StepReport, TrainState
+from ddp.train.checkpoints.checkpoint_store import load
+from ddp.train.steps.state import StepReport, TrainState
 
 X = torch.randn(40, 12, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(1))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ddp
-from ddp.train.first_look import FirstLook
+from ddp.train.checks.batch_checks import FirstBatchCheck
 from ddp.train.tasks.task import as_task
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
@@ -78,7 +78,7 @@ FINE = {
 
 
 def look(loss: Any, model: nn.Module, inputs: Any, targets: Any) -> None:
-    FirstLook(as_task(loss), wanted=True)(model, (inputs, targets), len(inputs))
+    FirstBatchCheck(as_task(loss))(model, (inputs, targets), len(inputs))
 
 
 @pytest.mark.parametrize("name", WARNED)

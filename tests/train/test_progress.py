@@ -13,9 +13,9 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from ddp.train.callbacks import Throughput, ThroughputMeter
-from ddp.train.progress import ProgressBar, fitting
-from ddp.train.report import draw_curves, print_summary
+from ddp.train.reports.progress import ProgressBar, fitting
+from ddp.train.reports.report import draw_curves, print_summary
+from ddp.train.steps.callbacks import Throughput, ThroughputMeter
 
 NUM_STEPS = 12345
 

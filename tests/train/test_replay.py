@@ -23,11 +23,11 @@ from ddp.errors import Diverged
 from ddp.optim import precision
 from ddp.replica.broadcast import tensor_hash
 from ddp.streams import GeneratorStates
-from ddp.train import audit
-from ddp.train.audit import Audit, Turn
-from ddp.train.callbacks import Callback
-from ddp.train.replay import Outcome, Replay
-from ddp.train.state import TrainState
+from ddp.train.checks import audit
+from ddp.train.checks.audit import Audit, Turn
+from ddp.train.checks.replay import Outcome, Replay
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import TrainState
 
 # --- a replay is the step --------------------------------------------------------------------------------------------
 

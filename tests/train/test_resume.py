@@ -26,18 +26,18 @@ from ddp.errors import CheckpointError, ConfigError
 from ddp.replica.broadcast import tensor_hash
 from ddp.run.build.load import load_initial_weights
 from ddp.strategies.replicated import Replicated
-from ddp.train.callbacks import Callback
-from ddp.train.checkpoint import (
+from ddp.train.checkpoints.checkpoint import (
     Checkpointer,
     changes,
     read_checkpoint,
     restore,
     save_checkpoint,
 )
-from ddp.train.checkpoint_store import CheckpointStore, load
+from ddp.train.checkpoints.checkpoint_store import CheckpointStore, load
 from ddp.train.loop import end_of_run
-from ddp.train.state import StepReport, TrainState
-from ddp.train.stopping import StopFlag
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import StepReport, TrainState
+from ddp.train.steps.stopping import StopFlag
 from ddp.train.tasks.cross_entropy import Classification
 from recipes.tutorial.simulated import SimulatedNetwork
 
@@ -316,7 +316,7 @@ def test_a_run_goes_on_after_an_agreed_stop() -> None:
 def test_while_a_fit_runs_no_other_process_saves_into_its_folder(tmp_path: Path) -> None:
     state, data = in_one_process(40)
     store = CheckpointStore(tmp_path / "checkpoints")
-    other = "import sys; from ddp.train.checkpoint_store import CheckpointStore as Store\n"
+    other = "import sys; from ddp.train.checkpoints.checkpoint_store import CheckpointStore as Store\n"
     other += "Store(sys.argv[1]).save(7, {}, meta={})"
 
     class Intruder(Callback):

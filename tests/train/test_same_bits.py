@@ -29,8 +29,8 @@ from ddp.gradients.bucket import Bucket
 from ddp.optim import precision
 from ddp.replica.broadcast import tensor_hash
 from ddp.replica.shard_tree import Place
-from ddp.train.callbacks import Callback
-from ddp.train.state import StepReport, TrainState
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import StepReport, TrainState
 
 WORLD_SIZES = (1, 2, 3, 4)
 NUM_SAMPLES, BATCH, NUM_STEPS = 41, 18, 4  # steps of 18, 18 and 5 samples: fewer than shards
@@ -312,7 +312,7 @@ def mean_before_the_sum(patch: Patch, comm: Any) -> None:
 
 def dropout_by_rank(patch: Patch, comm: Any) -> None:
     """From the second step on: the audit of the first would find it."""
-    from ddp.train import step
+    from ddp.train.steps import step
 
     stream = step.dropout_stream
     patch.setattr(step, "dropout_stream", lambda seed, *where: stream(seed + comm.rank * (where[0] > 0), *where))
@@ -320,7 +320,7 @@ def dropout_by_rank(patch: Patch, comm: Any) -> None:
 
 def empty_shards_are_skipped(patch: Patch, comm: Any) -> None:
     """The next one takes the place of an empty shard."""
-    from ddp.train import step
+    from ddp.train.steps import step
 
     backward = step.backward
 

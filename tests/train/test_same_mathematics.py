@@ -20,8 +20,8 @@ from ddp.data.samples import TensorSet
 from ddp.models.gpt import GPT
 from ddp.models.images import CNN, MLP
 from ddp.replica.broadcast import tensor_hash
-from ddp.train.callbacks import Callback
-from ddp.train.state import StepReport, TrainState
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import StepReport, TrainState
 from ddp.train.tasks.cross_entropy import Classification, LanguageModel
 
 NUM_STEPS, GLOBAL_BATCH, MICRO, CLIP = 100, 10, 3, 1.0

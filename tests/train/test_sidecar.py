@@ -17,10 +17,10 @@ import torch
 
 import ddp
 from ddp.errors import CheckpointError, ConfigError
-from ddp.train import sidecar
-from ddp.train.checkpoint_store import CheckpointStore, StoredCheckpoint, digest, listed, load
-from ddp.train.sidecar import SideCar, has_ended, missing, only_sidecar, record_of, results_of_sidecar
-from ddp.train.stopping import StopFlag
+from ddp.train.checkpoints.checkpoint_store import CheckpointStore, StoredCheckpoint, digest, listed, load
+from ddp.train.evaluation import sidecar
+from ddp.train.evaluation.sidecar import SideCar, has_ended, missing, only_sidecar, record_of, results_of_sidecar
+from ddp.train.steps.stopping import StopFlag
 
 
 def save(store: CheckpointStore, step: int, loss: float) -> Path:

@@ -25,8 +25,8 @@ import torch
 from ranks import PRELOAD, run_ranks
 
 import ddp
-from ddp.train import stopping
-from ddp.train.stopping import StopFlag
+from ddp.train.steps import stopping
+from ddp.train.steps.stopping import StopFlag
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 
@@ -302,7 +302,7 @@ def test_a_signal_comes_before_a_callback_s_wish_because_it_asks_the_program_too
 
 SECOND_WISH = """
 import signal
-from ddp.train import stopping
+from ddp.train.steps import stopping
 
 stop = stopping.StopFlag()
 with stop.listening():

@@ -30,10 +30,10 @@ from torch.nn import functional as F
 
 import ddp
 from ddp.errors import CommunicatorBroken, ConfigError, PeerLost
-from ddp.train import tracker
-from ddp.train.arguments import Given
+from ddp.train.arguments import FitArguments
 from ddp.train.fit import train
-from ddp.train.stopping import StopFlag
+from ddp.train.reports import tracker
+from ddp.train.steps.stopping import StopFlag
 
 ROOT = Path(__file__).parents[2]
 FAKES = ROOT / "tests" / "fakes"
@@ -98,7 +98,7 @@ def fit(folder: Path | None, *callbacks: ddp.Callback, stop: StopFlag | None = N
     module = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.Tanh(), nn.Linear(8, 3))
     kept = {"resume": folder and "auto", "every_steps": 6, "log_every": 2, "progress": False, "curves": False}
     kept |= how.pop("kept", {})
-    given = Given(
+    given = FitArguments(
         model=module,
         data=(X, CLASSES),
         optimizer=torch.optim.Adam(module.parameters(), lr=0.01),

@@ -125,8 +125,8 @@ SUBJECTS = {  # chapter → the functions that it is about
     ],
     "09_accumulation": ["data/orders/sampler.py: parts", "replica/replica.py: no_sync, ride_along"],
     "10_a_worker_dies": [
-        "train/checkpoint.py: save_checkpoint, restore, step_end",
-        "train/state.py: load_position",
+        "train/checkpoints/checkpoint.py: save_checkpoint, restore, step_end",
+        "train/steps/state.py: load_position",
         "comm/transport/shared_memory.py: Life.__init__, goes_on",
         "run/launch/report.py: describe_failures, _aside, _death",
     ],

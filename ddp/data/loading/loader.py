@@ -169,9 +169,6 @@ class TrainLoader:
             raise UnreadableSample(f"{what}, max_unreadable={self._max_unreadable}: sample {sample}: {why}")
         log.warning("left out, %d of at most %d: sample %d: %s", number, self._max_unreadable, sample, why)
 
-    def ended(self, num_ending: int) -> None:
-        """Does nothing: data with a length end where the sampler says."""
-
     def close(self) -> None:
         """Ends the loader processes now; otherwise they end with this object. The loader can be used again."""
         self._ahead.end(wait_s=1.0)

@@ -61,9 +61,9 @@ from ddp.strategies.central_storage import CentralStorage
 from ddp.strategies.local_sgd import LocalSteps
 from ddp.strategies.replicated import Replicated
 from ddp.strategies.sharded import Sharded
-from ddp.train.callbacks import Callback
 from ddp.train.fit import fit
-from ddp.train.state import TrainState
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import TrainState
 from ddp.train.tasks.cross_entropy import LanguageModel
 from ddp.train.tasks.task import Task
 from ddp.units import counted

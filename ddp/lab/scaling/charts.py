@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ddp.lab.scaling.figures import Point, Series
 from ddp.pictures import step
 from ddp.pictures.timeline import svg_of
-from ddp.train.results import metric_in_words, words_of
+from ddp.train.reports.results import metric_in_words, words_of
 from ddp.units import counted, format_time, three_digits
 
 COLOURS = {  # name: on light, on dark paper

@@ -41,17 +41,17 @@ from ddp.run.settings.address import called, check_arguments, from_address, is_a
 from ddp.run.settings.checks import NO_METRIC
 from ddp.run.settings.config import Config
 from ddp.strategies.choice import wrapped
-from ddp.train.callbacks import EMA, Callback, EarlyStopping
-from ddp.train.guard import Guard
-from ddp.train.profiler import Profiler
+from ddp.train.checks.guard import Guard
+from ddp.train.checks.watcher import Watch
+from ddp.train.reports.profiler import Profiler
+from ddp.train.reports.tracker import Tracker, refuse_twice
+from ddp.train.steps.callbacks import EMA, Callback, EarlyStopping
 from ddp.train.tasks.cross_entropy import ByteModel, Classification, LanguageModel
 from ddp.train.tasks.task import LossFunction, Regression, Task, as_task
-from ddp.train.tracker import Tracker, refuse_twice
 from ddp.train.trackers.csv import CSV
 from ddp.train.trackers.mlflow import MLflow
 from ddp.train.trackers.tensorboard import TensorBoard
 from ddp.train.trackers.wandb import WandB
-from ddp.train.watcher import Watch
 
 SMALL_IMAGE = 64  # pixels; below it a ResNet starts without striding
 _NUM_TRIED = 100  # samples, of which one must be readable

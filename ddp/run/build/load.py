@@ -35,10 +35,10 @@ from ddp.run.settings.address import check_trust, own_parts
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import read_config, settings_of
 from ddp.strategies.region import look
-from ddp.train import checkpoint_store as store
-from ddp.train.checkpoint import bare, weights_of
-from ddp.train.checkpoint_store import ANOTHER
-from ddp.train.results import SIDECAR
+from ddp.train.checkpoints import checkpoint_store as store
+from ddp.train.checkpoints.checkpoint import bare, weights_of
+from ddp.train.checkpoints.checkpoint_store import ANOTHER
+from ddp.train.reports.results import SIDECAR
 
 
 @dataclass(frozen=True)

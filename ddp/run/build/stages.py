@@ -44,16 +44,16 @@ from ddp.run.settings.checks import check_servers, check_strategy
 from ddp.run.settings.config import Config, folder_of
 from ddp.strategies.choice import same_bits_as
 from ddp.strategies.region import refuse_kept
-from ddp.train.arguments import Given
-from ddp.train.callbacks import EARLY, MEASURED
-from ddp.train.checkpoint import check_optimizer
-from ddp.train.checkpoint_store import ANOTHER, check_fits, checkpoints_of, load, resume_from
+from ddp.train.arguments import FitArguments
+from ddp.train.checkpoints.checkpoint import check_optimizer
+from ddp.train.checkpoints.checkpoint_store import ANOTHER, check_fits, checkpoints_of, load, resume_from
+from ddp.train.evaluation.sidecar import results_of_sidecar
 from ddp.train.fit import train
 from ddp.train.monitor.profile import FILE
-from ddp.train.report import draw_curves, print_summary
-from ddp.train.results import read_summary, write_summary
-from ddp.train.sidecar import results_of_sidecar
-from ddp.train.stopping import StopFlag
+from ddp.train.reports.report import draw_curves, print_summary
+from ddp.train.reports.results import read_summary, write_summary
+from ddp.train.steps.callbacks import EARLY, MEASURED
+from ddp.train.steps.stopping import StopFlag
 from ddp.train.tasks import ngram
 
 # ------------------------------------------------------------------------------------------- the three entry points
@@ -152,7 +152,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) ->
     train(replace(given, folder=folder_of(config, run_dir)))
 
 
-def given_of(config: Config, comm: Communicator, stop: StopFlag, *, is_resumed: bool) -> Given:
+def given_of(config: Config, comm: Communicator, stop: StopFlag, *, is_resumed: bool) -> FitArguments:
     """Returns the arguments of `ddp.fit` that settings stand for, but the folder. Collective.
 
     Raises:
@@ -172,7 +172,7 @@ def given_of(config: Config, comm: Communicator, stop: StopFlag, *, is_resumed: 
     if comm.rank == 0 and (notes := [*origins(), *optimization.derived(config, sizes)]):
         say("\n".join(notes))
     collect_from_now_on()  # the optimizer has imported the last of torch
-    return Given(
+    return FitArguments(
         model=model,
         data=splits.train,
         optimizer=optimizer,

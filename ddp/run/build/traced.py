@@ -18,12 +18,12 @@ from ddp.run.build.stages import given_of, joined
 from ddp.run.settings.address import check_trust, own_parts
 from ddp.run.settings.config import choose
 from ddp.run.settings.reader import read_config, settings_of
-from ddp.train.callbacks import EarlyStopping
-from ddp.train.checkpoint_store import listed
+from ddp.train.checkpoints.checkpoint_store import listed
 from ddp.train.fit import train
-from ddp.train.profiler import Profiler
-from ddp.train.stopping import StopFlag
-from ddp.train.trace import StepTrace, Trace
+from ddp.train.reports.profiler import Profiler
+from ddp.train.reports.trace import StepTrace, Trace
+from ddp.train.steps.callbacks import EarlyStopping
+from ddp.train.steps.stopping import StopFlag
 
 
 def checkpoint_before(run: Path, step: int) -> Path | None:

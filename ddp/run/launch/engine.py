@@ -27,7 +27,7 @@ from ddp.errors import ConfigError
 from ddp.process.memory import available_cores
 from ddp.process.memory import variables as memory_variables
 from ddp.run.launch.report import Failure
-from ddp.train.stopping import stop_signals
+from ddp.train.steps.stopping import stop_signals
 
 CUBLAS_WORKSPACE = ":4096:8"  # deterministic=true needs it on a GPU, before the first matrix product
 SHUTDOWN_S = 60

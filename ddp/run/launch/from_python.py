@@ -25,7 +25,7 @@ from ddp.run.launch.engine import Ended, run_workers, temporary_folder
 from ddp.run.launch.report import Failure, called, describe_failures
 from ddp.run.launch.supervisor import run_cast
 from ddp.run.settings.checks import most_workers
-from ddp.train.moved import meaning
+from ddp.train.checkpoints.moved import meaning
 from ddp.units import counted
 
 

@@ -34,7 +34,7 @@ from ddp.process.memory import available_cores
 from ddp.process.terminal import say
 from ddp.run.launch.engine import SHUTDOWN_S
 from ddp.run.launch.sweep import Job, earlier, ending
-from ddp.train.stopping import stop_signals
+from ddp.train.steps.stopping import stop_signals
 from ddp.units import counted
 
 Item = TypeVar("Item")

@@ -39,7 +39,7 @@ from ddp.process.log import log
 from ddp.process.memory import available_cores
 from ddp.run.launch.engine import SHUTDOWN_S, Ended, paused_together, worker_command
 from ddp.run.launch.report import Failure, Report, in_words
-from ddp.train.stopping import ECHO_S, hears_signals, stop_signals
+from ddp.train.steps.stopping import ECHO_S, hears_signals, stop_signals
 
 LEAVE_S, START_S = 10.0, 60.0
 """Once the servers have ended, workers have this long to end, too; at least until so long after their start, because on

@@ -30,7 +30,7 @@ from ddp.process.arguments import shown
 from ddp.process.files import make_folder, read_own, write_whole
 from ddp.process.records import json_object, made, to_json
 from ddp.process.terminal import console
-from ddp.train.results import is_metric, metric_in_words, read_summary, words_of
+from ddp.train.reports.results import is_metric, metric_in_words, read_summary, words_of
 
 MOST_LETTERS = 120
 """A longer name of a folder is cut; file systems take 255 bytes for a name, and some of them less."""

@@ -25,7 +25,7 @@ from ddp.process.records import DEPTH, Maker, described
 from ddp.run.settings.address import is_address
 from ddp.run.settings.checks import validate
 from ddp.run.settings.config import CHOICES, OWN, Config, choose, plain_defaults
-from ddp.train.moved import KEYS, VALUES, meaning, translated
+from ddp.train.checkpoints.moved import KEYS, VALUES, meaning, translated
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """Of libyaml, where PyYAML was built with it: ten times as fast, which counts where hundreds of runs are read."""

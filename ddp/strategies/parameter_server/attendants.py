@@ -30,9 +30,9 @@ from ddp.errors import PeerLost, first_line, one_line, said
 from ddp.policies import ParameterServer
 from ddp.process.clock import Patience, now_s
 from ddp.process.log import log
-from ddp.replica.served import ServedDataParallel
 from ddp.strategies.parameter_server.edge import LOST, SERVER, WORKER, Edge, Piece, connected
 from ddp.strategies.parameter_server.ledger import Lease, as_lease, as_plain
+from ddp.strategies.parameter_server.served import ServedDataParallel
 from ddp.strategies.parameter_server.shared import Push, Shared
 
 ANSWER_S = 2.0  # unless deadlines are short

@@ -29,11 +29,11 @@ from ddp.gradients.totals import Totals, count_of
 from ddp.policies import ParameterServer
 from ddp.process.clock import Patience, now_s
 from ddp.process.log import log
-from ddp.replica.served import ServedDataParallel
 from ddp.replica.sharded import Part
 from ddp.strategies.parameter_server.attendants import Attendants
 from ddp.strategies.parameter_server.edge import Piece, by_dtype, failure_of, places_of
 from ddp.strategies.parameter_server.ledger import Ledger, Plan, Update
+from ddp.strategies.parameter_server.served import ServedDataParallel
 from ddp.strategies.parameter_server.shared import Shared
 from ddp.units import counted
 
@@ -63,7 +63,7 @@ class Service:
         part: of this process.
         home: the part of the store in which the processes meet for this training.
         model: whose parameters are served.
-        pieces: what this server holds of them.
+        parts: what this server holds of them, by the names of parameters.
         policy: when updates are made, and how gradients travel.
         num_shards: parts of a step that random streams hang on (`Ledger`).
         version: updates that the run has made before.
@@ -78,7 +78,7 @@ class Service:
         part: Cast,
         home: Store,
         model: ServedDataParallel,
-        pieces: Sequence[tuple[Piece, Part]],
+        parts: Sequence[tuple[str, Part]],
         policy: ParameterServer,
         *,
         num_shards: int,
@@ -86,7 +86,8 @@ class Service:
         facts: Mapping[str, Any],
     ) -> None:
         self._part, self._home, self._model, self._comm = part, home, model, model.comm
-        self._pieces, self._parameters = pieces, dict(model.module.named_parameters())
+        self._parts = {Piece(name, part.start, part.stop): part for name, part in parts}
+        self._parameters = dict(model.module.named_parameters())
         ledger = Ledger(
             mode=policy.mode,
             num_parts=policy.num_parts(part.num_workers),
@@ -103,8 +104,7 @@ class Service:
         if part.index == 0:
             self._say_what_is_gone()
             home.set("incarnation", str(part.incarnation))
-        only = [piece for piece, _ in pieces]
-        self._attendants = Attendants(part, home, model, only, policy, facts, self._shared)
+        self._attendants = Attendants(part, home, model, [*self._parts], policy, facts, self._shared)
 
     def _say_what_is_gone(self) -> None:
         """Says how many updates earlier servers have made after the checkpoint that these go on from."""
@@ -242,13 +242,13 @@ class Service:
             steps = {key[0] for key in keys}  # of which workers that are gone may have left pushes that do not count
             self._shared.pushed = {key: push for key, push in self._shared.pushed.items() if key[0] not in steps}
         num_items = sum(each[1] for each in counts)
-        parts = dict(self._pieces)
-        packs = by_dtype([piece for piece, _ in self._pieces], self._parameters)
+        packs = by_dtype([*self._parts], self._parameters)
         shares = [each[1] / (num_items or 1) for each in counts]
         for index, (dtype, pieces) in enumerate(packs):
             flats = [push.flats[index] for push in pushes]
             for start, piece in zip(places_of(pieces, dtype)[0], pieces, strict=True):
-                gradient = (parts[piece].gradient if flats else parts[piece].gradient.zero_()).view(-1)
+                gradient = self._parts[piece].gradient
+                gradient = (gradient if flats else gradient.zero_()).view(-1)
                 for number, (flat, share) in enumerate(zip(flats, shares, strict=True)):
                     here = flat[start : start + len(gradient)]
                     gradient.add_(here, alpha=share) if number else torch.mul(here, share, out=gradient)

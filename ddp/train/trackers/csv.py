@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ddp.process.files import lines_of, to_append, write_whole
-from ddp.train.tracker import Start, Status, Tracker
+from ddp.train.reports.tracker import Start, Status, Tracker
 
 
 class CSV(Tracker):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddp.train.tracker import Start, Status, Tracker
+from ddp.train.reports.tracker import Start, Status, Tracker
 
 STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 

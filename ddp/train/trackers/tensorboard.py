@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ddp.train.tracker import Start, Status, Tracker
+from ddp.train.reports.tracker import Start, Status, Tracker
 
 
 class TensorBoard(Tracker):

@@ -12,7 +12,7 @@ from typing import Any
 
 from ddp.process.files import read_own, write_whole
 from ddp.process.records import json_object, to_json
-from ddp.train.tracker import Start, Status, Tracker
+from ddp.train.reports.tracker import Start, Status, Tracker
 
 KINDS = ("step", "evaluation", "report")
 

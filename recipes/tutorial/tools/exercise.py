@@ -55,8 +55,8 @@ CHECKS: dict[str, Check] = {
 }
 BEGINNINGS = FOLDER.parent / "programs"
 PROGRAMS = {  # that are right, and to be changed: by name, the function that is called, and what comes next
-    "precision": ("train", 'ddp.fit(…, precision="bf16") does it: ddp/optim/precision.py, ddp/train/step.py'),
-    "memory": ("step", "ddp.fit(…, batches=ddp.Batches(micro_size=8)) does it: ddp/train/step.py"),
+    "precision": ("train", 'ddp.fit(…, precision="bf16") does it: ddp/optim/precision.py, ddp/train/steps/step.py'),
+    "memory": ("step", "ddp.fit(…, batches=ddp.Batches(micro_size=8)) does it: ddp/train/steps/step.py"),
     "bottleneck": ("train", "--begin draws another one, once this file is moved away"),
 }
 

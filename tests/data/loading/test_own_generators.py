@@ -17,7 +17,7 @@ from ddp.data.loading.loader import TrainLoader
 from ddp.data.loading.source import UNKEYED, fingerprint, source_of
 from ddp.data.orders.sampler import TrainSampler
 from ddp.data.samples import Transformed
-from ddp.train.arguments import Given, inputs_of, refuse_disagreement
+from ddp.train.arguments import FitArguments, inputs_of, refuse_disagreement
 from recipes.tutorial.simulated import SimulatedNetwork
 
 GLOBAL = np.random.default_rng(5)
@@ -175,7 +175,7 @@ def test_a_generator_that_is_not_found_is_noticed(caplog: pytest.LogCaptureFixtu
         model = torch.nn.Linear(1, 1)
         optimizer, reading = torch.optim.SGD(model.parameters(), lr=0.1), ddp.Reading(num_workers=num_workers)
         how = {"loss": torch.nn.functional.mse_loss, "global_batch": 1, "epochs": 1, "reading": reading}
-        given = Given(model=model, data=Hidden(), optimizer=optimizer, **how)
+        given = FitArguments(model=model, data=Hidden(), optimizer=optimizer, **how)
         refuse_disagreement(alone, given, inputs_of(given, alone), {})
         assert ("draw from a generator that was not found" in caplog.text) == bool(num_workers)
     for draw in DRAWS.values():

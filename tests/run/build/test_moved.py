@@ -21,10 +21,10 @@ from ddp.run.build.stages import bits_depend_on
 from ddp.run.launch.command_line import composed
 from ddp.run.settings.config import CHOICES, Config, choose
 from ddp.run.settings.reader import _homes, from_plain
-from ddp.train.arguments import Given, inputs_of, sampler_for, settings_of
-from ddp.train.checkpoint import changes
-from ddp.train.moved import KEYS, moved_argument, translated
-from ddp.train.state import StepReport, TrainState
+from ddp.train.arguments import FitArguments, inputs_of, sampler_for, settings_of
+from ddp.train.checkpoints.checkpoint import changes
+from ddp.train.checkpoints.moved import KEYS, moved_argument, translated
+from ddp.train.steps.state import StepReport, TrainState
 
 OLD: dict[str, Any] = json.loads(Path(__file__).with_name("old_run.json").read_text())
 OF_THE_HOST = ("world_size", "device", "all_reduce", "buckets", "torch", "cpu", "machine", "threads_per_worker")
@@ -81,7 +81,7 @@ def test_a_run_from_python_that_goes_on_is_told_of_no_change() -> None:
     model = torch.nn.Linear(6, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rates = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    given = Given(
+    given = FitArguments(
         model=model,
         data=data,
         optimizer=optimizer,

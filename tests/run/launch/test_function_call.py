@@ -24,7 +24,7 @@ import ddp
 from ddp.errors import ConfigError, said, workers_failed
 from ddp.run.launch.from_python import CALL, _failed, _left_by, folder_for_call, write_exception, write_result
 from ddp.run.launch.report import Failure, Report, describe_failures
-from ddp.train.state import TrainState
+from ddp.train.steps.state import TrainState
 
 LOCK = threading.Lock()
 

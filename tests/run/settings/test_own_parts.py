@@ -49,7 +49,7 @@ from ddp.run.settings.address import check_arrived, check_trust, from_address, o
 from ddp.run.settings.checks import resolve
 from ddp.run.settings.config import Config, OwnData, OwnModel
 from ddp.run.settings.reader import from_plain
-from ddp.train.checkpoint_store import CheckpointStore
+from ddp.train.checkpoints.checkpoint_store import CheckpointStore
 from ddp.vision import torchvision
 
 MINE = Path(__file__).parents[2] / "mine.py"
@@ -610,7 +610,7 @@ def test_a_callback_s_address_is_checked_before_workers_start(address: str, word
 
 
 def test_a_tracker_that_is_missing_or_given_twice_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddp.train.tracker.find_spec", lambda name: None)
+    monkeypatch.setattr("ddp.train.reports.tracker.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"^trackers=\[mlflow\]: MLflow is not installed: pip install mlflow$"):
         check_callbacks(config_of(trackers=["csv", "mlflow"]))
     with pytest.raises(ConfigError, match="the run would be sent to CSV twice: give that tracker once"):

@@ -33,7 +33,7 @@ from ddp.train.monitor.profile import (
     read_profile,
 )
 from ddp.train.monitor.recording import Recording, later
-from ddp.train.profiler import Profiler
+from ddp.train.reports.profiler import Profiler
 
 BUCKET = BucketTimes(
     index=0,

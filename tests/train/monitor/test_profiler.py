@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ddp
 from ddp.errors import ConfigError
 from ddp.process import clock as process_clock
-from ddp.train.checkpoint_store import steps
+from ddp.train.checkpoints.checkpoint_store import steps
 from ddp.train.monitor import clock
 from ddp.train.monitor.profile import Profile, read_profile
 from ddp.train.monitor.traces import Trace, merged

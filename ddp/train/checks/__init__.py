@@ -1,0 +1,1 @@
+"""Checks of batches and steps, and the recovery from a bad step."""

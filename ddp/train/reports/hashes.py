@@ -1,0 +1,226 @@
+"""Hashes of a run, by which the first step is found in which two runs differ (`commands/same_bits.py`).
+
+    hashes.jsonl, in the run's folder
+        {"step": 1, "identity": {…}}                         a start of the run, and the first step that it makes
+        {"step": 10, "names": ["0.weight", …]}               of what the next lines have hashes; again if that changes
+        {"step": 10, "loss": "0x1.8p+0", "hashes": "9f3c…"}  `DIGITS` for each name, one after another
+
+Names stand in the order in which an answer has them: parameters and buffers in the model's order, with
+precision="bf16_pure" the master weights; "exp_avg of 0.weight" and the like, in the optimizer's order; "loss scale".
+Names are written once, because they take three times the room of the hashes.
+
+A hash is of bits: −0.0 and 0.0 have different ones. A line costs rank 0 some 1.4 s for each gigabyte of state, and
+the others what a checkpoint costs them: a sharded optimizer's state is collected on rank 0. With strategy="local_sgd"
+the parameters between two agreements are those of rank 0; with a delay the exchange under way ends before, as for a
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ddp.comm.objects import on_rank_zero
+from ddp.errors import ConfigError
+from ddp.process.files import lines_of, to_append
+from ddp.process.records import damage_told, json_object, made, to_json
+from ddp.replica.broadcast import tensor_hash
+from ddp.train.checkpoints.checkpoint import changes
+from ddp.train.steps.callbacks import Callback, drop_after
+from ddp.train.steps.state import StepReport, TrainState
+
+HASHES = "hashes.jsonl"
+DIGITS = 16  # 8 bytes, in hexadecimal
+LOSS = "the loss"  # with a space, because a parameter may be called "loss"
+
+# --- Writing ---------------------------------------------------------------------------------------------------------
+
+
+class HashesFile(Callback):
+    """Appends a line to hashes.jsonl every few steps, and after the last one.
+
+    A resumed run first drops what lies beyond its checkpoint, also if it writes no hashes itself.
+
+    Args:
+        every: steps between two lines; 0: none is written.
+    """
+
+    def __init__(self, path: Path, *, every: int) -> None:
+        self._path, self._every = path, every
+        self._names: list[str] = []  # on rank 0, of the last line
+        self._last_step = 0  # that has a line
+
+    def fit_start(self, state: TrainState) -> None:
+        if self._every:
+            self._last_step = on_rank_zero(state.comm, lambda: self._begin(state), label=f"the start of {HASHES}")
+        elif state.comm.rank == 0:
+            drop_after(state.step, self._path)
+
+    went_back = fit_start
+
+    def step_end(self, state: TrainState, report: StepReport) -> None:
+        if self._every and report.step % self._every == 0:
+            self._add(state, report.loss)
+
+    def fit_end(self, state: TrainState) -> None:
+        if self._every and state.train_loss is not None and self._last_step != state.step:
+            self._add(state, state.train_loss)
+
+    def _begin(self, state: TrainState) -> int:
+        """Returns the last step that has a line, and notes the identity of the run. On rank 0 only."""
+        drop_after(state.step, self._path)
+        self._names = []
+        known = map(json_object, lines_of(self._path))
+        last_step = max((int(line["step"]) for line in known if "hashes" in line), default=0)
+        self._append(
+            {"step": state.step + 1, "identity": {**state.settings, "training_samples": state.sampler.num_samples}}
+        )
+        return last_step
+
+    def _add(self, state: TrainState, loss: float) -> None:
+        """Adds the line of the step that was made last. Collective."""
+        whole, self._last_step = state.strategy.state_dict(), state.step
+        if state.comm.rank:
+            return
+        if not self._path.exists():  # somebody has deleted it
+            self._begin(state)
+        values = dict(_named_values(state, whole))
+        if (names := list(values)) != self._names:
+            self._names = names
+            self._append({"step": state.step, "names": names})
+        hashes = "".join(map(_hash, values.values()))
+        self._append({"step": state.step, "loss": float(loss).hex(), "hashes": hashes})
+
+    def _append(self, line: dict[str, Any]) -> None:
+        with to_append(self._path) as file:
+            file.write(f"{to_json(line, separators=(',', ':'), default=str)}\n")
+
+
+def _named_values(state: TrainState, whole: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields by name, in the file's order, what is hashed.
+
+    Args:
+        whole: the strategy's state.
+    """
+    module, weights, optimizer = state.model.module, whole["model"], whole["optimizer"]
+    yield from ((name, value) for name, value in weights.items() if isinstance(value, Tensor))
+    yield from ((name, value) for name, value in module.named_buffers() if name not in weights)  # that are not saved
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for numbers, group in zip(optimizer["param_groups"], state.optimizer.param_groups, strict=True):
+        for number, parameter in zip(numbers["params"], group["params"], strict=True):
+            of_parameter = optimizer["state"].get(number, {})
+            for name in sorted(of_parameter):  # a resumed run may have them in another order
+                yield f"{name} of {names.get(id(parameter), f'parameter {number}')}", of_parameter[name]
+    if whole["loss_scale"] is not None:
+        yield "loss scale", whole["loss_scale"]
+
+
+def _hash(value: Any) -> str:
+    """Returns a hash of tensors and numbers in any nested form."""
+    leaves = (tensor_hash(each) if isinstance(each, Tensor) else repr(each) for each in tree_leaves(value))
+    return hashlib.blake2b(" ".join(leaves).encode(), digest_size=DIGITS // 2).hexdigest()
+
+
+# --- Reading ---------------------------------------------------------------------------------------------------------
+
+
+class Line(NamedTuple):
+    """The hashes after one step, and the identity of the run as it was started then."""
+
+    identity: Mapping[str, Any]
+    names: list[str]
+    hashes: str
+    loss: str
+
+    def by_name(self) -> dict[str, str]:
+        """Returns hashes, and the loss, by name, in the order of the names."""
+        hashes = (self.hashes[at : at + DIGITS] for at in range(0, len(self.hashes), DIGITS))
+        return {**dict(zip(self.names, hashes, strict=True)), LOSS: self.loss}
+
+
+def read_hashes(run: Path) -> dict[int, Line]:
+    """Returns the lines of a run by step, in the order of steps. A last line that a crash cut off is left out.
+
+    Raises:
+        ConfigError: there are none, or the file is damaged; the message has the remedy.
+    """
+    path = run / HASHES
+    if not path.is_file():
+        raise ConfigError(
+            f"{run} holds no {HASHES}: make the run with same_bits.hash_every=10, in Python with "
+            "same_bits=ddp.SameBits(hash_every=10)"
+        )
+    found: dict[int, Line] = {}
+    identity, names = None, list[str]()
+    for number, text in enumerate(lines_of(path), start=1):
+        with damage_told(f"line {number} of {path}", "make the run again, or resume it from an earlier step"):
+            entry = json_object(text)
+            step = int(entry["step"])
+            if "identity" in entry:
+                identity = dict(entry["identity"])
+            elif "names" in entry:
+                names = made(list[str], entry["names"])
+            elif identity is None or len(entry["hashes"]) != len(names) * DIGITS:
+                raise ValueError("the lines before do not name what it has hashes of")
+            else:
+                found[step] = Line(identity, names, str(entry["hashes"]), str(entry["loss"]))
+    return dict(sorted(found.items()))
+
+
+# --- Comparing -------------------------------------------------------------------------------------------------------
+
+
+class Comparison(NamedTuple):
+    """Says from which step on two runs differ.
+
+    Attributes:
+        steps: that both have hashes of, in their order.
+        last_equal: the last one before any difference; None: the first one differs.
+        first_different: None: all are equal.
+        names: of what differs there, in the order of a line.
+        num_names: of all that one of them has a hash of there; 0 if nothing differs.
+        changed: settings and surroundings that the bits depend on, and that differ: "seed was 0, is 1".
+    """
+
+    steps: list[int]
+    last_equal: int | None
+    first_different: int | None
+    names: list[str]
+    num_names: int
+    changed: list[str]
+
+
+def compare(one: Mapping[int, Line], other: Mapping[int, Line]) -> Comparison:
+    """Compares two runs at the steps that both have hashes of.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    steps = sorted(one.keys() & other.keys())
+    if not steps:
+        raise ConfigError(
+            f"no step has hashes in both runs: {_in_words(one)} in the first, {_in_words(other)} in the second; take "
+            "the same same_bits.hash_every"
+        )
+    last_equal, changed = None, dict[str, None]()
+    identities: tuple[Any, Any] | None = None
+    for step in steps:
+        here, there = one[step], other[step]
+        if identities is None or here.identity is not identities[0] or there.identity is not identities[1]:
+            identities = here.identity, there.identity
+            changed |= dict.fromkeys(changes(*identities))
+        if here[1:] != there[1:] and (mine := here.by_name()) != (theirs := there.by_name()):
+            names = sorted({**mine, **theirs}, key=lambda name: name == LOSS)  # the loss is the last
+            differing = [name for name in names if mine.get(name) != theirs.get(name)]
+            return Comparison(steps, last_equal, step, differing, len(names), list(changed))
+        last_equal = step
+    return Comparison(steps, last_equal, None, [], 0, list(changed))
+
+
+def _in_words(lines: Mapping[int, Line]) -> str:
+    return f"steps {', '.join(map(str, list(lines)[:3]))}{' …' if len(lines) > 3 else ''}" if lines else "none"

@@ -1,0 +1,1 @@
+"""A step, where steps come from, the state that they change, and the callbacks that watch it."""
