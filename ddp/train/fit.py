@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddp import gpu
 from ddp.comm.communicator import Communicator
-from ddp.comm.meeting.place import refuse_evaluator
+from ddp.comm.meeting.cluster_spec import refuse_evaluator
 from ddp.comm.objects import on_rank_zero
 from ddp.data.loading.cache import cache_of
 from ddp.data.loading.iterable import ENDLESS, IterableSampler
@@ -73,7 +73,7 @@ from ddp.train.monitor.usage import rate_of_one_worker
 from ddp.train.progress import ProgressBar, StopNote
 from ddp.train.report import draw_curves, summary_of
 from ddp.train.results import is_metric, read_summary, write_summary
-from ddp.train.served import check_cast, going_on, next_home, service_of
+from ddp.train.served import check_role, going_on, next_home, service_of
 from ddp.train.starts import note_start_of_fit
 from ddp.train.state import TrainState
 from ddp.train.stopping import StopFlag, flag_of_a_new_fit, hears_signals
@@ -191,7 +191,7 @@ def train(given: Given) -> TrainState:
     Raises:
         ConfigError, CheckpointError, Diverged, UnusedParameters, PeerLost: as `fit`.
     """
-    part = check_cast(given)
+    part = check_role(given)
     if part is not None:
         given = replace(given, home=next_home(part))
     wrapped = without_compile_wrappers(given.model)

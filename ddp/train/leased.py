@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.meeting.cast import Cast
+from ddp.comm.meeting.role import Role
 from ddp.data.loading.leased import LeasedLoader
 from ddp.data.orders.sampler import StepPlan
 from ddp.errors import ConfigError
@@ -35,7 +35,7 @@ from ddp.train.step import StepRules, backward
 from ddp.train.stopping import StopFlag, flag_of_a_new_fit
 
 
-def work(given: Given, comm: Communicator, part: Cast) -> TrainState:
+def work(given: Given, comm: Communicator, part: Role) -> TrainState:
     """Computes for the servers until the run is over.
 
     Callbacks, evaluations and the run's folder are the servers'.

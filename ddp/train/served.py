@@ -14,10 +14,10 @@ from typing import Any
 from torch import nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from ddp.comm.meeting.by_arrival import my_part
-from ddp.comm.meeting.cast import Cast, cast, tell_end
-from ddp.comm.meeting.place import allow_servers
+from ddp.comm.meeting.cluster_spec import allow_servers
 from ddp.comm.meeting.private_store import part_of
+from ddp.comm.meeting.rendezvous import join_role
+from ddp.comm.meeting.role import Role, current_role, publish_end
 from ddp.comm.opening import WARN_S
 from ddp.comm.session import ABORT_S
 from ddp.data.orders.sampler import StepPlan, TrainSampler
@@ -38,8 +38,8 @@ FOLDER = "folder"
 _number = count()  # of the trainings of this program, which all processes run alike
 
 
-def check_cast(given: Given) -> Cast | None:
-    """Returns the part of this process; None for a rank.
+def check_role(given: Given) -> Role | None:
+    """Returns the role of this process; None for a rank.
 
     Raises:
         ConfigError: it has one and the strategy is not that of parameter servers, or the reverse; or these cannot train
@@ -48,7 +48,7 @@ def check_cast(given: Given) -> Cast | None:
     policy = given.strategy
     if isinstance(policy, ParameterServer):
         allow_servers()
-    part = my_part(warn_s=WARN_S, abort_s=ABORT_S)
+    part = join_role(warn_s=WARN_S, abort_s=ABORT_S)
     if not isinstance(policy, ParameterServer):
         if part is not None:
             raise ConfigError(
@@ -74,15 +74,15 @@ def check_cast(given: Given) -> Cast | None:
     return part
 
 
-def next_home(part: Cast) -> Store:
+def next_home(part: Role) -> Store:
     """Returns the part of the store in which the processes meet for the training that begins."""
     number = next(_number)
     if number:
-        tell_end(replace(part, store=part_of(part.store, f"training {number - 1}")), "")  # of its fit, well or not
+        publish_end(replace(part, store=part_of(part.store, f"training {number - 1}")), "")  # of its fit, well or not
     return part_of(part.store, f"training {number}")
 
 
-def going_on(given: Given, part: Cast) -> Given:
+def going_on(given: Given, part: Role) -> Given:
     """Returns what is given to a server that is started anew: it goes on in the run's folder, if that has checkpoints.
 
     The folder may have been named by date and time, so that only the store knows it.
@@ -110,7 +110,7 @@ def service_of(given: Given, state: TrainState, settings: Mapping[str, Any]) -> 
     """
     if not isinstance(state.strategy, Served):
         return None
-    part, policy = cast(), given.strategy
+    part, policy = current_role(), given.strategy
     assert part is not None and isinstance(policy, ParameterServer)
     if part.index == 0 and state.run_dir is not None:
         given.home.set(FOLDER, str(state.run_dir))
