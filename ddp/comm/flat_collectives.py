@@ -1,7 +1,7 @@
 """Every collective on a flat tensor, by the fastest means that connect this rank with the others.
 
     memory          all ranks share a host's memory                      `host_reduce.py`
-    cross host      memory inside each host, links between the hosts     `cross_host.py`
+    cross host      memory inside each host, links between the hosts     `host_links.py`
     links           a schedule over the transport                        `host_links.py`
 
 An all-reduce has several routes:
@@ -42,12 +42,10 @@ from ddp.collectives.placed import Hosts, rooted
 from ddp.collectives.schedule import Expression, Goal, Schedule, canonical, offsets
 from ddp.collectives.shards import is_canonical_over_ranks, nodes_by_rank
 from ddp.collectives.slice_owners import schedule_over_shards
-from ddp.comm.cross_host import CrossHost
-from ddp.comm.flat import bounds_of
-from ddp.comm.host_links import HostLinks, by_size
+from ddp.comm.host_links import CrossHost, HostLinks, by_size
 from ddp.comm.host_memory import NoSharedMemory
 from ddp.comm.host_reduce import HostGroup
-from ddp.comm.reduction import SUM, Reduction, divided_, is_one, scaled_
+from ddp.comm.reduction import SUM, Reduction, bounds_of, divided_, is_one, scaled_
 from ddp.errors import ConfigError
 from ddp.process.log import log
 

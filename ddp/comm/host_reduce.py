@@ -44,10 +44,9 @@ import torch
 from torch import Tensor
 
 from ddp.collectives.shards import Addition, additions_between, most_nodes, nodes_by_rank
-from ddp.comm.flat import dtype_name
 from ddp.comm.host_memory import Entry, HostMemory, Region, entry
 from ddp.comm.host_memory import NoSharedMemory as NoSharedMemory
-from ddp.comm.reduction import COMBINE, divided_, is_one
+from ddp.comm.reduction import COMBINE, divided_, dtype_name, is_one
 from ddp.comm.transport.edge import TransportError
 from ddp.comm.transport.shared_memory import LINE_BYTES, copy_bytes
 from ddp.errors import CollectiveMismatch

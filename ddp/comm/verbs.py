@@ -18,15 +18,26 @@ from torch.autograd import profiler
 from ddp.collectives.schedule import offsets
 from ddp.comm import checks, differentiable
 from ddp.comm.call_queue import CallQueue
-from ddp.comm.flat import bounds_of, buffers, by_rank, dtype_name, flatten, with_rows, write_back
 from ddp.comm.flat_collectives import IN_MEMORY, FlatCollectives
-from ddp.comm.host_copy import HostCopy
 from ddp.comm.plan import Plan
-from ddp.comm.reduction import OVERFLOWING, Op, is_one, reduction_of, room_for
+from ddp.comm.reduction import (
+    OVERFLOWING,
+    Op,
+    bounds_of,
+    buffers,
+    by_rank,
+    dtype_name,
+    flatten,
+    is_one,
+    reduction_of,
+    room_for,
+    with_rows,
+    write_back,
+)
 from ddp.comm.transport.edge import gathered
 from ddp.comm.watch.call import recorded
 from ddp.comm.wire_format import widened
-from ddp.comm.work import Work
+from ddp.comm.work import HostCopy, Work
 from ddp.setting import WireName
 
 Now = Literal[False]  # of `async_op`
