@@ -189,7 +189,7 @@ def server_of_sparse(text: str) -> tuple[ClusterTask, ClusterTask] | None:
     servers = _tasks(key, {"ps": spec.get("ps")} if isinstance(spec, Mapping) else spec)
     if task is None or len(servers) != 1 or (task.job, task.index > 0) == ("ps", True):
         raise ConfigError(
-            f"{key}: tells {task} of {_list(servers) or 'no server'}, but tasks that do not know the whole cluster "
+            f"{key}: names {_list(servers) or 'no server'} to {task}, but tasks that do not know the whole cluster "
             "have one, ps:0: take one, and no chief, or leave enableDynamicWorker out"
         )
     return task, servers[0]

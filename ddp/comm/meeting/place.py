@@ -17,10 +17,10 @@ servers, and a worker is alone, whatever the variables say. Otherwise the first 
 this process is a world of its own. If variables show several processes and yet not which of them this one is, each
 would train alone, so that is refused. One row may say that this process is alone where another one shows more:
 independent programs in one step of Slurm's say so by RANK=0 and WORLD_SIZE=1, and so does what is left of torchrun's
-ranks, and keeps its LOCAL_RANK. It counts, and one sentence tells.
+ranks, and keeps its LOCAL_RANK. That row counts, and a warning says so.
 
 A description of the whole cluster (`cluster_spec.py`) needs no launcher. On the command line, `cluster.spec` counts
-before every launcher that says that this process is alone, and beside any other one it is refused.
+before every launcher that says that this process is alone, and next to any other one it is refused.
 
 PyTorchJob sets RANK and WORLD_SIZE alone. Where a row lacks what is said of the host, the ranks count
 (`rendezvous.py::on_this_host`).
@@ -246,7 +246,7 @@ def _by_variables(environment: Env) -> RankPlace | None:
         sign := next(filter(None, (each.sign(env) for each in _LAUNCHERS)), "")
     ):
         _warn_once(
-            f"this process trains alone, because it was started as rank 0 of 1, though {sign} shows others beside it: "
+            f"this process trains alone, because it was started as rank 0 of 1, though {sign} shows other processes: "
             "if all of them are to train one model, start them with one launcher, and leave RANK and WORLD_SIZE to it"
         )
     return found
@@ -255,7 +255,7 @@ def _by_variables(environment: Env) -> RankPlace | None:
 def _launcher(env: Env) -> _Launcher | None:
     whole = [each for each in _LAUNCHERS if each.is_whole(env)]
     if whole == [_SLURM, _PMI] and env[_PMI.world_size] != env[_SLURM.world_size]:
-        return _PMI  # mpiexec inside of a step of one task; srun --mpi=pmi2 sets both alike
+        return _PMI  # mpiexec inside of a step of one task; srun --mpi=pmi2 sets both the same
     return whole[0] if whole else None
 
 
@@ -266,7 +266,7 @@ def _placed(launcher: _Launcher, env: Env) -> RankPlace:
     if not 0 <= rank < world_size:
         size = launcher.world_size
         raise ConfigError(f"{launcher.rank}={rank} with {size}={world_size}: ranks are 0 to {size} - 1")
-    most = world_size if world_size > 1 else math.inf  # a process that trains alone may have others beside it
+    most = world_size if world_size > 1 else math.inf  # a process that trains alone may have others next to it
     for name, is_wrong in (
         (launcher.local_rank, local_rank is not None and not 0 <= local_rank < (local_size or most)),
         (launcher.local_world_size, local_size is not None and not 0 < local_size <= most),
@@ -299,7 +299,7 @@ def _described(env: Env) -> RankPlace | None:
 
 
 def _problems(env: Env, launcher: _Launcher | None, found: RankPlace | None) -> Iterator[str]:
-    """Yields why this process may not be what was found.
+    """Yields each contradiction between the variables and the place that was found, and what to do.
 
     Args:
         launcher: the first one whose variables are whole; None without one.
@@ -316,7 +316,7 @@ def _problems(env: Env, launcher: _Launcher | None, found: RankPlace | None) -> 
             if env.get(name, "1") not in ("1", "1:1"):
                 yield f"{name}={env[name]} is for torchrun, which reads it: start this with torchrun PROGRAM"
         for each in _LAUNCHERS:
-            # A batch script of Slurm's is one process, and has the rank 0. PMIx has no size, and is beside others.
+            # A batch script of Slurm's is one process, and has the rank 0. PMIx has no size, and stands next to others.
             if found is None and each is not _SLURM and each.rank in env and each.world_size not in env:
                 size = each.world_size or _TORCHRUN.world_size
                 yield f"{each.rank}={env[each.rank]}, but {size} is not set: {HOW_TO_START}"
@@ -357,7 +357,7 @@ def is_rank() -> bool:
 
 
 def refuse_workers(what: str, *, instead: str) -> None:
-    """Raises ConfigError in a rank that has others beside it, because `what` would start workers in each of them."""
+    """Raises ConfigError in a rank that is not alone, because `what` would start workers in each of them."""
     who = ""
     if (mine := current_role()) is not None:
         who = f"{mine} already"

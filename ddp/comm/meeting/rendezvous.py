@@ -47,7 +47,7 @@ Result = TypeVar("Result")
 POLL_S = 0.05
 SERVING_S = 30.0  # longest wait of rank 0 for the store that it serves itself
 LET_GO_S = 2.0  # beyond a deadline of ours, for torch's client to keep its own
-NUM_WORKERS = 2  # unless server 0 is told, as of `ddp.launch`
+NUM_WORKERS = 2  # by default, as in `ddp.launch`
 REACH_S = 5.0  # longest wait for a host that does not answer, before the next try
 
 
@@ -123,12 +123,12 @@ def _meet(
             if not left_s or (abort_s - left_s > warn_s and not has_warned):
                 missing = [other for other, key in enumerate(seen) if not store.check([key])] or [0]
                 who, twice = _named(missing, tasks), ""
-                if tokens[rank:][:1] not in ([], [""], [token]):  # of a session that goes on without this process
+                if tokens[rank:][:1] not in ([], [""], [token]):  # of a session that continues without this process
                     twice = f"; another process has come as {_named([rank], tasks)} before this one"
                 if not left_s:
-                    same = f", with the same {VARIABLE}" if secret() else ""
-                    reason = f"of {world_size} ranks, {who} did not come within {abort_s:g} s{twice}. Was each started"
-                    raise PeerLost(missing[0], "unknown", 0, 0, "start-up", f"{reason}{same}?")
+                    same = f" with the same {VARIABLE}" if secret() else ""
+                    reason = f"of {world_size} ranks, {who} did not come within {abort_s:g} s{twice}: start each once"
+                    raise PeerLost(missing[0], "unknown", 0, 0, "start-up", f"{reason}{same}")
                 has_warned = True
                 log.warning("start-up has waited %.0f s for rank(s) %s of %d%s", warn_s, who, world_size, twice)
             time.sleep(min(left_s, pause_s))
@@ -187,7 +187,7 @@ def open_store(place: RankPlace, *, warn_s: float, abort_s: float) -> Opened:
 
 
 def _served(place: RankPlace, timeout_s: float) -> Store:
-    """Returns rank 0's store, which this process serves from now on. It waits for nobody."""
+    """Returns rank 0's store, which this process serves from now on. It does not wait for clients."""
     choices = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
     try:
         return TCPStore(place.address, place.port, timeout=timedelta(seconds=timeout_s), **choices)
@@ -205,12 +205,12 @@ def _served(place: RankPlace, timeout_s: float) -> Store:
 
 
 def _keeper(place: RankPlace) -> str:
-    """Returns who serves the store, in words: a server of a run with parameter servers, if this has a part in one."""
+    """Returns the name of the process that serves the store: server 0 if this process has a role, else rank 0."""
     return "server 0" if place.part else "rank 0"
 
 
 def _reached(place: RankPlace, *, warn_s: float, abort_s: float) -> Store:
-    """Returns a client of the store that somebody else serves, once he does.
+    """Returns a client of the store that another process serves, once it does.
 
     A thread connects, because torch's client would wait for ever for a program of another kind at that port.
     """
@@ -226,7 +226,7 @@ def _reached(place: RankPlace, *, warn_s: float, abort_s: float) -> Store:
                     socket.create_connection((place.address, place.port), timeout=REACH_S).close()
                     break
                 except OSError:
-                    if over.is_set() or not patience.left_s():  # nobody would wait until torch's client has returned
+                    if over.is_set() or not patience.left_s():  # the caller does not wait for torch's client
                         raise
                 time.sleep(POLL_S)
             left = timedelta(seconds=max(1.0, patience.left_s()))
@@ -250,9 +250,9 @@ def _reached(place: RankPlace, *, warn_s: float, abort_s: float) -> Store:
         found[0].set_timeout(timedelta(seconds=abort_s))
         return found[0]
     why = first_line(failed[0]) if failed else f"nothing that it says within {abort_s:g} s"
-    reason = f"the store of the ranks, which it keeps at {where}, is out of reach ({why}). Was it started?"
+    reason = f"the store of the ranks, which it keeps at {where}, is out of reach ({why}): start it first"
     if place.part:
-        reason = f"no server serves a store at {where} ({why}). Was one started, with the same address and port?"
+        reason = f"no server serves a store at {where} ({why}): start one, with the same address and port"
     raise PeerLost(0, "unknown", 0, 0, "start-up", reason)
 
 
@@ -354,13 +354,13 @@ def _by_rank(me: RoleSettings, *, warn_s: float, abort_s: float) -> Role:
     """Returns the role of a rank of a launcher's, whose last ranks are servers. Collective."""
     if distributed.is_initialized():
         raise ConfigError(
-            f"{SERVERS}={me.num_servers}: torch.distributed has begun, in which servers and workers are ranks alike; "
+            f"{SERVERS}={me.num_servers}: torch.distributed has begun, in which servers and workers are both ranks; "
             "let ddp.fit begin it"
         )
     here, servers = place() or ALONE, me.num_servers or 0
     if here.world_size == 1:
         raise ConfigError(
-            f"{SERVERS}={servers}: no launcher has started other processes beside this one; take one, or start each "
+            f"{SERVERS}={servers}: no launcher has started other processes than this one; take one, or start each "
             f"with {ROLE}=server or {ROLE}=worker"
         )
     number = number_of(here, servers, setting=SERVERS)

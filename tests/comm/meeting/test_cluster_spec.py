@@ -348,7 +348,7 @@ def test_a_task_that_never_comes_is_named() -> None:
     first, second = free_addresses(2)
     ((warned, lost),) = run_ranks(wait_in_vain, 1, {"chief": [first], "worker": [second]})
     assert warned == [f"start-up has waited 0 s for rank(s) worker:0 at {second} of 2"]
-    assert f"of 2 ranks, worker:0 at {second} did not come within 0.6 s. Was each started?" in lost
+    assert f"of 2 ranks, worker:0 at {second} did not come within 0.6 s: start each once" in lost
 
 
 def test_a_task_that_comes_twice_is_told() -> None:
@@ -366,7 +366,7 @@ def test_a_task_that_comes_twice_is_told() -> None:
         with pytest.raises(ConfigError, match=r"^two processes have come as worker:0 at h:1: start each once$"):
             first.result(20)
         come(0).result(20), second.result(20)
-        with pytest.raises(PeerLost, match=r"; another process has come as worker:0 at h:1 before this one. Was each"):
+        with pytest.raises(PeerLost, match=r"; another process has come as worker:0 at h:1 before this one: start e"):
             come(1, 0.2).result(20)
 
 
@@ -440,7 +440,7 @@ def test_the_tasks_of_a_sparse_cluster_meet_at_their_server() -> None:
         assert place({"TF_CONFIG": text}) is None
     assert role_from_env({"TF_CONFIG": sparse("evaluator", 0, [])}) is None
     for job, index, ps in (("worker", 0, ["p:1", "q:1"]), ("ps", 1, ["q:1"]), ("chief", 0, [])):
-        with pytest.raises(ConfigError, match=rf"^TF_CONFIG\.sparseCluster: tells {job}:{index} of .*: take one, and"):
+        with pytest.raises(ConfigError, match=rf"^TF_CONFIG\.sparseCluster: names .* to {job}:{index}, .*: take one,"):
             role_from_env({"TF_CONFIG": sparse(job, index, ps)})
     with pytest.raises(ConfigError, match=r"^TF_CONFIG\.sparseCluster=\[\]: must be a mapping"):
         role_from_env({"TF_CONFIG": '{"sparseCluster": []}'})

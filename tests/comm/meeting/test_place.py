@@ -189,7 +189,7 @@ def test_one_of_several_that_is_told_to_be_alone_says_so_once(
         found = place(environment)
         assert found is not None and found.world_size == 1
     assert len(said) == bool(sign)
-    assert not sign or f"though {sign} shows others beside it: if all of them are to train one model" in said[0]
+    assert not sign or f"though {sign} shows other processes: if all of them are to train one model" in said[0]
 
 
 def test_the_first_host_of_slurm_s_list() -> None:

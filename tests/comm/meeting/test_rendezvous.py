@@ -203,7 +203,7 @@ def test_a_process_has_the_settings_of_server_0(monkeypatch: pytest.MonkeyPatch)
 def test_a_worker_that_finds_no_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     me = RoleSettings("worker", None, None, "127.0.0.1", port)
-    with pytest.raises(PeerLost, match=rf"no server serves a store at 127\.0\.0\.1:{port} \(.*\)\. Was one"):
+    with pytest.raises(PeerLost, match=rf"no server serves a store at 127\.0\.0\.1:{port} \(.*\): start one"):
         rendezvous.arrive(me, dict, warn_s=0.1, abort_s=0.2)
     cannot = pytest.raises(ConfigError, match=r": server 0 cannot serve the store of the processes there .*start one")
     with socket.create_server(("127.0.0.1", port)), cannot:
