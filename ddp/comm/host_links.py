@@ -30,7 +30,7 @@ from ddp.collectives.schedule import Goal, Schedule, offsets
 from ddp.collectives.shards import nodes_by_rank
 from ddp.comm.execute import Program, Scratch, execute, program
 from ddp.comm.host_reduce import HostGroup
-from ddp.comm.reduction import SUM, Reduction, divided_, is_one
+from ddp.comm.reduction import SUM, Reduction, divided_, is_identity
 from ddp.comm.settings import Settings
 from ddp.comm.transport.edge import Transport, TransportError
 from ddp.comm.transport.nccl import NcclTransport
@@ -76,7 +76,7 @@ class HostLinks:
             bounds: where its chunks begin, and where the last one ends; cut evenly unless given.
         """
         if self.world_size == 1:  # nothing travels, and nobody adds to it
-            if not is_one(reduction.divide_by):
+            if not is_identity(reduction.divide_by):
                 divided_(flat, reduction.divide_by)
             return
         unit, shrink = (1, 1) if reduction.wire is None else (reduction.wire.unit, reduction.wire.shrink)
@@ -84,7 +84,7 @@ class HostLinks:
             bounds = offsets(flat.numel(), schedule.num_chunks(self.world_size), unit)
         if shrink != 1:
             flat.mul_(1 / shrink)  # which changes no digit
-        is_divided = not is_one(reduction.divide_by)
+        is_divided = not is_identity(reduction.divide_by)
         if is_divided:
             reduction = reduction._replace(divide_by=reduction.divide_by / shrink)
         self._execute(schedule, [flat], [bounds], reduction)

@@ -30,10 +30,10 @@ COMBINE: dict[str, Callable[..., Tensor]] = {
 
 
 class OnDevice:
-    """A divisor that a GPU finds out, so that the host need not wait for it."""
+    """A divisor that a GPU computes, so that the host need not wait for it."""
 
     def on_device(self) -> Tensor | None:
-        """Returns it as a scalar, on the current stream; None if it is the host that is to know."""
+        """Returns it as a scalar, on the current stream; None if the host knows it."""
         return None
 
 
@@ -54,8 +54,8 @@ class Reduction(NamedTuple):
     after: float | Tensor = 1.0
 
 
-def is_one(factor: float | Tensor) -> bool:
-    """Returns True if nothing is to be done. Of what only a GPU knows, nobody asks."""
+def is_identity(factor: float | Tensor) -> bool:
+    """Returns True for 1, which changes nothing. A factor that exists only on the GPU is never read."""
     return not isinstance(factor, Tensor) and factor == 1
 
 
@@ -100,21 +100,21 @@ def reduction_of(
         return Reduction(op, 1, wire_format(wire), known.reciprocal())
     else:
         divisor = known
-    if is_one(divisor):
+    if is_identity(divisor):
         return _PLAIN[op] if wire is None else Reduction(op, 1, wire_format(wire))
     if not isinstance(divisor, Tensor):
         refuse_divisor_out_of_range(divisor)
     before: float | Tensor = 1.0
     after: float | Tensor = 1.0
     if dtype in OVERFLOWING:
-        room = room_for(num_ranks)
+        room = overflow_headroom(num_ranks)
         divisor, before, after = 1, 1 / room, room / divisor
     form = None if wire is None else wire_format(wire, 1 if isinstance(divisor, Tensor) else divisor)
     return Reduction(op, divisor, form, before, after)
 
 
-def room_for(num_terms: int) -> int:
-    """Returns what so many terms are divided by, that their sum does not overflow: a power of two loses no digits."""
+def overflow_headroom(num_terms: int) -> int:
+    """Returns the divisor of n terms whose sum must not overflow: a power of two, because that loses no digits."""
     return 1 << (num_terms - 1).bit_length()
 
 

@@ -28,9 +28,9 @@ from ddp.comm.reduction import (
     by_rank,
     dtype_name,
     flatten,
-    is_one,
+    is_identity,
+    overflow_headroom,
     reduction_of,
-    room_for,
     with_rows,
     write_back,
 )
@@ -117,7 +117,7 @@ class Verbs:
                 shards that this rank has (`collectives/shards.py`), and as many rows as the rank with most nodes. Row 0
                 becomes the sum of all ranks' nodes, in which no zero has a sign; the others are undefined then. With
                 op="sum", and without a wire format. What is float16, whose sums may overflow, was divided by
-                `reduction.room_for(num_shards)` before it was added up; the result makes up for that.
+                `reduction.overflow_headroom(num_shards)` before it was added up; the result makes up for that.
             async_op: return a `Work` at once; leave `tensor` alone until its `wait` has returned.
             label: name of this call in messages and profiles.
 
@@ -165,8 +165,8 @@ class Verbs:
         flats = rows.view(len(rows), -1)
         route = None if bounds is not None else self.plan.route_over_shards(flats[0], num_shards)
         reduction = reduction_of("sum", rows.dtype, num_shards, divide_by)
-        if rows.dtype in OVERFLOWING and is_one(reduction.before):  # nothing divides; but each shard was made smaller
-            reduction = reduction._replace(after=room_for(num_shards))
+        if rows.dtype in OVERFLOWING and is_identity(reduction.before):  # nothing divides, but shards were scaled
+            reduction = reduction._replace(after=overflow_headroom(num_shards))
         name = "ddp: slice_owners" if route is None else f"ddp: {route.name}"
         return recorded(
             name, self._collectives.reduce_shards, flats, num_shards, route, reduction, sequence, bounds
