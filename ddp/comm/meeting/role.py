@@ -85,7 +85,7 @@ ROLE, SERVERS, WORKERS = "DDP_ROLE", "DDP_SERVERS", "DDP_WORKERS"
 
 
 class RoleSettings(NamedTuple):
-    """What the environment says about the role of a process before it joins the others.
+    """Settings of a process's role, as the environment has them before it joins the others.
 
     Attributes:
         job: None: its rank decides.
