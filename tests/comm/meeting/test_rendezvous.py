@@ -180,7 +180,7 @@ def test_a_program_below_a_launcher_has_its_last_ranks_as_servers() -> None:
 
 def test_servers_by_rank_need_a_launcher_and_leave_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     for here, says in (
-        (None, "DDP_SERVERS=2: no launcher has started other processes beside this one; take one, or start each with"),
+        (None, "DDP_SERVERS=2: no launcher has started other processes than this one; take one, or start each with"),
         (RankPlace("torchrun", 0, 2), "DDP_SERVERS=2: of the 2 that were started, one at least must be a worker"),
     ):
         monkeypatch.setattr(rendezvous, "place", lambda here=here: here)

@@ -46,7 +46,7 @@ def test_a_launcher_hands_the_secret_over_in_a_folder_of_its_own(monkeypatch: py
         assert secret.private_part(4000) == folder / "4000"
         assert secret.private_part(4001) is None, "child processes that meet elsewhere are ranks of another job"
         folder.chmod(0o755)
-        with pytest.raises(ConfigError, match=f"^others may enter {folder}: did one"):
+        with pytest.raises(ConfigError, match=f"^others may enter {folder}: one of them"):
             secret.take_secret(folder)
     assert not folder.exists()
 
