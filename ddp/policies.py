@@ -245,7 +245,7 @@ class ParameterServer(Serving, Averaging):
     """Says that servers hold parameters and optimizer state, and workers push gradients, and when updates are made.
 
     The processes are those of `ddp.launch(…, workers=3, servers=1)`, or of the settings `cluster.…`; or each is told
-    its part by the variables of `ddp/comm/meeting/cast.py`, as DDP_ROLE=worker.
+    its part by the variables of `ddp/comm/meeting/role.py`, as DDP_ROLE=worker.
     """
 
     strategy: StrategyName = "parameter_server"

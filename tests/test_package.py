@@ -172,6 +172,21 @@ assert all(getattr(ddp.data, name).__name__ == name for name in ddp.data.__all__
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+def test_the_first_lesson_imports_little_of_the_package() -> None:
+    """Communicators, hooks and optimizers are imported where a program first makes one."""
+    program = """
+import sys
+from pathlib import Path
+import ddp
+ddp.NaiveDataParallel
+found = [Path(module.__file__) for name, module in sys.modules.items() if name.split(".")[0] == "ddp"]
+num_lines = sum(len(path.read_text().splitlines()) for path in found)
+assert 2_000 < num_lines <= 7_000, num_lines
+ddp.gradients.TopK, ddp.optim.LARS
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 def test_every_error_has_a_name_in_ddp_and_a_misspelt_one_a_hint() -> None:
     """A program that catches an error writes `except ddp.ConfigError`, before anything has imported ddp.errors."""
     program = """
@@ -196,7 +211,7 @@ assert not hasattr(ddp, "nothing_like_it") and "torch" not in sys.modules
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("package", ["ddp", "ddp/data"])
+@pytest.mark.parametrize("package", ["ddp", "ddp/data", "ddp/gradients", "ddp/optim"])
 def test_names_for_users_are_those_that_type_checkers_see(package: str) -> None:
     tree = ast.parse((ROOT / package / "__init__.py").read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module.startswith("ddp.")]

@@ -2,10 +2,9 @@
 
     communicator.py, verbs.py, checks.py    the verbs that users call, and what they refuse
     call_queue.py, work.py                  one call at a time, in the foreground or in the background
-    flat_collectives.py, flat.py            every collective on a flat tensor, by the fastest route
+    flat_collectives.py, reduction.py       every collective on a flat buffer, by the fastest route
     host_memory.py, host_reduce.py          in the memory of one host
-    host_links.py, execute.py               by a schedule over a transport, in a `wire_format.py` if asked to
-    cross_host.py                           both together
+    host_links.py, execute.py               by a schedule over a transport, or both; in a `wire_format.py` if asked to
     plan.py, calibrate.py                   which route an all-reduce takes
     messages.py, objects.py, host_share.py  messages, Python objects, memory for a cache
     opening.py, connect.py, settings.py     how a communicator begins

@@ -27,8 +27,7 @@ from torch.autograd import profiler
 from ddp.comm.host_memory import NoSharedMemory
 from ddp.comm.transport.edge import Gather, TransportError
 from ddp.comm.transport.shared_memory import SLICE_S
-from ddp.comm.watch.call import Call, disagreement, recorded
-from ddp.comm.watch.history import History, Noted
+from ddp.comm.watch.call import Call, History, Noted, disagreement, recorded
 from ddp.comm.watch.watchdog import Watchdog
 from ddp.comm.work import Runner, Work
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost, said

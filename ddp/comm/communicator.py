@@ -35,7 +35,6 @@ from ddp.comm import checks
 from ddp.comm.call_queue import CallQueue, Peers
 from ddp.comm.connect import Channels, connect
 from ddp.comm.flat_collectives import FlatCollectives
-from ddp.comm.host_copy import HostCopy
 from ddp.comm.host_links import HostLinks
 from ddp.comm.messages import Message, Messages
 from ddp.comm.plan import Plan
@@ -45,10 +44,9 @@ from ddp.comm.stream_queue import StreamQueue
 from ddp.comm.transport.edge import Transport
 from ddp.comm.transport.nccl import NcclTransport
 from ddp.comm.verbs import Later, Now, Result, Verbs
-from ddp.comm.watch.call import Call
-from ddp.comm.watch.history import History, plain_calls
+from ddp.comm.watch.call import Call, History, plain_calls
 from ddp.comm.watch.watchdog import Watchdog
-from ddp.comm.work import Work
+from ddp.comm.work import HostCopy, Work
 from ddp.errors import ConfigError, PeerLost
 
 DEFAULTS = Settings()

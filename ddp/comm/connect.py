@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ddp.collectives.placed import Hosts
-from ddp.comm.cross_host import CrossHost
 from ddp.comm.flat_collectives import FlatCollectives
-from ddp.comm.host_links import HostLinks
+from ddp.comm.host_links import CrossHost, HostLinks
 from ddp.comm.host_memory import HostMemory, tried
 from ddp.comm.host_reduce import HostGroup
 from ddp.comm.meeting.place import host_name

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from ddp.collectives.schedule import Add, Algorithm, Recv, Round, Send
-from ddp.comm.reduction import COMBINE, SUM, Reduction, divided_, is_one
+from ddp.comm.reduction import COMBINE, SUM, Reduction, divided_, is_identity
 from ddp.comm.transport.edge import Pending, Transfer, Transport
 
 Offsets = tuple[int, ...]  # where a buffer's chunks begin, in elements; the last entry is its length
@@ -259,7 +259,7 @@ class _Lane:
         for into, other in self._step.additions:
             part = self._part(into)
             self._combine(part, self._part(other), out=part)
-        if not is_one(self._divide_by):
+        if not is_identity(self._divide_by):
             for piece in self._step.sums:
                 divided_(self._part(piece), self._divide_by)
         if self._wire is not None and self._is_shared and self._step.unsent:

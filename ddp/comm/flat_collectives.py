@@ -1,7 +1,7 @@
 """Every collective on a flat tensor, by the fastest means that connect this rank with the others.
 
     memory          all ranks share a host's memory                      `host_reduce.py`
-    cross host      memory inside each host, links between the hosts     `cross_host.py`
+    cross host      memory inside each host, links between the hosts     `host_links.py`
     links           a schedule over the transport                        `host_links.py`
 
 An all-reduce has several routes:
@@ -42,12 +42,10 @@ from ddp.collectives.placed import Hosts, rooted
 from ddp.collectives.schedule import Expression, Goal, Schedule, canonical, offsets
 from ddp.collectives.shards import is_canonical_over_ranks, nodes_by_rank
 from ddp.collectives.slice_owners import schedule_over_shards
-from ddp.comm.cross_host import CrossHost
-from ddp.comm.flat import bounds_of
-from ddp.comm.host_links import HostLinks, by_size
+from ddp.comm.host_links import CrossHost, HostLinks, by_size
 from ddp.comm.host_memory import NoSharedMemory
 from ddp.comm.host_reduce import HostGroup
-from ddp.comm.reduction import SUM, Reduction, divided_, is_one, scaled_
+from ddp.comm.reduction import SUM, Reduction, bounds_of, divided_, is_identity, scaled_
 from ddp.errors import ConfigError
 from ddp.process.log import log
 
@@ -193,7 +191,7 @@ class FlatCollectives:
 
     def all_reduce(self, flat: Tensor, route: Route, reduction: Reduction = SUM, sequence: int = 0) -> None:
         """Combines `flat` over all ranks by the given route, in place."""
-        if not is_one(reduction.before):
+        if not is_identity(reduction.before):
             scaled_(flat, reduction.before)
         if route.schedule is None:
             memory = self.memory_of(flat)
@@ -204,7 +202,7 @@ class FlatCollectives:
             self.cross_host.all_reduce(flat, route.schedule, reduction, sequence=sequence)
         else:
             self.links.run(route.schedule, flat, reduction=reduction)
-        if not is_one(reduction.after):
+        if not is_identity(reduction.after):
             scaled_(flat, reduction.after)
 
     def reduce_shards(
@@ -232,7 +230,7 @@ class FlatCollectives:
         if group is not None and group.reduce_shards(
             rows, num_shards, bounds, divide_by=int(reduction.divide_by), sequence=sequence
         ):
-            return total if is_one(reduction.after) else scaled_(total, reduction.after).add_(0.0)
+            return total if is_identity(reduction.after) else scaled_(total, reduction.after).add_(0.0)
         if bounds is None and route is not None:
             self.all_reduce(total, route, reduction, sequence)
             return total.add_(0.0)
@@ -244,7 +242,7 @@ class FlatCollectives:
         else:
             schedule = schedule_over_shards(num_shards, Goal.REDUCE_SCATTER, tuple(self.slices))
             self.links.run_over_shards(schedule, nodes, bounds, reduction, chunk=number)
-        return (total if is_one(reduction.after) else scaled_(total, reduction.after)).add_(0.0)
+        return (total if is_identity(reduction.after) else scaled_(total, reduction.after)).add_(0.0)
 
     def reduce_scatter(
         self, flat: Tensor, bounds: Sequence[int], reduction: Reduction, sequence: int, *, by_rank: bool = False
@@ -256,7 +254,7 @@ class FlatCollectives:
         """
         number = self.rank if by_rank else self.slices[self.rank]
         mine = flat[bounds[number] : bounds[number + 1]]
-        if not is_one(reduction.before):
+        if not is_identity(reduction.before):
             scaled_(flat, reduction.before)
         if memory := self.memory_of(flat):
             memory.reduce_scatter(flat, bounds, reduction.op, divide_by=_divisor(reduction), sequence=sequence)
@@ -285,7 +283,7 @@ class FlatCollectives:
 
     def reduce(self, flat: Tensor, root: int, reduction: Reduction) -> None:
         """Combines `flat` over all ranks into the root's; the others' is undefined then."""
-        if not is_one(reduction.before):
+        if not is_identity(reduction.before):
             scaled_(flat, reduction.before)
         self.links.run(rooted(SCHEDULES["tree_reduce"], root), flat, reduction=reduction._replace(divide_by=1))
         if self.rank == root:
@@ -293,7 +291,7 @@ class FlatCollectives:
 
     def sum_in_host(self, flat: Tensor, reduction: Reduction, sequence: int) -> None:
         """Combines `flat` over the ranks that share this host's memory, in place."""
-        if not is_one(reduction.before):
+        if not is_identity(reduction.before):
             scaled_(flat, reduction.before)
         if self.group is not None and flat.is_cpu:
             self.group.all_reduce(flat, reduction.op, divide_by=int(reduction.divide_by), sequence=sequence)
@@ -409,6 +407,6 @@ def _divisor(reduction: Reduction) -> Any:
 
 def _finished(result: Tensor, reduction: Reduction) -> Tensor:
     """Divides a result that nobody has divided yet, and makes up for smaller terms."""
-    if not is_one(reduction.divide_by):
+    if not is_identity(reduction.divide_by):
         divided_(result, reduction.divide_by)
-    return result if is_one(reduction.after) else scaled_(result, reduction.after)
+    return result if is_identity(reduction.after) else scaled_(result, reduction.after)

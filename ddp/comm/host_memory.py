@@ -30,7 +30,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ddp.comm.flat import dtype_name
+from ddp.comm.reduction import dtype_name
 from ddp.comm.transport.edge import GiveUpCheck
 from ddp.comm.transport.shared_memory import LINE_BYTES, Barrier, Kind, SharedMemory
 from ddp.errors import CollectiveMismatch, ConfigError

@@ -25,7 +25,7 @@ from torch.autograd.graph import increment_version
 
 from ddp import gpu
 from ddp.comm.call_queue import CallQueue
-from ddp.comm.flat import dtype_name, flatten, write_back
+from ddp.comm.reduction import dtype_name, flatten, write_back
 from ddp.comm.transport.edge import Pending, Transfer, Transport, TransportError
 from ddp.comm.watch.call import Call, Direction, Envelope
 

@@ -17,14 +17,16 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ddp import errors, gpu
-from ddp.comm.communicator import Communicator
+
+if TYPE_CHECKING:
+    from ddp.comm.communicator import Communicator
 
 Result = TypeVar("Result")
 HEAD_BYTES = 8

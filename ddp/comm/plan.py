@@ -52,9 +52,8 @@ from ddp.collectives.slice_owners import schedule_over_shards
 from ddp.comm import checks
 from ddp.comm.calibrate import BULK_BYTES, IN_A_ROW, NUM_REPETITIONS, Measured, agreed, calibrate, timed
 from ddp.comm.call_queue import CallQueue
-from ddp.comm.cross_host import num_pieces
 from ddp.comm.flat_collectives import IN_MEMORY, FlatCollectives, Route
-from ddp.comm.host_links import by_size
+from ddp.comm.host_links import by_size, num_pieces
 from ddp.comm.reduction import SUM, Reduction
 from ddp.comm.settings import Settings
 from ddp.comm.wire_format import WireFormat, wire_format

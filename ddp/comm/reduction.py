@@ -1,8 +1,13 @@
-"""Combines two tensors into one, as `op=` says. A mean is a sum that is divided once, at the end."""
+"""Turns a user's tensors into the flat buffers that collectives run on, and combines two buffers into one.
+
+`op=` says how two are combined. A mean is a sum that is divided once, at the end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, SupportsInt
 
 import torch
@@ -25,10 +30,10 @@ COMBINE: dict[str, Callable[..., Tensor]] = {
 
 
 class OnDevice:
-    """A divisor that a GPU finds out, so that the host need not wait for it."""
+    """A divisor that a GPU computes, so that the host need not wait for it."""
 
     def on_device(self) -> Tensor | None:
-        """Returns it as a scalar, on the current stream; None if it is the host that is to know."""
+        """Returns it as a scalar, on the current stream; None if the host knows it."""
         return None
 
 
@@ -49,8 +54,8 @@ class Reduction(NamedTuple):
     after: float | Tensor = 1.0
 
 
-def is_one(factor: float | Tensor) -> bool:
-    """Returns True if nothing is to be done. Of what only a GPU knows, nobody asks."""
+def is_identity(factor: float | Tensor) -> bool:
+    """Returns True for 1, which changes nothing. A factor that exists only on the GPU is never read."""
     return not isinstance(factor, Tensor) and factor == 1
 
 
@@ -95,21 +100,21 @@ def reduction_of(
         return Reduction(op, 1, wire_format(wire), known.reciprocal())
     else:
         divisor = known
-    if is_one(divisor):
+    if is_identity(divisor):
         return _PLAIN[op] if wire is None else Reduction(op, 1, wire_format(wire))
     if not isinstance(divisor, Tensor):
         refuse_divisor_out_of_range(divisor)
     before: float | Tensor = 1.0
     after: float | Tensor = 1.0
     if dtype in OVERFLOWING:
-        room = room_for(num_ranks)
+        room = overflow_headroom(num_ranks)
         divisor, before, after = 1, 1 / room, room / divisor
     form = None if wire is None else wire_format(wire, 1 if isinstance(divisor, Tensor) else divisor)
     return Reduction(op, divisor, form, before, after)
 
 
-def room_for(num_terms: int) -> int:
-    """Returns what so many terms are divided by, that their sum does not overflow: a power of two loses no digits."""
+def overflow_headroom(num_terms: int) -> int:
+    """Returns the divisor of n terms whose sum must not overflow: a power of two, because that loses no digits."""
     return 1 << (num_terms - 1).bit_length()
 
 
@@ -117,3 +122,65 @@ def refuse_divisor_out_of_range(divide_by: int) -> None:
     """Raises ConfigError for a divisor that is not positive, or has more than 63 bits."""
     if not 1 <= divide_by < 1 << 63:
         raise ConfigError(f"divide_by={divide_by}: must be from 1 to {(1 << 63) - 1}")
+
+
+# --- flat buffers -----------------------------------------------------------------------------------------------------
+
+
+def flatten(tensor: Tensor) -> Tensor:
+    """Returns [numel], contiguous: the tensor's own memory, or a copy where that is laid out otherwise.
+
+    Wide unsigned integers, which torch hardly computes with, become signed ones; sums and products have the same bits.
+    """
+    if (
+        tensor.dim() == 1
+        and tensor.is_contiguous()
+        and tensor.is_floating_point()
+        and not (tensor.requires_grad or tensor.is_neg())
+    ):
+        return tensor  # a bucket: what all this is for, and the quickest way through
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    signed = SIGNED.get(flat.dtype)
+    return flat if signed is None else flat.view(signed)
+
+
+def buffers(given: Tensor | Sequence[Tensor]) -> list[tuple[Tensor, Sequence[Tensor]]]:
+    """Returns flat buffers, and the tensors that each holds: a tensor's own memory, or copies of a list's by dtype."""
+    if isinstance(given, Tensor):
+        return [(flatten(given), (given,))]
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in given:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    return [(torch.cat([flatten(tensor) for tensor in tensors]), tensors) for tensors in by_dtype.values()]
+
+
+def write_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copies a buffer back into the tensors that it holds, unless it is their own memory."""
+    if flat is tensors[0]:
+        return
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        if part.data_ptr() != tensor.data_ptr() or tensor.is_conj() or tensor.is_neg():
+            tensor.detach().copy_(part.view(tensor.dtype).view(tensor.shape))
+
+
+def with_rows(tensor: Tensor) -> Tensor:
+    """Returns [n, ...]: a scalar counts as one row."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return tensor.reshape(1) if tensor.dim() == 0 else tensor
+
+
+def by_rank(flat: Tensor, rows: Sequence[int], like: Tensor) -> list[Tensor]:
+    """Returns a flat buffer's pieces, rank r's with rows[r] rows, in all else shaped like a tensor."""
+    bounds = bounds_of(rows, like)
+    return [flat[a:b].view(n, *like.shape[1:]) for n, (a, b) in zip(rows, pairwise(bounds), strict=True)]
+
+
+def bounds_of(rows: Sequence[int], like: Tensor) -> list[int]:
+    """Returns where each rank's rows begin in a flat buffer, in elements; the last entry is its length."""
+    return [0, *accumulate(n * like.shape[1:].numel() for n in rows)]
+
+
+@cache  # a message of a few bytes takes a few microseconds
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")

@@ -25,10 +25,9 @@ from ddp import gpu
 from ddp.collectives.simulate import SEGMENT_BYTES
 from ddp.comm.communicator import Communicator
 from ddp.comm.device import chosen_device, device_named
-from ddp.comm.meeting.by_arrival import my_part
-from ddp.comm.meeting.place import Place, place
+from ddp.comm.meeting.place import ALONE, RankPlace, place
 from ddp.comm.meeting.private_store import for_torch, part_of, sealed
-from ddp.comm.meeting.rendezvous import Opened, answered, on_this_host, open_store, rendezvous
+from ddp.comm.meeting.rendezvous import Opened, answered, join_role, on_this_host, open_store, rendezvous
 from ddp.comm.meeting.secret import secret
 from ddp.comm.opening import WARN_S, open_communicator
 from ddp.comm.settings import Settings
@@ -52,7 +51,7 @@ class _Session:
     generation: int = -1  # of the last one for all ranks
     owned_store: Store | None = None  # of torch.distributed, if `init` began it
     hooks: tuple[Any, Any] = None, None  # sys.excepthook before that, and torch's, which names the rank
-    met: tuple[Place, Opened] | None = None  # the launcher's store: served, or connected to, once for a meeting place
+    met: tuple[RankPlace, Opened] | None = None  # the launcher's store, once for a meeting place
     on_host: tuple[int, int] | None = None  # number among the ranks of this host, and how many these are
     handled: BaseException | None = None  # the exception in whose handler the session began
     pid: int = os.getpid()  # a forked child ends for itself
@@ -106,7 +105,7 @@ def init(
             raise ConfigError(f"device={device}: this process's communicator is on {comm.device}; shut it down first")
         return comm
     if dist.group.WORLD is None:
-        my_part(warn_s=warn_s, abort_s=abort_s or ABORT_S)
+        join_role(warn_s=warn_s, abort_s=abort_s or ABORT_S)
     keep_large_blocks()
     _session.generation += 1
     _session.handled = sys.exception()
@@ -202,7 +201,7 @@ def _opened(group: dist.ProcessGroup | None, settings: Settings, *, warn_s: floa
     else:
         store = _own_part(group, warn_s=warn_s, abort_s=settings.abort_s)
     if is_world := group is dist.group.WORLD:
-        follow_rank(dist.get_rank(), dist.get_world_size(), (place() or Place("", 0, 1)).role)
+        follow_rank(dist.get_rank(), dist.get_world_size(), (place() or ALONE).role)
     comm = open_communicator(
         store,
         settings.generation,
@@ -367,7 +366,7 @@ def _join(*, warn_s: float, abort_s: float) -> Store:
     Gloo carries set-up even on GPUs: it needs no device, and its errors have a text.
     """
     timeout = timedelta(seconds=abort_s)
-    here = place() or Place("", 0, 1)
+    here = place() or ALONE
     rank, world_size = here.rank, here.world_size
     store = _met(here, warn_s=warn_s, abort_s=abort_s)
     store.set(f"joins/{rank}", "")
@@ -387,7 +386,7 @@ def _join(*, warn_s: float, abort_s: float) -> Store:
 
 def _on_this_host(*, warn_s: float, abort_s: float) -> tuple[int, int]:
     """Returns this rank's number on its host, and how many ranks are there. Collective, unless a launcher says so."""
-    here = place() or Place("", 0, 1)
+    here = place() or ALONE
     if here.on_host is not None:
         return here.on_host
     group, within_s = dist.group.WORLD, {"warn_s": warn_s, "abort_s": abort_s}
@@ -395,7 +394,7 @@ def _on_this_host(*, warn_s: float, abort_s: float) -> tuple[int, int]:
     return on_this_host(here, store, within_s=abort_s)
 
 
-def _met(here: Place, *, warn_s: float, abort_s: float) -> Store:
+def _met(here: RankPlace, *, warn_s: float, abort_s: float) -> Store:
     """Returns a part of the launcher's store that is new, once all ranks have come there.
 
     These processes may have met here before, with other ranks, so that another one serves the store now. Whoever
@@ -417,7 +416,7 @@ def _met(here: Place, *, warn_s: float, abort_s: float) -> Store:
             time.sleep(POLL_S)
 
 
-def _kept_store(here: Place) -> Store | None:
+def _kept_store(here: RankPlace) -> Store | None:
     """Returns the store of an earlier meeting if it is the same one; otherwise ends it, and returns None."""
     if _session.met is not None:
         there, (store, _) = _session.met

@@ -32,8 +32,7 @@ from ddp import gpu
 from ddp.comm.call_queue import LET_GO_S, CallQueue, Result
 from ddp.comm.transport.edge import Gather, TransportError
 from ddp.comm.transport.nccl import NcclTransport
-from ddp.comm.watch.call import Call
-from ddp.comm.watch.history import History, Noted
+from ddp.comm.watch.call import Call, History, Noted
 from ddp.comm.watch.watchdog import Watchdog
 from ddp.comm.work import Work, done, hold_current_stream
 from ddp.errors import CommunicatorBroken, PeerLost, first_line

@@ -18,15 +18,26 @@ from torch.autograd import profiler
 from ddp.collectives.schedule import offsets
 from ddp.comm import checks, differentiable
 from ddp.comm.call_queue import CallQueue
-from ddp.comm.flat import bounds_of, buffers, by_rank, dtype_name, flatten, with_rows, write_back
 from ddp.comm.flat_collectives import IN_MEMORY, FlatCollectives
-from ddp.comm.host_copy import HostCopy
 from ddp.comm.plan import Plan
-from ddp.comm.reduction import OVERFLOWING, Op, is_one, reduction_of, room_for
+from ddp.comm.reduction import (
+    OVERFLOWING,
+    Op,
+    bounds_of,
+    buffers,
+    by_rank,
+    dtype_name,
+    flatten,
+    is_identity,
+    overflow_headroom,
+    reduction_of,
+    with_rows,
+    write_back,
+)
 from ddp.comm.transport.edge import gathered
 from ddp.comm.watch.call import recorded
 from ddp.comm.wire_format import widened
-from ddp.comm.work import Work
+from ddp.comm.work import HostCopy, Work
 from ddp.setting import WireName
 
 Now = Literal[False]  # of `async_op`
@@ -106,7 +117,7 @@ class Verbs:
                 shards that this rank has (`collectives/shards.py`), and as many rows as the rank with most nodes. Row 0
                 becomes the sum of all ranks' nodes, in which no zero has a sign; the others are undefined then. With
                 op="sum", and without a wire format. What is float16, whose sums may overflow, was divided by
-                `reduction.room_for(num_shards)` before it was added up; the result makes up for that.
+                `reduction.overflow_headroom(num_shards)` before it was added up; the result makes up for that.
             async_op: return a `Work` at once; leave `tensor` alone until its `wait` has returned.
             label: name of this call in messages and profiles.
 
@@ -154,8 +165,8 @@ class Verbs:
         flats = rows.view(len(rows), -1)
         route = None if bounds is not None else self.plan.route_over_shards(flats[0], num_shards)
         reduction = reduction_of("sum", rows.dtype, num_shards, divide_by)
-        if rows.dtype in OVERFLOWING and is_one(reduction.before):  # nothing divides; but each shard was made smaller
-            reduction = reduction._replace(after=room_for(num_shards))
+        if rows.dtype in OVERFLOWING and is_identity(reduction.before):  # nothing divides, but shards were scaled
+            reduction = reduction._replace(after=overflow_headroom(num_shards))
         name = "ddp: slice_owners" if route is None else f"ddp: {route.name}"
         return recorded(
             name, self._collectives.reduce_shards, flats, num_shards, route, reduction, sequence, bounds

@@ -12,7 +12,8 @@ from functools import partial
 from importlib import import_module
 from typing import NoReturn
 
-from ddp.comm.meeting.place import evaluator, is_rank
+from ddp.comm.meeting.cluster_spec import evaluator
+from ddp.comm.meeting.place import is_rank
 from ddp.process.arguments import program
 from ddp.run.launch import by_hand
 from ddp.run.launch import command_line as launcher

@@ -1,9 +1,35 @@
-"""Gradients: the buckets that they live in, what a step must agree on, and hooks that send less than all of them."""
+"""Gradients: the buckets that they live in, what a step must agree on, and hooks that send less than all of them.
 
-from ddp.gradients.hooks.hook import DenseStart as DenseStart
-from ddp.gradients.hooks.hook import ErrorFeedback as ErrorFeedback
-from ddp.gradients.hooks.hook import Hook as Hook
-from ddp.gradients.hooks.powersgd import PowerSGD as PowerSGD
-from ddp.gradients.hooks.sign import Sign as Sign
-from ddp.gradients.hooks.sparsification import RandomK as RandomK
-from ddp.gradients.hooks.sparsification import TopK as TopK
+A hook is imported where it is first named, because most programs need none.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ddp.gradients.hooks.hook import DenseStart as DenseStart
+    from ddp.gradients.hooks.hook import ErrorFeedback as ErrorFeedback
+    from ddp.gradients.hooks.hook import Hook as Hook
+    from ddp.gradients.hooks.powersgd import PowerSGD as PowerSGD
+    from ddp.gradients.hooks.sign import Sign as Sign
+    from ddp.gradients.hooks.sparsification import RandomK as RandomK
+    from ddp.gradients.hooks.sparsification import TopK as TopK
+
+_NAMES = {
+    "hook": "DenseStart ErrorFeedback Hook",
+    "powersgd": "PowerSGD",
+    "sign": "Sign",
+    "sparsification": "RandomK TopK",
+}
+_HOMES = {name: f"ddp.gradients.hooks.{module}" for module, names in _NAMES.items() for name in names.split()}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ddp.gradients' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOMES)

@@ -14,14 +14,17 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ddp.collectives.shards import most_nodes
-from ddp.comm.communicator import Communicator
 from ddp.gradients.bucket import Bucket, Slot, span
 from ddp.gradients.totals import NUM_TOTALS, NUM_VERDICTS
+
+if TYPE_CHECKING:
+    from ddp.comm.communicator import Communicator
 
 MIB = 1 << 20
 Named = Sequence[tuple[str, nn.Parameter]]

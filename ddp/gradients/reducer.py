@@ -9,15 +9,17 @@ CommHook          a user's function does what it likes (`replica/drop_in/comm_ho
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Protocol, SupportsInt
+from typing import TYPE_CHECKING, Any, Protocol, SupportsInt
 
 from torch import Tensor
 
-from ddp.comm.communicator import Communicator
 from ddp.comm.verbs import Terms
 from ddp.comm.work import Work
 from ddp.gradients.bucket import Bucket
 from ddp.setting import WireName
+
+if TYPE_CHECKING:
+    from ddp.comm.communicator import Communicator
 
 
 class InFlight(Protocol):

@@ -1,14 +1,37 @@
-"""Optimizers for large batches, and learning-rate schedules."""
+"""Optimizers for large batches, and learning-rate schedules; each is imported where it is first named."""
 
-from ddp.optim.groups import parameter_groups as parameter_groups
-from ddp.optim.lamb import LAMB as LAMB
-from ddp.optim.lars import LARC as LARC
-from ddp.optim.lars import LARS as LARS
-from ddp.optim.schedules import TorchSchedule as TorchSchedule
-from ddp.optim.schedules import constant as constant
-from ddp.optim.schedules import cosine as cosine
-from ddp.optim.schedules import polynomial as polynomial
-from ddp.optim.schedules import scaled_rate as scaled_rate
-from ddp.optim.schedules import step as step
-from ddp.optim.schedules import with_warmup as with_warmup
-from ddp.optim.schedules import wsd as wsd
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ddp.optim.groups import parameter_groups as parameter_groups
+    from ddp.optim.lamb import LAMB as LAMB
+    from ddp.optim.lars import LARC as LARC
+    from ddp.optim.lars import LARS as LARS
+    from ddp.optim.schedules import TorchSchedule as TorchSchedule
+    from ddp.optim.schedules import constant as constant
+    from ddp.optim.schedules import cosine as cosine
+    from ddp.optim.schedules import polynomial as polynomial
+    from ddp.optim.schedules import scaled_rate as scaled_rate
+    from ddp.optim.schedules import step as step
+    from ddp.optim.schedules import with_warmup as with_warmup
+    from ddp.optim.schedules import wsd as wsd
+
+_NAMES = {
+    "groups": "parameter_groups",
+    "lamb": "LAMB",
+    "lars": "LARC LARS",
+    "schedules": "TorchSchedule constant cosine polynomial scaled_rate step with_warmup wsd",
+}
+_HOMES = {name: f"ddp.optim.{module}" for module, names in _NAMES.items() for name in names.split()}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ddp.optim' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOMES)

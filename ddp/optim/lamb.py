@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ddp.errors import ConfigError
-from ddp.optim.layerwise import Adapt, Batch, Factor, Layerwise, Ratios, check_range, is_one, scaled
+from ddp.optim.layerwise import Adapt, Batch, Factor, Layerwise, Ratios, check_range, is_identity, scaled
 from ddp.optim.norms import Norms, trust_ratios
 
 
@@ -115,7 +115,7 @@ class LAMB(Layerwise):
     def _measure(self, batch: Batch, group: Mapping[str, Any], num_steps: int, factor: Factor) -> None:
         weights, gradients, (means, squares), updates = batch
         beta1, beta2 = group["betas"]
-        if not is_one(factor):
+        if not is_identity(factor):
             gradients = list(torch._foreach_mul(gradients, factor))
         torch._foreach_zero_(updates)
         step = _counter(float(num_steps) if group["bias_correction"] else math.inf, weights[0].device)

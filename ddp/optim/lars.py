@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ddp.errors import ConfigError
-from ddp.optim.layerwise import Adapt, Batch, Factor, Layerwise, Ratios, check_range, is_one, scaled
+from ddp.optim.layerwise import Adapt, Batch, Factor, Layerwise, Ratios, check_range, is_identity, scaled
 from ddp.optim.norms import Norms, functions_for, trust_ratios
 
 
@@ -115,7 +115,7 @@ class LARS(Layerwise):
 
     def _measure(self, batch: Batch, group: Mapping[str, Any], num_steps: int, factor: Factor) -> None:
         torch._foreach_copy_(batch.updates, batch.gradients)
-        if not is_one(factor):
+        if not is_identity(factor):
             torch._foreach_mul_(batch.updates, factor)
 
     def _ratios(self, weight_norms: Norms, update_norms: Norms, group: Mapping[str, Any]) -> Norms:

@@ -372,7 +372,7 @@ def clip_factor(norm: Tensor, clip_norm: float | None) -> Factor:
     return factor if factor.device.type == gpu.KIND else float(factor)
 
 
-def is_one(factor: Factor) -> bool:
+def is_identity(factor: Factor) -> bool:
     """Returns True if nothing has to be multiplied by a factor, as far as the host knows."""
     return not isinstance(factor, Tensor) and factor == 1.0
 

@@ -16,15 +16,17 @@ import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.errors import CollectiveMismatch, ReplicaMismatch
 from ddp.replica.tied import in_memory_of
+
+if TYPE_CHECKING:
+    from ddp.comm.communicator import Communicator
 
 PACK_BYTES = 32 << 20
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ddp.collectives.shards import is_node, nodes_by_rank, owned
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
-from ddp.comm.reduction import OVERFLOWING, room_for
+from ddp.comm.reduction import OVERFLOWING, overflow_headroom
 from ddp.comm.wire_format import WireFormat, wire_format
 from ddp.errors import ConfigError, UnusedParameters
 from ddp.gradients.bucket import Bucket, Slot
@@ -349,7 +349,7 @@ class ByShards:
         if self.running == self._watched:
             self.seen[2][slot.name] = checksum(gradient)
         if gradient.dtype in OVERFLOWING:
-            gradient.mul_(1 / room_for(self.num_shards))
+            gradient.mul_(1 / overflow_headroom(self.num_shards))
         if self._wire is not None:
             num_items = 1 if self._of_shard is None else max(1, int(self._of_shard.items_on_host))
             gradient = rounded(gradient, wire_format(self._wire, num_items))

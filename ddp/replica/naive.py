@@ -11,19 +11,19 @@ eye. It is the first lesson, and both the reference and the baseline for the buc
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ddp.comm.communicator import Communicator
-from ddp.comm.device import device_of
-from ddp.comm.session import current
 from ddp.gradients.totals import Totals, count_of
 from ddp.replica.autograd import accumulates, uncompiled, watch_backward
 from ddp.replica.broadcast import BufferSync, broadcast_state
 from ddp.replica.parameters import check_trainable
 from ddp.replica.replica import Replica
+
+if TYPE_CHECKING:
+    from ddp.comm.communicator import Communicator
 
 
 class NaiveDataParallel(Replica):
@@ -42,7 +42,11 @@ class NaiveDataParallel(Replica):
     """
 
     def __init__(self, module: nn.Module, *, broadcast_buffers: bool = True, comm: Communicator | None = None) -> None:
-        comm = comm or current(device_of(module))
+        if comm is None:
+            from ddp.comm.device import device_of
+            from ddp.comm.session import current  # and with it all that a communicator is made of
+
+            comm = current(device_of(module))
         check_trainable(list(module.named_parameters()))
         broadcast_state(comm, [*module.named_parameters(), *module.named_buffers()])
         super().__init__(module, comm, BufferSync(comm, module, "broadcast" if broadcast_buffers else "none"))

@@ -10,17 +10,19 @@ from collections.abc import Callable, Collection, Iterable
 from enum import Enum, auto
 from itertools import chain, compress
 from operator import attrgetter, is_not, or_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ddp.comm import checks
-from ddp.comm.communicator import Communicator
 from ddp.errors import CollectiveMismatch, ConfigError, ReplicaMismatch
 from ddp.gradients.layout import Layout
 from ddp.replica.broadcast import check_same_layout
 from ddp.setting import WireName
+
+if TYPE_CHECKING:
+    from ddp.comm.communicator import Communicator
 
 _REQUIRES_GRAD, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
 _END = object()  # after the last value, so that lists of different lengths differ

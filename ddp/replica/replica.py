@@ -19,21 +19,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ddp.comm.communicator import Communicator
 from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket
-from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.totals import Totals
 from ddp.process.clock import Stopwatch
 from ddp.replica.autograd import uncompiled
 from ddp.replica.broadcast import BufferSnapshot, BufferSync, broadcast_state, verify_replicas
 from ddp.setting import WireName
 from ddp.streams import preserved
+
+if TYPE_CHECKING:
+    from ddp.comm.communicator import Communicator
+    from ddp.gradients.hooks.compression import Compression
 
 PREFIX = "module."
 

@@ -14,7 +14,7 @@ from ddp import gpu
 from ddp.comm import checks
 from ddp.comm.communicator import Communicator
 from ddp.comm.device import device_of
-from ddp.comm.meeting.cast import cast
+from ddp.comm.meeting.role import current_role
 from ddp.comm.session import init
 from ddp.errors import ConfigError
 from ddp.gradients.hooks.hook import Hook
@@ -292,7 +292,7 @@ def of_this_process(averaging: Averaging) -> Averaging:
 
     A worker computes alone, and pushes what it has found; a server takes what workers push.
     """
-    part = cast()
+    part = current_role()
     if part is None:
         return averaging
     alone = Averaging(find_unused_parameters=averaging.find_unused_parameters)

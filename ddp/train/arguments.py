@@ -24,7 +24,7 @@ from ddp import gpu
 from ddp.collectives.catalog import own_schedules
 from ddp.comm.communicator import Communicator
 from ddp.comm.host_share import shared_by_host
-from ddp.comm.meeting.cast import cast
+from ddp.comm.meeting.role import current_role
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.data.loading.cache import cached
 from ddp.data.loading.iterable import sampler_of_stream
@@ -257,7 +257,7 @@ def sampler_for(given: FitArguments, inputs: Inputs, comm: Communicator) -> tupl
     if isinstance(policy := given.strategy, ParameterServer):
         if inputs.source.is_stream:
             raise ConfigError("strategy='parameter_server': data is a stream, of which no part can be leased")
-        part = cast()
+        part = current_role()
         assert part is not None
         dealing |= {"rank": 0, "world_size": 1}  # a server plans whole steps, and a worker the part that it leases
         dealing["num_shards"] = dealing["num_shards"] or policy.num_parts(part.num_workers)

@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddp import gpu
 from ddp.comm.communicator import Communicator
-from ddp.comm.meeting.place import refuse_evaluator
+from ddp.comm.meeting.cluster_spec import refuse_evaluator
 from ddp.comm.objects import on_rank_zero
 from ddp.data.loading.cache import cache_of
 from ddp.data.loading.iterable import ENDLESS, IterableSampler

@@ -24,10 +24,10 @@ from torch import nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.meeting.by_arrival import my_part
-from ddp.comm.meeting.cast import Cast, cast, tell_end
-from ddp.comm.meeting.place import allow_servers
+from ddp.comm.meeting.cluster_spec import allow_servers
 from ddp.comm.meeting.private_store import part_of
+from ddp.comm.meeting.rendezvous import join_role
+from ddp.comm.meeting.role import Role, current_role, publish_end
 from ddp.comm.opening import WARN_S
 from ddp.comm.session import ABORT_S
 from ddp.data.loading.source import Source
@@ -61,7 +61,7 @@ FOLDER = "folder"
 _number = count()  # of the trainings of this program, which all processes run alike
 
 
-def check_role(given: FitArguments) -> Cast | None:
+def check_role(given: FitArguments) -> Role | None:
     """Returns the role of this process; None for a rank.
 
     Raises:
@@ -71,7 +71,7 @@ def check_role(given: FitArguments) -> Cast | None:
     policy = given.strategy
     if isinstance(policy, ParameterServer):
         allow_servers()
-    part = my_part(warn_s=WARN_S, abort_s=ABORT_S)
+    part = join_role(warn_s=WARN_S, abort_s=ABORT_S)
     if not isinstance(policy, ParameterServer):
         if part is not None:
             raise ConfigError(
@@ -97,15 +97,15 @@ def check_role(given: FitArguments) -> Cast | None:
     return part
 
 
-def next_store(part: Cast) -> Store:
+def next_store(part: Role) -> Store:
     """Returns the part of the store in which the processes meet for the training that begins."""
     number = next(_number)
     if number:
-        tell_end(replace(part, store=part_of(part.store, f"training {number - 1}")), "")  # of its fit, well or not
+        publish_end(replace(part, store=part_of(part.store, f"training {number - 1}")), "")  # of its fit, well or not
     return part_of(part.store, f"training {number}")
 
 
-def restarted_arguments(given: FitArguments, part: Cast) -> FitArguments:
+def restarted_arguments(given: FitArguments, part: Role) -> FitArguments:
     """Returns the arguments of a restarted server, which resumes from the run's folder, if that has checkpoints.
 
     The folder may have been named by date and time, so that only the store knows it.
@@ -134,7 +134,7 @@ def service_of(given: FitArguments, state: TrainState, settings: Mapping[str, An
     policy, strategy, model = given.strategy, state.strategy, state.model
     if not isinstance(policy, ParameterServer):
         return None
-    part = cast()
+    part = current_role()
     assert part is not None and isinstance(strategy, Served) and isinstance(model, ServedDataParallel)
     if part.index == 0 and state.run_dir is not None:
         given.home.set(FOLDER, str(state.run_dir))
@@ -207,7 +207,7 @@ class ServedSteps(EpochSupply):
 # --- A worker --------------------------------------------------------------------------------------------------------
 
 
-def work(given: FitArguments, comm: Communicator, part: Cast) -> TrainState:
+def work(given: FitArguments, comm: Communicator, part: Role) -> TrainState:
     """Computes for the servers until the run is over.
 
     Returns:

@@ -39,7 +39,7 @@ from less_traffic import JOBS, RATE
 from torch import Tensor, nn
 
 import ddp
-from ddp.comm.meeting.cast import cast
+from ddp.comm.meeting.role import current_role
 from ddp.lab.bench.turns import take_turns
 from ddp.models.images import CNN
 from ddp.optim import cosine, with_warmup
@@ -94,7 +94,7 @@ class Slowed(Classification):
 
 
 def _is_slow_one() -> bool:
-    part = cast()
+    part = current_role()
     return part is not None and str(part) == "worker 0"
 
 
@@ -269,7 +269,7 @@ class Killer(ddp.Callback):
         self.first_step: int | None = None
 
     def step_end(self, state: ddp.TrainState, report: ddp.StepReport) -> None:
-        me = cast()
+        me = current_role()
         assert me is not None
         self.first_step = state.step - 1 if self.first_step is None else self.first_step
         if not me.incarnation:
@@ -294,7 +294,7 @@ class Ended(NamedTuple):
 
 def counted(folder: Path, mode: Mapping[str, Any], who: str, seed: int) -> Ended:
     """Trains, while one process is killed."""
-    me = cast()
+    me = current_role()
     assert me is not None
     (folder / str(me)).write_text(str(os.getpid()))
     messages: list[str] = []

@@ -26,9 +26,9 @@ from torch import Tensor
 from ddp.collectives.schedule import offsets
 from ddp.comm import connect, host_memory, host_reduce
 from ddp.comm.connect import join
-from ddp.comm.flat import flatten
 from ddp.comm.host_memory import NoSharedMemory
 from ddp.comm.host_reduce import HostGroup
+from ddp.comm.reduction import flatten
 from ddp.comm.transport.edge import Gather, TransportError
 from ddp.comm.transport.shared_memory import KINDS, Kind, SharedMemory
 from ddp.errors import CollectiveMismatch, ConfigError

@@ -16,8 +16,8 @@ from ddp.collectives.catalog import ALL_REDUCE, all_reduce_schedules
 from ddp.collectives.placed import Hosts
 from ddp.collectives.simulate import Link, Network, equal_hosts, simulate
 from ddp.comm.calibrate import Curve, Measured
-from ddp.comm.cross_host import CROSSING_BYTES
 from ddp.comm.flat_collectives import FlatCollectives, Route, possible_routes
+from ddp.comm.host_links import CROSSING_BYTES
 from ddp.comm.plan import TRIAL_S, Choice, Plan, affordable, fastest, in_columns, ranked, size_of_trial, table
 from ddp.comm.settings import Settings
 from ddp.errors import ConfigError

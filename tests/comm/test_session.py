@@ -22,7 +22,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 import ddp
 from ddp.comm import checks, session
 from ddp.comm.meeting import rendezvous as meeting
-from ddp.comm.meeting.place import Place, place
+from ddp.comm.meeting.place import RankPlace, place
 from ddp.comm.meeting.rendezvous import open_store, rendezvous
 from ddp.comm.session import current
 from ddp.comm.watch import watchdog
@@ -73,7 +73,7 @@ def test_no_client_of_torch_s_is_under_way_once_a_rank_has_given_up(
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # and does not listen
         with pytest.raises(PeerLost, match=rf"keeps at {address}:\d+, is out of reach .*{why}"):
-            open_store(Place("a test", 1, 2, address=address, port=bound.getsockname()[1]), warn_s=0.1, abort_s=0.3)
+            open_store(RankPlace("a test", 1, 2, address=address, port=bound.getsockname()[1]), warn_s=0.1, abort_s=0.3)
     assert not clients
 
 
@@ -121,7 +121,7 @@ def test_a_firewall_between_the_ranks_is_no_fault_of_the_store(monkeypatch: pyte
     monkeypatch.setattr("ddp.comm.meeting.rendezvous.LET_GO_S", 0.0)
     store, for_ever = HashStore(), threading.Event()
     monkeypatch.setattr(session, "_met", lambda *_, **__: store)
-    monkeypatch.setattr(session, "place", lambda: Place("", 0, 2))
+    monkeypatch.setattr(session, "place", lambda: RankPlace("", 0, 2))
     monkeypatch.setattr(session, "for_torch", lambda store: store)
     monkeypatch.setattr(session.dist, "init_process_group", lambda *_, **__: for_ever.wait())
     with pytest.raises(PeerLost, match=r"lost rank 1 .*no connection for 0\.1 s.* a firewall stands between the hosts"):
@@ -364,7 +364,7 @@ def test_whoever_waits_at_the_start_says_for_whom() -> None:
     ((reason, warned),), ((reason_1, warned_1),) = unfailed(collect(alone)), unfailed(collect(without_0))
     assert warned == ["start-up has waited 0 s for rank(s) [1, 2] of 3"]
     assert "lost rank 1 " in reason
-    assert "of 3 ranks, [1, 2] did not come within 0.5 s. Was each started?" in reason
+    assert "of 3 ranks, [1, 2] did not come within 0.5 s: start each once" in reason
     assert warned_1 == [f"start-up has waited 0 s for rank 0, which keeps the store of the ranks at 127.0.0.1:{port}"]
     assert "lost rank 0 " in reason_1
     assert of_0.startswith(f"MASTER_ADDR=127.0.0.1, MASTER_PORT={taken['MASTER_PORT']}: rank 0 cannot serve the store")

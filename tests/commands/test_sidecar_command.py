@@ -20,7 +20,7 @@ from test_finished import run
 
 import ddp
 from ddp.__main__ import main
-from ddp.comm.meeting import place as places
+from ddp.comm.meeting import cluster_spec
 from ddp.commands import sidecar as command
 from ddp.commands import train
 from ddp.errors import ConfigError
@@ -203,7 +203,7 @@ def test_the_table_the_curves_and_the_summary_have_the_side_car_s_metrics(
 
 def test_the_evaluator_of_a_cluster_follows_the_others_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     end(run)
-    monkeypatch.setattr(places, "_own", None)
+    monkeypatch.setattr(cluster_spec, "_own", None)
     words = ["cluster.spec={worker: [h:1, g:1]}", "cluster.task=evaluator:0", f"hydra.run.dir={run}", "device=cpu"]
     with pytest.raises(SystemExit) as ended:
         train.main(words)

@@ -21,8 +21,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn import functional as F
 
 import ddp
-from ddp.comm.meeting.cast import Cast, cast, take_part
 from ddp.comm.meeting.private_store import Folder
+from ddp.comm.meeting.role import Role, current_role, set_role
 from ddp.errors import ConfigError
 from ddp.process.clock import Patience
 from ddp.run.launch import supervisor
@@ -53,7 +53,8 @@ KINDS = {"mlp": members.mlp, "cnn": members.cnn, "gpt": members.gpt, "odd": memb
 def trained(kind: str, optimizer: str, shards: int, epochs: int, strategy: Any = "auto") -> Tensor:
     """The parameters after a training in float64, where the model has no dropout of its own precision."""
     with members.small_blocks():
-        torch.manual_seed(1 if str(cast()).startswith("worker") else 0)  # who begins with other values, frozen ones too
+        # workers begin with other values, frozen ones too
+        torch.manual_seed(1 if str(current_role()).startswith("worker") else 0)
         module = KINDS[kind]().double()
         data = members.odd_samples() if kind == "odd" else members.samples(kind)
         data = tuple(each.double() if each.is_floating_point() else each for each in data)
@@ -130,7 +131,7 @@ class Scripted(ddp.Callback):
         self._folder, self._script = folder, script
 
     def step_end(self, state: ddp.TrainState, report: ddp.StepReport) -> None:
-        me = cast()
+        me = current_role()
         assert me is not None
         who, number = self._script.get(state.step, ("", signal.SIGTERM))
         if who == "raises":
@@ -144,7 +145,7 @@ class Scripted(ddp.Callback):
 
 
 def counted(folder: Path, mode: Mapping[str, Any], script: Mapping[int, Any], epochs: int = 3) -> Any:
-    me = cast()
+    me = current_role()
     assert me is not None
     served.LAST_S = 1.0  # for a stopped worker, which never says goodbye
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # which may come before a slow worker begins its fit
@@ -316,7 +317,7 @@ def test_a_fit_that_fails_for_servers_or_workers_fails_for_all_and_the_next_one_
 
 
 def come_late() -> int:
-    if str(cast()) == "worker 1":  # as on a busy host
+    if str(current_role()) == "worker 1":  # as on a busy host
         time.sleep(1.0)
     model = nn.Linear(3, 1)
     return ddp.fit(
@@ -351,7 +352,7 @@ def test_a_stopped_server_is_named_and_continued_to_be_ended(tmp_path: Path) -> 
 
 def lost_in_the_second() -> None:
     for number in range(2):
-        if number and str(cast()) == "server 0":
+        if number and str(current_role()) == "server 0":
             os.kill(os.getpid(), signal.SIGKILL)
         model = nn.Linear(3, 1)
         ddp.fit(
@@ -427,7 +428,7 @@ class Overtaken(Once):
         with contextlib.suppress(FileExistsError):
             begun.touch(exist_ok=False)
             stop_s = time.monotonic() + 20
-            while cast() is not None and not enough.exists() and time.monotonic() < stop_s:
+            while current_role() is not None and not enough.exists() and time.monotonic() < stop_s:
                 time.sleep(0.005)
         return super().loss(model, batch)
 
@@ -506,13 +507,13 @@ BAD: list[tuple[dict[str, Any], Any, str]] = [
 
 
 def test_what_servers_cannot_train_is_one_sentence() -> None:
-    served_by = Cast("server", 0, 3, 1, HashStore())
-    take_part(served_by)
+    served_by = Role("server", 0, 3, 1, HashStore())
+    set_role(served_by)
     try:
         for how, strategy, told in BAD:
             assert told in refused(how, strategy)
     finally:
-        take_part(None)
+        set_role(None)
         ddp.shutdown()
     assert "there are no servers; start them with ddp.launch(…, servers=1)" in refused({}, "parameter_server")
 
@@ -520,7 +521,7 @@ def test_what_servers_cannot_train_is_one_sentence() -> None:
 def attending(mode: Any = "async", **how: Any) -> tuple[Attendants, Shared]:
     """What serves workers, without its threads."""
     serving, shared = object.__new__(Attendants), Shared(ledger.Ledger(mode=mode, **how))
-    serving._shared, serving.answer_s, serving._part = shared, 2.0, Cast("server", 0, 2, 1, HashStore())
+    serving._shared, serving.answer_s, serving._part = shared, 2.0, Role("server", 0, 2, 1, HashStore())
     return serving, shared
 
 
@@ -611,7 +612,7 @@ def test_who_has_been_let_in_hears_from_the_servers_that_the_run_is_over(tmp_pat
     """They wait for it, and would wait in vain for one that has gone."""
     home, comm = Ends(tmp_path), types.SimpleNamespace(abort_s=20.0)
     home.set("incarnation", "0")
-    worker = Servers(Cast("worker", 0, 2, 1, home), home, comm, nn.Linear(1, 1), ASYNC, facts={})  # type: ignore[arg-type]
+    worker = Servers(Role("worker", 0, 2, 1, home), home, comm, nn.Linear(1, 1), ASYNC, facts={})  # type: ignore[arg-type]
     with pytest.raises(Over):
         worker._welcomed(Patience(20.0), False)
     home.lets_in = True
@@ -622,7 +623,7 @@ def test_who_has_been_let_in_hears_from_the_servers_that_the_run_is_over(tmp_pat
 @pytest.mark.parametrize("seen", [None, torch.zeros(2)])
 def test_a_buffer_of_another_shape_than_the_servers_is_named_by_the_worker(seen: Tensor | None) -> None:
     module: Any = nn.Linear(1, 1)
-    servers = Servers(Cast("worker", 0, 1, 1, HashStore()), HashStore(), module, module, ASYNC, facts={})
+    servers = Servers(Role("worker", 0, 1, 1, HashStore()), HashStore(), module, module, ASYNC, facts={})
     servers._pulled = {} if seen is None else {"seen": seen}
     module.register_buffer("seen", torch.zeros(5))
     with pytest.raises(ConfigError, match=r"^buffer seen: has the shape \[5\] after a forward, but servers keep"):

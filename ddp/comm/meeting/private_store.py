@@ -61,7 +61,7 @@ class Folder(_Private):
         return FileStore(str(self._file("torch")), -1)
 
     def set(self, key: str, value: str | bytes) -> None:
-        with _told_as_torch_does():
+        with _raised_as_torch_does():
             self._path.mkdir(mode=0o700, exist_ok=True)
             descriptor, name = tempfile.mkstemp(dir=self._path)
             with os.fdopen(descriptor, "wb") as file:
@@ -70,7 +70,7 @@ class Folder(_Private):
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        with _told_as_torch_does():
+        with _raised_as_torch_does():
             return self._file(key).read_bytes()
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -80,15 +80,15 @@ class Folder(_Private):
         patience, pause_s = Patience(timeout.total_seconds()), SHORTEST_S
         while not self.check(keys):
             if not patience.left_s():
-                raise DistStoreError(f"nobody has written {', '.join(keys)} within {timeout}")
+                raise DistStoreError(f"no process has written {', '.join(keys)} within {timeout}")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_S)
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter, and returns what it is then."""
-        with _told_as_torch_does():
+        with _raised_as_torch_does():
             self._path.mkdir(mode=0o700, exist_ok=True)
-            with self._file(f"{key}/lock").open("ab") as lock:  # beside the counter, which a kill must leave whole
+            with self._file(f"{key}/lock").open("ab") as lock:  # next to the counter, which a kill must leave whole
                 fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed
                 total = (int(self.get(key)) if self.check([key]) else 0) + amount
                 self.set(key, str(total))
@@ -125,7 +125,7 @@ class Sealed(_Private):
         found: bytes = self._store.get(name)
         seal, data = found[:32], found[32:]
         if not hmac.compare_digest(seal, self._seal(name, data)):
-            raise DistStoreError(f"{self.prefix}{key} was written by somebody who does not know {VARIABLE}")
+            raise DistStoreError(f"{self.prefix}{key} was written by a process that does not know {VARIABLE}")
         return data
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -165,7 +165,7 @@ def _as_bytes(value: str | bytes) -> bytes:
 
 
 @contextlib.contextmanager
-def _told_as_torch_does() -> Iterator[None]:
+def _raised_as_torch_does() -> Iterator[None]:
     """Raises a failure of the file system as the error of a store that is out of reach."""
     try:
         yield

@@ -1,6 +1,16 @@
-"""The rendezvous: how ranks find each other, in a part of a store that belongs to one session of theirs alone.
+"""The rendezvous: how processes find each other, in a part of a store that belongs to one session of theirs alone.
 
-Used by `session.py` before every session, and by `command_line.py` before every attempt under torchrun.
+    ranks                 have numbers, and wait for each other: before every session (`session.py`), and before every
+                          attempt under torchrun (`torchrun.py`)
+    servers and workers   that no launcher of this package has started get their roles here (`role.py`):
+
+    DDP_ROLE        server 0 serves the store at MASTER_ADDR:MASTER_PORT, and says in it what the run is. Every other
+                    process comes when it likes, and has the number of its arrival as its index
+    DDP_SERVERS     below a launcher: all ranks meet, and the last ones are servers
+    TF_CONFIG       the same, and the tasks of the job ps are servers
+
+Server 0 is the one server; of several, the first that can serve at that address. The store ends with it, and so does
+the run: the processes that are left end, too, and servers that are started again meet new workers there.
 """
 
 from __future__ import annotations
@@ -12,28 +22,32 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from torch import distributed
 from torch.distributed import DistError, HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ddp.comm.meeting.cast import cast
-from ddp.comm.meeting.cluster_spec import Task
-from ddp.comm.meeting.place import Place, launcher_serves
+from ddp.comm.meeting.cluster_spec import ClusterTask, described_servers
+from ddp.comm.meeting.place import ALONE, RankPlace, launcher_serves, number_of, place
 from ddp.comm.meeting.private_store import Folder, part_of, sealed
+from ddp.comm.meeting.role import ROLE, SERVERS, Role, RoleSettings, current_role, role_from_env, set_role
 from ddp.comm.meeting.secret import VARIABLE, private_part, secret
 from ddp.errors import ConfigError, PeerLost, first_line
 from ddp.process.clock import Patience
 from ddp.process.helper_thread import within
 from ddp.process.log import log
+from ddp.units import counted
 
 Result = TypeVar("Result")
 
 POLL_S = 0.05
 SERVING_S = 30.0  # longest wait of rank 0 for the store that it serves itself
 LET_GO_S = 2.0  # beyond a deadline of ours, for torch's client to keep its own
+NUM_WORKERS = 2  # by default, as in `ddp.launch`
 REACH_S = 5.0  # longest wait for a host that does not answer, before the next try
 
 
@@ -54,7 +68,7 @@ def answered(work: Callable[[], Result], *, within_s: float) -> Result:
 
 
 def rendezvous(
-    store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: float, tasks: Sequence[Task] = ()
+    store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: float, tasks: Sequence[ClusterTask] = ()
 ) -> Store:
     """Returns a part of the store that belongs to this session of the ranks alone, once all of them have come.
 
@@ -80,7 +94,7 @@ def rendezvous(
 
 
 def _meet(
-    store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: float, tasks: Sequence[Task]
+    store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: float, tasks: Sequence[ClusterTask]
 ) -> Store:
     token, tokens = secrets.token_hex(8), [""] * world_size
     patience, has_warned, roster, pause_s = Patience(abort_s), False, "", 0.001
@@ -109,12 +123,12 @@ def _meet(
             if not left_s or (abort_s - left_s > warn_s and not has_warned):
                 missing = [other for other, key in enumerate(seen) if not store.check([key])] or [0]
                 who, twice = _named(missing, tasks), ""
-                if tokens[rank:][:1] not in ([], [""], [token]):  # of a session that goes on without this process
+                if tokens[rank:][:1] not in ([], [""], [token]):  # of a session that continues without this process
                     twice = f"; another process has come as {_named([rank], tasks)} before this one"
                 if not left_s:
-                    same = f", with the same {VARIABLE}" if secret() else ""
-                    reason = f"of {world_size} ranks, {who} did not come within {abort_s:g} s{twice}. Was each started"
-                    raise PeerLost(missing[0], "unknown", 0, 0, "start-up", f"{reason}{same}?")
+                    same = f" with the same {VARIABLE}" if secret() else ""
+                    reason = f"of {world_size} ranks, {who} did not come within {abort_s:g} s{twice}: start each once"
+                    raise PeerLost(missing[0], "unknown", 0, 0, "start-up", f"{reason}{same}")
                 has_warned = True
                 log.warning("start-up has waited %.0f s for rank(s) %s of %d%s", warn_s, who, world_size, twice)
             time.sleep(min(left_s, pause_s))
@@ -124,12 +138,12 @@ def _meet(
         raise PeerLost(0, "unknown", 0, 0, "start-up", reason) from error
 
 
-def _named(ranks: Sequence[int], tasks: Sequence[Task]) -> str:
-    """Returns these ranks in words, as the tasks that they are where a cluster is described."""
+def _named(ranks: Sequence[int], tasks: Sequence[ClusterTask]) -> str:
+    """Returns these ranks as text: the tasks that they are where a cluster is described."""
     return ", ".join(f"{tasks[rank]} at {tasks[rank].address}" for rank in ranks if tasks) or str(list(ranks))
 
 
-def on_this_host(here: Place, store: Store, *, within_s: float) -> tuple[int, int]:
+def on_this_host(here: RankPlace, store: Store, *, within_s: float) -> tuple[int, int]:
     """Returns this rank's number among the ranks of its host, and how many these are. Collective, unless it is known.
 
     Args:
@@ -151,7 +165,7 @@ class Opened(NamedTuple):
     server: Store | None = None  # apart from the store, which whatever is in flight after a failure may keep for long
 
 
-def open_store(place: Place, *, warn_s: float, abort_s: float) -> Opened:
+def open_store(place: RankPlace, *, warn_s: float, abort_s: float) -> Opened:
     """Returns the store of all ranks: in the private folder of a launch, or torchrun's agent's, or rank 0 serves it.
 
     If torch.distributed has begun, it has one. Servers have a part of the run's, which no earlier ones have used.
@@ -160,7 +174,7 @@ def open_store(place: Place, *, warn_s: float, abort_s: float) -> Opened:
         ConfigError: rank 0 cannot serve it at this address, or the secret could be guessed.
         PeerLost: rank 0 cannot be reached.
     """
-    if place.part and place.world_size > 1 and (mine := cast()) is not None:
+    if place.part and place.world_size > 1 and (mine := current_role()) is not None:
         return Opened(part_of(mine.store, f"servers/{mine.incarnation}"), mine.served)
     if not place.address:
         return Opened(sealed(_get_default_store(), secret()) if place.world_size > 1 else HashStore())
@@ -172,8 +186,8 @@ def open_store(place: Place, *, warn_s: float, abort_s: float) -> Opened:
     return Opened(sealed(_reached(place, warn_s=warn_s, abort_s=abort_s), key), server)
 
 
-def _served(place: Place, timeout_s: float) -> Store:
-    """Returns rank 0's store, which this process serves from now on. It waits for nobody."""
+def _served(place: RankPlace, timeout_s: float) -> Store:
+    """Returns rank 0's store, which this process serves from now on. It does not wait for clients."""
     choices = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
     try:
         return TCPStore(place.address, place.port, timeout=timedelta(seconds=timeout_s), **choices)
@@ -190,13 +204,13 @@ def _served(place: Place, timeout_s: float) -> Store:
         ) from error
 
 
-def _keeper(place: Place) -> str:
-    """Returns who serves the store, in words: a server of a run with parameter servers, if this has a part in one."""
+def _keeper(place: RankPlace) -> str:
+    """Returns the name of the process that serves the store: server 0 if this process has a role, else rank 0."""
     return "server 0" if place.part else "rank 0"
 
 
-def _reached(place: Place, *, warn_s: float, abort_s: float) -> Store:
-    """Returns a client of the store that somebody else serves, once he does.
+def _reached(place: RankPlace, *, warn_s: float, abort_s: float) -> Store:
+    """Returns a client of the store that another process serves, once it does.
 
     A thread connects, because torch's client would wait for ever for a program of another kind at that port.
     """
@@ -212,7 +226,7 @@ def _reached(place: Place, *, warn_s: float, abort_s: float) -> Store:
                     socket.create_connection((place.address, place.port), timeout=REACH_S).close()
                     break
                 except OSError:
-                    if over.is_set() or not patience.left_s():  # nobody would wait until torch's client has returned
+                    if over.is_set() or not patience.left_s():  # the caller does not wait for torch's client
                         raise
                 time.sleep(POLL_S)
             left = timedelta(seconds=max(1.0, patience.left_s()))
@@ -236,7 +250,122 @@ def _reached(place: Place, *, warn_s: float, abort_s: float) -> Store:
         found[0].set_timeout(timedelta(seconds=abort_s))
         return found[0]
     why = first_line(failed[0]) if failed else f"nothing that it says within {abort_s:g} s"
-    reason = f"the store of the ranks, which it keeps at {where}, is out of reach ({why}). Was it started?"
+    reason = f"the store of the ranks, which it keeps at {where}, is out of reach ({why}): start it first"
     if place.part:
-        reason = f"no server serves a store at {where} ({why}). Was one started, with the same address and port?"
+        reason = f"no server serves a store at {where} ({why}): start one, with the same address and port"
     raise PeerLost(0, "unknown", 0, 0, "start-up", reason)
+
+
+# --- servers and workers ---------------------------------------------------------------------------------------------
+
+
+def join_role(*, warn_s: float, abort_s: float) -> Role | None:
+    """Returns the role of this process; joins the others first, if the variables give it one. None for a rank.
+
+    Raises:
+        ConfigError: what the variables say cannot be.
+        PeerLost: the others have not come within `abort_s`.
+    """
+    if (mine := current_role()) is not None:
+        return mine
+    servers = described_servers()
+    if me := RoleSettings(None, servers) if servers else role_from_env():
+        if me.job is None:
+            mine = _by_rank(me, warn_s=warn_s, abort_s=abort_s)
+        else:
+            mine, run = arrive(me, dict, warn_s=warn_s, abort_s=abort_s)
+            if "config" in run:
+                raise ConfigError(f"{ROLE}={me.job}: server 0 is a \"train\" command; start this process as one, too")
+        set_role(mine)
+    return mine
+
+
+def arrive(
+    me: RoleSettings, prepare: Callable[[], dict[str, Any]], *, warn_s: float, abort_s: float
+) -> tuple[Role, dict[str, Any]]:
+    """Returns the role of this process, and what server 0 says of the run.
+
+    Args:
+        prepare: returns that on server 0, as JSON can hold it, with the number of `workers`, if it knows better.
+
+    Raises:
+        ConfigError: the store cannot be served there, or there are as many servers already.
+        PeerLost: server 0 is not there, or has gone.
+    """
+    opened = _opened(me, warn_s=warn_s, abort_s=abort_s)
+    assert me.job is not None
+    job, run_store, index = me.job, part_of(opened.store, "by arrival"), 0
+    if opened.server is not None:
+        run = {"servers": me.num_servers or 1, "workers": me.num_workers or NUM_WORKERS} | prepare()
+        run_store.set("run", json.dumps(run))
+    else:
+        try:
+            index = answered(partial(run_store.add, job, 1), within_s=abort_s) - (job == "worker")
+            answered(partial(run_store.wait, ["run"], timedelta(seconds=abort_s)), within_s=abort_s)
+            run = json.loads(run_store.get("run"))
+        except DistError as error:
+            same = f", has another {VARIABLE}" if secret() else ""
+            reason = (
+                f"server 0 at {me.address}:{me.port} has gone{same}, or does not say what the run is "
+                f"({first_line(error)}): see what it prints, start it again, and then this process"
+            )
+            raise PeerLost(0, "unknown", 0, 0, "start-up", reason) from error
+    servers = run["servers"]
+    if me.num_servers not in (None, servers):
+        raise ConfigError(f"{SERVERS}={me.num_servers} (cluster.servers): server 0 says {servers}; give all the same")
+    if job == "server" and index >= servers:
+        is_one = servers == 1
+        raise ConfigError(
+            f"{ROLE}=server (cluster.role): {'one' if is_one else servers} {'is' if is_one else 'are'} there already; "
+            f"start a worker, or all again with {counted(index + 1, 'server')}"
+        )
+    return Role(job, index, run["workers"], servers, part_of(run_store, "roles"), served=opened.server), run
+
+
+def _opened(me: RoleSettings, *, warn_s: float, abort_s: float) -> Opened:
+    """Returns the store, served by this process if it is server 0."""
+    only = me.num_servers in (None, 1)
+    keeper = RankPlace("ddp", 0, 2, address=me.address, port=me.port, part=str(me.job))
+    if me.job == "server" and (only or is_here(me.address)):
+        try:
+            return open_store(keeper, warn_s=warn_s, abort_s=abort_s)
+        except ConfigError:
+            if only:
+                raise
+    return open_store(keeper._replace(rank=1), warn_s=warn_s, abort_s=abort_s)
+
+
+def is_here(address: str) -> bool:
+    """Returns True for an address of this host."""
+    with suppress(OSError):
+        for family, kind, protocol, _, where in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as tried:
+                tried.bind(where)
+                return True
+    return False
+
+
+def is_on_loopback(address: str) -> bool:
+    """Returns True for an address that only processes of the same host reach."""
+    return address == "localhost" or address.startswith("127.0.0.") or address == "::1"
+
+
+def _by_rank(me: RoleSettings, *, warn_s: float, abort_s: float) -> Role:
+    """Returns the role of a rank of a launcher's, whose last ranks are servers. Collective."""
+    if distributed.is_initialized():
+        raise ConfigError(
+            f"{SERVERS}={me.num_servers}: torch.distributed has begun, in which servers and workers are both ranks; "
+            "let ddp.fit begin it"
+        )
+    here, servers = place() or ALONE, me.num_servers or 0
+    if here.world_size == 1:
+        raise ConfigError(
+            f"{SERVERS}={servers}: no launcher has started other processes than this one; take one, or start each "
+            f"with {ROLE}=server or {ROLE}=worker"
+        )
+    number = number_of(here, servers, setting=SERVERS)
+    opened = open_store(here, warn_s=warn_s, abort_s=abort_s)
+    attempt = part_of(opened.store, "servers and workers")
+    attempt = rendezvous(attempt, here.rank, here.world_size, warn_s=warn_s, abort_s=abort_s, tasks=here.tasks)
+    workers, store = here.world_size - servers, part_of(attempt, "roles")
+    return Role.of_number(number, workers=workers, servers=servers, store=store, served=opened.server)

@@ -2,7 +2,7 @@
 
     ddp.launch, scripts/ddp train   the launcher draws one, in a folder that only its user can enter
     torchrun, srun, mpirun, …       DDP_SECRET, if the user has set it: the same for all ranks
-    otherwise                       there is none, and whoever reaches the ranks' ports can be one of them
+    otherwise                       there is none, and any process that reaches the ranks' ports can be one of them
 
 What a secret is for:
 
@@ -59,7 +59,7 @@ def take_secret(folder: Path) -> None:
         ConfigError: the folder is not this user's alone.
     """
     if why := why_shared(folder, folder.lstat(), rights=ANYTHING):
-        raise ConfigError(f"{why}: did one of them put it there?")
+        raise ConfigError(f"{why}: one of them may have put it there; delete it, and start again")
     os.environ[VARIABLE] = (folder / VARIABLE).read_text()
     os.environ[FOLDER] = str(folder / os.environ.get("MASTER_PORT", ""))
 
@@ -82,8 +82,8 @@ def secret() -> bytes:
     value = os.environ.get(VARIABLE, "")
     if value and len(value) < MIN_LENGTH:
         raise ConfigError(
-            f"{VARIABLE} has {len(value)} characters: take at least {MIN_LENGTH} that nobody guesses, the same for all "
-            f"ranks, such as the output of: python -c 'import secrets; print(secrets.token_hex())'"
+            f"{VARIABLE} has {len(value)} characters: take at least {MIN_LENGTH} that cannot be guessed, the same for "
+            f"all ranks, such as the output of: python -c 'import secrets; print(secrets.token_hex())'"
         )
     return value.encode()
 

@@ -4,8 +4,8 @@
     every other     ◀── "run" ── the store                            refuses settings that server 0 is not given
     each            fetches the data of its host, takes its part, and trains in this process
 
-The words `cluster.role`, or variables, say what a process is (`comm/meeting/cast.py::told`), and its arrival which
-(`comm/meeting/by_arrival.py`).
+The words `cluster.role`, or variables, say what a process is (`comm/meeting/role.py::role_from_env`), and its arrival
+which (`comm/meeting/rendezvous.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp.comm.meeting.cast import Told, take_part
+from ddp.comm.meeting.role import RoleSettings, set_role
 from ddp.errors import ConfigError, PeerLost, first_line
 from ddp.process.arguments import shown
 from ddp.process.terminal import say
@@ -28,14 +28,14 @@ from ddp.run.launch.worker import leave
 from ddp.run.settings.reader import from_plain
 
 
-def main(me: Told) -> NoReturn:
+def main(me: RoleSettings) -> NoReturn:
     """Trains as a server or worker; ends the process."""
     become_worker()
     with bad_input_to(exit_with_error):
         if several := [each for each in sys.argv[1:] if each in ("-m", "--multirun")]:
             raise ConfigError(f"{several[0]}: is for a process that starts its own workers; leave cluster.role out")
 
-        from ddp.comm.meeting.by_arrival import arrive, is_on_loopback
+        from ddp.comm.meeting.rendezvous import arrive, is_on_loopback
         from ddp.comm.opening import WARN_S
         from ddp.comm.session import ABORT_S
         from ddp.run.launch.loopback import ON_LOOPBACK
@@ -57,10 +57,10 @@ def main(me: Told) -> NoReturn:
     if number:
         log = shown(log_file(run_dir / "logs", number, mine.num_servers))
         say(f"{mine} of {shown(run_dir)}/; it writes to {log}")
-    train_as(number, config, run_dir, play=partial(take_part, mine))
+    train_as(number, config, run_dir, play=partial(set_role, mine))
 
 
-def _prepared(me: Told, *, on_one_host: bool) -> dict[str, Any]:
+def _prepared(me: RoleSettings, *, on_one_host: bool) -> dict[str, Any]:
     """Prepares the run on server 0. Returns what the other processes have to know; ends the process after an error."""
     counts: dict[str, Any] = {"workers": me.num_workers, "local_workers": None if on_one_host else 1}
     sent = prepared(**counts, servers=me.num_servers or 1)

@@ -46,8 +46,8 @@ from typing import Any, NoReturn, cast, get_args
 
 from yaml import YAMLError
 
-from ddp.comm.meeting.cast import ROLE, SERVERS, WORKERS, Job, Told, told
-from ddp.comm.meeting.place import allow_servers, take_cluster
+from ddp.comm.meeting.cluster_spec import allow_servers, take_cluster
+from ddp.comm.meeting.role import ROLE, SERVERS, WORKERS, Job, RoleSettings, role_from_env
 from ddp.errors import USER_ERRORS, ConfigError, first_line, with_causes
 from ddp.process.arguments import program, quoted, setting_for, shown, train_command, typed_command
 from ddp.process.files import at_home
@@ -57,7 +57,7 @@ from ddp.run.launch import jobs, sidecar, sweep
 from ddp.run.launch.engine import Ended, run_workers
 from ddp.run.launch.report import Report, describe_failures
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare, settings_text, unwritable
-from ddp.run.launch.supervisor import run_cast
+from ddp.run.launch.supervisor import run_roles
 from ddp.run.settings.address import is_address
 from ddp.run.settings.checks import check_gpus, check_strategy, name_problems
 from ddp.run.settings.config import CHOICES, OWN, Config, choose, plain_defaults
@@ -295,7 +295,7 @@ def join_cluster(arguments: Sequence[str]) -> None:
         take_cluster(spec, task)
 
 
-def take_role(arguments: Sequence[str]) -> Told | None:
+def take_role(arguments: Sequence[str]) -> RoleSettings | None:
     """Puts what the command line says of this process's role into the variables for it; returns what these tell then.
 
     None: this process is not started by hand as a server or worker.
@@ -310,14 +310,14 @@ def take_role(arguments: Sequence[str]) -> Told | None:
             raise ConfigError(f"cluster.role={role}: must be {' or '.join(get_args(Job))}")
         if role != os.environ.setdefault(ROLE, role):
             raise ConfigError(f"cluster.role={role}: but {ROLE} is {os.environ[ROLE]}: leave one out")
-    if (me := told()) is None or me.job is None:
+    if (me := role_from_env()) is None or me.job is None:
         return None
     if strange := [word for word in words if word.startswith(("cluster.spec", "cluster.task"))]:
         raise ConfigError(f"{strange[0]}: this process is a {me.job} by its role; leave one of the two out")
     for name, key in ((SERVERS, "cluster.servers"), (WORKERS, "cluster.workers")):
         if key in asked:
             os.environ[name] = asked[key]
-    return told()
+    return role_from_env()
 
 
 def is_of_task(argument: str) -> bool:
@@ -500,7 +500,7 @@ def train(config: Config, run_dir: Path) -> int:
             run: Callable[..., Ended] = run_workers
             if cluster.servers:
                 logs = run_dir / "logs"
-                run = partial(run_cast, servers=cluster.servers, restarts=cluster.restarts, logs=logs)
+                run = partial(run_roles, servers=cluster.servers, restarts=cluster.restarts, logs=logs)
             ended = run(arguments, workers=cluster.workers, threads=cluster.threads_per_worker)
             if is_there is not None and has_ended(run_dir):
                 wait_for(run_dir, is_there, within_s=config.evaluate.wait_s)

@@ -23,7 +23,7 @@ from ddp.process.memory import available_cores
 from ddp.process.terminal import say
 from ddp.run.launch.engine import Ended, run_workers, temporary_folder
 from ddp.run.launch.report import Failure, called, describe_failures
-from ddp.run.launch.supervisor import run_cast
+from ddp.run.launch.supervisor import run_roles
 from ddp.run.settings.checks import most_workers
 from ddp.train.checkpoints.moved import meaning
 from ddp.units import counted
@@ -73,7 +73,7 @@ def launch(
         limit = [] if timeout_s is None else ["--timeout", str(timeout_s)]
         run: Callable[..., Ended] = run_workers
         if servers:
-            run = partial(run_cast, servers=servers, restarts=restarts, logs=folder / "logs")
+            run = partial(run_roles, servers=servers, restarts=restarts, logs=folder / "logs")
         ended = run(["--call", str(folder / CALL), *limit], workers=workers, threads=threads_per_worker)
         if (stopped_by := ended.signal or _left_by(ended.failures)) is signal.SIGINT:
             raise KeyboardInterrupt("it has ended the workers; if a fit was running, its last line says what is saved")

@@ -14,7 +14,7 @@ it. So a plain `subprocess` is all that it takes.
 | servers | well                                   | the run is done; a worker that goes on is killed after a while   |
 
 A server that is started again goes on from the run's last checkpoint. Each end is told in the store in which servers
-and workers meet (`comm/meeting/cast.py`), as soon as the kernel reports it. The store is files in the private folder of
+and workers meet (`comm/meeting/role.py`), as soon as the kernel reports it. The store is files in the private folder of
 the launch (`private_store.py`), so it outlives every process, and no other user reaches it.
 """
 
@@ -32,7 +32,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol
 
-from ddp.comm.meeting.cast import STORE, Cast, Job, tell_end
+from ddp.comm.meeting.role import STORE, Job, Role, publish_end
 from ddp.comm.meeting.secret import private_folder
 from ddp.process.clock import Patience, now_s
 from ddp.process.log import log
@@ -64,7 +64,7 @@ def started(words: Sequence[str]) -> Process:
     return subprocess.Popen(["env", *words], start_new_session=True)
 
 
-def run_cast(
+def run_roles(
     arguments: Sequence[str], *, workers: int, servers: int, threads: int | None, restarts: int, logs: Path
 ) -> Ended:
     """Runs `ddp.run.launch.worker` in `servers` + `workers` processes, and waits.
@@ -85,9 +85,9 @@ def run_cast(
         launch += ["--servers", str(servers), "--workers", str(workers)]
         command = worker_command("ddp.run.launch.worker", launch, threads=threads)
         store = Folder(private / STORE)
-        cast = [Cast("server", index, workers, servers, store) for index in range(servers)]
-        cast += [Cast("worker", index, workers, servers, store) for index in range(workers)]
-        with contextlib.closing(_Supervisor(command, cast, events, restarts=restarts, logs=logs)) as supervisor:
+        roles = [Role("server", index, workers, servers, store) for index in range(servers)]
+        roles += [Role("worker", index, workers, servers, store) for index in range(workers)]
+        with contextlib.closing(_Supervisor(command, roles, events, restarts=restarts, logs=logs)) as supervisor:
             return supervisor.run()
 
 
@@ -117,7 +117,7 @@ def _heard() -> Iterator[Events]:
 class _Running(NamedTuple):
     """A process that runs, in its part."""
 
-    part: Cast
+    part: Role
     process: Process
     since_s: float
 
@@ -127,15 +127,15 @@ class _Supervisor:
 
     Args:
         command: the words after `env`, but for a process's number and incarnation.
-        cast: by number, the part of each process as it is first started.
+        roles: by number, the role of each process as it is first started.
         events: where the signals come in that this process gets.
     """
 
     def __init__(
-        self, command: Sequence[str], cast: Sequence[Cast], events: Events, *, restarts: int, logs: Path
+        self, command: Sequence[str], roles: Sequence[Role], events: Events, *, restarts: int, logs: Path
     ) -> None:
-        self._command, self._cast, self._events, self._restarts, self._logs = command, cast, events, restarts, logs
-        self._num_servers, self._stops = cast[0].num_servers, stop_signals()
+        self._command, self._roles, self._events, self._restarts, self._logs = command, roles, events, restarts, logs
+        self._num_servers, self._stops = roles[0].num_servers, stop_signals()
         self._running: dict[int, _Running] = {}
         self._failures: dict[int, Failure] = {}
         self._one_has_done_its_work = False  # a worker, so that the servers may need no other one
@@ -147,7 +147,7 @@ class _Supervisor:
 
     def run(self) -> Ended:
         """Returns once all have ended, and none is to be started again."""
-        for rank in range(len(self._cast)):
+        for rank in range(len(self._roles)):
             self._start(rank)
         while self._running:
             try:
@@ -169,7 +169,7 @@ class _Supervisor:
                 del self._running[event.rank]
 
     def _start(self, rank: int, incarnation: int = 0) -> None:
-        part = replace(self._cast[rank], incarnation=incarnation)
+        part = replace(self._roles[rank], incarnation=incarnation)
         self._killed.discard(rank)
         process = started([*self._command, "--rank", str(rank), "--incarnation", str(incarnation)])
         self._running[rank] = _Running(part, process, now_s())
@@ -199,7 +199,7 @@ class _Supervisor:
 
     def _answer(self, rank: int, status: int) -> None:
         part = self._running.pop(rank).part
-        tell_end(part, in_words(status) if status else "")
+        publish_end(part, in_words(status) if status else "")
         report = Report.read(self._logs, rank=rank, servers=self._num_servers) if status else None
         if report is not None and not report.is_secondary:
             self._fail({rank: Failure(status, time.time())})
@@ -212,7 +212,7 @@ class _Supervisor:
         elif self._over is None:
             self._answer_worker(part, status, report)
 
-    def _answer_worker(self, part: Cast, status: int, report: Report | None) -> None:
+    def _answer_worker(self, part: Role, status: int, report: Report | None) -> None:
         """Starts a worker again that is lost, or goes on without it."""
         rank = self._num_servers + part.index
         if part.incarnation < self._restarts:
@@ -223,7 +223,7 @@ class _Supervisor:
         else:
             self._fail({rank: Failure(status, time.time())})
 
-    def _answer_server(self, part: Cast, status: int, report: Report | None) -> None:
+    def _answer_server(self, part: Role, status: int, report: Report | None) -> None:
         """Starts all servers again once one is lost, or ends the run with the last of them."""
         if self._over is None and status - 128 in self._stops:  # it got this by itself, outside of training
             self._obey(signal.Signals(status - 128))
@@ -251,7 +251,7 @@ class _Supervisor:
         if self._got:
             self._signal(signal.SIGTERM, self._of("worker"))
 
-    def _may_start_again(self, server: Cast) -> bool:
+    def _may_start_again(self, server: Role) -> bool:
         """Returns True if servers may be started once more; not if all workers have done their work, and gone."""
         is_of_use = self._of("worker") or not self._one_has_done_its_work
         return server.incarnation < self._restarts and bool(is_of_use)
@@ -290,7 +290,7 @@ class _Supervisor:
             self._signal(signal.SIGKILL, self._of("server"))
 
 
-def _say(part: Cast, status: int, report: Report | None, then: str) -> None:
+def _say(part: Role, status: int, report: Report | None, then: str) -> None:
     """Prints the one line about a loss that does not end the run."""
     how = in_words(status) if report is None else f"has ended ({report.type}: {' '.join(report.message.split())})"
     log.warning("%s %s; %s", part, how, then)

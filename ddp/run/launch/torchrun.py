@@ -29,8 +29,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp.comm.meeting.cast import SERVERS, told
-from ddp.comm.meeting.place import Place, number_of, place, refuse_no_worker
+from ddp.comm.meeting.place import RankPlace, number_of, place
+from ddp.comm.meeting.role import SERVERS, role_from_env
 from ddp.errors import ConfigError, PeerLost, first_line
 from ddp.process.memory import collect_later
 from ddp.process.terminal import keep_writing, say, tolerant
@@ -63,7 +63,7 @@ def main() -> NoReturn:
         servers = 0
         if here is not None:
             servers = _num_servers(here)
-            here = here._replace(rank=number_of(here, servers))
+            here = here._replace(rank=number_of(here, servers, setting="cluster.servers"))
         if here is not None and here.tasks:  # each in a terminal of its own, where nobody need wait for the others
             _refuse_of_one_process(here.world_size - servers, servers, described_by=here.launcher)
     if here is None or launched is None:
@@ -72,7 +72,7 @@ def main() -> NoReturn:
         follow_parent(os.getppid(), grace_s=ORPHAN_GRACE_S)
     sent, _store = _received(here, launched, servers)  # which this process may serve, as long as it lives
     if servers:
-        os.environ[SERVERS] = str(servers)  # which gives each its part when it joins the others (`by_arrival.py`)
+        os.environ[SERVERS] = str(servers)  # which gives each its role when it joins the others (`rendezvous.py`)
     train_as(here.rank, from_plain(sent["config"]), Path(sent["run_dir"]), role=here.role)
 
 
@@ -120,27 +120,26 @@ def train_as(
     sys.exit(0)
 
 
-def _num_servers(here: Place) -> int:
+def _num_servers(here: RankPlace) -> int:
     """Returns how many of all processes are servers: see above.
 
     Raises:
-        ConfigError: `cluster.servers` says something else than the description of the cluster, or leaves no worker.
+        ConfigError: `cluster.servers` says something else than the description of the cluster.
     """
     asked = next((each for each in reversed(sys.argv[1:]) if each.lstrip("+").startswith("cluster.servers=")), "")
     is_served = "strategy=parameter_server" in sys.argv[1:]
     number = int(value) if (value := asked.partition("=")[2]).isdigit() else int(is_served)
-    if not asked and (me := told()) is not None:
+    if not asked and (me := role_from_env()) is not None:
         number = me.num_servers or 0
     if here.tasks:
         described = sum(task.job == "ps" for task in here.tasks)
         if asked and number != described:
             raise ConfigError(f"{asked}: {here.launcher} has {counted(described, 'task')} of the job ps; leave it out")
         number = described
-    refuse_no_worker("cluster.servers", number, here.world_size)
     return number
 
 
-def _received(here: Place, launched: Place, servers: int) -> tuple[dict[str, Any], Any]:
+def _received(here: RankPlace, launched: RankPlace, servers: int) -> tuple[dict[str, Any], Any]:
     """Returns the run that rank 0 has prepared, and the store of all; ends the process otherwise.
 
     Args:
@@ -283,7 +282,7 @@ def typed() -> list[str]:
     return [each for each in sys.argv[1:] if not (is_of_task(each) or each.lstrip("+").startswith(apart))]
 
 
-def _unlike_rank_0(here: Place, theirs: Mapping[int, Sequence[str]]) -> dict[str, Any]:
+def _unlike_rank_0(here: RankPlace, theirs: Mapping[int, Sequence[str]]) -> dict[str, Any]:
     """Returns an `error` if a task that is started by hand is given settings that rank 0, which composes, is not.
 
     Args:

@@ -38,7 +38,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from ddp.comm.meeting.cast import STORE, numbered, take_part
+from ddp.comm.meeting.role import STORE, Role, set_role
 from ddp.comm.meeting.secret import take_secret
 from ddp.errors import ConfigError, said
 from ddp.process.files import make_folder, to_append
@@ -121,7 +121,7 @@ def _play(options: argparse.Namespace) -> None:
 
     counts = {"workers": options.workers, "servers": options.servers}
     store = Folder(options.private / STORE)
-    take_part(numbered(options.rank, **counts, store=store, incarnation=options.incarnation))
+    set_role(Role.of_number(options.rank, **counts, store=store, incarnation=options.incarnation))
 
 
 def _call(

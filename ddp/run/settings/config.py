@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddp.collectives.simulate import SEGMENT_BYTES
-from ddp.comm.meeting.cast import Job
+from ddp.comm.meeting.role import Job
 from ddp.policies import (
     Buckets,
     Checkpoints,

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.meeting.cast import Cast, how_ended
+from ddp.comm.meeting.role import Role, how_ended
 from ddp.comm.objects import broadcast_object
 from ddp.errors import PeerLost, first_line, one_line, said
 from ddp.policies import ParameterServer
@@ -56,7 +56,7 @@ class Attendants:
 
     def __init__(
         self,
-        part: Cast,
+        part: Role,
         home: Store,
         model: ServedDataParallel,
         pieces: Sequence[Piece],

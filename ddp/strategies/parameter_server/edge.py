@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.meeting.cast import Cast, Job
 from ddp.comm.meeting.private_store import part_of
 from ddp.comm.meeting.rendezvous import answered
+from ddp.comm.meeting.role import Job, Role
 from ddp.comm.objects import error_of, error_values, packed, unpacked
 from ddp.comm.opening import open_communicator
 from ddp.comm.settings import CPU
@@ -217,7 +217,7 @@ class _Pack:
 
 
 @contextmanager
-def failure_told(home: Store, part: Cast | None) -> Iterator[None]:
+def failure_told(home: Store, part: Role | None) -> Iterator[None]:
     """Leaves an error of the block for those that wait for this process in a fit, unless it has lost them."""
     try:
         yield

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
-from ddp.comm.meeting.cast import Cast, is_done
+from ddp.comm.meeting.role import Role, is_done
 from ddp.comm.objects import broadcast_object, error_of, error_values
 from ddp.errors import ConfigError
 from ddp.gradients.totals import Totals, count_of
@@ -75,7 +75,7 @@ class Service:
 
     def __init__(
         self,
-        part: Cast,
+        part: Role,
         home: Store,
         model: ServedDataParallel,
         parts: Sequence[tuple[str, Part]],

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.meeting.cast import Cast, how_ended
 from ddp.comm.meeting.rendezvous import answered
+from ddp.comm.meeting.role import Role, how_ended
 from ddp.comm.objects import broadcast_object
 from ddp.errors import ConfigError, PeerLost
 from ddp.gradients.totals import Totals
@@ -62,7 +62,7 @@ class Servers:
 
     def __init__(
         self,
-        part: Cast,
+        part: Role,
         home: Store,
         comm: Communicator,
         module: nn.Module,

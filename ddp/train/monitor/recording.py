@@ -15,7 +15,7 @@ from torch.autograd import profiler
 
 from ddp import gpu
 from ddp.comm.communicator import Communicator
-from ddp.comm.watch.history import Noted
+from ddp.comm.watch.call import Noted
 from ddp.process.clock import now_s
 from ddp.train.monitor.parts import CallTimes, Phase, RawStep
 

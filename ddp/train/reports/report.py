@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ddp.comm.meeting.cast import cast
 from ddp.comm.meeting.place import roles
+from ddp.comm.meeting.role import current_role
 from ddp.data.orders.steps import RoundSizes
 from ddp.policies import Training
 from ddp.process.arguments import program, shown
@@ -35,7 +35,7 @@ def summary_of(state: TrainState, meters: Meters, given: Training, *, seconds: f
         "main_metric": state.main_metric,
         "higher_is_better": state.higher_is_better,
         "world_size": state.num_workers,
-        **({} if cast() is None else {"servers": comm.world_size}),
+        **({} if current_role() is None else {"servers": comm.world_size}),
         **({"roles": by_rank} if len(by_rank := roles()) == comm.world_size else {}),
         "threads_per_worker": torch.get_num_threads(),
         "device": str(comm.device),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.meeting.cast import cast
+from ddp.comm.meeting.role import current_role
 from ddp.comm.objects import all_gather_object
 from ddp.data.loading.loader_watch import Limits
 from ddp.data.loading.source import Source
@@ -113,7 +113,7 @@ class TrainState:
     @property
     def num_workers(self) -> int:
         """Returns the number of processes that compute gradients: the ranks, unless those are servers."""
-        part = cast()
+        part = current_role()
         return self.comm.world_size if part is None else part.num_workers
 
     @property

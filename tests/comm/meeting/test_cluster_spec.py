@@ -23,11 +23,18 @@ from torch.distributed import HashStore
 
 import ddp
 from ddp.comm import session
-from ddp.comm.meeting import place as places
-from ddp.comm.meeting.cast import Told, cast, told
-from ddp.comm.meeting.cluster_spec import Cluster, Task, from_settings, from_variable
-from ddp.comm.meeting.place import Place, host_name, is_rank, place, refuse_evaluator, take_cluster
+from ddp.comm.meeting import cluster_spec
+from ddp.comm.meeting.cluster_spec import (
+    Cluster,
+    ClusterTask,
+    from_settings,
+    from_variable,
+    refuse_evaluator,
+    take_cluster,
+)
+from ddp.comm.meeting.place import RankPlace, host_name, is_rank, place
 from ddp.comm.meeting.rendezvous import rendezvous
+from ddp.comm.meeting.role import RoleSettings, current_role, role_from_env
 from ddp.commands import train
 from ddp.errors import ConfigError, PeerLost
 from ddp.process.log import add_handler, log
@@ -35,9 +42,9 @@ from ddp.run.launch.command_line import join_cluster
 from ddp.run.launch.torchrun import _unlike_rank_0, typed
 
 WORKERS = ["h:1", "h:2", "g:3"]
-TASKS = tuple(Task("worker", index, address) for index, address in enumerate(WORKERS))
-CHIEF = Task("chief", 0, "c:9")
-IPV6 = Task("worker", 0, "[fe80::1]:80")
+TASKS = tuple(ClusterTask("worker", index, address) for index, address in enumerate(WORKERS))
+CHIEF = ClusterTask("chief", 0, "c:9")
+IPV6 = ClusterTask("worker", 0, "[fe80::1]:80")
 
 
 def tf_config(task: Mapping[str, Any] | None, cluster: Mapping[str, Any], **fields: Any) -> str:
@@ -50,8 +57,8 @@ def worker(index: int | str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def no_cluster_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "_own", None)
-    monkeypatch.setattr(places, "_may_have_servers", False)
+    monkeypatch.setattr(cluster_spec, "_own", None)
+    monkeypatch.setattr(cluster_spec, "_may_have_servers", False)
 
 
 @pytest.mark.parametrize(
@@ -60,30 +67,30 @@ def no_cluster_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
         ("{}", None),
         (tf_config(None, {}), None),
         (tf_config(worker(0), {}), None),
-        (tf_config(worker(1), {"worker": WORKERS}), Place("TF_CONFIG", 1, 3, 1, 2, "h", 1, TASKS)),
-        (tf_config(worker("2"), {"worker": WORKERS}), Place("TF_CONFIG", 2, 3, 0, 1, "h", 1, TASKS)),
+        (tf_config(worker(1), {"worker": WORKERS}), RankPlace("TF_CONFIG", 1, 3, 1, 2, "h", 1, TASKS)),
+        (tf_config(worker("2"), {"worker": WORKERS}), RankPlace("TF_CONFIG", 2, 3, 0, 1, "h", 1, TASKS)),
         (
             tf_config(worker(1), {"worker": WORKERS, "chief": ["c:9"], "ps": [], "evaluator": ["e:1"]}),
-            Place("TF_CONFIG", 2, 4, 1, 2, "c", 9, (CHIEF, *TASKS)),
+            RankPlace("TF_CONFIG", 2, 4, 1, 2, "c", 9, (CHIEF, *TASKS)),
         ),
         (
             tf_config({"type": "chief", "index": 0, "trial": "7"}, {"worker": WORKERS, "chief": {"0": "c:9"}}),
-            Place("TF_CONFIG", 0, 4, 0, 1, "c", 9, (CHIEF, *TASKS)),
+            RankPlace("TF_CONFIG", 0, 4, 0, 1, "c", 9, (CHIEF, *TASKS)),
         ),
         (
             tf_config(worker(0), {"worker": {"1": "h:2", "0": "h:1", "2": "g:3"}}, environment="cloud", rpc_layer="x"),
-            Place("TF_CONFIG", 0, 3, 0, 2, "h", 1, TASKS),
+            RankPlace("TF_CONFIG", 0, 3, 0, 2, "h", 1, TASKS),
         ),
         (
             tf_config(worker(0), {"chief": ["b.c-d:65535"], "worker": ["[fe80::1]:80"]}),
-            Place("TF_CONFIG", 1, 2, 0, 1, "b.c-d", 65535, (Task("chief", 0, "b.c-d:65535"), IPV6)),
+            RankPlace("TF_CONFIG", 1, 2, 0, 1, "b.c-d", 65535, (ClusterTask("chief", 0, "b.c-d:65535"), IPV6)),
         ),
         (tf_config(worker(0), {"worker": ["h:1"]}), None),
         (tf_config({"type": "evaluator", "index": 0}, {"worker": WORKERS}), None),
         (tf_config({"type": "evaluator", "index": 0}, {"worker": WORKERS, "ps": ["p:1"]}), None),
     ],
 )
-def test_each_task_of_tensorflow_s_variable_has_its_rank(text: str, expected: Place | None) -> None:
+def test_each_task_of_tensorflow_s_variable_has_its_rank(text: str, expected: RankPlace | None) -> None:
     assert place({"TF_CONFIG": text}) == expected
 
 
@@ -95,7 +102,7 @@ def test_each_task_of_tensorflow_s_variable_has_its_rank(text: str, expected: Pl
         ("[]", "TF_CONFIG=[]: must have the fields cluster and task"),
         ('{"cluster": {"worker": ["h:1"], "worker": ["g:1"]}}', "cannot be read ('worker' is there twice)"),
         ('{"cluster": {"worker": {"0": "h:1", "0": "g:1"}}}', "cannot be read ('0' is there twice)"),
-        (tf_config(None, {"worker": WORKERS}), "TF_CONFIG.task is missing: which of worker:0 at h:1, worker:1 at h:2,"),
+        (tf_config(None, {"worker": WORKERS}), "TF_CONFIG.task is missing: say which of worker:0 at h:1, worker:1 at "),
         (tf_config(worker(3), {"worker": WORKERS}), "TF_CONFIG.task=worker:3: is no task of TF_CONFIG.cluster, which"),
         (tf_config(worker(1), {}), "TF_CONFIG.task=worker:1: is no task of TF_CONFIG.cluster, which has none"),
         (tf_config({"index": 0}, {"worker": WORKERS}), "TF_CONFIG.task.type=None: must be one of chief, worker, ps,"),
@@ -151,10 +158,10 @@ def test_settings_describe_the_same_and_what_they_leave_out_is_tensorflow_s() ->
 @pytest.mark.parametrize(
     ("spec", "task", "variable", "words"),
     [
-        ({"worker": WORKERS}, None, "", "cluster.task is missing: which of worker:0 at h:1, "),
+        ({"worker": WORKERS}, None, "", "cluster.task is missing: say which of worker:0 at h:1, "),
         ({"worker": WORKERS}, "worker", "", "cluster.task=worker: must be JOB:INDEX, as worker:0, where JOB is one"),
         ({"worker": WORKERS}, "worker:3", "", "cluster.task=worker:3: is no task of cluster.spec, which has worker:0"),
-        ({}, "worker:0", "", "cluster.task=worker:0: of which cluster? Give cluster.spec, too, or TF_CONFIG"),
+        ({}, "worker:0", "", "cluster.task=worker:0: is a task of no cluster; give cluster.spec, too, or TF_CONFIG"),
         (
             {"worker": WORKERS},
             "worker:0",
@@ -176,13 +183,13 @@ def test_settings_that_cannot_be_right_are_refused(spec: Any, task: str | None, 
 
 
 def test_the_tasks_ps_are_the_first_ranks_where_a_run_may_have_servers() -> None:
-    spec, server = {"worker": WORKERS[2:], "ps": ["h:1"], "chief": ["c:9"]}, Task("ps", 0, "h:1")
+    spec, server = {"worker": WORKERS[2:], "ps": ["h:1"], "chief": ["c:9"]}, ClusterTask("ps", 0, "h:1")
     take_cluster(spec, "worker:0")
     with pytest.raises(ConfigError, match=r"^cluster\.spec\.ps: is for strategy=parameter_server, and in all others"):
         place()
-    places.allow_servers()
-    tasks = (server, CHIEF, Task("worker", 0, "g:3"))
-    assert place() == Place("cluster.spec", 2, 3, 0, 1, "h", 1, tasks)
+    cluster_spec.allow_servers()
+    tasks = (server, CHIEF, ClusterTask("worker", 0, "g:3"))
+    assert place() == RankPlace("cluster.spec", 2, 3, 0, 1, "h", 1, tasks)
     take_cluster(spec, "ps:0")
     assert (here := place()) is not None
     assert (here.rank, here.role) == (0, "ps:0")
@@ -191,7 +198,7 @@ def test_the_tasks_ps_are_the_first_ranks_where_a_run_may_have_servers() -> None
 def test_a_described_cluster_comes_before_a_launcher_of_one_and_is_refused_beside_another_one() -> None:
     take_cluster({"chief": ["c:9"], "worker": WORKERS}, "worker:1")
     alone = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
-    expected = Place("cluster.spec", 2, 4, 1, 2, "c", 9, (CHIEF, *TASKS))
+    expected = RankPlace("cluster.spec", 2, 4, 1, 2, "c", 9, (CHIEF, *TASKS))
     assert place() == place({}) == place(alone) == expected
     assert expected.role == "worker:1" and host_name().endswith(" as worker:1")
     for placed in ({"RANK": "0", "WORLD_SIZE": "1"}, {**alone, "SLURM_STEP_NUM_TASKS": "2"}):
@@ -223,7 +230,7 @@ def test_the_evaluator_is_no_rank_and_trains_nothing(
         ddp.fit(None, None, None)  # type: ignore[arg-type]
     assert place() is None
     monkeypatch.setenv("TF_CONFIG", "{")
-    monkeypatch.setattr(places, "_own", None)
+    monkeypatch.setattr(cluster_spec, "_own", None)
     refuse_evaluator("whoever needs the place is told by it")
 
 
@@ -234,7 +241,7 @@ def test_the_evaluator_is_no_rank_and_trains_nothing(
         (["cluster.spec.worker=[h:1", "cluster.task=worker:0"], "cannot read 'cluster.spec.worker=[h:1'"),
         (["cluster.spec=[h:1,g:1]", "cluster.task=worker:0"], "cluster.spec=[h:1,g:1]: must be a mapping, as cluster."),
         (["cluster.spec=hello"], "cluster.spec=hello: must be a mapping, as cluster.spec.worker='[HOST:PORT,…]'"),
-        (["cluster.spec.worker=[h:1]"], "cluster.task is missing: which of worker:0 at h:1 is this process?"),
+        (["cluster.spec.worker=[h:1]"], "cluster.task is missing: say which of worker:0 at h:1 is this process"),
         (
             ["cluster.spec.worker=[h:1,g:1]", "cluster.task=worker:1", "-m"],
             "-m is for a process that starts its own workers, and cluster.spec says that there are 2 workers: leave",
@@ -257,7 +264,7 @@ def test_a_command_line_is_refused_in_one_sentence(
 
 def test_the_defaults_describe_no_cluster() -> None:
     join_cluster(["cluster.task=null", "cluster.spec={}"])
-    assert places._own is None
+    assert cluster_spec._own is None
 
 
 def test_help_needs_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +348,7 @@ def test_a_task_that_never_comes_is_named() -> None:
     first, second = free_addresses(2)
     ((warned, lost),) = run_ranks(wait_in_vain, 1, {"chief": [first], "worker": [second]})
     assert warned == [f"start-up has waited 0 s for rank(s) worker:0 at {second} of 2"]
-    assert f"of 2 ranks, worker:0 at {second} did not come within 0.6 s. Was each started?" in lost
+    assert f"of 2 ranks, worker:0 at {second} did not come within 0.6 s: start each once" in lost
 
 
 def test_a_task_that_comes_twice_is_told() -> None:
@@ -359,7 +366,7 @@ def test_a_task_that_comes_twice_is_told() -> None:
         with pytest.raises(ConfigError, match=r"^two processes have come as worker:0 at h:1: start each once$"):
             first.result(20)
         come(0).result(20), second.result(20)
-        with pytest.raises(PeerLost, match=r"; another process has come as worker:0 at h:1 before this one. Was each"):
+        with pytest.raises(PeerLost, match=r"; another process has come as worker:0 at h:1 before this one: start e"):
             come(1, 0.2).result(20)
 
 
@@ -384,7 +391,7 @@ def command_line(cluster: Sequence[str], folder: Path, beside: Sequence[str] = (
 def test_settings_that_rank_0_lacks_are_not_dropped_in_silence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here = Place("cluster.spec", 0, 4, 0, 1, "c", 9, (CHIEF, *TASKS))
+    here = RankPlace("cluster.spec", 0, 4, 0, 1, "c", 9, (CHIEF, *TASKS))
     own = ["max_steps=2", "run.name=mine"]
     monkeypatch.setattr(sys, "argv", ["ddp train", *own, "+cluster.spec={}", "cluster.task=chief:0"])
     assert typed() == own
@@ -429,20 +436,20 @@ def sparse(job: str, index: int, ps: Any) -> str:
 def test_the_tasks_of_a_sparse_cluster_meet_at_their_server() -> None:
     for job, index, is_told in (("ps", 0, "server"), ("worker", 3, "worker")):
         text = sparse(job, index, ["p:2222"])
-        assert told({"TF_CONFIG": text, "DDP_WORKERS": "4"}) == Told(is_told, None, 4, "p", 2222)
+        assert role_from_env({"TF_CONFIG": text, "DDP_WORKERS": "4"}) == RoleSettings(is_told, None, 4, "p", 2222)
         assert place({"TF_CONFIG": text}) is None
-    assert told({"TF_CONFIG": sparse("evaluator", 0, [])}) is None
+    assert role_from_env({"TF_CONFIG": sparse("evaluator", 0, [])}) is None
     for job, index, ps in (("worker", 0, ["p:1", "q:1"]), ("ps", 1, ["q:1"]), ("chief", 0, [])):
-        with pytest.raises(ConfigError, match=rf"^TF_CONFIG\.sparseCluster: tells {job}:{index} of .*: take one, and"):
-            told({"TF_CONFIG": sparse(job, index, ps)})
+        with pytest.raises(ConfigError, match=rf"^TF_CONFIG\.sparseCluster: names .* to {job}:{index}, .*: take one,"):
+            role_from_env({"TF_CONFIG": sparse(job, index, ps)})
     with pytest.raises(ConfigError, match=r"^TF_CONFIG\.sparseCluster=\[\]: must be a mapping"):
-        told({"TF_CONFIG": '{"sparseCluster": []}'})
+        role_from_env({"TF_CONFIG": '{"sparseCluster": []}'})
 
 
 def test_a_master_is_the_chief() -> None:
-    tasks = (CHIEF, Task("worker", 0, "g:3"))
+    tasks = (CHIEF, ClusterTask("worker", 0, "g:3"))
     text = tf_config({"type": "master", "index": 0}, {"master": ["c:9"], "worker": WORKERS[2:]})
-    assert place({"TF_CONFIG": text}) == Place("TF_CONFIG", 0, 2, 0, 1, "c", 9, tasks)
+    assert place({"TF_CONFIG": text}) == RankPlace("TF_CONFIG", 0, 2, 0, 1, "c", 9, tasks)
     assert from_settings({"master": ["c:9"], "worker": WORKERS[2:]}, "master:0").rank == 0
     with pytest.raises(ConfigError, match=r"^TF_CONFIG\.cluster\.chief: has more than one address; let the oth"):
         place({"TF_CONFIG": tf_config(worker(0), {"master": ["c:9"], "chief": ["d:9"], "worker": WORKERS})})
@@ -462,7 +469,7 @@ def carried_over(texts: Sequence[str]) -> tuple[str, int]:
         how = {"loss": ddp.Classification(), "global_batch": 16, "epochs": 1, "folder": None}
         steps += ddp.fit(model, (points, points.argmax(1) % 4), optimizer, strategy=ddp.ParameterServer(), **how).step
     ddp.shutdown()
-    return str(cast()), steps
+    return str(current_role()), steps
 
 
 @pytest.mark.parametrize("is_sparse", [False, True])

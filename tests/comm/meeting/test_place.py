@@ -18,7 +18,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ddp
 from ddp.comm import session
-from ddp.comm.meeting.place import FIRST_PORT, NUM_PORTS, Place, _say_once, first_host, is_rank, place, refuse_workers
+from ddp.comm.meeting.place import (
+    FIRST_PORT,
+    NUM_PORTS,
+    RankPlace,
+    _warn_once,
+    first_host,
+    is_rank,
+    place,
+    refuse_workers,
+)
 from ddp.commands import train
 from ddp.errors import ConfigError
 from ddp.run.launch import command_line, from_python, torchrun
@@ -62,22 +71,22 @@ TWO_HOSTS = open_mpi(3, 4, local_size=2)
         ({}, None),
         (BATCH_SCRIPT, None),
         ({"LOCAL_RANK": "0", "WORLD_SIZE": "1", "PET_NNODES": "1", "PET_NPROC_PER_NODE": "1"}, None),
-        ({"RANK": "1", "WORLD_SIZE": "2", **MEET}, Place("torchrun", 1, 2, None, None, "a", 2000)),
-        (FLUX, Place("Flux", 1, 2, 1, None, "a", 2000)),
-        ({**FLUX, "MASTER_ADDR": "[::1]"}, Place("Flux", 1, 2, 1, None, "::1", 2000)),
-        (ALONE, Place("torchrun", 0, 1)),
-        ({**ALONE, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Place("torchrun", 0, 1, 1, 1)),
-        ({**SRUN, "RANK": "1", "WORLD_SIZE": "2", **MEET}, Place("torchrun", 1, 2, None, None, "a", 2000)),
-        ({**SRUN, **BELOW_IT, "TORCHELASTIC_RUN_ID": "x"}, Place("torchrun", 1, 7, None, None, "a", 2000)),
-        ({**SRUN, **BELOW_IT, "RAY_JOB_ID": "x"}, Place("torchrun", 1, 7, None, None, "a", 2000)),
-        ({**TWO_HOSTS, **MEET}, Place("Open MPI", 3, 4, 1, 2, "a", 2000)),
-        ({**SRUN, **MEET, "WORLD_SIZE": "7"}, Place("srun", 3, 7, 1, 2, "a", 2000)),
-        ({**SRUN, **open_mpi(0, 1, local_size=1)}, Place("Open MPI", 0, 1, 0, 1)),
-        ({**SRUN, **mpich(1, 2), **MEET}, Place("mpiexec", 1, 2, 1, 2, "a", 2000)),
-        ({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "7", **MEET}, Place("srun", 3, 7, 1, 2, "a", 2000)),
+        ({"RANK": "1", "WORLD_SIZE": "2", **MEET}, RankPlace("torchrun", 1, 2, None, None, "a", 2000)),
+        (FLUX, RankPlace("Flux", 1, 2, 1, None, "a", 2000)),
+        ({**FLUX, "MASTER_ADDR": "[::1]"}, RankPlace("Flux", 1, 2, 1, None, "::1", 2000)),
+        (ALONE, RankPlace("torchrun", 0, 1)),
+        ({**ALONE, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, RankPlace("torchrun", 0, 1, 1, 1)),
+        ({**SRUN, "RANK": "1", "WORLD_SIZE": "2", **MEET}, RankPlace("torchrun", 1, 2, None, None, "a", 2000)),
+        ({**SRUN, **BELOW_IT, "TORCHELASTIC_RUN_ID": "x"}, RankPlace("torchrun", 1, 7, None, None, "a", 2000)),
+        ({**SRUN, **BELOW_IT, "RAY_JOB_ID": "x"}, RankPlace("torchrun", 1, 7, None, None, "a", 2000)),
+        ({**TWO_HOSTS, **MEET}, RankPlace("Open MPI", 3, 4, 1, 2, "a", 2000)),
+        ({**SRUN, **MEET, "WORLD_SIZE": "7"}, RankPlace("srun", 3, 7, 1, 2, "a", 2000)),
+        ({**SRUN, **open_mpi(0, 1, local_size=1)}, RankPlace("Open MPI", 0, 1, 0, 1)),
+        ({**SRUN, **mpich(1, 2), **MEET}, RankPlace("mpiexec", 1, 2, 1, 2, "a", 2000)),
+        ({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "7", **MEET}, RankPlace("srun", 3, 7, 1, 2, "a", 2000)),
     ],
 )
-def test_each_launcher_s_variables_are_understood(environment: dict[str, str], expected: Place | None) -> None:
+def test_each_launcher_s_variables_are_understood(environment: dict[str, str], expected: RankPlace | None) -> None:
     assert place(environment) == expected
 
 
@@ -104,7 +113,7 @@ def test_ranks_without_a_meeting_place_meet_at_a_port_of_the_job_s(environment: 
         ({**open_mpi(0, 1, local_size=1), "HOROVOD_SIZE": "2"}, "HOROVOD_SIZE=2 shows several processes"),
         ({**ALONE, "LOCAL_RANK": "-1"}, "LOCAL_RANK=-1 contradicts RANK=0, WORLD_SIZE=1: leave"),
         ({**TWO_HOSTS, "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, "LOCAL_RANK=2 contradicts OMPI_COMM_WORLD_RANK=3, OMPI_"),
-        ({**TWO_HOSTS, "OMPI_COMM_WORLD_LOCAL_SIZE": "5"}, "OMPI_COMM_WORLD_LOCAL_SIZE=5: leave it out, or mend it"),
+        ({**TWO_HOSTS, "OMPI_COMM_WORLD_LOCAL_SIZE": "5"}, "OMPI_COMM_WORLD_LOCAL_SIZE=5: leave it out, or fix it"),
         ({"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0"}, "HOROVOD_SIZE=2 shows several processes"),
         ({"PET_NNODES": "2"}, "PET_NNODES=2 is for torchrun, which reads it: start this with torchrun PROGRAM"),
         ({"PET_NPROC_PER_NODE": "auto"}, "PET_NPROC_PER_NODE=auto is for torchrun"),
@@ -175,12 +184,12 @@ def test_one_of_several_that_is_told_to_be_alone_says_so_once(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr("ddp.comm.meeting.place.log.warning", lambda words, *given: said.append(words % given))
-    _say_once.cache_clear()
+    _warn_once.cache_clear()
     for _ in range(2):
         found = place(environment)
         assert found is not None and found.world_size == 1
     assert len(said) == bool(sign)
-    assert not sign or f"though {sign} shows others beside it: if all of them are to train one model" in said[0]
+    assert not sign or f"though {sign} shows other processes: if all of them are to train one model" in said[0]
 
 
 def test_the_first_host_of_slurm_s_list() -> None:
@@ -248,7 +257,7 @@ def test_a_rank_joins_the_others_or_is_told_what_to_do(
     class Joins(BaseException):
         """It would meet the others now."""
 
-    def join(here: Place | None = None, **_: Any) -> None:
+    def join(here: RankPlace | None = None, **_: Any) -> None:
         here = here or place()
         assert here is not None
         joined.append((here.rank, here.world_size))

@@ -46,7 +46,7 @@ def test_a_launcher_hands_the_secret_over_in_a_folder_of_its_own(monkeypatch: py
         assert secret.private_part(4000) == folder / "4000"
         assert secret.private_part(4001) is None, "child processes that meet elsewhere are ranks of another job"
         folder.chmod(0o755)
-        with pytest.raises(ConfigError, match=f"^others may enter {folder}: did one"):
+        with pytest.raises(ConfigError, match=f"^others may enter {folder}: one of them"):
             secret.take_secret(folder)
     assert not folder.exists()
 
@@ -129,7 +129,7 @@ def test_what_a_stranger_writes_into_a_sealed_store_is_not_found_or_refused() ->
     first, second = (mine._name(f"here/{rank}") for rank in (1, 2))  # type: ignore[attr-defined]
     for changed in (open_to_all.get(second), open_to_all.get(first)[:-1], b"", open_to_all.get(first) + b"!"):
         open_to_all.set(first, changed)  # the value of another name, less, nothing, more
-        with pytest.raises(DistError, match="here/1 was written by somebody who does not know DDP_SECRET"):
+        with pytest.raises(DistError, match="here/1 was written by a process that does not know DDP_SECRET"):
             mine.get("here/1")
     assert sealed(open_to_all, b"") is open_to_all
 
@@ -167,7 +167,7 @@ def without_the_secret() -> str:
 def test_a_rank_without_the_secret_does_not_join() -> None:
     said = collect(start_ranks(without_the_secret, 2, environment={"DDP_SECRET": "s" * 16}))
     assert "lost rank 1" in said[0]
-    assert "of 2 ranks, [1] did not come within 1 s. Was each started, with the same DDP_SECRET?" in said[0]
+    assert "of 2 ranks, [1] did not come within 1 s: start each once with the same DDP_SECRET" in said[0]
     assert "joined" not in said[1]
 
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import ddp
-from ddp.comm.meeting.cast import cast, how_ended, is_done
 from ddp.comm.meeting.place import place
+from ddp.comm.meeting.role import current_role, how_ended, is_done
 from ddp.errors import ConfigError, PeerLost, WorkersFailed
 from ddp.run.launch import supervisor
 
@@ -52,7 +52,7 @@ def until(holds: Any, *, within_s: float = DEADLINE_S) -> None:
 
 def as_told(folder: Path, told: Mapping[str, Any], num_starts: int) -> tuple[str, int, str]:
     """Notes its start; then does what it is told, or ends well once there have been so many starts."""
-    me = cast()
+    me = current_role()
     assert me is not None
     name = f"{me}.{me.incarnation}"
     (folder / f"{name} as {os.getpid()}").touch()
@@ -160,7 +160,7 @@ def test_the_run_fails_with_its_root_cause(
 
 def die_after_the_workers() -> None:
     """The server is killed once all workers have done their work."""
-    if (me := cast()) is not None and me.job == "server":
+    if (me := current_role()) is not None and me.job == "server":
         until(lambda: all(is_done(me.store, f"worker {number}") for number in range(2)))
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -176,7 +176,7 @@ def save_at_the_end(folder: Path) -> None:
     try:
         time.sleep(DEADLINE_S)
     except KeyboardInterrupt:
-        (folder / f"{cast()} saves").touch()
+        (folder / f"{current_role()} saves").touch()
         if (folder / "slow").exists():
             time.sleep(DEADLINE_S)
 
@@ -212,9 +212,9 @@ from pathlib import Path
 import ddp
 
 def train(folder):
-    from ddp.comm.meeting.cast import cast
+    from ddp.comm.meeting.role import current_role
     import os
-    (folder / f"{cast()} as {os.getpid()}").touch()
+    (folder / f"{current_role()} as {os.getpid()}").touch()
     time.sleep(60)
 
 if __name__ == "__main__":

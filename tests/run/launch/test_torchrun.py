@@ -14,9 +14,9 @@ import torch
 from ranks import run_ranks
 
 import ddp
-from ddp.comm.meeting.cast import cast
-from ddp.comm.meeting.cluster_spec import Task
-from ddp.comm.meeting.place import Place
+from ddp.comm.meeting.cluster_spec import ClusterTask
+from ddp.comm.meeting.place import RankPlace, number_of
+from ddp.comm.meeting.role import current_role
 from ddp.errors import ConfigError
 from ddp.run.launch import torchrun
 from ddp.run.settings.checks import check_servers
@@ -35,7 +35,7 @@ def train_in_the_launcher_s_processes(folder: Path) -> Any:
     def trained(*_: Any, rank: int, play: Any, **__: Any) -> int:
         play()
         comm = ddp.init()
-        found.append((rank, str(cast()), comm.rank, comm.all_reduce(torch.ones(1)).item()))
+        found.append((rank, str(current_role()), comm.rank, comm.all_reduce(torch.ones(1)).item()))
         ddp.shutdown()
         return 0
 
@@ -61,13 +61,13 @@ def test_the_last_ranks_are_servers_and_the_first_of_them_prepares_the_run(tmp_p
 def test_a_launcher_s_processes_are_not_all_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["ddp train", "cluster.servers=2"])
     with pytest.raises(ConfigError, match=r"^cluster\.servers=2: of the 2 that were started, one at least must be"):
-        torchrun._num_servers(Place("torchrun", 0, 2))
-    assert torchrun._num_servers(Place("torchrun", 0, 3)) == 2
-    tasks = Task("ps", 0, "h:1"), Task("worker", 0, "h:2")
+        number_of(RankPlace("torchrun", 0, 2), 2, setting="cluster.servers")
+    assert torchrun._num_servers(RankPlace("torchrun", 0, 3)) == 2
+    tasks = ClusterTask("ps", 0, "h:1"), ClusterTask("worker", 0, "h:2")
     with pytest.raises(ConfigError, match=r"^cluster\.servers=2: TF_CONFIG has 1 task of the job ps; leave it out$"):
-        torchrun._num_servers(Place("TF_CONFIG", 0, 2, tasks=tasks))
+        torchrun._num_servers(RankPlace("TF_CONFIG", 0, 2, tasks=tasks))
     monkeypatch.setattr(sys, "argv", ["ddp train", "strategy=parameter_server"])
-    assert torchrun._num_servers(Place("torchrun", 0, 3)) == 1
+    assert torchrun._num_servers(RankPlace("torchrun", 0, 3)) == 1
 
 
 def test_a_server_without_a_tensor_is_refused() -> None:

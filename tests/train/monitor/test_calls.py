@@ -13,8 +13,7 @@ from ranks import run_ranks
 from torch import nn
 
 import ddp
-from ddp.comm.watch.call import Call, Envelope
-from ddp.comm.watch.history import History, plain_calls
+from ddp.comm.watch.call import Call, Envelope, History, plain_calls
 from ddp.errors import ConfigError
 from ddp.train.monitor.calls import calls_left
 

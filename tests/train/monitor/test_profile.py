@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from ddp.__main__ import main
 from ddp.collectives.simulate import Link
-from ddp.comm.watch.call import Call, Envelope
-from ddp.comm.watch.history import History
+from ddp.comm.watch.call import Call, Envelope, History
 from ddp.errors import ConfigError
 from ddp.train.monitor.parts import CallTimes, Phase, RawStep, last_begun, spans_of
 from ddp.train.monitor.profile import (

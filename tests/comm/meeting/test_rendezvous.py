@@ -15,9 +15,9 @@ import torch
 from ranks import RankFailed, collect, start_ranks, unfailed
 
 import ddp
-from ddp.comm.meeting import by_arrival
-from ddp.comm.meeting.cast import Told, cast, take_part, told
-from ddp.comm.meeting.place import Place, refuse_workers
+from ddp.comm.meeting import rendezvous
+from ddp.comm.meeting.place import RankPlace, refuse_workers
+from ddp.comm.meeting.role import RoleSettings, current_role, role_from_env, set_role
 from ddp.errors import ConfigError, PeerLost
 from ddp.run.launch import by_hand, command_line
 from ddp.run.launch.command_line import take_role
@@ -31,15 +31,15 @@ THERE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4711"}
     [
         ({}, None),
         ({**THERE, "RANK": "0", "WORLD_SIZE": "2"}, None),
-        ({"DDP_SERVERS": "1", "RANK": "0", "WORLD_SIZE": "2"}, Told(None, 1)),
-        ({"DDP_ROLE": "worker", **THERE}, Told("worker", None, None, *HERE)),
-        ({"DDP_ROLE": "worker", **THERE, "RANK": "0", "WORLD_SIZE": "1"}, Told("worker", None, None, *HERE)),
-        ({"DDP_ROLE": "server", "DDP_SERVERS": "2", "DDP_WORKERS": "3", **THERE}, Told("server", 2, 3, *HERE)),
+        ({"DDP_SERVERS": "1", "RANK": "0", "WORLD_SIZE": "2"}, RoleSettings(None, 1)),
+        ({"DDP_ROLE": "worker", **THERE}, RoleSettings("worker", None, None, *HERE)),
+        ({"DDP_ROLE": "worker", **THERE, "RANK": "0", "WORLD_SIZE": "1"}, RoleSettings("worker", None, None, *HERE)),
+        ({"DDP_ROLE": "server", "DDP_SERVERS": "2", "DDP_WORKERS": "3", **THERE}, RoleSettings("server", 2, 3, *HERE)),
         ({"DDP_ROLE": "server", "DDP_SERVERS": "1", "DDP_PRIVATE_FOLDER": "/dev/shm/ddp-secret-1/29500"}, None),
     ],
 )
-def test_what_the_variables_tell(variables: Mapping[str, str], says: Told | None) -> None:
-    assert told(variables) == says
+def test_what_the_variables_tell(variables: Mapping[str, str], says: RoleSettings | None) -> None:
+    assert role_from_env(variables) == says
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_what_the_variables_tell(variables: Mapping[str, str], says: Told | None
 )
 def test_variables_that_contradict_are_one_sentence(variables: Mapping[str, str], says: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        told(variables)
+        role_from_env(variables)
     assert str(refused.value).startswith(says)
 
 
@@ -87,12 +87,12 @@ def test_words_are_other_names_of_the_variables(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "environ", dict(THERE))
     assert take_role(["seed=1", "cluster.servers=2"]) is None and os.environ == THERE
     words = ["cluster.servers=2", "cluster.role=server", "cluster.workers=3"]
-    assert take_role(words) == told() == Told("server", 2, 3, "127.0.0.1", 4711)
+    assert take_role(words) == role_from_env() == RoleSettings("server", 2, 3, "127.0.0.1", 4711)
     with pytest.raises(ConfigError, match=r"^x: this process is a server already, as DDP_ROLE says: call it$"):
         refuse_workers("x", instead="call it")
     monkeypatch.setattr(sys, "argv", ["ddp train", "-m", "seed=1,2"])
     with pytest.raises(SystemExit):
-        by_hand.main(Told("worker", None))
+        by_hand.main(RoleSettings("worker", None))
 
 
 def test_a_role_stands_in_no_file() -> None:
@@ -103,9 +103,9 @@ def test_a_role_stands_in_no_file() -> None:
 
 
 def test_addresses_of_this_host() -> None:
-    assert by_arrival.is_here("127.0.0.1") and by_arrival.is_here("localhost")
-    assert not by_arrival.is_here("192.0.2.1") and not by_arrival.is_here("no such host")
-    assert by_arrival.is_on_loopback("127.0.0.1") and not by_arrival.is_on_loopback("10.0.0.1")
+    assert rendezvous.is_here("127.0.0.1") and rendezvous.is_here("localhost")
+    assert not rendezvous.is_here("192.0.2.1") and not rendezvous.is_here("no such host")
+    assert rendezvous.is_on_loopback("127.0.0.1") and not rendezvous.is_on_loopback("10.0.0.1")
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def meet(port: int) -> Any:
         comm = ddp.init(abort_s=abort_s)
     except (ConfigError, PeerLost) as error:
         return str(error)
-    me = cast()
+    me = current_role()
     assert me is not None and (me.num_workers, me.num_servers) == (5, 2)
     total = comm.all_reduce(torch.ones(1)).item()
     if number < 4:  # the store lives until the refused ones have come
@@ -164,7 +164,7 @@ def test_processes_get_their_index_by_arrival_and_strangers_none() -> None:
 
 def become_the_last(_: None) -> Any:
     comm = ddp.init()
-    me, total = cast(), comm.all_reduce(torch.ones(1)).item()
+    me, total = current_role(), comm.all_reduce(torch.ones(1)).item()
     ddp.shutdown()
     return str(me), comm.rank, total
 
@@ -180,12 +180,12 @@ def test_a_program_below_a_launcher_has_its_last_ranks_as_servers() -> None:
 
 def test_servers_by_rank_need_a_launcher_and_leave_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     for here, says in (
-        (None, "DDP_SERVERS=2: no launcher has started other processes beside this one; take one, or start each with"),
-        (Place("torchrun", 0, 2), "DDP_SERVERS=2: of the 2 that were started, one at least must be a worker"),
+        (None, "DDP_SERVERS=2: no launcher has started other processes than this one; take one, or start each with"),
+        (RankPlace("torchrun", 0, 2), "DDP_SERVERS=2: of the 2 that were started, one at least must be a worker"),
     ):
-        monkeypatch.setattr(by_arrival, "place", lambda here=here: here)
+        monkeypatch.setattr(rendezvous, "place", lambda here=here: here)
         with pytest.raises(ConfigError) as refused:
-            by_arrival._by_rank(Told(None, 2), warn_s=1, abort_s=1)
+            rendezvous._by_rank(RoleSettings(None, 2), warn_s=1, abort_s=1)
         assert str(refused.value).startswith(says)
 
 
@@ -202,12 +202,12 @@ def test_a_process_has_the_settings_of_server_0(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_worker_that_finds_no_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
-    me = Told("worker", None, None, "127.0.0.1", port)
-    with pytest.raises(PeerLost, match=rf"no server serves a store at 127\.0\.0\.1:{port} \(.*\)\. Was one"):
-        by_arrival.arrive(me, dict, warn_s=0.1, abort_s=0.2)
+    me = RoleSettings("worker", None, None, "127.0.0.1", port)
+    with pytest.raises(PeerLost, match=rf"no server serves a store at 127\.0\.0\.1:{port} \(.*\): start one"):
+        rendezvous.arrive(me, dict, warn_s=0.1, abort_s=0.2)
     cannot = pytest.raises(ConfigError, match=r": server 0 cannot serve the store of the processes there .*start one")
     with socket.create_server(("127.0.0.1", port)), cannot:
-        by_arrival.arrive(me._replace(job="server"), dict, warn_s=1, abort_s=1)
+        rendezvous.arrive(me._replace(job="server"), dict, warn_s=1, abort_s=1)
 
 
 def fitted(loss: Any, num_steps: int, callbacks: Any = (), **more: Any) -> tuple[ddp.TrainState, list[float]]:
@@ -246,12 +246,12 @@ def train_by_hand(ports: list[int], folder: Path) -> Any:
     while number == 2 and not (folder / "died").exists():
         time.sleep(0.01)
     state, weights = fitted(loss, 30, strategy=ddp.ParameterServer())
-    me = cast()
+    me = current_role()
     assert me is not None and state.step == 30 and not state.stopped_by
     if number:
         assert (me.index, me.num_workers) == (1, 2)
     ddp.shutdown()
-    take_part(None)
+    set_role(None)
     os.environ["MASTER_PORT"] = str(ports[1])
     with pytest.raises(PeerLost) as lost:
         fitted(loss, 30, [Dies()] if not number else [], strategy=ddp.ParameterServer(mode="async"))

@@ -1,14 +1,14 @@
-"""The part of this process in a run with parameter servers: a server, or a worker.
+"""The role of this process in a run with parameter servers: a server, or a worker.
 
     servers   are the ranks of the run: a communicator of their own, of `num_servers` ranks
     workers   are no ranks: each is a world of one, and meets the servers in the store
 
-Without a cast a process is a rank as its launcher says (`place.py`). A launcher of this package gives each process its
-part. Elsewhere these variables say it, and `by_arrival.py` reads them when the process joins the others:
+Without a role a process is a rank as its launcher says (`place.py`). A launcher of this package gives each process its
+role. Elsewhere these variables say it, and `rendezvous.py` reads them when the process joins the others:
 
     DDP_ROLE      server or worker: a process that is started by hand, whose index is that of its arrival
     DDP_SERVERS   number of servers; below a launcher, and without DDP_ROLE, they are its last ranks
-    DDP_WORKERS   number of workers that server 0 reckons with: a step of mode=sync has as many parts
+    DDP_WORKERS   number of workers that server 0 expects: a step of mode=sync has as many parts
     TF_CONFIG     the tasks of a cluster: those of the job ps are its servers (`cluster_spec.py`)
 
 On the command line of `train`, `cluster.role`, `cluster.servers` and `cluster.workers` are their other names.
@@ -33,8 +33,8 @@ STORE = "run"  # where they meet, in the private folder of a launch on one host
 
 
 @dataclass(frozen=True)
-class Cast:
-    """The part of one process.
+class Role:
+    """The role of one process.
 
     Attributes:
         job, index: "server" or "worker", and its number among those of its job.
@@ -52,44 +52,44 @@ class Cast:
     incarnation: int = 0
     served: Store | None = None
 
+    @classmethod
+    def of_number(
+        cls, number: int, *, workers: int, servers: int, store: Store, incarnation: int = 0, served: Store | None = None
+    ) -> Role:
+        """Returns the role of a process by its number in a launch, in which the servers have the first ones."""
+        job: Job = "server" if number < servers else "worker"
+        index = number if job == "server" else number - servers
+        return cls(job, index, workers, servers, store, incarnation, served)
+
     def __str__(self) -> str:
         return f"{self.job} {self.index}"
 
 
-def numbered(
-    number: int, *, workers: int, servers: int, store: Store, incarnation: int = 0, served: Store | None = None
-) -> Cast:
-    """Returns the part of a process by its number in a launch, in which the servers have the first ones."""
-    job: Job = "server" if number < servers else "worker"
-    index = number if job == "server" else number - servers
-    return Cast(job, index, workers, servers, store, incarnation, served)
+_current: Role | None = None
 
 
-_mine: Cast | None = None
+def current_role() -> Role | None:
+    """Returns the role of this process; None where a run has no parameter servers."""
+    return _current
 
 
-def cast() -> Cast | None:
-    """Returns the part of this process; None where a run has no parameter servers."""
-    return _mine
+def set_role(role: Role | None) -> None:
+    """Gives this process its role, before it joins the others."""
+    global _current
+    _current = role
 
 
-def take_part(part: Cast | None) -> None:
-    """Gives this process its part, before it joins the others."""
-    global _mine
-    _mine = part
-
-
-# --- what the variables tell ------------------------------------------------------------------------------------------
+# --- the variables ----------------------------------------------------------------------------------------------------
 
 ROLE, SERVERS, WORKERS = "DDP_ROLE", "DDP_SERVERS", "DDP_WORKERS"
 
 
-class Told(NamedTuple):
-    """Holds what a process is told before it joins the others.
+class RoleSettings(NamedTuple):
+    """Settings of a process's role, as the environment has them before it joins the others.
 
     Attributes:
-        job: None: its rank says it.
-        num_servers, num_workers: of the run; None: it is not told.
+        job: None: its rank decides.
+        num_servers, num_workers: of the run; None: not given.
         address, port: where server 0 serves the store; "" and 0 without a job.
     """
 
@@ -100,8 +100,8 @@ class Told(NamedTuple):
     port: int = 0
 
 
-def told(environment: Mapping[str, str] | None = None) -> Told | None:
-    """Returns what the variables tell; None if that is nothing, or a launcher of this package has started the process.
+def role_from_env(environment: Mapping[str, str] | None = None) -> RoleSettings | None:
+    """Returns what the variables say; None if that is nothing, or a launcher of this package has started the process.
 
     Args:
         environment: that of this process, unless given.
@@ -116,15 +116,12 @@ def told(environment: Mapping[str, str] | None = None) -> Told | None:
     servers, workers = _count(env, SERVERS), _count(env, WORKERS)
     if job is None and (sparse := server_of_sparse(env.get("TF_CONFIG", ""))) is not None:
         task, server = sparse
-        return Told("server" if task.job == "ps" else "worker", servers, workers, server.host, server.port)
-    if not (job or servers):
-        return None
+        return RoleSettings("server" if task.job == "ps" else "worker", servers, workers, server.host, server.port)
     if job is None:
-        return Told(None, servers, workers)
+        return RoleSettings(None, servers, workers) if servers else None
     if job not in get_args(Job):
         raise ConfigError(f"{ROLE}={job}: must be {' or '.join(get_args(Job))}")
-    is_rank = "RANK" in env and env.get("WORLD_SIZE", "1") != "1"
-    if is_rank or "TORCHELASTIC_RUN_ID" in env:
+    if ("RANK" in env and env.get("WORLD_SIZE", "1") != "1") or "TORCHELASTIC_RUN_ID" in env:
         by = f"RANK={env.get('RANK')} and WORLD_SIZE={env.get('WORLD_SIZE')}"
         raise ConfigError(
             f"{ROLE}={job}: a launcher has placed this process already ({by}): leave the role out, and say "
@@ -132,16 +129,32 @@ def told(environment: Mapping[str, str] | None = None) -> Told | None:
         )
     if "TF_CONFIG" in env:
         raise ConfigError(f"{ROLE}={job}: TF_CONFIG says which task this process is; leave one of the two out")
-    port = env.get("MASTER_PORT", "")
-    if "MASTER_ADDR" not in env or not port:
-        missing = "MASTER_PORT" if "MASTER_ADDR" in env else "MASTER_ADDR"
+    address, port = store_address(env, because=f"{ROLE}={job}", all_of_them="servers and workers", keeper="server 0")
+    return RoleSettings("server" if job == "server" else "worker", servers, workers, address, port)
+
+
+def store_address(
+    env: Mapping[str, str], default: tuple[str, int] = ("", 0), *, because: str, all_of_them: str, keeper: str
+) -> tuple[str, int]:
+    """Returns the address and port at which the processes meet: MASTER_ADDR and MASTER_PORT, or the default of each.
+
+    Args:
+        because: the variable, with its value, that shows that there are several processes.
+        all_of_them, keeper: names of the processes, and of the one that serves the store, for errors.
+
+    Raises:
+        ConfigError: one is malformed, or is neither set nor has a default.
+    """
+    address = env.get("MASTER_ADDR", "").strip("[]") or default[0]  # as a URL has an IPv6 address
+    port = env.get("MASTER_PORT", str(default[1] or "")).strip()
+    if port and not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ConfigError(f"MASTER_PORT={port}: must be from 1 to 65535, the same for all {all_of_them}")
+    if not address or not port:
         raise ConfigError(
-            f"{ROLE}={job}, but {missing} is not set: give all servers and workers MASTER_ADDR, the host of server 0, "
-            "and MASTER_PORT, a free port there"
+            f"{because}, but {'MASTER_PORT' if address else 'MASTER_ADDR'} is not set: give all {all_of_them} "
+            f"MASTER_ADDR, the host of {keeper}, and MASTER_PORT, a free port there"
         )
-    if not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise ConfigError(f"MASTER_PORT={port}: must be from 1 to 65535, the same for all servers and workers")
-    return Told("server" if job == "server" else "worker", servers, workers, env["MASTER_ADDR"], int(port))
+    return address, int(port)
 
 
 def _count(env: Mapping[str, str], name: str) -> int | None:
@@ -151,17 +164,17 @@ def _count(env: Mapping[str, str], name: str) -> int | None:
     return None if value is None else int(value)
 
 
-# --- what whoever has started the processes tells of them, in the store ----------------------------------------------
+# --- how a process has ended, which its launcher writes into the store ------------------------------------------------
 
 
-def tell_end(of: Cast, how: str) -> None:
+def publish_end(of: Role, how: str) -> None:
     """Publishes how a process has ended, such as "was killed by SIGKILL"; "" if it has done its work."""
     of.store.set(f"ended/{of}/{of.incarnation}" if how else f"done/{of}", how)
 
 
-def is_done(store: Store, part: str) -> bool:
+def is_done(store: Store, role: str) -> bool:
     """Returns True if a process, such as "worker 1", has done its work: of a launch, or of the fit of this store."""
-    return bool(store.check([f"done/{part}"]))
+    return bool(store.check([f"done/{role}"]))
 
 
 def how_ended(store: Store, job: Job, index: int, incarnation: int = 0) -> str:
