@@ -252,8 +252,8 @@ def _choice_problems(config: Config) -> Iterator[str]:
         case settings.Lines(inputs=inputs, target=target) if not inputs or target is None:
             key = "target" if inputs else "inputs"
             yield f"data.{key}: which columns? Give data.inputs=[NAME,…] and data.target=NAME"
-    match config.optim:
-        case settings.Sgd(nesterov=True, momentum=0):
+    match asdict(config.optim):
+        case {"nesterov": True, "momentum": 0}:
             yield "optim.nesterov=true: needs momentum; set optim.momentum=0.9, or optim.nesterov=false"
     wire = config.replica.wire
     if wire is not None and config.replica.kind == "naive":
@@ -300,16 +300,16 @@ def _hook_problems(config: Config) -> Iterator[str]:
         yield f"{key}: does the sending by itself; leave replica.wire={config.replica.wire} out"
     if hook.name == "sign" and not hook.error_feedback:
         yield "hook.error_feedback=false: signs alone go astray; leave it out"
-    match hook, config.optim:
-        case settings.TopKChoice(momentum=momentum, error_feedback=False), _ if momentum:
+    match asdict(hook), asdict(config.optim):
+        case {"momentum": momentum, "error_feedback": False}, _ if momentum:
             yield f"hook.momentum={momentum:g}: needs hook.error_feedback=true"
-        case settings.TopKChoice(momentum=momentum), settings.Sgd(momentum=other) if momentum and other:
+        case {"momentum": momentum}, {"momentum": other} if momentum and other:
             yield (
                 f"hook.momentum={momentum:g}: contradicts optim.momentum={other:g}, both would act; set "
                 "optim.momentum=0 optim.nesterov=false"
             )
-        case settings.TopKChoice(momentum=momentum), optim if momentum and not isinstance(optim, settings.Sgd):
-            yield f"hook.momentum={momentum:g}: optim={optim.name} has momentum, too; take optim=sgd optim.momentum=0"
+        case {"momentum": momentum}, {"name": name} if momentum and name != "sgd":
+            yield f"hook.momentum={momentum:g}: optim={name} has momentum, too; take optim=sgd optim.momentum=0"
 
 
 WARMUPS = ("steps", "samples", "epochs", "fraction")

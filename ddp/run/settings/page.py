@@ -18,6 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ddp.process.terminal import say
 from ddp.run.settings.config import CHOICES, MEANINGS, OWN, Config
+from ddp.run.settings.groups import GROUPS
 from ddp.setting import metadata_of
 
 WIDTH = 100
@@ -70,7 +71,7 @@ def _lines(settings: Any, prefix: str) -> Iterator[str]:
 
 def _choice_lines(group: str, usual: str) -> Iterator[str]:
     """Yields the lines of a group: what its choices share, and then each choice with what is its own."""
-    base = next(kind for kind in type(CHOICES[group][usual]).__mro__ if kind.__base__ is object)
+    base = GROUPS[group]
     shared = {item.name: item for item in fields(base) if item.name != "name"}
     yield f"{group}=CHOICE: {_purpose(base)} (default: {usual})"
     same = {name for name in shared if len({repr(getattr(choice, name)) for choice in CHOICES[group].values()}) == 1}
