@@ -7,10 +7,9 @@ is imported from its address here, in the parent before any worker starts, and i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +28,7 @@ from ddp.data.sets.file_splits import Files, load_lines, load_tar, load_text, lo
 from ddp.data.sets.image_sets import Augment, augmented
 from ddp.data.sets.validation import with_share
 from ddp.errors import ConfigError
-from ddp.gradients import DenseStart, Hook, PowerSGD, RandomK, Sign, TopK
+from ddp.gradients import DenseStart, Hook
 from ddp.models.gpt import GPT
 from ddp.models.images import CNN, MLP, resnet
 from ddp.policies import Averaging, Buckets, averaging_named
@@ -376,16 +375,9 @@ def add_own_algorithm(config: Config, *, check: bool = False) -> None:
 
 def make_hook(config: Config) -> Hook | None:
     """Returns the hook that sends less than all of the gradients, if there is one."""
-    options = asdict(config.hook)
-    name, dense_start_steps = options.pop("name"), options.pop("dense_start_steps")
-    kinds: dict[str, Callable[..., Hook]] = {
-        "sign": lambda error_feedback: Sign(), "top_k": TopK,
-        "random_k": partial(RandomK, seed=config.seed), "powersgd": partial(PowerSGD, seed=config.seed),
-    }
-    if name not in kinds:
-        return None
-    hook = kinds[name](**options)
-    return DenseStart(hook, dense_start_steps) if dense_start_steps else hook
+    hook: Hook | None = config.hook.made(config.seed)
+    first_steps = config.hook.dense_start_steps
+    return DenseStart(hook, first_steps) if hook is not None and first_steps else hook
 
 
 def synchronised(config: Config, module: nn.Module) -> nn.Module:

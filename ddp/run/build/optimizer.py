@@ -6,9 +6,9 @@ What one setting makes of another, as a batch does of the rate, is said here onc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from typing import cast
 
@@ -21,7 +21,6 @@ from ddp.data.samples import Samples
 from ddp.errors import ConfigError
 from ddp.optim import schedules
 from ddp.optim.groups import parameter_groups
-from ddp.run.settings import config as settings
 from ddp.run.settings.config import Config
 from ddp.units import counted
 
@@ -118,13 +117,4 @@ def derived(config: Config, sizes: Steps) -> list[str]:
 
 def make_schedule(config: Config, sizes: Steps) -> schedules.RateSchedule:
     """Returns the learning-rate schedule for the steps of a run."""
-    schedule, shared = config.schedule, {item.name for item in fields(settings.Schedule)}
-    own = {item.name: getattr(schedule, item.name) for item in fields(schedule) if item.name not in shared}
-    kinds: dict[str, Callable[..., schedules.RateSchedule]] = {
-        "constant": schedules.constant,
-        "cosine": schedules.cosine,
-        "polynomial": schedules.polynomial,
-        "wsd": schedules.wsd,
-        "step": schedules.step,
-    }
-    return schedules.with_warmup(kinds[schedule.name](**own), num_samples=warmup_samples(config, sizes))
+    return schedules.with_warmup(config.schedule.made(), num_samples=warmup_samples(config, sizes))

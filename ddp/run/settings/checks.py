@@ -82,7 +82,7 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
         config.batch.num_shards = num_shards if fits else NUM_SHARDS if config.same_bits.on else parts
     schedule = config.schedule
     if all(getattr(schedule, f"warmup_{unit}") is None for unit in WARMUPS):
-        schedule.warmup_fraction = 0.05 if isinstance(schedule, settings.Falling) else 0.0
+        schedule.warmup_fraction = 0.05 if hasattr(schedule, "final_factor") else 0.0
     if not own_parts(asdict(config)):
         config.run.code = ""
     elif not config.run.code or not Path(config.run.code).is_dir():  # a new run, or one whose folder has moved
@@ -264,8 +264,8 @@ def _choice_problems(config: Config) -> Iterator[str]:
         yield f"replica.wire=fp32: gradients of precision={config.precision} are fp32 already; leave it out"
     if config.hook.name != "none":
         yield from _hook_problems(config)
-    match config.schedule:
-        case settings.StepDecay(milestones=each) if each != sorted(each) or not all(0 < share < 1 for share in each):
+    match asdict(config.schedule):
+        case {"milestones": each} if each != sorted(each) or not all(0 < share < 1 for share in each):
             yield f"schedule.milestones={each}: must be rising shares of the run between 0 and 1, as [0.5,0.75]"
 
 

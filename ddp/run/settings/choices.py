@@ -1,6 +1,8 @@
 """All choices of the groups of settings: what each is, its settings, and how it is made of them (`groups.py`).
 
-    optim       a function of `groups`, which makes parameter groups        → torch.optim.Optimizer
+    optim       parameter groups  → torch.optim.Optimizer
+    schedule                      → a factor on the learning rate, without warm-up
+    hook        the run's seed    → ddp.gradients.Hook, or None
 
 Nothing here imports torch before a component is made, so that `--help` is there at once.
 """
@@ -17,8 +19,13 @@ from ddp.setting import Bounds
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from ddp.gradients import Hook
+    from ddp.optim.schedules import RateSchedule
+
 POSITIVE = Bounds(above=0)
+COUNT = Bounds(at_least=1)
 SHARE = Bounds(at_least=0, below=1)
+PART = Bounds(above=0, at_most=1)
 NO_ARGS: dict[str, Any] = {}
 
 # ------------------------------------------------------------------------------------------------------- optimizers
@@ -84,3 +91,107 @@ def layerwise(
         return kinds[name](parameters, lr, preset=preset, **args)
     except (ConfigError, TypeError) as error:
         raise ConfigError(f"optim={name}: {error}") from error
+
+
+# -------------------------------------------------------------------------------------------------------- schedules
+
+Final = Annotated[float, Bounds(at_least=0), "factor on lr at the end of the run"]
+HALF_WAY = [0.5, 0.75]
+
+
+@choice("schedule", "constant", "the same rate all the time, after the warm-up if there is one")
+def constant() -> RateSchedule:
+    from ddp.optim import schedules
+
+    return schedules.constant()
+
+
+@choice("schedule", "cosine", "half a cosine from lr down to lr · final_factor, after the warm-up")
+def cosine(*, final_factor: Final = 0.0) -> RateSchedule:
+    from ddp.optim import schedules
+
+    return schedules.cosine(final_factor=final_factor)
+
+
+@choice("schedule", "polynomial", "a line or a power from lr down to lr · final_factor, after the warm-up")
+def polynomial(
+    *,
+    final_factor: Final = 0.0,
+    power: Annotated[float, POSITIVE, "power of what is left of the run; 1: a straight line"] = 1.0,
+) -> RateSchedule:
+    from ddp.optim import schedules
+
+    return schedules.polynomial(power=power, final_factor=final_factor)
+
+
+@choice("schedule", "wsd", "the same rate after the warm-up, and a decay at the end (warm-up, stable, decay)")
+def wsd(
+    *,
+    final_factor: Final = 0.0,
+    decay_fraction: Annotated[float, PART, "last share of the run, in which lr falls, above 0"] = 0.2,
+) -> RateSchedule:
+    from ddp.optim import schedules
+
+    return schedules.wsd(decay_fraction=decay_fraction, final_factor=final_factor)
+
+
+@choice("schedule", "step", "lr is multiplied by gamma at each milestone")
+def step(
+    *,
+    milestones: Annotated[list[float], "when lr drops, as rising shares of the run between 0 and 1"] = HALF_WAY,
+    gamma: Annotated[float, POSITIVE, "factor on lr at each milestone"] = 0.1,
+) -> RateSchedule:
+    from ddp.optim import schedules
+
+    return schedules.step(gamma=gamma, milestones=milestones)
+
+
+# ------------------------------------------------------------------------------------------------------------ hooks
+
+Ratio = Annotated[float, PART, "share of the numbers of a tensor that is sent, above 0 and at most 1"]
+
+
+@choice("hook", "none", "gradients are sent whole")
+def none(seed: int) -> None:
+    return None
+
+
+@choice("hook", "sign", "one bit for each number, and a scale for each row")
+def sign(seed: int) -> Hook:
+    from ddp.gradients import Sign
+
+    return Sign()
+
+
+@choice("hook", "top_k", "the largest numbers of each tensor, with their positions")
+def top_k(
+    seed: int,
+    *,
+    error_feedback: bool,
+    ratio: Ratio = 0.01,
+    momentum: Annotated[float, SHARE, "momentum that the hook applies in the place of the optimizer"] = 0.0,
+    warmup_steps: Annotated[int, Bounds(at_least=0), "steps in which the ratio falls from 1/4 to this one"] = 0,
+) -> Hook:
+    from ddp.gradients import TopK
+
+    return TopK(ratio, error_feedback=error_feedback, momentum=momentum, warmup_steps=warmup_steps)
+
+
+@choice("hook", "random_k", "numbers drawn at random, the same ones on every worker")
+def random_k(seed: int, *, error_feedback: bool, ratio: Ratio = 0.1) -> Hook:
+    from ddp.gradients import RandomK
+
+    return RandomK(ratio, error_feedback=error_feedback, seed=seed)
+
+
+@choice("hook", "powersgd", "two narrow matrices for each matrix")
+def powersgd(
+    seed: int,
+    *,
+    error_feedback: bool,
+    rank: Annotated[int, COUNT, "columns of the two narrow matrices whose product stands for a gradient"] = 4,
+    warm_start: Annotated[bool, "begin with the factor of the last step, and not with a random one"] = True,
+) -> Hook:
+    from ddp.gradients import PowerSGD
+
+    return PowerSGD(rank, error_feedback=error_feedback, warm_start=warm_start, seed=seed)

@@ -168,57 +168,6 @@ class Gpt(Model):
     dropout: float = setting(0.0, "probability that an activation is dropped", at_least=0, below=1)
 
 
-@dataclass(kw_only=True, slots=True)
-class Falling(Schedule):
-    """A schedule that falls steadily, for which a short warm-up is usual."""
-
-    final_factor: float = setting(0.0, "factor on lr at the end of the run", at_least=0)
-
-
-@dataclass(kw_only=True, slots=True)
-class Polynomial(Falling):
-    name: str = "polynomial"
-    power: float = setting(1.0, "power of what is left of the run; 1: a straight line", above=0)
-
-
-@dataclass(kw_only=True, slots=True)
-class Wsd(Falling):
-    name: str = "wsd"
-    decay_fraction: float = setting(0.2, "last share of the run, in which lr falls, above 0", above=0, at_most=1)
-
-
-@dataclass(kw_only=True, slots=True)
-class StepDecay(Schedule):
-    name: str = "step"
-    milestones: list[float] = setting([0.5, 0.75], "when lr drops, as rising shares of the run between 0 and 1")
-    gamma: float = setting(0.1, "factor on lr at each milestone", above=0)
-
-
-@dataclass(kw_only=True, slots=True)
-class TopKChoice(HookChoice):
-    name: str = "top_k"
-    ratio: float = setting(
-        0.01, "share of the numbers of a tensor that is sent, above 0 and at most 1", above=0, at_most=1
-    )
-    momentum: float = setting(0.0, "momentum that the hook applies in the place of the optimizer", at_least=0, below=1)
-    warmup_steps: int = setting(0, "steps in which the ratio falls from 1/4 to this one", at_least=0)
-
-
-@dataclass(kw_only=True, slots=True)
-class RandomKChoice(HookChoice):
-    name: str = "random_k"
-    ratio: float = setting(
-        0.1, "share of the numbers of a tensor that is sent, above 0 and at most 1", above=0, at_most=1
-    )
-
-
-@dataclass(kw_only=True, slots=True)
-class PowerSgdChoice(HookChoice):
-    name: str = "powersgd"
-    rank: int = setting(4, "columns of the two narrow matrices whose product stands for a gradient", at_least=1)
-    warm_start: bool = setting(True, "begin with the factor of the last step, and not with a random one")
-
-
 _ALL: dict[str, list[tuple[Any, str]]] = {
     "strategy": [
         (StrategyChoice(name="auto"), "every worker holds all, and makes the same update; on any number of hosts"),
@@ -258,20 +207,6 @@ _ALL: dict[str, list[tuple[Any, str]]] = {
         (Model(name="resnet34"), "torchvision's ResNet-34, for images"),
         (Model(name="resnet50"), "torchvision's ResNet-50, for images"),
         (Gpt(), "small GPT, for text: data=standard_library model=gpt"),
-    ],
-    "schedule": [
-        (Schedule(name="constant"), "the same rate all the time, after the warm-up if there is one"),
-        (Falling(name="cosine"), "half a cosine from lr down to lr · final_factor, after the warm-up"),
-        (Polynomial(), "a line or a power from lr down to lr · final_factor, after the warm-up"),
-        (Wsd(), "the same rate after the warm-up, and a decay at the end (warm-up, stable, decay)"),
-        (StepDecay(), "lr is multiplied by gamma at each milestone"),
-    ],
-    "hook": [
-        (HookChoice(name="none"), "gradients are sent whole"),
-        (HookChoice(name="sign"), "one bit for each number, and a scale for each row"),
-        (TopKChoice(), "the largest numbers of each tensor, with their positions"),
-        (RandomKChoice(), "numbers drawn at random, the same ones on every worker"),
-        (PowerSgdChoice(), "two narrow matrices for each matrix"),
     ],
 }
 for _group, _choices in _ALL.items():
