@@ -6,10 +6,10 @@ is imported from its address here, in the parent before any worker starts, and i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,8 +29,6 @@ from ddp.data.sets.image_sets import Augment, augmented
 from ddp.data.sets.validation import with_share
 from ddp.errors import ConfigError
 from ddp.gradients import DenseStart, Hook
-from ddp.models.gpt import GPT
-from ddp.models.images import CNN, MLP, resnet
 from ddp.policies import Averaging, Buckets, averaging_named
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
@@ -52,7 +50,6 @@ from ddp.train.trackers.tensorboard import TensorBoard
 from ddp.train.trackers.wandb import WandB
 from ddp.train.watcher import Watch
 
-SMALL_IMAGE = 64  # pixels; below it a ResNet starts without striding
 _NUM_TRIED = 100  # samples, of which one must be readable
 
 
@@ -281,22 +278,10 @@ def make_model(config: Config, splits: Splits) -> nn.Module:
     Raises:
         ConfigError: it cannot be built, or does not go with the samples.
     """
-    match config.model:
-        case settings.OwnModel(name=address, args=arguments):
-            return own_model(address, arguments, key="model", folder=config.run.code)
-        case settings.Mlp(hidden=hidden):
-            shape, num_classes = _facts(config, splits)
-            return MLP(in_features=math.prod(shape), hidden=(hidden, hidden), num_classes=num_classes)
-        case settings.Cnn(width=width, dropout=dropout):
-            shape, num_classes = _facts(config, splits, of="[channels, height, width]")
-            return CNN(in_channels=shape[0], image_size=shape[1], num_classes=num_classes, width=width, dropout=dropout)
-        case settings.Gpt(width=width, depth=depth, heads=heads, dropout=dropout):
-            (context,), num_classes = _facts(config, splits, of="[time]")
-            return GPT(vocab_size=num_classes, context=context, width=width, depth=depth, heads=heads, dropout=dropout)
-        case _:
-            shape, num_classes = _facts(config, splits, of="[channels, height, width]")
-            small = shape[1] < SMALL_IMAGE
-            return resnet(config.model.name, num_classes=num_classes, small_images=small, in_channels=shape[0])
+    if is_address(config.model.name):
+        return own_model(config.model.name, asdict(config.model)["args"], key="model", folder=config.run.code)
+    model: nn.Module = config.model.made(partial(_facts, config, splits))
+    return model
 
 
 def make_model_without_memory(config: Config, splits: Splits) -> nn.Module:
@@ -305,7 +290,7 @@ def make_model_without_memory(config: Config, splits: Splits) -> nn.Module:
         with torch.device("meta"):
             return make_model(config, splits)
     except ConfigError:
-        if isinstance(config.model, settings.OwnModel):
+        if is_address(config.model.name):
             return make_model(config, splits)
         raise
 

@@ -257,7 +257,7 @@ def _yardsticks() -> Mapping[str, float]:
 
 def _written_by(config: Config, run_dir: Path) -> str:
     """Returns a few lines that the trained model writes, or "" for a model of the user's own."""
-    if not isinstance(config.model, settings.Gpt):
+    if config.model.name != "gpt":
         return ""
     model = cast(GPT, load_trained(run_dir, "latest").model())
     prompt = b"\n    def "
@@ -281,5 +281,5 @@ def _next_commands(config: Config, summary: Mapping[str, Any], run_dir: Path) ->
     workers = f"cluster.workers={','.join(map(str, counts))}"
     takes_several = config.strategy.name != "one_device" and len(counts) > 1
     sweep = [train_command("-m", workers, *typed)] if takes_several else []
-    is_usual = config.data.name == "digits" and isinstance(config.model, settings.Cnn)
+    is_usual = (config.data.name, config.model.name) == ("digits", "cnn")
     return [*draw, *sweep, *([train_command("recipe=gpt")] if is_usual else [])]

@@ -231,8 +231,8 @@ def _choice_problems(config: Config) -> Iterator[str]:
         isinstance(config.data, settings.StandardLibrary | settings.Tokens)
         or getattr(config.data, "text", None) is not None
     )
-    is_own = isinstance(config.data, settings.OwnData) or isinstance(config.model, settings.OwnModel)
-    if not is_own and is_text != isinstance(config.model, settings.Gpt):
+    is_own = isinstance(config.data, settings.OwnData) or is_address(config.model.name)
+    if not is_own and is_text != (config.model.name == "gpt"):
         remedy = "model=gpt" if is_text else "data=standard_library or tokens, or a model for images such as model=cnn"
         kind = "text" if is_text else "images"
         yield f"model={config.model.name}: does not read the {kind} of data={config.data.name}; take {remedy}"

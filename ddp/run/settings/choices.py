@@ -1,14 +1,16 @@
 """All choices of the groups of settings: what each is, its settings, and how it is made of them (`groups.py`).
 
-    optim       parameter groups  → torch.optim.Optimizer
-    schedule                      → a factor on the learning rate, without warm-up
-    hook        the run's seed    → ddp.gradients.Hook, or None
+    model       facts of the samples    → torch.nn.Module, initialised from the global generator
+    optim       parameter groups        → torch.optim.Optimizer
+    schedule                            → a factor on the learning rate, without warm-up
+    hook        the run's seed          → ddp.gradients.Hook, or None
 
 Nothing here imports torch before a component is made, so that `--help` is there at once.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +19,7 @@ from ddp.run.settings.groups import choice
 from ddp.setting import Bounds
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.optim import Optimizer
 
     from ddp.gradients import Hook
@@ -27,6 +30,60 @@ COUNT = Bounds(at_least=1)
 SHARE = Bounds(at_least=0, below=1)
 PART = Bounds(above=0, at_most=1)
 NO_ARGS: dict[str, Any] = {}
+
+# ----------------------------------------------------------------------------------------------------------- models
+
+Facts = Callable[..., tuple[tuple[int, ...], int]]
+"""Returns the shape of a sample and the number of classes. `of`: the dimensions that the model reads; else any."""
+IMAGE = "[channels, height, width]"
+SMALL_IMAGE = 64  # pixels; below it a ResNet starts without striding
+
+
+@choice("model", "mlp", "fully connected layers, for images")
+def mlp(facts: Facts, *, hidden: Annotated[int, COUNT, "units of each of the two hidden layers"] = 256) -> nn.Module:
+    from ddp.models.images import MLP
+
+    shape, num_classes = facts()
+    return MLP(in_features=math.prod(shape), hidden=(hidden, hidden), num_classes=num_classes)
+
+
+@choice("model", "cnn", "small convolutional network, for small images")
+def cnn(
+    facts: Facts,
+    *,
+    width: Annotated[int, COUNT, "channels of the first convolution"] = 32,
+    dropout: Annotated[float, SHARE, "probability that an input of the last two layers is dropped"] = 0.3,
+) -> nn.Module:
+    from ddp.models.images import CNN
+
+    shape, num_classes = facts(of=IMAGE)
+    return CNN(in_channels=shape[0], image_size=shape[1], num_classes=num_classes, width=width, dropout=dropout)
+
+
+@choice("model", "resnet50", "torchvision's ResNet-50, for images")
+@choice("model", "resnet34", "torchvision's ResNet-34, for images")
+@choice("model", "resnet18", "torchvision's ResNet-18, for images")
+def residual(facts: Facts, *, name: str) -> nn.Module:
+    from ddp.models.images import resnet
+
+    shape, num_classes = facts(of=IMAGE)
+    return resnet(name, num_classes=num_classes, small_images=shape[1] < SMALL_IMAGE, in_channels=shape[0])
+
+
+@choice("model", "gpt", "small GPT, for text: data=standard_library model=gpt")
+def gpt(
+    facts: Facts,
+    *,
+    width: Annotated[int, COUNT, "length of the vector of a position; a multiple of 2 · heads"] = 192,
+    depth: Annotated[int, COUNT, "number of blocks"] = 4,
+    heads: Annotated[int, COUNT, "attention heads of a block"] = 6,
+    dropout: Annotated[float, SHARE, "probability that an activation is dropped"] = 0.0,
+) -> nn.Module:
+    from ddp.models.gpt import GPT
+
+    (context,), num_classes = facts(of="[time]")
+    return GPT(vocab_size=num_classes, context=context, width=width, depth=depth, heads=heads, dropout=dropout)
+
 
 # ------------------------------------------------------------------------------------------------------- optimizers
 

@@ -146,28 +146,6 @@ class Tokens(DataFiles):
     vocab_size: int = setting(50257, "number of different tokens", at_least=1)
 
 
-@dataclass(kw_only=True, slots=True)
-class Mlp(Model):
-    name: str = "mlp"
-    hidden: int = setting(256, "units of each of the two hidden layers", at_least=1)
-
-
-@dataclass(kw_only=True, slots=True)
-class Cnn(Model):
-    name: str = "cnn"
-    width: int = setting(32, "channels of the first convolution", at_least=1)
-    dropout: float = setting(0.3, "probability that an input of the last two layers is dropped", at_least=0, below=1)
-
-
-@dataclass(kw_only=True, slots=True)
-class Gpt(Model):
-    name: str = "gpt"
-    width: int = setting(192, "length of the vector of a position; a multiple of 2 · heads", at_least=1)
-    depth: int = setting(4, "number of blocks", at_least=1)
-    heads: int = setting(6, "attention heads of a block", at_least=1)
-    dropout: float = setting(0.0, "probability that an activation is dropped", at_least=0, below=1)
-
-
 _ALL: dict[str, list[tuple[Any, str]]] = {
     "strategy": [
         (StrategyChoice(name="auto"), "every worker holds all, and makes the same update; on any number of hosts"),
@@ -199,14 +177,6 @@ _ALL: dict[str, list[tuple[Any, str]]] = {
         (Tokens(), "text as tokens, in flat files, for model=gpt"),
         (StandardLibrary(), "source text of Python's standard library, byte by byte, for model=gpt"),
         (Synthetic(), "made-up colour images of classes that can be learnt: to measure speed"),
-    ],
-    "model": [
-        (Mlp(), "fully connected layers, for images"),
-        (Cnn(), "small convolutional network, for small images"),
-        (Model(name="resnet18"), "torchvision's ResNet-18, for images"),
-        (Model(name="resnet34"), "torchvision's ResNet-34, for images"),
-        (Model(name="resnet50"), "torchvision's ResNet-50, for images"),
-        (Gpt(), "small GPT, for text: data=standard_library model=gpt"),
     ],
 }
 for _group, _choices in _ALL.items():
@@ -479,7 +449,7 @@ class Config(Training):
     same_bits: SameBits = field(default_factory=SameBits)
     strategy: StrategyChoice = field(default_factory=lambda: choose("strategy", "auto"))
     data: Data = field(default_factory=lambda: choose("data", "digits"))
-    model: Model = field(default_factory=Cnn)
+    model: Model = field(default_factory=lambda: choose("model", "cnn"))
     optim: Optim = field(default_factory=lambda: choose("optim", "adamw"))
     schedule: Schedule = field(default_factory=lambda: choose("schedule", "cosine"))
     hook: HookChoice = field(default_factory=lambda: choose("hook", "none"))
