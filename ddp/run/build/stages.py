@@ -38,7 +38,6 @@ from ddp.run.build import optimizer as optimization
 from ddp.run.build.load import load as load_trained
 from ddp.run.build.load import load_initial_weights
 from ddp.run.build.sampling import batches_of, check_dealing, noted, sampler_for
-from ddp.run.settings import config as settings
 from ddp.run.settings.address import origins
 from ddp.run.settings.checks import check_servers, check_strategy
 from ddp.run.settings.config import Config, folder_of
@@ -133,7 +132,7 @@ def finish(config: Config, run_dir: Path) -> None:
     more: dict[str, Any] = {}
     if config.evaluate.by == "sidecar":
         more |= results_of_sidecar(run_dir, summary["main_metric"], last_step=summary["steps"])
-    if isinstance(config.data, settings.StandardLibrary) and summary["stopped_by"] in (None, EARLY):
+    if config.data.name == "standard_library" and summary["stopped_by"] in (None, EARLY):
         more |= {**_yardsticks(), "writes": _written_by(config, run_dir)}
     if more:
         summary = {**more, **summary, **more}  # metrics first, as in the table

@@ -227,29 +227,26 @@ def _algorithm_problems(config: Config) -> Iterator[str]:
 
 def _choice_problems(config: Config) -> Iterator[str]:
     """Yields where a group's choice contradicts itself or another group's."""
-    is_text = (
-        isinstance(config.data, settings.StandardLibrary | settings.Tokens)
-        or getattr(config.data, "text", None) is not None
-    )
-    is_own = isinstance(config.data, settings.OwnData) or is_address(config.model.name)
+    is_text = config.data.name in ("standard_library", "tokens") or getattr(config.data, "text", None) is not None
+    is_own = is_address(config.data.name) or is_address(config.model.name)
     if not is_own and is_text != (config.model.name == "gpt"):
         remedy = "model=gpt" if is_text else "data=standard_library or tokens, or a model for images such as model=cnn"
         kind = "text" if is_text else "images"
         yield f"model={config.model.name}: does not read the {kind} of data={config.data.name}; take {remedy}"
     if config.loss != "auto" and not is_address(config.loss):
         yield f"loss={config.loss}: unknown; take auto, or MODULE:NAME, as torch.nn.functional:cross_entropy"
-    match config.data:
-        case settings.ImageFolder(path=None):
+    match asdict(config.data):
+        case {"name": "image_folder", "path": None}:
             yield "data.path=null: which folder? Give data.path=FOLDER, where FOLDER/train/CLASS/ holds the images"
-        case settings.DataFiles(path=path, test_path=test_path) if path is None or test_path is None:
+        case {"path": path, "test_path": test_path} if path is None or test_path is None:
             key, which = ("path", "train on") if path is None else ("test_path", "evaluate on")
             yield f"data.{key}=null: which files? Give data.{key}=FILES, the {config.data.name} files to {which}"
-        case settings.DataFiles(validation=share, validation_path=path) if share is not None and path is not None:
+        case {"validation": share, "validation_path": path} if share is not None and path is not None:
             yield f"data.validation={share:g}: contradicts data.validation_path={path}; leave one of them out"
-        case settings.Lines(text=str(text), inputs=inputs, target=target):
+        case {"text": str(text), "inputs": inputs, "target": target}:
             if inputs or target is not None:
                 yield f"data.text={text}: is in place of data.inputs and data.target; leave them out"
-        case settings.Lines(inputs=inputs, target=target) if not inputs or target is None:
+        case {"inputs": inputs, "target": target} if not inputs or target is None:
             key = "target" if inputs else "inputs"
             yield f"data.{key}: which columns? Give data.inputs=[NAME,…] and data.target=NAME"
     match asdict(config.optim):

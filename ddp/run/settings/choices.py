@@ -1,5 +1,6 @@
 """All choices of the groups of settings: what each is, its settings, and how it is made of them (`groups.py`).
 
+    data        what is to be loaded    → ddp.Splits
     model       facts of the samples    → torch.nn.Module, initialised from the global generator
     optim       parameter groups        → torch.optim.Optimizer
     schedule                            → a factor on the learning rate, without warm-up
@@ -12,16 +13,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
 
 from ddp.errors import ConfigError
-from ddp.run.settings.groups import choice
+from ddp.run.settings.groups import DataFiles, choice
 from ddp.setting import Bounds
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from ddp.data.samples import Splits
+    from ddp.data.sets.image_sets import Augment
     from ddp.gradients import Hook
     from ddp.optim.schedules import RateSchedule
 
@@ -30,6 +33,139 @@ COUNT = Bounds(at_least=1)
 SHARE = Bounds(at_least=0, below=1)
 PART = Bounds(above=0, at_most=1)
 NO_ARGS: dict[str, Any] = {}
+
+# --------------------------------------------------------------------------------------------------------- data sets
+
+
+class Loading(NamedTuple):
+    """Says what of a data set is loaded, and by whom.
+
+    Attributes:
+        own: imports the user's augmentation by its address; None: the data set augments as it does by itself.
+        files: where the samples are, of a choice that shares `DataFiles`.
+        trains: training samples are loaded; else the test samples alone, if these lie apart.
+        download: what is missing is fetched, and indexes are made; one process of a host does so.
+    """
+
+    own: Callable[[str | None], Augment | None]
+    files: Any  # ddp/data/sets/file_splits.py::Files
+    trains: bool
+    download: bool
+
+
+TokenType = Literal["uint8", "uint16", "int32", "uint32"]
+Transform = Annotated[
+    str | None, "your own augmentation of training images, as MODULE:NAME: docs/data.md; null: as shipped"
+]
+Pixels = Annotated[int, COUNT, "height and width that images are brought to, in pixels"]
+Classes = Annotated[int, Bounds(at_least=2), "number of classes"]
+NO_COLUMNS: list[str] = []
+
+
+@choice("data", "digits", "1,797 scanned digits of 8×8 pixels; scikit-learn brings them")
+def digits(load: Loading, *, transform: Transform = None) -> Splits:
+    from ddp.data.sets.digits import load_digits
+    from ddp.data.sets.image_sets import augmented
+
+    return augmented(load_digits(), load.own(transform))
+
+
+@choice("data", "mnist", "70,000 digits of 28×28 pixels; downloaded once (11 MB)")
+def mnist(load: Loading, *, root: str, transform: Transform = None) -> Splits:
+    from ddp.data.sets.image_sets import augmented, load_mnist
+
+    return augmented(load_mnist(root, download=load.download), load.own(transform))
+
+
+@choice("data", "cifar10", "60,000 colour images of 32×32 pixels in ten classes; downloaded once (170 MB)")
+def cifar10(load: Loading, *, root: str, transform: Transform = None) -> Splits:
+    from ddp.data.sets.image_sets import load_cifar10
+
+    return load_cifar10(root, augment=load.own(transform), download=load.download)
+
+
+@choice("data", "image_folder", "your own images, in ImageNet's layout")
+def image_folder(
+    load: Loading,
+    *,
+    transform: Transform = None,
+    path: Annotated[str | None, "folder that holds train/CLASS/*.jpg and val/CLASS/*.jpg; must be given"] = None,
+    index_dir: Annotated[str, "folder with the lists of images, which the parent makes"] = "data/index",
+    image_size: Pixels = 224,
+) -> Splits:
+    from ddp.data.sets.image_sets import load_folder
+
+    how = {"trains": load.trains, "build": load.download}
+    return load_folder(cast(str, path), index_dir=index_dir, image_size=image_size, augment=load.own(transform), **how)
+
+
+@choice("data", "tar", "images and classes in tar files, in WebDataset's layout", shares=DataFiles)
+def tar(load: Loading, *, transform: Transform = None, image_size: Pixels = 224, num_classes: Classes = 1000) -> Splits:
+    from ddp.data.sets.file_splits import load_tar
+
+    return load_tar(load.files, image_size=image_size, num_classes=num_classes, augment=load.own(transform))
+
+
+@choice("data", "csv", "numbers and a target in CSV files with a header", shares=DataFiles)
+@choice("data", "jsonl", "numbers and a target in JSON lines", shares=DataFiles)
+def lines(
+    load: Loading,
+    *,
+    name: Literal["csv", "jsonl"],
+    inputs: Annotated[list[str], "names of the columns that are a sample's inputs; must be given"] = NO_COLUMNS,
+    target: Annotated[str | None, "name of the column that is the target; must be given"] = None,
+    num_classes: Annotated[
+        int | None, Bounds(at_least=2), "number of classes, if the target is one; null: it is a number"
+    ] = None,
+    text: Annotated[str | None, "name of the column with text for model=gpt, in place of inputs and target"] = None,
+    tokenizer: Annotated[str, "of data.text: bytes, or the path of a Hugging Face tokenizer.json"] = "bytes",
+    context: Annotated[int, COUNT, "length of a sample of data.text, in tokens"] = 256,
+) -> Splits:
+    from ddp.data.sets.file_splits import load_lines, load_text
+
+    if text is not None:
+        return load_text(load.files, kind=name, field=text, tokenizer=tokenizer, context=context)
+    return load_lines(load.files, kind=name, inputs=inputs, target=cast(str, target), num_classes=num_classes)
+
+
+@choice("data", "tokens", "text as tokens, in flat files, for model=gpt", shares=DataFiles)
+def tokens(
+    load: Loading,
+    *,
+    context: Annotated[int, COUNT, "length of a sample, in tokens"] = 256,
+    dtype: Annotated[TokenType, "number format of raw files; .npy files say it themselves"] = "uint16",
+    vocab_size: Annotated[int, COUNT, "number of different tokens"] = 50257,
+) -> Splits:
+    from ddp.data.sets.file_splits import load_tokens
+
+    return load_tokens(load.files, context=context, dtype=dtype, vocab_size=vocab_size)
+
+
+@choice("data", "standard_library", "source text of Python's standard library, byte by byte, for model=gpt")
+def standard_library(
+    load: Loading, *, context: Annotated[int, COUNT, "length of a sample, in bytes"] = 256
+) -> Splits:
+    from ddp.data.sets.standard_library import load_standard_library
+
+    return load_standard_library(context=context)
+
+
+@choice("data", "synthetic", "made-up colour images of classes that can be learnt: to measure speed")
+def synthetic(
+    load: Loading,
+    *,
+    transform: Transform = None,
+    num_samples: Annotated[int, COUNT, "training images; there are an eighth as many test images"] = 4096,
+    image_size: Annotated[int, COUNT, "height and width of the images, in pixels"] = 32,
+    num_classes: Classes = 10,
+) -> Splits:
+    from ddp.data.sets.image_sets import augmented
+    from ddp.data.sets.synthetic import load_synthetic
+
+    sizes = {"num_train": num_samples, "num_test": max(1, num_samples // 8)}
+    splits = load_synthetic(image_size=image_size, num_classes=num_classes, **sizes)
+    return augmented(splits, load.own(transform))
+
 
 # ----------------------------------------------------------------------------------------------------------- models
 

@@ -57,7 +57,6 @@ Backend = Literal["auto", "gloo", "nccl"]
 ReplicaKind = Literal["bucketed", "naive"]
 Evaluator = Literal["workers", "sidecar"]
 WatchChoice = Literal[WatchAction, "off"]
-TokenType = Literal["uint8", "uint16", "int32", "uint32"]
 TrackerName = Literal["tensorboard", "csv", "mlflow", "wandb"]
 
 
@@ -88,64 +87,6 @@ class LocalSGDChoice(Rounds, StrategyChoice):
     name: StrategyName = "local_sgd"
 
 
-TRANSFORM = "your own augmentation of training images, as MODULE:NAME: docs/data.md; null: as shipped"
-
-
-@dataclass(kw_only=True, slots=True)
-class Images(Data):
-    """Images and their classes."""
-
-    transform: str | None = setting(None, TRANSFORM)
-
-
-@dataclass(kw_only=True, slots=True)
-class ImageFolder(Images):
-    name: str = "image_folder"
-    path: str | None = setting(None, "folder that holds train/CLASS/*.jpg and val/CLASS/*.jpg; must be given")
-    index_dir: str = setting("data/index", "folder with the lists of images, which the parent makes")
-    image_size: int = setting(224, "height and width that images are brought to, in pixels", at_least=1)
-
-
-@dataclass(kw_only=True, slots=True)
-class StandardLibrary(Data):
-    name: str = "standard_library"
-    context: int = setting(256, "length of a sample, in bytes", at_least=1)
-
-
-@dataclass(kw_only=True, slots=True)
-class Synthetic(Images):
-    name: str = "synthetic"
-    num_samples: int = setting(4096, "training images; there are an eighth as many test images", at_least=1)
-    image_size: int = setting(32, "height and width of the images, in pixels", at_least=1)
-    num_classes: int = setting(10, "number of classes", at_least=2)
-
-
-@dataclass(kw_only=True, slots=True)
-class TarImages(DataFiles):
-    name: str = "tar"
-    transform: str | None = setting(None, TRANSFORM)
-    image_size: int = setting(224, "height and width that images are brought to, in pixels", at_least=1)
-    num_classes: int = setting(1000, "number of classes", at_least=2)
-
-
-@dataclass(kw_only=True, slots=True)
-class Lines(DataFiles):
-    inputs: list[str] = setting([], "names of the columns that are a sample's inputs; must be given")
-    target: str | None = setting(None, "name of the column that is the target; must be given")
-    num_classes: int | None = setting(None, "number of classes, if the target is one; null: it is a number", at_least=2)
-    text: str | None = setting(None, "name of the column with text for model=gpt, in place of inputs and target")
-    tokenizer: str = setting("bytes", "of data.text: bytes, or the path of a Hugging Face tokenizer.json")
-    context: int = setting(256, "length of a sample of data.text, in tokens", at_least=1)
-
-
-@dataclass(kw_only=True, slots=True)
-class Tokens(DataFiles):
-    name: str = "tokens"
-    context: int = setting(256, "length of a sample, in tokens", at_least=1)
-    dtype: TokenType = setting("uint16", "number format of raw files; .npy files say it themselves")
-    vocab_size: int = setting(50257, "number of different tokens", at_least=1)
-
-
 _ALL: dict[str, list[tuple[Any, str]]] = {
     "strategy": [
         (StrategyChoice(name="auto"), "every worker holds all, and makes the same update; on any number of hosts"),
@@ -165,18 +106,6 @@ _ALL: dict[str, list[tuple[Any, str]]] = {
             "servers hold parameters and optimizer state; workers lease samples and push gradients: docs/strategies.md",
         ),
         (LocalSGDChoice(), "workers train by themselves, and agree every few dozen steps: local SGD, DiLoCo"),
-    ],
-    "data": [
-        (Images(name="digits"), "1,797 scanned digits of 8×8 pixels; scikit-learn brings them"),
-        (Images(name="mnist"), "70,000 digits of 28×28 pixels; downloaded once (11 MB)"),
-        (Images(name="cifar10"), "60,000 colour images of 32×32 pixels in ten classes; downloaded once (170 MB)"),
-        (ImageFolder(), "your own images, in ImageNet's layout"),
-        (TarImages(), "images and classes in tar files, in WebDataset's layout"),
-        (Lines(name="jsonl"), "numbers and a target in JSON lines"),
-        (Lines(name="csv"), "numbers and a target in CSV files with a header"),
-        (Tokens(), "text as tokens, in flat files, for model=gpt"),
-        (StandardLibrary(), "source text of Python's standard library, byte by byte, for model=gpt"),
-        (Synthetic(), "made-up colour images of classes that can be learnt: to measure speed"),
     ],
 }
 for _group, _choices in _ALL.items():

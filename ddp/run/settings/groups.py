@@ -198,16 +198,19 @@ def choose(group: str, name: str, /, **settings: Any) -> Any:
     return replace(OWN[group](name=name) if is_own else CHOICES[group][name], **settings)
 
 
-def choice(group: str, name: str, meaning: str, **defaults: Any) -> Callable[[F], F]:
+def choice(
+    group: str, name: str, meaning: str, *, shares: type | None = None, **defaults: Any
+) -> Callable[[F], F]:
     """Makes a function the choice `name` of a group. Several may stand above a function; the lowest is listed first.
 
     Args:
         meaning: one phrase, for `--help`.
+        shares: the class of what it shares with some choices of the group; None: with all of them.
         defaults: of settings, where they are other ones than the group's or the signature's.
     """
 
     def register(function: F) -> F:
-        base, items = GROUPS[group], [("name", str, name)]
+        base, items = shares or GROUPS[group], [("name", str, name)]
         for key, hint in _settings_of(function).items():
             default = defaults.get(key, inspect.signature(function).parameters[key].default)
             if get_origin(hint) is Annotated:
