@@ -28,11 +28,10 @@ from ddp.data.sets.image_sets import Augment
 from ddp.data.sets.validation import with_share
 from ddp.errors import ConfigError
 from ddp.gradients import DenseStart, Hook
-from ddp.policies import Averaging, Buckets, averaging_named
+from ddp.policies import Averaging, Buckets, ParameterServer
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import SyncBatchNorm
-from ddp.run.settings import config as settings
 from ddp.run.settings.address import called, check_arguments, from_address, is_address, told
 from ddp.run.settings.checks import NO_METRIC
 from ddp.run.settings.choices import Loading
@@ -84,7 +83,7 @@ def _whole_data(config: Config, *, download: bool, trains: bool = True) -> Split
             build=download,
         )
     own = (lambda address: _own_transform(config, address)) if trains else (lambda address: None)
-    splits: Splits = data.made(Loading(own, files, trains, download))
+    splits: Splits = data.make(Loading(own, files, trains, download))
     return splits
 
 
@@ -240,7 +239,7 @@ def make_model(config: Config, splits: Splits) -> nn.Module:
     """
     if is_address(config.model.name):
         return own_model(config.model.name, asdict(config.model)["args"], key="model", folder=config.run.code)
-    model: nn.Module = config.model.made(partial(_facts, config, splits))
+    model: nn.Module = config.model.make(partial(_facts, config, splits))
     return model
 
 
@@ -320,7 +319,7 @@ def add_own_algorithm(config: Config, *, check: bool = False) -> None:
 
 def make_hook(config: Config) -> Hook | None:
     """Returns the hook that sends less than all of the gradients, if there is one."""
-    hook: Hook | None = config.hook.made(config.seed)
+    hook: Hook | None = config.hook.make(config.seed)
     first_steps = config.hook.dense_start_steps
     return DenseStart(hook, first_steps) if hook is not None and first_steps else hook
 
@@ -354,10 +353,10 @@ def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Repli
 
 def averaging_of(config: Config) -> Averaging:
     """Returns who holds parameters and optimizer state; to a replica that sends gradients it is said how, instead."""
-    chosen = asdict(config.strategy)
-    if isinstance(config.strategy, settings.ParameterServerChoice):
-        chosen |= {"wire": config.replica.wire, "hook": make_hook(config)}
-    return replace(averaging_named(chosen.pop("name")), **chosen)
+    averaging: Averaging = config.strategy.make()
+    if isinstance(averaging, ParameterServer):
+        return replace(averaging, wire=config.replica.wire, hook=make_hook(config))
+    return averaging
 
 
 # --- A model of the user's own ---------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def make_optimizer(config: Config, module: nn.Module) -> Optimizer:
         ConfigError: a preset, a choice or a name to be excluded does not exist.
     """
     groups = partial(parameter_groups, module, exclude=config.optim.exclude)
-    optimizer: Optimizer = config.optim.made(groups, lr=learning_rate(config))
+    optimizer: Optimizer = config.optim.make(groups, lr=learning_rate(config))
     clips_at = getattr(optimizer, "clip_norm", None)
     if config.clip_norm is not None and clips_at is not None:
         raise ConfigError(
@@ -117,4 +117,4 @@ def derived(config: Config, sizes: Steps) -> list[str]:
 
 def make_schedule(config: Config, sizes: Steps) -> schedules.RateSchedule:
     """Returns the learning-rate schedule for the steps of a run."""
-    return schedules.with_warmup(config.schedule.made(), num_samples=warmup_samples(config, sizes))
+    return schedules.with_warmup(config.schedule.make(), num_samples=warmup_samples(config, sizes))

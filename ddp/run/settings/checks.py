@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 from ddp.collectives.catalog import ALL_REDUCE, BETWEEN_HOSTS, all_reduce_schedules
 from ddp.errors import ConfigError, did_you_mean
-from ddp.policies import NUM_SHARDS, ONE_EVALUATION, Rounds, same_bits_problems
+from ddp.policies import NUM_SHARDS, ONE_EVALUATION, Rounds, Serving, same_bits_problems
 from ddp.process.memory import available_cores
-from ddp.run.settings import config as settings
 from ddp.run.settings.address import is_address, own_parts
 from ddp.run.settings.config import Config, folder_of
 from ddp.setting import out_of_bounds
@@ -59,7 +58,7 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
             f"same_bits.audit_every={config.same_bits.audit_every}: audits compare workers that have the same bits; "
             "set same_bits.on=true, too"
         )
-    if isinstance(config.strategy, settings.ParameterServerChoice) and not config.cluster.servers:
+    if isinstance(config.strategy, Serving) and not config.cluster.servers:
         if local_workers is not None:
             raise ConfigError(
                 "cluster.servers=0: strategy=parameter_server needs one among the processes that are there; say "
@@ -252,6 +251,10 @@ def _choice_problems(config: Config) -> Iterator[str]:
     match asdict(config.optim):
         case {"nesterov": True, "momentum": 0}:
             yield "optim.nesterov=true: needs momentum; set optim.momentum=0.9, or optim.nesterov=false"
+    try:
+        config.strategy.make()
+    except ConfigError as error:
+        yield f"strategy.{error}"
     wire = config.replica.wire
     if wire is not None and config.replica.kind == "naive":
         yield f"replica.wire={wire}: needs replica.kind=bucketed, whose buckets travel in it; leave one out"
@@ -377,7 +380,7 @@ def _cluster_problems(config: Config) -> Iterator[str]:
 def _server_problems(config: Config) -> Iterator[str]:
     """Yields servers without a strategy that has them, the reverse, and what such a strategy cannot train."""
     cluster = config.cluster
-    if not isinstance(config.strategy, settings.ParameterServerChoice):
+    if not isinstance(config.strategy, Serving):
         if cluster.servers:
             yield (
                 f"cluster.servers={cluster.servers}: is for strategy=parameter_server, and with "

@@ -1,5 +1,6 @@
 """All choices of the groups of settings: what each is, its settings, and how it is made of them (`groups.py`).
 
+    strategy                            → ddp.Averaging
     data        what is to be loaded    → ddp.Splits
     model       facts of the samples    → torch.nn.Module, initialised from the global generator
     optim       parameter groups        → torch.optim.Optimizer
@@ -16,8 +17,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
 
 from ddp.errors import ConfigError
+from ddp.policies import Averaging, LocalSGD, ParameterServer, Rounds, Serving
 from ddp.run.settings.groups import DataFiles, choice
-from ddp.setting import Bounds
+from ddp.setting import Bounds, StrategyName
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,6 +35,58 @@ COUNT = Bounds(at_least=1)
 SHARE = Bounds(at_least=0, below=1)
 PART = Bounds(above=0, at_most=1)
 NO_ARGS: dict[str, Any] = {}
+
+# ------------------------------------------------------------------------------------------------------- strategies
+
+
+@choice(
+    "strategy",
+    "sharded",
+    "each worker updates a slice of the parameters, and holds its optimizer state alone (ZeRO 1)",
+)
+@choice("strategy", "multi_worker", "the same as auto, by the name that guides have for several hosts")
+@choice("strategy", "mirrored", "the same, with the workers of one host")
+@choice("strategy", "one_device", "the same, with one worker")
+@choice("strategy", "auto", "every worker holds all, and makes the same update; on any number of hosts")
+def averaging(*, name: StrategyName) -> Averaging:
+    return Averaging(strategy=name)
+
+
+@choice(
+    "strategy",
+    "central_storage",
+    "parameters and optimizer state are once on each host, in memory that all of its workers share",
+)
+def central_storage(
+    *,
+    region: Annotated[
+        str | None,
+        "name by which other jobs of yours on the host find the parameters while the run goes on, as in "
+        "ddp.load(region=NAME); null: none does",
+    ] = None,
+) -> Averaging:
+    return Averaging(strategy="central_storage", region=region)
+
+
+@choice(
+    "strategy",
+    "parameter_server",
+    "servers hold parameters and optimizer state; workers lease samples and push gradients: docs/strategies.md",
+    shares=Serving,
+)
+def parameter_server(**policy: Any) -> Averaging:
+    return ParameterServer(**policy)
+
+
+@choice(
+    "strategy",
+    "local_sgd",
+    "workers train by themselves, and agree every few dozen steps: local SGD, DiLoCo",
+    shares=Rounds,
+)
+def local_sgd(**policy: Any) -> Averaging:
+    return LocalSGD(**policy)
+
 
 # --------------------------------------------------------------------------------------------------------- data sets
 

@@ -31,9 +31,7 @@ from ddp.policies import (
     GuardAction,
     Reading,
     Reports,
-    Rounds,
     SameBits,
-    Serving,
     Training,
     WatchAction,
 )
@@ -43,13 +41,10 @@ from ddp.run.settings.groups import CHOICES as CHOICES
 from ddp.run.settings.groups import MEANINGS as MEANINGS
 from ddp.run.settings.groups import OWN as OWN
 from ddp.run.settings.groups import Data, HookChoice, Model, Optim, Schedule, StrategyChoice
-from ddp.run.settings.groups import DataFiles as DataFiles
-from ddp.run.settings.groups import OwnData as OwnData
-from ddp.run.settings.groups import OwnModel as OwnModel
 from ddp.run.settings.groups import choose as choose
-from ddp.setting import Additions, StrategyName, check_region, setting
+from ddp.setting import Additions, setting
 
-# ---------------------------------------------------------------------------------------------------- the words
+# ------------------------------------------------------------------------------------------------------- the words
 
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -60,60 +55,7 @@ WatchChoice = Literal[WatchAction, "off"]
 TrackerName = Literal["tensorboard", "csv", "mlflow", "wandb"]
 
 
-# ------------------------------------------------------------------------------------------------- the six groups
-
-
-@dataclass(frozen=True, kw_only=True)
-class CentralStorageChoice(StrategyChoice):
-    name: StrategyName = "central_storage"
-    region: str | None = setting(
-        None,
-        "name by which other jobs of yours on the host find the parameters while the run goes on, as in "
-        "ddp.load(region=NAME); null: none does",
-    )
-
-    def __post_init__(self) -> None:
-        if self.region is not None:
-            check_region(self.region)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParameterServerChoice(Serving, StrategyChoice):
-    name: StrategyName = "parameter_server"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalSGDChoice(Rounds, StrategyChoice):
-    name: StrategyName = "local_sgd"
-
-
-_ALL: dict[str, list[tuple[Any, str]]] = {
-    "strategy": [
-        (StrategyChoice(name="auto"), "every worker holds all, and makes the same update; on any number of hosts"),
-        (StrategyChoice(name="one_device"), "the same, with one worker"),
-        (StrategyChoice(name="mirrored"), "the same, with the workers of one host"),
-        (StrategyChoice(name="multi_worker"), "the same as auto, by the name that guides have for several hosts"),
-        (
-            StrategyChoice(name="sharded"),
-            "each worker updates a slice of the parameters, and holds its optimizer state alone (ZeRO 1)",
-        ),
-        (
-            CentralStorageChoice(),
-            "parameters and optimizer state are once on each host, in memory that all of its workers share",
-        ),
-        (
-            ParameterServerChoice(),
-            "servers hold parameters and optimizer state; workers lease samples and push gradients: docs/strategies.md",
-        ),
-        (LocalSGDChoice(), "workers train by themselves, and agree every few dozen steps: local SGD, DiLoCo"),
-    ],
-}
-for _group, _choices in _ALL.items():
-    for _choice, _meaning in _choices:
-        CHOICES[_group][_choice.name], MEANINGS[_group][_choice.name] = _choice, _meaning
-
-
-# -------------------------------------------------------------------------------------------------- the fixed parts
+# ------------------------------------------------------------------------------------------------------- the groups
 
 
 @dataclass(kw_only=True, slots=True)

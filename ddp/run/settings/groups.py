@@ -4,18 +4,19 @@
     def sgd(groups: Groups, *, lr: float, momentum: Annotated[float, SHARE, "share of …"] = 0.9) -> Optimizer:
         │        │              │          └ a setting of this choice: type, bounds, meaning, default
         │        │              └ a setting that all choices of the group share: a field of the class in `GROUPS`
-        │        └ no setting: whoever makes the component gives it, by position
+        │        └ no setting: the caller of `make` passes it, by position
         └ may import torch, because it runs in a worker; its module may not, because --help reads the signature
 
 `choice` makes a dataclass of the signature. Its instances are the values of `Config.optim` and so on, and
-`Choice.made` calls the function with them. The functions stand in `choices.py`.
+`Choice.make` calls the function with them. The functions stand in `choices.py`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, make_dataclass, replace
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields, make_dataclass, replace
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -24,6 +25,7 @@ from ddp.setting import Bounds, Scaling, StrategyName, setting
 
 DataOrder = Literal["auto", "permutation", "blocks", "weighted", "stratified", "fixed"]
 
+NOT_GIVEN = inspect.Parameter.empty
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -33,15 +35,15 @@ class Choice:
     __slots__ = ()
     name: str
 
-    def made(self, *given: Any, **derived: Any) -> Any:
+    def make(self, *given: Any, **derived: Any) -> Any:
         """Returns what the function makes of its settings.
 
         Args:
             given: its positional arguments, which are no settings.
-            derived: takes the place of settings, as the learning rate for the global batch that of `lr`.
+            derived: values that replace settings, such as `lr` for the global batch.
         """
-        function = FUNCTIONS[type(self)]
-        return function(*given, **{name: getattr(self, name) for name in _settings_of(function)} | derived)
+        function, takes = FUNCTIONS[type(self)]
+        return function(*given, **{name: getattr(self, name) for name in takes} | derived)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +173,7 @@ class HookChoice(Choice):
     dense_start_steps: int = setting(0, "first steps that send gradients as they are", at_least=0)
 
 
-GROUPS: dict[str, type] = {
+GROUPS: dict[str, type[Any]] = {
     "strategy": StrategyChoice,
     "data": Data,
     "model": Model,
@@ -184,8 +186,8 @@ CHOICES: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
 """group → name → its default settings."""
 MEANINGS: dict[str, dict[str, str]] = {group: {} for group in GROUPS}
 """group → name → what the choice is."""
-FUNCTIONS: dict[type[Any], Callable[..., Any]] = {}
-"""class of a choice → its function, which takes its settings."""
+FUNCTIONS: dict[type[Any], tuple[Callable[..., Any], Sequence[str]]] = {}
+"""class of a choice → its function, and the names of the settings that this takes."""
 
 
 OWN = {"data": OwnData, "model": OwnModel}
@@ -199,29 +201,32 @@ def choose(group: str, name: str, /, **settings: Any) -> Any:
 
 
 def choice(
-    group: str, name: str, meaning: str, *, shares: type | None = None, **defaults: Any
+    group: str, name: str, meaning: str, *, shares: type[Any] | None = None, **defaults: Any
 ) -> Callable[[F], F]:
     """Makes a function the choice `name` of a group. Several may stand above a function; the lowest is listed first.
 
     Args:
         meaning: one phrase, for `--help`.
-        shares: the class of what it shares with some choices of the group; None: with all of them.
+        shares: the class of what it shares with some choices of the group, or with `ddp.fit`: a policy. A function
+            with `**policy` takes all that it shares.
         defaults: of settings, where they are other ones than the group's or the signature's.
     """
 
     def register(function: F) -> F:
-        base, items = shares or GROUPS[group], [("name", str, name)]
-        for key, hint in _settings_of(function).items():
-            default = defaults.get(key, inspect.signature(function).parameters[key].default)
-            if get_origin(hint) is Annotated:
-                bounds, about = (Bounds(), *get_args(hint)[1:])[-2:]
-                items.append((key, hint, setting(default, about, **bounds._asdict())))
-            elif default is not inspect.Parameter.empty:
-                items.append((key, hint, default))
-        inside = {"__module__": function.__module__}
-        kind = make_dataclass(f"{group}={name}", items, bases=(base,), namespace=inside, kw_only=True, slots=True)
+        base = GROUPS[group]
+        bases = (base,) if shares is None else (shares,) if issubclass(shares, base) else (shares, base)
+        parameters, hints = inspect.signature(function).parameters, _settings_of(function)
+        given = {key: parameters[key].default for key in hints} | defaults
+        own = [(key, hint, _field(hint, given[key])) for key, hint in hints.items() if given[key] is not NOT_GIVEN]
+        takes_policy = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        takes = [each.name for each in fields(bases[0])] if takes_policy else list(hints)
+        is_frozen = base.__dataclass_params__.frozen  # as policies are
+        how = {"bases": bases, "kw_only": True, "frozen": is_frozen, "slots": not is_frozen}
+        how["namespace"] = {"__module__": function.__module__}
+        kind = make_dataclass(f"{group}={name}", [("name", get_type_hints(base)["name"], name), *own], **how)
+        vars(sys.modules[function.__module__])[kind.__name__] = kind  # where pickle looks for it
         CHOICES[group][name], MEANINGS[group][name] = kind(), meaning
-        FUNCTIONS[kind] = function
+        FUNCTIONS[kind] = function, takes
         return function
 
     return register
@@ -229,10 +234,15 @@ def choice(
 
 def _settings_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Returns the settings that a function takes: its keyword-only arguments, each with its type."""
-    kinds = {
-        name: each.annotation
-        for name, each in inspect.signature(function).parameters.items()
-        if each.kind is inspect.Parameter.KEYWORD_ONLY
-    }
+    parameters = inspect.signature(function).parameters.values()
+    kinds = {each.name: each.annotation for each in parameters if each.kind is each.KEYWORD_ONLY}
     alone = SimpleNamespace(__annotations__=kinds)  # the other annotations may name what only type checkers import
     return get_type_hints(alone, function.__globals__, include_extras=True)
+
+
+def _field(hint: Any, default: Any) -> Any:
+    """Returns the field of a setting; of one that the group shares, the default of this choice."""
+    if get_origin(hint) is not Annotated:
+        return default
+    bounds, meaning = (Bounds(), *get_args(hint)[1:])[-2:]
+    return setting(default, meaning, **bounds._asdict())

@@ -3,7 +3,7 @@
     scripts/ddp train --help                                    prints the page
     .venv/bin/python -m ddp.run.settings.page > docs/settings.md    writes it for the web
 
-All of it is taken from ddp/run/settings/config.py, without Hydra, so that it is there at once.
+All of it is taken from config.py and choices.py beside this file, without Hydra and torch, so that it is there at once.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ from ddp.run.launch.report import Failure, Report, describe_failures
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare
 from ddp.run.launch.torchrun import _asked_for, prepared
 from ddp.run.settings.checks import check_gpus, name_problems
-from ddp.run.settings.config import Config, DataFiles
+from ddp.run.settings.config import Config
+from ddp.run.settings.groups import DataFiles
 from ddp.run.settings.reader import from_plain, value_of
 
 pytestmark = pytest.mark.engine

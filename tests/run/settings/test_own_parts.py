@@ -47,7 +47,7 @@ from ddp.run.launch.command_line import composed, main, translated
 from ddp.run.launch.run_folder import continued, prepare, settings_text
 from ddp.run.settings.address import check_arrived, check_trust, from_address, own_parts
 from ddp.run.settings.checks import resolve
-from ddp.run.settings.config import Config, OwnData, OwnModel
+from ddp.run.settings.config import Config, choose
 from ddp.run.settings.reader import from_plain
 from ddp.train.checkpoint_store import CheckpointStore
 from ddp.vision import torchvision
@@ -123,8 +123,8 @@ def test_addresses_compose_and_round_trip(folder: Path) -> None:
     overrides += ["data.skip_steps=[2,3]", "data.order=weighted"]  # as with what `ddp` ships
     config, _ = composed([*overrides, "loss=parts:my_loss", "comm.algorithm=parts:chain"])
     assert composed([r"model=my_package.models\:Net"])[0].model.name == config.model.name, "a sweep passes on this form"
-    assert config.model == OwnModel(name="my_package.models:Net", args={"width": 64})
-    assert config.data == OwnData(name="parts:make", args={"n": 9}, order="weighted", skip_steps=[2, 3])
+    assert config.model == choose("model", "my_package.models:Net", args={"width": 64})
+    assert config.data == choose("data", "parts:make", args={"n": 9}, order="weighted", skip_steps=[2, 3])
     resolve(config)
     assert config.run.code == str(folder)
     assert from_plain(yaml.safe_load(yaml.safe_dump(asdict(config)))) == config
