@@ -20,7 +20,7 @@ from ddp.bench.scaling.comparisons import compared
 from ddp.bench.scaling.runs import _memory, _pairs, read_runs
 from ddp.commands.where import where
 from ddp.errors import CheckpointError, ConfigError, printable
-from ddp.run.build.load import load
+from ddp.run.assembly.load import load
 from ddp.run.launch.report import Report
 from ddp.run.launch.run_folder import settings_text
 from ddp.run.launch.sweep import conclude

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ddp
 from ddp.errors import CheckpointError, ConfigError
-from ddp.run.build.load import load_initial_weights
+from ddp.run.assembly.load import load_initial_weights
 from ddp.train.callbacks import EARLY
 from ddp.train.checkpoint_store import CheckpointStore
 from recipes.tutorial.simulated import SimulatedNetwork

@@ -22,7 +22,7 @@ from ddp.comm.objects import all_gather_object
 from ddp.data.loading.loader import EvaluationLoader
 from ddp.data.loading.source import source_of
 from ddp.process.clock import now_s
-from ddp.run.build import components
+from ddp.run.assembly import components
 from ddp.run.launch.from_python import launch
 from ddp.run.settings.config import Config
 

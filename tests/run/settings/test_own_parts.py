@@ -31,7 +31,7 @@ from ddp.data.loading.source import whole_splits
 from ddp.data.samples import TensorSet
 from ddp.data.sets.validation import selection_in
 from ddp.errors import ConfigError
-from ddp.run.build.components import (
+from ddp.run.assembly.components import (
     add_own_algorithm,
     check_callbacks,
     check_loss,
@@ -41,7 +41,7 @@ from ddp.run.build.components import (
     make_model_without_memory,
     make_task,
 )
-from ddp.run.build.traced import traced
+from ddp.run.assembly.traced import traced
 from ddp.run.launch import torchrun
 from ddp.run.launch.command_line import composed, main, translated
 from ddp.run.launch.run_folder import continued, prepare, settings_text

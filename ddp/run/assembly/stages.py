@@ -33,11 +33,11 @@ from ddp.process.memory import available_cores, collect_from_now_on
 from ddp.process.records import damage_told
 from ddp.process.terminal import say
 from ddp.replica.tied import move
-from ddp.run.build import components
-from ddp.run.build import optimizer as optimization
-from ddp.run.build.load import load as load_trained
-from ddp.run.build.load import load_initial_weights
-from ddp.run.build.sampling import batches_of, check_dealing, noted, sampler_for
+from ddp.run.assembly import components
+from ddp.run.assembly import optimizer as optimization
+from ddp.run.assembly.load import load as load_trained
+from ddp.run.assembly.load import load_initial_weights
+from ddp.run.assembly.sampling import batches_of, check_dealing, noted, sampler_for
 from ddp.run.settings.address import origins
 from ddp.run.settings.checks import check_servers, check_strategy
 from ddp.run.settings.config import Config, folder_of
