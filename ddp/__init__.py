@@ -106,7 +106,7 @@ if TYPE_CHECKING:
     from ddp.replica.drop_in.data_parallel import DistributedDataParallel as DistributedDataParallel
     from ddp.replica.naive import NaiveDataParallel as NaiveDataParallel
     from ddp.replica.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
-    from ddp.run.build.load import load as load
+    from ddp.run.assembly.load import load as load
     from ddp.run.launch.from_python import launch as launch
     from ddp.train.checks.guard import Guard as Guard
     from ddp.train.checks.watcher import Watch as Watch
@@ -142,7 +142,7 @@ _NAMES = {  # module → what a user finds in ddp
     "ddp.replica.drop_in.data_parallel": "DistributedDataParallel",
     "ddp.replica.naive": "NaiveDataParallel",
     "ddp.replica.sync_batchnorm": "SyncBatchNorm",
-    "ddp.run.build.load": "load",
+    "ddp.run.assembly.load": "load",
     "ddp.run.launch.from_python": "launch",
     "ddp.train.steps.callbacks": "Callback EMA EarlyStopping",
     "ddp.train.evaluation.evaluate": "evaluate predict",

@@ -27,7 +27,7 @@ import cloudpickle
 import pytest
 
 PRELOAD = [
-    *("torch", "torch.distributed", "ddp.run.build.stages", "ddp.replica.drop_in.data_parallel", "ddp.train.fit"),
+    *("torch", "torch.distributed", "ddp.run.assembly.stages", "ddp.replica.drop_in.data_parallel", "ddp.train.fit"),
     "torch._dynamo",  # two seconds' import, for which torch's optimizers ask
     *("pytest", "matplotlib.figure"),  # a fifth and half of a second: many tests run in ranks, and draw curves
     "tests.huge_pages",  # last: a fork in 25 instead of 50 ms of CPU time

@@ -34,7 +34,7 @@ from ddp.__main__ import main as ask
 from ddp.lab.scaling import report as page
 from ddp.lab.scaling.charts import in_seconds
 from ddp.models.images import CNN
-from ddp.run.build import stages as build
+from ddp.run.assembly import stages as build
 from ddp.run.launch import report
 from ddp.run.launch.command_line import main
 from ddp.run.settings.config import choose
@@ -311,7 +311,7 @@ def test_a_checkpoint_opens_without_the_framework(finished: Finished) -> None:
 
 
 def train_in_worker(run_dir: Path) -> None:
-    from ddp.run.build.stages import run
+    from ddp.run.assembly.stages import run
 
     run(from_plain(yaml.safe_load((run_dir / "config.yaml").read_text())), run_dir)
 

@@ -31,9 +31,9 @@ from ddp.errors import ConfigError
 from ddp.process.arguments import Parser, program
 from ddp.process.files import lines_of
 from ddp.process.records import DAMAGE, json_object
-from ddp.run.build import components
-from ddp.run.build.load import Trained, load
-from ddp.run.build.stages import joined
+from ddp.run.assembly import components
+from ddp.run.assembly.load import Trained, load
+from ddp.run.assembly.stages import joined
 from ddp.run.launch.from_python import launch
 from ddp.run.settings.address import check_trust, own_parts, told
 from ddp.run.settings.config import CHOICES, Config

@@ -44,7 +44,7 @@ def main(words: Sequence[str]) -> int:
         if config.evaluate.by == "sidecar" and not options.no_pruning:
             why = NO_METRIC.format("evaluate.by=sidecar")
             raise ConfigError(f"--no-pruning: is missing, because pruning {why}; add it, or leave that setting out")
-        from ddp.run.build.components import make_task
+        from ddp.run.assembly.components import make_task
 
         task, folder = make_task(config), Path("runs", sweep.name or time.strftime("search-%Y-%m-%d_%H-%M-%S"))
         search = Search(

@@ -27,9 +27,9 @@ from ddp.process.arguments import program
 from ddp.process.clock import now_s
 from ddp.process.memory import available_cores
 from ddp.process.terminal import say
-from ddp.run.build import components
-from ddp.run.build.load import trained_of
-from ddp.run.build.stages import joined
+from ddp.run.assembly import components
+from ddp.run.assembly.load import trained_of
+from ddp.run.assembly.stages import joined
 from ddp.run.launch.command_line import composed, options_first
 from ddp.run.launch.worker import ORPHAN_GRACE_S, follow_parent
 from ddp.train.checkpoints.checkpoint_store import StoredCheckpoint

@@ -28,8 +28,8 @@ from ddp.errors import ConfigError
 from ddp.process.arguments import program, whole
 from ddp.process.files import lines_of
 from ddp.process.records import damage_told, json_object
-from ddp.run.build.components import load_data
-from ddp.run.build.sampling import Noted, num_parts, sampler_for
+from ddp.run.assembly.components import load_data
+from ddp.run.assembly.sampling import Noted, num_parts, sampler_for
 from ddp.run.settings.address import no_own_code
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain

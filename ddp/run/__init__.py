@@ -1,1 +1,1 @@
-"""From words to running workers: `settings/` reads them, `build/` makes components, `launch/` starts processes."""
+"""From words to running workers: `settings/` reads them, `assembly/` makes components, `launch/` starts processes."""

@@ -5,7 +5,7 @@
     3  the loop           `loop.py`, with the callbacks that save, log and show
     4  the results        RUN_DIR/summary.json and curves.png, written by rank 0
 
-The command line ends here, too: `ddp/run/build/stages.py` makes the arguments from the settings.
+The command line ends here, too: `ddp/run/assembly/stages.py` makes the arguments from the settings.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from ddp.comm.device import Means, agreed_backend, chosen_device, device_of, tak
 from ddp.comm.settings import CPU
 from ddp.comm.transport import nccl
 from ddp.errors import ConfigError
-from ddp.run.build import stages
+from ddp.run.assembly import stages
 from ddp.run.settings.reader import from_plain
 from ddp.strategies import choice
 

@@ -22,7 +22,7 @@ from ddp.commands.finished import settings_for
 from ddp.commands.predict import write_rows
 from ddp.data.samples import Splits
 from ddp.errors import CheckpointError, ConfigError
-from ddp.run.build.components import load_data, load_held_out, make_model
+from ddp.run.assembly.components import load_data, load_held_out, make_model
 from ddp.run.launch.run_folder import prepare
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain

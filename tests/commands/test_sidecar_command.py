@@ -24,7 +24,7 @@ from ddp.comm.meeting import cluster_spec
 from ddp.commands import sidecar as command
 from ddp.commands import train
 from ddp.errors import ConfigError
-from ddp.run.build.components import check_callbacks, load_data
+from ddp.run.assembly.components import check_callbacks, load_data
 from ddp.run.launch import command_line
 from ddp.run.launch import sidecar as launcher
 from ddp.run.launch.engine import worker_command

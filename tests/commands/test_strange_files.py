@@ -19,7 +19,7 @@ from ddp.commands.where import where
 from ddp.errors import CheckpointError, ConfigError, printable
 from ddp.lab.scaling.figures import compared
 from ddp.lab.scaling.runs import _memory, _pairs, read_runs
-from ddp.run.build.load import load
+from ddp.run.assembly.load import load
 from ddp.run.launch.report import Report
 from ddp.run.launch.run_folder import settings_text
 from ddp.run.launch.sweep import conclude

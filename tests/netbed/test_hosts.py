@@ -195,16 +195,16 @@ base = sys.argv.pop(1)
 own, disk = os.path.join(base, socket.gethostname()), os.path.join(base, "disk")
 subprocess.run(["mount", "--bind", own, disk], check=True)
 os.chdir(disk)
-import ddp.run.build.components
+import ddp.run.assembly.components
 from ddp.run.launch.torchrun import main
 
-def load_data(config, load=ddp.run.build.components.load_data, *, download=False):
+def load_data(config, load=ddp.run.assembly.components.load_data, *, download=False):
     if download:
         open("prepared", "a").write("once ")
     assert os.path.exists("prepared"), "not on this host"
     return load(config)
 
-ddp.run.build.components.load_data = load_data
+ddp.run.assembly.components.load_data = load_data
 main()
 """
 

@@ -1,4 +1,4 @@
-"""A stand-in for ddp.run.build.stages, put in place by PYTHONPATH before anything else: launcher tests in seconds.
+"""A stand-in for ddp.run.assembly.stages, put in place by PYTHONPATH before anything else: launcher tests in seconds.
 
 It trains nothing. What its workers do is told by the variable STANDIN: "train", "wait" (for an agreed stop), or
 "raise" (at rank 1). The agreement is a file.
@@ -65,6 +65,6 @@ def _wait_for_agreed_stop(run_dir: Path) -> str:
     return agreed.read_text()
 
 
-module = types.ModuleType("ddp.run.build.stages")
+module = types.ModuleType("ddp.run.assembly.stages")
 module.check, module.run, module.finish = check, run, finish
-sys.modules["ddp.run.build.stages"] = module
+sys.modules["ddp.run.assembly.stages"] = module

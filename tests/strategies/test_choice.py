@@ -16,7 +16,7 @@ from ddp.errors import ConfigError
 from ddp.policies import averaging_named
 from ddp.replica.central import CentralDataParallel
 from ddp.replica.sharded import ShardedDataParallel
-from ddp.run.build import components, stages
+from ddp.run.assembly import components, stages
 from ddp.run.settings.checks import check_strategy
 from ddp.run.settings.config import CHOICES
 from ddp.run.settings.reader import from_plain

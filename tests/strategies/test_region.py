@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import ddp
 from ddp.errors import CheckpointError, ConfigError
 from ddp.process.memory import ask_for_signal
-from ddp.run.build import stages
+from ddp.run.assembly import stages
 from ddp.run.settings.reader import from_plain
 from ddp.strategies import region
 from ddp.strategies.region import Region, look

@@ -19,7 +19,7 @@ from ddp.comm.transport.gloo import GlooTransport
 from ddp.lab.bench.counts import Span, bytes_in, spans_of
 from ddp.optim import layerwise, norms
 from ddp.replica import sharded as replica_sharded
-from ddp.run.build import stages
+from ddp.run.assembly import stages
 from ddp.run.launch.command_line import composed
 from ddp.run.launch.run_folder import only_writer, prepare
 from ddp.run.settings.config import Config

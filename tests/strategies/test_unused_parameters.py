@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import ddp
 from ddp.errors import ConfigError, UnusedParameters
-from ddp.run.build.components import make_replica
+from ddp.run.assembly.components import make_replica
 from ddp.run.settings.reader import from_plain
 from ddp.strategies import choice
 

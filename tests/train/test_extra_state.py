@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ddp
 from ddp.errors import CheckpointError, ConfigError
-from ddp.run.build.load import load_initial_weights
+from ddp.run.assembly.load import load_initial_weights
 from ddp.train.checkpoints.checkpoint_store import CheckpointStore
 from ddp.train.steps.callbacks import EARLY
 from recipes.tutorial.simulated import SimulatedNetwork

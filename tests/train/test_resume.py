@@ -24,7 +24,7 @@ from ddp.data.orders.sampler import TrainSampler
 from ddp.data.samples import TensorSet
 from ddp.errors import CheckpointError, ConfigError
 from ddp.replica.broadcast import tensor_hash
-from ddp.run.build.load import load_initial_weights
+from ddp.run.assembly.load import load_initial_weights
 from ddp.strategies.replicated import Replicated
 from ddp.train.checkpoints.checkpoint import (
     Checkpointer,

@@ -260,7 +260,7 @@ def test_a_run_that_does_not_learn_is_told_or_ended_on_all_ranks(tmp_path: Path)
 
 def test_it_ends_with_a_status_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_line, "run_workers", lambda *_, **__: Ended(None, {}))
-    monkeypatch.setattr("ddp.run.build.stages.finish", lambda *_: None)
+    monkeypatch.setattr("ddp.run.assembly.stages.finish", lambda *_: None)
     for stopped_by, status in ((f"{WATCH}slow", 3), ("pruned", 0), ("SIGTERM", 143), (None, 0)):
         (tmp_path / "summary.json").write_text(json.dumps({"stopped_by": stopped_by}))
         assert command_line.train(Config(), tmp_path) == status

@@ -31,7 +31,7 @@ from ddp.lab.bench.place import refuse_unknown, split
 from ddp.models.gpt import GPT
 from ddp.models.images import CNN, MLP, resnet
 from ddp.process.arguments import Parser
-from ddp.run.build.components import own_model
+from ddp.run.assembly.components import own_model
 from ddp.run.settings.address import is_address, told
 
 Batch = tuple[Tensor, Tensor]

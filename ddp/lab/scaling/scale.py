@@ -28,7 +28,7 @@ from ddp.process.arguments import listed, positive, program, quoted, shown, whol
 from ddp.process.files import hold, make_folder
 from ddp.process.memory import available_cores
 from ddp.process.terminal import say
-from ddp.run.build.stages import check
+from ddp.run.assembly.stages import check
 from ddp.run.launch import jobs, sweep
 from ddp.run.launch.command_line import bad_input_to, composed, exit_with_error, for_hydra, options_first, varied_keys
 from ddp.run.launch.run_folder import unwritable

@@ -163,7 +163,7 @@ def _trained(config: Config, run_dir: Path) -> int:
     say(f"starting {counted(config.cluster.workers, 'worker')} for {shown(run_dir)}/ …")
     with ended_by_ctrl_c():
         with leave_out():
-            importlib.import_module("ddp.run.build.stages")  # torch, which takes a second
+            importlib.import_module("ddp.run.assembly.stages")  # torch, which takes a second
         prepare(config, run_dir)  # which imports parts of the user's own
     return train(config, run_dir)
 
@@ -488,7 +488,7 @@ def exit_with_error(message: str) -> NoReturn:
 
 def train(config: Config, run_dir: Path) -> int:
     """Starts the workers of a prepared run, waits, and prints how it ended; returns the status (see the table)."""
-    from ddp.run.build.stages import finish
+    from ddp.run.assembly.stages import finish
     from ddp.train.checks.watcher import WATCH
     from ddp.train.evaluation.sidecar import has_ended, wait_for
 

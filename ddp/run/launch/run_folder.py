@@ -43,7 +43,7 @@ def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None, 
     Raises:
         ConfigError, CheckpointError, ReplicaMismatch: the run cannot work; the message has the remedy.
     """
-    from ddp.run.build.stages import check
+    from ddp.run.assembly.stages import check
 
     config.run.dir, config.run.name = str(run_dir), config.run.name or run_dir.name
     if not is_restart:

@@ -111,7 +111,7 @@ def train_as(
     if status:
         leave(status)
     if rank == 0:
-        from ddp.run.build.stages import finish
+        from ddp.run.assembly.stages import finish
         from ddp.train.evaluation.sidecar import is_followed, wait_for
 
         if config.evaluate.by == "sidecar":
@@ -183,7 +183,7 @@ def _received(here: RankPlace, launched: RankPlace, servers: int) -> tuple[dict[
                 job.set("run", json.dumps(sent))
             watchdog.publish("start", json.dumps(sent))
         else:
-            importlib.import_module("ddp.run.build.stages")  # it takes a second, while rank 0 prepares
+            importlib.import_module("ddp.run.assembly.stages")  # it takes a second, while rank 0 prepares
             sent = json.loads(watchdog.wait_for_word("start", 0, Call(0, "rank 0 prepares the run")))
         if "error" not in sent:
             fetched = prepare_host(sent, fetches=not local_rank) if rank else {}
@@ -311,7 +311,7 @@ def prepare_host(sent: Mapping[str, Any], *, fetches: bool = True) -> dict[str, 
         print_error(found["error"])
 
     with bad_input_to(refuse):
-        from ddp.run.build.components import load_data
+        from ddp.run.assembly.components import load_data
 
         check_arrived(sent["config"], sys.argv[1:])
         if fetches:

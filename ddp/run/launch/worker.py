@@ -9,7 +9,7 @@ The life of a worker:
     1  follow the parent     it ends when the parent ends, whatever it is doing
     2  take the log          rank 0 keeps the terminal; any other rank's file descriptors 1 and 2 become logs/rank-R.log
                              (of servers and workers: server 0 keeps it; the others' become logs/worker-0.log, say)
-    3  work                  ddp.run.build.stages.run, or the function
+    3  work                  ddp.run.assembly.stages.run, or the function
     4  report                an exception becomes logs/error-rank-R.json, from which the parent finds the root cause
 
 A worker reads plain YAML and never imports Hydra. It imports nothing from the current folder, but for two things: parts
@@ -108,7 +108,7 @@ def train(
     def work() -> None:
         with ended_by_ctrl_c():
             play()
-            from ddp.run.build.stages import run  # after the log is taken, because importing torch may print
+            from ddp.run.assembly.stages import run  # after the log is taken, because importing torch may print
 
         run(config, run_dir)
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 from ddp.collectives.catalog import ALL_REDUCE, BETWEEN_HOSTS, all_reduce_schedules
 from ddp.errors import ConfigError, did_you_mean
-from ddp.policies import NUM_SHARDS, ONE_EVALUATION, Rounds, same_bits_problems
+from ddp.policies import NUM_SHARDS, ONE_EVALUATION, Rounds, Serving, same_bits_problems
 from ddp.process.memory import available_cores
-from ddp.run.settings import config as settings
 from ddp.run.settings.address import is_address, own_parts
 from ddp.run.settings.config import Config, folder_of
 from ddp.setting import out_of_bounds
@@ -59,7 +58,7 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
             f"same_bits.audit_every={config.same_bits.audit_every}: audits compare workers that have the same bits; "
             "set same_bits.on=true, too"
         )
-    if isinstance(config.strategy, settings.ParameterServerChoice) and not config.cluster.servers:
+    if isinstance(config.strategy, Serving) and not config.cluster.servers:
         if local_workers is not None:
             raise ConfigError(
                 "cluster.servers=0: strategy=parameter_server needs one among the processes that are there; say "
@@ -82,7 +81,7 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
         config.batch.num_shards = num_shards if fits else NUM_SHARDS if config.same_bits.on else parts
     schedule = config.schedule
     if all(getattr(schedule, f"warmup_{unit}") is None for unit in WARMUPS):
-        schedule.warmup_fraction = 0.05 if isinstance(schedule, settings.Falling) else 0.0
+        schedule.warmup_fraction = 0.05 if hasattr(schedule, "final_factor") else 0.0
     if not own_parts(asdict(config)):
         config.run.code = ""
     elif not config.run.code or not Path(config.run.code).is_dir():  # a new run, or one whose folder has moved
@@ -227,34 +226,35 @@ def _algorithm_problems(config: Config) -> Iterator[str]:
 
 def _choice_problems(config: Config) -> Iterator[str]:
     """Yields where a group's choice contradicts itself or another group's."""
-    is_text = (
-        isinstance(config.data, settings.StandardLibrary | settings.Tokens)
-        or getattr(config.data, "text", None) is not None
-    )
-    is_own = isinstance(config.data, settings.OwnData) or isinstance(config.model, settings.OwnModel)
-    if not is_own and is_text != isinstance(config.model, settings.Gpt):
+    is_text = config.data.name in ("standard_library", "tokens") or getattr(config.data, "text", None) is not None
+    is_own = is_address(config.data.name) or is_address(config.model.name)
+    if not is_own and is_text != (config.model.name == "gpt"):
         remedy = "model=gpt" if is_text else "data=standard_library or tokens, or a model for images such as model=cnn"
         kind = "text" if is_text else "images"
         yield f"model={config.model.name}: does not read the {kind} of data={config.data.name}; take {remedy}"
     if config.loss != "auto" and not is_address(config.loss):
         yield f"loss={config.loss}: unknown; take auto, or MODULE:NAME, as torch.nn.functional:cross_entropy"
-    match config.data:
-        case settings.ImageFolder(path=None):
+    match asdict(config.data):
+        case {"name": "image_folder", "path": None}:
             yield "data.path=null: which folder? Give data.path=FOLDER, where FOLDER/train/CLASS/ holds the images"
-        case settings.DataFiles(path=path, test_path=test_path) if path is None or test_path is None:
+        case {"path": path, "test_path": test_path} if path is None or test_path is None:
             key, which = ("path", "train on") if path is None else ("test_path", "evaluate on")
             yield f"data.{key}=null: which files? Give data.{key}=FILES, the {config.data.name} files to {which}"
-        case settings.DataFiles(validation=share, validation_path=path) if share is not None and path is not None:
+        case {"validation": share, "validation_path": path} if share is not None and path is not None:
             yield f"data.validation={share:g}: contradicts data.validation_path={path}; leave one of them out"
-        case settings.Lines(text=str(text), inputs=inputs, target=target):
+        case {"text": str(text), "inputs": inputs, "target": target}:
             if inputs or target is not None:
                 yield f"data.text={text}: is in place of data.inputs and data.target; leave them out"
-        case settings.Lines(inputs=inputs, target=target) if not inputs or target is None:
+        case {"inputs": inputs, "target": target} if not inputs or target is None:
             key = "target" if inputs else "inputs"
             yield f"data.{key}: which columns? Give data.inputs=[NAME,…] and data.target=NAME"
-    match config.optim:
-        case settings.Sgd(nesterov=True, momentum=0):
+    match asdict(config.optim):
+        case {"nesterov": True, "momentum": 0}:
             yield "optim.nesterov=true: needs momentum; set optim.momentum=0.9, or optim.nesterov=false"
+    try:
+        config.strategy.make()
+    except ConfigError as error:
+        yield f"strategy.{error}"
     wire = config.replica.wire
     if wire is not None and config.replica.kind == "naive":
         yield f"replica.wire={wire}: needs replica.kind=bucketed, whose buckets travel in it; leave one out"
@@ -264,8 +264,8 @@ def _choice_problems(config: Config) -> Iterator[str]:
         yield f"replica.wire=fp32: gradients of precision={config.precision} are fp32 already; leave it out"
     if config.hook.name != "none":
         yield from _hook_problems(config)
-    match config.schedule:
-        case settings.StepDecay(milestones=each) if each != sorted(each) or not all(0 < share < 1 for share in each):
+    match asdict(config.schedule):
+        case {"milestones": each} if each != sorted(each) or not all(0 < share < 1 for share in each):
             yield f"schedule.milestones={each}: must be rising shares of the run between 0 and 1, as [0.5,0.75]"
 
 
@@ -300,16 +300,16 @@ def _hook_problems(config: Config) -> Iterator[str]:
         yield f"{key}: does the sending by itself; leave replica.wire={config.replica.wire} out"
     if hook.name == "sign" and not hook.error_feedback:
         yield "hook.error_feedback=false: signs alone go astray; leave it out"
-    match hook, config.optim:
-        case settings.TopKChoice(momentum=momentum, error_feedback=False), _ if momentum:
+    match asdict(hook), asdict(config.optim):
+        case {"momentum": momentum, "error_feedback": False}, _ if momentum:
             yield f"hook.momentum={momentum:g}: needs hook.error_feedback=true"
-        case settings.TopKChoice(momentum=momentum), settings.Sgd(momentum=other) if momentum and other:
+        case {"momentum": momentum}, {"momentum": other} if momentum and other:
             yield (
                 f"hook.momentum={momentum:g}: contradicts optim.momentum={other:g}, both would act; set "
                 "optim.momentum=0 optim.nesterov=false"
             )
-        case settings.TopKChoice(momentum=momentum), optim if momentum and not isinstance(optim, settings.Sgd):
-            yield f"hook.momentum={momentum:g}: optim={optim.name} has momentum, too; take optim=sgd optim.momentum=0"
+        case {"momentum": momentum}, {"name": name} if momentum and name != "sgd":
+            yield f"hook.momentum={momentum:g}: optim={name} has momentum, too; take optim=sgd optim.momentum=0"
 
 
 WARMUPS = ("steps", "samples", "epochs", "fraction")
@@ -380,7 +380,7 @@ def _cluster_problems(config: Config) -> Iterator[str]:
 def _server_problems(config: Config) -> Iterator[str]:
     """Yields servers without a strategy that has them, the reverse, and what such a strategy cannot train."""
     cluster = config.cluster
-    if not isinstance(config.strategy, settings.ParameterServerChoice):
+    if not isinstance(config.strategy, Serving):
         if cluster.servers:
             yield (
                 f"cluster.servers={cluster.servers}: is for strategy=parameter_server, and with "

@@ -8,18 +8,16 @@
 A new setting is one line, `name: type = setting(default, "meaning", at_least=1)`, with its bounds. The command line,
 its errors, --help and docs/settings.md take it from here.
 
-Six groups offer a choice: `strategy`, `data`, `model`, `optim`, `schedule`, `hook`. Each is a base dataclass of shared
-fields; a choice that has fields of its own is a subclass. The `name` of a choice is the word on the command line.
-`CHOICES` is the table of all of them. Data and models of the user's own have an address as their name: see
-`address.py`.
+Six groups offer a choice: `strategy`, `data`, `model`, `optim`, `schedule`, `hook`. What the choices of a group share
+stands in `groups.py`, and each choice is a function in `choices.py`, whose signature is its own settings. Data and
+models of the user's own have an address as their name: see `address.py`.
 
-Components never see these classes: `components.py` and `optimizer.py` take them apart into plain arguments.
+Components never see these classes, but plain arguments.
 """
-
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,17 +31,20 @@ from ddp.policies import (
     GuardAction,
     Reading,
     Reports,
-    Rounds,
     SameBits,
-    Serving,
     Training,
     WatchAction,
 )
 from ddp.process.clock import LONGEST_S
-from ddp.run.settings.address import is_address
-from ddp.setting import Additions, Scaling, StrategyName, check_region, setting
+from ddp.run.settings import choices as choices  # which fills CHOICES
+from ddp.run.settings.groups import CHOICES as CHOICES
+from ddp.run.settings.groups import MEANINGS as MEANINGS
+from ddp.run.settings.groups import OWN as OWN
+from ddp.run.settings.groups import Data, HookChoice, Model, Optim, Schedule, StrategyChoice
+from ddp.run.settings.groups import choose as choose
+from ddp.setting import Additions, setting
 
-# ---------------------------------------------------------------------------------------------------- the words
+# ------------------------------------------------------------------------------------------------------- the words
 
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -51,405 +52,10 @@ Backend = Literal["auto", "gloo", "nccl"]
 ReplicaKind = Literal["bucketed", "naive"]
 Evaluator = Literal["workers", "sidecar"]
 WatchChoice = Literal[WatchAction, "off"]
-DataOrder = Literal["auto", "permutation", "blocks", "weighted", "stratified", "fixed"]
-TokenType = Literal["uint8", "uint16", "int32", "uint32"]
 TrackerName = Literal["tensorboard", "csv", "mlflow", "wandb"]
 
 
-# ------------------------------------------------------------------------------------------------- the six groups
-
-
-@dataclass(frozen=True, kw_only=True)
-class StrategyChoice:
-    """The strategy: who holds what, and how often the workers agree."""
-
-    name: StrategyName
-
-    def num_parts(self, num_workers: int) -> int:
-        """Returns the number of parts of a step, each of which a worker computes."""
-        return num_workers
-
-
-@dataclass(frozen=True, kw_only=True)
-class CentralStorageChoice(StrategyChoice):
-    name: StrategyName = "central_storage"
-    region: str | None = setting(
-        None,
-        "name by which other jobs of yours on the host find the parameters while the run goes on, as in "
-        "ddp.load(region=NAME); null: none does",
-    )
-
-    def __post_init__(self) -> None:
-        if self.region is not None:
-            check_region(self.region)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParameterServerChoice(Serving, StrategyChoice):
-    name: StrategyName = "parameter_server"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalSGDChoice(Rounds, StrategyChoice):
-    name: StrategyName = "local_sgd"
-
-
-@dataclass(kw_only=True, slots=True)
-class Data:
-    """The data set to train on and to evaluate on."""
-
-    name: str
-    root: str = setting("data", "folder that MNIST and CIFAR-10 are downloaded into")
-    order: DataOrder = setting(
-        "auto",
-        "order of an epoch: a permutation; blocks of shuffled files; fixed; weighted, by the weights of the data; "
-        "stratified, by their classes; auto: blocks where files are dealt, else a permutation",
-    )
-    window: int | None = setting(
-        None,
-        "samples of blocks that are mixed with each other; null: 4096, or the samples of four files if fewer",
-        at_least=1,
-    )
-    sharding: str = setting(
-        "auto",
-        "what shards of a batch are cut from: file, sample, full_shuffle, off, or MODULE:NAME of a function (shard, "
-        "number of shards) → samples: docs/data.md; auto: file where there are as many files as shards, else sample",
-    )
-    skip_steps: list[int] = setting([], "first and last of the steps whose samples are left out, such as [4700,4710]")
-    validation: float | None = setting(
-        None,
-        "share of the training samples that is set apart, between 0 and 1; the run chooses by it (the best checkpoint, "
-        "say), and the test set is read at the end; null: it chooses by the test set",
-        above=0,
-        below=1,
-    )
-
-
-TRANSFORM = "your own augmentation of training images, as MODULE:NAME: docs/data.md; null: as shipped"
-
-
-@dataclass(kw_only=True, slots=True)
-class Images(Data):
-    """Images and their classes."""
-
-    transform: str | None = setting(None, TRANSFORM)
-
-
-@dataclass(kw_only=True, slots=True)
-class ImageFolder(Images):
-    name: str = "image_folder"
-    path: str | None = setting(None, "folder that holds train/CLASS/*.jpg and val/CLASS/*.jpg; must be given")
-    index_dir: str = setting("data/index", "folder with the lists of images, which the parent makes")
-    image_size: int = setting(224, "height and width that images are brought to, in pixels", at_least=1)
-
-
-@dataclass(kw_only=True, slots=True)
-class StandardLibrary(Data):
-    name: str = "standard_library"
-    context: int = setting(256, "length of a sample, in bytes", at_least=1)
-
-
-@dataclass(kw_only=True, slots=True)
-class Synthetic(Images):
-    name: str = "synthetic"
-    num_samples: int = setting(4096, "training images; there are an eighth as many test images", at_least=1)
-    image_size: int = setting(32, "height and width of the images, in pixels", at_least=1)
-    num_classes: int = setting(10, "number of classes", at_least=2)
-
-
-@dataclass(kw_only=True, slots=True)
-class DataFiles(Data):
-    """Samples in files: tar files, lines or tokens."""
-
-    path: str | None = setting(
-        None, "training files: a file, a pattern such as s3://bucket/train-{000..099}.tar, or a folder; must be given"
-    )
-    test_path: str | None = setting(None, "the same for the held-out files; must be given")
-    validation_path: str | None = setting(
-        None, "the same for held-out files that the run chooses by, in place of data.validation; null: there are none"
-    )
-    index_dir: str = setting("data/index", "folder with the indexes of files: where each sample begins")
-    cache_dir: str | None = setting(
-        None, "folder of each host into which remote files are copied; null: they are streamed"
-    )
-
-
-@dataclass(kw_only=True, slots=True)
-class TarImages(DataFiles):
-    name: str = "tar"
-    transform: str | None = setting(None, TRANSFORM)
-    image_size: int = setting(224, "height and width that images are brought to, in pixels", at_least=1)
-    num_classes: int = setting(1000, "number of classes", at_least=2)
-
-
-@dataclass(kw_only=True, slots=True)
-class Lines(DataFiles):
-    inputs: list[str] = setting([], "names of the columns that are a sample's inputs; must be given")
-    target: str | None = setting(None, "name of the column that is the target; must be given")
-    num_classes: int | None = setting(None, "number of classes, if the target is one; null: it is a number", at_least=2)
-    text: str | None = setting(None, "name of the column with text for model=gpt, in place of inputs and target")
-    tokenizer: str = setting("bytes", "of data.text: bytes, or the path of a Hugging Face tokenizer.json")
-    context: int = setting(256, "length of a sample of data.text, in tokens", at_least=1)
-
-
-@dataclass(kw_only=True, slots=True)
-class Tokens(DataFiles):
-    name: str = "tokens"
-    context: int = setting(256, "length of a sample, in tokens", at_least=1)
-    dtype: TokenType = setting("uint16", "number format of raw files; .npy files say it themselves")
-    vocab_size: int = setting(50257, "number of different tokens", at_least=1)
-
-
-@dataclass(kw_only=True, slots=True)
-class OwnData(Data):
-    """Data of your own: a function that returns a pair (train, test), or ddp.Splits."""
-
-    args: dict[str, Any] = setting({}, "keyword arguments, such as data.args.n=100")
-
-
-@dataclass(kw_only=True, slots=True)
-class Model:
-    """The model to train."""
-
-    name: str
-
-
-@dataclass(kw_only=True, slots=True)
-class Mlp(Model):
-    name: str = "mlp"
-    hidden: int = setting(256, "units of each of the two hidden layers", at_least=1)
-
-
-@dataclass(kw_only=True, slots=True)
-class Cnn(Model):
-    name: str = "cnn"
-    width: int = setting(32, "channels of the first convolution", at_least=1)
-    dropout: float = setting(0.3, "probability that an input of the last two layers is dropped", at_least=0, below=1)
-
-
-@dataclass(kw_only=True, slots=True)
-class Gpt(Model):
-    name: str = "gpt"
-    width: int = setting(192, "length of the vector of a position; a multiple of 2 · heads", at_least=1)
-    depth: int = setting(4, "number of blocks", at_least=1)
-    heads: int = setting(6, "attention heads of a block", at_least=1)
-    dropout: float = setting(0.0, "probability that an activation is dropped", at_least=0, below=1)
-
-
-@dataclass(kw_only=True, slots=True)
-class OwnModel(Model):
-    """A model of your own: a class, or a function that returns a torch.nn.Module."""
-
-    args: dict[str, Any] = setting({}, "keyword arguments, such as model.args.width=64")
-
-
-@dataclass(kw_only=True, slots=True)
-class Optim:
-    """The optimizer."""
-
-    name: str
-    lr: float = setting(MISSING, "learning rate for a global batch of optim.base_batch samples", above=0)
-    weight_decay: float | None = setting(
-        MISSING,
-        "weight decay, of weight matrices only (not of biases and norms); null: the preset's or torch's",
-        at_least=0,
-    )
-    lr_scaling: Scaling = setting(
-        "none",
-        "how lr follows the global batch, with k = batch.global_size ÷ base_batch: not, lr · k, or lr · √k; legw: lr · "
-        "√k, and the warm-up takes k times more samples",
-    )
-    base_batch: int = setting(64, "global batch that lr was found for, in samples; lr_scaling reads it", at_least=1)
-    exclude: list[str] = setting([], "names of further parameters to treat like biases and norms, such as [embed.*]")
-
-
-@dataclass(kw_only=True, slots=True)
-class Sgd(Optim):
-    name: str = "sgd"
-    lr: float = 0.05
-    weight_decay: float | None = 5e-4
-    momentum: float = setting(0.9, "share of the last update that is carried on", at_least=0, below=1)
-    nesterov: bool = setting(True, "take the gradient's step from where momentum leads to (Nesterov)")
-
-
-@dataclass(kw_only=True, slots=True)
-class Adam(Optim):
-    beta1: float = setting(0.9, "decay of the running mean of gradients, per step", at_least=0, below=1)
-    beta2: float = setting(0.999, "decay of the running mean of squared gradients, per step", at_least=0, below=1)
-    eps: float = setting(1e-8, "added to the root of the mean squared gradient before the division by it", above=0)
-
-
-@dataclass(kw_only=True, slots=True)
-class LayerwiseOptim(Optim):
-    preset: str = setting(MISSING, "paper or program whose choices hold: docs/large-batches.md")
-    args: dict[str, Any] = setting({}, "choices other than the preset's, such as optim.args.bias_correction=false")
-
-
-@dataclass(kw_only=True, slots=True)
-class Schedule:
-    """The learning-rate schedule, a factor on lr by samples."""
-
-    name: str
-    warmup_steps: int | None = setting(
-        None, "steps in which lr rises linearly at the start; set this or another below", at_least=0
-    )
-    warmup_samples: int | None = setting(None, "the same as samples of all workers", at_least=0)
-    warmup_epochs: float | None = setting(None, "the same as epochs", at_least=0)
-    warmup_fraction: float | None = setting(
-        None,
-        "the same as a share of the run, below 1; null, like the others: 0.05 where lr falls steadily, else 0",
-        at_least=0,
-        below=1,
-    )
-
-
-@dataclass(kw_only=True, slots=True)
-class Falling(Schedule):
-    """A schedule that falls steadily, for which a short warm-up is usual."""
-
-    final_factor: float = setting(0.0, "factor on lr at the end of the run", at_least=0)
-
-
-@dataclass(kw_only=True, slots=True)
-class Polynomial(Falling):
-    name: str = "polynomial"
-    power: float = setting(1.0, "power of what is left of the run; 1: a straight line", above=0)
-
-
-@dataclass(kw_only=True, slots=True)
-class Wsd(Falling):
-    name: str = "wsd"
-    decay_fraction: float = setting(0.2, "last share of the run, in which lr falls, above 0", above=0, at_most=1)
-
-
-@dataclass(kw_only=True, slots=True)
-class StepDecay(Schedule):
-    name: str = "step"
-    milestones: list[float] = setting([0.5, 0.75], "when lr drops, as rising shares of the run between 0 and 1")
-    gamma: float = setting(0.1, "factor on lr at each milestone", above=0)
-
-
-@dataclass(kw_only=True, slots=True)
-class HookChoice:
-    """The hook that sends less than all of the gradients between hosts."""
-
-    name: str
-    error_feedback: bool = setting(True, "add to each gradient what the last steps have not sent of it")
-    dense_start_steps: int = setting(0, "first steps that send gradients as they are", at_least=0)
-
-
-@dataclass(kw_only=True, slots=True)
-class TopKChoice(HookChoice):
-    name: str = "top_k"
-    ratio: float = setting(
-        0.01, "share of the numbers of a tensor that is sent, above 0 and at most 1", above=0, at_most=1
-    )
-    momentum: float = setting(0.0, "momentum that the hook applies in the place of the optimizer", at_least=0, below=1)
-    warmup_steps: int = setting(0, "steps in which the ratio falls from 1/4 to this one", at_least=0)
-
-
-@dataclass(kw_only=True, slots=True)
-class RandomKChoice(HookChoice):
-    name: str = "random_k"
-    ratio: float = setting(
-        0.1, "share of the numbers of a tensor that is sent, above 0 and at most 1", above=0, at_most=1
-    )
-
-
-@dataclass(kw_only=True, slots=True)
-class PowerSgdChoice(HookChoice):
-    name: str = "powersgd"
-    rank: int = setting(4, "columns of the two narrow matrices whose product stands for a gradient", at_least=1)
-    warm_start: bool = setting(True, "begin with the factor of the last step, and not with a random one")
-
-
-_ALL: dict[str, list[tuple[Any, str]]] = {
-    "strategy": [
-        (StrategyChoice(name="auto"), "every worker holds all, and makes the same update; on any number of hosts"),
-        (StrategyChoice(name="one_device"), "the same, with one worker"),
-        (StrategyChoice(name="mirrored"), "the same, with the workers of one host"),
-        (StrategyChoice(name="multi_worker"), "the same as auto, by the name that guides have for several hosts"),
-        (
-            StrategyChoice(name="sharded"),
-            "each worker updates a slice of the parameters, and holds its optimizer state alone (ZeRO 1)",
-        ),
-        (
-            CentralStorageChoice(),
-            "parameters and optimizer state are once on each host, in memory that all of its workers share",
-        ),
-        (
-            ParameterServerChoice(),
-            "servers hold parameters and optimizer state; workers lease samples and push gradients: docs/strategies.md",
-        ),
-        (LocalSGDChoice(), "workers train by themselves, and agree every few dozen steps: local SGD, DiLoCo"),
-    ],
-    "data": [
-        (Images(name="digits"), "1,797 scanned digits of 8×8 pixels; scikit-learn brings them"),
-        (Images(name="mnist"), "70,000 digits of 28×28 pixels; downloaded once (11 MB)"),
-        (Images(name="cifar10"), "60,000 colour images of 32×32 pixels in ten classes; downloaded once (170 MB)"),
-        (ImageFolder(), "your own images, in ImageNet's layout"),
-        (TarImages(), "images and classes in tar files, in WebDataset's layout"),
-        (Lines(name="jsonl"), "numbers and a target in JSON lines"),
-        (Lines(name="csv"), "numbers and a target in CSV files with a header"),
-        (Tokens(), "text as tokens, in flat files, for model=gpt"),
-        (StandardLibrary(), "source text of Python's standard library, byte by byte, for model=gpt"),
-        (Synthetic(), "made-up colour images of classes that can be learnt: to measure speed"),
-    ],
-    "model": [
-        (Mlp(), "fully connected layers, for images"),
-        (Cnn(), "small convolutional network, for small images"),
-        (Model(name="resnet18"), "torchvision's ResNet-18, for images"),
-        (Model(name="resnet34"), "torchvision's ResNet-34, for images"),
-        (Model(name="resnet50"), "torchvision's ResNet-50, for images"),
-        (Gpt(), "small GPT, for text: data=standard_library model=gpt"),
-    ],
-    "optim": [
-        (Sgd(), "stochastic gradient descent with momentum"),
-        (Adam(name="adam", lr=1e-3, weight_decay=0.0), "Adam; weight decay is added to the gradient"),
-        (Adam(name="adamw", lr=4e-3, weight_decay=0.01), "Adam with weight decay apart from the gradient"),
-        (
-            LayerwiseOptim(name="lars", lr=4.0, weight_decay=None, preset="paper"),
-            "momentum whose rate follows the size of each tensor, for large batches",
-        ),
-        (LayerwiseOptim(name="larc", lr=0.2, weight_decay=None, preset="apex"), "LARS whose rate is never above lr"),
-        (
-            LayerwiseOptim(name="lamb", lr=0.01, weight_decay=None, preset="paper"),
-            "Adam whose rate follows the size of each tensor, for large batches",
-        ),
-    ],
-    "schedule": [
-        (Schedule(name="constant"), "the same rate all the time, after the warm-up if there is one"),
-        (Falling(name="cosine"), "half a cosine from lr down to lr · final_factor, after the warm-up"),
-        (Polynomial(), "a line or a power from lr down to lr · final_factor, after the warm-up"),
-        (Wsd(), "the same rate after the warm-up, and a decay at the end (warm-up, stable, decay)"),
-        (StepDecay(), "lr is multiplied by gamma at each milestone"),
-    ],
-    "hook": [
-        (HookChoice(name="none"), "gradients are sent whole"),
-        (HookChoice(name="sign"), "one bit for each number, and a scale for each row"),
-        (TopKChoice(), "the largest numbers of each tensor, with their positions"),
-        (RandomKChoice(), "numbers drawn at random, the same ones on every worker"),
-        (PowerSgdChoice(), "two narrow matrices for each matrix"),
-    ],
-}
-CHOICES: dict[str, dict[str, Any]] = {
-    group: {choice.name: choice for choice, _ in choices} for group, choices in _ALL.items()
-}
-"""group → name → its default settings."""
-MEANINGS = {group: {choice.name: meaning for choice, meaning in choices} for group, choices in _ALL.items()}
-"""group → name → what the choice is."""
-
-OWN = {"data": OwnData, "model": OwnModel}
-"""The groups in which a name may be an address."""
-
-
-def choose(group: str, name: str, /, **settings: Any) -> Any:
-    """Returns a choice of a group: its default settings, some of them replaced."""
-    is_own = group in OWN and is_address(name)
-    return replace(OWN[group](name=name) if is_own else CHOICES[group][name], **settings)
-
-
-# -------------------------------------------------------------------------------------------------- the fixed parts
+# ------------------------------------------------------------------------------------------------------- the groups
 
 
 @dataclass(kw_only=True, slots=True)
@@ -714,7 +320,7 @@ class Config(Training):
     same_bits: SameBits = field(default_factory=SameBits)
     strategy: StrategyChoice = field(default_factory=lambda: choose("strategy", "auto"))
     data: Data = field(default_factory=lambda: choose("data", "digits"))
-    model: Model = field(default_factory=Cnn)
+    model: Model = field(default_factory=lambda: choose("model", "cnn"))
     optim: Optim = field(default_factory=lambda: choose("optim", "adamw"))
     schedule: Schedule = field(default_factory=lambda: choose("schedule", "cosine"))
     hook: HookChoice = field(default_factory=lambda: choose("hook", "none"))

@@ -3,7 +3,7 @@
     scripts/ddp train --help                                    prints the page
     .venv/bin/python -m ddp.run.settings.page > docs/settings.md    writes it for the web
 
-All of it is taken from ddp/run/settings/config.py, without Hydra, so that it is there at once.
+All of it is taken from config.py and choices.py beside this file, without Hydra and torch, so that it is there at once.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ddp.process.terminal import say
 from ddp.run.settings.config import CHOICES, MEANINGS, OWN, Config
+from ddp.run.settings.groups import GROUPS
 from ddp.setting import metadata_of
 
 WIDTH = 100
@@ -70,7 +71,7 @@ def _lines(settings: Any, prefix: str) -> Iterator[str]:
 
 def _choice_lines(group: str, usual: str) -> Iterator[str]:
     """Yields the lines of a group: what its choices share, and then each choice with what is its own."""
-    base = next(kind for kind in type(CHOICES[group][usual]).__mro__ if kind.__base__ is object)
+    base = GROUPS[group]
     shared = {item.name: item for item in fields(base) if item.name != "name"}
     yield f"{group}=CHOICE: {_purpose(base)} (default: {usual})"
     same = {name for name in shared if len({repr(getattr(choice, name)) for choice in CHOICES[group].values()}) == 1}

@@ -15,7 +15,7 @@ from PIL import Image
 
 from ddp.data.orders.sampler import sampler_of
 from ddp.errors import ConfigError, UnreadableSample
-from ddp.run.build.components import load_data, make_task
+from ddp.run.assembly.components import load_data, make_task
 from ddp.run.settings.checks import validate
 from ddp.run.settings.config import Config, choose
 

@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 from ddp.data.samples import Splits, TensorSet
 from ddp.data.sets import digits, standard_library, synthetic
 from ddp.errors import ConfigError
-from ddp.run.build import stages as build
+from ddp.run.assembly import stages as build
 from ddp.run.settings.config import Config
 
 MEMBERS: dict[str, Callable[[], Splits]] = {

@@ -37,7 +37,8 @@ from ddp.run.launch.report import Failure, Report, describe_failures
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare
 from ddp.run.launch.torchrun import _asked_for, prepared
 from ddp.run.settings.checks import check_gpus, name_problems
-from ddp.run.settings.config import Config, DataFiles
+from ddp.run.settings.config import Config
+from ddp.run.settings.groups import DataFiles
 from ddp.run.settings.reader import from_plain, value_of
 
 pytestmark = pytest.mark.engine
@@ -74,7 +75,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     """Saves the seconds in which an interpreter would import torch: for tests that send it no signal."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "")  # `main` sets it; this takes it back
-    monkeypatch.setitem(sys.modules, "ddp.run.build.stages", None)  # the next line replaces it; this takes it back
+    monkeypatch.setitem(sys.modules, "ddp.run.assembly.stages", None)  # the next line replaces it; this takes it back
     runpy.run_path(str(ROOT / "tests" / "standin" / "sitecustomize.py"))
 
     def run(*arguments: str, standin: str = "train") -> tuple[Any, str, str]:
@@ -623,15 +624,15 @@ def largest_file(num_bytes: int) -> Iterator[None]:
 
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    """Replaces ddp.run.build.stages by a check that only remembers what it was given."""
+    """Replaces ddp.run.assembly.stages by a check that only remembers what it was given."""
     calls: list[Config] = []
-    monkeypatch.setitem(sys.modules, "ddp.run.build.stages", type(sys)("ddp.run.build.stages"))
+    monkeypatch.setitem(sys.modules, "ddp.run.assembly.stages", type(sys)("ddp.run.assembly.stages"))
 
     def check(config: Config) -> tuple[None, None]:
         calls.append(config)
         return None, None
 
-    monkeypatch.setattr(sys.modules["ddp.run.build.stages"], "check", check, raising=False)
+    monkeypatch.setattr(sys.modules["ddp.run.assembly.stages"], "check", check, raising=False)
     return calls
 
 
@@ -732,7 +733,7 @@ def test_a_folder_that_another_run_writes_is_refused_and_a_fresh_one_left_empty(
             assert sorted(tmp_path.rglob("*")) == before and checked == []
     (run_dir / "checkpoints").rmdir()
     monkeypatch.setattr(sys, "argv", [*sys.argv, "resume=nowhere/config"])
-    monkeypatch.setattr(sys.modules["ddp.run.build.stages"], "check", _refuse)
+    monkeypatch.setattr(sys.modules["ddp.run.assembly.stages"], "check", _refuse)
     assert prepared(workers=2, local_workers=2)["error"] == "no such data"
     assert not run_dir.exists()
 
@@ -874,7 +875,7 @@ def test_ctrl_c_is_no_exception_while_a_launcher_or_a_worker_imports(
     monkeypatch.setattr(worker, "write_result", lambda *_: None)
     (tmp_path / "call").write_bytes(pickle.dumps((1, sys.path)) + pickle.dumps((Function(), (), {}, {})))
     worker._call(tmp_path / "call", rank=0, timeout_s=None)
-    monkeypatch.setitem(sys.modules, "ddp.run.build.stages", Stages("stages"))
+    monkeypatch.setitem(sys.modules, "ddp.run.assembly.stages", Stages("stages"))
     worker.train(Config(), tmp_path, rank=0)
     for name in ("launcher", "function", "worker"):
         assert HEARD[f"{name} imports"] == signal.SIG_DFL and HEARD[name] == signal.default_int_handler, name

@@ -11,11 +11,11 @@ import yaml
 
 import ddp
 from ddp.errors import ConfigError
-from ddp.policies import SameBits
+from ddp.policies import SameBits, Serving
 from ddp.process.memory import available_cores
 from ddp.run.launch.command_line import CONF, composed, translated
 from ddp.run.settings.checks import resolve, validate
-from ddp.run.settings.config import CHOICES, Config, OwnData, OwnModel, ParameterServerChoice, choose
+from ddp.run.settings.config import CHOICES, Config, choose
 from ddp.run.settings.reader import from_plain, read_settings
 
 EVERY_CHOICE = [(group, name) for group, choices in CHOICES.items() for name in choices]
@@ -100,8 +100,8 @@ def test_a_recipe_of_ones_own_has_addresses_and_no_key_that_has_moved(tmp_path: 
     (recipes / "old.yaml").write_text(head + "log_every: 5\noptim: {sharded: true}\n")
     search = f"hydra.searchpath=[address://,file://{tmp_path}]"  # as --config-dir has it
     config = compose(tmp_path, search, "recipe=own")
-    assert config.model == OwnModel(name="mine:Net", args={"width": 3}) and config.report.log_every == 5
-    assert config.data == OwnData(name="my.own:make")
+    assert config.model == choose("model", "mine:Net", args={"width": 3}) and config.report.log_every == 5
+    assert config.data == choose("data", "my.own:make")
     with pytest.raises(ConfigError, match=r"unknown key (log_every|optim.sharded). Did you mean (report.log|strategy)"):
         compose(tmp_path, search, "recipe=old")
 
@@ -319,7 +319,7 @@ def test_many_hosts_may_have_many_workers() -> None:
 )
 def test_each_mode_of_servers_starts_from_settings(mode: dict[str, Any], bound: int | None) -> None:
     config = from_plain({"cluster": {"workers": 3}, "strategy": {"name": "parameter_server", **mode}})
-    assert isinstance(config.strategy, ParameterServerChoice)
+    assert isinstance(config.strategy, Serving)
     assert config.strategy.bound == ddp.ParameterServer(**mode).bound == bound
     validate(config)
     resolve(config)

@@ -31,7 +31,7 @@ from ddp.data.loading.source import whole_splits
 from ddp.data.samples import TensorSet
 from ddp.data.sets.validation import selection_in
 from ddp.errors import ConfigError
-from ddp.run.build.components import (
+from ddp.run.assembly.components import (
     add_own_algorithm,
     check_callbacks,
     check_loss,
@@ -41,13 +41,13 @@ from ddp.run.build.components import (
     make_model_without_memory,
     make_task,
 )
-from ddp.run.build.traced import traced
+from ddp.run.assembly.traced import traced
 from ddp.run.launch import torchrun
 from ddp.run.launch.command_line import composed, main, translated
 from ddp.run.launch.run_folder import continued, prepare, settings_text
 from ddp.run.settings.address import check_arrived, check_trust, from_address, own_parts
 from ddp.run.settings.checks import resolve
-from ddp.run.settings.config import Config, OwnData, OwnModel
+from ddp.run.settings.config import Config, choose
 from ddp.run.settings.reader import from_plain
 from ddp.train.checkpoints.checkpoint_store import CheckpointStore
 from ddp.vision import torchvision
@@ -123,8 +123,8 @@ def test_addresses_compose_and_round_trip(folder: Path) -> None:
     overrides += ["data.skip_steps=[2,3]", "data.order=weighted"]  # as with what `ddp` ships
     config, _ = composed([*overrides, "loss=parts:my_loss", "comm.algorithm=parts:chain"])
     assert composed([r"model=my_package.models\:Net"])[0].model.name == config.model.name, "a sweep passes on this form"
-    assert config.model == OwnModel(name="my_package.models:Net", args={"width": 64})
-    assert config.data == OwnData(name="parts:make", args={"n": 9}, order="weighted", skip_steps=[2, 3])
+    assert config.model == choose("model", "my_package.models:Net", args={"width": 64})
+    assert config.data == choose("data", "parts:make", args={"n": 9}, order="weighted", skip_steps=[2, 3])
     resolve(config)
     assert config.run.code == str(folder)
     assert from_plain(yaml.safe_load(yaml.safe_dump(asdict(config)))) == config

@@ -30,7 +30,7 @@ from ddp.data.samples import Splits
 from ddp.errors import CheckpointError, ConfigError
 from ddp.process.files import at_home
 from ddp.process.records import Count, Maker, damage_told
-from ddp.run.build import components
+from ddp.run.assembly import components
 from ddp.run.settings.address import check_trust, own_parts
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import read_config, settings_of

@@ -20,7 +20,7 @@ from ddp.data.orders.steps import Batches
 from ddp.data.samples import Samples, Splits
 from ddp.data.sets.validation import selection_in
 from ddp.errors import ConfigError
-from ddp.run.build import optimizer as optimization
+from ddp.run.assembly import optimizer as optimization
 from ddp.run.settings.address import from_address, is_address, own_parts
 from ddp.run.settings.config import Config
 from ddp.train.arguments import round_length

@@ -17,7 +17,7 @@ from ddp.data.samples import Splits
 from ddp.data.sets.validation import with_share
 from ddp.errors import ConfigError
 from ddp.policies import Reading
-from ddp.run.build.sampling import Noted, check_dealing, noted, sampler_for
+from ddp.run.assembly.sampling import Noted, check_dealing, noted, sampler_for
 from ddp.run.settings.config import Config, choose
 
 

@@ -6,13 +6,14 @@ What one setting makes of another, as a batch does of the rate, is said here onc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict
+from functools import partial
 from typing import cast
 
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from ddp.data.orders.steps import BatchWarmup, Steps
 from ddp.data.orders.token_budget import TokenBudget
@@ -20,10 +21,6 @@ from ddp.data.samples import Samples
 from ddp.errors import ConfigError
 from ddp.optim import schedules
 from ddp.optim.groups import parameter_groups
-from ddp.optim.lamb import LAMB
-from ddp.optim.lars import LARC, LARS
-from ddp.optim.layerwise import Layerwise
-from ddp.run.settings import config as settings
 from ddp.run.settings.config import Config
 from ddp.units import counted
 
@@ -40,17 +37,15 @@ def make_optimizer(config: Config, module: nn.Module) -> Optimizer:
     Raises:
         ConfigError: a preset, a choice or a name to be excluded does not exist.
     """
-    optim, rate = config.optim, learning_rate(config)
-    if isinstance(optim, settings.LayerwiseOptim):
-        return _layerwise(optim, module, rate, clip_norm=config.clip_norm)
-    groups = parameter_groups(module, weight_decay=optim.weight_decay, exclude=optim.exclude)
-    match optim:
-        case settings.Sgd(momentum=momentum, nesterov=nesterov):
-            return SGD(groups, lr=rate, momentum=momentum, nesterov=nesterov and momentum > 0)
-        case settings.Adam(name=name, beta1=beta1, beta2=beta2, eps=eps):
-            kind = AdamW if name == "adamw" else Adam
-            return kind(groups, lr=rate, betas=(beta1, beta2), eps=eps)
-    raise AssertionError(optim)
+    groups = partial(parameter_groups, module, exclude=config.optim.exclude)
+    optimizer: Optimizer = config.optim.make(groups, lr=learning_rate(config))
+    clips_at = getattr(optimizer, "clip_norm", None)
+    if config.clip_norm is not None and clips_at is not None:
+        raise ConfigError(
+            f"clip_norm={config.clip_norm:g}: optim.preset={asdict(config.optim)['preset']} clips by itself, at "
+            f"{clips_at:g}; leave clip_norm out, or set optim.args.clip_norm=null"
+        )
+    return optimizer
 
 
 @contextmanager
@@ -62,26 +57,6 @@ def without_compiler() -> Iterator[None]:
         yield
     finally:
         Optimizer.add_param_group = asks  # type: ignore[method-assign]
-
-
-def _layerwise(optim: settings.LayerwiseOptim, module: nn.Module, rate: float, *, clip_norm: float | None) -> Layerwise:
-    """Returns LARS, LARC or LAMB."""
-    of_excluded = {} if optim.preset == "nvlamb" else {"adapt": "never"}
-    groups = parameter_groups(module, weight_decay=optim.weight_decay, exclude=optim.exclude, **of_excluded)
-    kinds: dict[str, Callable[..., Layerwise]] = {"lars": LARS, "larc": LARC, "lamb": LAMB}
-    for name in ("lr", "weight_decay", "preset"):
-        if name in optim.args:
-            raise ConfigError(f"optim.args.{name}={optim.args[name]}: is a setting of its own; set optim.{name}")
-    try:
-        optimizer = kinds[optim.name](groups, rate, preset=optim.preset, **optim.args)
-    except (ConfigError, TypeError) as error:
-        raise ConfigError(f"optim={optim.name}: {error}") from error
-    if clip_norm is not None and optimizer.clip_norm is not None:
-        raise ConfigError(
-            f"clip_norm={clip_norm:g}: optim.preset={optim.preset} clips by itself, at {optimizer.clip_norm:g}; leave "
-            "clip_norm out, or set optim.args.clip_norm=null"
-        )
-    return optimizer
 
 
 def batch_of(config: Config, train: Samples) -> int | BatchWarmup | TokenBudget:
@@ -142,13 +117,4 @@ def derived(config: Config, sizes: Steps) -> list[str]:
 
 def make_schedule(config: Config, sizes: Steps) -> schedules.RateSchedule:
     """Returns the learning-rate schedule for the steps of a run."""
-    schedule, shared = config.schedule, {item.name for item in fields(settings.Schedule)}
-    own = {item.name: getattr(schedule, item.name) for item in fields(schedule) if item.name not in shared}
-    kinds: dict[str, Callable[..., schedules.RateSchedule]] = {
-        "constant": schedules.constant,
-        "cosine": schedules.cosine,
-        "polynomial": schedules.polynomial,
-        "wsd": schedules.wsd,
-        "step": schedules.step,
-    }
-    return schedules.with_warmup(kinds[schedule.name](**own), num_samples=warmup_samples(config, sizes))
+    return schedules.with_warmup(config.schedule.make(), num_samples=warmup_samples(config, sizes))

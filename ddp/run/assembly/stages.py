@@ -33,12 +33,11 @@ from ddp.process.memory import available_cores, collect_from_now_on
 from ddp.process.records import damage_told
 from ddp.process.terminal import say
 from ddp.replica.tied import move
-from ddp.run.build import components
-from ddp.run.build import optimizer as optimization
-from ddp.run.build.load import load as load_trained
-from ddp.run.build.load import load_initial_weights
-from ddp.run.build.sampling import batches_of, check_dealing, noted, sampler_for
-from ddp.run.settings import config as settings
+from ddp.run.assembly import components
+from ddp.run.assembly import optimizer as optimization
+from ddp.run.assembly.load import load as load_trained
+from ddp.run.assembly.load import load_initial_weights
+from ddp.run.assembly.sampling import batches_of, check_dealing, noted, sampler_for
 from ddp.run.settings.address import origins
 from ddp.run.settings.checks import check_servers, check_strategy
 from ddp.run.settings.config import Config, folder_of
@@ -133,7 +132,7 @@ def finish(config: Config, run_dir: Path) -> None:
     more: dict[str, Any] = {}
     if config.evaluate.by == "sidecar":
         more |= results_of_sidecar(run_dir, summary["main_metric"], last_step=summary["steps"])
-    if isinstance(config.data, settings.StandardLibrary) and summary["stopped_by"] in (None, EARLY):
+    if config.data.name == "standard_library" and summary["stopped_by"] in (None, EARLY):
         more |= {**_yardsticks(), "writes": _written_by(config, run_dir)}
     if more:
         summary = {**more, **summary, **more}  # metrics first, as in the table
@@ -257,7 +256,7 @@ def _yardsticks() -> Mapping[str, float]:
 
 def _written_by(config: Config, run_dir: Path) -> str:
     """Returns a few lines that the trained model writes, or "" for a model of the user's own."""
-    if not isinstance(config.model, settings.Gpt):
+    if config.model.name != "gpt":
         return ""
     model = cast(GPT, load_trained(run_dir, "latest").model())
     prompt = b"\n    def "
@@ -281,5 +280,5 @@ def _next_commands(config: Config, summary: Mapping[str, Any], run_dir: Path) ->
     workers = f"cluster.workers={','.join(map(str, counts))}"
     takes_several = config.strategy.name != "one_device" and len(counts) > 1
     sweep = [train_command("-m", workers, *typed)] if takes_several else []
-    is_usual = config.data.name == "digits" and isinstance(config.model, settings.Cnn)
+    is_usual = (config.data.name, config.model.name) == ("digits", "cnn")
     return [*draw, *sweep, *([train_command("recipe=gpt")] if is_usual else [])]

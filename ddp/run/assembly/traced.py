@@ -14,7 +14,7 @@ from typing import Any
 
 from ddp.errors import ConfigError
 from ddp.policies import Evaluation, Folder, SameBits
-from ddp.run.build.stages import given_of, joined
+from ddp.run.assembly.stages import given_of, joined
 from ddp.run.settings.address import check_trust, own_parts
 from ddp.run.settings.config import choose
 from ddp.run.settings.reader import read_config, settings_of

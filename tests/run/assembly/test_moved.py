@@ -17,7 +17,7 @@ import ddp
 from ddp.data.samples import Splits
 from ddp.errors import ConfigError
 from ddp.replica.sharded import ShardedDataParallel
-from ddp.run.build.stages import bits_depend_on
+from ddp.run.assembly.stages import bits_depend_on
 from ddp.run.launch.command_line import composed
 from ddp.run.settings.config import CHOICES, Config, choose
 from ddp.run.settings.reader import _homes, from_plain

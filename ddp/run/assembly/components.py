@@ -6,8 +6,7 @@ is imported from its address here, in the parent before any worker starts, and i
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from functools import partial
@@ -24,22 +23,20 @@ from ddp.comm.communicator import Communicator
 from ddp.data.loading.fetching import UNREADABLE
 from ddp.data.loading.source import whole_splits
 from ddp.data.samples import Splits, Transformed
-from ddp.data.sets import digits, image_sets, standard_library, synthetic
-from ddp.data.sets.file_splits import Files, load_lines, load_tar, load_text, load_tokens
-from ddp.data.sets.image_sets import Augment, augmented
+from ddp.data.sets.file_splits import Files
+from ddp.data.sets.image_sets import Augment
 from ddp.data.sets.validation import with_share
 from ddp.errors import ConfigError
-from ddp.gradients import DenseStart, Hook, PowerSGD, RandomK, Sign, TopK
-from ddp.models.gpt import GPT
-from ddp.models.images import CNN, MLP, resnet
-from ddp.policies import Averaging, Buckets, averaging_named
+from ddp.gradients import DenseStart, Hook
+from ddp.policies import Averaging, Buckets, ParameterServer
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import SyncBatchNorm
-from ddp.run.settings import config as settings
 from ddp.run.settings.address import called, check_arguments, from_address, is_address, told
 from ddp.run.settings.checks import NO_METRIC
+from ddp.run.settings.choices import Loading
 from ddp.run.settings.config import Config
+from ddp.run.settings.groups import DataFiles
 from ddp.strategies.choice import wrapped
 from ddp.train.checks.guard import Guard
 from ddp.train.checks.watcher import Watch
@@ -53,13 +50,12 @@ from ddp.train.trackers.mlflow import MLflow
 from ddp.train.trackers.tensorboard import TensorBoard
 from ddp.train.trackers.wandb import WandB
 
-SMALL_IMAGE = 64  # pixels; below it a ResNet starts without striding
 _NUM_TRIED = 100  # samples, of which one must be readable
 
 
 def load_data(config: Config, *, download: bool = False) -> Splits:
     """Returns training and held-out samples, after downloading what is missing if `download`."""
-    splits, share = _whole_data(config, download=download, augment=_own_transform(config)), config.data.validation
+    splits, share = _whole_data(config, download=download), config.data.validation
     if share is None:
         return splits
     if splits.validation is not None:
@@ -72,68 +68,28 @@ def load_held_out(config: Config, *, download: bool = False) -> Splits:
     return _whole_data(config, download=download, trains=False)
 
 
-def _whole_data(config: Config, *, download: bool, augment: Augment | None = None, trains: bool = True) -> Splits:
-    """Returns all samples of the data set, or if not `trains` at least those to test on.
-
-    Args:
-        augment: the user's own augmentation of training images.
-    """
-    match config.data:
-        case settings.OwnData():
-            return _own_data(config)
-        case settings.Images(name="mnist", root=root):
-            return augmented(image_sets.load_mnist(root, download=download), augment)
-        case settings.Images(name="cifar10", root=root):
-            return image_sets.load_cifar10(root, augment=augment, download=download)
-        case settings.ImageFolder(path=path, image_size=image_size, index_dir=index_dir):
-            return image_sets.load_folder(
-                cast(str, path),
-                image_size=image_size,
-                index_dir=index_dir,
-                augment=augment,
-                trains=trains,
-                build=download,
-            )
-        case settings.DataFiles():
-            return _data_files(config.data, augment=augment, trains=trains, build=download)
-        case settings.StandardLibrary(context=context):
-            return standard_library.load_standard_library(context=context)
-        case settings.Synthetic(num_samples=num, image_size=image_size, num_classes=num_classes):
-            splits = synthetic.load_synthetic(
-                image_size=image_size, num_classes=num_classes, num_train=num, num_test=max(1, num // 8)
-            )
-            return augmented(splits, augment)
-        case _:
-            return augmented(digits.load_digits(), augment)
-
-
-def _data_files(data: settings.DataFiles, *, augment: Augment | None, trains: bool, build: bool) -> Splits:
-    """Returns samples in files, after making their indexes if `build`."""
-    files = Files(
-        path=data.path if trains else None,
-        test_path=cast(str, data.test_path),
-        validation_path=data.validation_path if trains else None,
-        index_dir=data.index_dir,
-        cache_dir=data.cache_dir,
-        build=build,
-    )
-    match data:
-        case settings.TarImages(image_size=image_size, num_classes=num_classes):
-            return load_tar(files, image_size=image_size, num_classes=num_classes, augment=augment)
-        case settings.Tokens(context=context, dtype=dtype, vocab_size=vocab_size):
-            return load_tokens(files, context=context, dtype=dtype, vocab_size=vocab_size)
-        case settings.Lines(name=kind, text=str(field), tokenizer=tokenizer, context=context):
-            return load_text(files, kind=cast(Any, kind), field=field, tokenizer=tokenizer, context=context)
-        case settings.Lines(name=kind, inputs=inputs, target=target, num_classes=num_classes):
-            return load_lines(
-                files, kind=cast(Any, kind), inputs=inputs, target=cast(str, target), num_classes=num_classes
-            )
-    raise AssertionError(data)
+def _whole_data(config: Config, *, download: bool, trains: bool = True) -> Splits:
+    """Returns all samples of the data set, or if not `trains` at least those to test on."""
+    data, files = config.data, None
+    if is_address(data.name):
+        return _own_data(config)
+    if isinstance(data, DataFiles):
+        files = Files(
+            path=data.path if trains else None,
+            test_path=cast(str, data.test_path),
+            validation_path=data.validation_path if trains else None,
+            index_dir=data.index_dir,
+            cache_dir=data.cache_dir,
+            build=download,
+        )
+    own = (lambda address: _own_transform(config, address)) if trains else (lambda address: None)
+    splits: Splits = data.make(Loading(own, files, trains, download))
+    return splits
 
 
 def _own_data(config: Config) -> Splits:
     """Returns the user's own data, which are the same in every process: a function may draw them at random."""
-    address, arguments = config.data.name, cast(settings.OwnData, config.data).args
+    address, arguments = config.data.name, asdict(config.data)["args"]
     function = from_address(address, key="data", folder=config.run.code)
     with streams.preserved():
         streams.seed_generators(0, device="cpu")
@@ -146,9 +102,8 @@ def _own_data(config: Config) -> Splits:
             raise ConfigError(f"data={address}: taking its first sample failed: {told(error)}") from error
 
 
-def _own_transform(config: Config) -> Augment | None:
+def _own_transform(config: Config, address: str | None) -> Augment | None:
     """Returns the user's own augmentation; of a class, an object."""
-    address = getattr(config.data, "transform", None)
     if address is None:
         return None
     key = "data.transform"
@@ -249,12 +204,12 @@ def make_task(config: Config, splits: Splits | None = None) -> Task:
         splits: the data, if they are loaded; data of the user's own say by their first target if it is a number.
     """
     if config.loss == "auto":
-        if isinstance(config.data, settings.Lines) and config.data.text is not None:
-            return ByteModel() if config.data.tokenizer == "bytes" else LanguageModel()
+        if getattr(config.data, "text", None) is not None:
+            return ByteModel() if asdict(config.data)["tokenizer"] == "bytes" else LanguageModel()
         if _has_number(config, splits):
             return Regression()
-        tasks = {settings.StandardLibrary: ByteModel, settings.Tokens: LanguageModel}
-        return tasks.get(type(config.data), Classification)()
+        tasks = {"standard_library": ByteModel, "tokens": LanguageModel}
+        return tasks.get(config.data.name, Classification)()
     found = from_address(config.loss, key="loss", folder=config.run.code)
     try:
         return as_task(called(found, {}, address=config.loss, key="loss") if isinstance(found, type) else found)
@@ -264,8 +219,8 @@ def make_task(config: Config, splits: Splits | None = None) -> Task:
 
 def _has_number(config: Config, splits: Splits | None) -> bool:
     """Returns True if the target of a sample is a number, and no class."""
-    if not isinstance(config.data, settings.OwnData):
-        return isinstance(config.data, settings.Lines) and config.data.num_classes is None
+    if not is_address(config.data.name):
+        return getattr(config.data, "num_classes", 0) is None
     known = splits or load_data(config)
     if known.num_classes is not None:
         return False
@@ -282,22 +237,10 @@ def make_model(config: Config, splits: Splits) -> nn.Module:
     Raises:
         ConfigError: it cannot be built, or does not go with the samples.
     """
-    match config.model:
-        case settings.OwnModel(name=address, args=arguments):
-            return own_model(address, arguments, key="model", folder=config.run.code)
-        case settings.Mlp(hidden=hidden):
-            shape, num_classes = _facts(config, splits)
-            return MLP(in_features=math.prod(shape), hidden=(hidden, hidden), num_classes=num_classes)
-        case settings.Cnn(width=width, dropout=dropout):
-            shape, num_classes = _facts(config, splits, of="[channels, height, width]")
-            return CNN(in_channels=shape[0], image_size=shape[1], num_classes=num_classes, width=width, dropout=dropout)
-        case settings.Gpt(width=width, depth=depth, heads=heads, dropout=dropout):
-            (context,), num_classes = _facts(config, splits, of="[time]")
-            return GPT(vocab_size=num_classes, context=context, width=width, depth=depth, heads=heads, dropout=dropout)
-        case _:
-            shape, num_classes = _facts(config, splits, of="[channels, height, width]")
-            small = shape[1] < SMALL_IMAGE
-            return resnet(config.model.name, num_classes=num_classes, small_images=small, in_channels=shape[0])
+    if is_address(config.model.name):
+        return own_model(config.model.name, asdict(config.model)["args"], key="model", folder=config.run.code)
+    model: nn.Module = config.model.make(partial(_facts, config, splits))
+    return model
 
 
 def make_model_without_memory(config: Config, splits: Splits) -> nn.Module:
@@ -306,7 +249,7 @@ def make_model_without_memory(config: Config, splits: Splits) -> nn.Module:
         with torch.device("meta"):
             return make_model(config, splits)
     except ConfigError:
-        if isinstance(config.model, settings.OwnModel):
+        if is_address(config.model.name):
             return make_model(config, splits)
         raise
 
@@ -339,7 +282,7 @@ def _facts(config: Config, splits: Splits, *, of: str = "") -> tuple[tuple[int, 
 def check_loss(config: Config, splits: Splits) -> None:
     """Raises ConfigError if the loss cannot be that of the user's own data: without classes, or without pairs."""
     targets: Any = getattr(splits.train, "targets", None)
-    is_own = isinstance(config.data, settings.OwnData)
+    is_own = is_address(config.data.name)
     task = make_task(config, splits)
     needs_pairs = isinstance(task, Classification | LossFunction) and splits.collate is None
     if is_own and needs_pairs and not (isinstance(first := splits.train[0], tuple | list) and len(first) == 2):
@@ -376,16 +319,9 @@ def add_own_algorithm(config: Config, *, check: bool = False) -> None:
 
 def make_hook(config: Config) -> Hook | None:
     """Returns the hook that sends less than all of the gradients, if there is one."""
-    options = asdict(config.hook)
-    name, dense_start_steps = options.pop("name"), options.pop("dense_start_steps")
-    kinds: dict[str, Callable[..., Hook]] = {
-        "sign": lambda error_feedback: Sign(), "top_k": TopK,
-        "random_k": partial(RandomK, seed=config.seed), "powersgd": partial(PowerSGD, seed=config.seed),
-    }
-    if name not in kinds:
-        return None
-    hook = kinds[name](**options)
-    return DenseStart(hook, dense_start_steps) if dense_start_steps else hook
+    hook: Hook | None = config.hook.make(config.seed)
+    first_steps = config.hook.dense_start_steps
+    return DenseStart(hook, first_steps) if hook is not None and first_steps else hook
 
 
 def synchronised(config: Config, module: nn.Module) -> nn.Module:
@@ -417,10 +353,10 @@ def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Repli
 
 def averaging_of(config: Config) -> Averaging:
     """Returns who holds parameters and optimizer state; to a replica that sends gradients it is said how, instead."""
-    chosen = asdict(config.strategy)
-    if isinstance(config.strategy, settings.ParameterServerChoice):
-        chosen |= {"wire": config.replica.wire, "hook": make_hook(config)}
-    return replace(averaging_named(chosen.pop("name")), **chosen)
+    averaging: Averaging = config.strategy.make()
+    if isinstance(averaging, ParameterServer):
+        return replace(averaging, wire=config.replica.wire, hook=make_hook(config))
+    return averaging
 
 
 # --- A model of the user's own ---------------------------------------------------------------------------------------
