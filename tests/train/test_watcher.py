@@ -23,8 +23,8 @@ from ddp.process.memory import resident_bytes
 from ddp.run.launch import command_line
 from ddp.run.launch.engine import Ended
 from ddp.run.settings.config import Config
+from ddp.train.checks import watcher as watch
 from ddp.train.checks.watcher import WATCH, Learning, Pace, Watch, guess_of
-from ddp.train.monitor import watch
 from ddp.train.monitor.usage import Usage, rate_of_one_worker
 from ddp.train.reports.progress import ProgressBar
 from ddp.train.steps.callbacks import ThroughputMeter
