@@ -359,10 +359,10 @@ def norms_by_rank(patch: Patch, comm: Any) -> None:
 
 
 def evaluated_by_rank(patch: Patch, comm: Any) -> None:
-    from ddp.train import loop
+    from ddp.train.evaluation import held_out
 
-    evaluate = loop.evaluate
-    patch.setattr(loop, "evaluate", lambda *given, **how: evaluate(*given, **{**how, "num_shards": None}))
+    evaluate = held_out.evaluate
+    patch.setattr(held_out, "evaluate", lambda *given, **how: evaluate(*given, **{**how, "num_shards": None}))
 
 
 Mutate = Callable[[Patch, Any], None]
