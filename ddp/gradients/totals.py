@@ -105,9 +105,9 @@ class Totals(NamedTuple):
         if isinstance(self.num_items, Tensor):
             items = self.num_items.double()
             tail[1:3].copy_(torch.stack([items // BASE, items % BASE]))
-            tail[3:].copy_(_sent(votes, tail))
+            tail[3:].copy_(sent(votes, tail))
         else:
-            tail[1:].copy_(_sent([self.num_items // BASE, self.num_items % BASE, *votes], tail))
+            tail[1:].copy_(sent([self.num_items // BASE, self.num_items % BASE, *votes], tail))
 
     @classmethod
     def read(cls, tail: Sequence[float]) -> Totals:
@@ -118,7 +118,7 @@ class Totals(NamedTuple):
         return cls(loss_sum, count_of(round(high) * BASE + low), round(num_stopping), round(num_ending))
 
 
-def _sent(numbers: Sequence[float], tail: Tensor) -> Tensor:
+def sent(numbers: Sequence[float], tail: Tensor) -> Tensor:
     """Returns numbers where a tail is, without a wait for a GPU."""
     return gpu.sent(torch.tensor(numbers, dtype=tail.dtype, device="cpu"), tail.device)
 
@@ -126,42 +126,6 @@ def _sent(numbers: Sequence[float], tail: Tensor) -> Tensor:
 def count_of(number: float) -> float:
     """Returns a count as an int if it is whole, so that what is divided by it has the same bits as ever."""
     return int(number) if number == int(number) else number
-
-
-class Verdicts(NamedTuple):
-    """Findings of a rank about its own gradients; after the reduction, of all ranks together.
-
-    Attributes:
-        has_unused: backward has not reached a parameter.
-        has_undefined: backward has reached a parameter, but computed no gradient for it.
-        has_non_finite: a gradient was not finite, and a hook has sent it, which may not show it any more.
-        parts: the measured parts of the batch.
-    """
-
-    has_unused: bool = False
-    has_undefined: bool = False
-    has_non_finite: bool = False
-    parts: Parts = Parts()
-
-    def write(self, tail: Tensor) -> None:
-        """Writes this rank's verdicts into a tail, [NUM_VERDICTS]."""
-        *found, (squares, *counts) = self
-        if any((*found, *counts)):
-            tail[:-1].copy_(_sent([*found, *counts], tail))
-            tail[-1] = squares
-        else:
-            tail.zero_()
-
-    @classmethod
-    def read(cls, tail: Sequence[float], *, divided_by: float) -> Verdicts:
-        """Reads from the numbers of a tail, [NUM_VERDICTS], what any rank has found.
-
-        Args:
-            divided_by: what the tail was divided by on its way.
-        """
-        unused, undefined, non_finite, *counts, squares = tail
-        parts = Parts(squares * divided_by, *(count * divided_by for count in counts))
-        return cls(unused > 0, undefined > 0, non_finite > 0, parts)
 
 
 NUM_TOTALS, NUM_VERDICTS = 5, 6
