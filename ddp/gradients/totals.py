@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from ddp import gpu
+from ddp.comm.communicator import Communicator
 from ddp.comm.reduction import OnDevice
 
 BASE = 4096
@@ -94,7 +95,7 @@ class Totals(NamedTuple):
         return max(1, round(self.items_on_host))
 
     @property
-    def rest(self) -> float:
+    def fraction_correction(self) -> float:
         """The factor on them afterwards: 1.0 if the count is whole, and in a step without samples."""
         return self.divisor / (self.items_on_host or 1)
 
@@ -139,19 +140,35 @@ class GlobalCount(OnDevice):
     Args:
         totals: the tail that carries them, [NUM_TOTALS].
         loss_scale: see `Totals`.
-        stays_on_device: the host is not to wait for it. Then the division is by the very count, whole or not.
     """
 
-    def __init__(self, totals: Tensor, loss_scale: int = 1, *, stays_on_device: bool = False) -> None:
-        self._totals, self._loss_scale, self._stays_on_device = totals, loss_scale, stays_on_device
+    def __init__(self, totals: Tensor, loss_scale: int = 1) -> None:
+        self._totals, self._loss_scale = totals, loss_scale
 
     def __int__(self) -> int:
         return Totals.read(self._totals.tolist()).divisor * self._loss_scale
 
-    def on_device(self) -> Tensor | None:
-        """Returns the count as a scalar on the GPU, if it is to stay there."""
-        if not self._stays_on_device:
-            return None
+    @property
+    def fraction_correction(self) -> float:
+        """The factor on sums that were divided: 1.0 if the count is whole."""
+        return Totals.read(self._totals.tolist()).fraction_correction
+
+
+class CountOnDevice(GlobalCount):
+    """The same where collectives are enqueued on a GPU: the host does not wait for it.
+
+    The division is by the very count, whole or not.
+    """
+
+    fraction_correction = 1.0
+
+    def on_device(self) -> Tensor:
+        """Returns the count as a scalar on the GPU."""
         _, high, low, *_ = self._totals.double().unbind()
         count = high * BASE + low
         return torch.where(count > 0, count, 1.0) * self._loss_scale
+
+
+def global_count(comm: Communicator, totals: Tensor, loss_scale: int = 1) -> GlobalCount:
+    """Returns the global count of samples that a tail of a communicator's ranks will carry."""
+    return (CountOnDevice if comm.is_stream_ordered else GlobalCount)(totals, loss_scale)

@@ -57,7 +57,7 @@ from ddp.errors import CommunicatorBroken, ConfigError, UnusedParameters
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import InFlight, Reducer
-from ddp.gradients.totals import GlobalCount, Totals
+from ddp.gradients.totals import Totals, global_count
 from ddp.process.clock import Stopwatch, now_s
 from ddp.replica.autograd import is_in_backward, uncompiled
 from ddp.replica.broadcast import check_same_layout
@@ -253,7 +253,7 @@ class Backward:
             layout.allocate()
         if share.totals is not None:
             self._accumulation.write_totals(layout, share.totals)
-            count = GlobalCount(layout.totals, share.totals.loss_scale, stays_on_device=self.comm.enqueues)
+            count = global_count(self.comm, layout.totals, share.totals.loss_scale)
             share = share._replace(divide_by=count)
             if not layout.totals_ride:
                 with self._waited.running():

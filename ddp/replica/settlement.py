@@ -276,7 +276,7 @@ class Settlement:
             for slot in layout.slots:
                 if slot.parameter.grad is None:
                     slot.parameter.grad = slot.view
-        if not self._comm.enqueues:
+        if not self._comm.is_stream_ordered:
             return self.conclude()
         self._divide_on_device()
         self._numbers = self._comm.to_host(layout.totals, layout.verdicts)
@@ -315,7 +315,7 @@ class Settlement:
         if verdicts.has_unused:
             self.error = self.usage.complaint(self._missing if self._has_samples else None)
         for slot in layout.sparse:
-            reduce_sparse(self._comm, slot, divide_by=int(self._divide_by) / totals.rest)
+            reduce_sparse(self._comm, slot, divide_by=int(self._divide_by) / totals.fraction_correction)
         self._kept.clear()
         return totals._replace(parts=verdicts.parts if any(verdicts.parts) else None)
 
@@ -341,7 +341,7 @@ class Settlement:
         if layout.totals_ride:
             layout.buckets[0].gradients.div_(divisor)
         totals = Totals.read(layout.totals.tolist())
-        for factor in (totals.rest, self._comm.world_size / divisor if self._reducer.averages else 1):
+        for factor in (totals.fraction_correction, self._comm.world_size / divisor if self._reducer.averages else 1):
             if factor != 1:
                 for bucket in layout.buckets:
                     bucket.gradients.mul_(factor)
