@@ -47,7 +47,7 @@ from ddp.collectives.shards import Addition, additions_between, most_nodes, node
 from ddp.comm.flat import dtype_name
 from ddp.comm.host_memory import Entry, HostMemory, Region, entry
 from ddp.comm.host_memory import NoSharedMemory as NoSharedMemory
-from ddp.comm.reduction import COMBINE, divided_, is_one
+from ddp.comm.reduction import COMBINE, divided_
 from ddp.comm.transport.edge import TransportError
 from ddp.comm.transport.shared_memory import LINE_BYTES, copy_bytes
 from ddp.errors import CollectiveMismatch
@@ -91,12 +91,10 @@ class _Arithmetic:
 
 def divide(out: Tensor, divide_by: int | Tensor) -> None:
     """Divides in place; by a scalar's tensor where only a GPU knows the divisor."""
-    if is_one(divide_by):
-        return
-    if not isinstance(divide_by, Tensor) and divide_by.bit_count() == 1 and not out.is_complex():
-        out.mul_(1 / divide_by)  # a power of two: the same bits, in less than half the time
-    else:
+    if isinstance(divide_by, Tensor) or divide_by.bit_count() != 1 or (out.is_complex() and divide_by != 1):
         divided_(out, divide_by)
+    elif divide_by != 1:
+        out.mul_(1 / divide_by)  # a power of two: the same bits, in less than half the time
 
 
 # --- plans: what is prepared once for many calls ---------------------------------------------------------------------
