@@ -365,7 +365,8 @@ class GradientSums:
         level, sums = place.level, self._levels[place.level]
         for slot in slots:
             if (gradient := slot.parameter.grad) is not None:
-                sums[slot] = gradient.detach() if prepare is None else prepare(slot, gradient.detach())
+                gradient = gradient.detach() if gradient.requires_grad else gradient
+                sums[slot] = gradient if prepare is None else prepare(slot, gradient)
                 slot.parameter.grad = None
         for _ in range(place.num_merges):
             level, above, sums = level - 1, sums, self._levels[level - 1]

@@ -267,9 +267,7 @@ class DistributedDataParallel(BucketedDataParallel):
     def ride_along(self, totals: Totals) -> None:
         """Sends this rank's part of the step's totals with the gradients (see `Replica`)."""
         if self.steps_in_backward:
-            raise refusal(
-                "a step that may be refused (ddp.fit clips, vetoes values that are not finite, and takes back)"
-            )
+            raise refusal("a step that may be refused (ddp.fit clips, vetoes infinite values, and takes steps back)")
         super().ride_along(totals)
 
     # --- uneven inputs -----------------------------------------------------------------------------------------------
