@@ -16,11 +16,13 @@ of the tree is the canonical tree over the *workers*, any canonical schedule doe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from typing import Generic, NamedTuple, TypeVar
 
 Node = range  # of shards
 Addition = tuple[int, int]  # numbers of two sums: the second is added to the first
+Sum = TypeVar("Sum")
 
 
 def owned(rank: int, num_ranks: int, num_shards: int) -> range:
@@ -94,3 +96,59 @@ def is_canonical_over_ranks(num_ranks: int, num_shards: int) -> bool:
     """Returns True if each worker has one node, and these are added up as the canonical tree over the workers."""
     has_one_each = most_nodes(num_ranks, num_shards) == 1
     return has_one_each and additions_between(num_ranks, num_shards) == additions_between(num_ranks, num_ranks)
+
+
+# --- A rank's part of the tree: sums on a stack, of which siblings become one ----------------------------------------
+#
+# A rank computes one shard after another, so its part of the tree is a binary counter. For shards 0 to 3:
+#
+#     shard      0         1            2            3
+#     stack      0      →  (0,1)        (0,1)  2  →  (0,1) (2,3)  →  ((0,1),(2,3))
+#
+# So the stack has at most 1 + log₂ n sums of n shards. At the end it has the rank's nodes, one on each level.
+
+
+class Place(NamedTuple):
+    """The place of a shard's sum on the stack.
+
+    Attributes:
+        level: counted from the bottom.
+        num_merges: how often the two sums on top become one then.
+    """
+
+    level: int
+    num_merges: int
+
+
+def places(shards: range, num_shards: int) -> dict[int, Place]:
+    """Returns the places of a rank's shards, in their order."""
+    found, stack = dict[int, Place](), list[range]()
+    for shard in shards:
+        stack.append(range(shard, shard + 1))
+        level = len(stack) - 1
+        while len(stack) > 1 and is_node(parent := range(stack[-2].start, stack[-1].stop), num_shards):
+            stack[-2:] = [parent]
+        found[shard] = Place(level, level + 1 - len(stack))
+    return found
+
+
+class Stack(Generic[Sum]):
+    """Sums of what each shard has: vectors of totals and of measured squares; buffers.
+
+    Args:
+        add: adds the second to the first, and returns that.
+
+    Attributes:
+        nodes: from the bottom.
+    """
+
+    def __init__(self, add: Callable[[Sum, Sum], Sum]) -> None:
+        self.nodes: list[Sum] = []
+        self._add = add
+
+    def push(self, node: Sum, place: Place) -> None:
+        """Adds what a shard has, which must not be used any more."""
+        self.nodes.append(node)
+        for _ in range(min(place.num_merges, len(self.nodes) - 1)):  # fewer in a step that is refused
+            above = self.nodes.pop()
+            self.nodes[-1] = self._add(self.nodes[-1], above)

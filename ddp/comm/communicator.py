@@ -249,7 +249,7 @@ class Communicator(Verbs):
         named, place = [self._world_ranks[rank] for rank in ranks], ranks.index(self.rank)
         among = partial(links.transport.among, ranks, channel, watchdog.hopeless_because)
         try:
-            transport = watchdog.while_watched(among, (place + 1) % len(ranks)) if self.enqueues else among()
+            transport = watchdog.while_watched(among, (place + 1) % len(ranks)) if self.is_stream_ordered else among()
             group = Communicator(transport, self.settings, watchdog=watchdog, world_ranks=named, channels=channels)
         except BaseException as error:
             watchdog.leave()
@@ -261,7 +261,7 @@ class Communicator(Verbs):
         return group
 
     @property
-    def enqueues(self) -> bool:
+    def is_stream_ordered(self) -> bool:
         """Returns True if collectives are enqueued on a GPU, and the host waits for none of them."""
         return isinstance(self._queue, StreamQueue)
 
@@ -280,10 +280,9 @@ class Communicator(Verbs):
         """The last calls, those of subgroups left out."""
         return self._queue.history
 
-    @property
-    def background_threads(self) -> set[int]:
-        """The numbers of the threads that run collectives beside those that call them."""
-        return {runner.thread for runner in self._queue.runners if runner.thread is not None}
+    def runs_in_background(self, thread: int) -> bool:
+        """Returns True if a collective that this thread runs does not hold up the thread that has called it."""
+        return self.is_stream_ordered or any(runner.thread == thread for runner in self._queue.runners)
 
     def recent_calls(self) -> list[dict[str, Any]]:
         """Returns this rank's last calls, in the order in which they began, as plain values. Not collective.

@@ -46,7 +46,7 @@ from torch import Tensor
 from ddp.collectives.shards import Addition, additions_between, most_nodes, nodes_by_rank
 from ddp.comm.host_memory import Entry, HostMemory, Region, entry
 from ddp.comm.host_memory import NoSharedMemory as NoSharedMemory
-from ddp.comm.reduction import COMBINE, divided_, dtype_name, is_identity
+from ddp.comm.reduction import COMBINE, divided_, dtype_name
 from ddp.comm.transport.edge import TransportError
 from ddp.comm.transport.shared_memory import LINE_BYTES, copy_bytes
 from ddp.errors import CollectiveMismatch
@@ -90,12 +90,10 @@ class _Arithmetic:
 
 def divide(out: Tensor, divide_by: int | Tensor) -> None:
     """Divides in place; by a scalar's tensor where only a GPU knows the divisor."""
-    if is_identity(divide_by):
-        return
-    if not isinstance(divide_by, Tensor) and divide_by.bit_count() == 1 and not out.is_complex():
-        out.mul_(1 / divide_by)  # a power of two: the same bits, in less than half the time
-    else:
+    if isinstance(divide_by, Tensor) or divide_by.bit_count() != 1 or (out.is_complex() and divide_by != 1):
         divided_(out, divide_by)
+    elif divide_by != 1:
+        out.mul_(1 / divide_by)  # a power of two: the same bits, in less than half the time
 
 
 # --- plans: what is prepared once for many calls ---------------------------------------------------------------------

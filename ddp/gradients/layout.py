@@ -57,6 +57,7 @@ class Layout:
         rows_of_totals, rows_of_verdicts: all rows of those.
         num_rows: of each bucket: as many as a rank may be left with partial sums of shards, or 1.
         totals_ride, verdicts_ride: a bucket carries them.
+        kept: slots of which the program keeps gradients (`bucket.py`, note "kept"); from `allocate` on.
         has_memory: `allocate` has been called.
     """
 
@@ -64,6 +65,7 @@ class Layout:
     verdicts: Tensor
     rows_of_totals: Tensor
     rows_of_verdicts: Tensor
+    kept: Sequence[Slot] = ()
 
     def __init__(
         self,
@@ -133,6 +135,7 @@ class Layout:
         self.has_memory = True
 
     def _find_tails(self) -> None:
+        self.kept = [slot for slot in self.slots if slot.is_kept]
         if self.totals_ride:
             self.rows_of_totals = self.buckets[0].tail[None, :NUM_TOTALS]
         if self.verdicts_ride:
@@ -141,13 +144,13 @@ class Layout:
 
     def spare_kept(self) -> None:
         """Lets no backward write to gradients that the program has kept (`bucket.py`, note "kept")."""
-        if self.has_memory and sum(bucket.spare_kept() for bucket in self.buckets):
+        if self.has_memory and sum(map(Bucket.spare_kept, self.buckets)):
             self._find_tails()
 
     def hand_out_copies(self) -> None:
         """Gives parameters whose gradients the program keeps their means in memory of their own."""
-        for slot in self.slots:
-            if slot.is_kept and slot.parameter.grad is slot.view and slot.view is not None:
+        for slot in self.kept:
+            if slot.parameter.grad is slot.view and slot.view is not None:
                 slot.parameter.grad = slot.view.clone()
 
     def add_up(self, rows: Tensor, *, label: str) -> None:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from ddp import gpu
+from ddp.comm.communicator import Communicator
 from ddp.comm.reduction import OnDevice
 
 BASE = 4096
@@ -94,7 +95,7 @@ class Totals(NamedTuple):
         return max(1, round(self.items_on_host))
 
     @property
-    def rest(self) -> float:
+    def fraction_correction(self) -> float:
         """The factor on them afterwards: 1.0 if the count is whole, and in a step without samples."""
         return self.divisor / (self.items_on_host or 1)
 
@@ -105,9 +106,9 @@ class Totals(NamedTuple):
         if isinstance(self.num_items, Tensor):
             items = self.num_items.double()
             tail[1:3].copy_(torch.stack([items // BASE, items % BASE]))
-            tail[3:].copy_(_sent(votes, tail))
+            tail[3:].copy_(sent(votes, tail))
         else:
-            tail[1:].copy_(_sent([self.num_items // BASE, self.num_items % BASE, *votes], tail))
+            tail[1:].copy_(sent([self.num_items // BASE, self.num_items % BASE, *votes], tail))
 
     @classmethod
     def read(cls, tail: Sequence[float]) -> Totals:
@@ -118,7 +119,7 @@ class Totals(NamedTuple):
         return cls(loss_sum, count_of(round(high) * BASE + low), round(num_stopping), round(num_ending))
 
 
-def _sent(numbers: Sequence[float], tail: Tensor) -> Tensor:
+def sent(numbers: Sequence[float], tail: Tensor) -> Tensor:
     """Returns numbers where a tail is, without a wait for a GPU."""
     return gpu.sent(torch.tensor(numbers, dtype=tail.dtype, device="cpu"), tail.device)
 
@@ -126,42 +127,6 @@ def _sent(numbers: Sequence[float], tail: Tensor) -> Tensor:
 def count_of(number: float) -> float:
     """Returns a count as an int if it is whole, so that what is divided by it has the same bits as ever."""
     return int(number) if number == int(number) else number
-
-
-class Verdicts(NamedTuple):
-    """Findings of a rank about its own gradients; after the reduction, of all ranks together.
-
-    Attributes:
-        has_unused: backward has not reached a parameter.
-        has_undefined: backward has reached a parameter, but computed no gradient for it.
-        has_non_finite: a gradient was not finite, and a hook has sent it, which may not show it any more.
-        parts: the measured parts of the batch.
-    """
-
-    has_unused: bool = False
-    has_undefined: bool = False
-    has_non_finite: bool = False
-    parts: Parts = Parts()
-
-    def write(self, tail: Tensor) -> None:
-        """Writes this rank's verdicts into a tail, [NUM_VERDICTS]."""
-        *found, (squares, *counts) = self
-        if any((*found, *counts)):
-            tail[:-1].copy_(_sent([*found, *counts], tail))
-            tail[-1] = squares
-        else:
-            tail.zero_()
-
-    @classmethod
-    def read(cls, tail: Sequence[float], *, divided_by: float) -> Verdicts:
-        """Reads from the numbers of a tail, [NUM_VERDICTS], what any rank has found.
-
-        Args:
-            divided_by: what the tail was divided by on its way.
-        """
-        unused, undefined, non_finite, *counts, squares = tail
-        parts = Parts(squares * divided_by, *(count * divided_by for count in counts))
-        return cls(unused > 0, undefined > 0, non_finite > 0, parts)
 
 
 NUM_TOTALS, NUM_VERDICTS = 5, 6
@@ -175,19 +140,35 @@ class GlobalCount(OnDevice):
     Args:
         totals: the tail that carries them, [NUM_TOTALS].
         loss_scale: see `Totals`.
-        stays_on_device: the host is not to wait for it. Then the division is by the very count, whole or not.
     """
 
-    def __init__(self, totals: Tensor, loss_scale: int = 1, *, stays_on_device: bool = False) -> None:
-        self._totals, self._loss_scale, self._stays_on_device = totals, loss_scale, stays_on_device
+    def __init__(self, totals: Tensor, loss_scale: int = 1) -> None:
+        self._totals, self._loss_scale = totals, loss_scale
 
     def __int__(self) -> int:
         return Totals.read(self._totals.tolist()).divisor * self._loss_scale
 
-    def on_device(self) -> Tensor | None:
-        """Returns the count as a scalar on the GPU, if it is to stay there."""
-        if not self._stays_on_device:
-            return None
+    @property
+    def fraction_correction(self) -> float:
+        """The factor on sums that were divided: 1.0 if the count is whole."""
+        return Totals.read(self._totals.tolist()).fraction_correction
+
+
+class CountOnDevice(GlobalCount):
+    """The same where collectives are enqueued on a GPU: the host does not wait for it.
+
+    The division is by the very count, whole or not.
+    """
+
+    fraction_correction = 1.0
+
+    def on_device(self) -> Tensor:
+        """Returns the count as a scalar on the GPU."""
         _, high, low, *_ = self._totals.double().unbind()
         count = high * BASE + low
         return torch.where(count > 0, count, 1.0) * self._loss_scale
+
+
+def global_count(comm: Communicator, totals: Tensor, loss_scale: int = 1) -> GlobalCount:
+    """Returns the global count of samples that a tail of a communicator's ranks will carry."""
+    return (CountOnDevice if comm.is_stream_ordered else GlobalCount)(totals, loss_scale)

@@ -1,13 +1,13 @@
 """Finds out from autograd when gradients are ready, when a backward ends, and which parameters it reaches.
 
-An observer of a parameter reports that one gradient is ready. It cannot report that backward is over: a callback that
-it queues with the autograd engine belongs to the innermost running backward, and under re-entrant activation
-checkpointing that is a small backward inside the real one. Observers of the *outputs* of forward run first and in the
-outermost backward; a callback queued there runs when the whole of it has ended.
+An observer of a parameter (`backward.py`) reports that one gradient is ready. It cannot report that backward is over: a
+callback that it queues with the autograd engine belongs to the innermost running backward, and under re-entrant
+activation checkpointing that is a small backward inside the real one. Observers of the *outputs* of forward run first
+and in the outermost backward; a callback queued there runs when the whole of it has ended.
 
 An observer of an output also runs when someone asks for other gradients than the parameters' (`torch.autograd.grad`, a
-gradient penalty); `accumulates` tells the two apart. `will_accumulate` finds out in advance which parameters the
-running backward will reach.
+gradient penalty); `adds_to_all` and `accumulates` tell the two apart. `will_accumulate` finds out in advance which
+parameters the running backward will reach.
 
 Note "compile". Observers and collectives act on this process, not on tensors alone, so no graph can hold them. A
 function that is marked `uncompiled` is called as it is, and so is all that it calls; the graph of the code around it
@@ -19,19 +19,16 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
-from ddp import gpu
 from ddp.gradients.bucket import Slot
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -79,7 +76,10 @@ def without_compile_wrappers(model: nn.Module) -> Iterator[nn.Module]:
             original._compiled_call_impl = before
 
 
-def watch_backward(outputs: Any, begin: Callable[[], bool], end: Callable[[], None]) -> bool:
+Begin = Callable[[bool], bool]  # given what `adds_to_all` returns; returns True if a step has begun
+
+
+def watch_backward(outputs: Any, begin: Begin, end: Callable[[], None]) -> bool:
     """Calls `begin` when a backward reaches any of the outputs; `end` after that backward, if `begin` returned True.
 
     Args:
@@ -97,7 +97,7 @@ def watch_backward(outputs: Any, begin: Callable[[], bool], end: Callable[[], No
     def observe(_gradient: Tensor) -> None:
         refuse_compiled_autograd()
         with lock:
-            has_begun = begin()
+            has_begun = begin(adds_to_all())
         if has_begun:
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
@@ -121,10 +121,13 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def adds_to_all() -> bool:
+    """Returns True if the running backward adds to all gradients: it is no `autograd.grad`, and has no `inputs=`."""
+    return bool(torch.autograd._is_checkpoint_valid())
+
+
 def accumulates(parameters: Sequence[Tensor]) -> bool:
-    """Returns True if the running backward adds to gradients of these: `backward()` does, `autograd.grad` does not."""
-    if torch.autograd._is_checkpoint_valid():  # no `inputs=`, and not `autograd.grad`
-        return True
+    """Returns True if the running backward adds to gradients of these: `autograd.grad` does not."""
     try:
         return bool(will_accumulate(parameters))
     except RuntimeError:  # autograd.grad with respect to parameters: it captures, and accumulates nothing
@@ -173,119 +176,6 @@ def _parts(value: Any) -> Iterable[Any]:
     return [part for table in tables if table is not None for part in table.values()]
 
 
-# --- Observers of parameters -----------------------------------------------------------------------------------------
-#
-# A gradient is ready once all hooks on its parameter have run, because a hook may change it: clip it, say. Those hooks
-# run in the order of their registration, and a program may register one at any time. So an observer is a hook on the
-# node of the graph that adds to `p.grad`, as in torch's Reducer: it runs after the hooks on the parameter.
-#
-# A conversion (`model.double()`, or `model.cpu()` and back) gives a parameter another node, which has no observer. A
-# forward finds out about most of them. One that leaves no trace shows at the end of a backward, where gradients seem to
-# be missing: then the nodes are looked at, which is slow.
-
-
-class Listener(Protocol):
-    """A replica, as observers of parameters see it."""
-
-    @property
-    def is_broken(self) -> bool:
-        """Returns True if a backward broke off, so that the replica makes no further step."""
-
-    def on_gradient(self, parameter: Tensor) -> None:
-        """Handles a gradient that is ready."""
-
-    def on_stream(self, stream: torch.cuda.Stream) -> None:
-        """Records that the next gradient is ready in the order of this stream of a GPU."""
-
-
-class Observers:
-    """Lets autograd call a replica whenever the gradient of one of these parameters is ready.
-
-    Parameters hold their observers, and may live longer than the replica: the model may be used by itself, or in
-    another replica. So observers hold the replica weakly, and are removed with it. Those of a replica whose backward
-    broke off are removed once another replica observes the same parameters, because a program may still hold the first.
-    """
-
-    _all: ClassVar[weakref.WeakSet[Observers]] = weakref.WeakSet()
-
-    def __init__(self, replica: Listener, parameters: Iterable[nn.Parameter]) -> None:
-        self._of_replica, self._lock = weakref.ref(replica), threading.RLock()
-        self._parameters = [p for p in parameters if (p.is_floating_point() or p.is_complex()) and not p.is_inference()]
-        self._nodes: dict[nn.Parameter, Any] = {}  # holds them, because a parameter does not
-        self._handles: list[RemovableHandle] = []
-        for others in list(self._all):
-            if others.are_useless and not others._nodes.keys().isdisjoint(self._parameters):
-                others.remove()
-        self._all.add(self)
-        self.renew()
-        weakref.finalize(replica, self.remove).atexit = False  # at exit parameters go, too
-
-    @property
-    def are_useless(self) -> bool:
-        """Returns True if the replica is gone, or makes no further step."""
-        return (replica := self._of_replica()) is None or replica.is_broken
-
-    def renew(self) -> Sequence[nn.Parameter]:
-        """Registers an observer on each node that has none. Returns the parameters of these nodes."""
-        has_gpu = any(parameter.device.type == gpu.KIND for parameter in self._parameters)
-        observer_of = self._locking_observer_of if has_gpu else self._observer_of
-        renewed = list[nn.Parameter]()
-        for parameter in self._parameters:
-            with _needing_gradient(parameter):
-                node = get_gradient_edge(parameter).node
-            if self._nodes.get(parameter) is not node:
-                self._nodes[parameter] = node
-                self._handles.append(node.register_hook(observer_of(parameter)))
-                renewed.append(parameter)
-        return renewed
-
-    def _observer_of(self, parameter: nn.Parameter) -> Callable[[Any, Any], None]:
-        of_replica = self._of_replica
-
-        @uncompiled
-        def observe(_inputs: Any, _outputs: Any) -> None:
-            if (replica := of_replica()) is not None:
-                replica.on_gradient(parameter)
-
-        return observe
-
-    def _locking_observer_of(self, parameter: nn.Parameter) -> Callable[[Any, Any], None]:
-        observe = self._observer_of(parameter)
-
-        @uncompiled
-        def observe_alone(inputs: Any, outputs: Any) -> None:
-            with self._lock:  # autograd has a thread for each GPU, and one for the CPU
-                if parameter.device.type == gpu.KIND and (replica := self._of_replica()) is not None:
-                    replica.on_stream(gpu.cuda.current_stream(parameter.device))
-                observe(inputs, outputs)
-
-        return observe_alone
-
-    def remove(self) -> None:
-        """Removes all observers."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._nodes.clear()
-
-    @property
-    def are_alone(self) -> bool:
-        """Returns True if the program has no hooks on the gradients of parameters."""
-        return not any(p._post_accumulate_grad_hooks for p in self._parameters)
-
-
-@contextmanager
-def _needing_gradient(parameter: nn.Parameter) -> Iterator[None]:
-    """Lets a parameter that is frozen now be observed, because it may be unfrozen later."""
-    needs_gradient = parameter.requires_grad
-    with torch.inference_mode(False):
-        parameter.requires_grad_(True)
-        try:
-            yield
-        finally:
-            parameter.requires_grad_(needs_gradient)
-
-
 # --- Gradients of gradients ------------------------------------------------------------------------------------------
 #
 # Then `p.grad` is part of a graph, and must stay out of its bucket: an all-reduce in place would change what the graph
@@ -309,7 +199,7 @@ class _WithValue(torch.autograd.Function):
         return gradients[0], None
 
 
-def hand_out_differentiable(slots: Iterable[Slot], begin: Callable[[], bool], end: Callable[[], None]) -> None:
+def hand_out_differentiable(slots: Iterable[Slot], begin: Begin, end: Callable[[], None]) -> None:
     """Gives every gradient the mean's value, out of place, and watches backwards that go through them."""
     for slot in slots:
         gradient = slot.parameter.grad

@@ -15,14 +15,13 @@ The first backward cannot do this, because nobody knows yet in which order gradi
 order, and reduces all buckets at its end. Each step has a `Backward` of its own, so nothing is reset by hand. A
 backward that breaks off stays RUNNING, and the replica refuses to go on.
 
-A backward is given three objects, and has no other ways to do a thing:
+A backward is given four objects, and has no other ways to do a thing:
 
-    reducer     makes of all ranks' buckets one mean (`gradients/reducer.py`)
-    usage       says which gradients are expected, and what follows if one is missing (`settlement.py`)
-    stepper     knows of optimizers that step inside backward (`drop_in/in_backward.py`), if there may be one
-
-A fourth, `by_shards.py`, is there if gradients are added up by shards: then this is the backward of the last shard, and
-full buckets hold the sums of all shards of this rank.
+    accumulation    adds up this rank's micro-batches: in `p.grad`, or by shards of the batch (`by_shards.py`). By
+                    shards, this is the backward of the last shard, and a full bucket holds the sums of all shards
+    reducer         makes of all ranks' buckets one mean (`gradients/reducer.py`)
+    usage           says which gradients are expected, and what follows if one is missing (`settlement.py`)
+    stepper         knows of optimizers that step inside backward (`drop_in/in_backward.py`)
 
 What is left to do once all buckets hold the mean is the settlement's (`settlement.py`).
 
@@ -38,11 +37,18 @@ because the next all-reduce in place would change what the graph has saved (`aut
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum, auto
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from ddp import gpu
 from ddp.comm.communicator import Communicator
@@ -51,11 +57,10 @@ from ddp.errors import CommunicatorBroken, ConfigError, UnusedParameters
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import InFlight, Reducer
-from ddp.gradients.totals import GlobalCount, Totals
+from ddp.gradients.totals import Totals, global_count
 from ddp.process.clock import Stopwatch, now_s
-from ddp.replica.autograd import is_in_backward
+from ddp.replica.autograd import is_in_backward, uncompiled
 from ddp.replica.broadcast import check_same_layout
-from ddp.replica.by_shards import ByShards
 from ddp.replica.settlement import Settlement, Share, Usage
 
 
@@ -122,6 +127,39 @@ class BucketReduction:
         return [slot for slot in slots if id(slot.parameter) not in ready] if len(ready) < len(slots) else []
 
 
+class Accumulation:
+    """Adds up a rank's micro-batches in `p.grad`, as autograd does. Its methods stand in the order of a backward.
+
+    Attributes:
+        num_shards: the number of shards of a batch by which gradients are added up; None: they are added up by ranks.
+        shards: this rank's shards of each batch.
+        buffers_at_start: those with which the running step has begun, or the last one, if they may have changed.
+    """
+
+    num_shards: int | None = None
+    shards = range(0)
+    buffers_at_start: Mapping[str, Tensor] = MappingProxyType({})
+
+    def begin(self, layout: Layout, share: Share) -> Share:
+        """Begins the backward that ends a step. Returns the rank's contribution to that step."""
+        return share
+
+    def write_totals(self, layout: Layout, totals: Totals) -> None:
+        """Writes this rank's totals to where they travel."""
+        totals.write(layout.totals)
+
+    def has_gradient(self, parameter: Tensor) -> bool:
+        """Returns True if this rank has a gradient of a parameter in this step."""
+        return parameter.grad is not None
+
+    def fill(self, bucket: Bucket) -> list[Slot]:
+        """Puts the gradients of a bucket in their places. Returns the slots without one, which hold zeros."""
+        return bucket.fill()
+
+    def write_parts(self, layout: Layout) -> None:
+        """Writes what was measured of parts of the batch to where verdicts travel."""
+
+
 class Stepper:
     """Knows of optimizers that step while backward runs (`drop_in/in_backward.py`)."""
 
@@ -131,19 +169,17 @@ class Stepper:
     def complete(self, bucket: Bucket) -> None:
         """Takes note that a bucket holds the mean."""
 
-    def check(self, gone: Sequence[Slot]) -> None:
-        """Raises ConfigError if somebody has stepped these parameters, whose gradients are gone when backward ends."""
+    def check(self, gone: Callable[[], Sequence[Slot]]) -> None:
+        """Raises ConfigError if somebody has stepped the parameters whose gradients are gone when backward ends."""
 
 
 class Backward:
     """One synchronised backward of a replica.
 
     Args:
-        reducer, usage, stepper: see above.
-        overlap: reduce in the background (note "foreground").
+        reducer, usage, stepper, accumulation: see above.
+        overlap: reduce in the background; None: where that is faster (note "foreground").
         waited: measures the time that backward's thread spends on reductions, or waiting for them.
-        by_shards: the shards of this rank in this step; None: the rank's gradients are one sum.
-        former: the backward before this one.
 
     Attributes:
         early: parameters that have accumulated gradients (in `no_sync`) which no backward has reduced yet, by id.
@@ -166,18 +202,16 @@ class Backward:
         comm: Communicator,
         reducer: Reducer,
         usage: Usage,
-        stepper: Stepper | None,
+        stepper: Stepper,
+        accumulation: Accumulation,
         *,
-        overlap: bool,
+        overlap: bool | None,
         waited: Stopwatch,
-        by_shards: ByShards | None = None,
-        former: Backward | None = None,
     ) -> None:
-        self.comm, self.overlap, self.state, self._by_shards = comm, overlap, State.EXPECTED, by_shards
+        self.comm, self.state, self._accumulation = comm, State.EXPECTED, accumulation
+        self._overlap, self.overlap = overlap, comm.plan.overlaps if overlap is None else overlap
         self.reducer, self.usage, self.stepper = reducer, usage, stepper
         self.early: dict[int, Tensor] = {}
-        if former is not None and former.early:  # gradients that it had no place for: frozen in its forward
-            self.early = {each: p for each, p in former.early.items() if each not in former.layout.slot_of}
         self.reductions: list[BucketReduction] = []
         self.index_of: dict[int, int] = {}
         self.creates_graph = False
@@ -203,10 +237,7 @@ class Backward:
         self.state, self.began_s = State.RUNNING, now_s()
         self.layout, self.step, self._share = layout, step, share
         self.creates_graph = torch.is_grad_enabled() and is_in_backward()
-        if self.creates_graph and self._by_shards is not None:
-            raise RuntimeError("backward(create_graph=True) by shards: gradients are added in place; leave one out")
-        if self.stepper is not None:
-            self.stepper.begin(layout, creates_graph=self.creates_graph)
+        self.stepper.begin(layout, creates_graph=self.creates_graph)
         if layout.is_learned:
             self._set_up()
             expected = self._settlement.usage.expected(layout)
@@ -221,11 +252,8 @@ class Backward:
         if not layout.has_memory:
             layout.allocate()
         if share.totals is not None:
-            if self._by_shards is None:
-                share.totals.write(layout.totals)
-            else:
-                self._by_shards.write_totals(layout)
-            count = GlobalCount(layout.totals, share.totals.loss_scale, stays_on_device=self.comm.enqueues)
+            self._accumulation.write_totals(layout, share.totals)
+            count = global_count(self.comm, layout.totals, share.totals.loss_scale)
             share = share._replace(divide_by=count)
             if not layout.totals_ride:
                 with self._waited.running():
@@ -258,8 +286,6 @@ class Backward:
         if self.state is State.EXPECTED:
             if parameter.requires_grad:  # frozen after its forward: autograd calls the observer, without a gradient
                 self.early[id(parameter)] = parameter
-                if self._by_shards is not None:
-                    self._by_shards.note([parameter])
         elif not self.reductions and id(parameter) in self.layout.index_of:
             self._seen.append(parameter)
         elif id(parameter) in self.layout.slot_of:
@@ -267,12 +293,6 @@ class Backward:
         else:
             return False
         return True
-
-    def move_in(self, parameter: Tensor) -> None:
-        """Adds a large gradient to the sum of this rank's shards as soon as it is ready, so that its memory is free."""
-        index = self.index_of.get(id(parameter))
-        if self._by_shards is not None and (index is None or not self.reductions[index].is_launched):  # else: refused
-            self._by_shards.move_in(parameter)
 
     def _launch_if_full(self, reduction: BucketReduction, parameter: Tensor) -> None:
         """Launches the buckets that this gradient makes full.
@@ -313,11 +333,7 @@ class Backward:
             for slot in bucket.slots if others else []:
                 if (gradient := slot.parameter.grad) is not None and gradient.device == here.device:
                     gradient.record_stream(here)  # its memory may belong to another stream, and is read on this one
-        if self._by_shards is None:
-            without = bucket.fill()
-        else:
-            without = self._by_shards.fill(bucket, reduction.ready[reduction.num_before_begin :])
-        self._settlement.filled(bucket, without=without)
+        self._settlement.filled(bucket, without=self._accumulation.fill(bucket))
 
     def launch(self, reduction: BucketReduction) -> None:
         """Launches a bucket's reduction.
@@ -359,7 +375,7 @@ class Backward:
         """Hands out the mean that a bucket holds."""
         if not self.creates_graph:
             bucket.hand_out()
-        if self.stepper is not None and self.layout.is_learned:  # before that, buckets are not final
+        if self.layout.is_learned:  # before that, buckets are not final
             self.stepper.complete(bucket)
 
     @property
@@ -378,15 +394,15 @@ class Backward:
         for reduction in self.reductions[self._num_launched :]:
             self._fill(reduction)  # all of them first: filling shows which gradients are undefined
         self._settlement.judge(missing, self._computed)
-        if self._by_shards is not None:
-            self._by_shards.write_squares(self.layout)
+        self._accumulation.write_parts(self.layout)
         return self.reductions[self._num_launched :]
 
     def finish(self) -> Totals | None:
         """Ends the step: waits for what is in flight, and gives every parameter its mean. Collective.
 
         Returns:
-            What `conclude` returns; None if the host has not waited for it (`settlement.py`, note "late").
+            What the totals of all ranks add up to; None if the host has not waited for it (`settlement.py`,
+            note "late").
         """
         if self._in_flight:
             self._collect(wait=True)
@@ -394,38 +410,37 @@ class Backward:
             self._settlement.judge_hidden()
             with self._waited.running():
                 self.layout.add_up(self.layout.rows_of_verdicts, label=f"step {self.step}, verdicts")
-        if self.stepper is not None:
-            self.stepper.check(self._settlement.gone())
-        if self._settlement.settle(creates_graph=self.creates_graph):
-            return self.conclude()
-        self.state, self.is_unread = State.DONE, True
-        return None
+        self.stepper.check(self._settlement.gone)
+        totals = self._settlement.settle(creates_graph=self.creates_graph)
+        self.state, self.is_unread, self.error = State.DONE, totals is None, self._settlement.error
+        return totals
 
     def conclude(self, *, is_late: bool = False) -> Totals:
-        """Reads what the ranks have found, and does what follows from it. Collective.
-
-        Args:
-            is_late: the gradients have been used already.
-
-        Returns:
-            What the totals of all ranks add up to; zeros if none rode along.
-        """
+        """Reads what the ranks have found, and does what follows from it, as `Settlement.conclude` does. Collective."""
         self.is_unread = False
         totals = self._settlement.conclude(is_late=is_late)
-        self.state, self.error = State.DONE, self.error or self._settlement.error
+        self.error = self.error or self._settlement.error
         return totals
+
+    def next(self) -> Backward:
+        """Returns the backward of the next step."""
+        given = self.reducer, self.usage, self.stepper, self._accumulation
+        following = Backward(self.comm, *given, overlap=self._overlap, waited=self._waited)
+        if self.early:  # gradients that this one had no place for: frozen in its forward
+            following.early = {each: p for each, p in self.early.items() if each not in self.layout.slot_of}
+        return following
 
     def _learn(self) -> None:
         """Changes to a layout in the order in which gradients have become ready. Collective.
 
-        All ranks take the order of the first rank that had a backward.
+        All ranks take the order of the first rank that has gradients.
 
         Raises:
             ReplicaMismatch: the ranks' gradients differ, which nobody has looked for if `init_sync` was off.
         """
         check_same_layout(self.comm, [(slot.name, slot.parameter) for slot in self.layout.slots])
         names = [self.layout.slot_of[id(parameter)].name for parameter in self._seen]
-        has_seen = self._share.has_samples and (bool(names) or self._by_shards is None)  # the last shard may be empty
+        has_seen = self._share.has_samples and bool(names)  # the last of several shards may have none
         seen = all_gather_object(self.comm, names if has_seen else None)
         if (order := next((names for names in seen if names is not None), None)) is not None:
             self.layout.plan(order, for_hook=self.layout.is_for_hook)
@@ -464,3 +479,114 @@ class Backward:
         self.began_s = began_s
         for parameter in computed:
             _ = self.note(parameter) or self.note_other(parameter)
+
+
+# --- Observers of parameters -----------------------------------------------------------------------------------------
+#
+# A gradient is ready once all hooks on its parameter have run, because a hook may change it: clip it, say. Those hooks
+# run in the order of their registration, and a program may register one at any time. So an observer is a hook on the
+# node of the graph that adds to `p.grad`, as in torch's Reducer: it runs after the hooks on the parameter.
+#
+# A conversion (`model.double()`, or `model.cpu()` and back) gives a parameter another node, which has no observer. A
+# forward finds out about most of them. One that leaves no trace shows at the end of a backward, where gradients seem to
+# be missing: then the nodes are looked at, which is slow.
+
+
+class Listener(Protocol):
+    """A replica, as observers of parameters see it."""
+
+    @property
+    def backward(self) -> Backward:
+        """The backward that is expected, or is running."""
+
+    @property
+    def waiting(self) -> object:
+        """A forward that waits for its backward; None: there is none, or it is not known."""
+
+    def on_other_gradient(self, parameter: Tensor) -> None:
+        """Handles a gradient that no bucket is waiting for, and that may begin a backward."""
+
+
+class Observers:
+    """Lets autograd call a replica whenever the gradient of one of these parameters is ready.
+
+    Parameters hold their observers, and may live longer than the replica: the model may be used by itself, or in
+    another replica. So observers hold the replica weakly, and are removed with it. Those of a replica whose backward
+    broke off are removed once another replica observes the same parameters, because a program may still hold the first.
+    """
+
+    _all: ClassVar[weakref.WeakSet[Observers]] = weakref.WeakSet()
+
+    def __init__(self, replica: Listener, parameters: Iterable[nn.Parameter]) -> None:
+        self._of_replica, self._lock = weakref.ref(replica), threading.RLock()
+        self._parameters = [p for p in parameters if (p.is_floating_point() or p.is_complex()) and not p.is_inference()]
+        self._nodes: dict[nn.Parameter, Any] = {}  # holds them, because a parameter does not
+        self._handles: list[RemovableHandle] = []
+        for others in list(self._all):
+            if others.are_useless and not others._nodes.keys().isdisjoint(self._parameters):
+                others.remove()
+        self._all.add(self)
+        self.renew()
+        weakref.finalize(replica, self.remove).atexit = False  # at exit parameters go, too
+
+    @property
+    def are_useless(self) -> bool:
+        """Returns True if the replica is gone, or makes no further step."""
+        return (replica := self._of_replica()) is None or replica.backward.state is State.RUNNING
+
+    def renew(self) -> Sequence[nn.Parameter]:
+        """Registers an observer on each node that has none. Returns the parameters of these nodes."""
+        has_gpu = any(parameter.device.type == gpu.KIND for parameter in self._parameters)
+        observer_of = self._locking_observer_of if has_gpu else self._observer_of
+        renewed = list[nn.Parameter]()
+        for parameter in self._parameters:
+            with _needing_gradient(parameter):
+                node = get_gradient_edge(parameter).node
+            if self._nodes.get(parameter) is not node:
+                self._nodes[parameter] = node
+                self._handles.append(node.register_hook(observer_of(parameter)))
+                renewed.append(parameter)
+        return renewed
+
+    def _observer_of(self, parameter: nn.Parameter) -> Callable[[Any, Any], None]:
+        of_replica = self._of_replica
+
+        @uncompiled
+        def observe(_inputs: Any, _outputs: Any) -> None:
+            if (replica := of_replica()) is None or replica.backward.note(parameter):
+                return
+            if replica.waiting is not None or not replica.backward.note_other(parameter):
+                replica.on_other_gradient(parameter)
+
+        return observe
+
+    def _locking_observer_of(self, parameter: nn.Parameter) -> Callable[[Any, Any], None]:
+        observe = self._observer_of(parameter)
+
+        @uncompiled
+        def observe_alone(inputs: Any, outputs: Any) -> None:
+            with self._lock:  # autograd has a thread for each GPU, and one for the CPU
+                if parameter.device.type == gpu.KIND and (replica := self._of_replica()) is not None:
+                    replica.backward.streams.add(gpu.cuda.current_stream(parameter.device))
+                observe(inputs, outputs)
+
+        return observe_alone
+
+    def remove(self) -> None:
+        """Removes all observers."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._nodes.clear()
+
+
+@contextmanager
+def _needing_gradient(parameter: nn.Parameter) -> Iterator[None]:
+    """Lets a parameter that is frozen now be observed, because it may be unfrozen later."""
+    needs_gradient = parameter.requires_grad
+    with torch.inference_mode(False):
+        parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            parameter.requires_grad_(needs_gradient)

@@ -2,8 +2,8 @@
 
     made         parameters and buffers become rank 0's; every parameter gets an observer
     forward      `prepare` finds the layout, which says which bucket each gradient goes to; outputs are watched
-    backward     `_begin` when autograd reaches an output, `on_gradient` for each parameter, `_finish` at the end.
-                 Each calls the current `Backward`, which does the work (`backward.py`)
+    backward     `_begin` when autograd reaches an output, an observer for each gradient, `_finish` at the end. Each
+                 calls the current `Backward`, which does the work (`backward.py`)
     step         the optimizer finds the mean in `p.grad`, which is a view of a bucket
 
 Note "begin". A backward normally enters the model through the outputs of its forward. A loss that is made of gradients
@@ -11,9 +11,9 @@ with respect to inputs (`autograd.grad(…, create_graph=True)`) can bypass them
 one whose outputs hold no tensor with a graph, still waits for its backward, the first gradient of a parameter begins
 the step instead.
 
-Where it may fail. If a rank is lost, the collective in progress raises `PeerLost`, in `prepare`, `_begin`,
-`on_gradient` or `_finish`. If a gradient becomes ready whose bucket has been sent, or that has no bucket,
-`on_gradient` raises RuntimeError. If a parameter got no gradient, the next `prepare` raises `UnusedParameters`, and so
+Where it may fail. If a rank is lost, the collective in progress raises `PeerLost`, in `prepare`, `_begin`, an observer
+or `_finish`. If a gradient becomes ready whose bucket has been sent, or that has no bucket, the observer raises
+RuntimeError. If a parameter got no gradient, the next `prepare` raises `UnusedParameters`, and so
 does `raise_pending`, which can be called before the optimizer's step. After a backward that broke off, `prepare` raises
 RuntimeError. If parameters were added, or frozen or converted in a wrong way, it raises `ConfigError` or
 `ReplicaMismatch`.
@@ -22,7 +22,7 @@ RuntimeError. If parameters were added, or frozen or converted in a wrong way, i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -31,24 +31,22 @@ from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.device import device_of
-from ddp.comm.objects import all_gather_object
 from ddp.comm.session import current
-from ddp.gradients.bucket import LARGE_BYTES, Bucket
+from ddp.gradients.bucket import Bucket
 from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.hooks.hook import Hook
 from ddp.gradients.layout import Layout, bucket_limits
 from ddp.gradients.reducer import AllReduce, Reducer
 from ddp.gradients.totals import Totals
-from ddp.replica.autograd import Observers, accumulates, hand_out_differentiable, uncompiled, watch_backward
-from ddp.replica.backward import Backward, BucketReduction, State, Stepper
+from ddp.replica.autograd import accumulates, adds_to_all, hand_out_differentiable, uncompiled, watch_backward
+from ddp.replica.backward import Accumulation, Backward, BucketReduction, Observers, State, Stepper
 from ddp.replica.broadcast import BufferSync, broadcast_state, sending
-from ddp.replica.by_shards import ByShards, UsageByShards, check_shards
+from ddp.replica.by_shards import ByShards, check_shards
 from ddp.replica.parameters import Change, Layouts, ParameterWatch, check_trainable, check_wire, managed
 from ddp.replica.replica import Replica
 from ddp.replica.settlement import Share, Usage
 from ddp.replica.sync_batchnorm import waits
 from ddp.setting import WireName
-from ddp.streams import seed_generators, stream_seed
 
 
 class BucketedDataParallel(Replica):
@@ -71,7 +69,8 @@ class BucketedDataParallel(Replica):
         comm: the ranks that take part; all by default.
 
     Attributes:
-        by_shards: the running step, if gradients are added up by shards.
+        accumulation: adds up this rank's micro-batches.
+        waiting: the layout of a forward that waits for its backward (note "begin").
 
     Raises:
         ReplicaMismatch: the ranks' models differ in a name, shape, dtype, memory format, or in what is frozen.
@@ -80,9 +79,9 @@ class BucketedDataParallel(Replica):
     """
 
     gradient_as_bucket_view = False  # gradients that a program keeps are its own (`gradients/bucket.py`, note "kept")
-    _waiting: Layout | None  # of a forward that waits for its backward (note "begin")
+    waiting: Layout | None = None
     _is_in_forward = False  # a forward is running that may run backward itself (`drop_in/`)
-    by_shards: ByShards | None = None
+    accumulation = Accumulation()
 
     def __init__(
         self,
@@ -105,19 +104,19 @@ class BucketedDataParallel(Replica):
         broadcast_state(comm, tensors, sending=sending(wire, hook, num_shards))
         broadcasts = broadcast_buffers and num_shards is None
         super().__init__(module, comm, BufferSync(comm, module, "broadcast" if broadcasts else "none"))
+        usage = Usage(comm, finds_unused=find_unused_parameters)
         if num_shards is not None:
             check_shards(module, comm, wire, hook)
-            narrow = None if wire == "fp32" else wire
-            self.by_shards = ByShards(comm, self._buffer_sync, num_shards, narrow)
-            self.inputs.divisor, self.gradient_as_bucket_view = num_shards, True
-            self._seed = int(all_gather_object(comm, torch.initial_seed())[0])
+            given = self._buffer_sync, num_shards, None if wire == "fp32" else wire
+            by_shards = self.accumulation = ByShards(comm, *given, finds_unused=find_unused_parameters)
+            usage, self.gradient_as_bucket_view = by_shards.usage, True
+            self.register_forward_pre_hook(by_shards.before_forward)
         self._limits = bucket_limits(bucket_cap_mb, first_bucket_mb=first_bucket_mb)
         self._overlap, self.wire = overlap, wire
         self.compression = None if hook is None else Compression(hook, comm, self._replicated_parameters())
-        usage = Usage if num_shards is None else UsageByShards
-        self._start(usage(comm, finds_unused=find_unused_parameters))
+        self._start(usage, Stepper())
 
-    def _start(self, usage: Usage, stepper: Stepper | None = None, *, allows_borrowing: bool = False) -> None:
+    def _start(self, usage: Usage, stepper: Stepper, *, allows_borrowing: bool = False) -> None:
         """Plans the first layout, and registers the observers by which autograd reports each gradient."""
         if waits(self.module):
             self._overlap = True  # its layers wait in backward, too: a rank must be able to wait for both at once
@@ -136,15 +135,19 @@ class BucketedDataParallel(Replica):
     # --- shards ------------------------------------------------------------------------------------------------------
 
     @property
+    def by_shards(self) -> ByShards | None:
+        """The running step, if gradients are added up by shards."""
+        return self.accumulation if isinstance(self.accumulation, ByShards) else None
+
+    @property
     def num_shards(self) -> int | None:
-        return None if self.by_shards is None else self.by_shards.num_shards
+        return self.accumulation.num_shards
 
     @property
     def shards(self) -> range:
-        return range(0) if self.by_shards is None else self.by_shards.shards
+        return self.accumulation.shards
 
-    @contextmanager
-    def shard(self, number: int) -> Iterator[None]:
+    def shard(self, number: int) -> AbstractContextManager[None]:
         """Makes forward and backward inside those of one shard. The last block of a rank ends the step. Collective.
 
             for number in model.shards:
@@ -153,7 +156,8 @@ class BucketedDataParallel(Replica):
             optimizer.step()
 
         Each block has random numbers of its own, by the seed of rank 0 (`torch.manual_seed`) when this was made; and so
-        has the update after the last one. Inside of a block `p.grad` may be a sum of shards.
+        has the update after the last one. Inside of a block `p.grad` is the gradient of that shard, until the last
+        backward of the step.
 
         Every rank's shards are marked once in each step, in their order; of one without samples the block is empty. A
         shard may be computed in parts: put all backwards but the last into `no_sync`.
@@ -161,61 +165,8 @@ class BucketedDataParallel(Replica):
         Raises:
             ConfigError: on all ranks: one has marked a shard twice, has left one out, or has none of that number.
         """
-        if (by_shards := self.by_shards) is None:
-            super().shard(number)
-            return
-        if mistake := by_shards.mistake(number):
-            self._refuse(mistake)
-        if number == by_shards.shards.start:
-            self.prepare()
-            by_shards.begin_step(self._layouts.current, has_hooks=not self._observers.are_alone)
-        by_shards.begin(number)
-        before, is_last = self.require_backward_grad_sync, number == by_shards.shards[-1]
-        self.require_backward_grad_sync, step = is_last, self.num_steps
-        seed_generators(stream_seed(self._seed, "dropout", step, number), device=self.comm.device)
-        try:
-            yield
-            if by_shards.is_silent:
-                self._report_unobserved()
-            if not is_last:
-                by_shards.end()
-                self._mine = None
-            elif by_shards.running is not None:  # no backward has ended the step
-                by_shards.check_backward()
-                self.reduce_without_backward()
-            if is_last:  # what is drawn for the update is the same on all ranks
-                seed_generators(stream_seed(self._seed, "update", step), device=self.comm.device)
-        except BaseException:
-            by_shards.break_off(number)
-            raise
-        finally:
-            by_shards.leave()
-            self.require_backward_grad_sync = before
-            by_shards.end_buffers()
-
-    def _refuse(self, mistake: str) -> None:
-        """Ends the step on all ranks, and raises the mistake on all of them."""
-        assert isinstance(self._usage, UsageByShards) and self.by_shards is not None
-        self._usage.mistake = mistake
-        self.prepare()
-        self.by_shards.begin_refused(self._layouts.current)
-        self._begin_without_samples()
-        self._finish()
-        self.by_shards.end_buffers()
-        self.raise_pending()
-
-    def ride_along(self, totals: Totals) -> None:
-        if self.by_shards is not None:
-            self.by_shards.ride_along(totals)
-        super().ride_along(totals)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Makes backward inside only accumulate this rank's gradients; the next backward outside sends the sums."""
-        if self.by_shards is not None:
-            self.by_shards.expect_parts()
-        with super().no_sync():
-            yield
+        by_shards = self.by_shards
+        return super().shard(number) if by_shards is None else by_shards.block(self, self._layouts, number)
 
     # --- a step, in the order of time --------------------------------------------------------------------------------
 
@@ -266,76 +217,48 @@ class BucketedDataParallel(Replica):
 
     @property
     def _awaits_backward(self) -> bool:
-        return self._waiting is not None or self.backward.state is State.RUNNING
-
-    @uncompiled
-    def _before_forward(self) -> tuple[bool, bool]:
-        moment = super()._before_forward()
-        if self.by_shards is not None and torch.is_grad_enabled():
-            self.by_shards.before_forward()
-        return moment
-
-    def _end_step(self, totals: Totals | None) -> None:
-        if self.by_shards is not None:
-            self.by_shards.end_step()
-        super()._end_step(totals)
+        return self.waiting is not None or self.backward.state is State.RUNNING
 
     def _watch_outputs(self, outputs: Any) -> None:
         layout = self._layouts.current
         has_outputs = watch_backward(outputs, partial(self._begin, layout), self._finish)
-        self._waiting = layout if self.training or not has_outputs else None
+        self.waiting = layout if self.training or not has_outputs else None
 
     @uncompiled
-    def _begin(self, layout: Layout) -> bool:
+    def _begin(self, layout: Layout, adds_to_all: bool) -> bool:
         """Begins the step when backward first reaches an output or a parameter. Returns True if it did.
 
         Args:
             layout: for the parameters that needed a gradient in the forward that backward goes through.
+            adds_to_all: as the function of this name returns it.
         """
-        if self.backward.state is State.RUNNING or not accumulates(layout.parameters):
+        if self.backward.state is State.RUNNING or not (adds_to_all or accumulates(layout.parameters)):
             return False
         self._begin_step(layout)
         return True
 
     def _begin_step(self, layout: Layout, *, has_samples: bool = True) -> None:
-        mine, self._mine = self._mine, None
-        if self.by_shards is not None:
-            self.by_shards.begin_last(layout)
-            mine, has_samples = mine and mine._replace(measure=False, parts=None), self.by_shards.has_samples
-        share = Share(mine, self.inputs.divisor, has_samples)
-        if self.compression is not None:
-            self.compression.begin()
         if not self.gradient_as_bucket_view:
             layout.spare_kept()
+        if self.compression is not None:
+            self.compression.begin()
+        mine, self._mine = self._mine, None
+        share = self.accumulation.begin(layout, Share(mine, self.inputs.divisor, has_samples))
         self.backward.begin(layout, self.num_steps + 1, share)
 
     def _begin_without_samples(self) -> None:
         self._begin_step(self._layouts.current, has_samples=False)
 
-    @property
-    def is_broken(self) -> bool:
-        return self.backward.state is State.RUNNING
-
-    @uncompiled
-    def on_gradient(self, parameter: Tensor) -> None:
-        """Handles a gradient that is ready."""
-        if self.by_shards is not None and parameter.nbytes >= LARGE_BYTES:
-            self.backward.move_in(parameter)
-        if not self.backward.note(parameter):
-            self.on_other_gradient(parameter)
-
-    def on_stream(self, stream: torch.cuda.Stream) -> None:
-        self.backward.streams.add(stream)
-
     def _report_unobserved(self) -> None:
         """Reports gradients that no observer has, because their parameters were converted and back."""
         for parameter in self._observers.renew():
-            if parameter.grad is not None:
-                self.on_gradient(parameter)
+            if self.accumulation.has_gradient(parameter):
+                self.on_other_gradient(parameter)
 
     def on_other_gradient(self, parameter: Tensor) -> None:
         """Handles a gradient that no bucket is waiting for."""
-        if self._waiting is not None and self.backward.state is State.EXPECTED and self._begin(self._waiting):
+        is_expected, layout = self.backward.state is State.EXPECTED, self.waiting
+        if layout is not None and is_expected and self._begin(layout, adds_to_all()):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         # once more, because the backward that has just begun may have a bucket for it
         is_known = self.backward.note(parameter) or self.backward.note_other(parameter)
@@ -356,34 +279,33 @@ class BucketedDataParallel(Replica):
             for reduction in ended.end():
                 ended.launch(reduction)
             totals = ended.finish()
-            if not self.gradient_as_bucket_view:
+            if ended.layout.kept and not self.gradient_as_bucket_view:
                 ended.layout.hand_out_copies()
             if former is not ended and former.is_unread:
                 former.conclude(is_late=True)
                 ended.error = ended.error or former.error
-        self._last, self.backward = ended, self._new_backward(ended)
-        self._waiting = self._layouts.current if self._is_in_forward else None
+        self._last, self.backward = ended, ended.next()
+        self.waiting = self._layouts.current if self._is_in_forward else None
         if ended.creates_graph:
             hand_out_differentiable(ended.layout.slots, partial(self._begin, ended.layout), self._finish)
         self._end_step(totals)
 
-    def _new_backward(self, former: Backward | None = None) -> Backward:
-        given = self._reducer, self._usage, self._stepper
-        how: dict[str, Any] = {"overlap": self.overlaps, "waited": self.waited, "by_shards": self.by_shards}
-        return Backward(self.comm, *given, **how, former=former)
+    def _new_backward(self) -> Backward:
+        given = self._reducer, self._usage, self._stepper, self.accumulation
+        return Backward(self.comm, *given, overlap=self._overlap, waited=self.waited)
 
     def _buffers_at_start(self) -> Mapping[str, Tensor]:
-        return {} if self.by_shards is None else self.by_shards.buffers.start
+        return self.accumulation.buffers_at_start
 
     @contextmanager
     def _unobserved(self) -> Iterator[None]:
-        running, by_shards = self.backward, self.by_shards
-        self.by_shards = None
+        running, accumulation = self.backward, self.accumulation
+        self.accumulation = Accumulation()
         self.backward = self._new_backward()
         try:
             yield
         finally:
-            self.backward, self.by_shards = running, by_shards
+            self.backward, self.accumulation = running, accumulation
 
     # --- which gradients live where ----------------------------------------------------------------------------------
 

@@ -1,9 +1,16 @@
-"""The running step of a replica that adds up shards: where it is, and what each shard has brought.
+"""Gradients by shards: the running step of a replica that adds up shards, and what each shard has brought.
 
     with model.shard(0):                      p.grad is empty, buffers are those of the step
-        loss_of(model(x0), y0).backward()     gradients stay here, and go on the stack (`shard_tree.py`)
-    with model.shard(1):                      p.grad is that of shard 0, to which autograd adds; buffers are the step's
+        loss_of(model(x0), y0).backward()     at the end of the block, gradients go on the stack of sums
+    with model.shard(1):                      p.grad is empty again, and buffers are the step's
         loss_of(model(x1), y1).backward()     this rank's last shard: the backward that reduces full buckets
+
+The sums are those of the tree over the shards (`collectives/shards.py`). What is left at the end are this rank's nodes.
+They lie in the rows of the buckets, where the ranks add them up. Sums above them are the tensors in which autograd has
+put them.
+
+A shard without samples, or without a gradient of a parameter, counts as zeros. They are not added: x + 0 is x, but for
+the sign of a zero, and the last sum loses that (`Communicator.all_reduce`).
 
 A shard that is marked twice, left out or out of order, or that an error has left, is told with the verdicts of a step,
 so that all ranks raise it. What a rank finds wrong inside of a block is raised there, on that rank.
@@ -11,38 +18,46 @@ so that all ranks raise it. What a rank finds wrong inside of a block is raised 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from ddp.collectives.shards import is_node, nodes_by_rank, owned
+from ddp.collectives.shards import Place, Stack, is_node, nodes_by_rank, owned, places
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.comm.reduction import OVERFLOWING, overflow_headroom
 from ddp.comm.wire_format import WireFormat, wire_format
 from ddp.errors import ConfigError, UnusedParameters
-from ddp.gradients.bucket import Bucket, Slot
+from ddp.gradients.bucket import Bucket, Slot, copy_into
 from ddp.gradients.layout import Layout
 from ddp.gradients.totals import NUM_TOTALS, Parts, Totals
 from ddp.optim.norms import block_norms, total_norm
+from ddp.replica.autograd import is_in_backward, uncompiled
+from ddp.replica.backward import Accumulation
 from ddp.replica.broadcast import BufferSync, checksum
-from ddp.replica.settlement import Usage
-from ddp.replica.shard_buffers import ShardBuffers, version_of
-from ddp.replica.shard_tree import GradientSums, Place, Prepare, Stack, places
+from ddp.replica.parameters import Layouts
+from ddp.replica.replica import Replica
+from ddp.replica.settlement import Share, Usage
+from ddp.replica.shard_buffers import ShardBuffers
 from ddp.replica.sync_batchnorm import waits
 from ddp.replica.tied import check_untied
 from ddp.setting import Narrow, WireName
+from ddp.streams import seed_generators, stream_seed
+
+Prepare = Callable[[Slot, Tensor], Tensor]
 
 
-class ByShards:
-    """The step that a rank makes shard by shard.
+class ByShards(Accumulation):
+    """Adds up gradients by shards of the batch. To make one is collective.
 
     Args:
         buffers: of the replica.
         num_shards: of a batch.
         wire: the narrow format to which the gradients of each shard are rounded; None: they are not. Their sums travel
             in their own type, because a sum that is rounded depends on where it is rounded.
+        finds_unused: as in `Usage`.
 
     Attributes:
         shards: of this rank.
@@ -50,49 +65,80 @@ class ByShards:
         has_samples: a shard of this step has had a forward.
         seen: of the shard that is watched, in the last step: the sum of its losses, the number of items in it, and by
             the parameter's name, the checksum of its gradient.
+        usage: says which gradients each step is to have.
 
     Raises:
         ConfigError: there are fewer shards than ranks.
     """
 
-    def __init__(self, comm: Communicator, buffers: BufferSync, num_shards: int, wire: Narrow | None = None) -> None:
+    num_shards: int
+
+    def __init__(
+        self, comm: Communicator, buffers: BufferSync, num_shards: int, wire: Narrow | None, *, finds_unused: bool
+    ) -> None:
         if num_shards < comm.world_size:
             raise ConfigError(
                 f"num_shards={num_shards} is less than {comm.world_size} workers, so some would compute nothing: take "
                 f"at least {comm.world_size} shards, or fewer workers"
             )
         self.num_shards, self.shards = num_shards, owned(comm.rank, comm.world_size, num_shards)
-        self.running: int | None = None
+        self._device, self._wire, self.usage = comm.device, wire, UsageByShards(comm, finds_unused=finds_unused)
         self._watched: int | None = None
         self.seen: tuple[float, float, dict[str, int]] = (0.0, 0.0, {})
-        self.has_samples = self._overflows = self._is_in_block = False
-        self._keeps_apart = False  # no shard joins its sibling, because a gradient comes in several pieces
-        self._wire = wire
+        self.has_samples = False
         self._places = places(self.shards, num_shards)
         self._num_nodes = len(nodes_by_rank(comm.world_size, num_shards)[comm.rank])
-        self.buffers = ShardBuffers(comm, buffers, num_shards)
-        self.abandon()
+        self._buffers = ShardBuffers(comm, buffers, num_shards)
+        self._seed = int(all_gather_object(comm, torch.initial_seed())[0])
+        self._abandon()
 
-    def abandon(self) -> None:
+    def _abandon(self, broken_off: str = "") -> None:
         """Lets a step begin, because the one before is over, or has broken off."""
-        self.running, self._next = None, self.shards.start
-        self._versions = list[tuple[int, int]]()  # of parameters, when the block began
-        self._ended: int | None = None  # the last shard, once its backward has ended the step
-        self._broken_off = ""
-        self._slots: Sequence[Slot] = ()
-        self._slot_of: Mapping[int, Slot] = {}
-        self._given, self._is_learned = set[int](), False  # parameters whose gradients autograd is to add to
-        self._gradients, self._totals, self._parts = GradientSums(), Stack(Tensor.add_), Stack(Tensor.add_)
-        self._place, self._joins, self._has_forward = Place(0, 0), False, False
-        self._noted, self._moved, self._squares = set[int](), set[Slot](), dict[Slot, Tensor]()
-        self._of_shard: Totals | None = None
-        self._has_parts = self._is_last_backward = False
+        self.running: int | None = None
+        self._next, self._broken_off = self.shards.start, broken_off
+
+    @property
+    def buffers_at_start(self) -> Mapping[str, Tensor]:  # type: ignore[override]
+        return self._buffers.start
 
     def watch(self, shard: int | None) -> None:
         """Looks at the gradients of a shard of the next steps, before they are added to others; or at none."""
         self._watched = shard
 
-    def mistake(self, shard: int) -> str:
+    # --- a shard, in the order of time -------------------------------------------------------------------------------
+
+    @contextmanager
+    def block(self, replica: Replica, layouts: Layouts, shard: int) -> Iterator[None]:
+        """Makes forward and backward inside those of one shard (`BucketedDataParallel.shard`). Collective."""
+        if mistake := self._mistake(shard):
+            self._refuse(replica, layouts, mistake)
+        if shard == self.shards.start:
+            replica.prepare()
+            self._begin_step(layouts.current, replica.num_steps)
+        self.running, self._next, self._has_forward, self._of_shard = shard, shard + 1, False, None
+        before, is_last = replica.require_backward_grad_sync, shard == self.shards[-1]
+        replica.require_backward_grad_sync = is_last
+        seed_generators(stream_seed(self._seed, "dropout", self._step, shard), device=self._device)
+        try:
+            yield
+            if not is_last:
+                self._of_shard, replica._mine = replica._mine, None
+                self._end_shard(shard)
+            elif not self._is_over(replica):  # no backward has ended the step
+                self._check_backward()
+                replica.reduce_without_backward()
+            if is_last:  # what is drawn for the update is the same on all ranks
+                seed_generators(stream_seed(self._seed, "update", self._step), device=self._device)
+        except BaseException:
+            if not self._is_over(replica):  # else the step itself is whole
+                self._break_off(shard)
+            raise
+        finally:
+            replica.require_backward_grad_sync = before
+            if self._is_over(replica):
+                self._end_step()
+
+    def _mistake(self, shard: int) -> str:
         """Returns what is wrong if the block of this shard begins now; "": nothing."""
         if self._broken_off:
             return self._broken_off
@@ -106,29 +152,19 @@ class ByShards:
             f"{last} in this order, each once a step (model.shards)"
         )
 
-    # --- a shard, in the order of time -------------------------------------------------------------------------------
+    def _refuse(self, replica: Replica, layouts: Layouts, mistake: str) -> None:
+        """Ends the step together with the other ranks, and raises the mistake on all of them."""
+        self.usage.mistake = mistake
+        replica.prepare()
+        self._begin_sums(layouts.current, replica.num_steps)
+        self.has_samples, self.running = True, self.shards[-1]
+        replica._begin_without_samples()
+        replica._finish()
+        self._end_step()
+        replica.raise_pending()
 
-    def begin(self, shard: int) -> None:
-        """Begins a shard."""
-        self.running, self._next, self._has_forward, self._is_in_block = shard, shard + 1, False, True
-        self._noted.clear()
-        self._moved.clear()
-        self._squares.clear()
-        self._has_parts = self._is_last_backward = False
-        self._of_shard = None
-        place = self._places[shard]
-        is_apart = shard == self._watched or self._wire is not None or self._overflows or self._keeps_apart
-        self._joins = place.has_sibling and not is_apart
-        self._place = place.joined if self._joins else place
-        self._gradients.begin(self._slots, self._place, joins=self._joins)
-        self._given = {id(slot.parameter) for slot in self._slots if slot.parameter.grad is not None}
-        self._versions = self._versions_now()
-
-    def begin_step(self, layout: Layout, *, has_hooks: bool) -> None:
+    def _begin_step(self, layout: Layout, step: int) -> None:
         """Begins a step.
-
-        Args:
-            has_hooks: the program has hooks on parameters, which are to see each shard's gradient by itself.
 
         Raises:
             RuntimeError: a gradient from before the step would be lost.
@@ -138,184 +174,118 @@ class ByShards:
                 raise RuntimeError(
                     f"{slot.name} has a gradient before the first shard of a step, and would lose it: call zero_grad()"
                 )
-        self.abandon()
-        self._slots, self._slot_of, self._is_learned = layout.slots, layout.slot_of, layout.is_learned
-        self.has_samples, self.seen = False, (0.0, 0.0, {})
+            slot.parameter.grad = None
+        self._begin_sums(layout, step)
+        self.has_samples = False
         for bucket in layout.buckets if layout.has_memory else ():
             bucket.mend()
-        self._keeps_apart |= has_hooks
+
+    def _begin_sums(self, layout: Layout, step: int) -> None:
+        self._step, self._slots, self._of_shard, self._has_forward = step, layout.slots, None, False
+        self._versions = [parameter._version for parameter in layout.parameters]
         self._overflows = any(parameter.dtype in OVERFLOWING for parameter in layout.parameters)
-        self.buffers.begin_step()
+        self._gradients, self._squares = GradientSums(), dict[Slot, Tensor]()
+        self._totals, self._parts = Stack(Tensor.add_), Stack(Tensor.add_)
+        self.seen = (0.0, 0.0, {})
+        self._buffers.begin_step()
 
-    def expect_parts(self) -> None:
-        """Takes note, before the first backward of a shard, that there will be several: their sum comes first."""
-        self._refuse_if_over()
-        self._has_parts = True
-        if self._joins and self.running is not None and not self._noted:
-            self._joins, self._place = False, self._places[self.running]
-            self._gradients.begin(self._slots, self._place, joins=False)
-            self._given = set()
-
-    def leave(self) -> None:
-        """Ends the block of a shard, whatever has happened in it."""
-        self._is_in_block = False
-
-    def break_off(self, shard: int) -> None:
-        """Breaks the step off, because an error has left the block of a shard; the next block tells all ranks."""
-        if self._ended is not None:  # the step itself is whole
-            return
-        for slot in self._slots:
-            slot.parameter.grad = None
-        self.abandon()
-        what = f"an error has left the block of shard {shard}, so that its step was not made"
-        self._broken_off = f"{what}: start anew, from the last checkpoint"
-
-    def _refuse_if_over(self) -> None:
-        """Raises RuntimeError in the block of the last shard, once a backward has ended the step."""
-        if self._is_in_block and self.running is None:
-            raise RuntimeError(
-                f"shard {self.shards[-1]}: a backward in its block has ended the step, and another one follows; of "
-                "several backwards in a shard, put all but the last into model.no_sync()"
-            )
-
-    def before_forward(self) -> None:
-        """Begins a forward of the running shard.
+    @uncompiled
+    def before_forward(self, replica: Replica, _inputs: object) -> None:
+        """Begins a forward of the running shard; none that is outside of a block, of which no backward may come.
 
         Raises:
             RuntimeError: the step is over.
         """
-        self._refuse_if_over()
-        if self.running is None:  # a forward outside of any block, of which no backward may come
+        if self.running is None or not torch.is_grad_enabled():
             return
-        self.buffers.before_forward()
+        is_over = self._is_over(replica)
+        if replica._is_no_step():
+            return
+        if is_over:
+            raise RuntimeError(
+                f"shard {self.shards[-1]}: a backward in its block has ended the step, and another one follows; of "
+                "several backwards in a shard, put all but the last into model.no_sync()"
+            )
         self._has_forward = self.has_samples = True
+        if self._buffers.has_counters:
+            self._buffers.before_forward()
 
-    def note(self, parameters: Iterable[Tensor]) -> None:
-        """Takes note that autograd has added to the gradients of parameters.
+    def _is_over(self, replica: Replica) -> bool:
+        """Returns True in the block of the last shard, once a backward has ended the step."""
+        return self.running is not None and replica.num_steps > self._step
 
-        Raises:
-            RuntimeError: it has added twice to that of the sibling.
-        """
-        for parameter in parameters:
-            if id(parameter) in self._noted:
-                if id(parameter) in self._given:
-                    raise self._refusal(parameter)
-                self._keeps_apart = True  # of a re-entrant checkpoint, say
-            self._noted.add(id(parameter))
-
-    def _refusal(self, parameter: Tensor) -> RuntimeError:
-        name = next(slot.name for slot in self._slots if slot.parameter is parameter)
-        return RuntimeError(
-            f"{name} got several gradients in shard {self.running}, and elsewhere they would be added up in another "
-            "order: of several backwards in a shard, put all but the last into model.no_sync(); to re-entrant "
-            "checkpoints, pass use_reentrant=False"
-        )
-
-    def move_in(self, parameter: Tensor) -> None:
-        """Takes a large gradient as soon as it is ready, so that its own memory is free at once.
-
-        Not while parts of a shard are in `no_sync`, because their sum is not complete then.
-
-        Raises:
-            RuntimeError: it is the second of this shard.
-        """
-        slot = self._slot_of.get(id(parameter))
-        is_complete = (self._is_last_backward or not self._has_parts) and self._is_learned and not self._keeps_apart
-        if self.running is None or slot is None or parameter.grad is None or not is_complete:
-            return
-        if slot in self._moved:
-            raise self._refusal(parameter)
-        self._moved.add(slot)
-        self._gradients.take([slot], self._place, self._prepare)
-
-    def ride_along(self, totals: Totals) -> None:
-        """Takes the totals of the running shard, so far; the last call counts."""
-        self._of_shard = totals
-
-    def end(self) -> None:
-        """Ends a shard that is not this rank's last one."""
-        self.check_backward()
-        self._check_parameters()
-        self._take_totals()
-        self._gradients.take(self._slots, self._place, self._prepare)
-        self._take_square()
-        assert self.running is not None
-        self._end_buffers(self.running)
-        self.running = None
-
-    @property
-    def is_silent(self) -> bool:
-        """Returns True if the running shard has had a forward, and no gradient yet."""
-        return self._has_forward and not self._noted
-
-    def check_backward(self) -> None:
+    def _check_backward(self) -> None:
         """Raises RuntimeError if the running shard has had a forward, and no backward."""
-        if self.is_silent:
+        if self._has_forward and all(slot.parameter.grad is None for slot in self._slots):
             raise RuntimeError(
                 f"shard {self.running}: a forward in its block, and no backward that reaches a parameter"
             )
 
-    def _versions_now(self) -> list[tuple[int, int]]:
-        return [version_of(slot.parameter) for slot in self._slots]
+    def _end_shard(self, shard: int) -> None:
+        """Ends a shard that is not this rank's last one."""
+        self._check_backward()
+        self._take_totals()
+        self._take(self._slots)
+        self._take_square()
+        self._buffers.end_shard(shard, self._places[shard], has_forward=self._has_forward)
+        self.running = None
 
-    def _check_parameters(self) -> None:
-        for slot, before, now in zip(self._slots, self._versions, self._versions_now(), strict=True):
-            if now != before:
-                raise RuntimeError(
-                    f"{slot.name} has changed inside of the block of shard {self.running}, so that not all shards have "
-                    "the same: call optimizer.step() after the last block, and let no forward change a parameter"
-                )
+    def _end_step(self) -> None:
+        """Ends the buffers of a step that is over, with the block of its last shard. Collective."""
+        last = self.shards[-1]
+        self._buffers.end_shard(last, self._places[last], has_forward=self._has_forward)
+        self._buffers.end_step()
+        self._abandon()
 
-    def begin_refused(self, layout: Layout) -> None:
-        """Begins the last shard of a step that will not be made, so that this rank ends it together with the others."""
-        self.abandon()
-        self._slots, self.has_samples, self.running = layout.slots, True, self.shards[-1]
-        self._place, self._versions = self._places[self.running], self._versions_now()
-        self._gradients.begin(self._slots, self._place, joins=False)
-        self.buffers.begin_step()
+    def _break_off(self, shard: int) -> None:
+        """Breaks the step off, because an error has left the block of a shard; the next block tells all ranks."""
+        for slot in self._slots:
+            slot.parameter.grad = None
+        what = f"an error has left the block of shard {shard}, so that its step was not made"
+        self._abandon(f"{what}: start anew, from the last checkpoint")
 
     # --- the last shard: its backward reduces the buckets ------------------------------------------------------------
 
-    def begin_last(self, layout: Layout) -> None:
+    def begin(self, layout: Layout, share: Share) -> Share:
         """Begins the backward of the last shard.
 
         Raises:
-            RuntimeError: it is outside of that shard's block, or other parameters need a gradient than before.
+            RuntimeError: it is outside of that shard's block; it creates a graph; parameters are others than before.
         """
         if self.running != self.shards[-1]:
             raise RuntimeError(
                 f"backward outside of the block of a shard: this replica adds up {self.num_shards} shards; put forward "
                 "and backward of each into `with model.shard(…)`, for each of model.shards"
             )
+        if torch.is_grad_enabled() and is_in_backward():
+            raise RuntimeError("backward(create_graph=True) by shards: gradients are added in place; leave one out")
         if layout.slots is not self._slots:
             raise RuntimeError("parameters were frozen or unfrozen between two shards of a step: do so between steps")
-        self._check_parameters()
-        self._is_last_backward = True
+        for slot, before in zip(self._slots, self._versions, strict=True):
+            if slot.parameter._version != before:
+                raise RuntimeError(
+                    f"{slot.name} has changed between the shards of a step, so that not all shards have the same: call "
+                    "optimizer.step() after the last block, and let no forward change a parameter"
+                )
+        self._of_shard = share.totals
         self._take_totals()
+        totals = share.totals and share.totals._replace(measure=False, parts=None)
+        return Share(totals, self.num_shards, self.has_samples)
 
-    def write_totals(self, layout: Layout) -> None:
+    def write_totals(self, layout: Layout, totals: Totals) -> None:
         """Writes the totals of this rank's nodes to their rows."""
         for row, node in zip(layout.rows_of_totals, self._totals.nodes, strict=False):
             row.copy_(node)
 
-    def fill(self, bucket: Bucket, ready: Iterable[Tensor]) -> list[Slot]:
-        """Leaves this rank's nodes in the rows of a full bucket.
+    def has_gradient(self, parameter: Tensor) -> bool:
+        return parameter.grad is not None or self._gradients.has(parameter)
 
-        Args:
-            ready: parameters whose gradients this backward has computed.
-
-        Returns:
-            The slots of which no shard had a gradient.
-
-        Raises:
-            RuntimeError: autograd has added twice to the gradient of the sibling, or to one that was taken.
-        """
-        self.note(ready)
-        bucket.mend()
-        self._gradients.take(bucket.slots, self._place, self._prepare)
+    def fill(self, bucket: Bucket) -> list[Slot]:
+        """Leaves this rank's nodes in the rows of a full bucket. Returns the slots of which no shard had a gradient."""
+        self._take(bucket.slots)
         return self._gradients.fill(bucket, self._num_nodes)
 
-    def write_squares(self, layout: Layout) -> None:
+    def write_parts(self, layout: Layout) -> None:
         """Writes what was measured of this rank's nodes to the rows of verdicts; row 0 has the rank's verdicts."""
         self._take_square()
         layout.rows_of_verdicts[1:] = 0
@@ -323,27 +293,16 @@ class ByShards:
             squares, *counts = node.unbind()
             row[-3:] = torch.stack([*counts, squares])
 
-    def end_step(self) -> None:
-        """Ends the step, whose buckets hold the mean, but for its buffers."""
-        self._ended, self.running = self.running, None
-
-    def end_buffers(self) -> None:
-        """Ends the buffers of a step that is over, with the block of its last shard. Collective."""
-        ended, self._ended = self._ended, None
-        if ended is not None:
-            self._end_buffers(ended)
-            self.buffers.end_step()
-            self.abandon()
-
     # --- what a shard has brought ------------------------------------------------------------------------------------
 
-    @property
-    def _prepare(self) -> Prepare | None:
-        """Returns what is done with the gradients of the running shard before they are added up, if anything is."""
-        is_plain = self._wire is None and not self._overflows
-        return None if is_plain and not self._measures and self.running != self._watched else self._prepared
+    def _take(self, slots: Sequence[Slot]) -> None:
+        """Takes the gradients of the running shard."""
+        assert self.running is not None
+        is_plain = self._wire is None and not self._overflows and not self._measures and self.running != self._watched
+        self._gradients.take(slots, self._places[self.running], None if is_plain else self._prepared)
 
     def _prepared(self, slot: Slot, gradient: Tensor) -> Tensor:
+        """Returns what is added up in the place of a gradient."""
         if self._measures:
             self._squares[slot] = total_norm(block_norms([gradient])).double().square()
         if self.running == self._watched:
@@ -357,50 +316,95 @@ class ByShards:
 
     @property
     def _measures(self) -> bool:
-        """Returns True if the running shard is measured: of two siblings the first, which joins no other."""
+        """Returns True if the running shard is measured: of two siblings the first."""
         assert self.running is not None
-        is_first = is_node(range(self.running, self.running + 2), self.num_shards)
+        is_first = self._of_shard is not None and is_node(range(self.running, self.running + 2), self.num_shards)
         return is_first and self._of_shard is not None and self._of_shard.measure
 
     def _take_totals(self) -> None:
         if self.running is not None:
-            vector = torch.zeros(NUM_TOTALS, dtype=torch.float64, device=self._slots[0].parameter.device)
-            (self._of_shard or Totals()).write(vector)
-            if self._of_shard is not None and self.running == self._watched:
-                self.seen = float(self._of_shard.loss_sum), float(self._of_shard.items_on_host), self.seen[2]
+            vector = torch.zeros(NUM_TOTALS, dtype=torch.float64, device=self._device)
+            if (totals := self._of_shard) is not None:
+                totals.write(vector)
+                if self.running == self._watched:
+                    self.seen = float(totals.loss_sum), float(totals.items_on_host), self.seen[2]
             self._totals.push(vector, self._places[self.running])
 
     def _take_square(self) -> None:
         """Adds the squared norm of the running shard's gradient to those before it, in a step that measures."""
-        totals = self._of_shard
+        totals, squares, self._squares = self._of_shard, self._squares, {}
         if totals is None or not totals.measure or self.running is None:
             return
         part = Parts()
-        if self._squares and totals.items_on_host:
-            squares = [self._squares[slot] for slot in self._slots if slot in self._squares]
-            part = Parts.of(torch.stack(squares).sum() / float(totals.loss_scale) ** 2, totals.items_on_host)
-        device = self._slots[0].parameter.device
-        vector = torch.stack([torch.as_tensor(each, dtype=torch.float64, device=device) for each in part])
+        if squares and totals.items_on_host:
+            in_order = [squares[slot] for slot in self._slots if slot in squares]
+            part = Parts.of(torch.stack(in_order).sum() / float(totals.loss_scale) ** 2, totals.items_on_host)
+        vector = torch.stack([torch.as_tensor(each, dtype=torch.float64, device=self._device) for each in part])
         self._parts.push(vector, self._places[self.running])
 
-    def _end_buffers(self, shard: int) -> None:
-        self.buffers.end_shard(shard, self._places[shard], has_forward=self._has_forward)
+
+class GradientSums:
+    """The stack of the gradients of one step. A slot is taken once in each shard, by itself or together with others."""
+
+    def __init__(self) -> None:
+        self._levels: list[dict[Slot, Tensor]] = []
+
+    def has(self, parameter: Tensor) -> bool:
+        """Returns True if a shard had a gradient of a parameter."""
+        return any(slot.parameter is parameter for sums in self._levels for slot in sums)
+
+    @torch.no_grad()
+    def take(self, slots: Sequence[Slot], place: Place, prepare: Prepare | None = None) -> None:
+        """Takes complete gradients of a shard: `p.grad` is None then.
+
+        Args:
+            prepare: returns what is added up in the place of each of them.
+        """
+        while len(self._levels) <= place.level:
+            self._levels.append({})
+        level, sums = place.level, self._levels[place.level]
+        for slot in slots:
+            if (gradient := slot.parameter.grad) is not None:
+                gradient = gradient.detach() if gradient.requires_grad else gradient
+                sums[slot] = gradient if prepare is None else prepare(slot, gradient)
+                slot.parameter.grad = None
+        for _ in range(place.num_merges):
+            level, above, sums = level - 1, sums, self._levels[level - 1]
+            if both := [slot for slot in slots if slot in above and slot in sums]:
+                torch._foreach_add_([sums[slot] for slot in both], [above[slot] for slot in both])
+            for slot in slots:
+                if slot in above:
+                    sums.setdefault(slot, above.pop(slot))
+        self._move_in(slots, level)
+
+    @torch.no_grad()
+    def fill(self, bucket: Bucket, num_nodes: int) -> list[Slot]:
+        """Leaves this rank's nodes in the rows of a bucket, all of which were taken.
+
+        Returns:
+            The slots of which no shard had a gradient.
+        """
+        for level in range(num_nodes):
+            self._move_in(bucket.slots, level)
+            for slot in bucket.slots:
+                if slot not in self._levels[level]:
+                    slot.rows[level].zero_()
+        return [slot for slot in bucket.slots if not any(slot in sums for sums in self._levels[:num_nodes])]
+
+    def _move_in(self, slots: Sequence[Slot], level: int) -> None:
+        """Copies sums that have a row in their buckets to it."""
+        sums = self._levels[level]
+        here = [slot for slot in slots if slot in sums and level < len(slot.rows)]
+        if moving := [slot for slot in here if sums[slot] is not slot.rows[level]]:
+            rows = [slot.rows[level] for slot in moving]
+            copy_into(moving, rows, [sums[slot] for slot in moving])
+            sums.update(zip(moving, rows, strict=True))
 
 
 class UsageByShards(Usage):
-    """Expects a gradient of every parameter in some shard; tells all ranks of a mistake that one has made.
+    """Expects a gradient of every parameter in some shard; tells all ranks of a mistake that one has made."""
 
-    Attributes:
-        mistake: of this rank.
-    """
-
-    mistake = ""
-
-    def expected(self, layout: Layout) -> None:
-        """Returns None, because other shards than the last may have gradients that its backward does not lead to."""
-
-    def must_compare(self, layout: Layout, missing: Sequence[Slot], computed: Callable[[], Iterable[Tensor]]) -> bool:
-        return bool(missing) or bool(self.mistake)
+    looks_ahead = False  # other shards than the last may have gradients that its backward does not lead to
 
     def complaint(self, missing: Sequence[Slot] | None) -> UnusedParameters | ConfigError | None:
         """Returns the error that names a mistake, or the parameters that no shard of any rank has used. Collective."""

@@ -63,9 +63,9 @@ class NaiveDataParallel(Replica):
     def _watch_outputs(self, outputs: Any) -> None:
         watch_backward(outputs, self._begin, self._finish)
 
-    def _begin(self) -> bool:
+    def _begin(self, adds_to_all: bool) -> bool:
         """Notes that backward has reached an output. Returns True for the first one, if parameters get gradients."""
-        if self._is_in_backward or not accumulates(list(self.module.parameters())):
+        if self._is_in_backward or not (adds_to_all or accumulates(list(self.module.parameters()))):
             return False
         self._is_in_backward = True
         return True

@@ -87,7 +87,7 @@ class Replica(nn.Module, ABC):
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self._buffer_sync = buffers
         self._mine: Totals | None = None
-        self._waiting: object = None  # of a forward that waits for its backward, where that must be known
+        self.waiting: object = None  # of a forward that waits for its backward, where that must be known
         self._verification: Verification | None = None
         self.register_load_state_dict_pre_hook(_accept_plain_keys)  # type: ignore[no-untyped-call]
 
@@ -106,7 +106,7 @@ class Replica(nn.Module, ABC):
             True if a backward through it synchronises gradients; True if buffers are synchronised around it.
         """
         if torch.is_grad_enabled():
-            self._waiting = None
+            self.waiting = None
         synchronises = torch.is_grad_enabled() and self.require_backward_grad_sync
         # a rank without inputs takes part only in forwards that synchronise gradients
         is_heard = self.require_forward_param_sync and (synchronises or not self.inputs.may_end)
@@ -266,7 +266,7 @@ class Replica(nn.Module, ABC):
         Gradients begin empty. Buffers begin as those of the running step, or of the last one, where these are known.
         """
         parameters = list(self.module.parameters())
-        gradients, waiting = [parameter.grad for parameter in parameters], self._waiting
+        gradients, waiting = [parameter.grad for parameter in parameters], self.waiting
         before = BufferSnapshot(self.module)
         with torch.no_grad():
             for name, start in self._buffers_at_start().items():
@@ -280,7 +280,7 @@ class Replica(nn.Module, ABC):
             before.restore()
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
-            self._waiting = waiting
+            self.waiting = waiting
 
     def _buffers_at_start(self) -> Mapping[str, Tensor]:
         """Returns the buffers with which the running step, or the last one, has begun, if they may have changed."""

@@ -47,8 +47,44 @@ from ddp.errors import ConfigError, UnusedParameters
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import Reducer
-from ddp.gradients.totals import Parts, Totals, Verdicts
+from ddp.gradients.totals import Parts, Totals, sent
 from ddp.replica.autograd import is_in_backward, will_accumulate
+
+
+class Verdicts(NamedTuple):
+    """Findings of a rank about its own gradients; after the reduction, of all ranks together.
+
+    Attributes:
+        has_unused: backward has not reached a parameter.
+        has_undefined: backward has reached a parameter, but computed no gradient for it.
+        has_non_finite: a gradient was not finite, and a hook has sent it, which may not show it any more.
+        parts: the measured parts of the batch.
+    """
+
+    has_unused: bool = False
+    has_undefined: bool = False
+    has_non_finite: bool = False
+    parts: Parts = Parts()
+
+    def write(self, tail: Tensor) -> None:
+        """Writes this rank's verdicts into a tail, [NUM_VERDICTS]."""
+        *found, (squares, *counts) = self
+        if any((*found, *counts)):
+            tail[:-1].copy_(sent([*found, *counts], tail))
+            tail[-1] = squares
+        else:
+            tail.zero_()
+
+    @classmethod
+    def read(cls, tail: Sequence[float], *, divided_by: float) -> Verdicts:
+        """Reads from the numbers of a tail, [NUM_VERDICTS], what any rank has found.
+
+        Args:
+            divided_by: what the tail was divided by on its way.
+        """
+        unused, undefined, non_finite, *counts, squares = tail
+        parts = Parts(squares * divided_by, *(count * divided_by for count in counts))
+        return cls(unused > 0, undefined > 0, non_finite > 0, parts)
 
 
 class Use(IntEnum):
@@ -68,10 +104,13 @@ class Usage:
 
     Attributes:
         never: names of the parameters that are known to be used on no rank.
+        mistake: of this rank, which all ranks are to raise; "": it has made none.
+        looks_ahead: the graph of a backward may show which gradients to expect.
         varies: which gradients there are may be another question in each step, so that each must wait for the answer.
     """
 
     never: Set[str] = frozenset()
+    mistake, looks_ahead = "", True
 
     def __init__(self, comm: Communicator, *, finds_unused: bool = False) -> None:
         self._comm, self._finds_unused, self.varies = comm, finds_unused, finds_unused
@@ -82,7 +121,7 @@ class Usage:
 
     def expected(self, layout: Layout) -> Mapping[int, int] | None:
         """Returns how many gradients the running backward will compute, by the parameter's id; None: one of each."""
-        finds = self._finds_unused and is_in_backward()
+        finds = self.looks_ahead and self._finds_unused and is_in_backward()
         return {id(each): 1 for each in will_accumulate(layout.parameters)} if finds else None
 
     def must_compare(self, layout: Layout, missing: Sequence[Slot], computed: Callable[[], Iterable[Tensor]]) -> bool:
@@ -92,7 +131,7 @@ class Usage:
             missing: slots that this rank's backward has not reached.
             computed: returns the parameters of which it has computed gradients, once for each gradient.
         """
-        return bool(missing)
+        return bool(missing or self.mistake)
 
     def used_by_none(
         self, layout: Layout, missing: Collection[Slot], undefined: Collection[Slot], verdicts: Verdicts
@@ -223,28 +262,28 @@ class Settlement:
         """Returns the slots whose gradient is gone when backward ends."""
         return [*self._undefined, *(each for each in self._layout.sparse if each.parameter.grad is None)]
 
-    def settle(self, *, creates_graph: bool) -> bool:
-        """Settles the step, because every bucket holds the mean, and all verdicts are in. `conclude` does the rest.
+    def settle(self, *, creates_graph: bool) -> Totals | None:
+        """Settles the step, because every bucket holds the mean, and all verdicts are in. Collective.
 
         Args:
             creates_graph: gradients are not in their buckets.
 
         Returns:
-            True if the rest is to be done at once (note "late").
+            What `conclude` returns; None if it is to be called later (note "late").
         """
         layout = self._layout
         if creates_graph:
             for slot in layout.slots:
                 if slot.parameter.grad is None:
                     slot.parameter.grad = slot.view
-        if not self._comm.enqueues:
-            return True
+        if not self._comm.is_stream_ordered:
+            return self.conclude()
         self._divide_on_device()
         self._numbers = self._comm.to_host(layout.totals, layout.verdicts)
         if self.usage.never:
             self._give_back(slot for slot in layout.slots if slot.name in self.usage.never)
         varies = self._totals is None and (self.usage.varies or self._reducer.may_hide)
-        return varies or creates_graph or bool(layout.sparse)
+        return self.conclude() if varies or creates_graph or layout.sparse else None
 
     def conclude(self, *, is_late: bool = False) -> Totals:
         """Reads totals and verdicts, and does what follows from them. Collective.
@@ -276,7 +315,7 @@ class Settlement:
         if verdicts.has_unused:
             self.error = self.usage.complaint(self._missing if self._has_samples else None)
         for slot in layout.sparse:
-            reduce_sparse(self._comm, slot, divide_by=int(self._divide_by) / totals.rest)
+            reduce_sparse(self._comm, slot, divide_by=int(self._divide_by) / totals.fraction_correction)
         self._kept.clear()
         return totals._replace(parts=verdicts.parts if any(verdicts.parts) else None)
 
@@ -302,7 +341,7 @@ class Settlement:
         if layout.totals_ride:
             layout.buckets[0].gradients.div_(divisor)
         totals = Totals.read(layout.totals.tolist())
-        for factor in (totals.rest, self._comm.world_size / divisor if self._reducer.averages else 1):
+        for factor in (totals.fraction_correction, self._comm.world_size / divisor if self._reducer.averages else 1):
             if factor != 1:
                 for bucket in layout.buckets:
                     bucket.gradients.mul_(factor)

@@ -18,12 +18,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ddp.collectives.shards import most_nodes
+from ddp.collectives.shards import Place, Stack, most_nodes
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.errors import ConfigError
 from ddp.replica.broadcast import BufferSync
-from ddp.replica.shard_tree import Place, Stack
 
 COMPARED_BYTES, COMPARED_STEPS = 1 << 20, 3
 Sums = dict[str, Tensor]  # by name, [numel] as float64; of a buffer that has not changed, nothing
@@ -37,11 +36,13 @@ class ShardBuffers:
 
     Attributes:
         start: those with which the running step has begun, or the last one; empty before the first.
+        has_counters: there are some that are not floating-point.
     """
 
     def __init__(self, comm: Communicator, buffers: BufferSync, num_shards: int) -> None:
         self._comm, self._buffers, self._num_shards = comm, buffers, num_shards
         self.start: dict[str, Tensor] = {}
+        self.has_counters = False
         self._versions: dict[str, tuple[int, int]] = {}  # the object, and its version
         self._own: dict[str, Tensor] = {}  # the tensors with which the step has begun
         self._num_steps = 0
@@ -49,11 +50,15 @@ class ShardBuffers:
         self._rows: Tensor | None = None
 
     def begin_step(self) -> None:
-        """Takes note of the step's buffers."""
+        """Records the step's buffers."""
         now, before = self._buffers.named(), self.start
+        if not now:
+            self.start = {}
+            return
         constant = {name for name in before if name not in self._known and self._is_unchanged(name, now)}
         self.start = {name: before[name] if name in constant else each.detach().clone() for name, each in now.items()}
         self._versions = {name: version_of(each) for name, each in now.items()}
+        self.has_counters = not all(map(_is_averaged, now.values()))
         self._own, self._num_steps = now, self._num_steps + 1
         self._levels, self._counts = Stack(_added), Stack(Tensor.add_)
         self._bases = dict[tuple[str, ...], Tensor]()
@@ -72,10 +77,12 @@ class ShardBuffers:
             has_forward: the shard has had one.
         """
         now = self._buffers.named()
-        if made := [name for name in now if name not in self.start]:
-            raise ConfigError(f"the buffer {made[0]} was made inside of the block of a shard: make it beforehand")
-        if gone := [name for name in self.start if name not in now]:
-            raise ConfigError(f"the buffer {gone[0]} has gone inside of the block of a shard: let it keep its place")
+        if not (now or self.start):
+            return
+        if made := now.keys() - self.start.keys():
+            raise ConfigError(f"the buffer {min(made)} was made inside of the block of a shard: make it beforehand")
+        if gone := self.start.keys() - now.keys():
+            raise ConfigError(f"the buffer {min(gone)} has gone inside of the block of a shard: let it keep its place")
         changed = [name for name in self.start if not self._is_unchanged(name, now)]
         has_forward |= bool(changed)  # one of `model.module`, say
         for name in changed:

@@ -357,7 +357,7 @@ def _group_of(comm: Communicator) -> Communicator:
 
     Where collectives are enqueued, it is `comm` itself: NCCL wants those of two communicators in one order everywhere.
     """
-    if comm.enqueues:
+    if comm.is_stream_ordered:
         return comm
     group = _GROUPS.get(comm)
     if group is None:

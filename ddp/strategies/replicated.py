@@ -78,7 +78,7 @@ class Replicated:
     def agree(self, step: int) -> Agreement:
         model = self.model
         try:
-            if not model.comm.enqueues:
+            if not model.comm.is_stream_ordered:
                 model.raise_pending()
             norm = self._gradient_norm()
             [[length]] = model.comm.to_host(norm).read()  # where collectives are enqueued, the one wait for the GPU

@@ -37,7 +37,7 @@ from ddp.errors import ConfigError, Diverged
 from ddp.gradients.bucket import Bucket
 from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import InFlight
-from ddp.gradients.totals import NUM_TOTALS, GlobalCount, Totals
+from ddp.gradients.totals import NUM_TOTALS, Totals, global_count
 from ddp.policies import Rounds
 from ddp.replica.local import LocalDataParallel
 from ddp.strategies.local_sgd import LocalSteps
@@ -63,13 +63,14 @@ class Fragment:
         self.launched: list[Tensor] = []
         self._works: list[InFlight] = []
         self._count = torch.zeros(NUM_TOTALS, dtype=torch.float64, device=model.comm.device)
+        self._divisor = global_count(model.comm, self._count)
 
     def launch(self, label: str) -> None:
         """Sends the differences to the common parameters, weighted by items, in the background. Collective."""
         self.launched = [parameter.detach().clone() for parameter in self.parameters]
         Totals(num_items=self.num_items).write(self._count)
         work = self._model.comm.all_reduce(self._count, async_op=True, label=f"{label}, count")
-        self._works, divide_by = [work], GlobalCount(self._count, stays_on_device=self._model.comm.enqueues)
+        self._works = [work]
         index = 0
         for bucket in self._buckets:
             for view in bucket.views_of(bucket.flat):
@@ -78,7 +79,7 @@ class Fragment:
                 index += 1
             if bucket.num_tail:
                 bucket.tail.zero_()
-            given: dict[str, Any] = {"divide_by": divide_by, "async_op": True, "label": f"{label}, {bucket.label}"}
+            given: dict[str, Any] = {"divide_by": self._divisor, "async_op": True, "label": f"{label}, {bucket.label}"}
             if (reduction := self._model.reducer.reduce(bucket, **given)) is not None:
                 self._works.append(reduction)
         self.num_steps, self.num_items = 0, 0.0
@@ -89,10 +90,10 @@ class Fragment:
         If that is not finite, there is no step: the parameters are the common ones.
         """
         self.wait()
-        rest = 1.0 if self._model.comm.enqueues else Totals.read(self._count.tolist()).rest
+        correction = self._divisor.fraction_correction
         for bucket in self._buckets:
-            if rest != 1.0:
-                bucket.gradients.mul_(rest)
+            if correction != 1.0:
+                bucket.gradients.mul_(correction)
         progress = [now - then for now, then in zip(self.parameters, self.launched, strict=True)]
         self.take_back()
         square = torch.stack([bucket.square() for bucket in self._buckets]).sum()

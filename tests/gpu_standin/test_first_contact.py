@@ -128,7 +128,7 @@ def another_graph_in_one_step_alone_is_told(comm: Communicator) -> None:
         for step in range(5):
             model.takes_both = comm.rank == 0 or step != 2
             replica(batch(comm.rank, step)).square().sum().backward()
-    assert step == (3 if comm.enqueues else 2)
+    assert step == (3 if comm.is_stream_ordered else 2)
 
 
 class GivesNoGradient(torch.autograd.Function):

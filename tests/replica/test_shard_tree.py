@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ddp.collectives.schedule import Expression, canonical
-from ddp.collectives.shards import is_node, nodes_by_rank, owned
+from ddp.collectives.shards import Stack, nodes_by_rank, owned, places
 from ddp.gradients.bucket import Bucket, Slot
-from ddp.replica.shard_tree import GradientSums, Place, Stack, places
+from ddp.replica.by_shards import GradientSums
 
 SPLITS = [(size, num) for num in range(1, 33) for size in range(1, min(num, 9) + 1)]
 FEW_SPLITS = [(1, 1), (1, 2), (1, 8), (1, 11), (2, 8), (3, 8), (2, 5), (3, 7), (4, 13), (5, 6)]
@@ -34,9 +34,6 @@ def test_shards_end_as_the_nodes_of_the_rank_in_their_order(num_shards: int) -> 
             assert list(where) == list(shards)
             for shard, place in where.items():
                 assert len(stack) == place.level
-                sibling = is_node(range(shard - 1, shard + 1), num_shards) and shard - 1 in shards
-                assert place.has_sibling == (sibling and shard % 2 == 1)
-                assert not place.has_sibling or (stack[-1] == shard - 1 and place.num_merges >= 1)
                 stack.append(shard)
                 for _ in range(place.num_merges):
                     last = stack.pop()
@@ -47,11 +44,10 @@ def test_shards_end_as_the_nodes_of_the_rank_in_their_order(num_shards: int) -> 
 
 
 def test_a_binary_counter_needs_few_sums_of_its_own() -> None:
-    """As the docstring says: log₂ n sums of n shards, because an odd shard is added to its sibling in place."""
+    """As the module says: 1 + log₂ n sums of n shards."""
     for num_shards in (1, 2, 4, 8, 16, 32, 64):
-        where = places(range(num_shards), num_shards).values()
-        levels = {(each.joined if each.has_sibling else each).level for each in where}
-        assert max(levels) + 1 == max(1, num_shards.bit_length() - 1)
+        levels = {place.level for place in places(range(num_shards), num_shards).values()}
+        assert max(levels) + 1 == num_shards.bit_length()
 
 
 def test_vectors_on_a_stack_are_added_as_the_tree() -> None:
@@ -108,9 +104,6 @@ def test_gradients_on_the_stack_have_the_bits_of_the_tree(size: int, num_shards:
             sums = GradientSums()
             for shard, place in places(shards, num_shards).items():
                 in_parts = rng.random() < 0.4
-                joins = place.has_sibling and not in_parts
-                at = place.joined if joins else place
-                sums.begin(slots, at, joins=joins)
                 for slot in slots:
                     of_shard[shard, slot] = torch.zeros(slot.parameter.shape)
                     if (shard, slot) not in lacks:
@@ -119,10 +112,10 @@ def test_gradients_on_the_stack_have_the_bits_of_the_tree(size: int, num_shards:
                             accumulate(slot, each)
                         of_shard[shard, slot] = sum(parts[1:], start=parts[0])
                 if rng.random() < 0.5:
-                    sums.take(slots[:1], at)  # by itself, before the others
-                    sums.take(slots[1:], at)
+                    sums.take(slots[:1], place)  # by itself, before the others
+                    sums.take(slots[1:], place)
                 else:
-                    sums.take(slots, at)
+                    sums.take(slots, place)
                 assert all(slot.parameter.grad is None for slot in slots)
             for bucket in buckets:
                 without = sums.fill(bucket, len(nodes))
@@ -132,13 +125,3 @@ def test_gradients_on_the_stack_have_the_bits_of_the_tree(size: int, num_shards:
             for row, node in zip(slot.rows, nodes, strict=False):
                 assert torch.equal(row, tree([of_shard[shard, slot] for shard in node]))
             assert row.stride() == slot.strides
-
-
-def test_a_place_joined_is_that_of_the_sibling() -> None:
-    for shards in (range(8), range(2, 7), range(5)):
-        where = places(shards, 8)
-        for shard, place in where.items():
-            if place.has_sibling:
-                before = where[shard - 1]
-                assert place.joined == Place(before.level, place.num_merges - 1)
-                assert (before.level, before.num_merges) == (place.level - 1, 0)

@@ -22,13 +22,13 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset
 
 import ddp
+from ddp.collectives.shards import Place
 from ddp.data.orders.sampler import StepPlan
 from ddp.errors import ConfigError
 from ddp.gradients import ErrorFeedback, Sign
 from ddp.gradients.bucket import Bucket
 from ddp.optim import precision
 from ddp.replica.broadcast import tensor_hash
-from ddp.replica.shard_tree import Place
 from ddp.train.steps.callbacks import Callback
 from ddp.train.steps.state import StepReport, TrainState
 

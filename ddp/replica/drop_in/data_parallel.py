@@ -64,7 +64,7 @@ from ddp.setting import WireName
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's name for it, on the module
 OF_THIS_PROCESS = frozenset(  # attributes that pickles and copies leave out
     {"backward", "comm", "device_mesh", "inputs", "_buffer_sync", "_join_config", "_last", "_layouts"}
-    | {"_mine", "_observers", "_process_group", "_reducer", "_stepper", "_usage", "_verification", "_waiting", "_watch"}
+    | {"_mine", "_observers", "_process_group", "_reducer", "_stepper", "_usage", "_verification", "waiting", "_watch"}
 )
 TORCH_CLASS: Any = nn.parallel.DistributedDataParallel
 
@@ -177,17 +177,18 @@ class DistributedDataParallel(BucketedDataParallel):
             UnusedParameters: the last step left some without a gradient, and that is not allowed.
             ConfigError: parameters were added, removed or replaced.
         """
+        module = self.module
         arguments.check_engine()
         if self.input_device is not None:
             args, kwargs = arguments.moved((args, kwargs), self.input_device)
         if self._is_no_step():
-            return self.module(*args, **kwargs)
+            return module(*args, **kwargs)
         try:
             with record_function("DistributedDataParallel.forward") if _profiler_enabled() else nullcontext():
                 moment = self._before_forward()
-                return self._after_forward(self.module(*args, **kwargs), *moment)
+                return self._after_forward(module(*args, **kwargs), *moment)
         except BaseException:
-            self._is_in_forward, self._waiting = False, None
+            self._is_in_forward, self.waiting = False, None
             raise
 
     @uncompiled
@@ -195,7 +196,7 @@ class DistributedDataParallel(BucketedDataParallel):
         synchronises, syncs_buffers = super()._before_forward()
         if torch.is_grad_enabled():
             self._is_in_forward = synchronises and not self._watch.is_borrowed
-            self._waiting = self._layouts.current if self._is_in_forward else None
+            self.waiting = self._layouts.current if self._is_in_forward else None
         return synchronises, syncs_buffers
 
     def _watch_outputs(self, outputs: Any) -> None:
@@ -203,7 +204,7 @@ class DistributedDataParallel(BucketedDataParallel):
         self._is_in_forward, is_borrowed = False, self._watch.is_borrowed
         layout = self._layouts.current
         has_outputs = watch_backward(outputs, partial(self._begin, layout, if_reached=is_borrowed), self._finish)
-        self._waiting = layout if (self.training or not has_outputs) and not is_borrowed else None
+        self.waiting = layout if (self.training or not has_outputs) and not is_borrowed else None
 
     def _check_inside_forward(self) -> None:
         """Takes another layout if the forward that is running, or has just ended, has unfrozen parameters."""
@@ -211,17 +212,17 @@ class DistributedDataParallel(BucketedDataParallel):
             self._choose_layout()
 
     @uncompiled
-    def _begin(self, layout: Layout, *, if_reached: bool = False) -> bool:
+    def _begin(self, layout: Layout, adds_to_all: bool, *, if_reached: bool = False) -> bool:
         """Begins the step when backward first reaches an output or a parameter. Returns True if it did.
 
         Args:
-            layout: for the parameters that needed a gradient in the forward that backward goes through.
+            layout, adds_to_all: as in the base class.
             if_reached: begin only if backward will reach one of the parameters.
         """
         is_running = self.backward.state is State.RUNNING
         if is_running and layout is self.backward.layout:
             return False
-        if not (will_accumulate if if_reached else accumulates)(layout.parameters):
+        if not (will_accumulate(layout.parameters) if if_reached else adds_to_all or accumulates(layout.parameters)):
             arguments.check_engine(in_backward=True)
             return False
         if self._is_in_forward and not self.require_backward_grad_sync:
@@ -240,9 +241,9 @@ class DistributedDataParallel(BucketedDataParallel):
         if is_in_step and parameter.requires_grad and id(parameter) not in layout.slot_of:
             self._watch.check_inside()  # it was frozen when the forward began
             self._choose_layout()
-            self._waiting = self._layouts.current
+            self.waiting = self._layouts.current
             if is_running:
-                self.backward.widen(self._waiting)
+                self.backward.widen(self.waiting)
         super().on_other_gradient(parameter)
 
     def _choose_layout(self) -> None:
@@ -266,9 +267,7 @@ class DistributedDataParallel(BucketedDataParallel):
     def ride_along(self, totals: Totals) -> None:
         """Sends this rank's part of the step's totals with the gradients (see `Replica`)."""
         if self.steps_in_backward:
-            raise refusal(
-                "a step that may be refused (ddp.fit clips, vetoes values that are not finite, and takes back)"
-            )
+            raise refusal("a step that may be refused (ddp.fit clips, vetoes infinite values, and takes steps back)")
         super().ride_along(totals)
 
     # --- uneven inputs -----------------------------------------------------------------------------------------------

@@ -88,10 +88,11 @@ class StepsOfOthers(Stepper):
         """Notes how often each parameter was written to, if this step is to be checked."""
         self._versions = {slot.name: slot.parameter._version for slot in layout.slots} if self._is_suspicious else {}
 
-    def check(self, gone: Sequence[Slot]) -> None:
+    def check(self, gone: Callable[[], Sequence[Slot]]) -> None:
         """Raises ConfigError if one of the parameters whose gradient is gone was written to since `begin`."""
-        self._is_suspicious = bool(gone)
-        versions = ((slot, self._versions.get(slot.name)) for slot in sorted(gone, key=lambda slot: slot.index))
+        slots = gone()
+        self._is_suspicious = bool(slots)
+        versions = ((slot, self._versions.get(slot.name)) for slot in sorted(slots, key=lambda slot: slot.index))
         if found := [slot.name for slot, before in versions if before not in (None, slot.parameter._version)]:
             raise ConfigError(
                 f"{', '.join(found)}: a hook (yours, or that of _apply_optimizer_in_backward) has stepped these "

@@ -55,8 +55,8 @@ class ReducerNames:
         """
         replica = self._replica
         replica._check_inside_forward()
-        replica._waiting = replica._layouts.current
-        watch_backward(list(outputs), partial(replica._begin, replica._waiting), replica._finish)
+        replica.waiting = replica._layouts.current
+        watch_backward(list(outputs), partial(replica._begin, replica.waiting), replica._finish)
 
     def _rebuild_buckets(self) -> bool:
         """Returns False: buckets change at the end of the first backward, and never before a forward."""

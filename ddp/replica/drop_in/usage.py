@@ -22,8 +22,7 @@ from ddp.comm.objects import all_gather_object
 from ddp.errors import UnusedParameters
 from ddp.gradients.bucket import Slot
 from ddp.gradients.layout import Layout
-from ddp.gradients.totals import Verdicts
-from ddp.replica.settlement import Usage, Use
+from ddp.replica.settlement import Usage, Use, Verdicts
 
 
 @dataclass

@@ -72,7 +72,7 @@ class Recording:
                 number = counts[call.sequence] = counts.get(call.sequence, -1) + 1
                 key = None if call.operation == "chain" else (call.sequence, number)
             calls.append(CallTimes(key, *times))
-            if not self._comm.enqueues and noted.thread not in self._comm.background_threads:
+            if not self._comm.runs_in_background(noted.thread):
                 exposed.append(times)
         return RawStep(step.began_s, step.ended_s, phases, calls, exposed)
 

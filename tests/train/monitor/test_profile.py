@@ -207,8 +207,8 @@ def test_a_chain_computes_and_its_calls_may_wait() -> None:
 
 
 def test_calls_in_the_background_are_exposed_only_while_somebody_waits() -> None:
-    history = History()
-    comm: Any = SimpleNamespace(device=torch.device("cpu"), history=history, enqueues=False, background_threads=set())
+    history, background = History(), set[int | None]()
+    comm: Any = SimpleNamespace(device=torch.device("cpu"), history=history, runs_in_background=background.__contains__)
     recording = Recording(comm)
     recording.begin(6)
 
@@ -222,7 +222,7 @@ def test_calls_in_the_background_are_exposed_only_while_somebody_waits() -> None
             run(Call(1, "all_reduce"))
         thread = threading.Thread(target=run, args=(Call(2, "all_reduce"),))
         thread.start()
-        comm.background_threads.add(thread.ident)
+        background.add(thread.ident)
         with recording.waiting():
             thread.join()
         run(Call(3, "chain"))
