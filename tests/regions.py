@@ -1,16 +1,15 @@
-"""Regions for tests: names that no other test run has, and memory to be published."""
+"""Regions for tests: names that no other test run has, and a run that only makes steps."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch import Tensor
-
-from ddp.comm.transport.shared_memory import SharedMemory
+from ddp.strategies.region import Region
 
 
 @contextmanager
@@ -21,13 +20,20 @@ def new_name() -> Iterator[str]:
     assert not list(Path("/dev/shm").glob(f"ddp-region-*{name}"))
 
 
-def shared(tensors: Mapping[str, Tensor]) -> tuple[SharedMemory, dict[str, Tensor]]:
-    """Copies tensors side by side into memory that can be shared, each to a multiple of 64 bytes."""
-    memory = SharedMemory.create("memfd", sum(-(-each.nbytes // 64) * 64 for each in tensors.values()))
-    found: dict[str, Tensor] = {}
-    start = 0
-    for key, each in tensors.items():
-        inside = memory.bytes[start : start + each.nbytes].view(each.dtype)
-        found[key] = inside.as_strided(each.shape, each.stride()).copy_(each.detach())
-        start += -(-each.nbytes // 64) * 64
-    return memory, found
+@contextmanager
+def showing(kept: Region, step: int) -> Iterator[None]:
+    """Ends this step again and again in a thread, so that lookers of the block get its snapshot; closes the region."""
+    is_over = threading.Event()
+
+    def end_steps() -> None:
+        while not is_over.wait(0.001):
+            kept.step_ended(step)
+
+    thread = threading.Thread(target=end_steps)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        kept.close()

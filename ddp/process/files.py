@@ -251,10 +251,10 @@ def to_append(path: Path) -> TextIOWrapper:
     return os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace")
 
 
-def new_file(path: Path) -> IO[bytes]:
+def new_file(path: Path, *, mode: int = 0o666) -> IO[bytes]:
     """Makes a file in place of what a killed process has left under this name, and opens it for writing."""
     path.unlink(missing_ok=True)
-    return path.open("xb")
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb")
 
 
 # ------------------------------------------------------------------------------------------------------- whole files
@@ -419,6 +419,22 @@ def hold(folder: Path) -> Hold:
         _held[number] = Hold(number, lock, descriptor)
     _held[number].count += 1
     return _held[number]
+
+
+def is_held(folder: Path) -> bool:
+    """Returns True if a process, which may be this one, holds a folder; also if its file system has no locks."""
+    try:
+        descriptor = opened(folder / _LOCK, os.O_RDONLY)
+    except (OSError, ConfigError):
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for a child that was forked meanwhile
+    except OSError as error:
+        return isinstance(error, BlockingIOError) or error.errno in _CANNOT_LOCK
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _lock(path: Path) -> int:

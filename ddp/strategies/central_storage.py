@@ -29,6 +29,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -167,28 +168,28 @@ class CentralStorage(Sharded):
         with self._writing("loading a state"):
             super()._load_model(state)
 
-    def publish(self, name: str, about: Mapping[str, Any]) -> None:
+    def publish(self, name: str, about: Mapping[str, Any], *, folder: Path | None = None) -> None:
         """Lets other jobs of this user on rank 0's host look at parameters and buffers, until `finish`.
 
         Args:
             name: by which they find them (`region.look`).
             about: plain values for them.
+            folder: of the run, in which a snapshot for them is written; None: in memory.
 
         Raises:
             ConfigError: no region can be called so, or another run keeps one of this name.
         """
         if self._is_published:
             raise ConfigError(f"region={name}: this strategy publishes under another name already, until finish()")
-        store, module = self._opened(), self.model.module
-        state = module.state_dict(keep_vars=True)
-        tensors = {key: store.view(PARAMETERS, each) for key, each in state.items() if isinstance(each, nn.Parameter)}
-        kept = state.keys() & dict(module.named_buffers(remove_duplicate=False))
+        self._opened()
+        module = self.model.module
 
-        def buffers() -> dict[str, Tensor]:
-            return {key: module.get_buffer(key) for key in kept}  # as it is now: a layer may have replaced it
+        def state() -> dict[str, Tensor]:
+            values = module.state_dict(keep_vars=True)
+            return {key: value for key, value in values.items() if isinstance(value, Tensor)}
 
         def begin() -> None:
-            self._region = Region(name, store.memory, tensors, buffers, about, step=self.model.num_steps)
+            self._region = Region(name, state, about, folder=folder)
 
         on_rank_zero(self._comm, begin, label=f"publishing region {name}")
         self._is_published = True
@@ -234,16 +235,12 @@ class CentralStorage(Sharded):
     @contextmanager
     def _writing(self, what: str) -> Iterator[None]:
         """Begins a block in which ranks write to the store. No rank of the host computes with it meanwhile."""
-        if self._region is not None:
-            self._region.begin()
-        if self._is_published:
-            self._host_barrier("whoever looks at the region is told")
         self._written = what
         yield
         self._host_barrier("all parts are written")
         self._written = ""
         if self._region is not None:
-            self._region.end(self.model.num_steps)
+            self._region.step_ended(self.model.num_steps)
 
     def _sum(self, found: Tensor, what: str) -> None:
         self._comm.sum_in_host(found.view(-1), label=f"step {self.model.num_steps}, {what}")  # every host has the same

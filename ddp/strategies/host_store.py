@@ -79,11 +79,6 @@ class HostStore:
         """Returns what there is a memory for: `PARAMETERS`, and the states that were added."""
         return list(self._memories)
 
-    @property
-    def memory(self) -> SharedMemory:
-        """Returns the memory of the parameters, whose path stays open until `make_private`."""
-        return self._memories[PARAMETERS]
-
     def add(self, name: str) -> None:
         """Makes zeros for a state of this name. Collective."""
         comm, memory = self._comm, memory_of_host(self._comm, self._num_bytes)
@@ -95,7 +90,6 @@ class HostStore:
         self._descriptors[name] = os.open(memory.path, os.O_RDWR | os.O_CLOEXEC)
         comm.agree_any(False)  # all have opened it
         memory.forget()
-        memory.path = f"/proc/{os.getpid()}/fd/{self._descriptors[name]}"
         self._memories[name] = memory
 
     def view(self, name: str, parameter: Tensor) -> Tensor:

@@ -1,29 +1,26 @@
-"""A region: parameters in shared memory at which other jobs of the host may look while they are trained.
+"""A region: a name under which other jobs of the host see parameters and buffers while a run trains them.
 
-    the run        region = Region("mine", …)     begin, end: around each update; close
-    another job    look("mine")                   a copy of parameters and buffers, as they were between two updates
+    the run        region = Region("mine", …)     step_ended: after each update; close
+    another job    look("mine")                   parameters and buffers, as they were between two updates
 
-Whoever looks writes nothing, and the run never waits for them. A copy never has numbers of two updates, because a
-sequence number stands beside them (a seqlock; Boehm, "Can seqlocks get along with programming language memory models?",
-MSPC 2012):
+The run makes a snapshot only if a job asks for one, so a run without lookers pays nothing:
 
-    writer    the number becomes odd     all ranks update     it becomes even again
-    reader    is it even?                copy                 is it the same? otherwise once more
+    looker      makes the file `asked`, and waits for another snapshot than it has found
+    rank 0      finds `asked` at the end of a step, and copies parameters and buffers
+    a thread    writes the copy beside the snapshot, renames it to the snapshot, and removes `asked`
 
-Note "order". All of this needs that nobody sees a new parameter before the odd number, or the even number before a new
-parameter. An x86 core shows its stores in their order, and loads in theirs. One of ARM need not, so that a fence stands
-on both sides: a lock is released and taken again. ARM performs all that comes before a release before it, all that
-comes after an acquire after it, and does not exchange a release with a later acquire. What other ranks store comes
-between the two numbers by the barriers of the host, which are made of the same instructions. The number is eight
-aligned bytes, which are stored at once.
+One snapshot serves all jobs that ask within EVERY_S of it, and no second one is made before. A snapshot is whole,
+because it gets its name when it has been written.
 
 Where a region is found:
 
     /dev/shm/ddp-region-UID-NAME/     only its user can enter; held (`process/files.py`) for as long as it is kept
-        region.json                   which process keeps it, where its memory is, and where each tensor lies there
+        region.json                   which process keeps it, and where the snapshot is
+        asked                         a job waits for a snapshot
+    region.pt                         the snapshot: in the folder of the run, or in the one above if the run has none
 
-The memory has no name, and is opened as /proc/PID/fd/N, for reading only. The link there has a random part, so that
-nothing else is taken for it. A killed process leaves a folder that nobody keeps: the next run of this name takes it.
+A killed process leaves these files. Since the kernel releases its hold, they count no more, and the next region of this
+name removes them.
 """
 
 from __future__ import annotations
@@ -31,60 +28,32 @@ from __future__ import annotations
 import atexit
 import contextlib
 import difflib
-import errno
-import mmap
 import os
 import socket
 import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ddp.comm.transport.shared_memory import LINE_BYTES, Life, SharedMemory
 from ddp.errors import CheckpointError, ConfigError, one_line
-from ddp.process.clock import Patience
-from ddp.process.files import ANYTHING, hold, read_own, user_name, why_shared, write_whole
+from ddp.process.clock import Patience, now_s
+from ddp.process.files import ANYTHING, hold, is_held, new_file, read_own, to_read, user_name, why_shared, write_whole
 from ddp.process.log import log
-from ddp.process.records import json_object, to_json
+from ddp.process.records import Count, from_json, json_object, made, to_json
 from ddp.setting import check_region
-from ddp.units import counted
 
+EVERY_S = 10.0
+"""Seconds between two snapshots, which are also the age up to which one serves a look."""
 LONGEST_LOOK_S = 30.0
-_ENTRY = "region.json"
-_MEMORIES = ("header", "parameters")
-_SEQUENCE, _STEP = 0, 1  # words of the header, behind which the buffers stand
-_CLOSED = -1  # a sequence number that no other follows
-_POLL_S = 50e-6
-
-
-class _Place(NamedTuple):
-    """Says where a tensor lies: in which memory, from which byte on, and in which form."""
-
-    memory: str
-    start: int
-    num_bytes: int
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-class _Fence:
-    """Keeps what a thread loads and stores before it from what it does afterwards: see the note "order"."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def __call__(self) -> None:
-        self._lock.release()
-        self._lock.acquire()
+_ENTRY, _ASKED, _SNAPSHOT = "region.json", "asked", "region.pt"
+_POLL_S = 0.02
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
@@ -94,131 +63,88 @@ class Region:
     """Publishes parameters and buffers under a name, until it is closed or the process ends. Used by one thread.
 
     Args:
-        memory: in which the parameters lie. Its path can still be opened.
-        tensors: by key of the state dict, what lies there.
-        buffers: returns, by key, the buffers of this rank as they are now, which are copied at the end of each update.
-        about: plain values for whoever looks.
-        step: number of the last update.
+        state: returns, by key of the state dict, parameters and buffers as they are now.
+        about: plain values for a looker.
+        folder: of the run, for the snapshot; None: it has none.
 
     Raises:
         ConfigError: no region can be called so, or another run keeps one of this name.
-        OSError: there is not enough memory.
+        OSError: a folder cannot be written.
     """
 
     def __init__(
         self,
         name: str,
-        memory: SharedMemory,
-        tensors: Mapping[str, Tensor],
-        buffers: Callable[[], Mapping[str, Tensor]],
+        state: Callable[[], Mapping[str, Tensor]],
         about: Mapping[str, Any],
         *,
-        step: int = 0,
+        folder: Path | None = None,
     ) -> None:
-        starts, size, first = {}, LINE_BYTES, buffers()
-        for key, buffer in first.items():
-            starts[key] = size
-            size += -(-buffer.nbytes // LINE_BYTES) * LINE_BYTES
-        self._name, self._pid, self._fence, self._buffers = name, os.getpid(), _Fence(), buffers
+        self._name, self._state, self._about, self._pid = name, state, to_json(dict(about)), os.getpid()
+        self._writer: threading.Thread | None = None
+        self._last_s = -EVERY_S
         with contextlib.ExitStack() as until_closed:
-            folder = until_closed.enter_context(_kept_folder(name))
-            header = SharedMemory.create("memfd", size)
-            until_closed.callback(header.forget)
-            parameters = os.open(memory.path, os.O_RDONLY | os.O_CLOEXEC)
-            until_closed.callback(os.close, parameters)
-            self._words = memoryview(header.buffer).cast("q")
-            self._copies = {
-                key: header.bytes[start : start + first[key].nbytes].view(first[key].dtype).view(first[key].shape)
-                for key, start in starts.items()
-            }
-            self._note(step)
-            places = {key: _place("parameters", memory, tensor) for key, tensor in tensors.items()}
-            places |= {key: _place("header", header, tensor) for key, tensor in self._copies.items()}
-            entry = {
-                "pid": os.getpid(),
-                "host": socket.gethostname(),
-                "namespace": _pid_namespace(),
-                "header": _described(int(Path(header.path).name), size),
-                "parameters": _described(parameters, memory.bytes.numel()),
-                "tensors": places,
-                "about": dict(about),
-            }
-            until_closed.callback((folder / _ENTRY).unlink, missing_ok=True)
-            write_whole(folder / _ENTRY, to_json(entry))
+            kept = until_closed.enter_context(_kept_folder(name))
+            self._asked, self._snapshot = kept / _ASKED, (folder or kept).absolute() / _SNAPSHOT
+            self._written = self._snapshot.with_name(f".tmp-{_SNAPSHOT}")
+            (kept / _ENTRY).unlink(missing_ok=True)  # first, because a killed process may have left all of them
+            for path in (self._asked, self._written, self._snapshot):
+                path.unlink(missing_ok=True)
+                until_closed.callback(path.unlink, missing_ok=True)
+            until_closed.callback(self.wait)
+            until_closed.callback((kept / _ENTRY).unlink, missing_ok=True)
+            entry = _Entry(self._pid, socket.gethostname(), str(self._snapshot), dict(about))
+            write_whole(kept / _ENTRY, to_json(asdict(entry)))
             atexit.register(self.close)
             until_closed.callback(atexit.unregister, self.close)
             self._until_closed = until_closed.pop_all()
 
-    def begin(self) -> None:
-        """Tells whoever looks to wait. From its return on, parameters may change."""
-        if self._words[_SEQUENCE] != _CLOSED:
-            self._words[_SEQUENCE] |= 1  # it is odd already after an update that broke off
-            self._fence()
+    def step_ended(self, step: int) -> None:
+        """Copies parameters and buffers if a job has asked for a snapshot. No rank changes them meanwhile.
 
-    def end(self, step: int) -> None:
-        """Shows the parameters, which no rank changes any more, and copies the buffers.
-
-        Buffers that cannot be copied end the region, not the training: an error would be that of this rank alone.
-
-        Args:
-            step: number of this update.
+        A copy that cannot be made is a warning, because an error would be that of this rank alone.
         """
-        if self._words[_SEQUENCE] != _CLOSED:
-            try:
-                self._note(step)
-            except Exception as error:
-                log.warning("region=%s ends here, and the training goes on: %s", self._name, one_line(error))
-                self.close()
-            else:
-                self._fence()
-                self._words[_SEQUENCE] = (self._words[_SEQUENCE] | 1) + 1
+        is_writing = self._writer is not None and self._writer.is_alive()
+        if is_writing or now_s() - self._last_s < EVERY_S or not self._asked.exists():
+            return
+        self._last_s = now_s()
+        try:
+            self._writer = threading.Thread(target=self._write, args=(self._snapshot_of(step),), daemon=True)
+            self._writer.start()
+        except Exception as error:
+            self._answer(error)
+
+    def wait(self) -> None:
+        """Returns once a snapshot that is being written is there."""
+        if self._writer is not None and self._writer.ident is not None:
+            self._writer.join(LONGEST_LOOK_S)
 
     def close(self) -> None:
-        """Ends it for whoever looks. In a forked child of the process that keeps it, does nothing."""
+        """Ends it for all lookers. In a forked child of the process that keeps it, does nothing."""
         if self._pid == os.getpid():
-            self._words[_SEQUENCE] = _CLOSED
             self._until_closed.close()
 
     @torch.no_grad()
-    def _note(self, step: int) -> None:
-        for key, buffer in self._buffers().items():
-            copy = self._copies[key]
-            if (buffer.shape, buffer.dtype) != (copy.shape, copy.dtype):
-                raise ValueError(
-                    f"the buffer {key} is {_form(buffer)} now, and was {_form(copy)} when the region was made, which "
-                    "keeps the place of each"
-                )
-            copy.copy_(buffer)
-        self._words[_STEP] = step
+    def _snapshot_of(self, step: int) -> dict[str, Any]:
+        state = self._state()
+        copies = {id(each): each.detach().clone() for each in state.values()}  # one of a tensor with two keys
+        return {"step": step, "about": self._about, "weights": {key: copies[id(each)] for key, each in state.items()}}
 
+    def _write(self, snapshot: Mapping[str, Any]) -> None:
+        try:
+            with new_file(self._written, mode=0o600) as file:
+                torch.save(snapshot, file)
+            self._written.replace(self._snapshot)
+        except Exception as error:
+            self._answer(error)
+        else:
+            self._answer()
 
-def _form(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} of {tensor.dtype}"
-
-
-def _place(name: str, memory: SharedMemory, tensor: Tensor) -> _Place:
-    num_bytes = _extent(tensor.shape, tensor.stride()) * tensor.element_size()
-    start = tensor.data_ptr() - memory.address if num_bytes else 0
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return _Place(name, start, num_bytes, dtype, tuple(tensor.shape), tensor.stride())
-
-
-def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Returns how many elements lie from the first to the last one of a tensor."""
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if all(shape) else 0
-
-
-def _described(descriptor: int, num_bytes: int) -> tuple[int, str, int]:
-    """Returns by what another process finds the memory behind a descriptor, and knows it again."""
-    return descriptor, _link(os.getpid(), descriptor), num_bytes
-
-
-def _link(pid: int, descriptor: int) -> str:
-    return str(Path(f"/proc/{pid}/fd/{descriptor}").readlink()).removesuffix(" (deleted)")
-
-
-def _pid_namespace() -> str:
-    return str(Path("/proc/self/ns/pid").readlink())
+    def _answer(self, error: Exception | None = None) -> None:
+        if error is not None:
+            log.warning("region=%s shows nothing new, and the training continues: %s", self._name, one_line(error))
+        with contextlib.suppress(OSError):
+            self._asked.unlink(missing_ok=True)
 
 
 # --- another job -----------------------------------------------------------------------------------------------------
@@ -239,75 +165,68 @@ class Look(NamedTuple):
 
 
 def look(name: str) -> Look:
-    """Returns a copy of what a region has now.
+    """Returns a snapshot of what a region has, which is at most EVERY_S old or made at the end of the next step.
 
     Raises:
         ConfigError: no region can be called so.
-        CheckpointError: there is none of this name, it cannot be opened, or it has just ended.
+        CheckpointError: there is none of this name, it has just ended, or no step ends within LONGEST_LOOK_S.
     """
-    entry = _entry(name)
-    pid: int = entry["pid"]
-    with contextlib.closing(Life(pid)) as life:
-        try:
-            mapped = {each: np.frombuffer(_mapped(pid, *entry[each]), np.uint8) for each in _MEMORIES}
-        except OSError as error:
-            raise _unreachable(name, entry, error, has_ended=not life.goes_on()) from error
-        form = {key: _place_in(each) for key, each in entry["tensors"].items()}
-        copies = {place: torch.empty(place.num_bytes, dtype=torch.uint8, device="cpu") for place in form.values()}
-        pairs = [
-            (copy.numpy(), mapped[place.memory][place.start : place.start + place.num_bytes])
-            for place, copy in copies.items()
-        ]
-        words, fence = mapped["header"][:LINE_BYTES].view(np.int64), _Fence()
-        patience, num_torn = Patience(LONGEST_LOOK_S), 0
-        while True:
-            before = int(words[_SEQUENCE])
-            if before % 2 == 0:
-                fence()
-                for mine, theirs in pairs:
-                    np.copyto(mine, theirs)
-                step = int(words[_STEP])
-                fence()
-                if words[_SEQUENCE] == before:
-                    break
-                num_torn += 1
-            elif before == _CLOSED or not life.goes_on():
-                raise _ended(name, entry, by_itself=before == _CLOSED)
-            else:
-                time.sleep(_POLL_S)
-            if not patience.left_s():
-                raise _never_whole(name, entry, num_torn)
-    weights = {
-        key: copies[place].view(getattr(torch, place.dtype)).as_strided(place.shape, place.stride)
-        for key, place in form.items()
-    }
-    return Look(step, weights, entry["about"])
-
-
-def _place_in(entry: Sequence[Any]) -> _Place:
-    memory, start, num_bytes, dtype, shape, stride = entry
-    return _Place(memory, start, num_bytes, dtype, tuple(shape), tuple(stride))
-
-
-def _mapped(pid: int, descriptor: int, link: str, num_bytes: int) -> mmap.mmap:
-    """Maps memory of another process, to be read.
-
-    Raises:
-        OSError: it cannot be reached from here, or is there no more.
-    """
-    path = f"/proc/{pid}/fd/{descriptor}"
-    if _link(pid, descriptor) != link:
-        raise FileNotFoundError(errno.ENOENT, f"is no longer {link}", path)
-    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    folder = _folder(name)
+    entry, patience = _entry(name), Patience(LONGEST_LOOK_S)
+    path, asked = Path(entry.snapshot), folder / _ASKED
+    found = _version(path)
+    is_found = found is not None and 0 <= time.time() - found[1] / 1e9 < EVERY_S
+    while not is_found:
+        is_asked = asked.exists()  # first, because the snapshot is there before `asked` is removed
+        if is_found := _version(path) not in (None, found):
+            break
+        if why := _why_ended(folder, entry):
+            raise _ended(name, entry, why)
+        if not patience.left_s():
+            raise _never_shown(name, entry)
+        if not is_asked:
+            with contextlib.suppress(OSError):
+                asked.touch(mode=0o600)
+        time.sleep(_POLL_S)
     try:
-        if os.fstat(opened).st_size < num_bytes:
-            raise FileNotFoundError(errno.ENOENT, f"has no {num_bytes} bytes", path)
-        return mmap.mmap(opened, num_bytes, prot=mmap.PROT_READ)
-    finally:
-        os.close(opened)
+        with to_read(path) as file:
+            snapshot = torch.load(file, map_location="cpu", weights_only=True)
+        return Look(snapshot["step"], snapshot["weights"], json_object(snapshot["about"]))
+    except FileNotFoundError as error:
+        raise _ended(name, entry, "has just ended") from error
+    except Exception as error:
+        raise CheckpointError(f"region={name}: {path} is damaged ({one_line(error)}): {_instead(entry)}") from error
+
+
+def _version(snapshot: Path) -> tuple[int, int] | None:
+    """Returns what differs between two snapshots, of which the second is when it was written, in ns; None: no file."""
+    try:
+        status = snapshot.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def _why_ended(folder: Path, entry: _Entry) -> str:
+    """Returns how the region has ended; "" if it has not."""
+    try:
+        is_the_same = _read(folder) == entry
+    except (OSError, ValueError):
+        is_the_same = False
+    return ("" if is_held(folder) else "was killed") if is_the_same else "has just ended"
 
 
 # --- where regions are found -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """The content of region.json."""
+
+    pid: Count
+    host: str
+    snapshot: str
+    about: dict[str, Any]
 
 
 def _home() -> Path:
@@ -345,7 +264,8 @@ def _kept_folder(name: str) -> Iterator[Path]:
         except FileNotFoundError:  # as above
             continue
         except ConfigError as error:
-            raise _kept(name, folder) from error
+            if is_held(folder):  # and not only asked about by a looker
+                raise _kept(name, folder) from error
     try:
         if held.count > 1:
             raise _kept(name, folder)
@@ -353,6 +273,7 @@ def _kept_folder(name: str) -> Iterator[Path]:
     finally:
         held.close()
         with contextlib.suppress(OSError):  # another process has it by now
+            (folder / _ASKED).unlink(missing_ok=True)
             folder.rmdir()
 
 
@@ -371,88 +292,60 @@ def left_behind() -> list[Path]:
 def _kept(name: str, folder: Path) -> ConfigError:
     try:
         entry = _read(folder)
-        run = entry["about"].get("run_dir")
+        run = entry.about.get("run_dir")
         keeper = f"{_keeper(entry)}{f', for the run in {run}' if run else ''}"
-    except (OSError, _Damaged):
+    except (OSError, ValueError):
         keeper = "a run that is just beginning"
     return ConfigError(f"region={name} is kept by {keeper}: wait until it has ended, or take another name")
 
 
-def _entry(name: str) -> dict[str, Any]:
+def _entry(name: str) -> _Entry:
     """Returns the content of region.json.
 
     Raises:
-        CheckpointError: there is none, or others could have written it.
+        CheckpointError: no process keeps the region, or others could have written the file.
     """
     folder = _folder(name)
     try:
         if why := why_shared(folder, folder.lstat(), rights=ANYTHING):
             raise CheckpointError(f"region={name}: {why}, and only you should: remove it")
-        return _read(folder)
-    except (OSError, _Damaged) as error:
+        entry = _read(folder)
+    except CheckpointError:
+        raise
+    except (OSError, ValueError) as error:
         raise _nobody(name) from error
-
-
-class _Damaged(Exception):
-    """A region.json is not as `Region` writes it."""
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    """Returns the content of region.json, of which each part has the type and the range that it needs.
-
-    Raises:
-        OSError: there is none.
-        _Damaged: it is not so, or others could have written it.
-    """
-    if why_shared(folder, folder.lstat(), rights=ANYTHING):
-        raise _Damaged
-    try:
-        entry = json_object(read_own(folder / _ENTRY))
-        sizes = {each: entry[each][2] for each in _MEMORIES}
-        words = [entry["host"], entry["namespace"], *(entry[each][1] for each in _MEMORIES)]
-        is_sound = (
-            _are_counts([entry["pid"], *sizes.values(), *(entry[each][0] for each in _MEMORIES)])
-            and 0 < entry["pid"] < 1 << 31
-            and sizes["header"] >= LINE_BYTES
-            and all(isinstance(word, str) for word in words)
-            and isinstance(entry["about"], dict)
-            and all(_lies_in(sizes, _place_in(each)) for each in entry["tensors"].values())
-        )
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise _Damaged from error
-    if not is_sound:
-        raise _Damaged
+    if not is_held(folder):
+        raise _nobody(name)
     return entry
 
 
-def _lies_in(sizes: Mapping[str, int], place: _Place) -> bool:
-    """Returns True if the bytes of a tensor are those of its form, and are in the memory that it names."""
-    return (
-        _are_counts([place.start, place.num_bytes, *place.shape, *place.stride])
-        and place.num_bytes == _extent(place.shape, place.stride) * getattr(torch, place.dtype).itemsize
-        and place.start + place.num_bytes <= sizes[place.memory]
-    )
+def _read(folder: Path) -> _Entry:
+    """Returns the content of region.json.
 
-
-def _are_counts(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, int) and value >= 0 for value in values)
+    Raises:
+        OSError: there is none.
+        ValueError: it is damaged, or others could have written it.
+    """
+    if why := why_shared(folder, folder.lstat(), rights=ANYTHING):
+        raise ValueError(why)
+    return made(_Entry, from_json(read_own(folder / _ENTRY)))
 
 
 def _is_kept(folder: Path) -> bool:
-    """Returns True if a process keeps the region in this folder, as far as this process can see."""
+    """Returns True if a process keeps the region in this folder."""
     try:
-        entry = _read(folder)
-        return all(_link(entry["pid"], entry[each][0]) == entry[each][1] for each in _MEMORIES)
-    except (OSError, _Damaged):
+        _read(folder)
+    except (OSError, ValueError):
         return False
+    return is_held(folder)
 
 
-def _keeper(entry: Mapping[str, Any]) -> str:
-    return f"process {entry['pid']} on host {entry['host']}"
+def _keeper(entry: _Entry) -> str:
+    return f"process {entry.pid} on host {entry.host}"
 
 
-def _instead(entry: Mapping[str, Any]) -> str:
-    run = entry["about"].get("run_dir")
+def _instead(entry: _Entry) -> str:
+    run = entry.about.get("run_dir")
     return f"load its last checkpoint, ddp.load({run!r}, 'latest')" if run else "start it again"
 
 
@@ -475,21 +368,10 @@ def _nobody(name: str) -> CheckpointError:
     return CheckpointError(f"nobody on this host keeps region={name}: {remedy}")
 
 
-def _unreachable(name: str, entry: Mapping[str, Any], error: OSError, *, has_ended: bool) -> CheckpointError:
-    """Returns the error for memory that cannot be opened."""
-    if entry["namespace"] == _pid_namespace() and (isinstance(error, FileNotFoundError) or has_ended):
-        return _nobody(name)
-    where = f"the memory of {_keeper(entry)} cannot be opened from here ({error.strerror})"
-    return CheckpointError(f"region={name}: {where}: look from the same container")
-
-
-def _ended(name: str, entry: Mapping[str, Any], *, by_itself: bool) -> CheckpointError:
-    how = "has just ended" if by_itself else "was killed in the midst of an update"
+def _ended(name: str, entry: _Entry, how: str) -> CheckpointError:
     return CheckpointError(f"region={name}: {_keeper(entry)} {how}: {_instead(entry)}")
 
 
-def _never_whole(name: str, entry: Mapping[str, Any], num_torn: int) -> CheckpointError:
-    what = f"{_keeper(entry)} has been in the midst of an update: if it does not go on"
-    if num_torn:
-        what = f"an update has overtaken {counted(num_torn, 'look')}: leave a core to whoever looks; failing that"
-    return CheckpointError(f"region={name}: for {LONGEST_LOOK_S:g} s, {what}, {_instead(entry)}")
+def _never_shown(name: str, entry: _Entry) -> CheckpointError:
+    what = f"for {LONGEST_LOOK_S:g} s, {_keeper(entry)} has made no snapshot, as it does at the end of a step"
+    return CheckpointError(f"region={name}: {what}: look again; if it does not go on, {_instead(entry)}")

@@ -484,7 +484,7 @@ def _publish(region: str, run: OpenRun) -> None:
     strategy, folder = run.state.strategy, run.state.run_dir
     assert isinstance(strategy, CentralStorage)  # a region beside another word is refused
     facts = {key: run.identity.get(key) for key in ("sample_shape", "num_classes")}
-    strategy.publish(region, {"run_dir": None if folder is None else str(folder), **facts})
+    strategy.publish(region, {"run_dir": None if folder is None else str(folder), **facts}, folder=folder)
 
 
 def _callbacks(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from regions import new_name, shared
+from regions import new_name, showing
 
 import ddp
 from ddp.__main__ import main
@@ -125,9 +125,8 @@ def test_a_run_that_goes_on_is_asked_by_the_name_of_its_region(
 ) -> None:
     """The parent looks once: the workers share the samples, and have the same weights."""
     last = ddp.load(run, "latest")
-    memory, tensors = shared(last.weights)
-    with new_name() as name:
-        kept = Region(name, memory, tensors, dict, {"run_dir": str(run), **last.facts}, step=1234)
+    about = {"run_dir": str(run), **last.facts}
+    with new_name() as name, showing(Region(name, lambda: last.weights, about, folder=run), 1234):
         found = ddp.load(region=name)
         assert (found.step, found.score, found.path, found.facts) == (1234, None, run, last.facts)
         assert main(["predict", f"region={name}", "cluster.workers=2", "--out", "now.npy"]) == 0
@@ -143,29 +142,26 @@ def test_a_run_that_goes_on_is_asked_by_the_name_of_its_region(
             title, *row = capfd.readouterr().out.splitlines()
             titles.append(title), rows.append(row)
         assert titles[0] == f"region={name} at step 1,234, on 7 samples of data=csv:" and rows[0] == rows[1]
-        kept.close()
 
 
 def test_a_region_without_a_model_that_is_known_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    memory, tensors = shared({"other": torch.zeros(3)})
+    tensors = {"other": torch.zeros(3)}
     with new_name() as name:
         cases = {None: "what has no folder is no run of", str(run.parent): f"{run.parent} is no run of"}
         for run_dir, says in cases.items():
-            kept = Region(name, memory, tensors, dict, {"run_dir": run_dir})
+            with showing(Region(name, lambda: tensors, {"run_dir": run_dir}), 0):
+                with pytest.raises(SystemExit):
+                    main(["evaluate", f"region={name}"])
+                err = capsys.readouterr().err
+                assert says in err and err.count("\n") == 1
+                with pytest.raises(CheckpointError, match=f"region={name} at step 0 is of a run from Python"):
+                    ddp.load(region=name).model()
+        with showing(Region(name, lambda: tensors, {"run_dir": str(run), **ddp.load(run).facts}), 0):
+            with pytest.raises(CheckpointError, match=f"region={name} at step 0 is of another model: it has no "):
+                ddp.load(region=name).model()
             with pytest.raises(SystemExit):
                 main(["evaluate", f"region={name}"])
-            err = capsys.readouterr().err
-            assert says in err and err.count("\n") == 1
-            with pytest.raises(CheckpointError, match=f"region={name} at step 0 is of a run from Python"):
-                ddp.load(region=name).model()
-            kept.close()
-        kept = Region(name, memory, tensors, dict, {"run_dir": str(run), **ddp.load(run).facts})
-        with pytest.raises(CheckpointError, match=f"region={name} at step 0 is of another model: it has no "):
-            ddp.load(region=name).model()
-        with pytest.raises(SystemExit):
-            main(["evaluate", f"region={name}"])
-        assert f"region={name} at step 0 is of another model" in capsys.readouterr().err
-        kept.close()
+            assert f"region={name} at step 0 is of another model" in capsys.readouterr().err
     for both_or_none in ({}, {"path": run, "region": "mine"}):
         with pytest.raises(ConfigError, match=r"ddp.load takes the folder of a run, or the region=.*: give either"):
             ddp.load(**both_or_none)

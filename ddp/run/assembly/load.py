@@ -114,7 +114,8 @@ def load(
         path: the folder of a run, or of one of its checkpoints.
         which: "best" by its main metric, or the last one if nothing was evaluated; or "latest".
         region: in the place of `path`, the name that a run on this host has been given as `strategy.region`: its
-            parameters and buffers between two of its steps, copied now, as the optimizer has left them.
+            parameters and buffers at the end of a step, the running one or one of the last ten seconds, as the
+            optimizer has left them.
         averaged: takes the averages of a run with `ddp.EMA`; False: its weights as the optimizer has left them.
 
     Raises:
