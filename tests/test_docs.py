@@ -63,3 +63,19 @@ def test_contributing_draws_the_floors() -> None:
     drawn = [line.split("   ")[0].split() for line in drawing.splitlines()]
     floors = [[f"{name}/" if (PACKAGE / name).is_dir() else name for name in floor] for floor in FLOORS]
     assert drawn[::-1] == [[name for name in floor if not name.startswith("__")] for floor in floors]
+
+
+def test_the_walk_names_what_is_there() -> None:
+    walk = (ROOT / "docs" / "reading.md").read_text()
+    rows = re.findall(r"^\|.*\| `(ddp/[\w/.]+[.]py)`, `(\w+)", walk, re.MULTILINE)
+    assert len(rows) > 20
+    missing = [f"{path} has no {name}" for path, name in rows if name not in defined_in(ROOT / path)]
+    assert missing == []
+
+
+def test_the_smallest_thing_to_read_is_as_long_as_the_walk_says() -> None:
+    part = (ROOT / "docs" / "reading.md").read_text().split("\n## ")[1]
+    files = re.findall(r"^\| `(ddp/[\w/]+[.]py)`", part, re.MULTILINE)
+    (most,) = re.findall(r"at most ([\d,]+) lines", part)
+    assert len(files) == 7
+    assert sum(len((ROOT / path).read_text().splitlines()) for path in files) <= int(most.replace(",", ""))

@@ -155,7 +155,7 @@ class GlobalCount(OnDevice):
 
 
 class CountOnDevice(GlobalCount):
-    """The same where collectives are enqueued on a GPU: the host does not wait for it.
+    """A count that stays on a GPU, whose collectives are enqueued: the host does not wait for it.
 
     The division is by the very count, whole or not.
     """
