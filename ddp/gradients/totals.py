@@ -24,14 +24,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ddp import gpu
-from ddp.comm.communicator import Communicator
 from ddp.comm.reduction import OnDevice
+
+if TYPE_CHECKING:
+    from ddp.comm.communicator import Communicator
 
 BASE = 4096
 

@@ -111,5 +111,5 @@ def test_the_setting_reaches_the_replica_of_the_command_line_and_of_a_worker(mon
     replica.prepare()
     with pytest.raises(ConfigError, match=r"no argument 'find_unused_parameters': say strategy=ddp.Averaging\(find_un"):
         ddp.fit(Heads(), (INPUTS, CLASSES), None, find_unused_parameters=True)
-    monkeypatch.setattr(choice, "cast", lambda: SimpleNamespace(job="worker"))
+    monkeypatch.setattr(choice, "current_role", lambda: SimpleNamespace(job="worker"))
     assert choice.of_this_process(ddp.ParameterServer(find_unused_parameters=True)).find_unused_parameters
