@@ -124,14 +124,14 @@ class Bucket:
             slot.view, slot.rows = None, places
         self._aliases = [slot.rows[0] for slot in self.slots]
         self._addresses = [alias.data_ptr() for alias in self._aliases]
-        self.mend()
+        self.restore_views()
 
     def clear_padding(self) -> None:
         """Writes zeros to the padding, where a wire format may have left what was not finite in its neighbours."""
         if len(self._padding):
             self.flat.index_fill_(0, self._padding, 0)
 
-    def mend(self) -> list[Slot]:
+    def restore_views(self) -> list[Slot]:
         """Makes new views in the place of those whose memory somebody has exchanged, as `p.grad.data = …` does.
 
         Before that, the gradient was the view itself. Now it is an ordinary gradient, and is copied to its place.
@@ -162,7 +162,7 @@ class Bucket:
         Returns:
             True if the bucket has changed to other memory.
         """
-        kept = [*self.mend(), *self._kept()]
+        kept = [*self.restore_views(), *self._kept()]
         for slot in kept:
             slot.is_kept = True
         is_away = self.flat.data_ptr() != self._home.data_ptr()
@@ -204,7 +204,7 @@ class Bucket:
     def fill(self) -> list[Slot]:
         """Copies every gradient that is not in its place yet to it; returns the slots without one, which hold zeros."""
         empty: list[Slot] = []
-        self.mend()
+        self.restore_views()
         filled: list[Slot] = []
         here: list[Tensor] = []
         there: list[Tensor] = []

@@ -167,7 +167,7 @@ class Stepper:
         """Begins a backward."""
 
     def complete(self, bucket: Bucket) -> None:
-        """Takes note that a bucket holds the mean."""
+        """Records that a bucket holds the mean."""
 
     def check(self, gone: Callable[[], Sequence[Slot]]) -> None:
         """Raises ConfigError if somebody has stepped the parameters whose gradients are gone when backward ends."""

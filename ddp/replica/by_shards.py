@@ -12,8 +12,8 @@ put them.
 A shard without samples, or without a gradient of a parameter, counts as zeros. They are not added: x + 0 is x, but for
 the sign of a zero, and the last sum loses that (`Communicator.all_reduce`).
 
-A shard that is marked twice, left out or out of order, or that an error has left, is told with the verdicts of a step,
-so that all ranks raise it. What a rank finds wrong inside of a block is raised there, on that rank.
+If a shard is marked twice, left out or out of order, or if an error has left its block, the verdicts of a step say so,
+and all ranks raise the error. What a rank finds wrong inside of a block is raised there, on that rank.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class ByShards(Accumulation):
     @contextmanager
     def block(self, replica: Replica, layouts: Layouts, shard: int) -> Iterator[None]:
         """Makes forward and backward inside those of one shard (`BucketedDataParallel.shard`). Collective."""
-        if mistake := self._mistake(shard):
-            self._refuse(replica, layouts, mistake)
+        if error := self._protocol_error(shard):
+            self._refuse(replica, layouts, error)
         if shard == self.shards.start:
             replica.prepare()
             self._begin_step(layouts.current, replica.num_steps)
@@ -138,7 +138,7 @@ class ByShards(Accumulation):
             if self._is_over(replica):
                 self._end_step()
 
-    def _mistake(self, shard: int) -> str:
+    def _protocol_error(self, shard: int) -> str:
         """Returns what is wrong if the block of this shard begins now; "": nothing."""
         if self._broken_off:
             return self._broken_off
@@ -152,9 +152,9 @@ class ByShards(Accumulation):
             f"{last} in this order, each once a step (model.shards)"
         )
 
-    def _refuse(self, replica: Replica, layouts: Layouts, mistake: str) -> None:
-        """Ends the step together with the other ranks, and raises the mistake on all of them."""
-        self.usage.mistake = mistake
+    def _refuse(self, replica: Replica, layouts: Layouts, error: str) -> None:
+        """Ends the step together with the other ranks, and raises the error on all of them."""
+        self.usage.protocol_error = error
         replica.prepare()
         self._begin_sums(layouts.current, replica.num_steps)
         self.has_samples, self.running = True, self.shards[-1]
@@ -178,10 +178,11 @@ class ByShards(Accumulation):
         self._begin_sums(layout, step)
         self.has_samples = False
         for bucket in layout.buckets if layout.has_memory else ():
-            bucket.mend()
+            bucket.restore_views()
 
     def _begin_sums(self, layout: Layout, step: int) -> None:
-        self._step, self._slots, self._of_shard, self._has_forward = step, layout.slots, None, False
+        self._step, self._slots, self._of_shard = step, layout.slots, None
+        self._has_forward = self._has_begun = False
         self._versions = [parameter._version for parameter in layout.parameters]
         self._overflows = any(parameter.dtype in OVERFLOWING for parameter in layout.parameters)
         self._gradients, self._squares = GradientSums(), dict[Slot, Tensor]()
@@ -198,17 +199,20 @@ class ByShards(Accumulation):
         """
         if self.running is None or not torch.is_grad_enabled():
             return
-        is_over = self._is_over(replica)
         if replica._is_no_step():
             return
-        if is_over:
+        self._refuse_if_begun()
+        self._has_forward = self.has_samples = True
+        if self._buffers.has_counters:
+            self._buffers.before_forward()
+
+    def _refuse_if_begun(self) -> None:
+        """Raises RuntimeError in the block of the last shard, once the backward that ends the step has begun."""
+        if self._has_begun:
             raise RuntimeError(
                 f"shard {self.shards[-1]}: a backward in its block has ended the step, and another one follows; of "
                 "several backwards in a shard, put all but the last into model.no_sync()"
             )
-        self._has_forward = self.has_samples = True
-        if self._buffers.has_counters:
-            self._buffers.before_forward()
 
     def _is_over(self, replica: Replica) -> bool:
         """Returns True in the block of the last shard, once a backward has ended the step."""
@@ -250,13 +254,15 @@ class ByShards(Accumulation):
         """Begins the backward of the last shard.
 
         Raises:
-            RuntimeError: it is outside of that shard's block; it creates a graph; parameters are others than before.
+            RuntimeError: it is outside of that shard's block, or the second one in it; it creates a graph; parameters
+                are others than before.
         """
         if self.running != self.shards[-1]:
             raise RuntimeError(
                 f"backward outside of the block of a shard: this replica adds up {self.num_shards} shards; put forward "
                 "and backward of each into `with model.shard(…)`, for each of model.shards"
             )
+        self._refuse_if_begun()
         if torch.is_grad_enabled() and is_in_backward():
             raise RuntimeError("backward(create_graph=True) by shards: gradients are added in place; leave one out")
         if layout.slots is not self._slots:
@@ -267,7 +273,7 @@ class ByShards(Accumulation):
                     f"{slot.name} has changed between the shards of a step, so that not all shards have the same: call "
                     "optimizer.step() after the last block, and let no forward change a parameter"
                 )
-        self._of_shard = share.totals
+        self._has_begun, self._of_shard = True, share.totals
         self._take_totals()
         totals = share.totals and share.totals._replace(measure=False, parts=None)
         return Share(totals, self.num_shards, self.has_samples)
@@ -402,19 +408,19 @@ class GradientSums:
 
 
 class UsageByShards(Usage):
-    """Expects a gradient of every parameter in some shard; tells all ranks of a mistake that one has made."""
+    """Expects a gradient of every parameter in some shard; reports a protocol error of one rank on all ranks."""
 
     looks_ahead = False  # other shards than the last may have gradients that its backward does not lead to
 
-    def complaint(self, missing: Sequence[Slot] | None) -> UnusedParameters | ConfigError | None:
-        """Returns the error that names a mistake, or the parameters that no shard of any rank has used. Collective."""
-        mistakes = all_gather_object(self._comm, self.mistake)
-        self.mistake = ""
-        if any(mistakes):
-            return ConfigError("; ".join(f"rank {rank}: {what}" for rank, what in enumerate(mistakes) if what))
+    def unused_error(self, missing: Sequence[Slot] | None) -> UnusedParameters | ConfigError | None:
+        """Returns an error that names protocol errors, or parameters that no shard of any rank has used. Collective."""
+        errors = all_gather_object(self._comm, self.protocol_error)
+        self.protocol_error = ""
+        if any(errors):
+            return ConfigError("; ".join(f"rank {rank}: {what}" for rank, what in enumerate(errors) if what))
         everyone = all_gather_object(self._comm, None if missing is None else [slot.index for slot in missing])
         unused = set.intersection(*(set(indices) for indices in everyone if indices is not None))
-        return super().complaint(None if missing is None else [slot for slot in missing if slot.index in unused])
+        return super().unused_error(None if missing is None else [slot for slot in missing if slot.index in unused])
 
 
 def rounded(gradient: Tensor, form: WireFormat) -> Tensor:

@@ -104,13 +104,13 @@ class Usage:
 
     Attributes:
         never: names of the parameters that are known to be used on no rank.
-        mistake: of this rank, which all ranks are to raise; "": it has made none.
+        protocol_error: an error of this rank that all ranks are to raise; "": there is none.
         looks_ahead: the graph of a backward may show which gradients to expect.
         varies: which gradients there are may be another question in each step, so that each must wait for the answer.
     """
 
     never: Set[str] = frozenset()
-    mistake, looks_ahead = "", True
+    protocol_error, looks_ahead = "", True
 
     def __init__(self, comm: Communicator, *, finds_unused: bool = False) -> None:
         self._comm, self._finds_unused, self.varies = comm, finds_unused, finds_unused
@@ -131,7 +131,7 @@ class Usage:
             missing: slots that this rank's backward has not reached.
             computed: returns the parameters of which it has computed gradients, once for each gradient.
         """
-        return bool(missing or self.mistake)
+        return bool(missing or self.protocol_error)
 
     def used_by_none(
         self, layout: Layout, missing: Collection[Slot], undefined: Collection[Slot], verdicts: Verdicts
@@ -146,7 +146,7 @@ class Usage:
         uses = self._greatest_uses(layout.slots, missing, undefined)
         return [slot for slot, use in zip(layout.slots, uses, strict=True) if use is not Use.GRADIENT]
 
-    def complaint(self, missing: Sequence[Slot] | None) -> UnusedParameters | ConfigError | None:
+    def unused_error(self, missing: Sequence[Slot] | None) -> UnusedParameters | ConfigError | None:
         """Returns the error that names the missing parameters of every rank; None if they are none. Collective.
 
         Args:
@@ -221,7 +221,7 @@ class Settlement:
                 self._kept[slot] = had.clone() if had is not None and had is slot.view else had
 
     def filled(self, bucket: Bucket, without: Iterable[Slot]) -> None:
-        """Takes note that a bucket holds this rank's gradients, save those of the slots `without` one."""
+        """Records that a bucket holds this rank's gradients, save those of the slots `without` one."""
         for slot in without:
             self._undefined.append(slot)
             self._kept.setdefault(slot, None)
@@ -313,7 +313,7 @@ class Settlement:
         elif self.usage.never and not is_late:
             self._give_back(slot for slot in layout.slots if slot.name in self.usage.never)
         if verdicts.has_unused:
-            self.error = self.usage.complaint(self._missing if self._has_samples else None)
+            self.error = self.usage.unused_error(self._missing if self._has_samples else None)
         for slot in layout.sparse:
             reduce_sparse(self._comm, slot, divide_by=int(self._divide_by) / totals.fraction_correction)
         self._kept.clear()

@@ -587,6 +587,14 @@ def one_more_backward(model: nn.Module, *, is_late: bool = False) -> None:
 def after_the_end(model: nn.Module) -> None:
     with pytest.raises(RuntimeError, match="a backward in its block has ended the step"):
         one_more_backward(model)
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="a backward in its block has ended the step"):
+        for shard in model.shards:
+            with model.shard(shard):
+                loss = model(X).sum()
+                loss.backward(retain_graph=True)
+                if shard == model.shards[-1]:
+                    loss.backward()
 
 
 def told_of_error(model: nn.Module, shard: int) -> None:

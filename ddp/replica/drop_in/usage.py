@@ -81,7 +81,7 @@ class StaticGraph(Usage):
             self._graph.never = frozenset(slot.name for slot in layout.slots if uses[slot.index] is Use.NONE)
         return [slot for slot in layout.slots if uses[slot.index] is not Use.GRADIENT]
 
-    def complaint(self, missing: Sequence[Slot] | None) -> None:
+    def unused_error(self, missing: Sequence[Slot] | None) -> None:
         """Raises UnusedParameters, on every rank, if the graph of any rank is another one than in the first step."""
         everyone = all_gather_object(self._comm, self._changed)
         if any(everyone):
