@@ -25,7 +25,7 @@ from ddp.data.loading.fetching import UNREADABLE
 from ddp.data.loading.source import whole_splits
 from ddp.data.samples import Splits, Transformed
 from ddp.data.sets import digits, image_sets, standard_library, synthetic
-from ddp.data.sets.file_splits import Files, load_lines, load_tar, load_text, load_tokens
+from ddp.data.sets.file_splits import Files, load_rows, load_tar, load_text, load_tokens
 from ddp.data.sets.image_sets import Augment, augmented
 from ddp.data.sets.validation import with_share
 from ddp.errors import ConfigError
@@ -123,11 +123,9 @@ def _data_files(data: settings.DataFiles, *, augment: Augment | None, trains: bo
         case settings.Tokens(context=context, dtype=dtype, vocab_size=vocab_size):
             return load_tokens(files, context=context, dtype=dtype, vocab_size=vocab_size)
         case settings.Lines(name=kind, text=str(field), tokenizer=tokenizer, context=context):
-            return load_text(files, kind=cast(Any, kind), field=field, tokenizer=tokenizer, context=context)
-        case settings.Lines(name=kind, inputs=inputs, target=target, num_classes=num_classes):
-            return load_lines(
-                files, kind=cast(Any, kind), inputs=inputs, target=cast(str, target), num_classes=num_classes
-            )
+            return load_text(files, kind=kind, field=field, tokenizer=tokenizer, context=context)
+        case settings.Lines(name=kind, inputs=inputs, target=str(target), num_classes=num_classes, missing=missing):
+            return load_rows(files, kind=kind, inputs=inputs, target=target, num_classes=num_classes, missing=missing)
     raise AssertionError(data)
 
 
@@ -379,8 +377,10 @@ def make_hook(config: Config) -> Hook | None:
     options = asdict(config.hook)
     name, dense_start_steps = options.pop("name"), options.pop("dense_start_steps")
     kinds: dict[str, Callable[..., Hook]] = {
-        "sign": lambda error_feedback: Sign(), "top_k": TopK,
-        "random_k": partial(RandomK, seed=config.seed), "powersgd": partial(PowerSGD, seed=config.seed),
+        "sign": lambda error_feedback: Sign(),
+        "top_k": TopK,
+        "random_k": partial(RandomK, seed=config.seed),
+        "powersgd": partial(PowerSGD, seed=config.seed),
     }
     if name not in kinds:
         return None

@@ -168,7 +168,9 @@ class DataFiles(Data):
     validation_path: str | None = setting(
         None, "the same for held-out files that the run chooses by, in place of data.validation; null: there are none"
     )
-    index_dir: str = setting("data/index", "folder with the indexes of files: where each sample begins")
+    index_dir: str = setting(
+        "data/index", "folder with the indexes of files: where each sample begins, and a copy of each file with rows"
+    )
     cache_dir: str | None = setting(
         None, "folder of each host into which remote files are copied; null: they are streamed"
     )
@@ -187,6 +189,7 @@ class Lines(DataFiles):
     inputs: list[str] = setting([], "names of the columns that are a sample's inputs; must be given")
     target: str | None = setting(None, "name of the column that is the target; must be given")
     num_classes: int | None = setting(None, "number of classes, if the target is one; null: it is a number", at_least=2)
+    missing: float | None = setting(None, "number that an empty cell of data.inputs counts as; null: it ends the run")
     text: str | None = setting(None, "name of the column with text for model=gpt, in place of inputs and target")
     tokenizer: str = setting("bytes", "of data.text: bytes, or the path of a Hugging Face tokenizer.json")
     context: int = setting(256, "length of a sample of data.text, in tokens", at_least=1)
@@ -391,6 +394,8 @@ _ALL: dict[str, list[tuple[Any, str]]] = {
         (TarImages(), "images and classes in tar files, in WebDataset's layout"),
         (Lines(name="jsonl"), "numbers and a target in JSON lines"),
         (Lines(name="csv"), "numbers and a target in CSV files with a header"),
+        (Lines(name="parquet"), "numbers and a target in Parquet files"),
+        (Lines(name="arrow"), "numbers and a target in Arrow files, as Hugging Face's datasets and Feather write them"),
         (Tokens(), "text as tokens, in flat files, for model=gpt"),
         (StandardLibrary(), "source text of Python's standard library, byte by byte, for model=gpt"),
         (Synthetic(), "made-up colour images of classes that can be learnt: to measure speed"),
