@@ -52,7 +52,6 @@ def work(given: Given, comm: Communicator, part: Cast) -> TrainState:
     inputs = arguments.inputs_of(given, comm)
     sampler, _ = arguments.sampler_for(given, inputs, comm)
     settings = arguments.settings_of(given, inputs, sampler)
-    source = arguments.with_cache(inputs.source, comm) if given.reading.cache else inputs.source
     strategy = strategy_for(inputs.replica, given.optimizer, precision=given.precision)
     stop = flag_of_a_new_fit() if given.stop is None else given.stop
     state = TrainState(comm, strategy, given.optimizer, sampler, stop_flag=stop)
@@ -79,7 +78,7 @@ def work(given: Given, comm: Communicator, part: Cast) -> TrainState:
             while True:
                 servers.join(stopping=stop)
                 took_s = 0.0  # what the part that is pushed took to compute
-                loader = LeasedLoader[Lease](source.samples, sampler, **loading(source, comm, stop))
+                loader = LeasedLoader[Lease](inputs.source.samples, sampler, **loading(inputs.source, comm, stop))
                 try:
                     while True:
                         _leave_if_asked(stop, servers)
