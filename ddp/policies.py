@@ -95,7 +95,6 @@ class Reading(Policy):
         "loader processes of each worker; 0: the worker loads by itself; null: 0, but in Python a DataLoader's own",
         at_least=0,
     )
-    cache: bool = setting(False, "keep samples in memory once they are read, one copy for all processes of a host")
     max_unreadable: int = setting(
         0,
         "most training samples that a worker leaves out because they cannot be read; 0: the first one ends the run",

@@ -82,7 +82,7 @@ install() {
     install_torch
     say "installing the rest"
     pip_install setuptools wheel
-    pip_install --no-build-isolation --editable '.[search,studies,submitit]'
+    pip_install --no-build-isolation --editable '.[data,search,submitit]'
     let_torchvision_be_imported
 }
 

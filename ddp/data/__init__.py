@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddp.data.files.file_set import FileSet as FileSet
-    from ddp.data.files.lines import Csv as Csv
-    from ddp.data.files.lines import JsonLines as JsonLines
     from ddp.data.files.readers import Retries as Retries
+    from ddp.data.files.rows import Arrow as Arrow
+    from ddp.data.files.rows import Csv as Csv
+    from ddp.data.files.rows import JsonLines as JsonLines
+    from ddp.data.files.rows import Parquet as Parquet
     from ddp.data.files.storage import Storage as Storage
     from ddp.data.files.tar_files import ImageAndClass as ImageAndClass
     from ddp.data.files.tar_files import TarSamples as TarSamples
@@ -31,8 +33,8 @@ if TYPE_CHECKING:
 
 _NAMES = {  # module → what a user finds in ddp.data
     "ddp.data.files.file_set": "FileSet",
-    "ddp.data.files.lines": "Csv JsonLines",
     "ddp.data.files.readers": "Retries",
+    "ddp.data.files.rows": "Arrow Csv JsonLines Parquet",
     "ddp.data.files.storage": "Storage",
     "ddp.data.files.tar_files": "ImageAndClass TarSamples",
     "ddp.data.orders.order": "Blocks FirstOf Fixed Order Permutation Stratified Weighted",

@@ -10,7 +10,6 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,17 +22,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from ddp import gpu
 from ddp.collectives.catalog import own_schedules
 from ddp.comm.communicator import Communicator
-from ddp.comm.host_share import shared_by_host
 from ddp.comm.meeting.role import current_role
 from ddp.comm.objects import all_gather_object, on_rank_zero
-from ddp.data.loading.cache import cached
 from ddp.data.loading.iterable import sampler_of_stream
 from ddp.data.loading.source import Source, source_of
 from ddp.data.orders.order import Order
 from ddp.data.orders.sampler import TrainSampler, sampler_of
 from ddp.data.orders.steps import Batches, BatchWarmup, RoundLength
 from ddp.data.orders.token_budget import TokenBudget
-from ddp.data.samples import WholeBatches
 from ddp.data.sets.validation import selection_in
 from ddp.errors import CheckpointError, ConfigError, nearest
 from ddp.gradients.hooks.hook import corrected
@@ -53,7 +49,6 @@ from ddp.policies import (
     averaging_named,
     same_bits_problems,
 )
-from ddp.process.memory import available_bytes
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import waits
@@ -75,8 +70,6 @@ from ddp.train.tasks.task import Task, as_task, name_of
 NEEDED: Any = ...
 """The default of an argument without a default, so that a mistyped name is told before a missing one."""
 
-CACHE_SHARE = 0.5  # of the memory that is left
-LARGEST_CACHE = 1 << 44  # bytes, where the host does not say how much is left
 
 
 @dataclass(kw_only=True)
@@ -389,29 +382,6 @@ def order_of(order: Order | None, source: Source) -> Order | None:
             f"order={order.in_words()}: the sampler of the DataLoader chooses samples, too; leave one of them out"
         )
     return order or source.order
-
-
-def with_cache(source: Source, comm: Communicator) -> Source:
-    """Returns the samples with a cache that all ranks of a host share. Collective.
-
-    Raises:
-        ConfigError: there is nothing that could be kept.
-    """
-    if source.is_stream:
-        raise ConfigError("cache=True: data is a stream, whose samples have no number; leave the cache out")
-    if isinstance(source.samples, WholeBatches):
-        raise ConfigError("cache=True: the data hand out whole batches, which need no cache; leave it out")
-    host = next(host for host in comm.hosts if comm.rank in host)
-    room = min(all_gather_object(comm, int(min(available_bytes(), LARGEST_CACHE) * CACHE_SHARE)))
-    samples = cached(
-        source.samples,
-        partial(shared_by_host, comm),
-        max_bytes=room,
-        place=host.index(comm.rank),
-        num_places=len(host),
-        num_loaders=source.num_workers,
-    )
-    return source._replace(samples=samples)
 
 
 def schedules_of(

@@ -29,7 +29,6 @@ from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.cluster_spec import refuse_evaluator
 from ddp.comm.objects import on_rank_zero
-from ddp.data.loading.cache import cache_of
 from ddp.data.loading.iterable import ENDLESS, IterableSampler
 from ddp.data.loading.source import Source
 from ddp.data.orders.sampler import TrainSampler
@@ -82,7 +81,7 @@ from ddp.train.steps.state import TrainState
 from ddp.train.steps.stopping import StopFlag, flag_of_a_new_fit, hears_signals
 from ddp.train.tasks.task import Task
 from ddp.train.trial import tried
-from ddp.units import binary_size, counted
+from ddp.units import counted
 
 SHORTEN = "Fewer epochs or max_steps shorten it, and so do more workers, if cores are idle."
 GO_ON = "Ctrl-C ends it with a checkpoint, and resume=auto continues it."
@@ -149,7 +148,7 @@ def fit(
             evaluates them meanwhile and chooses by them. Without both nothing is evaluated, no checkpoint is the best.
         evaluation: when to evaluate, besides at the end, as `ddp.Evaluation(every_steps=100)`.
         batches: the order of samples, the parts and forwards of a batch, and the seed, as `ddp.Batches(micro_size=8)`.
-        reading: loader processes, a cache, samples that cannot be read, as `ddp.Reading(num_workers=2)`.
+        reading: loader processes, samples that cannot be read, as `ddp.Reading(num_workers=2)`.
         schedule: of the learning rate: a function (samples trained on, samples of the run) → factor, such as
             `ddp.optim.cosine()`; or a scheduler of torch's, as `ddp.optim.TorchSchedule(scheduler, every="epoch")`.
         clip_norm: largest norm of the global gradient.
@@ -290,9 +289,6 @@ def _end(given: FitArguments, inputs: Inputs, run: OpenRun, meters: Meters, *, s
         _say(given, comm, note)
     if known := meters.noise.scale.estimate():
         _say(given, comm, known.in_words())
-    if (kept := cache_of(run.source.samples)) is not None:
-        size = binary_size(kept.num_bytes)
-        _say(given, comm, f"the cache holds {counted(kept.num_cached, 'sample')} in {size}")
     write = partial(_write_results, run.folder, summary_of(state, meters, given, seconds=seconds))
     summary = on_rank_zero(comm, partial(write, curves=given.folder.curves), label="writing the results")
     for callback in sorted(given.callbacks, key=lambda each: isinstance(each, Tracker)):  # which say how it ended
@@ -338,7 +334,7 @@ class OpenRun:
     """A run that can begin or go on.
 
     Attributes:
-        source: the training samples, in a cache if there is one.
+        source: the training samples.
         settings: the arguments that the bits of the result depend on.
         identity: what the bits of the result depend on; extra: what a checkpoint has besides the state.
         folder: of the run, which exists; None: nothing is written. start: the checkpoint that it goes on from.
@@ -371,8 +367,6 @@ def open_run(given: FitArguments, inputs: Inputs, comm: Communicator) -> OpenRun
         size, num_samples = given.evaluation.batch, len(each.samples)
         cut: dict[str, Any] = {"world_size": comm.world_size, "num_shards": inputs.replica.num_shards}
         check_evaluation(inputs.replica, num_samples, batch_size=size, **cut)
-    computes = not isinstance(given.strategy, ParameterServer)  # else workers read the samples
-    source = arguments.with_cache(inputs.source, comm) if given.reading.cache and computes else inputs.source
     strategy = arguments.strategy_of(given, inputs.replica)
     state = TrainState(comm, strategy, given.optimizer, sampler, schedule=inputs.scheduler)
     state.main_metric = f"{inputs.held_out.chooser}_{inputs.task.main_metric}"
@@ -402,11 +396,11 @@ def open_run(given: FitArguments, inputs: Inputs, comm: Communicator) -> OpenRun
     begins_anew = given.folder.resume is not None and start is None
     if folder is not None and given.folder.is_unnamed:
         notes.append(f"the run is in {os.path.relpath(folder)}")
-    notes += _notes(sampler, source, folder, num_left=num_steps - state.step, begins_anew=begins_anew)
+    notes += _notes(sampler, inputs.source, folder, num_left=num_steps - state.step, begins_anew=begins_anew)
     if folder is not None and given.stop is None and given.folder.every_steps is None and not hears_signals():
         way = "folder=ddp.Folder(every_steps=…) saves as it goes"
         notes.append(f"this fit is not in the main thread, so that no signal makes it save; {way}")
-    return OpenRun(state, source, settings, identity, extra, folder, start, num_steps, notes)
+    return OpenRun(state, inputs.source, settings, identity, extra, folder, start, num_steps, notes)
 
 
 def _folder_and_start(keeps: Folder) -> tuple[Path | None, Path | None, Path | None]:

@@ -222,7 +222,6 @@ def work(given: FitArguments, comm: Communicator, part: Role) -> TrainState:
     inputs = arguments.inputs_of(given, comm)
     sampler, _ = arguments.sampler_for(given, inputs, comm)
     settings = arguments.settings_of(given, inputs, sampler)
-    source = arguments.with_cache(inputs.source, comm) if given.reading.cache else inputs.source
     strategy = strategy_for(inputs.replica, given.optimizer, precision=given.precision)
     stop = flag_of_a_new_fit() if given.stop is None else given.stop
     state = TrainState(comm, strategy, given.optimizer, sampler, stop_flag=stop)
@@ -244,7 +243,7 @@ def work(given: FitArguments, comm: Communicator, part: Role) -> TrainState:
     switch_to_training(state.model)
     with stop.listening():
         try:
-            for step in LeasedSteps(state, rules, source, servers):
+            for step in LeasedSteps(state, rules, inputs.source, servers):
                 step.make()
         except BaseException as error:
             servers.abandon(f"{type(error).__name__}: {error}")

@@ -8,7 +8,6 @@
 | a step that reads          | reading waits for 80 % of the computing time; over a step that reads nothing           |
 | samples/s                  | an epoch through the loader, without training                                          |
 | files opened               | by a worker in an epoch, files ÷ workers + lanes at most                               |
-| cache                      | proportional memory of all processes of a host, over one copy of the samples           |
 
     python recipes/studies/data.py               some two minutes
     python recipes/studies/data.py --turns 21    more turns, whose medians are shown
@@ -17,7 +16,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import tarfile
 import tempfile
@@ -27,23 +25,17 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from io import BytesIO
 from itertools import islice
-from multiprocessing import active_children
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data import DistributedSampler as TorchSampler
 
-import ddp
-from ddp.comm.host_share import shared_by_host
-from ddp.comm.session import init, shutdown
 from ddp.data.files.file_set import FileSet
 from ddp.data.files.tar_files import TarSamples
-from ddp.data.loading.cache import Cached
 from ddp.data.loading.loader import TrainLoader
 from ddp.data.orders.distributed_sampler import DistributedSampler
 from ddp.data.orders.sampler import TrainSampler, sampler_of
@@ -68,7 +60,6 @@ class Sizes(NamedTuple):
     num_files: int = 1000
     samples_per_file: int = 20
     num_steps: int = 60
-    cache_workers: int = 4
 
 
 USUAL = Sizes()
@@ -110,7 +101,6 @@ def rows(sizes: Sizes, num_turns: int) -> Iterator[Row]:
         files = _tar_files(Path(folder), sizes)
         yield _resumed_files(files, sizes, num_turns)
         yield from _files_opened(files, sizes)
-    yield _cache(sizes)
     yield from _reading(sizes, num_turns)
     yield from _samples_per_s(sizes, num_turns)
 
@@ -216,59 +206,6 @@ def _files_opened(files: Callable[[], FileSet], sizes: Sizes) -> Iterator[Row]:
             opened.append(data.opened.cache_info().misses)
         most = sizes.num_files // world_size + 4
         yield Row(f"files opened by a worker of {world_size}, 4 lanes", f"{max(opened):,} (at most {most:,})", "", "")
-
-
-# ------------------------------------------------------------------------------------------------------------- cache
-
-
-def _cache(sizes: Sizes) -> Row:
-    workers, loaders = sizes.cache_workers, 2
-    shares = ddp.launch(
-        _shared_bytes, sizes.resumed // 50, loaders, workers=workers, threads_per_worker=1, timeout_s=300
-    )
-    one_copy = shares[0][1]
-    over = sum(share for share, _ in shares) / one_copy
-    name = f"cache, {workers} workers × {loaders} loader processes: memory over one copy of {one_copy >> 20} MiB"
-    return Row(name, f"{over:.2f}", "", "")
-
-
-class Pictures(Rows):
-    """Samples of 150 kB."""
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.full((3, 224, 224), index % 256, dtype=torch.uint8), index
-
-
-def _shared_bytes(num_samples: int, loaders: int) -> tuple[int, int]:
-    """Returns this rank's share of the shared memory, its loader processes' included; and the size of one copy."""
-    comm = init()
-    data = Cached(
-        Pictures(num_samples),
-        partial(shared_by_host, comm),
-        max_bytes=num_samples * 200_000,
-        place=comm.rank,
-        num_places=comm.world_size,
-        num_loaders=loaders,
-    )
-    sampler = TrainSampler(num_samples, global_batch=BATCH, rank=comm.rank, world_size=comm.world_size)
-    loader = TrainLoader(data, sampler, num_workers=loaders)
-    for _ in range(2):
-        for plan, batches in loader.epoch():
-            assert sum(len(batch[0]) for batch in batches) == sum(len(micro.indices) for micro in plan.micros)
-            sampler.commit(plan)
-    comm.barrier()
-    processes = [os.getpid(), *(each.pid for each in active_children() if each.pid is not None)]
-    share = sum(map(_pss_of_shared_memory, processes))
-    comm.barrier()  # all are still there
-    loader.close()
-    found = share, data.num_bytes
-    shutdown()
-    return found
-
-
-def _pss_of_shared_memory(pid: int) -> int:
-    shared = (each for each in psutil.Process(pid).memory_maps() if each.path.startswith(("/memfd:", "/dev/shm/")))
-    return sum(each.pss for each in shared)
 
 
 # ----------------------------------------------------------------------------------------------------- steps that read

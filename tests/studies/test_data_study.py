@@ -7,7 +7,7 @@ import pytest
 import torch
 
 SMALL = data.Sizes(
-    order=10**6, first_index=1000, resumed=6400, num_files=12, samples_per_file=20, num_steps=8, cache_workers=2
+    order=10**6, first_index=1000, resumed=6400, num_files=12, samples_per_file=20, num_steps=8
 )
 
 
@@ -23,7 +23,7 @@ def test_the_table_has_all_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         "resume at 90 % of 6e+03",
         "resume at 90 % of 12 tar files",
     )
-    wanted += ("a step whose reading waits", "in whole batches", "one by one", "cache, 2 workers", "a worker of 4")
+    wanted += ("a step whose reading waits", "in whole batches", "one by one", "a worker of 4")
     for name in wanted:
         assert name in out
     assert "12 (at most 16)" in out and "6 (at most 10)" in out and "3 (at most 7)" in out

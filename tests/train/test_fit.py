@@ -618,7 +618,7 @@ def starts_are_noted(run: Path) -> None:
     fit(read.loss, data, epochs=2, num_shards=4, seed=3, skip_steps=(6, 6), **how)
     apart = Read()
     how |= {"folder": run / "apart", "callbacks": [apart], "validation_data": 0.25}
-    fit(apart.loss, list(zip(*data, strict=True)), cache=True, **how)
+    fit(apart.loss, list(zip(*data, strict=True)), **how)
     asked = [(run, *each) for each in read.by_step.items()] + [(run / "apart", *each) for each in apart.by_step.items()]
     for folder, step, samples in asked if comm.rank == 0 else ():
         answer = where(folder, step=step, sample=None, epoch=None)

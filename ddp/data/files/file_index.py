@@ -12,6 +12,10 @@ Making an index reads every file once. If there is one, only files of another si
 costs one stat(2) for each file, or one request for a remote one. Opening it in a worker reads the line of JSON and
 nothing else, because the parent has just compared all files. `FileSet` compares a file once more when it opens it.
 
+Samples of most formats are read where they lie. Of a format that `is_copied`, making the index also writes a copy of
+each file beside it (INDEX_DIR/csv-4f1d…-9b02….rows), and the table is about that. A file that has changed gets another
+copy, and the old one is removed.
+
 A format (`Format`) says where samples are and what their bytes become.
 """
 
@@ -21,9 +25,9 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, ClassVar, NamedTuple
@@ -32,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddp.data.files.listing import Addresses, as_given, listed
-from ddp.data.files.readers import Facts, Reader, is_remote
+from ddp.data.files.readers import Facts, LocalReader, Reader, is_remote
 from ddp.data.files.storage import DIRECT, Storage
 from ddp.errors import ConfigError
 from ddp.process.files import at_home, make_folder, to_read, whole_file, why_shared
@@ -82,10 +86,20 @@ def write_index(path: Path, parts: Iterable[bytes | memoryview]) -> None:
     Raises:
         ConfigError: the folder cannot be written.
     """
+    with _writing(path), whole_file(path) as file:
+        file.writelines(parts)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Makes the folder of a file that the block writes.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     try:
         make_folder(path.parent)
-        with whole_file(path) as file:
-            file.writelines(parts)
+        yield
     except OSError as error:
         raise ConfigError(
             f"index_dir {path.parent} cannot be written ({error.strerror}): give a folder that can be"
@@ -94,6 +108,8 @@ def write_index(path: Path, parts: Iterable[bytes | memoryview]) -> None:
 
 _ALIGNMENT = 64
 _NUM_THREADS = 8  # that read remote files
+_COPY = "copy"  # a note: name and size of the copy in which samples are read
+_ROWS = ".rows"  # no format's suffix, so that no folder's copies are taken for its files
 
 Spans = NDArray[np.int64]
 """First byte and end of each sample in its file, [num_samples, 2]."""
@@ -112,18 +128,28 @@ class Format(ABC):
     kind: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]  # of the files to take from a folder
     draws_nothing: bool = False  # `decode` draws nothing at random, and may be called in any thread
+    is_copied: bool = False  # samples are read in a copy of the file, which `copy` writes in the place of `index`
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings that the index depends on, for JSON."""
         return {}
 
-    @abstractmethod
     def index(self, reader: Reader) -> Layout:
         """Finds the samples of a file that is not empty.
 
         Raises:
             ConfigError: the file is cut off, or of another format.
         """
+        raise NotImplementedError(f"{type(self).__name__} has neither `index` nor `copy`")
+
+    def copy(self, reader: Reader, file: IO[bytes]) -> Layout:
+        """Writes the samples of a file that is not empty into another one, and finds them there; see `is_copied`.
+
+        Raises:
+            ConfigError: the file is cut off, or of another format.
+            OSError: the copy cannot be written.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has neither `index` nor `copy`")
 
     def check(  # noqa: B027  most formats have nothing to check
         self, files: Sequence[IndexedFile], first: Callable[[], tuple[Reader, int, int]]
@@ -176,6 +202,36 @@ class FileIndex(NamedTuple):
     files: list[IndexedFile]
     table: Spans  # of all files, mapped into memory
 
+    def copy_of(self, file: IndexedFile) -> Path | None:
+        """Returns the copy in which the samples of a file are read; None if they are read where they lie."""
+        return self.path.with_name(file.notes[_COPY][0]) if _COPY in file.notes else None
+
+    def has_copy(self, file: IndexedFile) -> bool:
+        """Returns False for a file whose copy is missing or cut off."""
+        if _COPY not in file.notes:
+            return True
+        name, size = file.notes[_COPY]
+        try:
+            return bool(os.lstat(f"{self.path.parent}/{name}").st_size == size)
+        except OSError:
+            return False
+
+    def reader(self, file: IndexedFile, storage: Storage) -> Reader:
+        """Opens a file, or the copy in which its samples are.
+
+        Raises:
+            ConfigError: it is missing, or another version than the index says.
+        """
+        copy = self.copy_of(file)
+        if copy is None:
+            return storage.reader(file.address, file.facts)
+        if not self.has_copy(file):
+            raise ConfigError(
+                f"{copy}, the copy of {file.address}, is missing or cut off: start again, so that the parent writes it"
+            )
+        to_read(copy).close()  # refuses a link, and what others have planted
+        return LocalReader(str(copy))
+
     def first_samples(self) -> list[int]:
         """Returns the number of each file's first sample, and the number of all samples."""
         return [0, *np.cumsum([file.num_samples for file in self.files], dtype=np.int64).tolist()]
@@ -202,12 +258,16 @@ def index_files(addresses: Addresses, format: Format, *, index_dir: str | Path, 
     given = index_path(addresses, format, index_dir=index_dir)
     path, told = index_place(given), list(zip(found, facts, strict=True))
     old = _found(given, path, format)
-    if old is not None and [(file.address, file.facts) for file in old.files] == told:
+    if (
+        old is not None
+        and [(file.address, file.facts) for file in old.files] == told
+        and all(map(old.has_copy, old.files))
+    ):
         return old
-    known = {} if old is None else _layouts(old)
+    known = {} if old is None else _layouts(old, path)
     wanted = [each for each in told if each not in known]
     log.info("indexing %d of %d files into %s", len(wanted), len(found), path)
-    known.update(zip(wanted, _read_all(wanted, format, storage), strict=True))
+    known.update(zip(wanted, _read_all(wanted, format, storage, path), strict=True))
     _write(path, format, {each: known[each] for each in told})
     return open_index(addresses, format, index_dir=index_dir)
 
@@ -219,29 +279,41 @@ def index_path(addresses: Addresses, format: Format, *, index_dir: str | Path) -
     return at_home(Path(index_dir)).absolute() / f"{format.kind}-{digest}.index"
 
 
-def _layouts(index: FileIndex) -> dict[tuple[str, Facts], Layout]:
-    parts = pairwise(index.first_samples())
+def _layouts(index: FileIndex, path: Path) -> dict[tuple[str, Facts], Layout]:
+    """Returns what an index has that can be in the new one at `path`, too."""
+    mine, parts = index._replace(path=path), pairwise(index.first_samples())
     return {
         (file.address, file.facts): Layout(index.table[first:stop], file.notes)
         for file, (first, stop) in zip(index.files, parts, strict=True)
+        if mine.has_copy(file)
     }
 
 
-def _read_all(wanted: Sequence[tuple[str, Facts]], format: Format, storage: Storage) -> list[Layout]:
+def _read_all(wanted: Sequence[tuple[str, Facts]], format: Format, storage: Storage, path: Path) -> list[Layout]:
     if not any(is_remote(address) for address, _ in wanted):
-        return [_layout_of(each, format, storage) for each in wanted]
+        return [_layout_of(each, format, storage, path) for each in wanted]
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
-        return list(threads.map(lambda each: _layout_of(each, format, storage), wanted))
+        return list(threads.map(lambda each: _layout_of(each, format, storage, path), wanted))
 
 
-def _layout_of(file: tuple[str, Facts], format: Format, storage: Storage) -> Layout:
+def _layout_of(file: tuple[str, Facts], format: Format, storage: Storage, path: Path) -> Layout:
     address, facts = file
     if not facts.size:
         raise ConfigError(f"{address} is empty: write it again, or leave it out of the list")
-    layout = format.index(storage.reader(address, facts))
+    reader = storage.reader(address, facts)
+    layout = _copied(reader, format, path) if format.is_copied else format.index(reader)
     if not len(layout.spans):
         raise ConfigError(f"{address} holds no sample: check that it is a file of format {format.kind}")
     return layout
+
+
+def _copied(reader: Reader, format: Format, path: Path) -> Layout:
+    """Writes the copy of a file beside the index at `path`; what is no sample leaves none."""
+    digest = hashlib.sha256(json.dumps([reader.address, reader.facts]).encode()).hexdigest()[:16]
+    copy = path.with_name(f"{path.stem}-{digest}{_ROWS}")
+    with _writing(copy), whole_file(copy) as file:
+        layout = format.copy(reader, file)
+        return layout._replace(notes={**layout.notes, _COPY: [copy.name, file.tell()]})
 
 
 def _write(path: Path, format: Format, layouts: dict[tuple[str, Facts], Layout]) -> None:
@@ -249,6 +321,10 @@ def _write(path: Path, format: Format, layouts: dict[tuple[str, Facts], Layout])
     line = json.dumps({"format": _name(format), "files": [file._asdict() for file in files]}).encode()
     line += b" " * (-(len(line) + 1) % _ALIGNMENT) + b"\n"
     write_index(path, [line, *(np.ascontiguousarray(each.spans, dtype="<i8").data for each in layouts.values())])
+    kept = {each.notes[_COPY][0] for each in layouts.values() if _COPY in each.notes}
+    for copy in path.parent.glob(f"{path.stem}-*{_ROWS}"):
+        if copy.name not in kept:
+            copy.unlink(missing_ok=True)
 
 
 def _name(format: Format) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Samples in files, by index: a map-style data set over tar files, lines or tokens, here or at any fsspec address.
+"""Samples in files, by index: a map-style data set over tar files, rows or tokens, here or at any fsspec address.
 
     index                 0 … 99        100 … 349       350 …
     file                  a.tar         b.tar           c.tar        in the order of their addresses
@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddp.data.files.file_index import Format, IndexedFile, index_files, mapped_again, open_index
+from ddp.data.files.file_index import FileIndex, Format, index_files, mapped_again, open_index
 from ddp.data.files.listing import Addresses
 from ddp.data.files.readers import Reader, ReadFailed, is_remote
 from ddp.data.files.storage import DIRECT, Storage
@@ -42,7 +42,7 @@ class FileSet:
 
     Args:
         addresses: files, patterns with * or {000..099}, folders, or a list of them; local or of any fsspec file system.
-        format: `TarSamples`, `JsonLines`, `Csv`, `TokenFiles`, or an own `Format`.
+        format: `TarSamples`, `Csv`, `JsonLines`, `Parquet`, `Arrow`, `TokenFiles`, or an own `Format`.
         index_dir: folder with the index.
         build: read new and changed files if the index lacks them. Workers take False, after the parent's `index_files`.
         storage: how files are read, and whether remote ones are copied to this host.
@@ -75,7 +75,7 @@ class FileSet:
         else:
             self._index = open_index(addresses, format, index_dir=index_dir)
         self.addresses = [file.address for file in self._index.files]
-        self.opened = _open_files(self._index.files, storage)
+        self.opened = _open_files(self._index, storage)
         self.file_sizes: NDArray[np.int64] = np.array([file.num_samples for file in self._index.files], dtype=np.int64)
         self._first_samples = self._index.first_samples()
         format.check(self._index.files, lambda: (self.opened(0), *self._span(0, 0)))
@@ -114,7 +114,7 @@ class FileSet:
         file, number = self._where(index)
         try:
             place = self.format.place(self.opened(file), number, self._span(file, number)[0])
-        except ReadFailed:  # a line's number has to be counted
+        except ReadFailed:
             place = f"sample {number}"
         return UnreadableSample(
             f"{self.addresses[file]}, {place} cannot be decoded ({one_line(error)}): repair or remove it, or check the "
@@ -140,15 +140,15 @@ class FileSet:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._index = mapped_again(self._index)
-        self.opened = _open_files(self._index.files, self.storage)
+        self.opened = _open_files(self._index, self.storage)
 
 
-def _open_files(files: list[IndexedFile], storage: Storage) -> Any:
+def _open_files(index: FileIndex, storage: Storage) -> Any:
     """Returns a function from a file's number to its reader, which keeps those that were used last."""
-    limit = _NUM_OPEN_REMOTE if any(is_remote(file.address) for file in files) else _NUM_OPEN
+    limit = _NUM_OPEN_REMOTE if any(is_remote(file.address) for file in index.files) else _NUM_OPEN
 
     @lru_cache(limit)  # a reader closes its file once nobody reads from it
     def reader(file: int) -> Reader:
-        return storage.reader(files[file].address, files[file].facts)
+        return index.reader(index.files[file], storage)
 
     return reader

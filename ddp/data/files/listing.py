@@ -81,7 +81,7 @@ def identity_of(address: str) -> object:
     if is_remote(address):
         return address
     try:
-        status = Path(address).stat()
+        status = os.stat(address)  # noqa: PTH116  pathlib takes ten times as long, and there may be thousands
     except OSError as error:
         raise unopened(address, error) from error
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
@@ -126,8 +126,9 @@ def _expanded(address: str) -> Iterator[str]:
 def _local(address: str, suffixes: tuple[str, ...]) -> list[str]:
     if Path(address).is_dir():
         with os.scandir(address) as entries:
-            names = [entry.name for entry in entries if entry.name.endswith(suffixes) and not is_hidden(entry.name)]
-        found = [path for name in names if _is_file(path := f"{address}/{name}")]
+            named = [entry for entry in entries if entry.name.endswith(suffixes) and not is_hidden(entry.name)]
+        paths = [(entry, f"{address}/{entry.name}") for entry in named]
+        found = [path for entry, path in paths if entry.is_file(follow_symlinks=False) or _is_file(path)]
         return _some(found, f"{address} has no file that ends with {' or '.join(suffixes)}: give a pattern")
     if glob.has_magic(address):
         # Path.glob would also find hidden files.

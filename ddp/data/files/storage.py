@@ -45,11 +45,11 @@ from ddp.process.files import at_home, make_folder, opened, to_read, whole_file,
 # again. A process whose download fails removes the part. A remote file that has changed has another name here. No copy
 # is ever deleted: the folder needs room for all files.
 #
-# fsspec's own `filecache::` writes under the copy's final name. So two processes would write one file, a reader might
-# find half of it, and its one call for a whole file could have no deadline that suits all sizes.
+# fsspec's own `filecache::` takes no lock, and writes under the copy's final name: of two processes that began 0.8 s
+# apart, the first was handed a file of the right size with half of its bytes (fsspec 2026.9). Its one call for a whole
+# file could have no deadline that suits all sizes, either.
 #
-# In a folder that others may write, such as a team's, each user has a folder of their own, because whoever may write a
-# copy decides what the samples are.
+# A folder that others may write is refused, because whoever may write a copy decides what the samples are.
 #
 # The folder is a disk of this host: on a disk that hosts share, two hosts may wait for each other's locks.
 
@@ -58,9 +58,12 @@ def local_copy(address: str, facts: Facts, *, cache_dir: Path, retries: Retries)
     """Returns the path of a whole copy of a remote file, after downloading it if no process of this host has.
 
     Raises:
-        ConfigError: the file cannot be read, or the folder cannot be written.
+        ConfigError: the file cannot be read, or the folder cannot be written, or others may write it, too.
     """
-    cache_dir = _own_part(cache_dir)
+    if cache_dir.is_dir() and os.access(cache_dir, os.W_OK) and (why := why_shared(cache_dir, cache_dir.stat())):
+        raise ConfigError(
+            f"{why}, and could put other samples in the place of copies: take a cache_dir that is yours alone"
+        )
     digest = hashlib.sha256(f"{address} {facts.size} {facts.version}".encode()).hexdigest()[:16]
     copy = cache_dir / f"{digest}-{_base_name(address)}"
     try:
@@ -76,24 +79,6 @@ def local_copy(address: str, facts: Facts, *, cache_dir: Path, retries: Retries)
             f"has room for {facts.size} bytes"
         ) from error
     return copy
-
-
-def _own_part(folder: Path) -> Path:
-    """Returns a folder of copies, or, if others may write it, one in it that is this user's alone.
-
-    Raises:
-        ConfigError: it cannot be made, or another user has taken its place.
-    """
-    if not folder.is_dir() or not why_shared(folder, folder.stat()) or not os.access(folder, os.W_OK):
-        return folder
-    own = folder / f"user-{os.geteuid()}"
-    try:
-        own.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{own} cannot be made ({error.strerror}): take another cache_dir") from error
-    if why := why_shared(own, own.lstat()):
-        raise ConfigError(f"{why}, so no copy of yours can be there: remove it, or take another cache_dir")
-    return own
 
 
 def _base_name(address: str) -> str:

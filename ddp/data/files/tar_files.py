@@ -191,7 +191,7 @@ def _headers(reader: Reader) -> Iterator[tarfile.TarInfo]:
         ConfigError: the file is no tar file, or cut off, or has a sparse member.
     """
     try:
-        with tarfile.TarFile(fileobj=ReaderFile(reader)) as archive:  # type: ignore[arg-type]
+        with tarfile.TarFile(fileobj=ReaderFile(reader)) as archive:
             while (info := archive.next()) is not None:
                 archive.members = []  # type: ignore[attr-defined]  # it would keep all of them
                 _check_whole(reader, info)

@@ -1,7 +1,7 @@
 """Splits made of files: one set of files to train on, and another one that is held out.
 
     load_tar      images and classes in WebDataset's layout      augmented like a folder's: image_sets.py
-    load_lines    JSON lines or CSV: numbers, and a target        float32 [number of inputs], class or number
+    load_rows     CSV, JSON lines, Parquet, Arrow: a target       float32 [number of inputs], class or number
     load_tokens   flat files of tokens                            windows of `context` tokens
 
 Addresses are what `listing.py` takes: a file, a pattern such as train-{000..099}.tar, or a folder; local, or s3://…
@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +22,8 @@ from PIL import Image
 
 from ddp.data.files.file_index import Format
 from ddp.data.files.file_set import FileSet
-from ddp.data.files.lines import Csv, JsonLines
 from ddp.data.files.listing import identity_of
+from ddp.data.files.rows import Arrow, Csv, JsonLines, Parquet
 from ddp.data.files.storage import Storage
 from ddp.data.files.tar_files import ImageAndClass, TarSamples
 from ddp.data.samples import OnInput, Splits, Transformed
@@ -33,6 +33,7 @@ from ddp.data.sets.tokens import Tokenizer, TokenSet
 from ddp.errors import ConfigError, UnreadableSample
 from ddp.vision import torchvision
 
+ROWS: dict[str, Any] = {"csv": Csv, "jsonl": JsonLines, "parquet": Parquet, "arrow": Arrow}
 _NUM_TRIED = 100  # samples, of which one must be readable
 
 
@@ -87,21 +88,27 @@ def load_tar(files: Files, *, image_size: int, num_classes: int, augment: Augmen
     )
 
 
-def load_lines(
-    files: Files, *, kind: Literal["jsonl", "csv"], inputs: Sequence[str], target: str, num_classes: int | None
+def load_rows(
+    files: Files,
+    *,
+    kind: str,
+    inputs: Sequence[str],
+    target: str,
+    num_classes: int | None,
+    missing: float | None = None,
 ) -> Splits:
-    """Returns pairs of numbers and a target from lines; the target is a class if there are classes."""
+    """Returns pairs of numbers and a target from rows; the target is a class if there are classes."""
     dtype = torch.float32 if num_classes is None else torch.int64
-    format = (Csv if kind == "csv" else JsonLines)(
-        inputs=list(inputs), target=target, target_dtype=dtype, num_classes=num_classes
+    format = ROWS[kind](
+        inputs=list(inputs), target=target, target_dtype=dtype, num_classes=num_classes, missing=missing
     )
     return _splits(files, format, sample_shape=None, num_classes=num_classes)
 
 
-def load_text(files: Files, *, kind: Literal["jsonl", "csv"], field: str, tokenizer: str, context: int) -> Splits:
-    """Returns windows of tokens of the texts in a field of lines."""
+def load_text(files: Files, *, kind: str, field: str, tokenizer: str, context: int) -> Splits:
+    """Returns windows of tokens of the texts in a field of rows."""
     tokens = Tokenizer(tokenizer)
-    sides = [FileSet(path, Csv() if kind == "csv" else JsonLines(), **options) for path, options in files.sides()]
+    sides = [FileSet(path, ROWS[kind](), **options) for path, options in files.sides()]
     splits = _of_sides(files, sides, sample_shape=(context,), num_classes=tokens.vocab_size)
     windows: list[Any] = [Windows(tokens.joined(side, field), context=context) for side in sides]
     return replace(splits, **_by_side(files, windows))

@@ -24,7 +24,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.device import show_only
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.session import init, shutdown
-from ddp.data.samples import Splits, WholeBatches
+from ddp.data.samples import Splits
 from ddp.data.sets import standard_library
 from ddp.errors import CheckpointError, ConfigError, said
 from ddp.models.gpt import GPT, generate
@@ -73,10 +73,6 @@ def check(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
     components.check_loss(config, splits)
     components.check_transform(config, splits)
     components.check_callbacks(config)
-    if config.loader.cache and isinstance(splits.train, WholeBatches):
-        raise ConfigError(
-            f"loader.cache=true: data={config.data.name} hand out whole batches, which need no cache; leave it out"
-        )
     if config.evaluate.by == "sidecar" and not len(splits.validation or splits.test or ()):
         raise ConfigError(f"evaluate.by=sidecar: data={config.data.name} have no held-out samples; leave it out")
     model = components.synchronised(config, components.make_model_without_memory(config, splits))

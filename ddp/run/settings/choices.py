@@ -160,26 +160,37 @@ def tar(load: Loading, *, transform: Transform = None, image_size: Pixels = 224,
     return load_tar(load.files, image_size=image_size, num_classes=num_classes, augment=load.own(transform))
 
 
+@choice(
+    "data",
+    "arrow",
+    "numbers and a target in Arrow files, as Hugging Face's datasets and Feather write them",
+    shares=DataFiles,
+)
+@choice("data", "parquet", "numbers and a target in Parquet files", shares=DataFiles)
 @choice("data", "csv", "numbers and a target in CSV files with a header", shares=DataFiles)
 @choice("data", "jsonl", "numbers and a target in JSON lines", shares=DataFiles)
-def lines(
+def rows(
     load: Loading,
     *,
-    name: Literal["csv", "jsonl"],
+    name: Literal["csv", "jsonl", "parquet", "arrow"],
     inputs: Annotated[list[str], "names of the columns that are a sample's inputs; must be given"] = NO_COLUMNS,
     target: Annotated[str | None, "name of the column that is the target; must be given"] = None,
     num_classes: Annotated[
         int | None, Bounds(at_least=2), "number of classes, if the target is one; null: it is a number"
     ] = None,
+    missing: Annotated[
+        float | None, "number that an empty cell of data.inputs counts as; null: it ends the run"
+    ] = None,
     text: Annotated[str | None, "name of the column with text for model=gpt, in place of inputs and target"] = None,
     tokenizer: Annotated[str, "of data.text: bytes, or the path of a Hugging Face tokenizer.json"] = "bytes",
     context: Annotated[int, COUNT, "length of a sample of data.text, in tokens"] = 256,
 ) -> Splits:
-    from ddp.data.sets.file_splits import load_lines, load_text
+    from ddp.data.sets.file_splits import load_rows, load_text
 
     if text is not None:
         return load_text(load.files, kind=name, field=text, tokenizer=tokenizer, context=context)
-    return load_lines(load.files, kind=name, inputs=inputs, target=cast(str, target), num_classes=num_classes)
+    columns: dict[str, Any] = {"inputs": inputs, "target": target, "missing": missing}
+    return load_rows(load.files, kind=name, num_classes=num_classes, **columns)
 
 
 @choice("data", "tokens", "text as tokens, in flat files, for model=gpt", shares=DataFiles)

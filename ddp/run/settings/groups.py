@@ -99,7 +99,9 @@ class DataFiles(Data):
     validation_path: str | None = setting(
         None, "the same for held-out files that the run chooses by, in place of data.validation; null: there are none"
     )
-    index_dir: str = setting("data/index", "folder with the indexes of files: where each sample begins")
+    index_dir: str = setting(
+        "data/index", "folder with the indexes of files: where each sample begins, and a copy of each file with rows"
+    )
     cache_dir: str | None = setting(
         None, "folder of each host into which remote files are copied; null: they are streamed"
     )

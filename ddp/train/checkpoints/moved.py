@@ -33,6 +33,9 @@ VALUES: dict[str, dict[Any, Any]] = {
 }
 """New key → old value → new value."""
 
+GONE = ("loader.cache",)
+"""Keys of files that nothing reads any more; a command line that has one is told so (`errors.py::CALLED_ELSEWHERE`)."""
+
 _ARGUMENTS = {
     "evaluate_every_epochs": "evaluation=ddp.Evaluation(every_epochs=…)",
     "evaluate_every_steps": "evaluation=ddp.Evaluation(every_steps=…)",
@@ -72,6 +75,10 @@ def translated(plain: Mapping[str, Any]) -> dict[str, Any]:
     An old key beside today's stays, to be refused: files have one of the two, and a command line has defaults already.
     """
     tree = {key: dict(value) if isinstance(value, Mapping) else value for key, value in plain.items()}
+    for old in GONE:
+        holder, last = _holder(tree, old)
+        if holder is not None:
+            holder.pop(last, None)
     for old, new in KEYS.items():
         holder, last = _holder(tree, old)
         if holder is not None and last in holder:
@@ -122,6 +129,7 @@ _SHUFFLED = "samples are shuffled in each epoch; without: batches=ddp.Batches(or
 _DRAWN = "batches=ddp.Batches(order=ddp.data.Weighted(weights)) draws samples as often as their weights say"
 _WEIGHED = "the loss has it, as loss=torch.nn.CrossEntropyLoss(weight=…); or an order, ddp.data.Weighted(weights)"
 _CONVERTED = "give ddp.SyncBatchNorm.convert(model) as the model"
+_UNCACHED = "samples are not kept in memory any more, but the system keeps files that were read"
 _APPLIED = "give data that apply it, such as ddp.data.Transformed(samples, transform)"
 _ROWS = {
     ("batch_size", "train_batch_size", "per_device_train_batch_size"): Meaning("batch.global_size", "global_batch"),
@@ -151,6 +159,7 @@ _ROWS = {
     ("sync_batchnorm", "sync_bn"): Meaning("replica.sync_batchnorm", instead=_CONVERTED),
     ("transform", "augment"): Meaning("data.transform", instead=_APPLIED),
     ("device",): Meaning("device", instead="the model's device is taken, or that of ddp.init(device=…)"),
+    ("cache",): Meaning(instead=_UNCACHED),
     ("num_workers",): Meaning("loader.num_workers", launch="workers"),
     ("workers", "nprocs", "num_processes", "nproc_per_node", "world_size", "np", "gpus", "devices"): Meaning(
         "cluster.workers", launch="workers", instead=_PROCESSES

@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 
-from ddp.data.loading.cache import cache_of
 from ddp.data.loading.source import Source
 from ddp.data.orders.order import Fixed, Permutation
 from ddp.data.orders.steps import Batches
@@ -98,9 +97,7 @@ def note_start_of_fit(
 
 
 def _whole(samples: Any) -> Any:
-    """Returns the data set of which a share may have been set apart, and which may be cached."""
-    kept = cache_of(samples)
-    samples = samples if kept is None else kept.samples
+    """Returns the data set of which a share may have been set apart."""
     part = selection_in(samples)
     return samples if part is None else part.samples
 

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp.data.files.file_set import FileSet
-from ddp.data.files.lines import JsonLines
+from ddp.data.files.rows import JsonLines
 from ddp.data.loading.loader import TrainLoader
 from ddp.data.orders.order import Blocks, Checksum, Fixed, Order, Stratified, key_of
 from ddp.data.orders.sampler import TrainSampler, sampler_of

@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from pyarrow import Table
+from pyarrow.feather import write_feather
+from pyarrow.parquet import write_table
 
 from ddp.data.orders.sampler import sampler_of
 from ddp.errors import ConfigError, UnreadableSample
@@ -35,6 +38,8 @@ def written(folder: Path) -> Path:
             (folder / f"{side}-{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             lines = ["x,y,label", *(f"{row['x']},{row['y']},{row['label']}" for row in rows)]
             (folder / f"{side}-{file}.csv").write_text("\n".join(lines))
+            write_table(table := Table.from_pylist(rows), folder / f"{side}-{file}.parquet")
+            write_feather(table, folder / f"{side}-{file}.feather")
             np.arange(100 * file, 100 * file + 41, dtype=np.uint16).tofile(folder / f"{side}-{file}.bin")
     return folder
 
@@ -52,6 +57,8 @@ CASES: list[tuple[str, str, dict[str, Any], tuple[int, ...], int, list[int]]] = 
     ("tar", "tar", {"image_size": 8, "num_classes": 3}, (3, 8, 8), 3, [3] * 4),
     ("jsonl", "jsonl", COLUMNS, (2,), 2, [5] * 4),
     ("csv", "csv", COLUMNS, (2,), 2, [5] * 4),
+    ("parquet", "parquet", COLUMNS, (2,), 2, [5] * 4),
+    ("arrow", "feather", COLUMNS, (2,), 2, [5] * 4),
     ("tokens", "bin", {"context": 8, "vocab_size": 500}, (8,), 500, [5] * 4),
 ]
 
@@ -163,8 +170,6 @@ def test_no_file_is_on_both_sides(name: str, suffix: str, settings: Any, tmp_pat
     ("name", "suffix", "settings", "words"),
     [
         ("tar", "tar", {"image_size": 8, "num_classes": 2}, "cls is 2, and num_classes=2"),
-        ("csv", "csv", {**COLUMNS, "target": "y"}, "y is 2, and num_classes=2"),
-        ("jsonl", "jsonl", {**COLUMNS, "target": "y"}, "y is 2, and num_classes=2"),
         ("tokens", "bin", {"context": 8, "vocab_size": 20}, "the token 24, and vocab_size=20"),
     ],
 )
@@ -172,3 +177,15 @@ def test_targets_that_no_model_can_have_are_named(name, suffix, settings, words,
     train = load_data(config_of(written(tmp_path), name, suffix, **settings), download=True).train
     with pytest.raises(UnreadableSample, match=words):
         train[2]
+
+
+def test_rows_that_do_not_fit_are_named_before_workers_start(tmp_path: Path) -> None:
+    config = config_of(written(tmp_path), "csv", "csv", **{**COLUMNS, "target": "y"})
+    with pytest.raises(ConfigError, match=r"train-0.csv, line 4: y is 2, and num_classes=2 has the classes 0 … 1"):
+        load_data(config, download=True)
+    (tmp_path / "train-1.csv").write_text("x,y,label\n1,2,0\n1,,1\n")
+    config = config_of(tmp_path, "csv", "csv", **COLUMNS)
+    with pytest.raises(ConfigError, match=r"train-1.csv, line 3: y is empty: .*data.missing=0"):
+        load_data(config, download=True)
+    config = config_of(tmp_path, "csv", "csv", **COLUMNS, missing=0.5)
+    assert load_data(config, download=True).train[6][0].tolist() == [1, 0.5]

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from ddp.data.loading.cache import cached
 from ddp.data.orders.order import Weighted
 from ddp.data.orders.sampler import sampler_of
 from ddp.data.samples import Splits, TensorSet, Transformed, WholeBatches
@@ -64,7 +63,7 @@ def test_what_the_data_say_follows_the_samples() -> None:
     assert sampler.length == 32 and sampler.num_steps_per_epoch == 4
 
 
-def test_whole_batches_transforms_and_the_cache_keep_their_places() -> None:
+def test_whole_batches_and_transforms_keep_their_places() -> None:
     splits = apart(TensorSet(INPUTS, CLASSES))
     assert isinstance(splits.train, WholeBatches)
     inputs, classes = splits.train.batch([3, 0])
@@ -73,10 +72,6 @@ def test_whole_batches_transforms_and_the_cache_keep_their_places() -> None:
     assert isinstance(doubled.train, Transformed) and (part := selection_in(doubled.train)) is not None
     assert doubled.train[5] == 2 * int(part.numbers[5])
     assert doubled.validation is not None and 100 <= doubled.validation[0] < 140  # as test samples are transformed
-    kept = cached(
-        doubled.train, lambda size: torch.zeros(size, dtype=torch.uint8), max_bytes=1 << 16, place=0, num_places=1
-    )
-    assert [kept[5], kept[5]] == [doubled.train[5]] * 2 and kept.samples.num_cached == 1
 
 
 def test_a_run_does_not_go_on_with_others_set_apart() -> None:

@@ -112,6 +112,16 @@ def test_keys_that_have_moved_are_there_and_are_named() -> None:
         raise unknown("optim.sharded")
 
 
+def test_a_key_that_has_gone_is_dropped_in_files_and_told_elsewhere() -> None:
+    assert translated({"loader": {"cache": True, "num_workers": 2}}) == {"loader": {"num_workers": 2}}
+    said = "amples are not kept in memory any more, but the system keeps files that were read"
+    with pytest.raises(ConfigError, match=rf"^unknown key loader.cache. S{said}. Valid in loader: "):
+        raise unknown("loader.cache")
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=rf"^fit\(\) has no argument 'cache': s{said}$"):
+        ddp.fit(model, (), torch.optim.SGD(model.parameters()), cache=True)  # type: ignore[arg-type]
+
+
 def unknown(key: str) -> ConfigError:
     from ddp.run.settings.reader import unknown_key
 
@@ -121,7 +131,7 @@ def unknown(key: str) -> ConfigError:
 # fmt: off
 ARGUMENTS = [
     "reduction", "evaluate_every_epochs", "evaluate_every_steps", "evaluation_batch", "collate", "loader_workers",
-    "order", "sharding", "skip_steps", "debug_data", "uneven", "max_unreadable", "cache", "schedule_every",
+    "order", "sharding", "skip_steps", "debug_data", "uneven", "max_unreadable", "schedule_every",
     "sharded", "wire", "hook", "num_shards", "micro_size", "seed", "checkpoint_dir", "checkpoint_every_steps",
     "keep_last", "keep_best", "resume", "log_every", "noise_scale_every", "progress", "curves", "trial", "comm",
     "stop", "settings",

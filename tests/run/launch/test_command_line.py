@@ -414,7 +414,7 @@ def test_root_cause(
         ("cluster.worker=3", "unknown key cluster.worker. Did you mean cluster.workers? Valid in cluster: "),
         ("+cluster.worker=3", "unknown key cluster.worker. Did you mean cluster.workers?"),
         ("nothing=3", "unknown key nothing. Valid: "),
-        ("data.context=3", "unknown key data.context: it belongs to data=jsonl or data=csv or data=tokens or"),
+        ("data.context=3", "unknown key data.context: it belongs to data=jsonl or data=csv or data=parquet or"),
         *(
             (odd, f"unknown choice {odd}.")
             for odd in ("strategy=null", "strategy=5", "strategy=-1e3", "strategy=[a]", "strategy={a:1}")

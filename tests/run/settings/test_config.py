@@ -23,6 +23,7 @@ BESIDE = {"gpt": ["data=standard_library"], "standard_library": ["model=gpt"]}
 FILES = {"path": "x", "test_path": "y"}
 COLUMNS = {**FILES, "inputs": ["a"], "target": "b", "num_classes": 2}
 GIVEN = {"image_folder": {"path": "x"}, "tar": FILES, "tokens": FILES, "csv": COLUMNS, "jsonl": COLUMNS}
+GIVEN |= {"parquet": COLUMNS, "arrow": COLUMNS}
 BESIDE |= {name: [f"data.{key}={value}" for key, value in given.items()] for name, given in GIVEN.items()}
 BESIDE["tokens"].append("model=gpt")
 
