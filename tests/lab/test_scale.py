@@ -65,7 +65,7 @@ def test_the_command_of_the_features_table(
         cells.append([workers, rates[-1], speed_up, 100 * speed_up / workers, memory, 64e3 / rates[-1], *means])
         assert not [*run.glob("checkpoints/*")] and "test_loss" not in (run / "summary.json").read_text()
     rows = [re.split("  +", line) for line in said.out.splitlines() if re.match("[12]  ", line)]
-    assert [len(row) for row in rows] == [7, 7, 8, 8] and max(map(len, said.out.splitlines()[4:12])) < 80
+    assert [len(row) for row in rows] == [6, 7, 8, 8] and max(map(len, said.out.splitlines()[4:12])) < 80
     for speed, parts, wanted in zip(rows[:2], rows[2:], cells, strict=True):
         shown = [float(re.sub(r"[^\d.]", "", cell)) for cell in [*speed[:6], *parts[1:]]]
         assert shown == [pytest.approx(value, rel=6e-3, abs=0.51 if value > 9 else 0.051) for value in wanted]
