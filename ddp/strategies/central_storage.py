@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -66,13 +66,17 @@ class Block(NamedTuple):
     weights: nn.Parameter
     gradient: Tensor
 
+    def share_of(self, value: Tensor) -> Tensor:
+        """Returns these elements of a value that has the shape of the whole parameter."""
+        return share_of(self.start, self.stop, self.part.whole, value)
+
 
 class Stretch:
     """Blocks that fit a cache together.
 
     Attributes:
         by_group: the weights of the blocks, by group of the optimizer.
-        is_placed: all their large states lie in the host's store.
+        is_placed: all their large states lie in the host's store, and there will be no others.
     """
 
     def __init__(self, num_groups: int) -> None:
@@ -124,8 +128,9 @@ class CentralStorage(Sharded):
 
     Args:
         model: a module, which is wrapped in a `CentralDataParallel`; or such a replica.
-        optimizer, how: as in `Sharded`. From the first step on, its state has whole tensors, of those parameters that
-            this rank has a part of.
+        optimizer, how: as in `Sharded`. From the first step on, its state has whole tensors in the host's store, of
+            those parameters that this rank has a part of. A program that replaces some of them gives them back by
+            `optimizer.load_state_dict`, whose state is adopted in the next step.
 
     Raises:
         ConfigError: as `Sharded`; or the ranks of a host cannot share memory, or tensors are on a GPU.
@@ -138,9 +143,8 @@ class CentralStorage(Sharded):
         super().__init__(model, optimizer, **how)
         self._store: HostStore | None = None  # until `finish`, and anew in a step after it
         self._stretches: list[Stretch] = []
-        self._names: dict[int, list[str]] = {}  # by a parameter's id, of its large states
-        self._settings: list[dict[str, Any]] = []  # of the groups, as these names were found
-        self._taken: dict[Tensor, dict[str, Any]] = {}  # by a block's weights, the whole state that it has taken over
+        self._settings: list[dict[str, Any]] = []  # of the groups, for whose states the store has room
+        self._adopted: Mapping[Any, Any] | None = None  # the optimizer's state that the blocks have
         self._written = ""  # what ranks write now, or what has broken off
         self._region: Region | None = None  # on rank 0
         self._is_published = False
@@ -205,7 +209,8 @@ class CentralStorage(Sharded):
                 self.optimizer.state = self._whole_state(keep=True)
             store.make_private()
             self._store = self._slices = None
-            self._of_parts, self._places, self._stretches, self._taken = self.optimizer, {}, [], {}
+            self._of_parts, self._places, self._stretches = self.optimizer, {}, []
+            self._settings, self._adopted = [], None
         super().finish(alone=alone)
 
     # --- a step ------------------------------------------------------------------------------------------------------
@@ -213,7 +218,9 @@ class CentralStorage(Sharded):
     def _gradient_norm(self) -> Tensor:
         self._refuse_half_a_step()
         self._prepared()
-        self._take_in()
+        self._make_room()
+        if self.optimizer.state is not self._adopted:  # a program has loaded another one
+            self._take_in()
         return super()._gradient_norm()
 
     @torch.no_grad()
@@ -228,7 +235,8 @@ class CentralStorage(Sharded):
                     group["params"] = weights
                 clipped_step(optimizer, [block.weights for block in stretch.blocks], norm, self._clip_norm)
                 if not stretch.is_placed:
-                    self._place(stretch)
+                    self._place(stretch.blocks)
+                    stretch.is_placed = all(block.weights.grad is not None for block in stretch.blocks)
             self._tell()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it
 
@@ -256,7 +264,7 @@ class CentralStorage(Sharded):
         return HostSlices(self.model, layout, self._opened())
 
     def _optimizer_of(self, parts: Sequence[Part]) -> Optimizer:
-        mine, self._taken, self._settings = super()._optimizer_of(parts), {}, []
+        mine = super()._optimizer_of(parts)
         groups = self.optimizer.param_groups
         by_group: list[list[Part]] = [[] for _ in groups]
         number = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
@@ -276,74 +284,56 @@ class CentralStorage(Sharded):
 
     # --- the state ---------------------------------------------------------------------------------------------------
 
-    def _take_in(self) -> None:
-        """Takes over the optimizer's state as it is now: what is new of a whole parameter is moved to the store."""
-        store = self._store
-        assert store is not None
-        groups = self.optimizer.param_groups
+    def _make_room(self) -> None:
+        """Adds to the store the states that the groups' settings ask for now. Collective, where these have changed."""
+        groups, store = self.optimizer.param_groups, self._opened()
         settings = [{key: group[key] for key in group if key not in ("params", "lr", "initial_lr")} for group in groups]
         if settings != self._settings:
-            names: dict[int, list[str]] = {}
-            for group in groups:
-                names |= dict.fromkeys(map(id, group["params"]), large_states(self.optimizer, group))
-            for name in dict.fromkeys(chain.from_iterable(names.values())):
+            self._settings = settings
+            for name in dict.fromkeys(chain.from_iterable(large_states(self.optimizer, group) for group in groups)):
                 if name not in store.names:
                     store.add(name)
-            self._taken = self._taken if names == self._names else {}
-            self._settings, self._names = settings, names
-        moved: dict[Tensor, dict[str, Tensor]] = {}
-        small: list[tuple[Tensor, Tensor]] = []
-        for stretch in self._stretches:
-            for block in stretch.blocks:
-                whole, mine = block.part.whole, self._of_parts.state[block.weights]
-                state: dict[str, Any] = self.optimizer.state[whole]
-                views = {name: store.view(name, whole) for name in self._names[id(whole)] if is_tensor(state, name)}
-                is_known = self._taken.get(block.weights) is state and mine.keys() == state.keys()
-                if is_known and all(state[name] is view for name, view in views.items()):
-                    for key in state.keys() - views:
-                        if not isinstance(state[key], Tensor):
-                            mine[key] = state[key]
-                        elif mine[key] is not state[key]:
-                            small.append((mine[key], state[key]))
-                    continue
-                places = {name: share_of(block.start, block.stop, whole, view) for name, view in views.items()}
-                for name, place in places.items():
-                    if state[name] is not views[name]:
-                        place.copy_(share_of(block.start, block.stop, whole, state[name]))
-                self._of_parts.state[block.weights] = {
-                    key: places[key] if key in places else copy.deepcopy(value) for key, value in state.items()
-                }
-                self._taken[block.weights], moved[whole], stretch.is_placed = state, views, False
-        for parameter, views in moved.items():
-            self.optimizer.state[parameter].update(views)
-        if small:  # numbers of steps, which somebody may have set
-            torch._foreach_copy_([mine for mine, _ in small], [given for _, given in small])
+            for stretch in self._stretches:
+                stretch.is_placed = False
 
-    def _place(self, stretch: Stretch) -> None:
-        """Moves large states that the optimizer has just made for these blocks to the store."""
-        assert self._store is not None
-        stretch.is_placed = True
-        for block in stretch.blocks:
+    def _take_in(self) -> None:
+        """Adopts a state of whole parameters: each block gets its share of large values, in the store."""
+        self._make_room()
+        self._adopted = state = self.optimizer.state
+        names = self._opened().names
+        for stretch in self._stretches:
+            stretch.is_placed = False  # the state may lack what the optimizer then makes anew
+        for block in self._blocks():
+            self._of_parts.state[block.weights] = {
+                name: block.share_of(value) if name in names and isinstance(value, Tensor) else copy.deepcopy(value)
+                for name, value in state[block.part.whole].items()
+            }
+        self._place(self._blocks())
+        self._tell()
+
+    def _place(self, blocks: Iterable[Block]) -> None:
+        """Moves the large states of blocks to the store."""
+        for block in blocks:
             state = self._of_parts.state[block.weights]
-            for name in self._names[id(block.part.whole)]:
-                if not is_tensor(state, name):  # a parameter without a gradient, so far
-                    stretch.is_placed = False
-                    continue
-                place = share_of(block.start, block.stop, block.part.whole, self._store.view(name, block.part.whole))
+            for name, view in self._in_store(block.part.whole, state).items():
+                place = block.share_of(view)
                 if state[name].data_ptr() != place.data_ptr():
-                    place.copy_(state[name])
-                    state[name] = place
+                    state[name] = place.copy_(state[name])
 
     def _tell(self) -> None:
         """Gives the user's optimizer the state as it is now, by whole parameter."""
-        assert self._store is not None
-        for stretch in self._stretches:
-            for block in stretch.blocks:
-                if block.start == block.part.start:
-                    whole, names = block.part.whole, self._names[id(block.part.whole)]
-                    for key, value in self._of_parts.state[block.weights].items():
-                        is_in_store = key in names and isinstance(value, Tensor)
-                        self.optimizer.state[whole][key] = self._store.view(key, whole) if is_in_store else value
+        for block in self._blocks():
+            if block.start == block.part.start:
+                whole, state = block.part.whole, self._of_parts.state[block.weights]
+                self.optimizer.state[whole].update({**state, **self._in_store(whole, state)})
+
+    def _blocks(self) -> Iterator[Block]:
+        return chain.from_iterable(stretch.blocks for stretch in self._stretches)
+
+    def _in_store(self, whole: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Returns by name the places of a parameter's large states."""
+        store = self._opened()
+        return {name: store.view(name, whole) for name in store.names if isinstance(state.get(name), Tensor)}
 
     def _gathered(self, *, keep: bool, on_cpu: bool = False) -> defaultdict[Tensor, dict[str, Any]]:
         """Returns the state of whole parameters, on the ranks that keep it. Collective.
@@ -354,8 +344,8 @@ class CentralStorage(Sharded):
         layout, store = self._slices.layout, self._store
         mine: dict[int, dict[str, Any]] = {}
         for part in self._slices.parts:
-            state, names = self.optimizer.state.get(part.whole, {}), self._names.get(id(part.whole), [])
-            views = {name: store.view(name, part.whole) for name in names}
+            state = self.optimizer.state.get(part.whole, {})
+            views = self._in_store(part.whole, state)
             small = {key: IN_STORE if value is views.get(key, ...) else value for key, value in state.items()}
             mine[layout.slot_of[id(part.whole)].index] = small
         about: dict[int, dict[str, Any]] = {}
@@ -374,11 +364,6 @@ class CentralStorage(Sharded):
 
 
 IN_STORE = "in the store"
-
-
-def is_tensor(state: Mapping[str, Any], name: str) -> bool:
-    """Returns True if there is a state of this name, and it is a tensor."""
-    return isinstance(state.get(name), Tensor)
 
 
 def blocks_of(parts: Sequence[Part], *, whole: bool) -> Iterator[Block]:

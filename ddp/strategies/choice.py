@@ -215,6 +215,24 @@ def replica_of(
     Raises:
         ConfigError: the model cannot be trained here, or not by this optimizer.
     """
+    _check(model, optimizer, comm)
+    asked, averaging = averaging.strategy, of_this_process(averaging)
+    word, row = averaging.strategy, STRATEGIES[averaging.strategy]
+    if isinstance(model, Replica) and word != "auto" and strategy_of(model) is not row.strategy:
+        raise ConfigError(
+            f"strategy={word} with a model in a {type(model).__name__}: give ddp.fit the bare module; or, for some of "
+            f"the ranks, a {row.replica.__name__}(module, comm=…) of {row.replica.__module__}"
+        )
+    refuse(asked, setup_of(model, comm, precision))
+    if isinstance(model, Replica):
+        return _as_given(model, optimizer, averaging, num_shards)
+    if isinstance(averaging.hook, Hook):
+        check_momentum(averaging.hook, optimizer)
+    return wrapped(move(model, comm.device), comm, averaging, num_shards=num_shards)
+
+
+def _check(model: nn.Module, optimizer: Optimizer, comm: Communicator) -> None:
+    """Raises ConfigError unless the optimizer can train the model; warns of parameters that it leaves out."""
     name = type(model).__name__
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={model!r:.60}: give a torch.nn.Module; of a class, an object")
@@ -243,34 +261,31 @@ def replica_of(
             len(left_out),
             left_out[0],
         )
-    asked, averaging = averaging.strategy, of_this_process(averaging)
-    word, row = averaging.strategy, STRATEGIES[averaging.strategy]
-    if isinstance(model, Replica) and word != "auto" and strategy_of(model) is not row.strategy:
-        raise ConfigError(
-            f"strategy={word} with a model in a {name}: give ddp.fit the bare module; or, for some of the ranks, a "
-            f"{row.replica.__name__}(module, comm=…) of {row.replica.__module__}"
-        )
-    refuse(asked, setup_of(model, comm, precision))
-    if isinstance(model, Replica):
-        for key in ("wire", "hook", "bucket_cap_mb", "first_bucket_mb", "find_unused_parameters"):
-            if (given := getattr(averaging, key)) != getattr(Averaging, key):
-                takes_it = isinstance(model, BucketedDataParallel)
-                what = f"give {key} to the replica" if takes_it else "give ddp.fit the bare module"
-                raise ConfigError(f"{key}={given!r} with a model in a {name}: {what}")
-        if model.num_shards != num_shards:
-            instead = f"fit the bare module, or a ddp.BucketedDataParallel with num_shards={num_shards}"
-            wanted = "give same_bits=True" if num_shards is None else instead
-            raise ConfigError(f"a {name} with num_shards={model.num_shards}: {wanted}")
-        if averaging.verify_every:
-            model.verify_replicas(every=averaging.verify_every)
-        if model.compression is not None:
-            check_momentum(model.compression.hook, optimizer)
-        if isinstance(model, DistributedDataParallel) and model.steps_in_backward:
-            raise refusal("ddp.fit (which clips, and takes back steps whose loss or gradient is not finite)")
-        return model
-    if isinstance(averaging.hook, Hook):
-        check_momentum(averaging.hook, optimizer)
-    return wrapped(move(model, comm.device), comm, averaging, num_shards=num_shards)
+
+
+def _as_given(model: Replica, optimizer: Optimizer, averaging: Averaging, num_shards: int | None) -> Replica:
+    """Returns a replica of the program's own.
+
+    Raises:
+        ConfigError: a setting contradicts how it was made.
+    """
+    name = type(model).__name__
+    for key in ("wire", "hook", "bucket_cap_mb", "first_bucket_mb", "find_unused_parameters"):
+        if (given := getattr(averaging, key)) != getattr(Averaging, key):
+            takes_it = isinstance(model, BucketedDataParallel)
+            what = f"give {key} to the replica" if takes_it else "give ddp.fit the bare module"
+            raise ConfigError(f"{key}={given!r} with a model in a {name}: {what}")
+    if model.num_shards != num_shards:
+        instead = f"fit the bare module, or a ddp.BucketedDataParallel with num_shards={num_shards}"
+        wanted = "give same_bits=True" if num_shards is None else instead
+        raise ConfigError(f"a {name} with num_shards={model.num_shards}: {wanted}")
+    if averaging.verify_every:
+        model.verify_replicas(every=averaging.verify_every)
+    if model.compression is not None:
+        check_momentum(model.compression.hook, optimizer)
+    if isinstance(model, DistributedDataParallel) and model.steps_in_backward:
+        raise refusal("ddp.fit (which clips, and takes back steps whose loss or gradient is not finite)")
+    return model
 
 
 def setup_of(model: nn.Module, comm: Communicator, precision: Precision) -> Setup:

@@ -98,6 +98,7 @@ def trained(
     for number in range(NUM_STEPS):
         if number == AT:
             before(strategy)
+            strategy.optimizer.load_state_dict(strategy.optimizer.state_dict())  # which is adopted
         strategy.optimizer.zero_grad()
         F.cross_entropy(strategy.model(X[mine]), CLASSES[mine]).backward()
         if number == AT:
