@@ -1,4 +1,4 @@
-"""All choices of the groups of settings: what each is, its settings, and how it is made of them (`groups.py`).
+"""The choices of the groups of settings: what each is, its settings, and how it is made of them (`groups.py`).
 
     strategy                            → ddp.Averaging
     data        what is to be loaded    → ddp.Splits
