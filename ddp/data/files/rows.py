@@ -337,7 +337,7 @@ def _written(
         message = arrow.ipc.read_message(batch.serialize())
         values = arrow.ipc.read_record_batch(message, batch.schema).column(0).buffers()[-1]
         start = file.tell() - message.body.size + (values.address - message.body.address if len(ends) else 0)
-        spans.append(start + np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)[: len(ends)])
+        spans.append(start + np.stack([np.concatenate([[0], ends])[:-1], ends], axis=1))
     if writer is not None:
         writer.close()
     return Layout(np.concatenate(spans), {})

@@ -421,7 +421,7 @@ def test_root_cause(
         ),
         ("hook=null", "unknown choice hook=null."),
         ("recipe=true", "unknown choice recipe=true."),
-        ("data=xyz", "unknown choice data=xyz. Valid: cifar10, csv, digits, image_folder"),
+        ("data=xyz", "unknown choice data=xyz. Valid: arrow, cifar10, csv, digits, image_folder"),
         ("batch.global_size=abc", "batch.global_size=abc: expected a whole number"),
         ("batch.global_size=null", "batch.global_size=null: expected a whole number"),
         ("epochs=1.5", "epochs=1.5: expected a whole number or null"),
