@@ -7,8 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FLOORS = [
-    ["errors", "gpu"],
-    ["process", "setting", "streams", "units", "vision"],
+    ["errors"],
+    ["process", "setting", "units", "vision"],
     ["collectives", "optim", "models", "data", "policies"],
     ["comm"],
     ["gradients", "pictures"],

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddp.streams import (
+from ddp.process.streams import (
     dropout_stream,
     init_stream,
     preserved,
@@ -30,7 +30,7 @@ def test_the_numbers_are_fixed_for_ever():
 
 
 def test_another_process_computes_the_same():
-    code = "from ddp.streams import stream_seed; print(stream_seed(5, 'augmentation', 2, 99))"
+    code = "from ddp.process.streams import stream_seed; print(stream_seed(5, 'augmentation', 2, 99))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) == stream_seed(5, "augmentation", 2, 99)
 
@@ -98,7 +98,7 @@ def test_blocks_leave_no_trace():
 
 
 def test_cuda_is_not_initialised_by_asking():
-    code = "import torch; from ddp.streams import dropout_stream as d; d(0, 0, 0, 0, 'cpu')"
+    code = "import torch; from ddp.process.streams import dropout_stream as d; d(0, 0, 0, 0, 'cpu')"
     code += "; assert not torch.cuda.is_initialized()"
     subprocess.run([sys.executable, "-c", code], check=True)
 

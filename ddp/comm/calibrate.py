@@ -31,7 +31,6 @@ from statistics import median
 
 import torch
 
-from ddp import gpu
 from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Goal, Recv, Schedule, Send
 from ddp.collectives.simulate import Link, Network
@@ -40,6 +39,7 @@ from ddp.comm.host_links import HostLinks
 from ddp.comm.host_reduce import HostGroup, NoSharedMemory
 from ddp.comm.settings import Settings
 from ddp.comm.transport.edge import Gather, gathered
+from ddp.process import gpu
 from ddp.process.clock import now_s
 
 Times = dict[str, list[float]]  # by what was timed, the seconds of each repetition; absent where a rank took no part

@@ -23,11 +23,11 @@ import torch
 from torch import nn
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
-from ddp import gpu
 from ddp.comm.settings import CPU
 from ddp.comm.transport import nccl
 from ddp.comm.transport.topology import boot_id
 from ddp.errors import ConfigError, first_line
+from ddp.process import gpu
 from ddp.process.host import VISIBLE_GPUS
 from ddp.process.log import log
 from ddp.units import counted

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ddp import gpu
 from ddp.comm.call_queue import CallQueue
 from ddp.comm.reduction import dtype_name, flatten, write_back
 from ddp.comm.transport.edge import Pending, Transfer, Transport, TransportError
 from ddp.comm.watch.call import Call, Direction, Envelope
+from ddp.process import gpu
 
 
 class Messages:

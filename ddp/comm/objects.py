@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp import errors, gpu
+from ddp import errors
+from ddp.process import gpu
 
 if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator

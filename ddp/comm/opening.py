@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.comm.device import agreed_backend, take
 from ddp.comm.meeting.private_store import part_of
@@ -39,6 +38,7 @@ from ddp.comm.transport.gloo import GlooConnections, GlooTransport, StagedGlooTr
 from ddp.comm.transport.nccl import NcclTransport
 from ddp.comm.watch.watchdog import SILENCE_S, Watchdog
 from ddp.errors import ConfigError, PeerLost, first_line, said
+from ddp.process import gpu
 
 CODE_BYTES = 32
 WARN_S = 10.0

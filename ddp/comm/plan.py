@@ -42,7 +42,6 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from ddp import gpu
 from ddp.collectives.cost import anatomy, cost_s, volume
 from ddp.collectives.placed import Hosts, placed
 from ddp.collectives.schedule import Goal, Round, Schedule
@@ -58,6 +57,7 @@ from ddp.comm.reduction import SUM, Reduction
 from ddp.comm.settings import Settings
 from ddp.comm.wire_format import WireFormat, wire_format
 from ddp.errors import ConfigError, did_you_mean
+from ddp.process import gpu
 from ddp.setting import Narrow
 from ddp.units import binary_size, counted, format_time, lines_of_table
 

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
-from ddp import gpu
 from ddp.collectives.simulate import SEGMENT_BYTES
 from ddp.comm.communicator import Communicator
 from ddp.comm.device import chosen_device, device_named
@@ -32,6 +31,7 @@ from ddp.comm.meeting.secret import secret
 from ddp.comm.opening import WARN_S, open_communicator
 from ddp.comm.settings import Settings
 from ddp.errors import CommunicatorBroken, ConfigError, PeerLost, first_line, said
+from ddp.process import gpu
 from ddp.process.clock import LONGEST_S, Patience
 from ddp.process.log import follow_rank, log
 from ddp.process.memory import keep_large_blocks

@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 
-from ddp import gpu
 from ddp.comm.call_queue import LET_GO_S, CallQueue, Result
 from ddp.comm.transport.edge import Gather, TransportError
 from ddp.comm.transport.nccl import NcclTransport
@@ -36,6 +35,7 @@ from ddp.comm.watch.call import Call, History, Noted
 from ddp.comm.watch.watchdog import Watchdog
 from ddp.comm.work import Work, done, hold_current_stream
 from ddp.errors import CommunicatorBroken, PeerLost, first_line
+from ddp.process import gpu
 from ddp.process.clock import Patience, now_s
 from ddp.process.helper_thread import within
 from ddp.process.log import log

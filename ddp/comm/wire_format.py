@@ -26,8 +26,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from ddp import gpu
 from ddp.errors import ConfigError, did_you_mean
+from ddp.process import gpu
 from ddp.setting import Narrow, WireName
 
 NAMES: tuple[str, ...] = (*get_args(Narrow), "fp32")

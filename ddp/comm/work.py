@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.autograd import profiler
 from typing_extensions import TypeVar
 
-from ddp import gpu
 from ddp.comm.watch.call import Call, History, recorded
+from ddp.process import gpu
 from ddp.process.clock import now_s
 
 CPU = torch.device("cpu")

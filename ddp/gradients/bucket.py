@@ -34,9 +34,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from ddp import gpu
 from ddp.comm.transport.shared_memory import copy_bytes
 from ddp.optim.norms import block_norms, total_norm
+from ddp.process import gpu
 from ddp.process.memory import is_dense
 
 ALIGNMENT_BYTES = 64

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ddp import gpu
 from ddp.comm.reduction import OnDevice
+from ddp.process import gpu
 
 if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator

@@ -126,9 +126,9 @@ def own_facts(data: str) -> Facts:
     try:
         import torch
 
-        from ddp import gpu
         from ddp.comm.transport import shared_memory
         from ddp.comm.transport.topology import boot_id
+        from ddp.process import gpu
         from ddp.strategies import region
     except (ImportError, OSError):
         return facts(data, kernel="", threads=1, gpus=list, left_behind=[])
@@ -187,7 +187,7 @@ def measured(comm: Communicator) -> Figures:
 
 def _fastest_s(comm: Communicator, run: Callable[[], object]) -> float:
     """Returns the least seconds that this rank has taken, of several times that all ranks run this at once."""
-    from ddp import gpu
+    from ddp.process import gpu
 
     times = []
     for _ in range(NUM_TIMES):

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp import gpu
 from ddp.errors import ConfigError
 from ddp.optim.norms import BLOCK_NUMEL, Norms, block_norms, in_memory_order, num_blocks, total_norm, whole_norms
+from ddp.process import gpu
 from ddp.process.memory import is_dense
 
 # --- Choices of LARS and LAMB, by preset -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from ddp import gpu
+from ddp.process import gpu
 from ddp.setting import Precision
 
 # --- Mixed precision -------------------------------------------------------------------------------------------------

@@ -50,7 +50,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.errors import CommunicatorBroken, ConfigError, UnusedParameters
@@ -58,6 +57,7 @@ from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import InFlight, Reducer
 from ddp.gradients.totals import Totals, global_count
+from ddp.process import gpu
 from ddp.process.clock import Stopwatch, now_s
 from ddp.replica.autograd import is_in_backward, uncompiled
 from ddp.replica.broadcast import check_same_layout

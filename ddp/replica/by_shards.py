@@ -34,6 +34,7 @@ from ddp.gradients.bucket import Bucket, Slot, copy_into
 from ddp.gradients.layout import Layout
 from ddp.gradients.totals import NUM_TOTALS, Parts, Totals
 from ddp.optim.norms import block_norms, total_norm
+from ddp.process.streams import seed_generators, stream_seed
 from ddp.replica.autograd import is_in_backward, uncompiled
 from ddp.replica.backward import Accumulation
 from ddp.replica.broadcast import BufferSync, checksum
@@ -44,7 +45,6 @@ from ddp.replica.shard_buffers import ShardBuffers
 from ddp.replica.sync_batchnorm import waits
 from ddp.replica.tied import check_untied
 from ddp.setting import Narrow, WireName
-from ddp.streams import seed_generators, stream_seed
 
 Prepare = Callable[[Slot, Tensor], Tensor]
 

@@ -28,10 +28,10 @@ from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket
 from ddp.gradients.totals import Totals
 from ddp.process.clock import Stopwatch
+from ddp.process.streams import preserved
 from ddp.replica.autograd import uncompiled
 from ddp.replica.broadcast import BufferSnapshot, BufferSync, broadcast_state, verify_replicas
 from ddp.setting import WireName
-from ddp.streams import preserved
 
 if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from ddp import gpu
 from ddp.comm import checks
 from ddp.comm.communicator import Communicator
 from ddp.comm.device import device_of
@@ -19,6 +18,7 @@ from ddp.comm.session import init
 from ddp.errors import ConfigError
 from ddp.gradients.hooks.hook import Hook
 from ddp.policies import Averaging, Rounds
+from ddp.process import gpu
 from ddp.process.log import log
 from ddp.replica import central
 from ddp.replica.bucketed import BucketedDataParallel

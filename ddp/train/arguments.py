@@ -19,7 +19,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ddp import gpu
 from ddp.collectives.catalog import own_schedules
 from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.role import current_role
@@ -49,6 +48,7 @@ from ddp.policies import (
     averaging_named,
     same_bits_problems,
 )
+from ddp.process import gpu
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import waits

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.cluster_spec import refuse_evaluator
 from ddp.comm.objects import on_rank_zero
@@ -37,9 +36,11 @@ from ddp.data.orders.token_budget import TokenBudget
 from ddp.errors import ConfigError, Diverged, UnusedParameters, nearest, said
 from ddp.optim.schedules import RateSchedule, TorchSchedule
 from ddp.policies import Averaging, Evaluation, Folder, ParameterServer, Reading, SameBits
+from ddp.process import gpu
 from ddp.process.clock import now_s
 from ddp.process.files import make_folder, refuse_unwritable_name
 from ddp.process.log import log
+from ddp.process.streams import preserved
 from ddp.process.terminal import say
 from ddp.replica.autograd import without_compile_wrappers
 from ddp.setting import Precision, StrategyName
@@ -47,7 +48,6 @@ from ddp.strategies.central_storage import CentralStorage
 from ddp.strategies.choice import ranks_of
 from ddp.strategies.parameter_server.edge import failure_told
 from ddp.strategies.parameter_server.server import Service
-from ddp.streams import preserved
 from ddp.train import arguments
 from ddp.train.arguments import NEEDED, FitArguments, Inputs
 from ddp.train.checkpoints.checkpoint import (

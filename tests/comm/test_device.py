@@ -20,12 +20,12 @@ from torch import nn
 from torch.distributed import HashStore
 
 import ddp
-from ddp import gpu
 from ddp.comm import checks, opening, session
 from ddp.comm.device import Means, agreed_backend, chosen_device, device_of, take
 from ddp.comm.settings import CPU
 from ddp.comm.transport import nccl
 from ddp.errors import ConfigError
+from ddp.process import gpu
 from ddp.run.assembly import stages
 from ddp.run.settings.reader import from_plain
 from ddp.strategies import choice

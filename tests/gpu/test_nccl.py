@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore
 
 import ddp
-from ddp import gpu
 from ddp.collectives.catalog import ALL_REDUCE
 from ddp.comm.communicator import Communicator
 from ddp.comm.settings import Settings
 from ddp.comm.transport import nccl
 from ddp.comm.watch.watchdog import Watchdog
 from ddp.errors import CommunicatorBroken, PeerLost
+from ddp.process import gpu
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int16, torch.int64),

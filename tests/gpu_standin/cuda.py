@@ -1,4 +1,4 @@
-"""Offers what the package calls of `torch.cuda`, for the stand-in: it becomes `torch.standin`, and `ddp.gpu.cuda`."""
+"""Offers what the package calls of `torch.cuda`, for the stand-in: `torch.standin`, and `ddp.process.gpu.cuda`."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ def install(num_devices: int = 1, *, first_device: int = 0) -> None:
         num_devices: as many are visible to this process.
         first_device: which of the host's devices the first of them is.
     """
-    from ddp import gpu
     from ddp.comm.transport import nccl as transport
+    from ddp.process import gpu
 
     cuda.num_devices, cuda.first_device = num_devices, first_device
     load().start(num_devices, _note)

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import ddp
-from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, broadcast_object
 from ddp.gradients import DenseStart, PowerSGD, RandomK, Sign, TopK
 from ddp.optim.layerwise import clipped_step
 from ddp.optim.norms import gradient_norm
 from ddp.optim.precision import MasterWeights, narrowed
+from ddp.process import gpu
 from ddp.run.launch.from_python import result_file, write_result
 from ddp.strategies.sharded import Sharded
 from ddp.train.checkpoints.checkpoint import read_checkpoint

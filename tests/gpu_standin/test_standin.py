@@ -172,7 +172,7 @@ def like_the_cpu(kind: str) -> list[Tensor]:
 
 
 def a_device_as_others() -> None:
-    from ddp import gpu
+    from ddp.process import gpu
 
     assert not torch.cuda.is_available()
     device.install(2, first_device=1)

@@ -31,8 +31,8 @@ from ddp.comm.transport import topology
 from ddp.data.orders.steps import RoundLength, RoundSizes
 from ddp.errors import ConfigError, Diverged
 from ddp.process.log import log
+from ddp.process.streams import dropout_stream
 from ddp.run.settings.reader import from_plain
-from ddp.streams import dropout_stream
 from ddp.train.tasks.task import Task
 
 WORKERS, SEED = 4, 5

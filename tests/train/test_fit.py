@@ -690,7 +690,7 @@ def test_a_look_at_the_first_batch_changes_nothing() -> None:
 def looked_at() -> None:
     """A loop by hand, without the look, ends with the same bits, with dropout and BatchNorm."""
     comm = ddp.init(abort_s=20)
-    from ddp.streams import dropout_stream
+    from ddp.process.streams import dropout_stream
 
     state = fit(ddp.Classification(), epochs=2)
     module = net()

@@ -21,8 +21,8 @@ import ddp
 from ddp.collectives.shards import owned
 from ddp.errors import Diverged
 from ddp.optim import precision
+from ddp.process.streams import GeneratorStates
 from ddp.replica.broadcast import tensor_hash
-from ddp.streams import GeneratorStates
 from ddp.train.checks import audit
 from ddp.train.checks.audit import Audit, Turn
 from ddp.train.checks.replay import Outcome, Replay

@@ -36,9 +36,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from ddp import gpu
 from ddp.comm.transport.edge import NO_DEADLINE, GiveUpCheck, Pending, Transfer, TransportError
 from ddp.errors import first_line
+from ddp.process import gpu
 from ddp.process.clock import Patience
 from ddp.process.host import gloo_s_interfaces
 

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from ddp import gpu
 from ddp.comm.meeting.private_store import for_torch, part_of
 from ddp.comm.transport.edge import NO_DEADLINE, GiveUpCheck, Pending, Transfer, Transport, TransportError
 from ddp.errors import first_line
+from ddp.process import gpu
 from ddp.process.environment import variable_set
 
 ProcessGroupNCCL: Any = getattr(dist, "ProcessGroupNCCL", None)  # None: a build of torch without NCCL

@@ -37,7 +37,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 from ddp.data.loading.processes import packed
 from ddp.data.samples import Collate, WholeBatches
 from ddp.errors import UnreadableSample
-from ddp.streams import preserved, seed_generators, stream_seed
+from ddp.process.streams import preserved, seed_generators, stream_seed
 
 UNREADABLE = (UnreadableSample, OSError)
 """Errors of a data set that mean that one sample cannot be read."""

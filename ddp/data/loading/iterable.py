@@ -32,7 +32,6 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from ddp import gpu
 from ddp.data.loading.loader import CPU, NO_LIMITS
 from ddp.data.loading.loader_watch import Limits, LoaderWatch
 from ddp.data.loading.processes import appear_as, data_loader, packed
@@ -44,7 +43,8 @@ from ddp.data.orders.sharding import OwnSharding
 from ddp.data.orders.steps import SamplerState
 from ddp.data.samples import Collate
 from ddp.errors import ConfigError
-from ddp.streams import preserved, seed_generators, stream_seed
+from ddp.process import gpu
+from ddp.process.streams import preserved, seed_generators, stream_seed
 
 _NUM_COMPARED = 4  # first samples of a stream
 ENDLESS = 1 << 62  # positions of an epoch, or steps of a run, whose end is not known

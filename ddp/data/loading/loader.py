@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-from ddp import gpu
 from ddp.data.loading.fetching import UNREADABLE, Fetched, KeyedBatches, Request
 from ddp.data.loading.loader_watch import Limits, LoaderWatch
 from ddp.data.loading.processes import data_loader
@@ -34,6 +33,7 @@ from ddp.data.orders.order import Checksum
 from ddp.data.orders.sampler import EvaluationSampler, Micro, StepPlan, TrainSampler
 from ddp.data.samples import Collate
 from ddp.errors import ConfigError, UnreadableSample
+from ddp.process import gpu
 from ddp.process.log import log
 from ddp.units import counted
 

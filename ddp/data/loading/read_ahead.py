@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ddp import gpu
+from ddp.process import gpu
 from ddp.process.helper_thread import HelperThread
 
 Result = TypeVar("Result")

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ddp.data.orders.permutation import Indices, Permutations, uniform
 from ddp.errors import ConfigError
-from ddp.streams import stream_seed
+from ddp.process.streams import stream_seed
 
 # --- Attributes of samples -------------------------------------------------------------------------------------------
 #

@@ -30,7 +30,7 @@ from ddp.data.orders.order import Order, key_of, length_of, numbers_of, starts_o
 from ddp.data.orders.permutation import Indices, Permutations
 from ddp.data.orders.steps import Steps
 from ddp.errors import ConfigError
-from ddp.streams import stream_seed
+from ddp.process.streams import stream_seed
 
 
 class TokenBudget(Order, Steps):

@@ -25,7 +25,7 @@ from torch import Tensor
 from ddp.data.orders.permutation import Indices, Permutations
 from ddp.data.samples import Splits, Transformed, WholeBatches, Wrapped, behind_transforms
 from ddp.errors import ConfigError
-from ddp.streams import stream_seed
+from ddp.process.streams import stream_seed
 
 _OF_SAMPLES = ("weights", "targets", "lengths")  # attributes with an entry for each sample
 

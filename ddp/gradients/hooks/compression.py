@@ -19,7 +19,6 @@ from typing import Any, SupportsInt
 import torch
 from torch import Tensor, nn
 
-from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, broadcast_object
 from ddp.comm.work import Work
@@ -27,6 +26,7 @@ from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket, span
 from ddp.gradients.hooks.hook import Hook, Memory, Parcel, corrected, wide
 from ddp.gradients.reducer import InFlight, Reducer
+from ddp.process import gpu
 
 
 class Compression(Reducer):

@@ -21,11 +21,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.errors import ConfigError
 from ddp.gradients.hooks.hook import Hook, Memory, Parcel, aligned, is_whole, summing, wide
-from ddp.streams import stream_seed
+from ddp.process import gpu
+from ddp.process.streams import stream_seed
 
 WORTH_IT = 2  # times fewer numbers, or the gradient goes dense
 

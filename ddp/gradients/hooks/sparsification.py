@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.errors import ConfigError
 from ddp.gradients.hooks.hook import Gathering, Hook, Memory, Parcel, aligned, is_number, is_whole, summing, wide
-from ddp.streams import stream_seed
+from ddp.process import gpu
+from ddp.process.streams import stream_seed
 
 # --- Top-k -----------------------------------------------------------------------------------------------------------
 #

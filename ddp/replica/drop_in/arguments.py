@@ -29,11 +29,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.comm.device import device_of
 from ddp.comm.session import communicator_of, current
 from ddp.errors import ConfigError
+from ddp.process import gpu
 from ddp.process.log import log
 from ddp.replica.autograd import uncompiled
 

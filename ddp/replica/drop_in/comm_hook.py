@@ -31,11 +31,11 @@ from typing import Any, SupportsInt
 import torch
 from torch import Tensor, nn
 
-from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.errors import HookFailed, PeerLost
 from ddp.gradients.bucket import Bucket
 from ddp.gradients.reducer import Reducer
+from ddp.process import gpu
 from ddp.process.clock import now_s
 from ddp.replica.broadcast import BufferSync
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ddp import streams
 from ddp.collectives import catalog
 from ddp.comm.communicator import Communicator
 from ddp.data.loading.fetching import UNREADABLE
@@ -29,6 +28,7 @@ from ddp.data.sets.validation import with_share
 from ddp.errors import ConfigError
 from ddp.gradients import DenseStart, Hook
 from ddp.policies import Averaging, Buckets, ParameterServer
+from ddp.process import streams
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import SyncBatchNorm

@@ -19,7 +19,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ddp import gpu, streams
 from ddp.comm.communicator import Communicator
 from ddp.comm.device import show_only
 from ddp.comm.objects import all_gather_object, on_rank_zero
@@ -28,6 +27,7 @@ from ddp.data.samples import Splits
 from ddp.data.sets import standard_library
 from ddp.errors import CheckpointError, ConfigError, said
 from ddp.models.gpt import GPT, generate
+from ddp.process import gpu, streams
 from ddp.process.arguments import program, setting_for, shown, train_command, typed_settings
 from ddp.process.memory import available_cores, collect_from_now_on
 from ddp.process.records import damage_told

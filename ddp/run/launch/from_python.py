@@ -266,7 +266,7 @@ def _dumped(value: Any, defined: Definitions | None = None) -> bytes:
 
     has_torch = "torch" in sys.modules  # else there are no tensors, and the workers need not wait for its import here
     if has_torch:
-        from ddp import gpu
+        from ddp.process import gpu
     sent_whole = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]

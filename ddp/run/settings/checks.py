@@ -430,7 +430,7 @@ def check_gpus(config: Config) -> None:
     nccl, devices = config.backend == "nccl", config.cluster.devices
     if not nccl and config.device != "cuda" and devices is None:
         return
-    from ddp import gpu  # this late, because it imports torch, which takes a second
+    from ddp.process import gpu  # this late, because it imports torch, which takes a second
 
     num_gpus, workers = gpu.cuda.device_count(), config.cluster.workers
     if devices is not None and max(devices) >= num_gpus:
@@ -449,7 +449,7 @@ def check_gpus(config: Config) -> None:
 
 def places(config: Config) -> tuple[int, str]:
     """Returns how many workers of this host can have a GPU of their own, or without GPUs a core, and that in words."""
-    from ddp import gpu  # this late, as in `check_gpus`
+    from ddp.process import gpu  # this late, as in `check_gpus`
 
     num_gpus = 0 if config.device == "cpu" else gpu.cuda.device_count()
     if num_gpus and config.cluster.devices is not None:
@@ -465,7 +465,7 @@ def check_strategy(config: Config, model: nn.Module | None = None) -> None:
     """
     if config.strategy.name == "auto":
         return
-    from ddp import gpu  # this late, as in `check_gpus`
+    from ddp.process import gpu  # this late, as in `check_gpus`
     from ddp.replica.sync_batchnorm import waits
     from ddp.strategies.choice import Setup, has_sparse_gradients, refuse
 

@@ -38,13 +38,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.session import on_cpu
 from ddp.data.orders.order import Checksum
 from ddp.errors import CheckpointError
 from ddp.optim.schedules import Rates
+from ddp.process import gpu
 from ddp.process.log import log
 from ddp.process.records import damage_told, json_object, made, to_json
 from ddp.replica.replica import Replica

@@ -38,8 +38,8 @@ from typing import IO, Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ddp import gpu
 from ddp.errors import CheckpointError
+from ddp.process import gpu
 from ddp.process.files import (
     Hold,
     at_home,

@@ -34,9 +34,9 @@ from ddp.data.loading.source import digest_of
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
 from ddp.gradients.totals import count_of
 from ddp.process.log import log
+from ddp.process.streams import preserved
 from ddp.replica.autograd import leaves_of
 from ddp.replica.sync_batchnorm import waits
-from ddp.streams import preserved
 from ddp.train.checkpoints.extra_state import loss_modules
 from ddp.train.evaluation.evaluate import add_metrics, finished
 from ddp.train.steps.batch_statistics import try_one_sample

@@ -25,7 +25,6 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.comm.device import device_of
 from ddp.comm.objects import all_gather_object
@@ -35,6 +34,7 @@ from ddp.data.loading.source import UNKEYED, Source, fingerprint, source_of
 from ddp.data.samples import Collate
 from ddp.errors import ConfigError
 from ddp.optim.precision import forward_precision
+from ddp.process import gpu
 from ddp.process.log import log
 from ddp.replica.replica import Replica, replicas_in
 from ddp.setting import Precision

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch.autograd import profiler
 
-from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.comm.watch.call import Noted
+from ddp.process import gpu
 from ddp.process.clock import now_s
 from ddp.train.monitor.parts import CallTimes, Phase, RawStep
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from ddp import gpu
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.errors import ConfigError
+from ddp.process import gpu
 from ddp.process.clock import now_s
 from ddp.process.memory import resident_bytes
 from ddp.train.monitor.profile import FILE, read_profile

@@ -29,19 +29,19 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from ddp import gpu
 from ddp.data.orders.sampler import Micro, StepPlan
 from ddp.errors import ConfigError
 from ddp.gradients.totals import Parts, Totals, count_of
 from ddp.optim.norms import gradient_norm
 from ddp.optim.precision import forward_precision
 from ddp.optim.schedules import TorchSchedule
+from ddp.process import gpu
 from ddp.process.clock import Stopwatch, now_s
 from ddp.process.log import log
+from ddp.process.streams import dropout_stream
 from ddp.replica.broadcast import BufferSnapshot
 from ddp.setting import Precision
 from ddp.strategies.strategy import Agreement
-from ddp.streams import dropout_stream
 from ddp.train.steps.batch_statistics import REMEDY, TOO_FEW
 from ddp.train.steps.state import StepReport, TrainState
 from ddp.train.tasks.task import Task, name_of

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from ddp import gpu
 from ddp.errors import ConfigError, meant
+from ddp.process import gpu
 
 IGNORE = -100
 """A target that is none: neither in the sum nor in the count. It is torch's own convention."""

@@ -26,7 +26,7 @@ from ddp.data.orders.sampler import EvaluationSampler, TrainSampler
 from ddp.data.orders.steps import SamplerState
 from ddp.data.samples import WholeBatches
 from ddp.errors import ConfigError, LoaderLost, UnreadableSample
-from ddp.streams import preserved, seed_generators, stream_seed
+from ddp.process.streams import preserved, seed_generators, stream_seed
 
 
 class Augmented(Dataset):

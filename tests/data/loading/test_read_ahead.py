@@ -17,7 +17,7 @@ from ddp.data.loading.read_ahead import AHEAD, DeviceCopies, ReadAhead
 from ddp.data.orders.sampler import TrainSampler
 from ddp.data.samples import WholeBatches
 from ddp.errors import UnreadableSample
-from ddp.streams import GeneratorStates
+from ddp.process.streams import GeneratorStates
 
 LENGTH = 60
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ddp import gpu
+from ddp.process import gpu
 
 
 def stream_seed(seed: int, *keys: int | str) -> int:
