@@ -214,6 +214,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 # ------------------------------------------------------------------------------------------------ what a run leaves
 
 
+@pytest.mark.slow
 def test_a_sweep_trains_each_world_size_and_ends_with_a_table(finished: Finished) -> None:
     out = finished.ended.out
     for world_size, run_dir in finished.run_dirs.items():
@@ -316,6 +317,7 @@ def train_in_worker(run_dir: Path) -> None:
     run(from_plain(yaml.safe_load((run_dir / "config.yaml").read_text())), run_dir)
 
 
+@pytest.mark.slow
 def test_called_from_python_a_run_has_the_same_bits(finished: Finished, tmp_path: Path) -> None:
     """As has one that torchrun starts, and starts again, below."""
     shutil.copy(finished.run_dirs[2] / "config.yaml", tmp_path)
@@ -327,6 +329,7 @@ def test_called_from_python_a_run_has_the_same_bits(finished: Finished, tmp_path
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_stopped_twice_killed_and_resumed_a_run_ends_with_the_same_bits(
     finished: Finished, tmp_path: Path, command: Command
 ) -> None:
@@ -390,6 +393,7 @@ def test_stopped_twice_killed_and_resumed_a_run_ends_with_the_same_bits(
     assert [each["step"] for each in metrics if each["kind"] == "step"] == list(range(1, NUM_STEPS + 1))
 
 
+@pytest.mark.slow
 def test_a_run_saves_when_its_terminal_closes_and_under_nohup_goes_on(finished: Finished, tmp_path: Path) -> None:
     """The second run can print nowhere either, and in letters that are not enough."""
     master, terminal = os.openpty()
@@ -491,6 +495,7 @@ def test_a_killed_worker_ends_the_run_in_seconds_and_is_named(command: Command) 
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_a_stopped_worker_is_named_after_the_deadline(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = command.folder / "runs" / "mine"
     # How long the engine waits from SIGTERM, which a stopped process cannot act on, to SIGKILL: 30 s by default. A
@@ -583,6 +588,7 @@ def test_a_sweep_is_suggested_that_this_machine_can_run(
         ("hydra.run.dir=/proc/mine", "run directory /proc/mine: No such file or directory"),
     ],
 )
+@pytest.mark.quick(2)
 def test_bad_input_is_one_line(arguments: str, words: str, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # no network

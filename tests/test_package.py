@@ -30,6 +30,7 @@ def build(kind: str, source: Path, folder: Path) -> Path:
     return folder / done.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_an_installed_package_trains_from_any_folder(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     for name in ("ddp", "README.md", "LICENSE", "pyproject.toml"):  # builds leave folders behind
@@ -116,6 +117,7 @@ esac
         ({}, "this needs Python 3.11, 3.12 or 3.13, and finds none; "),
     ],
 )
+@pytest.mark.quick(1)
 def test_the_scripts_take_a_python_that_fits(found: dict[str, str], said: str, tmp_path: Path) -> None:
     folder, scripts = tmp_path / "bin", tmp_path / "scripts"
     folder.mkdir()
@@ -160,6 +162,7 @@ def test_a_linked_environment_is_left_alone_and_two_first_calls_do_not_meet(tmp_
             assert second.stderr.read() == "", "it installs nothing more"
 
 
+@pytest.mark.slow
 def test_importing_ddp_and_its_data_leaves_torch_for_later() -> None:
     program = """
 import sys

@@ -79,6 +79,7 @@ def of_a_few_bytes(yardstick: Callable[..., float], train: bytes, held_out: byte
 
 
 @pytest.mark.parametrize("command", commands())
+@pytest.mark.quick(6)
 def test_command(
     command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,6 +64,7 @@ def run(command: str, monkeypatch: pytest.MonkeyPatch, *further: str, status: in
 
 
 @pytest.mark.parametrize(("commands", "shown"), GROUPS)
+@pytest.mark.quick(1)
 def test_commands_say_what_is_shown(
     commands: str, shown: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,12 +81,14 @@ def ending(text: str) -> str:
     return next(line for line in text.splitlines()[::-1] if re.match(r"(Diverged|AuditFailed): ", line))
 
 
+@pytest.mark.slow
 def test_a_bad_step_says_what_is_shown(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     run(BAD, monkeypatch, status=1)
     (shown,) = (each for each in SHOWN if each.startswith("Diverged"))
     assert words_of(ending(capfd.readouterr().err)) == words_of(shown)
 
 
+@pytest.mark.slow
 def test_an_audit_says_what_is_shown(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,6 +29,7 @@ def test_the_numbers_are_fixed_for_ever():
     assert stream_seed(7, "dropout", 3, 1, 0) == 2907533972494214492
 
 
+@pytest.mark.slow
 def test_another_process_computes_the_same():
     code = "from ddp.process.streams import stream_seed; print(stream_seed(5, 'augmentation', 2, 99))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -97,6 +98,7 @@ def test_blocks_leave_no_trace():
         assert draw() == expected[1]
 
 
+@pytest.mark.slow
 def test_cuda_is_not_initialised_by_asking():
     code = "import torch; from ddp.process.streams import dropout_stream as d; d(0, 0, 0, 0, 'cpu')"
     code += "; assert not torch.cuda.is_initialized()"

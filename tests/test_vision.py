@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 
 def run_python(program: str) -> str:
     result = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120)
@@ -12,6 +14,7 @@ def run_python(program: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_gives_a_working_package_even_after_a_plain_import_has_failed() -> None:
     program = """
 import sys  # as in an environment that scripts/_setup.sh has not made:
@@ -30,6 +33,7 @@ print(plain is package)
     assert run_python(program).split("\n")[:3] == ["(2, 2) resnet18 MNIST", "True", "True"]
 
 
+@pytest.mark.slow
 def test_existing_operators_are_left_alone() -> None:
     """Where torchvision's own library can be loaded, or someone else has declared the operators, nothing is added."""
     program = """
@@ -48,6 +52,7 @@ print(ddp.vision.declared)
     assert run_python(program).strip() == "[]"
 
 
+@pytest.mark.slow
 def test_another_failure_is_not_hidden(tmp_path: Path) -> None:
     program = f"""
 import sys

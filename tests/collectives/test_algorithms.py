@@ -55,6 +55,7 @@ def share(p: int) -> Fraction:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.quick(3)
 def test_every_schedule_is_proven_and_keeps_to_the_textbook(name: str) -> None:
     """Rounds; messages and share of the buffer that the busiest rank sends; the order of additions."""
     for num_ranks in HALF_SIZES if name in HALVES else SIZES:

@@ -207,6 +207,7 @@ def test_what_repeats() -> None:
 
 
 @pytest.mark.parametrize("name", ["ring", "tree", "butterfly", "recursive_doubling", "hierarchical", "two_dimensional"])
+@pytest.mark.quick(1)
 def test_two_thousand_ranks(name: str) -> None:
     many_ranks(name, 2_000)
 

@@ -261,6 +261,7 @@ CASES = [(8, 1), (8, 2), (8, 3), (8, 5), (8, 8), (6, 4), (7, 5), (4, 3), (32, 5)
 
 
 @pytest.mark.parametrize(("num_shards", "num_ranks"), CASES)
+@pytest.mark.quick(2)
 def test_every_rank_ends_with_the_bits_of_the_tree(num_shards: int, num_ranks: int) -> None:
     for numel in (0, 1, num_ranks - 1, num_ranks, num_ranks + 1, 1000):
         parts = gradients(num_shards, numel)

@@ -109,6 +109,7 @@ def test_means_that_a_type_holds_do_not_overflow_where_sums_would(world_size: in
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.quick(1)
 def test_integers_and_bools_are_exact(world_size: int) -> None:
     kinds = [(numel, torch.int64) for numel in lengths(world_size)] + [(21, dtype) for dtype in INTEGERS]
     cases = [(name, numel, dtype) for name in routes(world_size) for numel, dtype in kinds]
@@ -130,6 +131,7 @@ def test_integers_and_bools_are_exact(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.quick(1)
 def test_floats_are_within_the_bound_and_bitwise_equal_on_all_ranks(world_size: int) -> None:
     """|error| ≤ 2(W−1)·eps·Σ|x| for any order of additions; and it is the one that the proof says."""
     cases = [(name, dtype) for name in routes(world_size) for dtype in FLOATS]
@@ -163,6 +165,7 @@ def added_up(expression: Expression, parts: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.quick(1)
 def test_every_operation(world_size: int) -> None:
     reference: dict[str, Callable[[Tensor], Tensor]] = {
         "sum": lambda x: x.sum(0),
@@ -185,6 +188,7 @@ def test_every_operation(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.quick(1)
 def test_every_sum_is_divided_once(world_size: int) -> None:
     """In each way, whoever completes it; in many segments."""
     cases = [(name, numel) for name in routes(world_size) for numel in (1, world_size + 1, 150)]
@@ -213,6 +217,7 @@ def large(rank: int, numel: int, divide_by: int) -> Tensor:
 
 @pytest.mark.parametrize("wire", EPS)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.quick(4)
 def test_a_narrow_wire_keeps_replicas_equal_and_accumulates_wide(world_size: int, wire: WireName) -> None:
     """Rounded once per hop, not added in the narrow type: within one rounding per contribution and one of the sum."""
     cases = [(0, 1), (1, 3), (1023, 1), (1801, 1 << 20)]
@@ -495,6 +500,7 @@ def test_a_second_thread_is_refused_while_the_first_is_in_a_collective() -> None
 
 @pytest.mark.parametrize("how", ["raise", "silent"])
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name in routes(5)])
+@pytest.mark.quick(4)
 def test_a_fault_in_any_round_of_any_algorithm(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank ends: with a PeerLost that names the call, or, if it needed nothing more, with the right sum."""
     monkeypatch.setattr("ddp.comm.watch.watchdog.JUDGE_S", 0.05)  # whom it names is another test's subject

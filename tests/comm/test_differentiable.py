@@ -79,6 +79,7 @@ def by_hand(numbers: tuple[int, ...], on_hosts: bool) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("numbers", "on_hosts"), [((6, 6), False), ((1, 11), False), ((0, 12), False), ((5, 3, 4), True)]
 )
+@pytest.mark.quick(1)
 def test_a_loss_over_all_ranks_pairs_has_one_process_s_gradient(numbers: tuple[int, ...], on_hosts: bool) -> None:
     by_rank = run_ranks(by_hand, len(numbers), numbers, on_hosts)
     for number, found in enumerate(by_rank[0]):

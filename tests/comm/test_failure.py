@@ -79,6 +79,7 @@ def stuck_in_user_code() -> None:
         ("stopped", False, "it shows no sign of life"),
     ],
 )
+@pytest.mark.quick(1)
 def test_survivors_name_the_lost_rank(how: str, shared_memory: bool, says: str) -> None:
     started = start_ranks(lose_a_peer, WORLD_SIZE, how, shared_memory)
     try:
@@ -104,6 +105,7 @@ class SilentStore(HashStore):
         return False
 
 
+@pytest.mark.slow
 def test_a_silent_store_does_not_hold_up_the_verdict() -> None:
     watchdog = Watchdog(SilentStore(), 1, 3, generation=0, warn_s=100, abort_s=1)
     watchdog.set_hosts(["a", "b", "c"], {})
@@ -209,6 +211,7 @@ def leave_after_its_part(how: str) -> float:
     return total
 
 
+@pytest.mark.slow
 def test_a_rank_that_left_after_its_part_is_not_missed() -> None:
     jobs = {how: start_ranks(leave_after_its_part, 3, how) for how in ("leaves", "ends")}  # the latter by os._exit
     for how, job in jobs.items():
@@ -293,6 +296,7 @@ def wait_while_paused(shared_memory: bool) -> float:
     return comm.all_reduce(torch.ones(3), label="across the pause").sum().item()
 
 
+@pytest.mark.slow
 def test_a_job_that_was_paused_for_longer_than_its_deadline_goes_on(tmp_path: Path) -> None:
     """Ctrl-Z and fg, a frozen container, a suspended laptop."""
     jobs = [start_ranks(wait_while_paused, 2, route, environment={"READY": str(tmp_path)}) for route in (True, False)]
@@ -340,6 +344,7 @@ def outlast_the_silence(what: str, shared_memory: bool) -> tuple[str, float]:
     return "done", time.monotonic() - start_s
 
 
+@pytest.mark.slow
 def test_a_rank_that_lives_is_waited_for_and_one_that_does_not_is_named_soon() -> None:
     """Long before the process group's timeout, which holds for the living."""
     cases = [("busy", True), ("busy", False), ("stopped", True), ("stopped", False), ("stopped in a hook", True)]

@@ -166,11 +166,13 @@ def reduce_every_way(group: HostGroup) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.usefixtures("_small_pieces")
+@pytest.mark.quick(1)
 def test_zero_copy_and_staged_all_reduce_give_the_bits_of_the_tree(size: int) -> None:
     on_one_host(size, reduce_every_way)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.quick(1)
 def test_mailboxes_give_the_bits_of_the_tree(size: int) -> None:
     on_one_host(size, reduce_every_way)
 
@@ -236,6 +238,7 @@ def scatter_gather_broadcast(group: HostGroup) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 @pytest.mark.usefixtures("_small_pieces")
+@pytest.mark.quick(1)
 def test_the_other_collectives_with_uneven_and_empty_slices(size: int) -> None:
     on_one_host(size, scatter_gather_broadcast)
 
@@ -652,6 +655,7 @@ def lose_a_member(how: str) -> tuple[int, bool, float]:
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.quick(1)
 def test_every_survivor_names_the_lost_member(how: str) -> None:
     started = start_ranks(lose_a_member, 4, how)
     try:

@@ -358,6 +358,7 @@ WRONG: dict[str, tuple[list[Callable[[Communicator], Any]], list[str]]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
+@pytest.mark.quick(2)
 def test_who_is_to_blame(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By ranks on threads, with watchdogs of their own."""
     monkeypatch.setattr(watchdog_module, "INTERVAL_S", 0.05)

@@ -119,6 +119,7 @@ def what_is_kept() -> tuple[list[str], int, list[str]]:
     return sorted(files), len(list(Path("/proc/self/task").iterdir())), named
 
 
+@pytest.mark.slow
 def test_a_lost_peer_leaves_all_other_communicators_whole_and_nothing_is_kept_of_closed_ones() -> None:
     started = start_ranks(one_of_several, 4)
     try:

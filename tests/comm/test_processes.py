@@ -282,11 +282,13 @@ def hosts_of_two() -> None:
     ddp.shutdown()
 
 
+@pytest.mark.slow
 def test_counterparts_on_hosts_of_one_size_have_their_slices_side_by_side() -> None:
     run_ranks(hosts_of_two, 4)
 
 
 @pytest.mark.parametrize("world_size", [2, 5])  # 5: hosts of 3 and 2
+@pytest.mark.quick(1)
 def test_every_way_and_verb(world_size: int) -> None:
     run_ranks(sessions, world_size, world_size, timeout_s=300)
 
@@ -345,6 +347,7 @@ def refuse_or_do(shared_memory: bool) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.quick(1)
 def test_every_verb_takes_a_tensor_or_refuses_it_and_goes_on(shared_memory: bool) -> None:
     one, other = run_ranks(refuse_or_do, 2, shared_memory)
     assert one == other
@@ -413,6 +416,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.slow
 def test_a_program_may_end_without_shutdown() -> None:
     done = subprocess.run([sys.executable, "-c", EXITS], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")

@@ -136,6 +136,7 @@ def found_by(world_size: int) -> list[list[tuple[Any, ...]]]:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.quick(1)
 def test_sums_have_the_bits_of_the_tree_over_the_shards(world_size: int) -> None:
     assert found_by(world_size) == [[]] * world_size
 

@@ -256,6 +256,7 @@ if how != "ends" and rank == 1:
 """
 
 
+@pytest.mark.slow
 def test_a_program_may_end_without_shutdown_and_with_a_collective_in_flight(tmp_path: Path) -> None:
     """A thread inside Gloo would end the process by SIGABRT, and hide the error that ends the program."""
     stores = [TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in range(3)]
@@ -420,5 +421,6 @@ def fail_and_begin_anew() -> list[tuple[int, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_after_a_failed_session_the_next_one_begins_anew() -> None:
     assert run_ranks(fail_and_begin_anew, 2) == [[(2, 2.0), (1, 1.0)]] * 2

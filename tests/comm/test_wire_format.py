@@ -43,6 +43,7 @@ def test_int8_is_off_by_half_a_scale_at_most(numel: int, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("numel", [BLOCK, STRETCH + 300])
+@pytest.mark.quick(1)
 def test_chance_rounds_up_and_down_and_is_right_on_average(numel: int) -> None:
     wire, numbers = wire_format("int8_stochastic"), normal(numel)
     off = torch.zeros(numel, dtype=torch.float64)  # in scales
@@ -61,6 +62,7 @@ def test_chance_rounds_up_and_down_and_is_right_on_average(numel: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @settings(deadline=None, max_examples=200)
 @given(st.integers(0, 600), st.integers(0, 10_000), st.integers(-30, 30), st.integers(1, 1 << 40))
+@pytest.mark.quick(1)
 def test_rounding_again_changes_no_bit(name: WireName, numel: int, seed: int, exponent: int, divide_by: int) -> None:
     wire = wire_format(name, divide_by)
     for dtype in (torch.float32, torch.float64):

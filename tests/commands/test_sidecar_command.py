@@ -61,6 +61,7 @@ def check(run_dir: Path, line: dict[str, Any], side: str, samples: Any) -> None:
         assert line[f"{side}_{name}"] == pytest.approx(value, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_the_samples_that_the_run_holds_out(run: Path) -> None:
     """The test set; or with a share for validation that share, and the test set for the last checkpoint alone."""
     end(run)

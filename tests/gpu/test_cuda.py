@@ -66,6 +66,7 @@ def batch_norm_over_all_ranks(kind: str, layer: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.slow
 def test_batch_norm_over_all_ranks_equals_the_cpu_s_and_torch_s(kind: str, world_size: int) -> None:
     reference = run_ranks(batch_norm_over_all_ranks, world_size, "cpu", "ours")
     for layer in ("ours", "torch's") if kind == "cuda" else ("ours",):
@@ -125,6 +126,7 @@ def test_a_model_on_two_devices(kind: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.quick(1)
 def test_gradients_equal_those_on_the_cpu(kind: str, world_size: int) -> None:
     on_gpu, on_cpu = run_ranks(gradients, world_size, kind), run_ranks(gradients, world_size, "cpu")
     for ours, theirs in zip(on_gpu, on_cpu, strict=True):

@@ -112,11 +112,13 @@ def has_nccl(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("has_nccl")
+@pytest.mark.slow
 def test_every_way_and_type(kind: str) -> None:
     run_ranks(every_way_and_type, 2, kind)
 
 
 @pytest.mark.usefixtures("has_nccl")
+@pytest.mark.slow
 def test_buckets_beside_synchronised_layers_equal_one_message_for_each_gradient(kind: str) -> None:
     one, other = run_ranks(gradients, 2, kind, bucketed)
     naively, _ = run_ranks(gradients, 2, kind, naive)
@@ -126,5 +128,6 @@ def test_buckets_beside_synchronised_layers_equal_one_message_for_each_gradient(
 
 
 @pytest.mark.usefixtures("has_nccl")
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_within_the_deadline(kind: str) -> None:
     assert "lost rank 1" in run_ranks(lose_the_other, 2, kind, 5.0 if kind == "cuda" else 2.0)[0]

@@ -85,6 +85,7 @@ def go_in_by_all_ways(shared: bool) -> list[tuple[str, str, bool, int]]:
 
 
 @pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.quick(1)
 def test_all_ways_in_take_the_device_of_the_model_and_leave_the_current_one(shared: bool) -> None:
     by_rank = run_ranks(go_in_by_all_ways, 2, shared)
     for found, index in zip(by_rank, [1, 1] if shared else [1, 0], strict=True):

@@ -92,6 +92,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.quick(1)
 def test_it_is_told(case: Callable[[], str]) -> None:
     which = 1 if case is fail_while_a_collective_is_on_its_way else 0
     started = start_ranks(case, 2)

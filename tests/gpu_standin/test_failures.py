@@ -78,6 +78,7 @@ TOGETHER = [  # they wait, and too many at once would be late
 
 
 @pytest.mark.parametrize("cases", TOGETHER, ids=", ".join)
+@pytest.mark.quick(1)
 def test_who_is_missing_is_named_within_the_deadline(cases: dict[str, str]) -> None:
     started = {how: start_ranks(train, 2, how) for how in cases}
     try:

@@ -184,10 +184,12 @@ def on_a_late_gpu(own: bool) -> None:
     ddp.shutdown()
 
 
+@pytest.mark.slow
 def test_a_late_gpu_changes_no_number_over_nccl() -> None:
     run_ranks(on_a_late_gpu, 2, True)
 
 
+@pytest.mark.slow
 def test_a_late_gpu_changes_no_number_where_ranks_share_it() -> None:
     run_ranks(on_a_late_gpu, 2, False)
 
@@ -214,6 +216,7 @@ def fit_and_resume(kind: str, folder: Path) -> list[Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_fit_has_the_bits_of_the_cpu_and_goes_on(tmp_path: Path) -> None:
     on_gpu, _ = run_ranks(fit_and_resume, 2, "standin", tmp_path / "standin")
     on_cpu, _ = run_ranks(fit_and_resume, 2, "cpu", tmp_path / "cpu")

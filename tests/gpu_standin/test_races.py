@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 
+import pytest
 import torch
 from gpu_standin import cuda, device, nccl
 from ranks import run_ranks
@@ -270,6 +271,7 @@ def what_each_case_does() -> tuple[dict[str, list[str]], list[str]]:
     return found, nccl.ENQUEUED
 
 
+@pytest.mark.slow
 def test_no_command_races_and_communicators_have_one_order() -> None:
     results = run_ranks(what_each_case_does, 2)
     for found, _ in results:

@@ -73,6 +73,7 @@ def test_a_wrong_sum_and_unequal_bits_are_seen() -> None:
         assert "different bits" in unequal
 
 
+@pytest.mark.slow
 def test_the_shortest_run_measures_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = tmp_path / "cells.json"
     words = ["--workers", "2", "--sizes", "4KB", "--turns", "1", "--beside", "1", "--json", str(kept)]

@@ -41,6 +41,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_command_of_the_features_table(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +209,7 @@ def test_a_single_run_is_compared_with_nothing(sham: Sham, capfd: pytest.Capture
         ("--second 3 --lr 0.1", "--lr 0.1: settings have no dashes before them; write optim.lr=0.1"),
     ],
 )
+@pytest.mark.quick(1)
 def test_bad_input_is_one_line_before_a_job_begins(
     words: str, says: str, sham: Sham, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,6 +41,7 @@ def member(request: pytest.FixtureRequest) -> tuple[Build, Tensor, tuple[int, ..
     return MEMBERS[request.param]
 
 
+@pytest.mark.quick(1)
 def test_shape_and_gradients(member: tuple[Build, Tensor, tuple[int, ...]]) -> None:
     build, inputs, shape = member
     torch.manual_seed(0)
@@ -52,6 +53,7 @@ def test_shape_and_gradients(member: tuple[Build, Tensor, tuple[int, ...]]) -> N
     assert any(parameter.grad.abs().sum() > 0 for parameter in model.parameters() if parameter.grad is not None)
 
 
+@pytest.mark.quick(1)
 def test_the_seed_decides_the_weights(member: tuple[Build, Tensor, tuple[int, ...]]) -> None:
     build, _, _ = member
     weights = []
@@ -62,6 +64,7 @@ def test_the_seed_decides_the_weights(member: tuple[Build, Tensor, tuple[int, ..
     assert not torch.equal(weights[0], weights[2])
 
 
+@pytest.mark.quick(1)
 def test_an_output_depends_on_its_own_sample_only(member: tuple[Build, Tensor, tuple[int, ...]]) -> None:
     """In evaluation, so also for BatchNorm; without it a batch could not be split among workers."""
     build, inputs, _ = member

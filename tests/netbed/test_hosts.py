@@ -118,6 +118,7 @@ def left_over(name: str = NAME) -> list[str]:
     return [line for line in namespaces if line.startswith(name)] + [str(file) for file in files]
 
 
+@pytest.mark.slow
 def test_up_and_down_repeat_and_leave_the_machines_own_network_alone() -> None:
     links = subprocess.run(["ip", "-brief", "link"], capture_output=True, check=True).stdout
     bed("up", 2)
@@ -129,6 +130,7 @@ def test_up_and_down_repeat_and_leave_the_machines_own_network_alone() -> None:
     assert "not up" in bed("status", "--name", NAME, status=1)  # also after the verb
 
 
+@pytest.mark.slow
 def test_hosts_differ_and_have_no_way_out() -> None:
     bed("up", 2)
     script = "hostname; cat /proc/sys/kernel/random/boot_id; touch /dev/shm/$0; ls /dev/shm"
@@ -139,6 +141,7 @@ def test_hosts_differ_and_have_no_way_out() -> None:
     assert "default" not in bed("exec", 0, "ip", "route")
 
 
+@pytest.mark.slow
 def test_a_rate_is_kept_and_can_be_changed() -> None:
     """Nothing is faster than its link; how much slower it is depends on who else uses the machine."""
     bed("up", 2, "--rate", "40mbit")
@@ -151,12 +154,14 @@ def test_a_rate_is_kept_and_can_be_changed() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="needs /dev/net/tun for links with a delay")
+@pytest.mark.slow
 def test_a_delay_holds_every_message_back() -> None:
     bed("up", 2, "--delay", "20ms")
     assert seconds(1) > 2 * 0.020
 
 
 @pytest.mark.parametrize(("delay", "silently"), [("0", ()), ("1ms", ("--silent",))])
+@pytest.mark.quick(1)
 def test_a_cut_host_is_alone_until_it_is_healed(delay: str, silently: tuple[str, ...]) -> None:
     bed("up", 3, "--delay", delay)
     bed("cut", 1, *silently)
@@ -167,6 +172,7 @@ def test_a_cut_host_is_alone_until_it_is_healed(delay: str, silently: tuple[str,
     wait_for(lambda: reach(0, 1) == "reached")  # a host that got no answer asks again for the address a second later
 
 
+@pytest.mark.slow
 def test_torchrun_on_every_host_with_a_scripted_kill_and_nothing_left_after_sigterm(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
@@ -236,6 +242,7 @@ def test_hosts_without_a_shared_disk_fetch_their_own_data_and_resume_what_rank_0
     assert [len(list(folder.glob("runs/mine/checkpoints/step-*"))) for folder in hosts] == [3, 0]
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_described_trains_on_two_hosts_without_a_launcher(tmp_path: Path) -> None:
     """One process on each host, of which each knows the whole cluster, and which of its tasks it is."""
     bed("up", 2, "--rate", "100mbit", "--delay", "1ms")
@@ -260,6 +267,7 @@ def test_a_cluster_that_is_described_trains_on_two_hosts_without_a_launcher(tmp_
     assert "shared memory" not in summary["all_reduce"], "they are on two hosts"
 
 
+@pytest.mark.slow
 def test_an_interrupted_benchmark_takes_its_bed_down() -> None:
     words = [sys.executable, "-m", "ddp", "bench", "collectives", "--netbed", "2x1@1gbit"]
     with subprocess.Popen(words, stderr=subprocess.PIPE) as process:
@@ -287,6 +295,7 @@ def test_an_interrupted_benchmark_takes_its_bed_down() -> None:
         (("down", "--name", "A-B"), "'A-B': want up to 16 lower-case letters"),
     ],
 )
+@pytest.mark.quick(2)
 def test_bad_input_is_refused_in_words(words: tuple[object, ...], message: str) -> None:
     done = subprocess.run(command(*words), capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode in (1, 2)

@@ -90,6 +90,7 @@ CASES = [(kind, option) for kind, options in OPTIONS.items() for option in optio
 
 
 @pytest.mark.parametrize(("kind", "option"), CASES, ids=lambda value: str(value))
+@pytest.mark.quick(4)
 def test_equals_the_formulas_over_50_steps(kind: str, option: dict[str, Any]) -> None:
     equals_the_formulas(kind, option, maximize=False, num_steps=50)
 
@@ -168,6 +169,7 @@ ALL_PRESETS = [
 
 
 @pytest.mark.parametrize("name", ALL_PRESETS)
+@pytest.mark.quick(2)
 def test_presets_are_the_programs_they_are_named_after(name: str) -> None:
     program, ours = other_program(name)
     params = parameters(torch.float32)
@@ -202,6 +204,7 @@ def stepped(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps:
 
 
 @EACH
+@pytest.mark.quick(1)
 def test_goes_down_a_quadratic(kind: str) -> None:
     w = nn.Parameter(torch.full((30, 30), 2.0))
     optimizer = KINDS[kind]([w], lr=1.0 if kind == "lars" else 0.05, weight_decay=0.0)
@@ -212,6 +215,7 @@ def test_goes_down_a_quadratic(kind: str) -> None:
 
 
 @EACH
+@pytest.mark.quick(1)
 def test_trains_a_small_net(kind: str) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 2))
@@ -302,6 +306,7 @@ def test_parameters_without_a_gradient_stay_and_count_no_step(kind: str) -> None
 
 
 @EACH
+@pytest.mark.quick(1)
 def test_blocks_and_layouts_change_rounding_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def end(block: int, memory_format: torch.memory_format) -> Tensor:
         patch_blocks(monkeypatch, block)

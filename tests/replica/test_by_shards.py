@@ -431,6 +431,7 @@ def all_programs() -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_programs_that_go_other_ways_have_the_same_bits_too() -> None:
     (alone,) = run_ranks(all_programs, 1)
     assert len({str(hashes) for hashes in alone.values()}) == len(PROGRAMS)
@@ -474,6 +475,7 @@ def runs() -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(("name", "world_size"), runs())
+@pytest.mark.quick(1)
 def test_each_step_has_the_bits_of_an_explicit_tree(name: str, world_size: int) -> None:
     (alone,) = found_by(1)
     assert alone[name.removesuffix(", over links")].wrong == []
@@ -683,6 +685,7 @@ def refused(comm: Any) -> None:
     assert (replica(None).num_shards, list(replica(None).shards)) == (None, [])
 
 
+@pytest.mark.slow
 def test_mistakes_are_told_on_all_ranks() -> None:
     run_ranks(mistakes, 2)
 

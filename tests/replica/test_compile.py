@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -152,5 +153,6 @@ def all_cases() -> None:
     ddp.shutdown()
 
 
+@pytest.mark.slow
 def test_compiled_replicas_have_the_gradients_of_eager_ones() -> None:
     run_ranks(all_cases, 2, timeout_s=60)

@@ -127,6 +127,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("cases", CASES.values(), ids=CASES)
+@pytest.mark.quick(1)
 def test_survivors_end_in_time_and_name_the_lost_rank_the_step_and_the_bucket(cases: list[Case]) -> None:
     groups = [(case, start_ranks(train_until_lost, WORLD_SIZE, case.how, case.overlap)) for case in cases]
     try:

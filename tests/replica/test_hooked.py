@@ -92,6 +92,7 @@ def on_hosts(num_per_host: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("world_size", "num_per_host"), [(4, 2), (3, 2)])
+@pytest.mark.slow
 def test_ranks_of_a_host_share_the_work(world_size: int, num_per_host: int) -> None:
     by_rank = run_ranks(on_hosts, world_size, num_per_host, timeout_s=120)
     for name in HOOKS:
@@ -262,6 +263,7 @@ def used_by_none(hook: Hook) -> None:
         assert torch.equal(replica.compression.hook.memories()[what].committed[name], kept), what
 
 
+@pytest.mark.slow
 def test_a_hook_and_its_step_belong_together() -> None:
     run_ranks(by_hand, 2, timeout_s=120)
 
@@ -298,6 +300,7 @@ def in_parts(folder: str, num_steps: int, shares_memory: bool, shift: int = 0) -
     return found
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_what_its_hook_has_kept(tmp_path: Path) -> None:
     """As it would have at the same world size, bit by bit; at another one nothing is lost."""
     parts, other = str(tmp_path / "parts"), str(tmp_path / "other")

@@ -189,6 +189,7 @@ def flat(module: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten().double() for parameter in module.parameters()])
 
 
+@pytest.mark.slow
 def test_over_hosts_it_equals_the_whole_update_to_rounding() -> None:
     for found in run_ranks(over_hosts, 4):
         for whole, parts in found:
@@ -208,6 +209,7 @@ def stopped_and_resumed(folder: str, num_steps: int, sharded: bool) -> tuple[lis
     return [value.detach().clone() for value in values], bits_of(module, optimizer)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_the_ordinary_one_at_any_world_size_and_with_or_without_shards(tmp_path: Path) -> None:
     """The whole run once, and in four parts: 2 ranks with shards, 1 without, 4 and 3 with. The batch grows."""
     whole, _ = run_ranks(stopped_and_resumed, 2, str(tmp_path / "whole"), 12, False)[0]

@@ -121,6 +121,7 @@ def close(ours: Tensor | None, theirs: Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.quick(1)
 def test_equals_one_process_on_the_whole_batch(world_size: int) -> None:
     run_ranks(all_cases, world_size)
 

@@ -94,6 +94,7 @@ def on_ranks() -> list[dict[tuple[str, str], dict[str, Tensor] | str]]:
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.slow
 def test_a_model_is_trained_as_by_torch_or_refused_by_name(on_ranks: list[dict[Any, Any]], name: str, how: str) -> None:
     right, parameters = plain(how), ("tied", "overlapping")
     keeps: dict[str, Any] = {"mirrored": HOW, "averages": parameters, "same bits": parameters}

@@ -149,6 +149,7 @@ def test_a_space_is_what_hydra_s_grammar_says_and_a_trial_is_read_back(tmp_path:
         (["--model.width=16,32"], "--model.width=16,32: settings have no dashes before them"),
     ],
 )
+@pytest.mark.quick(1)
 def test_bad_input_is_one_line(
     words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

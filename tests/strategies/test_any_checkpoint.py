@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from members import WORDS, Odd, bits_of, fitted, groups_of, odd_samples, small_blocks
 from ranks import run_ranks
@@ -69,6 +70,7 @@ def resumed_by_three(folder: str) -> list[dict[str, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_strategy_resumes_every_other_one(tmp_path: Path) -> None:
     run_ranks(saved_and_resumed, 2, str(tmp_path), timeout_s=120)
     for kind, make in OPTIMIZERS.items():

@@ -89,6 +89,7 @@ def trained(kind: str, folder: str) -> Report:
     return Report(str(lost.value), took_s, str(refused.value), arms.weights)
 
 
+@pytest.mark.slow
 def test_survivors_name_the_lost_rank_and_save_nothing_of_half_an_update(tmp_path: Path) -> None:
     groups = {kind: start_ranks(trained, WORLD_SIZE, kind, str(tmp_path / kind)) for kind in CASES}
     pids = [process.pid for ranks in groups.values() for process, _ in ranks]

@@ -618,6 +618,7 @@ def off_by(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_a_round_is_that_of_the_slow_simulation(on_ranks: list[dict[str, Any]], name: str) -> None:
     seen, losses = simulated(name)
     for rank, found in enumerate(on_ranks):
@@ -628,6 +629,7 @@ def test_a_round_is_that_of_the_slow_simulation(on_ranks: list[dict[str, Any]], 
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_replicas_are_bit_equal_after_every_round_but_with_a_delay(on_ranks: list[dict[str, Any]], name: str) -> None:
     first, *others = [found[name][0] for found in on_ranks]
     parameters = sum(each.numel() for each in CASES[name].model().parameters())
@@ -638,22 +640,26 @@ def test_replicas_are_bit_equal_after_every_round_but_with_a_delay(on_ranks: lis
         assert all(torch.equal(first[:rounds], each[:rounds]) for each in others)  # statistics, too
 
 
+@pytest.mark.slow
 def test_it_is_torch_s_optimizer_for_local_sgd(on_ranks: list[dict[str, Any]]) -> None:
     for found in on_ranks:
         assert off_by(found["every=4"], found["torch"]) < 1e-12
 
 
+@pytest.mark.slow
 def test_rounds_of_one_step_are_one_process_on_the_whole_batch(on_ranks: list[dict[str, Any]]) -> None:
     expected = one_process(50)
     for found in on_ranks:
         assert off_by(found["every=1"], expected) < 1e-12
 
 
+@pytest.mark.slow
 def test_a_warm_up_is_mirrored_bit_for_bit(on_ranks: list[dict[str, Any]]) -> None:
     for found in on_ranks:
         assert torch.equal(found["all warm-up"], found["mirrored"])
 
 
+@pytest.mark.slow
 def test_differences_travel_by_wires_and_hooks(on_ranks: list[dict[str, Any]]) -> None:
     first = on_ranks[0]
     for name in ("int8", "hook"):
@@ -662,6 +668,7 @@ def test_differences_travel_by_wires_and_hooks(on_ranks: list[dict[str, Any]]) -
     assert first["hook"].isfinite().all()
 
 
+@pytest.mark.slow
 def test_a_round_that_is_not_finite_leaves_the_last_common_parameters(on_ranks: list[dict[str, Any]]) -> None:
     for found in on_ranks:
         for (said, is_as_before, _), what in zip(found["stopped"], ("loss", "gradient norm"), strict=True):
@@ -673,20 +680,24 @@ def test_a_round_that_is_not_finite_leaves_the_last_common_parameters(on_ranks: 
         assert last.isfinite().all() and torch.equal(last, on_ranks[0]["stopped by parameters"][2])
 
 
+@pytest.mark.slow
 def test_a_round_by_hand_is_taken_back_with_its_buffers_and_leaves_no_gradient(on_ranks: list[dict[str, Any]]) -> None:
     for found in on_ranks:
         for wrong, off in found["by hand"]:
             assert not wrong and off < 1e-12
 
 
+@pytest.mark.slow
 def test_statistics_that_are_not_trained_keep_their_bits(on_ranks: list[dict[str, Any]]) -> None:
     assert all(found["kept"] for found in on_ranks)
 
 
+@pytest.mark.slow
 def test_layers_are_frozen_between_late_rounds_and_nothing_stays_open(on_ranks: list[dict[str, Any]]) -> None:
     assert all(found["closed"] for found in on_ranks)
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_running_round_and_says_what_is_left(on_ranks: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(on_ranks):
         told = "SIGTERM: the run ends with this round, after 1 inner step more; a second signal ends it at once, "
@@ -708,6 +719,7 @@ def test_a_loop_by_hand_takes_another_class_for_a_delay() -> None:
     assert said == "LocalSteps with delay=1: take ddp.strategies.Streaming, or delay=0"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit_twice(on_ranks: list[dict[str, Any]]) -> None:
     """With rounds that are late, from checkpoints that both runs have made."""
     for found in on_ranks:
@@ -719,6 +731,7 @@ def test_a_run_goes_on_bit_for_bit_twice(on_ranks: list[dict[str, Any]]) -> None
     assert states[0] != states[1]  # of which each worker has its own
 
 
+@pytest.mark.slow
 def test_other_strategies_and_numbers_of_workers_go_on_and_say_what_is_dropped(
     on_ranks: list[dict[str, Any]], folder: Path
 ) -> None:
@@ -738,6 +751,7 @@ def test_other_strategies_and_numbers_of_workers_go_on_and_say_what_is_dropped(
     }
 
 
+@pytest.mark.slow
 def test_mutants_of_the_inner_and_the_outer_step_die(on_ranks: list[dict[str, Any]]) -> None:
     assert [found["survivors"] for found in on_ranks] == [[]] * WORKERS
 

@@ -153,12 +153,14 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[st
 
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("name", HOW)
+@pytest.mark.slow
 def test_a_look_changes_no_bit_of_a_run(on_ranks: list[dict[str, dict[str, Any]]], name: str, look: str) -> None:
     for found in on_ranks:
         assert found[name][look] == found[name]["at once"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_a_state_that_is_refused_changes_nothing(on_ranks: list[dict[str, dict[str, Any]]], kind: str) -> None:
     for found in on_ranks:
         (said, bits), without = found["refused"][kind]
@@ -171,6 +173,7 @@ def test_a_state_that_is_refused_changes_nothing(on_ranks: list[dict[str, dict[s
         assert "parameter group" in said[3]
 
 
+@pytest.mark.slow
 def test_ranks_that_keep_their_own_have_others(on_ranks: list[dict[str, dict[str, Any]]]) -> None:
     first, second = (found["local_sgd with a delay"]["at once"][-1] for found in on_ranks)
     assert first["head.weight"] != second["head.weight"]

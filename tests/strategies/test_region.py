@@ -631,5 +631,6 @@ def fit_and_follow(name: str, folder: Path) -> None:
     ddp.shutdown()
 
 
+@pytest.mark.slow
 def test_fit_publishes_until_it_ends_however_that_is(name: str, tmp_path: Path) -> None:
     run_ranks(fit_and_follow, 2, name, tmp_path / "run")

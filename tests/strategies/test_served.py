@@ -85,6 +85,7 @@ def sync_trainings(backups: int, most: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("workers", "servers", "most"), [(2, 1, 40), (3, 2, 3)])
+@pytest.mark.quick(1)
 def test_sync_is_one_process_on_the_whole_batch(workers: int, servers: int, most: int) -> None:
     found = ddp.launch(sync_trainings, workers - 2, most, workers=workers, servers=servers)
     for (kind, optimizer, epochs), theirs in zip(CASES, zip(*found[:servers], strict=True), strict=True):
@@ -181,6 +182,7 @@ STOPPED = {4: ("worker 1", signal.SIGSTOP)}
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.quick(1)
 def test_each_sample_counts_once_though_a_worker_is_killed(mode: str, tmp_path: Path) -> None:
     found = ddp.launch(counted, tmp_path, MODES[mode], KILLED, workers=3, servers=1)
     assert found[0][0] == 15
@@ -188,6 +190,7 @@ def test_each_sample_counts_once_though_a_worker_is_killed(mode: str, tmp_path: 
 
 
 @pytest.mark.parametrize("mode", ["sync", "bounded"])
+@pytest.mark.quick(1)
 def test_a_stopped_worker_is_not_waited_for(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +208,7 @@ def test_a_worker_that_is_asked_to_stop_leaves_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "servers"), [("sync", 2), ("async", 1)])
+@pytest.mark.quick(1)
 def test_lost_servers_go_on_from_a_checkpoint_and_say_what_is_gone(
     mode: str, servers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,6 +222,7 @@ def test_lost_servers_go_on_from_a_checkpoint_and_say_what_is_gone(
 ALONE = r"\A(worker \d stopped because server 0 failed\n)*server 0 on host \S+ failed at step 4:\n(?s:.*)\nLookupE"
 
 
+@pytest.mark.slow
 def test_where_a_server_fails_its_error_alone_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     script = {4: ("raises", signal.SIGTERM)}
     with pytest.raises(ddp.WorkersFailed, match=ALONE):
@@ -343,6 +348,7 @@ def stopped_at_step_2(folder: Path) -> None:
     counted(folder, MODES["async"], {2: ("server 0", signal.SIGSTOP)})
 
 
+@pytest.mark.slow
 def test_a_stopped_server_is_named_and_continued_to_be_ended(tmp_path: Path) -> None:
     began_s = time.monotonic()
     with pytest.raises(ConfigError, match=r"worker 0: server 0 is silent: it was stopped, or its host is down, and"):
@@ -462,6 +468,7 @@ ASYNC = ddp.ParameterServer(mode="async")
 
 
 @pytest.mark.parametrize("order", ["async, auto", "auto, async"])
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_strategy_with_each_sample_once(order: str, tmp_path: Path) -> None:
     for strategy, stops in zip(order.split(", "), (True, False), strict=True):
         policy, servers = (ASYNC, 1) if strategy == "async" else ("auto", 0)

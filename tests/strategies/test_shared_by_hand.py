@@ -120,6 +120,7 @@ def all_edits() -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_what_a_program_changes_between_steps_counts() -> None:
     assert run_ranks(all_edits, 2, timeout_s=120) == [[], []]
 

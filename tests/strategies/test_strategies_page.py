@@ -88,6 +88,7 @@ def counted(ranks_per_host: int) -> dict[str, tuple[list[Span], int]]:
 
 
 @pytest.mark.parametrize(("n", "num_hosts"), [(1, 1), (2, 1), (1, 3), (2, 2)])
+@pytest.mark.quick(1)
 def test_formulas_are_what_is_counted(n: int, num_hosts: int) -> None:
     ranks = run_ranks(counted, n * num_hosts, n)
     for word, memory, travels in ROWS:
@@ -114,6 +115,7 @@ def each_run(runs: Sequence[tuple[Config, Path]]) -> None:
 
 
 @pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.quick(1)
 def test_each_line_on_servers_trains_with_one_and_with_two(
     servers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

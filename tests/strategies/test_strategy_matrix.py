@@ -234,6 +234,7 @@ def everything() -> dict[tuple[str, str], Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.quick(1)
 def test_every_strategy_makes_what_one_process_makes(world_size: int) -> None:
     found = run_ranks(everything, world_size, timeout_s=120)[0]
     assert len(found) == len(CELLS) * len(WORDS_AT[world_size])

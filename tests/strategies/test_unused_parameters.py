@@ -87,6 +87,7 @@ def on_two_ranks() -> tuple[dict[str, Tensor], str]:
     return found, str(error.value)
 
 
+@pytest.mark.slow
 def test_a_head_that_is_not_used_is_trained_as_by_one_process() -> None:
     module = Heads()
     optimizer = optimizer_of(module)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hooks import METHODS, ROUNDS, HookCell, TimeHooks
 from ranks import run_ranks
 
@@ -17,6 +18,7 @@ def hooked() -> list[HookCell]:
     return TimeHooks("small-mlp", SOME_METHODS, num_turns=1)()
 
 
+@pytest.mark.slow
 def test_methods_of_sending_less_are_timed() -> None:
     cells, same = run_ranks(hooked, 2, timeout_s=100)
     assert cells == same

@@ -157,6 +157,7 @@ def about(rank: int) -> str:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.quick(1)
 def test_whoever_computes_wrongly_from_the_first_step_on_is_named(world_size: int) -> None:
     for wrong in range(world_size):
         said, last_step = found_by(world_size)[0][f"rank {wrong}"]
@@ -173,6 +174,7 @@ def test_whoever_computes_wrongly_from_the_first_step_on_is_named(world_size: in
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.slow
 def test_whoever_begins_later_is_named_within_as_many_audits_as_ranks(world_size: int) -> None:
     for wrong in range(world_size):
         said, last_step = found_by(world_size)[0][f"rank {wrong}, later"]

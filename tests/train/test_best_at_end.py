@@ -56,6 +56,7 @@ def restored(folder: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.quick(1)
 def test_the_model_ends_with_the_best_weights_on_every_rank(world_size: int, tmp_path: Path) -> None:
     by_rank = run_ranks(restored, world_size, str(tmp_path))
     assert all(each == by_rank[0] for each in by_rank)
@@ -82,6 +83,7 @@ def test_the_best_checkpoint_may_be_of_a_version_that_named_a_compiled_model_oth
     assert all(torch.equal(each, weights[name]) for name, each in best.parts["model"].items())
 
 
+@pytest.mark.slow
 def test_a_fit_says_where_the_run_is_and_that_other_weights_are_better(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -160,6 +160,7 @@ class Shrinks(nn.Linear):
         return super().forward(inputs)
 
 
+@pytest.mark.slow
 def test_what_a_callback_changes_holds_in_every_mode() -> None:
     run_ranks(all_changes_hold, 2)
 
@@ -242,6 +243,7 @@ class Steps(ddp.Callback):
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.quick(1)
 def test_a_scheduler_that_a_callback_steps_is_as_in_a_loop_by_hand(name: str, tmp_path: Path) -> None:
     def made() -> tuple[nn.Module, SGD, Steps]:
         torch.manual_seed(0)
@@ -287,6 +289,7 @@ class Makes(Steps):
 
 @pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
 @pytest.mark.parametrize("name", ["one cycle", "cosine"])
+@pytest.mark.quick(1)
 def test_a_scheduler_made_at_the_start_of_a_resumed_fit_leaves_the_checkpoint_s_rates(
     name: str, rate: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -396,6 +399,7 @@ def unfrozen(folder: Path, steps: int, callback: Unfreezes, *, module: nn.Sequen
 
 @pytest.mark.parametrize("how", [{}, {"precision": "bf16_pure"}, {"sharded": True}])
 @pytest.mark.parametrize("at_start", [False, True])
+@pytest.mark.quick(1)
 def test_a_run_whose_callback_has_added_a_group_is_resumed(tmp_path: Path, at_start: bool, how: dict[str, Any]) -> None:
     whole, _, _ = unfrozen(tmp_path / "whole", 9, Unfreezes(at_start=at_start), **how)
     for steps in (1, 3, 6, 9):

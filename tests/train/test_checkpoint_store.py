@@ -97,6 +97,7 @@ def test_paths_of_a_checkpoint_and_of_a_folder(store, tmp_path):
         (None, 3, None, [5, 6]),
     ],
 )
+@pytest.mark.quick(1)
 def test_the_last_and_the_best_are_kept(tmp_path, best, keep_best, pointer, kept):
     store = CheckpointStore(tmp_path, keep_last=2, keep_best=keep_best, best=best)
     for step, score in enumerate([0.1, 0.9, 0.3, math.nan, None, 0.2], start=1):
@@ -175,6 +176,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("words", DAMAGES)
+@pytest.mark.quick(1)
 def test_damage_is_named_and_an_earlier_checkpoint_serves(store, words, caplog):
     save(store, 1)
     damaged = save(store, 2)
@@ -324,6 +326,7 @@ print(num_checks)
 
 
 @pytest.mark.parametrize(("mode", "least"), [("any instant", 10), ("new step", 30), ("same step", 30)])
+@pytest.mark.quick(1)
 def test_killed_while_saving(tmp_path, mode, least):
     done = subprocess.run([sys.executable, "-c", KILLED, tmp_path, mode], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")

@@ -128,6 +128,7 @@ def in_three_parts(folder: str) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_epochs_are_as_promised_also_when_they_are_resumed(tmp_path: Path) -> None:
     found = run_ranks(in_three_parts, 2, str(tmp_path))[0]
     assert found[:3] == [[0, 0], [1, 1], [2, 2]]
@@ -143,6 +144,7 @@ def test_an_order_that_breaks_its_promise_is_told(tmp_path: Path, caplog: pytest
     assert "epoch 2 was not what its order (careless) promises" in caplog.text
 
 
+@pytest.mark.slow
 def test_equal_first_batches_are_refused() -> None:
     assert run_ranks(refused_on_two_ranks, 2) == [True] * 2
     with pytest.raises(ConfigError, match="rank 0, loader process 0 and rank 0, loader process 1 have"):
@@ -202,6 +204,7 @@ def without_the_unreadable(micro_size: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("micro_size", [1, 4, 47])
+@pytest.mark.quick(1)
 def test_what_is_left_out_changes_nothing_else(micro_size: int) -> None:
     assert run_ranks(without_the_unreadable, 3, micro_size) == [[9, 1]] * 3
 

@@ -152,6 +152,7 @@ class Whole(Classification):
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.quick(1)
 def test_equals_one_process_over_all_samples(world_size: int) -> None:
     by_rank = [found.by_size for found in found_by_rank(world_size)]
     net = model().eval()

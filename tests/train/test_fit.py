@@ -584,6 +584,7 @@ def folds(folder: str) -> list[str]:
     return [line for line in said if "stopped by" in line or "came after" in line]
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_loop_over_fits_and_says_what_is_saved(tmp_path: Path) -> None:
     first, second = run_ranks(folds, 2, str(tmp_path))
     again = 'which is saved in %s: the same call with resume="auto" goes on from there'

@@ -143,6 +143,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     return {size: (run_ranks(ends, size, str(folder)), folder / str(size)) for size in (1, 3)}
 
 
+@pytest.mark.slow
 def test_a_step_that_is_left_out_leaves_nothing_behind(both: dict[int, Any]) -> None:
     for found, _ in both.values():
         for name, (_, made, is_finite) in found[0].items():
@@ -345,6 +346,7 @@ def spikes_on(world_size: int) -> list[dict[str, Any]]:
     return run_ranks(spikes, world_size)
 
 
+@pytest.mark.slow
 def test_a_spike_is_found_named_and_left_out() -> None:
     (alone,), three = spikes_on(1), spikes_on(3)
     for each in three:
@@ -417,6 +419,7 @@ EXPECTED = {  # steps, with their rates
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.slow
 def test_the_run_goes_back_at_half_the_rate(gone_back: dict[int, Any], name: str, world_size: int) -> None:
     found, folder = gone_back[world_size]
     made, _ = found[name]

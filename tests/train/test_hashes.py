@@ -39,6 +39,7 @@ def all_strategies(folder: Path) -> None:
     ddp.shutdown()
 
 
+@pytest.mark.slow
 def test_hashes_are_equal_at_any_number_of_workers_and_by_any_strategy(tmp_path: Path) -> None:
     run_ranks(all_strategies, 3, tmp_path)
     all_strategies(tmp_path)

@@ -94,6 +94,7 @@ def runs(folder: str) -> Any:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.quick(1)
 def test_the_validation_set_chooses_and_the_test_set_is_for_the_report(world_size: int, tmp_path: Path) -> None:
     results = run_ranks(runs, world_size, str(tmp_path))
     seen = set[int]().union(*(result[0] for result in results))

@@ -82,6 +82,7 @@ SIDES = {"test": HELD_OUT, "training": (DATA[0][SPREAD], DATA[1][SPREAD])}
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.quick(1)
 def test_rows_of_all_samples_and_the_history_of_a_run(world_size: int, tmp_path: Path) -> None:
     scores = net().eval()(HELD_OUT[0]).detach()
     for alone, few, first, history, evaluation, expected, reported, rounds in run_ranks(

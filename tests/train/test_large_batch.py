@@ -87,6 +87,7 @@ def in_one_process(kind: str) -> Tensor:
     return flat(module)
 
 
+@pytest.mark.slow
 def test_two_workers_equal_one_process_and_a_veto_leaves_the_state() -> None:
     ranks = run_ranks(trained, 2)
     for kind, (first, first_hash), (_, second_hash) in zip(KINDS, *ranks, strict=True):

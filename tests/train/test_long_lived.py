@@ -91,6 +91,7 @@ def rounds(port: int, folder: Path, num_rounds: int) -> tuple[Counter[str], Coun
     return counts[0], counts[-1], sys.excepthook is sys.__excepthook__
 
 
+@pytest.mark.slow
 def test_runs_one_after_another_leave_nothing_in_the_process(tmp_path: Path) -> None:
     """After success, an error, with other ranks, another world size, another port."""
     port = random.randrange(FIRST_PORT, FIRST_PORT + NUM_PORTS)

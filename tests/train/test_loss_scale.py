@@ -130,5 +130,6 @@ def everything(folder: str) -> None:
     ddp.shutdown()
 
 
+@pytest.mark.slow
 def test_the_scale_finds_its_size_and_changes_nothing_else(tmp_path: Path) -> None:
     run_ranks(everything, 2, str(tmp_path))

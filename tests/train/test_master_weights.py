@@ -152,5 +152,6 @@ def everything(folder: str) -> None:
     ddp.shutdown()
 
 
+@pytest.mark.slow
 def test_small_updates_add_up_and_a_run_goes_on_bit_by_bit(tmp_path: Path) -> None:
     run_ranks(everything, 2, str(tmp_path))

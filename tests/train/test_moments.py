@@ -137,5 +137,6 @@ def moments(folder: Path) -> None:
     ddp.shutdown()
 
 
+@pytest.mark.slow
 def test_every_rank_hears_of_checkpoints_and_of_the_end_and_any_rank_may_end_the_run(tmp_path: Path) -> None:
     run_ranks(moments, 2, tmp_path)

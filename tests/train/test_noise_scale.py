@@ -151,6 +151,7 @@ def on_all_ranks() -> tuple[dict[str, Any], list[Any]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.quick(1)
 def test_a_known_noise_scale_is_found_and_parts_are_those_of_the_ranks(world_size: int) -> None:
     for found, parts in run_ranks(on_all_ranks, world_size):
         assert found["scale"] == pytest.approx(NOISE_SCALE, rel=0.1)

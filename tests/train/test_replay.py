@@ -394,6 +394,7 @@ def place(world_size: int, *, same_bits: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("same_bits", [True, False])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.quick(1)
 def test_a_bad_step_is_explained(name: str, same_bits: bool, world_size: int) -> None:
     messages = [found.get((name, same_bits)) for found in told(world_size)]
     if messages[0] is None:

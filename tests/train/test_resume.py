@@ -109,6 +109,7 @@ def part_of_a_run(
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.quick(1)
 def test_stopped_twice_and_resumed_is_bitwise_the_uninterrupted_run(tmp_path: Path, world_size: int) -> None:
     whole = run_ranks(part_of_a_run, world_size, str(tmp_path / "whole"), None, False)
     assert {result[0] for result in whole} == {NUM_STEPS}
@@ -125,6 +126,7 @@ def test_stopped_twice_and_resumed_is_bitwise_the_uninterrupted_run(tmp_path: Pa
     assert third[0][2] == whole[0][2]
 
 
+@pytest.mark.slow
 def test_resumed_at_another_world_size_sees_every_sample_once_per_epoch(tmp_path: Path) -> None:
     folder = str(tmp_path)
     first = run_ranks(part_of_a_run, 3, folder, 3, False)
@@ -260,6 +262,7 @@ def rates_of_a_run(folder: Path, make: Any, *, epochs: int, every: str | None = 
 
 
 @pytest.mark.parametrize("schedule", [ddp.optim.cosine(), ddp.optim.with_warmup(ddp.optim.wsd(), fraction=0.25)])
+@pytest.mark.quick(1)
 def test_a_schedule_follows_the_length_of_a_run_that_is_extended(tmp_path: Path, schedule: Any) -> None:
     rates_of_a_run(tmp_path, lambda _: schedule, epochs=1)
     rates = rates_of_a_run(tmp_path, lambda _: schedule, epochs=3)
@@ -285,6 +288,7 @@ EXTENDED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", EXTENDED)
+@pytest.mark.quick(1)
 def test_a_scheduler_of_torch_s_that_keeps_its_old_length_is_told(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -313,6 +317,7 @@ def test_a_run_goes_on_after_an_agreed_stop() -> None:
         assert (state.step, state.stopped_by) == (9, "")
 
 
+@pytest.mark.slow
 def test_while_a_fit_runs_no_other_process_saves_into_its_folder(tmp_path: Path) -> None:
     state, data = in_one_process(40)
     store = CheckpointStore(tmp_path / "checkpoints")
@@ -432,6 +437,7 @@ def test_a_checkpoint_of_the_first_version_can_be_resumed(tmp_path: Path) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
+@pytest.mark.slow
 def test_a_compiled_model_has_the_names_of_the_bare_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever part is compiled; so that a run goes on with the model compiled or not, and any program loads it."""
     graphs: list[int] = []

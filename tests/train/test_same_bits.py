@@ -253,6 +253,7 @@ def runs() -> Iterator[tuple[str, str, int]]:
 
 
 @pytest.mark.parametrize(("name", "suffix", "world_size"), [*runs()])
+@pytest.mark.quick(2)
 def test_any_number_of_workers_has_the_same_bits(name: str, suffix: str, world_size: int) -> None:
     alone = found_by(1)[0][name]
     for found in found_by(world_size):
@@ -384,6 +385,7 @@ FIGURES_ALONE = ("norms_by_rank", "evaluated_by_rank")
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.quick(1)
 def test_mutants_have_other_bits(mutant: str) -> None:
     alone, other = (found_by(world_size)[0][mutant] for world_size in (1, MUTANTS[mutant][2]))
     assert (other[-1] != alone[-1]) == (mutant not in FIGURES_ALONE)
@@ -404,6 +406,7 @@ def part_of_a_run(folder: str, max_steps: int, whole: str = "") -> tuple[list[An
     return found, uninterrupted
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_with_other_numbers_of_workers_has_the_same_bits(tmp_path: Path) -> None:
     folder = str(tmp_path / "parts")
     parts, whole = list[Any](), list[Any]()

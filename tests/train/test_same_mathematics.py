@@ -387,6 +387,7 @@ def bucketed(world_size: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.quick(1)
 def test_equals_one_process_after_every_step(world_size: int) -> None:
     results = [result for result, *_ in bucketed(world_size)]
     for case in CASES:
@@ -405,6 +406,7 @@ def test_naive_equals_one_process_too() -> None:
     assert ((results[0]["mlp"][0] - expected).norm(dim=1) / expected.norm(dim=1)).max() <= 1e-12
 
 
+@pytest.mark.slow
 def test_a_sparse_embedding_is_clipped_and_trained_as_a_dense_one_in_one_process() -> None:
     module, optimizer = sentiment(sparse=False)
     sampler = TrainSampler(43, global_batch=GLOBAL_BATCH, rank=0, world_size=1, seed=5)
@@ -426,6 +428,7 @@ def test_a_sparse_embedding_is_clipped_and_trained_as_a_dense_one_in_one_process
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.slow
 def test_layers_that_are_frozen_and_unfrozen_equal_one_process(world_size: int) -> None:
     """Also where a rank has no sample in the step with the first change, and in later ones."""
     results = [result for _, _, result, _ in bucketed(world_size)]
@@ -436,6 +439,7 @@ def test_layers_that_are_frozen_and_unfrozen_equal_one_process(world_size: int) 
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.slow
 def test_a_mean_by_class_weights_equals_one_process(world_size: int) -> None:
     """Counts that are no whole numbers, also of a step in which one of four ranks has no sample."""
     results = [result for *_, result in bucketed(world_size)]

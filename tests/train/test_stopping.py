@@ -262,6 +262,7 @@ class Job:
         return DelayedSubmission(self, folder)
 
 
+@pytest.mark.slow
 def test_a_job_that_submitit_requeues_goes_on_where_it_has_stopped(tmp_path: Path) -> None:
     import submitit
 

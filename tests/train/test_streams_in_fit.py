@@ -183,6 +183,7 @@ def test_a_stream_whose_length_is_another_one_is_told_of_once(caplog: pytest.Log
     ]
 
 
+@pytest.mark.slow
 def test_steps_are_the_same_at_any_world_size_and_number_of_loader_processes() -> None:
     alone = run(Stream(70), max_steps=20)
     assert alone[1:4] == (20, 3, 3 * 70 + 2 * 12) and numbers([alone]) == sorted([*range(70)] * 3 + [*range(24)])
@@ -214,6 +215,7 @@ def test_an_endless_stream_ends_at_max_steps_and_epochs_end_a_finite_one() -> No
 
 
 @pytest.mark.parametrize("kind", [Stream, Stateful, partial(Stateful, lends_state=True)])
+@pytest.mark.quick(1)
 def test_a_run_goes_on_at_another_world_size(kind: Any, tmp_path: Path) -> None:
     whole = run(kind(70), max_steps=14)
     parts = []
@@ -224,6 +226,7 @@ def test_a_run_goes_on_at_another_world_size(kind: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.quick(1)
 def test_data_with_a_state_are_not_read_again(workers: int, tmp_path: Path) -> None:
     whole = run(Stateful(400), max_steps=30)
     first = resumed(Stateful(400), str(tmp_path / "run"), max_steps=20, num_workers=workers)
@@ -233,6 +236,7 @@ def test_data_with_a_state_are_not_read_again(workers: int, tmp_path: Path) -> N
     assert Stateful.num_read <= 10 * 12 + 12 + 3
 
 
+@pytest.mark.slow
 def test_streams_that_share_themselves_out_and_end_at_different_times(tmp_path: Path) -> None:
     data, everything = Shared([30, 17]), sorted([*range(30), *range(1000, 1017)])
     joined = on_ranks(2, data, sharding="off", epochs=1)
@@ -261,6 +265,7 @@ def refused(data: Any) -> str:
     return str(caught.value).partition(":")[0]
 
 
+@pytest.mark.slow
 def test_data_that_share_themselves_out_among_loader_processes_go_on_exactly(tmp_path: Path) -> None:
     choices = {"sharding": "off", "num_workers": 2, "num_shards": 1}
     whole = run(Shared([60]), max_steps=6, **choices)  # the last two have six samples

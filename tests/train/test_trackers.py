@@ -229,6 +229,7 @@ def part(folder: Path, runs: Path, step: int, rank: int, how: str) -> tuple[Tens
     return weights, sorted({"mlflow", "wandb"} & sys.modules.keys())
 
 
+@pytest.mark.slow
 def test_over_crashes_and_resumes_it_stays_one_run_in_which_each_step_stands_once(tmp_path: Path) -> None:
     folder, runs = tmp_path / "run", tmp_path / "there"
     runs.mkdir()
@@ -376,6 +377,7 @@ def ways(tmp_path: Path) -> list[str]:
     return warned
 
 
+@pytest.mark.slow
 def test_each_way_to_end_is_told_and_the_bits_are_those_without_trackers(tmp_path: Path) -> None:
     assert run_ranks(ways, 2, tmp_path) == [[], []]
 

@@ -83,6 +83,7 @@ def exact() -> list[Any]:
     return [found, function, told]
 
 
+@pytest.mark.slow
 def test_a_run_is_that_of_one_process_with_unequal_shares() -> None:
     module = Views()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)

@@ -380,6 +380,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 
 @pytest.mark.parametrize("name", MENDS)
+@pytest.mark.slow
 def test_the_profile_names_what_was_drawn_and_mending_it_is_faster(name: str, ran: Ran) -> None:
     truth, profile = bottleneck_checks.drawn(SEED[name]), ran.profiles[name]
     busy = [rank for rank in range(2) if truth.rank in (None, rank)]
@@ -447,6 +448,7 @@ def test_a_program_that_fails_says_where(ran: Ran) -> None:
         assert ran.found["no fit"][rank].mistake[1] == "train has not called ddp.fit"
 
 
+@pytest.mark.slow
 def test_a_bottleneck_is_drawn_found_and_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -498,6 +500,7 @@ def written(folder: Path, name: str, text: str) -> ModuleType:
 
 
 @pytest.mark.parametrize("name", SOLUTIONS)
+@pytest.mark.quick(1)
 def test_a_program_is_right_once_it_is_changed(name: str, tmp_path: Path) -> None:
     assert len(list(exercise.CHECKS[name](written(tmp_path, name, solved(name))))) >= 4
     with pytest.raises(Mistake):
@@ -532,6 +535,7 @@ def trains_what_differs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: p
 
 
 @pytest.mark.parametrize("name", CHANGED_WRONGLY)
+@pytest.mark.quick(5)
 def test_a_wrong_change_is_named(name: str, tmp_path: Path, trains_what_differs: None) -> None:
     program, right, wrong, says = CHANGED_WRONGLY[name]
     assert right in solved(program), "the solution has changed"

@@ -90,6 +90,7 @@ def test_a_hole_is_not_written_yet(number: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", QUICK)
+@pytest.mark.quick(1)
 def test_the_library_is_right(number: str) -> None:
     module = solution(number)
     with exercise.in_place_of_the_library(module, number):
@@ -118,6 +119,7 @@ SAME = {  # a part of what a line becomes, and why that is right all the same
 
 
 @pytest.mark.parametrize("number", QUICK)
+@pytest.mark.quick(1)
 def test_every_one_line_mutant_is_found_out(number: str) -> None:
     module, survivors, count = solution(number), list[str](), 0
     for function, mutant in hole_mutants(number, module):
@@ -296,6 +298,7 @@ TYPICAL = {
 
 
 @pytest.mark.parametrize("name", TYPICAL)
+@pytest.mark.quick(3)
 def test_a_typical_mistake_is_named(name: str, tmp_path: Path) -> None:
     number, right, wrong, says = TYPICAL[name]
     text = (LIBRARY / SOURCES[number]).read_text(encoding="utf-8")
@@ -352,6 +355,7 @@ def test_the_tests_that_judge_find_out_every_one_line_mutant() -> None:
         ),
     ],
 )
+@pytest.mark.quick(1)
 def test_a_test_says_what_is_wrong(right: str, wrong: str, says: str, tmp_path: Path) -> None:
     text = (LIBRARY / SOURCES["08"]).read_text(encoding="utf-8") if right else cut("08")
     assert right in text, "the library has changed"
@@ -571,6 +575,7 @@ def quick_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_training_of_one_s_own_is_right(quick_workers: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (quick_workers / "right_here.py").write_text(TRAINING)
     (quick_workers / "right_there.py").write_text(TRAINING.replace("mirrored", "multi_worker"))
@@ -597,6 +602,7 @@ def test_a_training_of_one_s_own_is_right(quick_workers: Path, capsys: pytest.Ca
         ("lr=0.02", "lr=0.02 * size", "of the way from those of one worker\nhint: do the data, the rate or the loss"),
     ],
 )
+@pytest.mark.quick(2)
 def test_a_mistake_in_a_training_is_named(
     right: str, wrong: str, says: str, quick_workers: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
+@pytest.mark.quick(1)
 def test_drawn_again_it_says_the_same(name: str) -> None:
     """Schedules have the same bytes; what matplotlib draws has the same words, whichever version of it is here."""
     drawn, kept = pictures.PICTURES[name](), (pictures.FOLDER / name).read_text(encoding="utf-8")
@@ -54,6 +55,7 @@ def test_the_cheapest_is_the_lowest_curve() -> None:
     assert [text.get_text() for text in axes.texts] == ["up", "down"]
 
 
+@pytest.mark.slow
 def test_measurements_can_be_made_again() -> None:
     def measure() -> dict[str, Any]:
         from ddp.comm.session import init, shutdown

@@ -473,6 +473,7 @@ def carried_over(texts: Sequence[str]) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("is_sparse", [False, True])
+@pytest.mark.quick(1)
 def test_a_program_for_tensorflow_s_servers_trains_as_each_of_its_tasks(is_sparse: bool) -> None:
     first, second, third = free_addresses(3)
     if is_sparse:

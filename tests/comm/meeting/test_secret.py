@@ -267,6 +267,7 @@ def shared() -> Iterator[Path]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.engine
+@pytest.mark.slow
 def test_another_user_of_the_host_gets_nowhere_20_of_20(shared: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     os.mkfifo(shared / "port")

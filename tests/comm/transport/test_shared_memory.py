@@ -321,6 +321,7 @@ def wait_until(condition: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.quick(1)
 def test_survivors_name_the_lost_process(how: str, tmp_path: Path) -> None:
     memory = SharedMemory.create("memfd", 4 * PAGE)
     Barrier.create(memory, size=3)

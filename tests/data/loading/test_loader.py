@@ -332,6 +332,7 @@ print(*(child.pid for child in active_children()))
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_an_abandoned_iteration():
     done = subprocess.run([sys.executable, "-W", "error", "-c", ABANDONED], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
@@ -360,6 +361,7 @@ next(next(loader.epoch())[1])
 """
 
 
+@pytest.mark.slow
 def test_loader_processes_end_with_a_trainer_that_is_killed_even_in_a_read_that_hangs():
     done = subprocess.run([sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE, text=True, timeout=60)
     pids = done.stdout.split()

@@ -241,6 +241,7 @@ print(multiprocessing.util.get_temp_dir())
 """
 
 
+@pytest.mark.slow
 def test_loader_processes_send_tensors_where_tmpdir_has_a_long_path(tmp_path):
     deep = tmp_path / ("x" * 100)
     deep.mkdir()

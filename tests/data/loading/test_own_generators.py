@@ -132,6 +132,7 @@ def read(data: Any, *, world_size: int, num_workers: int, collate: Any = None, s
 
 
 @pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.quick(2)
 def test_a_sample_draws_the_same_wherever_it_is_read_and_each_another(name: str) -> None:
     rows = read(Holds(DRAWS[name]()), world_size=1, num_workers=0)
     assert len({row[2] for row in rows}) == 24

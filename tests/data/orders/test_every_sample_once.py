@@ -136,6 +136,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("order", "sharding", "world_size", "loaders"), CELLS)
+@pytest.mark.quick(4)
 def test_what_loaders_read_is_what_was_promised(files, order, sharding, world_size, loaders):
     assert len(CELLS) == 40
     choices = choices_of(files, order, sharding, 12, 6)
@@ -282,6 +283,7 @@ OF_LEASES: list[Any] = [
 
 
 @pytest.mark.parametrize("function", [*MUTATED, *OF_LEASES], ids=lambda function: function.__qualname__)
+@pytest.mark.quick(2)
 def test_a_mutant_breaks_a_promise(function):
     promise = leased if function in OF_LEASES else promises
     promise()

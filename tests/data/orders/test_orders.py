@@ -143,6 +143,7 @@ def p_values(epochs: np.ndarray) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("length", [16, 100])
+@pytest.mark.quick(1)
 def test_shuffled_as_well_as_by_torch(length):
     one_window = Blocks([1] * length, window=length)
     for epochs in (drawn_by(Permutation(length)), drawn_by(one_window), drawn_by_torch(length)):
@@ -164,6 +165,7 @@ def test_blocks_shuffle_files_and_windows():
 
 
 @pytest.mark.parametrize("length", [2, 3, 4, 5])
+@pytest.mark.quick(1)
 def test_all_permutations_of_a_few_samples_are_equally_likely(length):
     found = Counter(map(tuple, drawn_by(Permutation(length)).tolist()))
     assert stats.chisquare([found[each] for each in permutations(range(length))]).pvalue > 0.001

@@ -51,6 +51,7 @@ def test_it_grows_in_multiples_from_the_first_to_the_last(warmup):
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(8, 60), warmups, st.integers(1, 8), st.integers(1, 8), st.integers(0, 30))
+@pytest.mark.slow
 def test_a_growing_run_goes_on_at_another_world_size_with_the_same_steps(length, warmup, first, second, at):
     warmup = warmup._replace(first=8, last=8 + warmup.last)
 

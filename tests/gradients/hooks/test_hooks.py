@@ -87,6 +87,7 @@ def each_rank(world_size: int, program: Callable[[Communicator], Any], **setting
 
 @pytest.mark.parametrize("name", CORRECTED)
 @pytest.mark.parametrize("world_size", range(1, 6))
+@pytest.mark.quick(4)
 def test_sent_and_kept_together_are_what_was_there(world_size: int, name: str) -> None:
     def program(comm: Communicator) -> list[Any]:
         one = OneBucket(HOOKS[name](), comm)
@@ -107,6 +108,7 @@ def test_sent_and_kept_together_are_what_was_there(world_size: int, name: str) -
 
 @pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize("world_size", range(2, 6))
+@pytest.mark.quick(5)
 def test_every_rank_has_the_same_bits_by_every_algorithm(world_size: int, name: str) -> None:
     schedules = all_reduce_schedules(tuple((rank,) for rank in range(world_size)))
     for algorithm in schedules if world_size in (3, 4) else ["ring"]:
@@ -238,6 +240,7 @@ def test_momentum_correction_is_that_of_deep_gradient_compression() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.3, 1.0])
+@pytest.mark.quick(1)
 def test_random_k_alone_is_right_on_average(ratio: float) -> None:
     numbers = torch.linspace(1, 2, 1030, dtype=torch.float64).view(2, 515)
     stride, num_steps = round(1 / ratio), 400

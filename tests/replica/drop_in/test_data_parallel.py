@@ -118,6 +118,7 @@ def compare_with_torch() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.quick(1)
 def test_equals_torch_with_accumulation_and_buffers(world_size: int) -> None:
     run_ranks(compare_with_torch, world_size)
 
@@ -141,6 +142,7 @@ def many_cases() -> None:
     ddp.shutdown()
 
 
+@pytest.mark.slow
 def test_many_cases_on_three_ranks() -> None:
     run_ranks(many_cases, 3)
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
@@ -77,6 +78,7 @@ print(type(module) is not types.ModuleType)
 """
 
 
+@pytest.mark.slow
 def test_take_over_loads_no_lazy_module_and_passes_strange_ones(tmp_path: Path) -> None:
     (tmp_path / "loaded_late.py").write_text("raise RuntimeError('loaded')")
     left = subprocess.run([sys.executable, "-c", LAZY], cwd=tmp_path, capture_output=True, text=True, timeout=60)

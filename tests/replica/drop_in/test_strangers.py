@@ -385,5 +385,6 @@ def all_cases(names: list[str]) -> None:
     ddp.shutdown()
 
 
+@pytest.mark.slow
 def test_all_cases_on_two_ranks() -> None:
     run_ranks(all_cases, 2, [], timeout_s=120)

@@ -431,6 +431,7 @@ def all_cases(names: list[str], overlap: bool = False) -> None:
 
 
 @in_each_mode
+@pytest.mark.quick(1)
 def test_all_cases_on_three_ranks(overlap: bool, half: int) -> None:
     names = [case.__name__ for case in CASES[half::2]]
     run_ranks(all_cases, 3, names, overlap, timeout_s=120)

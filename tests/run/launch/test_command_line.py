@@ -113,6 +113,7 @@ def seen(run_dir: Path, rank: int) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------ the recipes
 
 
+@pytest.mark.slow
 def test_sweep_runs_each_world_size_in_a_folder_of_its_own(tmp_path: Path, command: Command) -> None:
     words = ["-m", "cluster.workers=1,2", "cluster.threads_per_worker=1", "sweep.name=mine"]
     status, out, err = command(*words)
@@ -146,6 +147,7 @@ def test_sweep_runs_each_world_size_in_a_folder_of_its_own(tmp_path: Path, comma
         (["sweep.name=mine"], "sweep.name=mine: is for a sweep; add -m, and give a setting several values"),
     ],
 )
+@pytest.mark.quick(1)
 def test_bad_input_of_a_sweep(arguments: list[str], words: str, tmp_path: Path, command: Command) -> None:
     status, out, err = command(*arguments)
     assert (status, out, err.count("\n")) == (2, "", 1)
@@ -153,6 +155,7 @@ def test_bad_input_of_a_sweep(arguments: list[str], words: str, tmp_path: Path, 
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+@pytest.mark.slow
 def test_another_launcher_leads_to_the_same_table(tmp_path: Path, command: Command) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="pip install hydra-submitit-launcher")
     launcher = "hydra/launcher=submitit_local"
@@ -177,6 +180,7 @@ def test_signal_to_the_parent_or_to_one_worker_ends_in_the_documented_status(tmp
         assert json.loads((runs[name] / "summary.json").read_text())["stopped_by"] == word
 
 
+@pytest.mark.slow
 def test_a_worker_that_raises_is_the_last_thing_seen_and_its_run_is_not_overwritten(
     tmp_path: Path, command: Command
 ) -> None:
@@ -205,6 +209,7 @@ def test_a_worker_that_raises_is_the_last_thing_seen_and_its_run_is_not_overwrit
         (["seed=404", "run.name=a"], "starting 2 workers for runs/a/ …\n", "data.root=data: no such data"),
     ],
 )
+@pytest.mark.quick(1)
 def test_bad_input_is_one_line_and_leaves_nothing(
     arguments: list[str], said: str, words: str, tmp_path: Path, command: Command
 ) -> None:
@@ -224,6 +229,7 @@ def test_torchrun_trains_with_rank_0_alone_composing(tmp_path: Path) -> None:
     assert all((each["workers"], each["torch_threads"], each["mkl"]) == (2, 2, "AUTO") for each in about)
 
 
+@pytest.mark.slow
 def test_torchrun_s_bad_input_ends_all_ranks_with_one_message(tmp_path: Path) -> None:
     status, _, err = finish(start([*TORCHRUN, "-m", "ddp", "train", "data=digit"], tmp_path))
     assert status == 1
@@ -306,6 +312,7 @@ def be_attacked(proof: Path, before: set[tuple[str, int]]) -> tuple[set[str], se
     return {address for address, _ in launcher}, {address for address, _ in worker}
 
 
+@pytest.mark.slow
 def test_a_launch_listens_on_loopback_only_and_unpickles_nothing_of_its_store(tmp_path: Path) -> None:
     results = launch(be_attacked, tmp_path / "proof", listening(os.getpid()), workers=2)
     loopback = {"0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF00000100007F"}  # the last one: 127.0.0.1 as IPv6
@@ -349,6 +356,7 @@ def fail_as_told(tell: Mapping[str, str], folder: Path) -> None:
         ({"1": "exit"}, "last words", "rank 1 exited with status 7", None),
     ],
 )
+@pytest.mark.quick(1)
 def test_launch_names_the_root_cause_last(
     tell: dict[str, str], last: str, elsewhere: str, kind: type[Exception] | None, tmp_path: Path
 ) -> None:
@@ -453,6 +461,7 @@ def test_root_cause(
         ("=3", "=3: a setting always has a value; write NAME=VALUE"),
     ],
 )
+@pytest.mark.quick(5)
 def test_every_error_of_hydra_becomes_one_sentence(
     override: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -745,6 +754,7 @@ def _refuse(_: Config) -> None:
 @pytest.mark.parametrize(
     "share", [0.1, 0.3, 0.5, 0.7, 0.9, 1.0, "", "[" * 1_000, "- a", "\0", "seed: x", "optim: {name: []}"]
 )
+@pytest.mark.quick(2)
 def test_a_damaged_config_is_one_sentence_and_its_checkpoints_stay_usable(
     share: float | str, checked: list[Config], tmp_path: Path
 ) -> None:
@@ -786,6 +796,7 @@ print(ddp.launch(f, workers=2))
 """
 
 
+@pytest.mark.slow
 def test_a_launch_that_is_paused_at_the_terminal_pauses_its_workers_and_goes_on_with_them(tmp_path: Path) -> None:
     """The terminal's signal reaches the launcher alone, because each worker has a session of its own."""
     pipe, variables = subprocess.PIPE, {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -311,6 +311,7 @@ def pruned_trial(folder: Path, ranks: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [(0,), (0, 1)])
+@pytest.mark.quick(1)
 def test_a_callback_s_error_keeps_its_type_and_the_other_ranks_hear_it(ranks: Sequence[int], tmp_path: Path) -> None:
     with pytest.raises(Pruned) as caught:
         ddp.launch(pruned_trial, tmp_path, ranks, workers=2)
@@ -362,6 +363,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_pickle_finds_what_the_script_defines(tmp_path: Path) -> None:
     """In a worker, and in the processes that it starts: torch.save, pools and loader processes need it."""
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -118,6 +118,7 @@ FAILED = r"{0} on host \S+ failed:\n(?s:.*)\nValueError: in {0}\n"
         ),
     ],
 )
+@pytest.mark.quick(1)
 def test_the_others_go_on(
     workers: int,
     servers: int,
@@ -148,6 +149,7 @@ def test_the_others_go_on(
         (1, {"worker 0.0": SIGKILL, "worker 1.0": "exits"}, None, r"^worker \d (was killed by|exited with status 3)"),
     ],
 )
+@pytest.mark.quick(1)
 def test_the_run_fails_with_its_root_cause(
     servers: int, told: Mapping[str, Any], who: int | None, says: str, tmp_path: Path
 ) -> None:

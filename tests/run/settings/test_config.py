@@ -33,6 +33,7 @@ def compose(tmp_path: Path, *overrides: str) -> Config:
 
 
 @pytest.mark.parametrize(("group", "name"), EVERY_CHOICE)
+@pytest.mark.quick(5)
 def test_every_choice_composes_to_its_dataclass(group: str, name: str, tmp_path: Path) -> None:
     config = compose(tmp_path, f"{group}={name}", *BESIDE.get(name, []))
     chosen = getattr(config, group)
@@ -87,6 +88,7 @@ def test_hydra_starts_from_the_defaults_of_the_dataclasses(tmp_path: Path) -> No
         ("strategy.name=sharded", "a name is not set by itself; choose strategy=sharded"),
     ],
 )
+@pytest.mark.quick(4)
 def test_an_unknown_key_is_looked_for_everywhere(override: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(Exception) as error:
         compose(tmp_path, override)
@@ -108,6 +110,7 @@ def test_a_recipe_of_ones_own_has_addresses_and_no_key_that_has_moved(tmp_path: 
 
 
 @pytest.mark.parametrize(("group", "name"), EVERY_CHOICE)
+@pytest.mark.quick(4)
 def test_plain_form_round_trips_through_yaml(group: str, name: str) -> None:
     plain: dict[str, Any] = {group: {"name": name, **GIVEN.get(name, {})}}
     for override in BESIDE.get(name, []):

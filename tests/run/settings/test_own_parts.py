@@ -146,6 +146,7 @@ def test_addresses_compose_and_round_trip(folder: Path) -> None:
         ("trackers=[mlfow]", "expected one of tensorboard, csv, mlflow, wandb. Did you mean mlflow?"),
     ],
 )
+@pytest.mark.quick(1)
 def test_what_is_no_address_is_told_apart(override: str, words: str, folder: Path) -> None:
     with pytest.raises(Exception) as error:
         composed([override])
@@ -516,6 +517,7 @@ def test_an_address_may_hold_a_whole_schedule(folder: Path, capsys: pytest.Captu
 # --------------------------------------------------------------------------------------------------------- a whole run
 
 
+@pytest.mark.slow
 def test_a_run_of_own_parts_is_checked_first_trains_and_is_resumed_from_elsewhere(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -652,6 +654,7 @@ def odd_and_even(shard, num_shards):
         {"name": "digits", "transform": "dealt:augment"},
     ],
 )
+@pytest.mark.quick(1)
 def test_where_answers_without_the_code_of_the_run(data: dict[str, Any], folder: Path) -> None:
     (folder / "dealt.py").write_text(DEALT)
     plain = {"data": data, "model": {"name": "parts:Net"}, "loss": "parts:my_loss", "cluster": {"workers": 2}}
@@ -742,6 +745,7 @@ UNPACKED = {  # the address of a model, run.code, and the current folder; {} is 
 
 
 @pytest.mark.parametrize("name", UNPACKED)
+@pytest.mark.quick(1)
 def test_code_that_came_with_the_settings_is_not_the_user_s_whoever_owns_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

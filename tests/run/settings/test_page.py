@@ -29,6 +29,7 @@ def keys() -> set[str]:
     return found - BY_LAUNCHER - {f"{group}.name" for group in CHOICES}
 
 
+@pytest.mark.slow
 def test_every_setting_and_every_choice_stands_there_with_a_meaning() -> None:
     entries: dict[str, str] = {}
     for line in page().splitlines():
@@ -48,6 +49,7 @@ def test_the_page_in_docs_is_this_one() -> None:
 
 
 @pytest.mark.parametrize("words", [["--help"], ["data=synthetic", "-h"]])
+@pytest.mark.quick(1)
 def test_help_needs_neither_hydra_nor_torch(words: list[str]) -> None:
     program = f"""
 import sys
@@ -62,6 +64,7 @@ finally:
     assert (done.returncode, done.stderr, done.stdout) == (0, "", page("python -m ddp") + "\n")
 
 
+@pytest.mark.slow
 def test_hydra_s_own_help_is_still_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "--hydra-help"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "")

@@ -439,6 +439,7 @@ def is_noticed() -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_mutants_die() -> None:
     source, survivors = inspect.getsource(module), []
     for name, (line, becomes) in MUTANTS.items():

@@ -146,6 +146,7 @@ def test_a_file_that_is_no_profile_is_told_in_a_sentence(text: str | None, expec
     assert expected in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_step_of_a_run_is_drawn_from_its_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     PROFILE.write(tmp_path)
     assert main(["draw", "step", str(tmp_path)]) == 0

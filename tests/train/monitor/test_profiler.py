@@ -162,6 +162,7 @@ def longest(profile: Profile, rank: int) -> dict[str, float]:
     return {part: max(each[part] for each in parts) for part in parts[0]}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_there_to_be_measured_ends_by_itself(runs: tuple[Path, list[dict[str, Any]]]) -> None:
     run = runs[0] / "timed"
     summary, profile = json.loads((run / "summary.json").read_text()), read_profile(run)

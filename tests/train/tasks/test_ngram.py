@@ -38,6 +38,7 @@ def test_equals_the_recursion_in_words(train: bytes, held_out: bytes, order: int
 
 @pytest.mark.parametrize("order", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("prefix", [b"", b"abr", b"zzz", b"\0"])
+@pytest.mark.quick(2)
 def test_next_bytes_probabilities_sum_to_one(order: int, prefix: bytes) -> None:
     def probability(text: bytes) -> float:
         return 2 ** (-ngram_bits_per_byte(TRAIN, text, order) * len(text)) if text else 1.0

@@ -274,6 +274,7 @@ def without_labels() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_share_without_a_label_adds_nothing_under_any_strategy() -> None:
     """torch's mean over no label is not a number, and one process that has the whole batch does not see it."""
     module = tanh_net()
