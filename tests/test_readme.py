@@ -153,3 +153,15 @@ def test_every_file_that_is_named_exists(page: str) -> None:
     home = ROOT if page == "README.md" else ROOT / "docs"
     assert [name for name in names if not (ROOT / name).exists()] == []
     assert [link for link in links if not (home / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_heading_that_is_linked_exists(page: str) -> None:
+    links = re.findall(r"\]\((?:(?:docs/)?([\w-]+[.]md))?#([\w-]+)\)", PAGES[page])
+    assert [link for link in links if link[1] not in headings_of(PAGES[link[0] or page])] == []
+
+
+def headings_of(text: str) -> list[str]:
+    """Returns what links call the headings of a page: their words, in small letters, with hyphens."""
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return [re.sub(r"[^\w-]", "", title.lower().replace(" ", "-")) for title in titles]
