@@ -6,7 +6,7 @@
     host_memory.py, host_reduce.py          in the memory of one host
     host_links.py, execute.py               by a schedule over a transport, or both; in a `wire_format.py` if asked to
     plan.py, calibrate.py                   which route an all-reduce takes
-    messages.py, objects.py, host_share.py  messages, Python objects, memory for a cache
+    messages.py, objects.py, host_share.py  messages, Python objects, memory of a host
     opening.py, connect.py, settings.py     how a communicator begins
     device.py                               where its tensors are; by NCCL or by Gloo
     session.py                              what `ddp.init` remembers

@@ -1,4 +1,4 @@
-"""Memory that all ranks of a host see, and their loader processes: for a cache of samples, and for central storage.
+"""Memory that all ranks of a host see, and the processes that they fork: for central storage.
 
 It has no name, so it ends with the last process that has mapped it, however that ends. Unlike the memory of
 `Communicator.allocate`, it is one region for all. No collective looks after it: its users agree who writes what.
@@ -24,7 +24,7 @@ def shared_by_host(comm: Communicator, num_bytes: int) -> Tensor:
     Where they cannot share, each rank has memory of its own, which its child processes share with it.
     """
     if (memory := memory_of_host(comm, num_bytes)) is None:
-        log.warning("the workers of a host cannot share memory, so each of them has a cache of its own")
+        log.warning("the workers of a host cannot share memory, so each of them has memory of its own")
         return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
     memory.forget()
     return memory.bytes

@@ -1,7 +1,7 @@
 """The session of this process: what `ddp.init`, `ddp.shutdown` and `current` remember, in one object.
 
-`init` takes what is there, in this order: an initialised torch.distributed, the environment of a launcher (`place.py`),
-or nothing: then it is a world of one. `opening.py` connects the ranks.
+`init` takes what is there, in this order: an initialised torch.distributed, the environment of a launcher
+(`meeting/place.py`), or nothing: then it is a world of one. `opening.py` connects the ranks.
 """
 
 from __future__ import annotations

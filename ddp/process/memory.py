@@ -205,8 +205,8 @@ def give_back_free_blocks() -> None:
 
 # --- A signal when the parent dies -----------------------------------------------------------------------------------
 #
-# Workers ask for SIGTERM, on which they can still agree to stop (`worker.py`). Loader processes ask for SIGKILL: they
-# may be waiting in a read that never returns, and have nothing to save (`data/loading/loader.py`).
+# Workers ask for SIGTERM, on which they can still agree to stop (`run/launch/worker.py`). Loader processes ask for
+# SIGKILL: they may be waiting in a read that never returns, and have nothing to save (`data/loading/loader.py`).
 #
 # Linux only. The parent is the *thread* that has forked this process.
 

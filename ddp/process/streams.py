@@ -2,7 +2,7 @@
 
     stream           keyed by                      draws
     "init"           (seed)                        the model's first weights, equal on every rank
-    "order"          (seed, epoch)                 the epoch's order (`order.py`)
+    "order"          (seed, epoch)                 the epoch's order (`data/orders/order.py`)
     "augmentation"   (seed, epoch, sample index)   a sample's random transforms, in whichever process fetches it
     "collation"      (seed, epoch, first index)    what a collate function draws for a batch, such as masks
     "dropout"        (seed, step, shard, part)     the noise of one micro-batch's forward and backward

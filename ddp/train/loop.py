@@ -1,4 +1,4 @@
-"""The training loop: its docstring is its pseudocode. Its steps are supplied by `supply.py`, and made by `step.py`."""
+"""The training loop: its docstring is its pseudocode. `steps/supply.py` supplies steps, `steps/step.py` makes them."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def train_loop(
 
         for each step that is supplied:                       (of each epoch's global batches, each rank has its share)
             forward, backward; gradients are summed over all ranks meanwhile
-            is that a bad step? leave it out, go back, or end (supervision.py)
-            divide by the global count, clip, step, commit    (step.py)
+            is that a bad step? leave it out, go back, or end (checks/supervision.py)
+            divide by the global count, clip, step, commit    (steps/step.py)
             if any rank wants to stop: leave
-            if it is time: evaluate                           (held_out.py)
+            if it is time: evaluate                           (evaluation/held_out.py)
         evaluate, unless that was done after the last step
         evaluate once more for the report, if there are samples for it alone
 
@@ -59,7 +59,7 @@ def train_loop(
         state: model, optimizer, sampler, step, stop flag; the sampler's seed is that of every random stream.
         given: length of the run, precision, reading, and when to evaluate.
         inputs: task, samples and schedule.
-        callbacks: run at the moments of `callbacks.py`, in this order.
+        callbacks: run at the moments of `steps/callbacks.py`, in this order.
         service: what a server does for workers, who compute in its place.
         go_back: makes the state that of the last checkpoint, for a guard.
 

@@ -1,1 +1,1 @@
-"""From a sampler's indices to batches: loader processes, caches, streams of samples."""
+"""From a sampler's indices to batches: loader processes, reading ahead, streams of samples."""

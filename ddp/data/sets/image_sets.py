@@ -11,8 +11,8 @@ are no classes, and hidden files no images.
 An augmentation of the user's own takes the place of "shifted and mirrored", "cut out and mirrored".
 
 Every image becomes float32 and is normalised per channel with the statistics of the training images. Augmentation draws
-from torch's global generator, as torchvision's transforms do; `loader.py` seeds it for each sample. Images that are not
-augmented lie in memory as bytes and are read in whole batches.
+from torch's global generator, as torchvision's transforms do; `loading/fetching.py` seeds it for each sample. Images
+that are not augmented lie in memory as bytes and are read in whole batches.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def settings_text(config: Config) -> str:
 def _note_start(
     config: Config, run_dir: Path, position: Mapping[str, Any] | None, dealt: Mapping[str, Any] | None
 ) -> None:
-    """Adds a line to starts.jsonl, from which `where.py` knows the settings of every step."""
+    """Adds a line to starts.jsonl, from which `commands/where.py` knows the settings of every step."""
     from ddp.train.reports.starts import note_start  # torch, which is imported by now
 
     start = {"folder": str(Path.cwd()), "position": position, "settings": asdict(config), "dealt": dealt}

@@ -16,7 +16,7 @@ The identity is everything that the bits of the result depend on, apart from the
 its own and says what has changed. If nothing has, the run continues as if it had never stopped, bit by bit.
 
 The generators' states are dropped when the world size changes. Training itself draws from keyed streams
-(`streams.py`), so only code of the user's own needs them.
+(`process/streams.py`), so only code of the user's own needs them.
 
 Saving is collective. Rank 0 writes; the ranks agree on whether that went well, so that all of them raise or none.
 """

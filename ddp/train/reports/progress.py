@@ -160,7 +160,7 @@ class ProgressBar(Callback):
 
 
 class StopNote(Callback):
-    """Says where the checkpoint is and how to go on, if a signal has stopped the run; `stopping.py` remembers that.
+    """Says where the checkpoint is and how to go on, if a signal has stopped the run (`steps/stopping.py`).
 
     Args:
         run_dir: the folder of the run; None: nothing is saved.

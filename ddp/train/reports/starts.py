@@ -44,7 +44,7 @@ def note_start(run_dir: Path, start: Mapping[str, Any], *, goes_on: bool) -> Non
 
 
 def note_incident(run_dir: Path, incident: Mapping[str, Any]) -> None:
-    """Writes a line about a step that the guard has left out, or after which it has gone back (`supervision.py`)."""
+    """Writes a line about a step that the guard left out, or after which it went back (`checks/supervision.py`)."""
     note_start(run_dir, incident, goes_on=True)
 
 

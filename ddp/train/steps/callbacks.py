@@ -4,7 +4,7 @@
     with a guard: step_left_out   went_back
 
 Every rank runs its callbacks at the same moments. So a callback may run collectives, if it does so on all ranks. What
-it returns from `state_dict` is saved with the run (`extra_state.py`).
+it returns from `state_dict` is saved with the run (`checkpoints/extra_state.py`).
 """
 
 from __future__ import annotations
@@ -311,7 +311,7 @@ def _step_of(line: str) -> float:
 EARLY = "early stopping"
 """`stopped_by` of a run that has ended like this."""
 MEASURED = "measured"
-"""`stopped_by` of a run that was there to be measured (`profiler.py`), of which no checkpoint is wanted."""
+"""`stopped_by` of a run that was there to be measured (`reports/profiler.py`), of which no checkpoint is wanted."""
 
 
 class EarlyStopping(Callback):

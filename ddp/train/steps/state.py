@@ -50,7 +50,7 @@ class TrainState:
         evaluation: the latest metrics by name; evaluated_at: the step that they belong to.
         history: of each evaluation while the run went on, also before a resume: step, epochs, train_loss, and metrics.
         main_metric: the one of them that everything goes by that chooses, such as which checkpoint is the best
-            (`held_out.py`); higher_is_better: in which direction.
+            (`evaluation/held_out.py`); higher_is_better: in which direction.
         schedule: torch's scheduler, if there is one: the schedules of ours hold no state.
         unreadable: numbers of the samples that were left out because they could not be read, as far as this rank knows.
         phase: returns the block that is around a phase of a step: "step", and in it "data", "forward", "backward" and
