@@ -209,8 +209,9 @@ def train(given: FitArguments) -> TrainState:
 def _given_back(model: nn.Module) -> Iterator[None]:
     """Gives back at the end of the block what each step changes: the generators, and the mode of every layer.
 
-    All else that a fit changes for a while has a block of its own: the handlers of signals (`stopping.py`), the factor
-    of a schedule in learning rates (`optim/schedules.py`), warnings and compilation while the first batch is checked.
+    All else that a fit changes for a while has a block of its own: the handlers of signals (`steps/stopping.py`), the
+    factor of a schedule in learning rates (`optim/schedules.py`), warnings and compilation while the first batch is
+    checked.
     """
     on_gpus = gpu.cuda.get_rng_state_all() if gpu.cuda.is_initialized() else []
     with preserved(), modes_kept(model):
@@ -443,7 +444,7 @@ def _loop(given: FitArguments, inputs: Inputs, run: OpenRun, meters: Meters, ser
         try:
             if store is not None:  # before a callback changes a file there
                 on_rank_zero(state.comm, lambda: _begin(given, run, store, until_end), label="locking the run's folder")
-            callbacks = _callbacks(given, inputs, run, meters, store)
+            callbacks = _callbacks(given, run, meters, store)
             if given.strategy.region is not None:
                 _publish(given.strategy.region, run)
             go_back = partial(_go_back, run, callbacks)
@@ -481,9 +482,7 @@ def _publish(region: str, run: OpenRun) -> None:
     strategy.publish(region, {"run_dir": None if folder is None else str(folder), **facts}, folder=folder)
 
 
-def _callbacks(
-    given: FitArguments, inputs: Inputs, run: OpenRun, meters: Meters, store: CheckpointStore | None
-) -> list[Callback]:
+def _callbacks(given: FitArguments, run: OpenRun, meters: Meters, store: CheckpointStore | None) -> list[Callback]:
     """Returns the callbacks in their order: those that measure and save, the user's own, those that show."""
     keeps = given.folder
     metrics = None if run.folder is None else run.folder / "metrics.jsonl"
