@@ -171,8 +171,7 @@ def look(name: str) -> Look:
         ConfigError: no region can be called so.
         CheckpointError: there is none of this name, it has just ended, or no step ends within LONGEST_LOOK_S.
     """
-    folder = _folder(name)
-    entry, patience = _entry(name), Patience(LONGEST_LOOK_S)
+    folder, entry, patience = _folder(name), _entry(name), Patience(LONGEST_LOOK_S)
     path, asked = Path(entry.snapshot), folder / _ASKED
     found = _version(path)
     is_found = found is not None and 0 <= time.time() - found[1] / 1e9 < EVERY_S
@@ -181,6 +180,9 @@ def look(name: str) -> Look:
         if is_found := _version(path) not in (None, found):
             break
         if why := _why_ended(folder, entry):
+            with contextlib.suppress(OSError):  # it could not remove its folder if it was asked meanwhile
+                asked.unlink(missing_ok=True)
+                folder.rmdir()
             raise _ended(name, entry, why)
         if not patience.left_s():
             raise _never_shown(name, entry)
@@ -200,20 +202,18 @@ def look(name: str) -> Look:
 
 def _version(snapshot: Path) -> tuple[int, int] | None:
     """Returns what differs between two snapshots, of which the second is when it was written, in ns; None: no file."""
-    try:
+    with contextlib.suppress(OSError):
         status = snapshot.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns
+        return status.st_ino, status.st_mtime_ns
+    return None
 
 
 def _why_ended(folder: Path, entry: _Entry) -> str:
     """Returns how the region has ended; "" if it has not."""
-    try:
-        is_the_same = _read(folder) == entry
-    except (OSError, ValueError):
-        is_the_same = False
-    return ("" if is_held(folder) else "was killed") if is_the_same else "has just ended"
+    with contextlib.suppress(OSError, ValueError):
+        if _read(folder) == entry:
+            return "" if is_held(folder) else "was killed"
+    return "has just ended"
 
 
 # --- where regions are found -----------------------------------------------------------------------------------------

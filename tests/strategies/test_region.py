@@ -279,14 +279,18 @@ def test_a_run_that_is_killed_while_it_writes_leaves_no_half_snapshot(name: str,
     run_ranks(look_at_half_a_snapshot, 1, name, tmp_path)
 
 
-@pytest.mark.parametrize("how", ["before a step", "after its snapshot", "and another begins"])
+@pytest.mark.parametrize("how", ["before a step", "after its snapshot", "and another begins", "and is asked meanwhile"])
 def test_a_run_that_ends_while_it_is_asked_is_told(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, state = one(name)
+    (kept, state), rmdir = one(name), Path.rmdir
 
     def next_poll(_: float) -> None:
         if how == "after its snapshot":
             end(kept, state, 1)
             monkeypatch.setattr(region, "to_read", lambda path: (kept.close(), path.open("rb"))[1])
+        elif how == "and is asked meanwhile":
+            with monkeypatch.context() as once:
+                once.setattr(Path, "rmdir", lambda folder: ((folder / "asked").touch(), rmdir(folder)))
+                kept.close()
         else:
             kept.close()
         if how == "and another begins":

@@ -14,16 +14,19 @@ nothing else, because the parent has just compared all files. `FileSet` compares
 
 Samples of most formats are read where they lie. Of a format that `is_copied`, making the index also writes a copy of
 each file beside it (INDEX_DIR/csv-4f1d…-9b02….rows), and the table is about that. A file that has changed gets another
-copy, and the old one is removed.
+copy. Runs that have the old index open keep theirs: an index is locked while it is mapped (flock(2)), and the old one
+is called INDEX_DIR/csv-4f1d…-77ae….old until indexing finds it unlocked. Copies that no index names are removed.
 
 A format (`Format`) says where samples are and what their bytes become.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -109,7 +112,7 @@ def _writing(path: Path) -> Iterator[None]:
 _ALIGNMENT = 64
 _NUM_THREADS = 8  # that read remote files
 _COPY = "copy"  # a note: name and size of the copy in which samples are read
-_ROWS = ".rows"  # no format's suffix, so that no folder's copies are taken for its files
+_ROWS, _OLD = ".rows", ".old"  # no format's suffix, so that no folder's copies are taken for its files
 
 Spans = NDArray[np.int64]
 """First byte and end of each sample in its file, [num_samples, 2]."""
@@ -211,10 +214,9 @@ class FileIndex(NamedTuple):
         if _COPY not in file.notes:
             return True
         name, size = file.notes[_COPY]
-        try:
+        with suppress(OSError):
             return bool(os.lstat(f"{self.path.parent}/{name}").st_size == size)
-        except OSError:
-            return False
+        return False
 
     def reader(self, file: IndexedFile, storage: Storage) -> Reader:
         """Opens a file, or the copy in which its samples are.
@@ -258,17 +260,19 @@ def index_files(addresses: Addresses, format: Format, *, index_dir: str | Path, 
     given = index_path(addresses, format, index_dir=index_dir)
     path, told = index_place(given), list(zip(found, facts, strict=True))
     old = _found(given, path, format)
-    if (
-        old is not None
-        and [(file.address, file.facts) for file in old.files] == told
-        and all(map(old.has_copy, old.files))
-    ):
+    if old is not None and [file[:2] for file in old.files] == told and all(map(old.has_copy, old.files)):
         return old
     known = {} if old is None else _layouts(old, path)
     wanted = [each for each in told if each not in known]
     log.info("indexing %d of %d files into %s", len(wanted), len(found), path)
     known.update(zip(wanted, _read_all(wanted, format, storage, path), strict=True))
+    if old is not None and format.is_copied:
+        with suppress(OSError), to_read(path) as index:  # without locks or second names, runs that go on lose copies
+            fcntl.flock(index, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            os.link(path, path.with_name(f"{path.stem}-{uuid.uuid4().hex}{_OLD}"))
     _write(path, format, {each: known[each] for each in told})
+    del old, known  # which keep the old index mapped
+    _remove_unused(path, format)
     return open_index(addresses, format, index_dir=index_dir)
 
 
@@ -321,7 +325,16 @@ def _write(path: Path, format: Format, layouts: dict[tuple[str, Facts], Layout])
     line = json.dumps({"format": _name(format), "files": [file._asdict() for file in files]}).encode()
     line += b" " * (-(len(line) + 1) % _ALIGNMENT) + b"\n"
     write_index(path, [line, *(np.ascontiguousarray(each.spans, dtype="<i8").data for each in layouts.values())])
-    kept = {each.notes[_COPY][0] for each in layouts.values() if _COPY in each.notes}
+
+
+def _remove_unused(path: Path, format: Format) -> None:
+    """Removes old indexes that no process has mapped, and copies that none of the others names."""
+    for old in path.parent.glob(f"{path.stem}-*{_OLD}"):
+        with suppress(OSError), to_read(old) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            old.unlink()
+    found = [_open_if_whole(each, format) for each in (path, *path.parent.glob(f"{path.stem}-*{_OLD}"))]
+    kept = {file.notes[_COPY][0] for index in found if index is not None for file in index.files if _COPY in file.notes}
     for copy in path.parent.glob(f"{path.stem}-*{_ROWS}"):
         if copy.name not in kept:
             copy.unlink(missing_ok=True)
@@ -366,12 +379,9 @@ def mapped_again(index: FileIndex) -> FileIndex:
     Raises:
         ConfigError: another index has taken its place.
     """
-    try:
-        with to_read(index.path) as file:
-            if file.read(len(index.header)) == index.header:
-                return index._replace(table=_mapped(file, len(index.header), index.first_samples()[-1]))
-    except FileNotFoundError:
-        pass
+    with suppress(FileNotFoundError), to_read(index.path) as file:
+        if file.read(len(index.header)) == index.header:
+            return index._replace(table=_mapped(file, len(index.header), index.first_samples()[-1]))
     raise ConfigError(f"{index.path} was removed or written again since the data set was opened: open it again")
 
 
@@ -417,4 +427,6 @@ def _indexed_file(entry: dict[str, Any]) -> IndexedFile:
 def _mapped(index: IO[bytes], offset: int, num_rows: int) -> Spans:
     if not num_rows:
         return np.empty((0, 2), dtype=np.int64)  # a map cannot be empty
+    with suppress(OSError):  # of a file system without locks
+        fcntl.flock(index, fcntl.LOCK_SH)  # of the open file, which a map keeps open
     return np.asarray(np.memmap(index, dtype="<i8", mode="r", offset=offset, shape=(num_rows, 2)))

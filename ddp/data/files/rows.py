@@ -361,8 +361,8 @@ class Csv(_Rows):
 
     def __init__(self, *, separator: str = ",", **columns: Any) -> None:
         super().__init__(**columns)
-        if not isinstance(separator, str) or len(separator) != 1 or separator in '"\r\n':
-            raise ConfigError(f"separator={separator!r}: give one character, such as ';', but no quote and no line end")
+        if not isinstance(separator, str) or len(separator) != 1 or not separator.isascii() or separator in '"\r\n':
+            raise ConfigError(f"separator={separator!r}: give one ASCII character, such as ';', no quote, no line end")
         self.separator = separator
 
     def settings(self) -> dict[str, Any]:

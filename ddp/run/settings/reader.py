@@ -237,6 +237,6 @@ class _Settings(Maker):
 
     def refused(self, expected: Any, plain: Any, key: str) -> Any:
         """Raises the error for a value of the wrong type."""
-        if type(plain) is float and float in (expected, *get_args(expected)):
+        if type(plain) is float and float in (expected, *get_args(expected)) and get_origin(expected) is not list:
             return plain  # it is not finite, which is out of bounds
         raise wrong_type(key or "the configuration", plain, expected)

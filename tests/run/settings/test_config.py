@@ -190,6 +190,7 @@ def test_impossible_value_names_key_and_value(key: str, value: object) -> None:
         ({"cluster": {"devices": ["a"]}}, "cluster.devices[0]=a: expected a whole number"),
         ({"optim": {"name": "sgd", "momentum": 0.0}}, "optim.nesterov=true"),
         ({"schedule": {"name": "step", "milestones": [0.7, 0.2]}}, "schedule.milestones"),
+        ({"schedule": {"name": "step", "milestones": 0.5}}, "schedule.milestones=0.5: expected a list, as [a number"),
         ({"resume": "x", "init_from": {"path": "y"}}, "init_from.path=y"),
         ({"schedule": {"name": "wsd", "decay_fraction": 2.0}}, "schedule.decay_fraction=2"),
         (
