@@ -204,7 +204,7 @@ class BucketedDataParallel(Replica):
         """Reads what the last step's ranks have found, if nobody has done so."""
         if self._last.is_unread:
             with torch.no_grad():
-                self._totals = self._last.conclude()
+                self._totals = self._last.read_flags()
 
     def _raise_known(self) -> None:
         if self._last.error is not None:
@@ -282,7 +282,7 @@ class BucketedDataParallel(Replica):
             if ended.layout.kept and not self.gradient_as_bucket_view:
                 ended.layout.hand_out_copies()
             if former is not ended and former.is_unread:
-                former.conclude(is_late=True)
+                former.read_flags(is_late=True)
                 ended.error = ended.error or former.error
         self._last, self.backward = ended, ended.next()
         self.waiting = self._layouts.current if self._is_in_forward else None

@@ -196,7 +196,7 @@ class ServedSteps(EpochSupply):
             wants_stop = bool(state.stop_flag)
             if state.comm.world_size > 1:
                 wants_stop = state.comm.agree_any(wants_stop, label="a wish to stop")
-            given.hand_over(given.totals._replace(num_stopping=int(wants_stop)))
+            given.finish_step(given.totals._replace(num_stopping=int(wants_stop)))
             with state.phase("update"):
                 agreement = state.strategy.agree(state.step + 1)
             update(state, self._rules, plan, agreement)

@@ -39,8 +39,8 @@ ANSWER_S = 2.0  # unless deadlines are short
 ARRIVALS_S = 0.2  # between two looks for workers that have come
 
 
-class Attendants:
-    """Serves workers until the run is over.
+class WorkerThreads:
+    """Threads that serve workers until the run is over.
 
     Args:
         part: of this process.
@@ -68,16 +68,16 @@ class Attendants:
         self._pieces, self._facts, self._shared = pieces, dict(facts), shared
         self._parameters = dict(model.module.named_parameters())
         self.answer_s = min(ANSWER_S, model.comm.abort_s / 4)
-        self._threads: dict[int, threading.Thread] = {}  # by the worker's number; the doorman forgets those that ended
+        self._threads: dict[int, threading.Thread] = {}  # by the worker's number; the acceptor forgets those that ended
         self._comms: dict[int, Communicator] = {}  # theirs
         self._odd: dict[tuple[Any, Any], str] = {}  # why they are served no more, by index and incarnation
         self._num_let_in = 0
-        self._doorman = threading.Thread(target=self._doorman_s_work, name="ddp-doorman", daemon=True)
-        self._doorman.start()
+        self._acceptor = threading.Thread(target=self._accept_workers, name="ddp-acceptor", daemon=True)
+        self._acceptor.start()
 
     def close(self, within_s: float) -> int:
-        """Lets nobody in any more, once `shared.over` is set; returns how many workers have been let in."""
-        self._doorman.join(within_s)
+        """Accepts no more workers, once `shared.over` is set; returns how many have been accepted."""
+        self._acceptor.join(within_s)
         return self._num_let_in
 
     def end(self, within_s: float) -> None:
@@ -93,21 +93,21 @@ class Attendants:
         for thread in self._threads.values():
             thread.join(1.0)
 
-    def _doorman_s_work(self) -> None:
+    def _accept_workers(self) -> None:
         while self._shared.over is None:
             self._threads = {number: thread for number, thread in self._threads.items() if thread.is_alive()}
             try:
                 self.let_in(self._home.add(f"{self._part.incarnation}/arrivals", 0))
-            except (DistError, OSError) as error:  # then nobody can come any more
+            except (DistError, OSError) as error:  # then no worker can come any more
                 log.warning("the store does not answer, so that no further worker can come: %s", first_line(error))
                 return
             time.sleep(ARRIVALS_S)
 
     def let_in(self, num_arrivals: int) -> None:
-        """Serves so many workers, of those that have come."""
+        """Serves workers up to this number, of those that have arrived."""
         for number in range(self._num_let_in, num_arrivals):
             name = f"ddp-worker-{number}"
-            self._threads[number] = threading.Thread(target=self._attend, args=(number,), name=name, daemon=True)
+            self._threads[number] = threading.Thread(target=self._serve_worker, args=(number,), name=name, daemon=True)
             self._threads[number].start()
             if self._part.index == 0:
                 self._home.set(f"{self._part.incarnation}/welcome/{number}", "")
@@ -115,7 +115,7 @@ class Attendants:
 
     # --- one worker --------------------------------------------------------------------------------------------------
 
-    def _attend(self, number: int) -> None:
+    def _serve_worker(self, number: int) -> None:
         """Serves one worker, from when it comes until it is gone."""
         mine, shared = self._part, self._shared
         who: Mapping[str, Any] | None = None  # once it is served
@@ -214,11 +214,11 @@ class Attendants:
     def _begin(self, edge: Edge, number: int, request: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the answer to a worker that is to compute its next part: "now", "gone", or after a while "wait"."""
         for left_s in self._looks():
-            if self._shared.whole.acquire(timeout=left_s):
+            if self._shared.parameters_lock.acquire(timeout=left_s):
                 try:
                     answer = self._begun(edge, number, request)
                 finally:
-                    self._shared.whole.release()
+                    self._shared.parameters_lock.release()
                 if answer["verdict"] != "wait":
                     return answer
         return {"verdict": "wait"}
@@ -233,7 +233,7 @@ class Attendants:
                 shared.wait_for_change(num_changes, patience.left_s())
 
     def _begun(self, edge: Edge, number: int, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the answer to a request to begin, and copies the parameters if it is "now"; with `whole` held."""
+        """Answers a request to begin, and copies the parameters if it is "now"; with `parameters_lock` held."""
         shared = self._shared
         leases: list[Lease] = []
         with shared.changed:
