@@ -29,7 +29,7 @@ from ddp.process.arguments import program, whole
 from ddp.process.files import lines_of
 from ddp.process.records import damage_told, json_object
 from ddp.run.assembly.components import load_data
-from ddp.run.assembly.sampling import Noted, num_parts, sampler_for
+from ddp.run.assembly.sampling import StandInData, num_parts, sampler_for
 from ddp.run.settings.address import no_own_code
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
@@ -175,7 +175,7 @@ def _incident(line: Any) -> Incident | None:
 
 def _noted_splits(config: Config, facts: Mapping[str, Any]) -> Splits:
     """Returns stand-ins for data of the user's own."""
-    splits, share = Splits(train=Noted(facts), test=()), config.data.validation
+    splits, share = Splits(train=StandInData(facts), test=()), config.data.validation
     return splits if share is None else with_share(splits, share, seed=config.seed)
 
 

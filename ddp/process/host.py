@@ -50,8 +50,8 @@ class Demand(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Facts:
-    """Holds what one process knows of itself and its host, in plain values, so that ranks can send it.
+class HostFacts:
+    """Facts that one process knows about itself and its host, in plain values, so that ranks can send them.
 
     Attributes:
         kernel: the same in all processes under one kernel.
@@ -108,7 +108,7 @@ def facts(
     threads: int,
     gpus: Callable[[], list[tuple[str, int]]],
     left_behind: Sequence[Path],
-) -> Facts:
+) -> HostFacts:
     """Returns what this process finds out.
 
     Args:
@@ -127,7 +127,7 @@ def facts(
     interfaces = {name: _address_of(name) for _, name in socket.if_nameindex()}
     shared_bytes, shared_free = answer("/dev/shm", lambda: _room_in(SHARED), (0, 0))
     folder, temporary = Path.cwd(), Path(os.environ.get("TMPDIR") or "/tmp")
-    return Facts(
+    return HostFacts(
         kernel=kernel,
         versions=dict(versions()),
         demands=[(each.by, each.package, each.versions) for each in demands()],

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ddp.collectives.shards import Place, Stack, most_nodes
+from ddp.collectives.shards import Stack, TreeSlot, most_nodes
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.errors import ConfigError
@@ -70,7 +70,7 @@ class ShardBuffers:
         self._set(name for name, start in self.start.items() if not _is_averaged(start))
 
     @torch.no_grad()
-    def end_shard(self, shard: int, place: Place, *, has_forward: bool) -> None:
+    def end_shard(self, shard: int, place: TreeSlot, *, has_forward: bool) -> None:
         """Takes the buffers of a shard, and sets them to those of the step.
 
         Args:

@@ -245,18 +245,19 @@ def sampler_for(given: FitArguments, inputs: Inputs, comm: Communicator) -> tupl
         ConfigError: the samples cannot be dealt like this.
     """
     order = order_of(given.batches.order, inputs.source)
-    dealing = {**given.batches.dealing, "order": order, "global_batch": given.global_batch}
-    dealing |= {"rank": comm.rank, "world_size": comm.world_size, "num_shards": _num_shards(given, comm)}
+    sampler_arguments = {**given.batches.sampler_arguments, "order": order, "global_batch": given.global_batch}
+    sampler_arguments |= {"rank": comm.rank, "world_size": comm.world_size, "num_shards": _num_shards(given, comm)}
     if isinstance(policy := given.strategy, ParameterServer):
         if inputs.source.is_stream:
             raise ConfigError("strategy='parameter_server': data is a stream, of which no part can be leased")
         part = current_role()
         assert part is not None
-        dealing |= {"rank": 0, "world_size": 1}  # a server plans whole steps, and a worker the part that it leases
-        dealing["num_shards"] = dealing["num_shards"] or policy.num_parts(part.num_workers)
+        # A server plans whole steps, and a worker the part that it leases.
+        sampler_arguments |= {"rank": 0, "world_size": 1}
+        sampler_arguments["num_shards"] = sampler_arguments["num_shards"] or policy.num_parts(part.num_workers)
     rounds = round_length(given.strategy)
     if not inputs.source.is_stream:
-        return sampler_of(inputs.source.samples, drop_last=inputs.source.drop_last, rounds=rounds, **dealing)
+        return sampler_of(inputs.source.samples, drop_last=inputs.source.drop_last, rounds=rounds, **sampler_arguments)
     if rounds is not None:
         raise ConfigError(
             "strategy=local_sgd: data is a stream, of which nobody knows where a round ends; give a data set with a "
@@ -269,8 +270,8 @@ def sampler_for(given: FitArguments, inputs: Inputs, comm: Communicator) -> tupl
     told = None
     if inputs.schedule is not None and given.max_steps is None:
         told = _told_length(inputs.source.samples, comm, is_sum=given.batches.sharding == "off")
-    dealing |= {"num_processes": processes, "told": told}
-    return sampler_of_stream(limits=limits, schedule=inputs.schedule, **dealing), ""
+    sampler_arguments |= {"num_processes": processes, "told": told}
+    return sampler_of_stream(limits=limits, schedule=inputs.schedule, **sampler_arguments), ""
 
 
 def round_length(policy: Any) -> RoundLength | None:

@@ -358,7 +358,7 @@ def open_run(given: FitArguments, inputs: Inputs, comm: Communicator) -> OpenRun
     Raises:
         ConfigError, CheckpointError: as `fit`. The model and the optimizer are as they were then.
     """
-    sampler, dealing = arguments.sampler_for(given, inputs, comm)
+    sampler, sampler_note = arguments.sampler_for(given, inputs, comm)
     settings = arguments.settings_of(given, inputs, sampler)
     if given.folder.restore_best and not inputs.held_out.is_evaluated:
         raise ConfigError("restore_best=True: nothing says which checkpoint is the best; give validation_data")
@@ -389,7 +389,7 @@ def open_run(given: FitArguments, inputs: Inputs, comm: Communicator) -> OpenRun
     except BaseException:
         strategy.finish(alone=True)  # no step was made, so that nothing has to be gathered
         raise
-    notes = [*_headline(state, num_steps, given.strategy), *([dealing] if dealing else [])]
+    notes = [*_headline(state, num_steps, given.strategy), *([sampler_note] if sampler_note else [])]
     if not inputs.replica.module.training:
         notes.append("the model was in evaluation mode as a whole: all of its layers are trained")
     notes += [*arguments.idle_notes(inputs.replica), *arguments.round_notes(given.strategy)]

@@ -24,14 +24,14 @@ from ddp.collectives.simulate import Link
 from ddp.comm.transport import shared_memory
 from ddp.errors import PeerLost, workers_failed
 from ddp.lab import doctor
-from ddp.lab.checkup import GIB, LEAST_MEMORY, LEAST_SHARED, MIB, Clock, Figures, Finding, findings, named, rate
+from ddp.lab.doctor_findings import GIB, LEAST_MEMORY, LEAST_SHARED, MIB, Clock, Figures, Finding, findings, named, rate
 from ddp.process import host
-from ddp.process.host import Facts, demands, facts
+from ddp.process.host import HostFacts, demands, facts
 from ddp.process.memory import VARIABLES, available_cores, core_quota
 from ddp.strategies import region
 
 ROOT = Path(__file__).parent.parent.parent
-WELL = Facts(
+WELL = HostFacts(
     host="a",
     kernel="one",
     versions={"python": "3.12.1", "torch": "2.13.0+cpu", "torchvision": "0.28.0"},
@@ -64,7 +64,7 @@ WELL = Facts(
 TWO_HOSTS = {"address": "10.0.0.1", "threads": 2}
 
 
-def found(*ranks: Facts, **figures: Any) -> list[Finding]:
+def found(*ranks: HostFacts, **figures: Any) -> list[Finding]:
     """Returns the findings of ranks, which are on one host unless `hosts` says otherwise."""
     return findings(ranks, Figures(**{"hosts": (tuple(range(len(ranks))),), **figures}))
 
@@ -211,7 +211,7 @@ def test_words() -> None:
 # --- what a process finds out ----------------------------------------------------------------------------------------
 
 
-def own(data: str = "data") -> Facts:
+def own(data: str = "data") -> HostFacts:
     return facts(data, kernel="", threads=1, gpus=list, left_behind=[])
 
 

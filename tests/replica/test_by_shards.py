@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ddp
-from ddp.collectives.shards import owned
+from ddp.collectives.shards import shards_of_rank
 from ddp.errors import ConfigError, ReplicaMismatch, UnusedParameters
 from ddp.gradients import ErrorFeedback, Sign
 from ddp.replica.broadcast import tensor_hash
@@ -315,7 +315,7 @@ def trained(case: Case, comm: Any) -> Found:
     torch.manual_seed(0 if comm.rank == 0 else 99)  # rank 0's parameters are those that count
     module = case.make().to(case.dtype)
     model = ddp.BucketedDataParallel(module, num_shards=case.num_shards, **case.how)
-    assert list(model.shards) == list(owned(comm.rank, comm.world_size, case.num_shards))
+    assert list(model.shards) == list(shards_of_rank(comm.rank, comm.world_size, case.num_shards))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     hashes, wrong = list[str](), list[str]()
     for step in range(case.num_steps):

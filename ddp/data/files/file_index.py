@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddp.data.files.listing import Addresses, as_given, listed
-from ddp.data.files.readers import Facts, LocalReader, Reader, is_remote
+from ddp.data.files.readers import FileVersion, LocalReader, Reader, is_remote
 from ddp.data.files.storage import DIRECT, Storage
 from ddp.errors import ConfigError
 from ddp.process.files import at_home, make_folder, to_read, whole_file, why_shared
@@ -189,7 +189,7 @@ class IndexedFile(NamedTuple):
     """The index's entry of one file."""
 
     address: str
-    facts: Facts
+    facts: FileVersion
     num_samples: int
     notes: dict[str, Any]
 
@@ -279,7 +279,7 @@ def index_path(addresses: Addresses, format: Format, *, index_dir: str | Path) -
     return at_home(Path(index_dir)).absolute() / f"{format.kind}-{digest}.index"
 
 
-def _layouts(index: FileIndex, path: Path) -> dict[tuple[str, Facts], Layout]:
+def _layouts(index: FileIndex, path: Path) -> dict[tuple[str, FileVersion], Layout]:
     """Returns what an index has that can be in the new one at `path`, too."""
     mine, parts = index._replace(path=path), pairwise(index.first_samples())
     return {
@@ -289,14 +289,14 @@ def _layouts(index: FileIndex, path: Path) -> dict[tuple[str, Facts], Layout]:
     }
 
 
-def _read_all(wanted: Sequence[tuple[str, Facts]], format: Format, storage: Storage, path: Path) -> list[Layout]:
+def _read_all(wanted: Sequence[tuple[str, FileVersion]], format: Format, storage: Storage, path: Path) -> list[Layout]:
     if not any(is_remote(address) for address, _ in wanted):
         return [_layout_of(each, format, storage, path) for each in wanted]
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
         return list(threads.map(lambda each: _layout_of(each, format, storage, path), wanted))
 
 
-def _layout_of(file: tuple[str, Facts], format: Format, storage: Storage, path: Path) -> Layout:
+def _layout_of(file: tuple[str, FileVersion], format: Format, storage: Storage, path: Path) -> Layout:
     address, facts = file
     if not facts.size:
         raise ConfigError(f"{address} is empty: write it again, or leave it out of the list")
@@ -316,7 +316,7 @@ def _copied(reader: Reader, format: Format, path: Path) -> Layout:
         return layout._replace(notes={**layout.notes, _COPY: [copy.name, file.tell()]})
 
 
-def _write(path: Path, format: Format, layouts: dict[tuple[str, Facts], Layout]) -> None:
+def _write(path: Path, format: Format, layouts: dict[tuple[str, FileVersion], Layout]) -> None:
     files = [IndexedFile(*file, len(each.spans), each.notes) for file, each in layouts.items()]
     line = json.dumps({"format": _name(format), "files": [file._asdict() for file in files]}).encode()
     line += b" " * (-(len(line) + 1) % _ALIGNMENT) + b"\n"
@@ -411,7 +411,7 @@ def _indexed_file(entry: dict[str, Any]) -> IndexedFile:
     number = entry["num_samples"]
     if type(number) is not int or number < 0:
         raise ValueError(f"{number!r} is no number of samples")
-    return IndexedFile(entry["address"], Facts(*entry["facts"]), number, entry["notes"])
+    return IndexedFile(entry["address"], FileVersion(*entry["facts"]), number, entry["notes"])
 
 
 def _mapped(index: IO[bytes], offset: int, num_rows: int) -> Spans:

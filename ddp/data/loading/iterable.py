@@ -61,8 +61,8 @@ class _Endless(Fixed):
         return "a stream"
 
 
-class Place(NamedTuple):
-    """Says how far a process has read in its stream.
+class StreamPosition(NamedTuple):
+    """Position of a loader process in its stream.
 
     Attributes:
         number: samples read.
@@ -96,8 +96,8 @@ class IterableSampler(TrainSampler):
         super().__init__(_Endless(), global_batch=global_batch, seed=seed, **shares)
         self.shares_itself, self._num_processes, self.told = shares_itself, num_processes, told
         self.seen = None
-        self.read: dict[int, Place] = {}  # by this rank's loader processes, until the last committed step
-        self.read_after: dict[int, Place] = {}  # until the step that the loader has handed out
+        self.read: dict[int, StreamPosition] = {}  # by this rank's loader processes, until the last committed step
+        self.read_after: dict[int, StreamPosition] = {}  # until the step that the loader has handed out
         self._before = 0  # samples of earlier passes
 
     @property
@@ -175,7 +175,7 @@ class IterableSampler(TrainSampler):
                 "leave sharding='off' out"
             )
         mine = places[self.rank if self.shares_itself and self.rank < len(places) else 0]
-        self.read = {process: Place(*place) for process, place in mine.items()}
+        self.read = {process: StreamPosition(*place) for process, place in mine.items()}
 
     @property
     def num_samples(self) -> None:
@@ -316,7 +316,7 @@ class _Fetched(NamedTuple):
     num_samples: int
     batch: Any
     process: int
-    place: Place  # after it
+    place: StreamPosition  # after it
     firsts: tuple[str, ...]  # digests of the first samples that the process has read
 
 
@@ -340,7 +340,7 @@ class _Batches(IterableDataset[Any]):
         elif info is not None:  # so that the data do not share themselves out
             torch_worker._worker_info = None
         keys = (sampler.rank, process) if sampler.shares_itself else ()
-        reader = _Reader(self.data, sampler.read.get(process, Place()), state=sampler.state, keys=keys)
+        reader = _Reader(self.data, sampler.read.get(process, StreamPosition()), state=sampler.state, keys=keys)
         micros = (micro for plan in sampler.plans() for micro in plan.micros)
         for micro in islice(micros, turn, None, self.num_processes):
             if not sampler.shares_itself:
@@ -364,7 +364,7 @@ class _Reader:
         keys: tell streams apart that are not the same.
     """
 
-    def __init__(self, data: Any, place: Place, *, state: SamplerState, keys: tuple[int, ...]) -> None:
+    def __init__(self, data: Any, place: StreamPosition, *, state: SamplerState, keys: tuple[int, ...]) -> None:
         self._seed_of_run, self._epoch, self._keys = state.seed, state.epoch, keys
         self.count, self._num_compared = 0, _NUM_COMPARED
         self.firsts: tuple[str, ...] = ()
@@ -429,10 +429,10 @@ class _Reader:
         while number > 0 and self.take(1):
             number -= 1
 
-    def place(self) -> Place:
+    def place(self) -> StreamPosition:
         """Returns how far it has read."""
         # A copy, because the data may go on changing what they return, and a batch is read ahead.
-        return Place(self.count, None if self._owner is None else copy.deepcopy(self._owner.state_dict()))
+        return StreamPosition(self.count, None if self._owner is None else copy.deepcopy(self._owner.state_dict()))
 
 
 def _has_state(each: Any) -> bool:

@@ -40,7 +40,6 @@ from ddp.data.orders.order import Checksum, FirstOf, Order, Permutation, length_
 from ddp.data.orders.permutation import Indices, indices
 from ddp.data.orders.sharding import OwnSharding, shard_order
 from ddp.data.orders.steps import (
-    Ahead,
     BatchSizes,
     BatchWarmup,
     RoundLength,
@@ -49,6 +48,7 @@ from ddp.data.orders.steps import (
     Skipped,
     Skips,
     Steps,
+    StepsMadeEarly,
     checked_range,
     joined,
     read_state,
@@ -184,7 +184,7 @@ class TrainSampler:
             ahead: ranges that were made before their turn.
         """
         position = state.epoch * self.length + state.consumed
-        self.sizes: Steps = Ahead(self._sizes, ahead) if ahead else self._sizes
+        self.sizes: Steps = StepsMadeEarly(self._sizes, ahead) if ahead else self._sizes
         last = ahead[-1].stop if ahead else position
         self._skips = Skips(self.sizes, [each for each in skipped if each.stop <= last])
         if self._skip_steps is not None:
@@ -196,7 +196,7 @@ class TrainSampler:
     @property
     def _left(self) -> Skips:
         """Returns the steps that are left, without those that were made before their turn."""
-        return self._skips._replace(sizes=Ahead(self.sizes, self._ahead)) if self._ahead else self._skips
+        return self._skips._replace(sizes=StepsMadeEarly(self.sizes, self._ahead)) if self._ahead else self._skips
 
     @property
     def num_samples(self) -> int | None:
@@ -379,7 +379,7 @@ class TrainSampler:
             size: of the step, in samples.
         """
         left_out = Skipped(number, number, position, position + size)
-        self._skips, self._left_out = self._skips.and_(left_out), [*self._left_out, left_out]
+        self._skips, self._left_out = self._skips.with_skipped(left_out), [*self._left_out, left_out]
         self._next = self._left.past(self._next)
 
     def commit_leased(self, plan: StepPlan) -> None:
@@ -400,7 +400,7 @@ class TrainSampler:
         """Counts a step that was committed, and its samples."""
         self._num_steps += 1
         if self.seen is not None:
-            self.seen = self.seen.and_(chain.from_iterable(micro.indices for micro in plan.micros))
+            self.seen = self.seen.with_samples(chain.from_iterable(micro.indices for micro in plan.micros))
 
     def take_seen(self) -> Checksum | None:
         """Returns `seen` at the end of an epoch, and begins anew."""

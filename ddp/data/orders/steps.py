@@ -65,7 +65,7 @@ class Batches:
             object.__setattr__(self, "skip_steps", checked_range(self.skip_steps))
 
     @property
-    def dealing(self) -> dict[str, Any]:
+    def sampler_arguments(self) -> dict[str, Any]:
         """Returns the fields that say who gets which sample, as arguments of `sampler_of`."""
         names = ("order", "sharding", "num_shards", "micro_size", "skip_steps", "seed")
         return {name: getattr(self, name) for name in names}
@@ -245,8 +245,8 @@ class BatchSizes(Steps):
 # With another batch than then, a step ends where those that were made begin.
 
 
-class Ahead(Steps):
-    """The steps that are left where some were made before their turn.
+class StepsMadeEarly(Steps):
+    """Remaining steps of a run, some of whose steps were made before their turn.
 
     Args:
         sizes: of all steps.
@@ -431,7 +431,7 @@ class Skips(NamedTuple):
                 f"step {first}; name later steps, or go back to a checkpoint before them"
             )
         start, stop = (self.sizes.after(position, step - num_steps) for step in (first - 1, last))
-        if isinstance(self.sizes, Ahead) and start < self.sizes.stop:
+        if isinstance(self.sizes, StepsMadeEarly) and start < self.sizes.stop:
             least = num_steps + self.sizes.num_steps(position, self.sizes.stop) + 1
             raise ConfigError(
                 f"skip_steps=[{first},{last}]: the run goes on after step {num_steps}, of which some were made before "
@@ -439,7 +439,7 @@ class Skips(NamedTuple):
             )
         return self._replace(ranges=[*self.ranges, Skipped(first, last, start, stop)])
 
-    def and_(self, one: Skipped) -> Skips:
+    def with_skipped(self, one: Skipped) -> Skips:
         """Returns these and another range, which has not begun."""
         return self._replace(ranges=sorted([*self.ranges, one], key=lambda each: each.start))
 

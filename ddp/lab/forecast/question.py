@@ -56,14 +56,14 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--algorithm", default="auto", help="of the all-reduces (default: %(default)s)")
     parser.add_argument("--bucket-mb", type=positive, metavar="MB", help="size of a bucket (default: as in the run)")
     parser.add_argument("--strategy", choices=list(STRATEGIES.values()), help="default: as in the run")
-    return respond(parser, parser.parse_args(words), answer)
+    return respond(parser, parser.parse_args(words), run)
 
 
 # --- what is asked ---------------------------------------------------------------------------------------------------
 
 
-def answer(options: argparse.Namespace) -> str:
-    """Returns the answer."""
+def run(options: argparse.Namespace) -> str:
+    """Returns the text that the command prints."""
     profile = read_profile(options.run)
     if profile.strategy not in STRATEGIES and options.strategy is None:
         raise ConfigError(f"{options.run} was made by {profile.strategy}, which forecasts do not know: give --strategy")

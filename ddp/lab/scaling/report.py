@@ -18,7 +18,7 @@ from pathlib import Path
 from ddp.commands.command import parser_of, respond
 from ddp.errors import ConfigError
 from ddp.lab.scaling.charts import COLOURS, svg, themed
-from ddp.lab.scaling.figures import compared
+from ddp.lab.scaling.figures import compare
 from ddp.lab.scaling.runs import read_runs
 from ddp.lab.scaling.words import Section, Table, section_of
 from ddp.process.arguments import positive, shown
@@ -45,13 +45,13 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument(
         "--price-per-worker-hour", type=positive, metavar="PRICE", help="of one worker, in any currency"
     )
-    return respond(parser, parser.parse_args(words), answer)
+    return respond(parser, parser.parse_args(words), run)
 
 
-def answer(options: argparse.Namespace) -> str:
+def run(options: argparse.Namespace) -> str:
     """Writes the report, and returns its sentences."""
     runs, notes = read_runs(options.sweep)
-    series, more = compared(runs, target=options.target, goal=options.goal_efficiency)
+    series, more = compare(runs, target=options.target, goal=options.goal_efficiency)
     notes += more
     if not series:
         told = "".join(f"\n{note}" for note in notes)

@@ -21,7 +21,7 @@ from ddp.comm.meeting.place import refuse_workers
 from ddp.commands.command import parser_of
 from ddp.errors import ConfigError
 from ddp.lab.scaling import report
-from ddp.lab.scaling.figures import Series, compared
+from ddp.lab.scaling.figures import Series, compare
 from ddp.lab.scaling.runs import read_runs
 from ddp.lab.scaling.words import tables_of
 from ddp.process.arguments import listed, positive, program, quoted, shown, whole
@@ -205,7 +205,7 @@ def tell(folder: Path, given: Sequence[str]) -> int:
         given: the user's settings.
     """
     runs, notes = read_runs(folder)
-    series, more = compared(runs)
+    series, more = compare(runs)
     statuses = (1 if job.status is None else job.status for job in sweep.jobs_in(folder))
     status = next((each for each in statuses if each), 0)
     if not series:

@@ -37,7 +37,7 @@ from ddp.run.assembly import components
 from ddp.run.assembly import optimizer as optimization
 from ddp.run.assembly.load import load as load_trained
 from ddp.run.assembly.load import load_initial_weights
-from ddp.run.assembly.sampling import batches_of, check_dealing, noted, sampler_for
+from ddp.run.assembly.sampling import batches_of, check_dealing, sampler_facts, sampler_for
 from ddp.run.settings.address import origins
 from ddp.run.settings.checks import check_servers, check_strategy
 from ddp.run.settings.config import Config, folder_of
@@ -62,7 +62,8 @@ def check(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
     """Finds out in one process, before any worker starts, whether the run can work.
 
     Returns:
-        Step and sampler's state of the checkpoint that the run goes on from, None for a new run; and `sampling.noted`.
+        Step and sampler's state of the checkpoint that the run resumes from, None for a new run; and
+        `sampling.sampler_facts`.
 
     Raises:
         ConfigError: data are missing, or the model or its optimizer cannot be built.
@@ -89,11 +90,11 @@ def check(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
             check_fits(checkpoint.parts["model"], model, source=checkpoint.path)
         check_dealing(config, splits, state=position["sampler"])
         check_optimizer(checkpoint, optimizer)
-        return position, noted(config, splits.train)
+        return position, sampler_facts(config, splits.train)
     check_dealing(config, splits)
     if config.init_from.path:
         _load_given_weights(config, components.make_model(config, splits))
-    return None, noted(config, splits.train)
+    return None, sampler_facts(config, splits.train)
 
 
 def run(config: Config, run_dir: Path) -> None:

@@ -95,7 +95,7 @@ def main() -> NoReturn:
     with bad_input_to(exit_with_error):
         arguments = options_first(sys.argv[1:])
         sys.argv[1:] = for_hydra(arguments, sweeps=arguments[:1] in (["-m"], ["--multirun"]))
-        task = Task(varied_keys(sys.argv[1:]), _options(sys.argv[1:]))
+        task = HydraMain(varied_keys(sys.argv[1:]), _options(sys.argv[1:]))
     OmegaConf.register_new_resolver("job_folder", task.job_folder, replace=True)
     try:
         with bad_input_to(exit_with_error):
@@ -110,7 +110,7 @@ def main() -> NoReturn:
 
 
 @dataclass
-class Task:
+class HydraMain:
     """Makes one run when Hydra calls it, in this process or in one that a launcher of Hydra's has started.
 
     Attributes:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from ddp.collectives.shards import owned
+from ddp.collectives.shards import shards_of_rank
 from ddp.comm.meeting.place import host_name
 from ddp.comm.objects import all_gather_object
 from ddp.data.orders.sampler import StepPlan
@@ -66,7 +66,7 @@ def first_turn(num_samples: int, world_size: int, num_shards: int) -> Turn:
 def _filled(num_samples: int, world_size: int, num_shards: int) -> list[list[int]]:
     """Returns each rank's shards that have samples in a step of so many."""
     bounds = [shard * num_samples // num_shards for shard in range(num_shards + 1)]
-    shards = [owned(rank, world_size, num_shards) for rank in range(world_size)]
+    shards = [shards_of_rank(rank, world_size, num_shards) for rank in range(world_size)]
     return [[shard for shard in mine if bounds[shard] < bounds[shard + 1]] for mine in shards]
 
 

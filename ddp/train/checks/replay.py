@@ -84,7 +84,7 @@ class Replay:
         model = self.state.model
         total: float | Tensor = 0.0
         num_items: float | Tensor = 0
-        with model.apart():
+        with model.isolated():
             for micro, batch in self.batches(plan, shard):
                 loss_sum, number = self.forward(micro, batch)
                 total, num_items = total + loss_sum.detach(), num_items + number
@@ -169,7 +169,7 @@ def explain_spike(replay: Replay, plan: StepPlan) -> str:
         return "It is not computed again, because layers wait for other ranks in each forward"
     for shard in own_shards(plan):
         total, count, samples = 0.0, 0.0, list[int]()
-        with suppress(Exception), replay.state.model.apart(), torch.no_grad():  # of the user's code; others go on
+        with suppress(Exception), replay.state.model.isolated(), torch.no_grad():  # of the user's code; others go on
             for micro, batch in replay.batches(plan, shard):
                 loss_sum, num_items = replay.forward(micro, batch)
                 total, count = total + float(loss_sum), count + float(num_items)
@@ -214,7 +214,7 @@ def _findings(replay: Replay, plan: StepPlan) -> Iterator[Finding]:
     try:
         for shard in own_shards(plan):
             for micro, batch in replay.batches(plan, shard):
-                with model.apart():
+                with model.isolated():
                     found = _first(replay, micro, batch)
                 if found is not None:
                     yield found

@@ -34,7 +34,7 @@ def clock_name() -> str:
         return ""
 
 
-def compared(comm: Communicator) -> list[ClockOffset]:
+def compare_clocks(comm: Communicator) -> list[ClockOffset]:
     """Returns the offset of each rank's clock, by rank. Collective."""
     names = all_gather_object(comm, clock_name())
     firsts = {name or str(rank): rank for rank, name in reversed(list(enumerate(names)))}

@@ -28,7 +28,7 @@ from ddp.process.files import if_possible
 from ddp.process.log import log
 from ddp.process.memory import available_cores
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.train.monitor.clock import between, compared
+from ddp.train.monitor.clock import between, compare_clocks
 from ddp.train.monitor.parts import RawStep, last_begun, spans_of
 from ddp.train.monitor.profile import (
     FILE,
@@ -85,7 +85,7 @@ class Profiler(Callback):
     def step_start(self, state: TrainState) -> None:
         number = self._num_made - WARM_UP
         if number == 0:
-            self._clocks = compared(state.comm)  # before, and once more after the last step
+            self._clocks = compare_clocks(state.comm)  # before, and once more after the last step
             self._began_s = now_s()
         if self._is_noted(number):
             state.phase = self._recording.phase
@@ -131,7 +131,7 @@ class Profiler(Callback):
         assert run_dir is not None
         if self._trace is not None:
             self._trace.stop()
-        clocks = list(map(between, self._clocks, compared(comm)))
+        clocks = list(map(between, self._clocks, compare_clocks(comm)))
         if self._trace is not None:
             self._trace.write(run_dir / FOLDER / f"rank-{comm.rank}.json", clocks[comm.rank], comm.world_size)
         network = _network(state)
