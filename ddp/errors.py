@@ -159,7 +159,7 @@ class UnreadableSample(ConfigError):
 
 
 class ReplicaMismatch(ValueError, RuntimeError):
-    """The ranks' models are not built alike, or replicas that must be equal are not."""
+    """The ranks' models are not built identically, or replicas that must be equal are not."""
 
 
 class CheckpointError(_Printable, ValueError):

@@ -175,7 +175,7 @@ class Schedule(NamedTuple):
 
     Attributes:
         num_chunks: by number of ranks.
-        num_shards: the contributions are those of so many shards of a batch (note "over shards"); None: of the ranks.
+        num_shards: the contributions are those of n shards of a batch (note "over shards"); None: of the ranks.
     """
 
     algorithm: Algorithm
@@ -443,7 +443,7 @@ class SymbolicRun:
 
     def _not_sent(self) -> str:
         whole = f"the whole buffer is range({self.num_chunks})"
-        return f"; nobody sends this chunk: {whole}, a chunk per rank unless num_chunks says otherwise"
+        return f"; no rank sends this chunk: {whole}, a chunk per rank unless num_chunks says otherwise"
 
 
 def _shown(value: Value | None) -> str:

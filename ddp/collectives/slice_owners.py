@@ -51,7 +51,7 @@ from ddp.collectives.shards import Addition, additions_between, nodes_by_rank
 
 @lru_cache(maxsize=256)  # one object each, because others cache what they derive from a schedule
 def schedule_over_shards(num_shards: int, goal: Goal, slices: tuple[int, ...] = ()) -> Schedule:
-    """Returns the all-reduce, or the reduce-scatter, that adds up so many shards.
+    """Returns the all-reduce, or the reduce-scatter, that adds up this number of shards.
 
     Args:
         slices: by rank, the number of the chunk that it owns; its own number unless given.

@@ -1,4 +1,4 @@
-"""Gives the calls of one communicator their turn: numbers them, runs one at a time, and blames whoever breaks one.
+"""Gives calls of one communicator their turn: numbers them, runs one at a time, and blames a rank that breaks one.
 
 All ranks must call the same collectives in the same order. So a communicator serves one thread at a time, because two
 threads would take turns in an order that differs from rank to rank. A thread that calls while another thread's
@@ -185,7 +185,7 @@ class CallQueue:
                 self._watchdog.fail(lost.reason, blames=lost.rank)
             raise
         except (ConfigError, NoSharedMemory):
-            raise  # on every rank alike, before anything was sent
+            raise  # on every rank, before anything was sent
         except BaseException as error:  # also Ctrl-C: the others go on to calls that this rank has not finished
             self.error = error
             if not isinstance(error, CollectiveMismatch):
@@ -251,7 +251,7 @@ class CallQueue:
 
     def _lost(self, error: TransportError) -> PeerLost:
         """Returns the error that names the rank to blame, by what the ranks publish about themselves."""
-        if self._has_ended:  # nobody reads it; and a thread must not be inside the store when the program ends
+        if self._has_ended:  # it is never read; and a thread must not be inside the store when the program ends
             raise CommunicatorBroken(str(error)) from error
         lost = self._watchdog.find_culprit(error.peer, str(error))
         if self._world_ranks[lost.rank] != lost.rank:

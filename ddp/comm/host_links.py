@@ -62,7 +62,7 @@ class HostLinks:
         """Returns the edges between some of the ranks, of which this is one. Collective over them.
 
         Args:
-            channel: a channel of the transport that nobody uses.
+            channel: an unused channel of the transport.
         """
         edges = self.transport.among(ranks, channel, self._watchdog.hopeless_because)
         return HostLinks(edges, self._watchdog, self._settings, ranks=ranks)
@@ -75,7 +75,7 @@ class HostLinks:
         Args:
             bounds: where its chunks begin, and where the last one ends; cut evenly unless given.
         """
-        if self.world_size == 1:  # nothing travels, and nobody adds to it
+        if self.world_size == 1:  # nothing travels, and nothing is added
             if not is_identity(reduction.divide_by):
                 divided_(flat, reduction.divide_by)
             return
@@ -252,7 +252,7 @@ class CrossHost:
     Args:
         wire: edges to all ranks.
         group: this host's memory; None where the rank is alone.
-        channel: a channel of the transport that nobody uses.
+        channel: an unused channel of the transport.
 
     Attributes:
         slices: by rank, the number of its slice in `reduce_scatter` and `all_gather`; None where hosts differ in size.

@@ -6,7 +6,7 @@ This is for rare and small things: names in an error, random states of a checkpo
     text           JSON: numbers, texts, lists; anything else as {"is": its form, "of": what it is made of}
     bytes          of all tensors and byte strings, one after another
 
-A receiver makes nothing but what the tables of this module name. Pickle would run code of whoever has sent it.
+A receiver makes nothing but what the tables of this module name. Pickle would run code of the sender.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Opens a communicator: the ranks of one store and generation connect, and prove who they are.
 
 Nothing is remembered here, so a process may open one after the other, or several at once: `session.py` does it for
-`ddp.init`, and whoever changes the membership gives another store, generation, rank and world size.
+`ddp.init`, and a change of membership gives another store, generation, rank and world size.
 
-Note "proof". Gloo takes whoever connects to its port and says the right small number for a rank, and every user of a
-host can connect there. So, before anything that arrives is believed, each rank
+Note "proof". Gloo accepts any process that connects to its port and says the right small number for a rank, and every
+user of a host can connect there. So, before anything that arrives is believed, each rank
 
-    puts a number that nobody can foresee into the private store
+    puts an unpredictable number into the private store
     sends each peer the code of (its own number, the peer's number), which takes the secret
     compares what each peer has sent with the code of (the peer's number, its own number)
 

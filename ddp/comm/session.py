@@ -39,7 +39,7 @@ from ddp.setting import Additions
 
 ABORT_S = 600.0
 ANSWER_S = 3.0  # wait for a store that has answered before
-LAST_S = 10.0  # longest wait of the rank that serves the store for the others, which have come to the last barrier
+LAST_S = 10.0  # longest wait of the rank that serves the store for the others, which have reached the last barrier
 POLL_S = 0.05
 
 
@@ -281,7 +281,7 @@ def shutdown(*, failed: str = "") -> None:
     num_calls = world.num_calls
     try:
         if not failed:
-            world.barrier()  # nobody takes the store away while others still need it
+            world.barrier()  # the store stays until no rank needs it
     except CommunicatorBroken:
         pass  # the program has been told before
     except PeerLost as lost:
@@ -397,8 +397,8 @@ def _on_this_host(*, warn_s: float, abort_s: float) -> tuple[int, int]:
 def _met(here: RankPlace, *, warn_s: float, abort_s: float) -> Store:
     """Returns a part of the launcher's store that is new, once all ranks have come there.
 
-    These processes may have met here before, with other ranks, so that another one serves the store now. Whoever
-    served it then ends that when it comes here, which may be after the others have come.
+    These processes may have met here before, with other ranks, so that another one serves the store now. The rank that
+    served it then stops when it comes here, which may be after the others have come.
     """
     patience, before = Patience(abort_s), _session.met[0] if _session.met else here._replace(port=0)
     has_met_here = (before.address, before.port) == (here.address, here.port)

@@ -201,7 +201,7 @@ class Runner:
     def _loop(self) -> None:
         stream = gpu.cuda.Stream(self._device) if self._device.type == gpu.KIND else None
         with gpu.cuda.stream(stream) if stream is not None else nullcontext():
-            kept: list[tuple[torch.cuda.Event, object]] = []  # what the GPU may still read, though nobody has waited
+            kept: list[tuple[torch.cuda.Event, object]] = []  # what the GPU may still read, as there was no wait
             while (work := self._queue.get()) is not None:
                 kept = [each for each in kept if not each[0].query()]
                 if (queued := work.run(stream)) is not None:

@@ -150,7 +150,7 @@ class Bucket:
                     kept.append(slot)
                 slot.view = slot.rows[0] = with_own_storage(view)
                 slot.is_kept |= slot.view._is_view()
-        self._aliases = [slot.rows[0].detach() for slot in self.slots]  # which nobody can exchange
+        self._aliases = [slot.rows[0].detach() for slot in self.slots]  # which the user cannot exchange
         self._storages = [alias.untyped_storage() for alias in self._aliases]
         self._numbers = [storage._cdata for storage in self._storages]
         self._unused = tuple(map(min, self._users()))

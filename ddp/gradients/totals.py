@@ -116,7 +116,7 @@ class Totals(NamedTuple):
     def read(cls, tail: Sequence[float]) -> Totals:
         """Reads the sums over ranks from the numbers of a tail, [NUM_TOTALS]."""
         loss_sum, high, low, num_stopping, num_ending = tail
-        if not math.isfinite(high + low):  # a count on a GPU that nobody has looked at
+        if not math.isfinite(high + low):  # a count on a GPU that was not checked
             return cls(math.nan, 0, round(num_stopping), round(num_ending))
         return cls(loss_sum, count_of(round(high) * BASE + low), round(num_stopping), round(num_ending))
 

@@ -69,7 +69,7 @@ def of_workers(workers: int, data: str) -> Diagnosis:
         answers = from_python.launch(partial(examine, data), workers=workers, timeout_s=LAUNCH_S)
         return Diagnosis(*answers[0])
     except (WorkersFailed, ConfigError, ImportError, OSError) as error:
-        reason = Finding(True, f"workers cannot work here ({_why(error)}): mend that first")
+        reason = Finding(True, f"workers cannot work here ({_why(error)}): fix that first")
         alone = own_facts(data)
         alone.variables.update(VARIABLES, MKL_CBWR="AUTO")  # as the launcher sets them for workers
         return diagnosis([alone], Figures(hosts=((0,),)), [reason])

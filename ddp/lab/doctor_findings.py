@@ -30,7 +30,7 @@ LEAST_DISK = GIB  # for the checkpoints of a small run
 LEAST_TEMPORARY = 16 * MIB  # for what a launch and its workers tell each other
 OPEN_FILES, FILES_OF_A_RANK = 256, 8  # that each process has open, and more for each rank that it is connected with
 PINNED = GIB  # an adapter's buffers
-SLOW = 2.0  # a link or a rank that is so many times slower than the median one
+SLOW = 2.0  # a link or a rank that is this many times slower than the median one
 MOST_OFFSET_S = 1.0  # between the clocks of two hosts: files that are a second from the future mislead
 
 
@@ -102,7 +102,7 @@ def usable_cores(ranks: Sequence[HostFacts]) -> float:
 
 def _unanswered(ranks: Sequence[HostFacts], world_size: int) -> Iterator[Finding]:
     for what in ranks[0].unanswered:
-        yield Finding(True, f"{what} has not answered within {ANSWER_S:g} s: mend that first")
+        yield Finding(True, f"{what} has not answered within {ANSWER_S:g} s: fix that first")
 
 
 def _packages(ranks: Sequence[HostFacts], world_size: int) -> Iterator[Finding]:
@@ -129,7 +129,7 @@ def _cores(ranks: Sequence[HostFacts], world_size: int) -> Iterator[Finding]:
             f"OMP_NUM_THREADS={fitting} (cluster.threads_per_worker={fitting}){bound}",
         )
     elif num_threads > cores:
-        yield Finding(False, f"{len(ranks)} ranks take turns on {of}: {int(max(1, cores))} or fewer train faster")
+        yield Finding(False, f"{len(ranks)} ranks oversubscribe {of}: {int(max(1, cores))} or fewer train faster")
     elif 2 * num_threads <= cores:
         yield Finding(
             False,
@@ -143,7 +143,7 @@ def _load(ranks: Sequence[HostFacts], world_size: int) -> Iterator[Finding]:
     if first.load > first.num_cores + len(ranks):
         yield Finding(
             False,
-            f"other programs want the cores, too (load {first.load:.1f} on {counted(first.num_cores, 'core')}): what "
+            f"other processes are using the cores (load {first.load:.1f} on {counted(first.num_cores, 'core')}): what "
             "is measured now is less than there is; end them, and call doctor again",
         )
 
@@ -153,7 +153,7 @@ def _variables(ranks: Sequence[HostFacts], world_size: int) -> Iterator[Finding]
     if missing := [f"{name}={value}" for name, value in wanted.items() if name not in ranks[0].variables]:
         yield Finding(
             False,
-            "a running program cannot set for itself what keeps bits alike (MKL_CBWR) and copies fast "
+            "a running program cannot set for itself what keeps bits equal (MKL_CBWR) and copies fast "
             f"(GLIBC_TUNABLES): export {' '.join(missing)} before your launcher, as scripts/ddp train does by itself",
         )
 
@@ -170,7 +170,7 @@ def _memory(ranks: Sequence[HostFacts], world_size: int) -> Iterator[Finding]:
 
 def _shared_memory(ranks: Sequence[HostFacts], world_size: int) -> Iterator[Finding]:
     first = ranks[0]
-    if first.kernel and not first.shared_bytes:  # of another system's kernel nobody expects it
+    if first.kernel and not first.shared_bytes:  # another system's kernel has none
         yield Finding(
             True, "/dev/shm cannot be written, through which loader processes send: mount a tmpfs there, mode 1777"
         )
@@ -210,7 +210,7 @@ def _network(ranks: Sequence[HostFacts], world_size: int) -> Iterator[Finding]:
     elif is_over_hosts and first.address.startswith(LOOPBACK):
         what = f"{INTERFACE} names {named}" if named else f"the name {first.host} stands for {first.address}"
         remedy = f"export {INTERFACE}={others[0] if others else 'NAME'}"
-        yield Finding(True, f"{what}, where no other host reaches the ranks: {remedy}, or mend /etc/hosts")
+        yield Finding(True, f"{what}, where no other host reaches the ranks: {remedy}, or fix /etc/hosts")
 
 
 def _gpus(ranks: Sequence[HostFacts], world_size: int) -> Iterator[Finding]:

@@ -177,7 +177,7 @@ def _limit(kind: int) -> int:
 def demands() -> Sequence[Demand]:
     """Returns what this package admits, as its own metadata say, and what each package that it needs admits of others.
 
-    Where this package is not installed, but lies on the path, nobody knows.
+    Where this package is not installed, but lies on the path, it is unknown.
     """
     try:
         about = metadata.metadata(PACKAGE)

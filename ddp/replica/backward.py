@@ -11,7 +11,7 @@
                  backward   ▓▓▓ fc ▓▓▓▓▓▓▓ conv4 ▓▓▓▓▓▓▓ conv3 ▓▓▓▓▓ conv2 ▓▓▓ conv1 ▓│ finish
                  wire              ░░ bucket 0 ░░░░░░░░░░░░░░ bucket 1 ░░░░░░░░░░░░░░░│░ last ░
 
-The first backward cannot do this, because nobody knows yet in which order gradients become ready. It only records the
+The first backward cannot do this, because the order in which gradients become ready is unknown. It only records the
 order, and reduces all buckets at its end. Each step has a `Backward` of its own, so nothing is reset by hand. A
 backward that breaks off stays RUNNING, and the replica refuses to go on.
 
@@ -189,7 +189,7 @@ class Backward:
         reductions: one for each bucket, in order; empty until the order of gradients is known.
         index_of: by a parameter's id, the reduction that its gradient belongs to.
         error: found by this backward; every rank raises it before its next forward.
-        is_unread: it has ended, and nobody has called `read_flags`.
+        is_unread: it has ended, and `read_flags` was not called.
         streams: those of a GPU on which gradients have become ready.
         began_s, ended_s: when backward began and ended.
     """
@@ -309,7 +309,7 @@ class Backward:
                 f"{self.layout.slot_of[id(parameter)].name} got a gradient in step {self.step} after "
                 f"{reduction.bucket.label} had been sent. Re-entrant checkpointing of a module that is used twice does "
                 "this, or of one that find_unused_parameters=True takes for unused: pass use_reentrant=False to the "
-                "checkpoint, or static_graph=True to ddp.DistributedDataParallel if all steps are alike"
+                "checkpoint, or static_graph=True to ddp.DistributedDataParallel if all steps are equal"
             )
 
     def _launch_full(self) -> None:
@@ -436,7 +436,7 @@ class Backward:
         All ranks take the order of the first rank that has gradients.
 
         Raises:
-            ReplicaMismatch: the ranks' gradients differ, which nobody has looked for if `init_sync` was off.
+            ReplicaMismatch: the ranks' gradients differ, which was not checked if `init_sync` was off.
         """
         check_same_layout(self.comm, [(slot.name, slot.parameter) for slot in self.layout.slots])
         names = [self.layout.slot_of[id(parameter)].name for parameter in self._seen]

@@ -148,7 +148,7 @@ class ByShards(Accumulation):
             return ""
         first, last = self.shards.start, self.shards.stop - 1
         return (
-            f"shard {shard} is marked where shard {self._next} was to come: this rank computes the shards {first} to "
+            f"expected shard {self._next}, got shard {shard}: this rank computes the shards {first} to "
             f"{last} in this order, each once a step (model.shards)"
         )
 

@@ -37,7 +37,7 @@ Cost, for W ranks and C channels: per forward one all-reduce of W·(2C + 1) floa
 numbers (float32, or float64 for float64 input), none if the input needs no gradient. They are small, and layers wait
 for them, so latency is what counts. They run in a group of their own, which the first forward makes, because the order
 of layers and that of gradient buckets have nothing to do with each other. (On GPUs with NCCL both are in the order in
-which autograd's thread comes to them.)
+which autograd's thread reaches them.)
 
 Source: Ioffe and Szegedy, "Batch normalization" (arXiv 1502.03167), algorithm 1; Chan, Golub and LeVeque, "Algorithms
 for computing the sample variance: analysis and recommendations" (1983).

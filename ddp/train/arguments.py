@@ -260,7 +260,7 @@ def sampler_for(given: FitArguments, inputs: Inputs, comm: Communicator) -> tupl
         return sampler_of(inputs.source.samples, drop_last=inputs.source.drop_last, rounds=rounds, **sampler_arguments)
     if rounds is not None:
         raise ConfigError(
-            "strategy=local_sgd: data is a stream, of which nobody knows where a round ends; give a data set with a "
+            "strategy=local_sgd: data is a stream, whose rounds have no known end; give a data set with a "
             "length, or take strategy=auto"
         )
     if most := given.reading.max_unreadable:

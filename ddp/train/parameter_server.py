@@ -58,7 +58,7 @@ from ddp.train.steps.supply import EpochSupply, Step
 
 ALIKE = ("loss", "global_batch", "order", "num_shards", "micro_size", "seed", "precision", "wire", "hook")
 FOLDER = "folder"
-_number = count()  # of the trainings of this program, which all processes run alike
+_number = count()  # of the trainings of this program, which all processes run in the same order
 
 
 def check_role(given: FitArguments) -> Role | None:

@@ -182,7 +182,7 @@ def test_csv_is_read_back_as_the_same_numbers() -> None:
     ("words", "says"),
     [
         (["evaluate", "none"], "none does not exist: give the folder of a run"),
-        (["evaluate", "region=none"], "nobody on this host keeps region=none: "),
+        (["evaluate", "region=none"], "no run on this host keeps region=none: "),
         (["predict", "region=n/one", "--out", "x.csv"], "region='n/one': take letters, digits, "),
         (["evaluate", "."], r"\. is no run of .* train: .* use ddp.evaluate and ddp.predict there"),
         (["evaluate", "RUN", "epochs=3"], "epochs=3: give KEY=VALUE, with a key of data, loader, "),

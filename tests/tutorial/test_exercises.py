@@ -169,7 +169,7 @@ TYPICAL = {
         ",",
         "deadlock: rank 1 takes no chunk 1 in this round\n",
     ),
-    "ring: a round too few": Typical("02", "(num_ranks - 1):", "(num_ranks - 2):", "nobody sends this chunk"),
+    "ring: a round too few": Typical("02", "(num_ranks - 1):", "(num_ranks - 2):", "no rank sends this chunk"),
     "ring: everything each time": Typical(
         "02",
         "yield Send(right, range(outgoing, outgoing + 1)), Recv(left, range(incoming, incoming + 1), add=True)",
@@ -518,7 +518,7 @@ TREE = SCHEDULES["tree"]
         (SCHEDULES["tree_broadcast"], "is no all-reduce, but one where rank 0 starts with every chunk"),
         (whole_or(TREE._replace(num_chunks=lambda n: 1 // (n - 7)), above=6), "with 7 ranks: ZeroDivisionError"),
         (whole_or(TREE._replace(num_chunks=lambda n: 1 << 40), above=6), "with 7 ranks: num_chunks is 1099511627776"),
-        (whole_or(TREE._replace(algorithm=lambda *_: iter(())), above=6), "nobody sends this chunk"),
+        (whole_or(TREE._replace(algorithm=lambda *_: iter(())), above=6), "no rank sends this chunk"),
         (whole_or(SCHEDULES["tree_broadcast"], above=6), "not each contribution once"),
     ],
 )

@@ -49,8 +49,8 @@ from ddp.process.log import log
 #     data/index/tar-4f1d….index                 the user's own folder
 #     ~/.cache/ddp/81c2…/tar-4f1d….index         in its place, if that folder is a team's, or another user's
 #
-# Whoever can forge an index decides which bytes are a sample. So each member of a team makes their own index, once, and
-# no member's run ends because another one was first.
+# A user who can forge an index decides which bytes are a sample. So each member of a team makes their own index, once,
+# and no member's run ends because another one was first.
 
 
 def index_place(given: Path) -> Path:

@@ -49,7 +49,7 @@ from ddp.process.files import at_home, make_folder, opened, to_read, whole_file,
 # apart, the first was handed a file of the right size with half of its bytes (fsspec 2026.9). Its one call for a whole
 # file could have no deadline that suits all sizes, either.
 #
-# A folder that others may write is refused, because whoever may write a copy decides what the samples are.
+# A folder that others may write is refused, because a user who may write a copy decides what the samples are.
 #
 # The folder is a disk of this host: on a disk that hosts share, two hosts may wait for each other's locks.
 

@@ -242,7 +242,7 @@ def _parts(each: Any) -> Iterator[Any]:
 
 
 def _some(values: Iterable[Any], length: int) -> Iterable[Any]:
-    return values if length <= _MANY else islice(values, _FEW)  # a long container has samples, which are alike
+    return values if length <= _MANY else islice(values, _FEW)  # a long container has samples, of one kind
 
 
 def _of_class(kind: type) -> Iterator[Any]:

@@ -11,7 +11,7 @@ or begins at the data's own `state_dict`. Reading must be the cheap part then, a
 With sharding="off" the data share themselves out, by rank and by `torch.utils.data.get_worker_info()`. Each process
 takes what it is given, in turn; ranks may have unequal numbers.
 
-Nobody knows where a stream ends: a `__len__` is its own word, and only a schedule goes by it. So a rank fetches its
+The end of a stream is unknown: a `__len__` is its own word, and only a schedule goes by it. So a rank fetches its
 next batch before the last backward of a step, and the totals of the step tell all ranks how many have none. Then:
 
     join        ranks without samples take part with none, until all streams are at their end
@@ -110,7 +110,7 @@ class IterableSampler(TrainSampler):
         return self._before + plan.position
 
     def end(self, *, epochs: int | None, num_steps: int | None) -> tuple[int, int]:
-        """Returns the most steps that are left of the run, and the position after them; `ENDLESS` if nobody knows."""
+        """Returns the most steps that are left of the run, and the position after them; `ENDLESS` if unknown."""
         if num_steps is None:
             return ENDLESS, ENDLESS if epochs is None or self.told is None else epochs * self.told
         return num_steps, self.position + max(0, num_steps) * self.global_batch
@@ -136,7 +136,7 @@ class IterableSampler(TrainSampler):
         self.read = {}
 
     def expected(self, epoch: int) -> Checksum | None:
-        """Returns None, because nobody knows what a stream has."""
+        """Returns None, because the length of a stream is unknown."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class IterableSampler(TrainSampler):
 
     @property
     def num_samples(self) -> None:
-        """Returns None, because nobody knows it."""
+        """Returns None, because it is unknown."""
         return None
 
 
@@ -205,11 +205,11 @@ def sampler_of_stream(
     """
     if not any(limits.values()):
         raise ConfigError(
-            "data is a stream, and nobody knows where it ends: give max_steps, or epochs if it has an end"
+            "data is a stream of unknown length: give max_steps, or epochs if it has an end"
         )
     if limits["max_steps"] is None and schedule is not None and not told:
         raise ConfigError(
-            "schedule: goes by the samples of the whole run, and nobody knows how many a stream has: give the data a "
+            "schedule: goes by the samples of the whole run, and a stream has an unknown number: give the data a "
             "__len__, or max_steps, or take ddp.optim.TorchSchedule(scheduler, every='epoch'), which needs neither"
         )
     if not isinstance(global_batch, int):
@@ -383,7 +383,7 @@ class _Reader:
         self.count = place.number
 
     def _seed(self) -> None:
-        keys = self._keys if self.count >= _NUM_COMPARED else ()  # equal streams must be seen to begin alike
+        keys = self._keys if self.count >= _NUM_COMPARED else ()  # equal streams must be seen to begin equally
         seed_generators(stream_seed(self._seed_of_run, "iterable", self._epoch, *keys, self.count), device="cpu")
 
     def take(self, number: int) -> list[Any]:

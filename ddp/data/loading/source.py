@@ -45,7 +45,7 @@ from ddp.errors import ConfigError
 #                               with replacement, by `orders.Weighted`: for WeightedRandomSampler, and for
 #                               RandomSampler(replacement=True); both with their num_samples
 #                               other num_samples each epoch, by `orders.FirstOf`: for RandomSampler(num_samples=…)
-#                               refused: any other, because nobody can see which samples it will choose
+#                               refused: any other, because the samples that it will choose are unknown
 #   batch_sampler               torch's BatchSampler: its sampler and its drop_last; refused: any other
 #   batch_size                  not used: a step has global_batch samples; refused: None, where samples are batches
 #   drop_last                   honoured, counted in steps of global_batch; refused for streams

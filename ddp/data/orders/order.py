@@ -232,7 +232,7 @@ class Permutation(Order):
 
 
 class Fixed(Order):
-    """Each sample once, as the data set has them, in each epoch alike."""
+    """Each sample once, as the data set has them, the same in each epoch."""
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples = self.length = length_of(num_samples, what="num_samples")

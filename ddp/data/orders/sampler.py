@@ -76,7 +76,7 @@ class StepPlan(NamedTuple):
 
     Attributes:
         is_last: this rank's stream ends with it. Data with a length do not say so.
-        num_inner: it is a round of so many inner steps, and each of `micros` is one; 0: gradients are averaged.
+        num_inner: it is a round of this number of inner steps, and each of `micros` is one; 0: gradients are averaged.
     """
 
     epoch: int
@@ -200,7 +200,7 @@ class TrainSampler:
 
     @property
     def num_samples(self) -> int | None:
-        """Returns the length of the data set; None if nobody knows it."""
+        """Returns the length of the data set; None if it is unknown."""
         return self.order.num_samples
 
     @property

@@ -226,7 +226,7 @@ class BatchSizes(Steps):
         return found
 
     def _is_steady(self, position: int) -> bool:
-        """Returns True if this and all further epochs are alike."""
+        """Returns True if this and all further epochs are equal."""
         return position >= self.batch.num_samples and position % self.length == 0
 
     def _stretch(self, position: int) -> tuple[int, int, int]:

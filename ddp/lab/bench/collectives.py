@@ -145,7 +145,7 @@ def open_barrier(rank: int, world_size: int, *, is_crowded: bool) -> Iterator[Ba
         path.unlink()  # all ranks have mapped it; so nothing is left, however this ends
 
     def wait() -> None:
-        # One aligned word, written by one rank alone: whoever reads it finds the old count or the new one.
+        # One aligned word, written by one rank alone: a reader finds the old count or the new one.
         counters[rank, 0] += 1
         for other in range(world_size):
             while counters[other, 0] < counters[rank, 0]:

@@ -185,7 +185,7 @@ PROGRESS = "cell: "
 
 
 def announce(cell: TimedCell) -> None:
-    """Tells whoever waits, on rank 0, that a cell is done."""
+    """Tells the waiting user, on rank 0, that a cell is done."""
     if dist.get_rank() == 0:
         speedup = "" if cell.speedup is None else f": {cell.speedup:.2f}x"
         say(f"{PROGRESS}{cell.place}: {cell.name}{speedup}", to=sys.stderr)

@@ -185,7 +185,7 @@ def replay(step: Step, paces: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns when each of some steps in a row has ended, at its last rank, [num_steps].
 
     Args:
-        paces: what each rank computes in each step takes so many times as long, [num_steps, num_ranks].
+        paces: what each rank computes in each step takes this many times as long, [num_steps, num_ranks].
     """
     now, ends = np.zeros(paces.shape[1]), []
     for pace in paces:

@@ -46,7 +46,7 @@ class Point:
         run: the one that is shown; repeats: it and those that differ in their seed.
         speed_up: samples/s ÷ those of the base; efficiency: that ÷ times as many workers.
         efficiencies: the least and the most, by windows of both, and of their repeats.
-        samples_to, seconds_to: of training until the target; None: not reached, or nobody knows.
+        samples_to, seconds_to: of training until the target; None: not reached, or unknown.
         time_efficiency: efficiency by the time to the target.
         parts: seconds of a step by part, on each rank; of rank 0 alone and coarser where there is no profile.
         waited: by rank; empty where there is no profile.

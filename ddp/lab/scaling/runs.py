@@ -134,7 +134,7 @@ def read_run(folder: Path, notes: list[str]) -> Run:
     summary = _summary(folder)
     path = folder / "config.yaml"
     if not path.exists():
-        raise ConfigError("it has no config.yaml, and so nobody knows its settings")
+        raise ConfigError("it has no config.yaml, so that its settings are unknown")
     try:
         settings = flat(read_settings(path))
     except ConfigError as error:

@@ -214,7 +214,7 @@ def tell(folder: Path, given: Sequence[str]) -> int:
     for each in series:
         for table in tables_of(each):
             say("\n".join([f"{table.title}:", *lines_of_table(table.rows), ""]))
-    say("This is about speed alone: nothing was evaluated, and nobody knows how well more workers learn.")
+    say("This is about speed alone: nothing was evaluated, so it is unknown how well more workers learn.")
     report.main([str(folder)])
     say("\n".join(_next_commands(folder, series[0], given)))
     return status

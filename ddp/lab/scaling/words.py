@@ -66,7 +66,7 @@ def verdict(series: Series) -> str:
             return f"Unknown whether more workers pay: {found}. Measure again on a quiet host, or for longer."
     if first is None:
         how = f"{_faster(series, last)}, an efficiency of {_efficiency(series, last)}"
-        unknown = "" if series.metric else ", but nobody knows how well they have learnt"
+        unknown = "" if series.metric else ", but it is unknown how well they have learnt"
         return f"More workers pay up to {last.workers}, the most that were measured: they are {how}{unknown}."
     before = f"More workers stop paying after {last.workers}"
     many = counted(first.workers, "worker")

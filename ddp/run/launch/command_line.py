@@ -24,7 +24,7 @@ cause last.
 | SIGTERM, to the parent or any worker   | 143    | 0; the parent ends with this status    |
 | a closed terminal; SIGUSR1; SIGUSR2    | 129; … | the same: 128 + the signal's number    |
 
-This module imports Hydra and OmegaConf inside functions, and so does nobody else but `plugin.py`, so that importing it
+This module imports Hydra and OmegaConf inside functions, as only `plugin.py` does besides, so that importing it
 stays light and workers stay free of them. A sweep's job is such a command line in a process of its own: `jobs.py`.
 """
 

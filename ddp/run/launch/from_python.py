@@ -85,7 +85,7 @@ def launch(
         for rank, path in enumerate(results[: servers or workers]):
             if not path.exists():
                 who = called(rank, servers)
-                raise workers_failed(f"{who} ended without a result: does the function call sys.exit?", rank)
+                raise workers_failed(f"{who} ended without a result: let the function return, not call sys.exit", rank)
         return [pickle.loads(path.read_bytes()) if path.exists() else None for path in results]
 
 

@@ -140,7 +140,7 @@ class _Supervisor:
         self._failures: dict[int, Failure] = {}
         self._one_has_done_its_work = False  # a worker, so that the servers may need no other one
         self._got: tuple[signal.Signals, float] | None = None  # the first signal, and when it came
-        self._over: Patience | None = None  # once the run is over: with whoever still runs
+        self._over: Patience | None = None  # once the run is over: with the processes that still run
         self._lost: dict[int, Failure] = {}  # servers, which are started again once all have ended
         self._losing: Patience | None = None  # meanwhile: with the other servers
         self._killed: set[int] = set()  # by this process

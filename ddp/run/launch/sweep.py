@@ -44,7 +44,7 @@ class Job:
 
     Attributes:
         overrides: its settings, as words of a command line.
-        status: the exit status of its process; None while it runs, and if nobody has seen its end.
+        status: the exit status of its process; None while it runs, and if its end was not seen.
         objective: the main metric at the end; None without one, and of a job that has failed.
         began, ended: seconds since 1970.
         pruned: a search has stopped it, because others were better.

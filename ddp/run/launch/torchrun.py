@@ -64,7 +64,7 @@ def main() -> NoReturn:
         if here is not None:
             servers = _num_servers(here)
             here = here._replace(rank=number_of(here, servers, setting="cluster.servers"))
-        if here is not None and here.tasks:  # each in a terminal of its own, where nobody need wait for the others
+        if here is not None and here.tasks:  # each in its own terminal, where none need wait for the others
             _refuse_of_one_process(here.world_size - servers, servers, described_by=here.launcher)
     if here is None or launched is None:
         exit_with_error("no launcher has started this process: use torchrun --nproc-per-node N, or recipes/train.py")

@@ -170,7 +170,7 @@ class WorkerThreads:
         return ""
 
     def _rest(self) -> dict[str, Tensor]:
-        """Returns what no pull has, but for buffers that change: all buffers, and the parameters that nobody trains."""
+        """Returns what no pull has, but for buffers that change: all buffers, and the frozen parameters."""
         frozen = {name: each.detach() for name, each in self._parameters.items() if not each.requires_grad}
         return frozen | dict(self._model.module.named_buffers())
 

@@ -67,7 +67,7 @@ def connected(
     Raises:
         PeerLost: the other end does not come.
     """
-    # By a connection of its own: waiting there for a peer that does not come must not block whoever opens another edge.
+    # By a separate connection: waiting there for a peer that does not come must not block other edges.
     own: Store = answered(home.clone, within_s=comm.abort_s)  # type: ignore[attr-defined]
     store = part_of(own, f"{incarnation}/edge/{server}/{number}")
     settings = replace(comm.settings, device=CPU, backend="auto", algorithm="auto", generation=0)

@@ -64,7 +64,7 @@ def first_turn(num_samples: int, world_size: int, num_shards: int) -> Turn:
 
 
 def _filled(num_samples: int, world_size: int, num_shards: int) -> list[list[int]]:
-    """Returns each rank's shards that have samples in a step of so many."""
+    """Returns each rank's shards that have samples in a step of this size."""
     bounds = [shard * num_samples // num_shards for shard in range(num_shards + 1)]
     shards = [shards_of_rank(rank, world_size, num_shards) for rank in range(world_size)]
     return [[shard for shard in mine if bounds[shard] < bounds[shard + 1]] for mine in shards]

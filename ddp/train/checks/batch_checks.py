@@ -7,8 +7,8 @@
 A task that returns a mean with the batch's length as its count would train with gradients that are too small by the
 size of a micro-batch, and nothing else would show it. A metric like this would be reported wrongly, and choose the best
 checkpoint. So the first batch of each rank is computed whole and in two parts, once, by a copy of the model in
-evaluation mode, because there dropout and BatchNorm treat each sample alike. A fresh model may give all samples nearly
-the same loss, of which every mean is the same. So all of it is computed once more with outputs that are drawn at
+evaluation mode, because there dropout and BatchNorm treat each sample the same. A fresh model may give all samples
+nearly the same loss, of which every mean is the same. So all of it is computed once more with outputs that are drawn at
 random. A model that cannot run like this, or a batch that cannot be cut, is not looked at.
 """
 
@@ -451,6 +451,6 @@ class EqualBatches(BatchCallback):
             other = self._seen.setdefault(digest, who)
             if other != who:
                 raise ConfigError(
-                    f"debug: {other} and {who} have begun with equal batches: do all of them read the whole "
-                    "stream, or does a sample not depend on its index?"
+                    f"debug: {other} and {who} have begun with equal batches: let each of them read its own "
+                    "part of the stream, and let each sample depend on its index"
                 )

@@ -4,8 +4,8 @@
     skip        the samples of the step are left out, as by `skip_steps`, and the run goes on
     go_back     the run goes on from its last checkpoint, at half the learning rate
 
-A spike is a loss that lies so many standard deviations above the mean of the steps before it, of which the last
-hundred or so count. It is found before the update, on all ranks alike, and taken back like any other bad step.
+A spike is a loss that lies this many standard deviations above the mean of the steps before it, of which the last
+hundred or so count. It is found before the update, on all ranks, and taken back like any other bad step.
 """
 
 from __future__ import annotations

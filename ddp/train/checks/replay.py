@@ -1,7 +1,7 @@
 """Computes shards of the running step again, on any rank, without communication, and with the same bits.
 
 A shard of a step has no rank: its samples follow from the sampler's position, their augmentation from their numbers,
-dropout from the step and the shard; and parameters do not change before all ranks agree. So whoever has the data can
+dropout from the step and the shard; and parameters do not change before all ranks agree. So a user who has the data can
 compute it once more, until the update is made. Two things stand on that:
 
     explain_…    a step whose loss is not finite, or far too high, is searched for the module and the samples

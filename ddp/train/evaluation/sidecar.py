@@ -12,7 +12,7 @@ So either may be killed at any moment and started again, and no weights are eval
 their checksum.
 
 A checkpoint that is not whole may be on its way over a slow file system. It is looked at again for a while, and then
-skipped. That checkpoints were removed before the side-car has come to them shows in `order`, which counts saves.
+skipped. That checkpoints were removed before the side-car has reached them shows in `order`, which counts saves.
 
 Somebody else may have written the run, and may write there meanwhile. So nothing of it is linked, moved or removed:
 checkpoints are read through open files, and the best one is written from memory, into a folder that is pinned.

@@ -191,7 +191,7 @@ class _Facts(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         left = "-:--:--" if task.time_remaining is None else _clock_time(task.time_remaining)
-        total = "" if task.total is None else f"{task.total:.0f}"  # of a stream nobody knows it
+        total = "" if task.total is None else f"{task.total:.0f}"  # unknown for a stream
         steps = f"{task.completed:>{len(total)}.0f}{'/' * bool(total)}{total} steps"
         loss, *others = task.fields["others"] or [""]
         wanted = [loss, *reversed(task.fields["metrics"]), *others]  # a task's main metric is its last one

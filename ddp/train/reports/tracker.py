@@ -235,7 +235,7 @@ def refuse_twice(callbacks: Sequence[Callback]) -> None:
 
 
 class Calls:
-    """Makes calls one after another in a thread of its own, so that nobody waits for a server."""
+    """Makes calls one after another in a separate thread, so that no step waits for a server."""
 
     def __init__(self, title: str) -> None:
         self._title, self._has_failed, self._helper = title, False, HelperThread(f"ddp {title}")

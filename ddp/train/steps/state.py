@@ -30,7 +30,7 @@ NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def unmeasured(name: str) -> AbstractContextManager[None]:
-    """Returns a block that does nothing: nobody measures the phase of a step that it is around."""
+    """Returns a block that does nothing, for a phase that is not measured of a step that it is around."""
     return NOTHING
 
 
@@ -54,7 +54,7 @@ class TrainState:
         schedule: torch's scheduler, if there is one: the schedules of ours hold no state.
         unreadable: numbers of the samples that were left out because they could not be read, as far as this rank knows.
         phase: returns the block that is around a phase of a step: "step", and in it "data", "forward", "backward" and
-            "update". Whoever measures puts a function in its place.
+            "update". A profiler replaces it.
         rates: of the groups, with and without the schedule.
         first_frozen: names of the parameters that needed no gradient when the run began.
         first_settings: the optimizer's groups as the run has begun with them, in words; some change in training.
