@@ -151,7 +151,7 @@ class Averaging(Buckets):
                 )
         kind = KINDS.get(self.strategy, Averaging)
         if not isinstance(self, kind):
-            raise ConfigError(f"strategy={self.strategy!r}: has choices of its own; give a ddp.{kind.__name__}")
+            raise ConfigError(f"strategy={self.strategy!r}: has its own choices; give a ddp.{kind.__name__}")
 
 
 STALENESS = 4
@@ -384,7 +384,7 @@ def same_bits_problems(
 
 
 KINDS: dict[str, type[Averaging]] = {"parameter_server": ParameterServer, "local_sgd": LocalSGD}
-"""The policies of words that have choices of their own."""
+"""The policies of words that have their own choices."""
 
 
 def averaging_named(word: Any) -> Averaging:

@@ -76,7 +76,7 @@ def around(first: int, count: int, num_chunks: int) -> tuple[range, ...]:
 
 
 def one_per_rank(num_ranks: int) -> int:
-    """Returns the number of ranks: every rank has a chunk of its own."""
+    """Returns the number of ranks: every rank has its own chunk."""
     return num_ranks
 
 

@@ -1,6 +1,6 @@
 """Slice owners: adds up the shards of a batch, in the order of their tree, on any number of ranks.
 
-A rank holds the sums of its own shards: its nodes of the tree (`shards.py`), each in a buffer of its own. Chunk s has
+A rank holds the sums of its own shards: its nodes of the tree (`shards.py`), each in its own buffer. Chunk s has
 an owner, rank s. The owner collects chunk s of every node of every rank, adds them up as the tree says, and sends the
 total to everyone. So the bits of the total depend on the number of shards alone.
 

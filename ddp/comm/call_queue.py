@@ -30,7 +30,7 @@ from ddp.comm.transport.shared_memory import SLICE_S
 from ddp.comm.watch.call import Call, History, Noted, disagreement, recorded
 from ddp.comm.watch.watchdog import Watchdog
 from ddp.comm.work import Runner, Work
-from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost, said
+from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost, safe_str
 from ddp.process.clock import Patience, now_s
 
 Result = TypeVar("Result")
@@ -133,7 +133,7 @@ class CallQueue:
     def run_chain(self, call: Call, chain: Callable[[], Result], *, async_op: bool = False) -> Result | Work[Result]:
         """Runs a function that calls collectives, as one of them: they run in its thread, with no other in between.
 
-        With `async_op` they run on another thread, in their order, while the function goes on; it ends when they have.
+        With `async_op` they run on another thread, in their order, while the function continues, until they have ended.
         They have its number, because other calls may be numbered meanwhile, at another moment on each rank.
         """
 
@@ -189,7 +189,7 @@ class CallQueue:
         except BaseException as error:  # also Ctrl-C: the others go on to calls that this rank has not finished
             self.error = error
             if not isinstance(error, CollectiveMismatch):
-                self._watchdog.fail(f"{type(error).__name__}: {said(error)}")
+                self._watchdog.fail(f"{type(error).__name__}: {safe_str(error)}")
             raise
         finally:
             self._end()
@@ -242,7 +242,7 @@ class CallQueue:
         """Raises RuntimeError, because two threads of a rank would take turns in an order that other ranks lack."""
         error = RuntimeError(
             f"{call.title} began in thread {threading.current_thread().name!r} while {self._running.title} was running "
-            "in another one; a communicator serves one thread at a time: give each a communicator of its own, "
+            "in another one; a communicator serves one thread at a time: give each its own communicator, "
             "comm.subgroup(range(comm.world_size))"
         )
         self.error = self.error or error

@@ -99,7 +99,7 @@ def join(
     """Finds out which ranks share a host, and connects those on this one. Collective over all ranks of `gather`.
 
     Args:
-        gather: all-gather of bytes; keeps a deadline of its own.
+        gather: all-gather of bytes; keeps its own deadline.
         shared_memory: join them in the host's memory, too.
         timeout_s: longest wait for a rank of this host.
         hopeless_because: see `Barrier`.

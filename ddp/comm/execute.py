@@ -18,7 +18,7 @@ Note "narrow wire". With a wire format every message is encoded, and what arrive
 there: the sums are accumulated in the tensor's own type. A sender rounds its own copy too: then two ranks that exchange
 their parts and both add them (recursive doubling) get the same bits, and so does a rank that keeps what it passed on.
 A sum that is complete here and is not sent is rounded, too, because others may have received theirs; but not
-where every rank ends with sums of its own (reduce-scatter).
+where every rank ends with its own sums (reduce-scatter).
 
 Note "complete sums". A mean divides every sum once. The rank that adds the last term to an element divides it there and
 then, and passes it on divided. Every rank can tell from the schedule: if the last receive of an element adds it, or an

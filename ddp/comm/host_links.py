@@ -276,7 +276,7 @@ class CrossHost:
     def all_reduce(self, flat: Tensor, schedule: Schedule, reduction: Reduction, *, sequence: int) -> None:
         """Combines `flat` over all ranks, piece by piece, so that work in memory overlaps with the transfers.
 
-        While piece k crosses, on a thread of its own, this thread hands out piece k−1 and then adds up piece k+1.
+        While piece k crosses, on its own thread, this thread hands out piece k−1 and then adds up piece k+1.
 
         Args:
             flat: [numel].

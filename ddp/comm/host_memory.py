@@ -15,7 +15,7 @@ of this kind needs a barrier at its end. Entries take turns for the same reason.
 
 Note "mismatch". Everybody writes an entry before the first barrier of a collective and compares it with the others'
 after it. That costs a copy of 40 bytes, and a comparison for each neighbour. All ranks read the same entries, so all of
-them raise, at the same place, and none is left waiting. Only then do they tell each other in words what they called.
+them raise, at the same place, and none is left waiting. Only then do they tell each other what they called, as text.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Region:
         self.addresses = [memory.address + index * self.plane_bytes for index in range(size)]
 
     def tensor(self, index: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns a rank's plane, with a storage of its own."""
+        """Returns a rank's plane, with its own storage."""
         with torch.inference_mode(False):
             return torch.frombuffer(self._memory.buffer, dtype=dtype, count=numel, offset=index * self.plane_bytes)
 

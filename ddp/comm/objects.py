@@ -149,7 +149,7 @@ def error_values(error: Exception) -> tuple[str, list[Any] | None, str]:
         with suppress(TypeError):
             packed(given := list(error.__reduce__()[1]))
             arguments = given
-    return name, arguments, errors.said(error)
+    return name, arguments, errors.safe_str(error)
 
 
 def error_of(name: str, arguments: list[Any] | None, text: str, *, where: str) -> Exception:
@@ -182,7 +182,7 @@ def unpacked(data: Tensor) -> Any:
     rest = data[end:]
 
     def taken(num_bytes: int) -> Tensor:
-        """Returns the next bytes, in memory of their own: a view would keep those of all others."""
+        """Returns the next bytes, in their own memory: a view would keep those of all others."""
         nonlocal rest
         if len(rest[:num_bytes]) != num_bytes:
             raise ValueError(f"{num_bytes} bytes of a value, but {len(rest)} are left")

@@ -30,7 +30,7 @@ from ddp.comm.meeting.rendezvous import Opened, answered, join_role, on_this_hos
 from ddp.comm.meeting.secret import secret
 from ddp.comm.opening import WARN_S, open_communicator
 from ddp.comm.settings import Settings
-from ddp.errors import CommunicatorBroken, ConfigError, PeerLost, first_line, said
+from ddp.errors import CommunicatorBroken, ConfigError, PeerLost, first_line, safe_str
 from ddp.process import gpu
 from ddp.process.clock import LONGEST_S, Patience
 from ddp.process.log import follow_rank, log
@@ -80,7 +80,7 @@ def init(
         device: "cpu", "cuda", one GPU ("cuda:1" or 1) or a torch.device: where the tensors are that its verbs take.
             "auto": a GPU where there is one. None: a GPU if the program has begun to use one
             (`torch.cuda.set_device`, or a tensor there), or its process group is for GPUs; else the CPU. A replica
-            whose parameters are elsewhere has a communicator of its own, over the same ranks.
+            whose parameters are elsewhere has its own communicator, over the same ranks.
             A GPU without a number is that of the process group's `device_id`, or the current one, or that of
             LOCAL_RANK, which becomes the current one then.
         backend: "gloo", "nccl", or "auto": NCCL where each rank has a GPU of its own.
@@ -327,7 +327,7 @@ def _end_with_the_program() -> None:
     if os.getpid() == _session.pid:
         error = getattr(sys, "last_value", None)  # what the interpreter has just printed
         for comm in _session.comms.values():
-            comm.abandon(f"{type(error).__name__}: {said(error)}" if error is not None else "")
+            comm.abandon(f"{type(error).__name__}: {safe_str(error)}" if error is not None else "")
 
 
 def _in_flight() -> str:
@@ -340,7 +340,7 @@ def _in_flight() -> str:
         error = getattr(sys, "last_value", None)
     if error is None or error is _session.handled or (isinstance(error, SystemExit) and not error.code):
         return ""
-    return f"{type(error).__name__}: {said(error)}"
+    return f"{type(error).__name__}: {safe_str(error)}"
 
 
 def _bound(group: dist.ProcessGroup | None) -> torch.device | None:

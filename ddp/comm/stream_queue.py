@@ -158,7 +158,7 @@ class StreamQueue(CallQueue):
             self._flight.noted.append(noted)
 
     def _end(self) -> None:
-        """Does nothing: it goes on when the GPU does."""
+        """Does nothing: it continues when the GPU does."""
 
     def refuse_if_broken(self) -> None:
         """Raises what the lookout has found, once; later CommunicatorBroken."""

@@ -148,7 +148,7 @@ class Layout:
             self._find_tails()
 
     def hand_out_copies(self) -> None:
-        """Gives parameters whose gradients the program keeps their means in memory of their own."""
+        """Gives parameters whose gradients the program keeps their means in their own memory."""
         for slot in self.kept:
             if slot.parameter.grad is slot.view and slot.view is not None:
                 slot.parameter.grad = slot.view.clone()

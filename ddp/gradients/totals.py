@@ -17,7 +17,7 @@ On request each rank finds the squared norm of its own gradient before it is ave
 (`train/monitor/noise_scale.py`).
 
 Where no bucket can carry a tail (its type is too narrow, or a wire format or a communication hook would round it),
-totals and verdicts travel apart, in messages of their own: totals before the first bucket, verdicts after the last one.
+totals and verdicts travel apart, in their own messages: totals before the first bucket, verdicts after the last one.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def run(options: argparse.Namespace) -> str:
-    """Returns the files that were written, in words."""
+    """Returns the files that were written, as text."""
     return str(tool("web").write_site(options.html))
 
 

@@ -143,10 +143,10 @@ def setting_for(run_dir: Path, name: str) -> str:
     """Returns the setting that names this run's folder on the command line. `name`: its run.name."""
     if run_dir.resolve() == Path("runs", name).resolve():
         return f"run.name={quoted(name)}"
-    return f"hydra.run.dir={quoted(str(shown(run_dir)))}"
+    return f"hydra.run.dir={quoted(str(relative_path(run_dir)))}"
 
 
-def shown(folder: Path) -> Path:
+def relative_path(folder: Path) -> Path:
     """Returns the folder relative to the current one if it lies inside."""
     return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 

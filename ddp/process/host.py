@@ -3,7 +3,7 @@
     which address Gloo takes    that of the interface in GLOO_SOCKET_IFNAME; else the first one that this host's name
                                 has and that can be listened on; else the loopback's (torch, ProcessGroupGloo)
 
-A question that may hang, to a name server, a driver or a network file system, has a deadline of its own. What was not
+A question that may hang, to a name server, a driver or a network file system, has its own deadline. What was not
 answered is listed.
 """
 

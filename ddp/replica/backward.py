@@ -25,7 +25,7 @@ A backward is given four objects, and has no other ways to do a thing:
 
 Once all buckets hold the mean, a `StepFinalizer` does the rest (`settlement.py`).
 
-Note "foreground". Over a network, buckets are reduced in the background while backward goes on. When all ranks share
+Note "foreground". Over a network, buckets are reduced in the background during backward. When all ranks share
 one host, and its cores are busy with backward, a background thread would only take time from the thread that computes,
 and switching between the two would cost more than the overlap saves (MLP with 25M parameters, 2 workers on two cores:
 208 ms a step in the background, 190 ms in the foreground). There, the thread that has filled a bucket reduces it at

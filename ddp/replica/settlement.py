@@ -24,7 +24,7 @@ there, by the very count. Totals and verdicts are copied to the host, and `read_
 or at the latest at the end of the next backward. By then the optimizer has stepped. So an unused parameter is reported
 one step later than on the CPU, and one whose gradient is undefined counts as zero for these two steps, as in torch's
 class.
-Where a step must know before it goes on (`find_unused_parameters`, a hook, sparse gradients), it waits.
+Where a step must know before it continues (`find_unused_parameters`, a hook, sparse gradients), it waits.
 
 Note "divisor". Sums over ranks are divided by the world size or, where totals ride along, by the global count of
 samples or tokens. The count travels first, in the tail of bucket 0 or by itself. Every later bucket is divided as a

@@ -5,7 +5,7 @@
     others            counters of batches, say: each forward begins with the step's, and the step ends with those of the
                       first shard that has had one. So a counter ticks once, in however many parts a batch is computed
 
-Which buffers change is found out from their values, because `buffer.data` has a version of its own. Of large ones that
+Which buffers change is found out from their values, because `buffer.data` has its own version. Of large ones that
 have stayed as they were in the first steps, the version tells, as autograd counts it. The ranks remember the names of
 those that change; a new one is told with the sums, and then they exchange names once more.
 """

@@ -93,7 +93,7 @@ class HostStore:
         self._memories[name] = memory
 
     def view(self, name: str, parameter: Tensor) -> Tensor:
-        """Returns a parameter's place, shaped like it, with a storage of its own."""
+        """Returns a parameter's place, shaped like it, with its own storage."""
         key = name, id(parameter)
         if key not in self._views:
             self._views[key] = self._laid_out(self._memories[name].buffer, parameter)

@@ -155,7 +155,7 @@ class Look(NamedTuple):
 
     Attributes:
         step: number of the last update before it.
-        weights: the state dict, in memory of its own.
+        weights: the state dict, in its own memory.
         about: what the run has told.
     """
 

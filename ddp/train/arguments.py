@@ -283,7 +283,7 @@ def _told_length(data: Any, comm: Communicator, *, is_sum: bool) -> int | None:
     """Returns how many samples a stream says that it has; None if it does not say so on each rank. Collective.
 
     Args:
-        is_sum: each rank has a stream of its own.
+        is_sum: each rank has its own stream.
     """
     length = None
     with contextlib.suppress(TypeError, NotImplementedError, AssertionError):  # of a chain of streams without one

@@ -1,7 +1,7 @@
 """`ddp.fit`: a whole training run from Python, from a model and data to checkpoints, metrics and curves.
 
     1  what is given      the task, the samples, the optimizer: each checked, and taken apart where it is a DataLoader
-    2  the state          strategy, sampler, scheduler; and the checkpoint that the run goes on from, if there is one
+    2  the state          strategy, sampler, scheduler; and the checkpoint that the run resumes from, if there is one
     3  the loop           `loop.py`, with the callbacks that save, log and show
     4  the results        RUN_DIR/summary.json and curves.png, written by rank 0
 
@@ -33,7 +33,7 @@ from ddp.data.loading.source import Source
 from ddp.data.orders.sampler import TrainSampler
 from ddp.data.orders.steps import Batches, BatchWarmup
 from ddp.data.orders.token_budget import TokenBudget
-from ddp.errors import ConfigError, Diverged, UnusedParameters, nearest, said
+from ddp.errors import ConfigError, Diverged, UnusedParameters, nearest, safe_str
 from ddp.optim.schedules import RateSchedule, TorchSchedule
 from ddp.policies import Averaging, Evaluation, Folder, ParameterServer, Reading, SameBits
 from ddp.process import gpu
@@ -186,7 +186,7 @@ def fit(
 
 
 def train(given: FitArguments) -> TrainState:
-    """Trains as `fit` says, from arguments that are checked; the program around it goes on as if there had been no fit.
+    """Trains as `fit` says, from checked arguments; the program around it continues as if there had been no fit.
 
     Raises:
         ConfigError, CheckpointError, Diverged, UnusedParameters, PeerLost: as `fit`.
@@ -209,7 +209,7 @@ def train(given: FitArguments) -> TrainState:
 def _given_back(model: nn.Module) -> Iterator[None]:
     """Gives back at the end of the block what each step changes: the generators, and the mode of every layer.
 
-    All else that a fit changes for a while has a block of its own: the handlers of signals (`stopping.py`), the factor
+    All else that a fit changes for a while has its own block: the handlers of signals (`stopping.py`), the factor
     of a schedule in learning rates (`optim/schedules.py`), warnings and compilation while the first batch is checked.
     """
     on_gpus = gpu.cuda.get_rng_state_all() if gpu.cuda.is_initialized() else []
@@ -249,7 +249,7 @@ def _trained(given: FitArguments, comm: Communicator, stop: StopFlag) -> TrainSt
         return _run(given, inputs, run, stop, service)
     except BaseException as error:
         if service is not None:
-            service.end({"failed": f"{type(error).__name__}: {said(error)}"})
+            service.end({"failed": f"{type(error).__name__}: {safe_str(error)}"})
         raise
 
 
@@ -337,7 +337,7 @@ class OpenRun:
         source: the training samples.
         settings: the arguments that the bits of the result depend on.
         identity: what the bits of the result depend on; extra: what a checkpoint has besides the state.
-        folder: of the run, which exists; None: nothing is written. start: the checkpoint that it goes on from.
+        folder: of the run, which exists; None: nothing is written. start: the checkpoint that it resumes from.
         num_steps: of the whole run; notes: what was derived, a line each.
     """
 

@@ -144,7 +144,7 @@ def service_of(given: FitArguments, state: TrainState, settings: Mapping[str, An
 
 
 def facts_of(module: nn.Module, sampler: TrainSampler, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what must be the same at servers and workers, by name, in words."""
+    """Returns what must be the same at servers and workers, by name, as text."""
     named = {
         f"the parameter {name}": f"{list(each.shape)} {each.dtype} with strides {each.stride()}"
         + ("" if each.requires_grad else ", frozen")
@@ -311,7 +311,7 @@ class LeasedSteps:
             )
 
     def _leave_if_asked(self) -> None:
-        """Ends the work of a process that a signal asks to stop, between two parts: the run goes on without it.
+        """Ends the work of a process that a signal asks to stop, between two parts: the run continues without it.
 
         Raises:
             Over: for this worker.

@@ -223,7 +223,7 @@ def test_a_rank_of_several_evaluates_nothing(
     )
     with pytest.raises(SystemExit):
         main(["evaluate", "none"])
-    said = "evaluate: this process is rank 1 of 2 already, as TF_CONFIG says: start it by itself, with workers of its"
+    said = "evaluate: this process is rank 1 of 2 already, as TF_CONFIG says: start it by itself, with its own workers"
     assert said in capsys.readouterr().err
 
 

@@ -587,7 +587,7 @@ def folds(folder: str) -> list[str]:
 @pytest.mark.slow
 def test_a_signal_ends_a_loop_over_fits_and_says_what_is_saved(tmp_path: Path) -> None:
     first, second = run_ranks(folds, 2, str(tmp_path))
-    again = 'which is saved in %s: the same call with resume="auto" goes on from there'
+    again = 'which is saved in %s: the same call with resume="auto" resumes from there'
     runs = [tmp_path / f"{name}-0" for name in ("program", "cell", "again")]
     late = ["SIGINT came after the last step: the run is complete"]
     assert first == [*(f"stopped by SIGINT after step 3, {again % run}" for run in runs), *late] and second == []

@@ -110,6 +110,6 @@ class _Batch:
         self._work = work
 
     def wait(self, timeout_s: float) -> None:
-        """Makes the current stream wait; the host goes on."""
+        """Makes the current stream wait; the host continues."""
         if self._work is not None:
             self._work.wait()

@@ -68,7 +68,7 @@ def discover(rank: int, gather: Gather, *, kinds: Sequence[Kind] = KINDS) -> Nei
     """Finds out who shares a host with whom. Collective over all ranks of `gather`.
 
     Args:
-        gather: all-gather of bytes; keeps a deadline of its own.
+        gather: all-gather of bytes; keeps its own deadline.
         kinds: which memory to try, in order of preference; the same on every rank.
     """
     reached: list[dict[int, list[Kind]]] = []

@@ -80,7 +80,7 @@ class Watchdog:
         self.board.posted, self.board.in_flight = posted, in_flight
 
     def among(self, ranks: Sequence[int], channel: int) -> Watchdog:
-        """Returns one for a group of some of the ranks, whose calls have numbers of their own."""
+        """Returns one for a group of some of the ranks, whose calls have their own numbers."""
         return Watchdog(
             part_of(self.board.store, f"channel/{channel}"),
             list(ranks).index(self.board.rank),
@@ -268,7 +268,7 @@ class Watchdog:
         number, route = (call.sequence, "") if call.message is None else (call.message.number, call.message.route)
         return PeerLost(culprit, host, self._generation, number, call.label, reason, route)
 
-    # --- while a wait goes on ----------------------------------------------------------------------------------------
+    # --- during a wait -----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Publishes this rank's status. In a wait, looks at the others', and warns or gives up."""

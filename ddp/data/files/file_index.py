@@ -177,7 +177,7 @@ class Format(ABC):
         return data
 
     def place(self, reader: Reader, number: int, start: int) -> str:
-        """Returns which sample of its file this is, in words for an error."""
+        """Returns which sample of its file this is, as text for an error."""
         return f"sample {number}, at byte {start}"
 
     def lengths(self, num_bytes: NDArray[np.int64]) -> NDArray[np.int64] | None:

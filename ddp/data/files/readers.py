@@ -38,7 +38,7 @@ class FileVersion(NamedTuple):
     inode: int = 0
 
     def is_same_version(self, other: FileVersion) -> bool:
-        """Returns False for another content, as far as that can be told while a run goes on."""
+        """Returns False for another content, as far as that can be told during a run."""
         is_same_file = self.ctime_ns == other.ctime_ns or self.inode == other.inode
         return self[:2] == other[:2] and is_same_file
 
@@ -297,7 +297,7 @@ def patiently(call: Callable[[], T], *, what: str, address: str, retries: Retrie
             if status in (None, 404, 410):
                 raise unopened(address, error if isinstance(error, OSError) else OSError(str(error))) from error
             failure = error
-        except Exception as error:  # each service has errors of its own
+        except Exception as error:  # each service has its own errors
             failure = error
     raise ReadFailed(
         f"{address}: {what} in {retries.num_retries + 1} tries, each with a deadline of {retries.deadline_s:g} s "
@@ -330,7 +330,7 @@ def _info(address: str) -> dict[str, Any]:
 
 
 def remote_range(address: str, start: int, end: int, *, retries: Retries) -> bytes:
-    """Returns the bytes from `start` to `end` of a remote file, by a handle of its own.
+    """Returns the bytes from `start` to `end` of a remote file, by its own handle.
 
     Raises:
         ReadFailed: no try was successful.

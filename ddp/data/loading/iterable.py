@@ -5,7 +5,7 @@
     loader process, of 2    0         0         1         1         0           they take turns
 
 Every rank, and each of its loader processes, reads the whole stream, and keeps what stands at its positions. So a step
-has the same samples at any number of workers and processes, and a run goes on at a count: it reads up to there again,
+has the same samples at any number of workers and processes, and a run resumes at a count: it reads up to there again,
 or begins at the data's own `state_dict`. Reading must be the cheap part then, as decoding in `collate` makes it.
 
 With sharding="off" the data share themselves out, by rank and by `torch.utils.data.get_worker_info()`. Each process

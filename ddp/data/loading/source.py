@@ -72,7 +72,7 @@ class Source(NamedTuple):
     samples: Any  # map-style: __len__ and __getitem__
     collate: Collate | None = None  # None: torch's default
     num_workers: int = 0
-    ignored: str = ""  # what of the user's DataLoader is not used, in words
+    ignored: str = ""  # what of the user's DataLoader is not used, as text
     is_stream: bool = False  # an iterable, without length and index
     order: Order | None = None  # the one that the user's DataLoader stands for; None: each sample once
     drop_last: bool = False  # an epoch ends with its last whole step
@@ -116,7 +116,7 @@ def taken_apart(loader: DataLoader[Any], *, what: str, is_stream: bool, evaluate
 
 
 def _batching(loader: DataLoader[Any], *, what: str) -> tuple[Any, bool, str]:
-    """Returns the sampler, whether an incomplete batch is left out, and the batch's size in words."""
+    """Returns the sampler, whether an incomplete batch is left out, and the batch's size as text."""
     batches = loader.batch_sampler
     if batches is None:
         raise ConfigError(f"{what} is a DataLoader with batch_size=None: give its data set, with a sample per index")
@@ -348,7 +348,7 @@ def whole_splits(found: Any, *, name: str) -> Splits:
 
     Args:
         found: `Splits`, or a pair (train, test), each in any form that `source_of` takes.
-        name: the data in words, unless `found` has some.
+        name: the data as text, unless `found` has some.
 
     Raises:
         ConfigError: it is something else; says what to return.

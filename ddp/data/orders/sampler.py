@@ -108,7 +108,7 @@ class TrainSampler:
     Args:
         order: says which samples an epoch reads, in which order; or a number of samples, for a `Permutation` of them.
         global_batch: samples per step of all ranks together, at least `world_size`; or how they grow; or a budget of
-            tokens, which has an order of its own.
+            tokens, which has its own order.
         rank, world_size: whose share to plan.
         num_shards: parts that a step is cut into, fixed for a run; at least `world_size`, which is the default. If it
             is a multiple of the world size, shares differ by at most one sample.
@@ -121,7 +121,7 @@ class TrainSampler:
     Attributes:
         seen: what the samples of this rank add up to since the epoch began, to be compared with what is expected; None
             if that is not known.
-        set_apart: in words, the samples that are set apart for validation; "": none.
+        set_apart: as text, the samples that are set apart for validation; "": none.
 
     Raises:
         ConfigError: an argument cannot work; the message says which one, and the remedy.

@@ -79,7 +79,7 @@ class Setup:
 
     @property
     def has_spare_cores(self) -> bool:
-        """Returns True if communication threads have cores of their own."""
+        """Returns True if communication threads have their own cores."""
         return self.cores >= self.per_host * (self.threads + 1)
 
     @property
@@ -178,7 +178,7 @@ def leaving(calls: Sequence[Call], num_hosts: int) -> float:
 
 
 NUM_STEPS, SEED = 50, 0  # of the steps that are drawn where there are stragglers
-MOST_TAKEN = 0.95  # of a core by communication: backward always goes on
+MOST_TAKEN = 0.95  # of a core by communication: backward always continues
 
 
 def replay(step: Step, paces: NDArray[np.float64]) -> NDArray[np.float64]:

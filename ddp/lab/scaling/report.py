@@ -21,7 +21,7 @@ from ddp.lab.scaling.charts import COLOURS, svg, themed
 from ddp.lab.scaling.figures import compare
 from ddp.lab.scaling.runs import read_runs
 from ddp.lab.scaling.words import Section, Table, section_of
-from ddp.process.arguments import positive, shown
+from ddp.process.arguments import positive, relative_path
 from ddp.process.files import write_whole
 
 
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> str:
         write(options.sweep, f"What workers bought: {options.sweep.resolve().name}", sections)
     except OSError as error:
         raise ConfigError(f"{options.sweep}: {error.strerror}; make room there, or copy the sweep elsewhere") from error
-    return "\n".join([*said, *notes, f"{shown(options.sweep / 'report.html')}, report.md"])
+    return "\n".join([*said, *notes, f"{relative_path(options.sweep / 'report.html')}, report.md"])
 
 
 def _finite(text: str) -> float:

@@ -173,7 +173,7 @@ def _summary(folder: Path) -> dict[str, Any]:
         ConfigError: it is not, or the summary is damaged.
     """
     if not (folder / "summary.json").exists():
-        raise ConfigError("it has no summary.json, because it has failed or goes on")
+        raise ConfigError("it has no summary.json, because it has failed or is running")
     with damage_told("its summary.json", "make the run again"):
         summary = read_summary(folder)
         if min(int(summary["world_size"]), int(summary["global_batch"])) < 1 or not summary["seconds"] >= 0:

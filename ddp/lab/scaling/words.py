@@ -155,7 +155,7 @@ class Column(NamedTuple):
 
 
 def metric_of(series: Series) -> str:
-    """Returns the main metric in words."""
+    """Returns the main metric as text."""
     return words_of(series.metric)
 
 

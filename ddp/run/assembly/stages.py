@@ -25,10 +25,10 @@ from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.session import init, shutdown
 from ddp.data.samples import Splits
 from ddp.data.sets import standard_library
-from ddp.errors import CheckpointError, ConfigError, said
+from ddp.errors import CheckpointError, ConfigError, safe_str
 from ddp.models.gpt import GPT, generate
 from ddp.process import gpu, streams
-from ddp.process.arguments import program, setting_for, shown, train_command, typed_settings
+from ddp.process.arguments import program, relative_path, setting_for, train_command, typed_settings
 from ddp.process.memory import available_cores, collect_from_now_on
 from ddp.process.records import damage_told
 from ddp.process.terminal import say
@@ -116,7 +116,7 @@ def joined(config: Config) -> Iterator[Communicator]:
     try:
         yield comm
     except BaseException as error:
-        shutdown(failed=f"{type(error).__name__}: {said(error)}")
+        shutdown(failed=f"{type(error).__name__}: {safe_str(error)}")
         raise
     shutdown()
 
@@ -268,7 +268,7 @@ def _next_commands(config: Config, summary: Mapping[str, Any], run_dir: Path) ->
         return [train_command(this_run, "resume=auto")]
     if not this_run.startswith("run.name="):  # a sweep's job
         return []
-    drawing = f"{program()} draw step {shlex.quote(str(shown(run_dir)))}"
+    drawing = f"{program()} draw step {shlex.quote(str(relative_path(run_dir)))}"
     draw = [drawing] if (run_dir / FILE).exists() else []
     on_gpu = str(summary["device"]).startswith(gpu.KIND)
     most = min(8, gpu.cuda.device_count() if on_gpu else max(2, available_cores()))

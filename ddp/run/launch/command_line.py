@@ -25,7 +25,7 @@ cause last.
 | a closed terminal; SIGUSR1; SIGUSR2    | 129; … | the same: 128 + the signal's number    |
 
 This module imports Hydra and OmegaConf inside functions, as only `plugin.py` does besides, so that importing it
-stays light and workers stay free of them. A sweep's job is such a command line in a process of its own: `jobs.py`.
+stays light and workers stay free of them. A sweep's job is such a command line in its own process: `jobs.py`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from yaml import YAMLError
 from ddp.comm.meeting.cluster_spec import allow_servers, take_cluster
 from ddp.comm.meeting.role import ROLE, SERVERS, WORKERS, Job, RoleSettings, role_from_env
 from ddp.errors import USER_ERRORS, ConfigError, first_line, with_causes
-from ddp.process.arguments import program, quoted, setting_for, shown, train_command, typed_command
+from ddp.process.arguments import program, quoted, relative_path, setting_for, train_command, typed_command
 from ddp.process.files import at_home
 from ddp.process.memory import leave_out, skip_at_exit
 from ddp.process.terminal import console, ended_by_ctrl_c, keep_writing, say
@@ -123,7 +123,7 @@ class HydraMain:
     has_begun: bool = False
 
     def __call__(self, composed: Any) -> float:
-        """Makes one run, and ends the process; or a job of a sweep, in a process of its own, and returns its objective.
+        """Makes one run, and ends the process; or a job of a sweep, in its own process, and returns its objective.
 
         Hydra has made the run's folder and set its interpolations.
         """
@@ -160,7 +160,7 @@ def _trained(config: Config, run_dir: Path) -> int:
             raise ConfigError(f"cluster.{key}: every process needs it on its command line, and not in a file")
     check_gpus(config)
     check_strategy(config)
-    say(f"starting {counted(config.cluster.workers, 'worker')} for {shown(run_dir)}/ …")
+    say(f"starting {counted(config.cluster.workers, 'worker')} for {relative_path(run_dir)}/ …")
     with ended_by_ctrl_c():
         with leave_out():
             importlib.import_module("ddp.run.assembly.stages")  # torch, which takes a second

@@ -197,7 +197,7 @@ def _received(here: RankPlace, launched: RankPlace, servers: int) -> tuple[dict[
         say(f"rank {rank}: {first_line(error)}", to=sys.stderr)
         leave(2 if isinstance(error, ConfigError) else 1)
     if "error" in sent:  # the rank that found it has printed it
-        if here.tasks and not has_said:  # elsewhere, because each task has a terminal of its own
+        if here.tasks and not has_said:  # elsewhere, because each task has its own terminal
             print_error(sent["error"])
         if rank == 0:
             _wait_for_readers(attempt, num_readers=world_size - 1)
@@ -249,7 +249,7 @@ def _asked_for(*, workers: int | None, servers: int, local_workers: int | None) 
 
 
 def _refuse_of_one_process(workers: int, servers: int, *, described_by: str = "") -> None:
-    """Raises ConfigError for what only a process can do that starts workers of its own.
+    """Raises ConfigError for what only a process can do that starts its own workers.
 
     Args:
         described_by: the description of a cluster that says what this process is; "" where a launcher does.

@@ -448,7 +448,7 @@ def check_gpus(config: Config) -> None:
 
 
 def places(config: Config) -> tuple[int, str]:
-    """Returns how many workers of this host can have a GPU of their own, or without GPUs a core, and that in words."""
+    """Returns how many workers of this host can have a GPU of their own, or without GPUs a core, and that as text."""
     from ddp.process import gpu  # this late, as in `check_gpus`
 
     num_gpus = 0 if config.device == "cpu" else gpu.cuda.device_count()

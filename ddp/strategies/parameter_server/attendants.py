@@ -26,7 +26,7 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.role import Role, how_ended
 from ddp.comm.objects import broadcast_object
-from ddp.errors import PeerLost, first_line, one_line, said
+from ddp.errors import PeerLost, first_line, one_line, safe_str
 from ddp.policies import ParameterServer
 from ddp.process.clock import Patience, now_s
 from ddp.process.log import log
@@ -141,7 +141,7 @@ class WorkerThreads:
         except (*LOST, DistError) as error:
             if shared.over is None and who is not None and mine.index == 0:
                 how = how_ended(mine.store, "worker", who["index"], who["incarnation"])
-                how = how or f"is gone ({error.reason if isinstance(error, PeerLost) else said(error)})"
+                how = how or f"is gone ({error.reason if isinstance(error, PeerLost) else safe_str(error)})"
                 log.warning("worker %d %s: what it had leased goes to others", who["index"], how)
         except Exception as error:
             if shared.error is None:  # else it is one of the user's order of samples
@@ -163,7 +163,7 @@ class WorkerThreads:
                     gone.abandon(odd or "the other end is gone") if odd or gone.is_broken else gone.close()
 
     def _unlike(self, facts: Mapping[str, Any]) -> str:
-        """Returns what a worker has other than the servers, in words; "" for nothing."""
+        """Returns what a worker has other than the servers, as text; "" for nothing."""
         for name, ours in self._facts.items():
             if facts.get(name) != ours:
                 return f"{name} is {facts.get(name)} at the worker and {ours} at the servers: give both the same"

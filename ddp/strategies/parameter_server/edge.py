@@ -1,4 +1,4 @@
-"""An edge: what one server and one worker send each other, over a communicator of their own. The server is its rank 0.
+"""An edge: what one server and one worker send each other, over their own communicator. The server is its rank 0.
 
     worker                              server
     tell     {"what": …}       ──▶      heard                     plain values: a request,

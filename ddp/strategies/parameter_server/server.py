@@ -191,7 +191,7 @@ class Service:
                 return STOP
             if idle_s > self._comm.abort_s:
                 raise ConfigError(
-                    f"no worker has been here for {idle_s:.0f} s (comm.abort_s): start some; what is saved goes on by "
+                    f"no worker has been here for {idle_s:.0f} s (comm.abort_s): start some; what is saved resumes by "
                     "resume=auto"
                 )
             if not patience.left_s():

@@ -240,7 +240,7 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
         state.schedule.load_state_dict(parts["schedule"])
     earlier, mine = translated(meta.identity), _with_data(identity, state)
     if state.schedule is not None and (then := parts.get("schedule", {}).get("begun")) is not None:
-        earlier["schedule"] = mine["schedule"]  # because the checkpoint's goes on
+        earlier["schedule"] = mine["schedule"]  # because the checkpoint's continues
         if (kept := changes(then, state.schedule.begun)) and state.comm.rank == 0:
             log.warning(
                 "schedule=%s: %s in this program, but the run continues with what it was, because torch's schedulers "

@@ -141,7 +141,7 @@ def warn_of_other_weights(task: Task, module: nn.Module, batch: Any, own: Contai
     others = [each for each in leaves_of(loss) if id(each) not in known and id(each) not in own]
     if found := [names.get(id(each), f"of shape {list(each.shape)}") for each in others]:
         log.warning(
-            "the loss %s has weights of its own (%s), and fit trains those of the model alone: put the loss into the "
+            "the loss %s has its own weights (%s), and fit trains those of the model alone: put the loss into the "
             "model (docs/losses.md), or call requires_grad_(False) on them",
             *(name_of(task), ", ".join(found)),
         )

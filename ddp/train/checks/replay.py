@@ -123,7 +123,7 @@ class Finding(NamedTuple):
     Attributes:
         stage: its place in the table above.
         place: of a module, in the order of calls.
-        what: in words.
+        what: as text.
         shard: of the step.
         samples: that it concerns; all of a micro-batch if no row tells.
         are_known: a row for each sample has told.
@@ -141,7 +141,7 @@ def explain_divergence(replay: Replay, plan: StepPlan) -> tuple[str, bool]:
     """Returns what is not finite in a step that has been taken back, and where that begins. Collective.
 
     Returns:
-        That in words, and True if samples are to blame, so that no learning rate would help.
+        That as text, and True if samples are to blame, so that no learning rate would help.
     """
     if replay.state.waits:
         return "It is not computed again, because layers wait for other ranks in each forward", False

@@ -122,7 +122,7 @@ class Learning:
         self._losses.append(loss)
 
     def verdict(self, guess: float) -> str:
-        """Returns in words that the run does not learn; "" if it does, or if there were too few steps.
+        """Returns as text that the run does not learn; "" if it does, or if there were too few steps.
 
         A loss that falls is left alone: at the beginning of a short run it may be above the guess.
         """
@@ -157,7 +157,7 @@ class Pace:
         self._last_s, self._slow_since_s = clock(), 0.0
 
     def add(self, rate: float) -> str:
-        """Takes note of samples per second; returns in words that the run has become slow, once, or else ""."""
+        """Records samples per second; returns as text, once, that the run has become slow, or else ""."""
         began_s, self._last_s = self._last_s, self._clock()
         median = statistics.median(self._rates) if len(self._rates) >= NUM_BEFORE else 0.0
         if rate >= self._share * median:

@@ -68,7 +68,7 @@ def evaluate(
         model: a replica, whose buffers become rank 0's first, or any module on the rank's device.
         data, loss: as in `ddp.fit`, all samples on every rank; collate: as in `ddp.Batches`.
         batch_size: most samples per forward and rank; apart from rounding, the result does not depend on it.
-        num_shards: parts that the data are cut into; each is evaluated by one rank, in batches of its own, and the
+        num_shards: parts that the data are cut into; each is evaluated by one rank, in its own batches, and the
             parts' sums are added up in the order of the data, so that metrics have the same bits at any world size.
             None: one per rank, and then the last bits may differ.
         num_workers: processes per rank that prepare batches; None for the DataLoader's number, or 0.

@@ -50,7 +50,7 @@ class HeldOut(NamedTuple):
 
     @property
     def is_evaluated(self) -> bool:
-        """Returns True if there are samples to evaluate on while the run goes on."""
+        """Returns True if there are samples to evaluate on during the run."""
         return self.side(self.chooser) is not None
 
     @property

@@ -1,4 +1,4 @@
-"""A side-car evaluates a run's checkpoints in a process of its own, so that training never waits for an evaluation.
+"""A side-car evaluates a run's checkpoints in its own process, so that training never waits for an evaluation.
 
     RUN_DIR/checkpoints/step-00000120/    the run writes it, and removes it when newer ones are there
          │ all of its files are opened before one is read: what the side-car has begun to read stays
@@ -200,7 +200,7 @@ class SideCar:
             elif self._clock() - since_s > patience_s:
                 raise ConfigError(
                     f"{self._run_dir}: nothing has happened there for {patience_s:g} s, and the run has not ended: "
-                    "start the side-car again once it goes on, or let it wait for longer with evaluate.wait_s"
+                    "start the side-car again once it continues, or let it wait for longer with evaluate.wait_s"
                 )
             if not did_something:
                 pause(POLL_S)

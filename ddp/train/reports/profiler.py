@@ -4,7 +4,7 @@
     step 6 … 5 + n       each rank notes phases, calls and waits             → profile.json
     the n after those    torch's profiler records each operation             → traces/rank-R.json
 
-Steps count from where the run begins or goes on. The traces are of steps of their own, because recording each operation
+Steps count from where the run begins or resumes. The traces are of steps of their own, because recording each operation
 takes time, which would be counted. The other steps are as without a profiler.
 
 With `seconds` the run is there to be measured, and ends after them. The steps that are noted are spread evenly over
@@ -56,7 +56,7 @@ class Profiler(Callback):
     Args:
         steps: number of steps, from 1 up, after five that warm up.
         seconds: after the warm-up, with which the run ends, without a checkpoint and without traces; the steps are
-            spread over them. None: the run goes on.
+            spread over them. None: the run continues.
 
     Raises:
         ConfigError: an argument is out of its range; the run has no folder.

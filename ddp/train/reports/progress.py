@@ -1,4 +1,4 @@
-"""Tells how a run goes on: the progress bar, and the last word after a signal."""
+"""Reports the progress of a run: the progress bar, and the last word after a signal."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class StopNote(Callback):
             return
         if not has_obeyed(state.stopped_by) or state.comm.rank != 0:
             return
-        saved = f'which is saved in {self._run_dir}: the same call with resume="auto" goes on from there'
+        saved = f'which is saved in {self._run_dir}: the same call with resume="auto" resumes from there'
         if self._run_dir is None:
             saved = "and nothing is saved: folder=None"
         log.warning("stopped by %s after step %d, %s", state.stopped_by, state.step, saved)

@@ -318,7 +318,7 @@ class EarlyStopping(Callback):
     """Ends the run after `patience` evaluations in a row without a better main metric. `stopped_by` says so.
 
     The metric is the one that decides which checkpoint is the best. It is the same number on all ranks, so they end
-    together. A resumed run goes on counting; a larger patience lets a run go on that has ended early.
+    together. A resumed run continues to count; a larger patience resumes a run that has ended early.
 
     Args:
         patience: evaluations, from 1 up.

@@ -44,7 +44,7 @@ class TrainState:
         step: committed optimizer steps.
         run_dir: the run's folder, as rank 0 names it from the root on; None: nothing is written.
         settings: what the bits of the result depend on, by name, in plain values: a checkpoint's identity of the run.
-        stopped_by: why the run ends before its time ("SIGTERM", say), agreed on by all ranks; "" while it goes on.
+        stopped_by: why the run ends before its time ("SIGTERM", say), agreed on by all ranks; "" while it runs.
         stop_flag: this rank's wish to stop, which signals and `stop` set.
         train_loss: of the last step; None before the first.
         evaluation: the latest metrics by name; evaluated_at: the step that they belong to.
@@ -57,7 +57,7 @@ class TrainState:
             "update". A profiler replaces it.
         rates: of the groups, with and without the schedule.
         first_frozen: names of the parameters that needed no gradient when the run began.
-        first_settings: the optimizer's groups as the run has begun with them, in words; some change in training.
+        first_settings: the optimizer's groups as the run has begun with them, as text; some change in training.
         waits: a layer or the loss waits in each forward for other ranks.
     """
 

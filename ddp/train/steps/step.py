@@ -2,7 +2,7 @@
 
     for each micro-batch of mine:             its own dropout stream; forward, backward of the loss *sum*
                                               (gradients are sent during the last one only)
-                                              by shards: each shard's in a block of its own (`replica/by_shards.py`)
+                                              by shards: each shard's in its own block (`replica/by_shards.py`)
                                               of a round each is a step of this rank's own, at its own rate
     all ranks' totals are known               loss, number of items, does anyone want to stop?
     a parameter without a gradient?           UnusedParameters, on every rank
