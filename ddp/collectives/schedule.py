@@ -451,7 +451,7 @@ def _shown(value: Value | None) -> str:
 
 
 def _sum_of(node: range) -> Value:
-    """Returns what a rank has added up by itself: a node of the tree over the shards."""
+    """Returns a rank's own sum: a node of the tree over the shards."""
     return Value(canonical(len(node), node.start), (1 << node.stop) - (1 << node.start))
 
 

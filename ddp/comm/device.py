@@ -131,7 +131,7 @@ class Means(NamedTuple):
 
 
 def take(device: torch.device, backend: str) -> Means:
-    """Returns what this rank has. Makes the GPU this thread's, unless the program has begun to use GPUs before."""
+    """Returns the `Means` of this rank. Makes the GPU this thread's, unless the program has used GPUs before."""
     means = Means(backend, device.type, has_nccl=nccl.ProcessGroupNCCL is not None)
     num_gpus = gpu.cuda.device_count() if device.type == gpu.KIND else 0
     problem = ""

@@ -401,7 +401,7 @@ class FlatCollectives:
 
 
 def _divisor(reduction: Reduction) -> Any:
-    """Returns what sums in memory are divided by: a whole number, or what only a GPU knows."""
+    """Returns the divisor of sums in memory: a whole number, or one that exists only on the GPU."""
     return reduction.divide_by if isinstance(reduction.divide_by, Tensor) else int(reduction.divide_by)
 
 

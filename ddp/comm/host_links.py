@@ -152,7 +152,7 @@ class HostLinks:
         return [everything[start:stop] for start, stop in pairwise(bounds)]
 
     def on_host(self, result: Tensor) -> Tensor:
-        """Returns what a collective has left in a tensor, on the CPU.
+        """Returns the result of a collective in a tensor, on the CPU.
 
         Raises:
             TransportError: the collective was aborted meanwhile, so that the numbers mean nothing.

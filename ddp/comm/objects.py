@@ -110,7 +110,7 @@ def _broadcast(comm: Communicator, data: Tensor, root: int) -> Tensor:
 
 
 def _arrived(comm: Communicator, data: list[Tensor]) -> list[Tensor]:
-    """Returns what a collective has left in tensors, on the CPU."""
+    """Returns the results of a collective in tensors, on the CPU."""
     if comm.device.type != gpu.KIND:
         return data
     found = [gpu.leaving(each) for each in data]

@@ -344,7 +344,7 @@ def _in_flight() -> str:
 
 
 def _bound(group: dist.ProcessGroup | None) -> torch.device | None:
-    """Returns what a process group of the application's is for: one device, or GPUs alone, as one of NCCL's is."""
+    """Returns the devices of a process group of the application's: one device, or GPUs alone, as one of NCCL's is."""
     if group is None:
         return None
     is_for_gpus = {each.type for each in group._device_types} == {gpu.KIND}

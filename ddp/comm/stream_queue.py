@@ -168,7 +168,7 @@ class StreamQueue(CallQueue):
         super().refuse_if_broken()
 
     def _lost(self, error: TransportError) -> PeerLost:
-        """Returns what the lookout has found, if anything: the transport has failed because it was aborted."""
+        """Returns the lookout's finding, if there is one: the transport has failed because it was aborted."""
         failure, self._failure = self._failure, None
         return failure if isinstance(failure, PeerLost) else super()._lost(error)
 

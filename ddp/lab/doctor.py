@@ -1,4 +1,4 @@
-"""Examines this host, or under torchrun all ranks' hosts: what is there, how fast it is, what is wrong with it.
+"""Examines this host, or under torchrun all ranks' hosts: reports facts and findings, and measures the speed.
 
     look       each rank at its host (`process/host.py`)
     measure    all ranks together: links, all-reduces of 25 MB, copies in memory
@@ -122,7 +122,7 @@ def _why(error: Exception) -> str:
 
 
 def own_facts(data: str) -> HostFacts:
-    """Returns what this process finds out, without any other; of torch nothing where it cannot be imported."""
+    """Returns the facts that this process finds alone; of torch nothing where it cannot be imported."""
     try:
         import torch
 

@@ -72,7 +72,7 @@ class Figures:
 
 
 def findings(facts: Sequence[HostFacts], figures: Figures) -> list[Finding]:
-    """Returns what is wrong, the problems first.
+    """Returns the findings, the problems first.
 
     Args:
         facts: by rank.
@@ -321,7 +321,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def rate(link: Link) -> str:
-    """Returns what a link carries."""
+    """Returns the rate of a link as text."""
     if not link.beta_s:
         return "more than can be measured"
     bits_s = 8 / link.beta_s

@@ -115,7 +115,7 @@ def train_command(*settings: str) -> str:
 
 
 def typed_command() -> str:
-    """Returns what stands before the settings in a command line that trains, as the user has typed it."""
+    """Returns the part before the settings of a command line that trains, as the user has typed it."""
     begin = len(sys.orig_argv) - len(sys.argv[1:])
     is_changed = [*map(_bare, sys.orig_argv[begin:])] != [*map(_bare, sys.argv[1:])]
     if "DDP_COMMAND" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ or is_changed:

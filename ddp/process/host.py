@@ -109,7 +109,7 @@ def facts(
     gpus: Callable[[], list[tuple[str, int]]],
     left_behind: Sequence[Path],
 ) -> HostFacts:
-    """Returns what this process finds out.
+    """Returns the facts that this process finds.
 
     Args:
         data: the folder of data sets.
@@ -175,9 +175,9 @@ def _limit(kind: int) -> int:
 
 @functools.cache
 def demands() -> Sequence[Demand]:
-    """Returns what this package admits, as its own metadata say, and what each package that it needs admits of others.
+    """Returns the versions that this package admits, by its metadata, and those that each package it needs admits.
 
-    Where this package is not installed, but lies on the path, it is unknown.
+    There are none where this package is not installed, but lies on the path.
     """
     try:
         about = metadata.metadata(PACKAGE)
@@ -188,7 +188,7 @@ def demands() -> Sequence[Demand]:
 
 
 def _demands_of(package: str) -> list[Demand]:
-    """Returns what a package wants to have beside it; nothing of what is not installed."""
+    """Returns the requirements of a package; none of one that is not installed."""
     try:
         wanted = [Requirement(each) for each in metadata.requires(package) or ()]
     except metadata.PackageNotFoundError:

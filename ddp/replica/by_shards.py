@@ -139,7 +139,7 @@ class ByShards(Accumulation):
                 self._end_step()
 
     def _protocol_error(self, shard: int) -> str:
-        """Returns what is wrong if the block of this shard begins now; "": nothing."""
+        """Returns the error if the block of this shard begins now; "": none."""
         if self._broken_off:
             return self._broken_off
         if self.running is not None:

@@ -158,7 +158,7 @@ class ShardBuffers:
         return is_trusted or torch.equal(now[name], self.start[name])
 
     def _base(self, names: Iterable[str]) -> Tensor:
-        """Returns what sums are counted from: the step's buffers, or 0 where they are not finite; as one vector."""
+        """Returns the origin of sums: the step's buffers, or 0 where they are not finite; as one vector."""
         key = tuple(names)
         if key not in self._bases:
             start = _vector([self.start[name] for name in key])
@@ -166,7 +166,7 @@ class ShardBuffers:
         return self._bases[key]
 
     def _added_to(self, names: Sequence[str], now: Mapping[str, Tensor]) -> Sequence[Tensor]:
-        """Returns what a shard has added to some buffers, each as a vector. All are parts of one, as few operations."""
+        """Returns a shard's addition to some buffers, each as a vector. All are parts of one, as few operations."""
         if not names:
             return []
         added = _vector([now[name] for name in names]) - self._base(names)

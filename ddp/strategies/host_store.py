@@ -76,7 +76,7 @@ class HostStore:
 
     @property
     def names(self) -> list[str]:
-        """Returns what there is a memory for: `PARAMETERS`, and the states that were added."""
+        """Returns the names that have a memory: `PARAMETERS`, and the states that were added."""
         return list(self._memories)
 
     def add(self, name: str) -> None:

@@ -199,7 +199,7 @@ def look(name: str) -> Look:
 
 
 def _version(snapshot: Path) -> tuple[int, int] | None:
-    """Returns what differs between two snapshots, of which the second is when it was written, in ns; None: no file."""
+    """Returns the differences of two snapshots, of which the second is when it was written, in ns; None: no file."""
     try:
         status = snapshot.stat()
     except OSError:

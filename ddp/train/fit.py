@@ -508,7 +508,7 @@ def _callbacks(
 
 
 def _one_worker(run: OpenRun) -> float | None:
-    """Returns what the profile of a single worker beside this run says of its speed, on rank 0 of several."""
+    """Returns the note on this run's speed from a single worker's profile next to it, on rank 0 of several."""
     comm, module = run.state.comm, run.state.model.module
     if run.folder is None or comm.world_size == 1 or comm.rank:
         return None

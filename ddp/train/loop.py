@@ -114,7 +114,7 @@ def train_loop(
 def batch_checks(
     state: TrainState, given: FitArguments, inputs: Inputs, callbacks: Sequence[Callback], *, num_steps: int
 ) -> Sequence[Callable[[nn.Module, Any, int], None]]:
-    """Returns what looks at the batches of a run: a check of the first one, and callbacks that see each. Collective.
+    """Returns the checks of the batches of a run: a check of the first one, and callbacks that see each. Collective.
 
     Args:
         num_steps: of the whole run.

@@ -144,7 +144,7 @@ def service_of(given: FitArguments, state: TrainState, settings: Mapping[str, An
 
 
 def facts_of(module: nn.Module, sampler: TrainSampler, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what must be the same at servers and workers, by name, as text."""
+    """Returns the facts that must be equal on servers and workers, by name, as text."""
     named = {
         f"the parameter {name}": f"{list(each.shape)} {each.dtype} with strides {each.stride()}"
         + ("" if each.requires_grad else ", frozen")

@@ -168,7 +168,7 @@ class Watchdog:
         return False
 
     def while_watched(self, make: Callable[[], Result], peer: int) -> Result:
-        """Returns what `make` returns, which blocks in a library until all ranks have come. Another thread calls it.
+        """Returns the result of `make`, which blocks in a library until all ranks have come. Another thread calls it.
 
         Args:
             peer: the rank that is waited for first.

@@ -280,7 +280,7 @@ def index_path(addresses: Addresses, format: Format, *, index_dir: str | Path) -
 
 
 def _layouts(index: FileIndex, path: Path) -> dict[tuple[str, FileVersion], Layout]:
-    """Returns what an index has that can be in the new one at `path`, too."""
+    """Returns the entries of an index that can be in the new one at `path`, too."""
     mine, parts = index._replace(path=path), pairwise(index.first_samples())
     return {
         (file.address, file.facts): Layout(index.table[first:stop], file.notes)

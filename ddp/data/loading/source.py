@@ -79,7 +79,7 @@ class Source(NamedTuple):
     processes: Mapping[str, Any] = MappingProxyType({})  # further arguments of torch's DataLoader
 
 
-def taken_apart(loader: DataLoader[Any], *, what: str, is_stream: bool, evaluates: bool) -> Source:
+def unpack_dataloader(loader: DataLoader[Any], *, what: str, is_stream: bool, evaluates: bool) -> Source:
     """Returns the parts of a user's DataLoader that are honoured.
 
     Args:
@@ -227,7 +227,7 @@ def source_of(
     if isinstance(data, DataLoader):
         if is_stream(data.dataset) and not trains:
             return source_of(data.dataset, what=what)  # which says what is wrong with it
-        parts = taken_apart(data, what=what, is_stream=is_stream(data.dataset), evaluates=not trains)
+        parts = unpack_dataloader(data, what=what, is_stream=is_stream(data.dataset), evaluates=not trains)
         return parts._replace(
             samples=source_of(parts.samples, what=what, trains=trains).samples,
             collate=parts.collate if collate is None else collate,

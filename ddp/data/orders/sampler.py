@@ -320,7 +320,7 @@ class TrainSampler:
                 yield Micro(shard, part, mine[begin:stop])
 
     def part_of(self, plan: StepPlan, part: int, num_parts: int) -> StepPlan:
-        """Returns what rank `part` of `num_parts` ranks has of a step, whatever this sampler's own rank is."""
+        """Returns the share of rank `part` of `num_parts` ranks in a step, whatever this sampler's own rank is."""
         other = copy.copy(self)
         other.rank, other.world_size = part, num_parts
         micros = list(other.parts(range(plan.position, plan.position + plan.size)))

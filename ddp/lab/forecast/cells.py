@@ -275,7 +275,7 @@ class Computing(Paced):
 
 
 def _of_all(mine: Any) -> list[Any]:
-    """Returns what each rank has, by torch's gather, because `comm/objects.py` sends plain values alone. Collective."""
+    """Returns each rank's object, by torch's gather, because `comm/objects.py` sends plain values alone. Collective."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found

@@ -218,7 +218,7 @@ def together(now: NDArray[np.float64], seconds: float) -> NDArray[np.float64]:
 
 
 def _beside(computing_s: NDArray[np.float64], busy_s: NDArray[np.float64], share: float) -> NDArray[np.float64]:
-    """Returns what computing takes while communication takes a share of the core for so long."""
+    """Returns the time of computing while communication takes a share of the core for that long."""
     busy_s = np.maximum(0.0, busy_s)
     return np.minimum(computing_s / (1 - share), computing_s + share * busy_s)
 
@@ -257,7 +257,7 @@ class Forecast:
 
 
 def forecast(work: Work, setup: Setup, dispatches: Sequence[Dispatch] | None = None) -> Forecast:
-    """Returns what a step takes.
+    """Returns the time of a step.
 
     Args:
         work: of a rank there, but for the number of samples.

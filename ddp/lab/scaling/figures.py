@@ -69,12 +69,12 @@ class Point:
 
     @property
     def worker_seconds(self) -> float:
-        """Returns what the run took of all workers together, from its beginning to its end."""
+        """Returns the seconds of the run, summed over the workers, from its beginning to its end."""
         return self.workers * float(self.run.summary["seconds"])
 
     @property
     def worker_seconds_to(self) -> float | None:
-        """Returns what the target took of all workers together."""
+        """Returns the seconds until the target, summed over the workers."""
         return None if self.seconds_to is None else self.workers * self.seconds_to
 
     @property

@@ -123,7 +123,7 @@ def read_runs(sweep: Path, *, takes_one: bool = False) -> tuple[list[Run], list[
 
 
 def read_run(folder: Path, notes: list[str]) -> Run:
-    """Returns what a run has left; adds a sentence to the notes for a part that is damaged.
+    """Returns the records of a run; adds a sentence to the notes for a part that is damaged.
 
     Raises:
         ConfigError: it is not complete, or damaged; the message says in what way.
@@ -187,7 +187,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 def _short(error: Exception, folder: Path) -> str:
-    """Returns what was wrong, without the folder, which is named beside it, and without a remedy for one run."""
+    """Returns the error's text, without the folder, which is named beside it, and without a remedy for one run."""
     return " ".join(str(error).replace(f"{folder}/", "").partition(". The checkpoints")[0].split()).rstrip(".")
 
 

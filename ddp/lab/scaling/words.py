@@ -36,7 +36,7 @@ class Section(NamedTuple):
 
 
 def section_of(series: Series, price: float | None) -> Section:
-    """Returns what is said of a series. `price`: of a worker for an hour."""
+    """Returns the verdict on a series. `price`: of a worker for an hour."""
     tables, pays = [*tables_of(series), to_target(series, price)], series.stop.first is None
     return Section(title_of(series), verdict(series), list(_sentences(series)), tables, panels_of(series), pays)
 

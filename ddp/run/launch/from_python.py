@@ -239,7 +239,7 @@ def adopt(defined: Definitions) -> None:
 
 
 def definition(name: str, argv: Sequence[str]) -> Any:
-    """Returns what the launched script defines under this name, in a process with the command line of a worker.
+    """Returns the launched script's object of this name, in a process with the command line of a worker.
 
     Raises:
         AttributeError: nothing, or nothing that the launched function uses.

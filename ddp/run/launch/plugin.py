@@ -35,7 +35,7 @@ from ddp.run.settings.reader import from_plain
 
 
 def objective(job: Job, sweeper: DictConfig) -> float:
-    """Returns what a sweeper makes better: the main metric; not a number if there is none, and none is asked for.
+    """Returns the objective of a sweeper: the main metric; not a number if there is none, and none is asked for.
 
     Whether more is better is the sweeper's setting: Optuna's, say, has hydra.sweeper.direction=maximize.
 

@@ -20,7 +20,7 @@ from ddp.process.stack import users_frame
 
 
 def called(rank: int, servers: int = 0) -> str:
-    """Returns what people and files call a process of a launch: "rank 1", or "server 0", or "worker 1".
+    """Returns the name of a process of a launch, for people and files: "rank 1", or "server 0", or "worker 1".
 
     Args:
         rank: its number in the launch.
@@ -184,7 +184,7 @@ def describe_failures(failures: Mapping[int, Failure], logs: Path, servers: int 
 
 
 def _aside(report: Report | None, root: str, root_report: Report | None) -> str:
-    """Returns what is said of a rank that is not the root cause."""
+    """Returns the text on a rank that is not the root cause."""
     if report is not None and not report.is_secondary:
         return f"failed too, {report.type}: {report.message.strip().partition(chr(10))[0]}"
     if root_report is None or not root_report.is_secondary:

@@ -163,14 +163,14 @@ class WorkerThreads:
                     gone.abandon(odd or "the other end is gone") if odd or gone.is_broken else gone.close()
 
     def _unlike(self, facts: Mapping[str, Any]) -> str:
-        """Returns what a worker has other than the servers, as text; "" for nothing."""
+        """Returns the differences between a worker and the servers, as text; "" for none."""
         for name, ours in self._facts.items():
             if facts.get(name) != ours:
                 return f"{name} is {facts.get(name)} at the worker and {ours} at the servers: give both the same"
         return ""
 
     def _rest(self) -> dict[str, Tensor]:
-        """Returns what no pull has, but for buffers that change: all buffers, and the frozen parameters."""
+        """Returns the tensors that no pull has, but for changing buffers: all buffers and frozen parameters."""
         frozen = {name: each.detach() for name, each in self._parameters.items() if not each.requires_grad}
         return frozen | dict(self._model.module.named_buffers())
 

@@ -324,7 +324,7 @@ class Ledger:
             number += 1
 
     def _for_idle(self, me: _Worker, now_s: float) -> _Part | None:
-        """Returns what a worker should do at once, if nothing that it holds may be begun; takes it back from others.
+        """Returns a part to do at once, if nothing that the worker holds may be begun; takes it back from others.
 
         It pays if the others would begin it later by half of what it takes here. A lease that its holder is to begin
         next is not taken back, but copied, or two workers that are slow to read would take it from each other for ever.

@@ -343,7 +343,7 @@ def _with_data(identity: Mapping[str, Any], state: TrainState) -> dict[str, Any]
 
 
 def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns what two identities differ in, if bits depend on it: each dotted key, with its values then and now."""
+    """Returns the differences of two identities on which bits depend: each dotted key, with its values then and now."""
     free = FREE if then.get("same_bits") and now.get("same_bits") else ()
     before, after = (flat({key: value for key, value in each.items() if key not in free}) for each in (then, now))
     return [

@@ -126,11 +126,11 @@ class Audit:
             )
 
     def _again(self, plan: StepPlan, turn: Turn, ranks: Sequence[int]) -> Outcome | None:
-        """Returns what this rank finds if it computes the shard again, where it is one of these."""
+        """Returns this rank's result of computing the shard again, where it is one of these."""
         return self._replay.shard(plan, turn.shard) if self._state.comm.rank in ranks else None
 
     def _found(self, mine: Outcome | None) -> dict[int, Outcome]:
-        """Returns what each rank has found that has computed the shard."""
+        """Returns the results of the ranks that have computed the shard."""
         everyone = all_gather_object(self._state.comm, mine and tuple(mine))
         return {rank: Outcome(*each) for rank, each in enumerate(everyone) if each is not None}
 

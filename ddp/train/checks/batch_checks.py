@@ -271,7 +271,7 @@ class Sums:
         }
 
     def _called(self, method: str) -> Any:
-        """Returns what a method of the task returns for a piece, and notes if it calls collectives."""
+        """Returns the result of a method of the task for a piece, and records if it calls collectives."""
         before, batch = self._num_calls(), copy.deepcopy(self._pieces[self._piece])
         found = getattr(self._task, method)(self._module, batch)
         if self._num_calls() > before:
@@ -435,7 +435,7 @@ class EqualBatches(BatchCallback):
         self._num_batches = 0
 
     def __call__(self, module: nn.Module, batch: Any, num_samples: int) -> None:
-        """Takes note of a batch of this rank."""
+        """Records a batch of this rank."""
         if self._num_steps:
             process = f", loader process {self._num_batches % self._num_processes}" if self._num_processes else ""
             if (digest := digest_of(batch)) is not None:

@@ -118,7 +118,7 @@ class Learning:
         self._losses = deque[float](maxlen=NUM_LOSSES)
 
     def add(self, loss: float) -> None:
-        """Takes note of the loss of a step."""
+        """Records the loss of a step."""
         self._losses.append(loss)
 
     def verdict(self, guess: float) -> str:
@@ -224,7 +224,7 @@ class Watch(BatchCallback):
         self._has_told = False
 
     def __call__(self, module: nn.Module, batch: Any, num_samples: int) -> None:
-        """Takes note of the targets of a batch of this rank, before it is used."""
+        """Records the targets of a batch of this rank, before it is used."""
         if self._guess is not None and self._guess.wants_more and isinstance(batch, (tuple, list)) and len(batch) == 2:
             targets = batch[1]
             if isinstance(targets, Tensor) and targets.dim():

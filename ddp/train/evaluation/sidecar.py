@@ -72,7 +72,7 @@ def has_ended(run_dir: Path) -> bool:
 
 
 def results_of_sidecar(run_dir: Path, main_metric: str, *, last_step: int) -> dict[str, Any]:
-    """Returns what summary.json holds of a side-car: how many checkpoints were evaluated, and the last one's metrics.
+    """Returns the side-car's entries of summary.json: how many checkpoints were evaluated, and the last one's metrics.
 
     There are none before the run's last step is evaluated, because those of an earlier step would pass for its result.
 
@@ -300,7 +300,7 @@ def best_in(record: Sequence[Mapping[str, Any]], main_metric: str, sign: float) 
 
 
 def _about(each: Saved) -> dict[str, Any]:
-    """Returns what a line says of a checkpoint; `weights` is the checksum of the weights that an evaluation uses."""
+    """Returns the line on a checkpoint; `weights` is the checksum of the weights that an evaluation uses."""
     manifest = each.manifest
     digests = [manifest.parts[name].sha256 for name in manifest.weights() if name in manifest.parts]
     return {"step": manifest.step, "order": manifest.order, "weights": "+".join(digests)}

@@ -146,7 +146,7 @@ class Profiler(Callback):
 
 
 def _noted(state: TrainState, report: StepReport, raw: RawStep) -> dict[str, Any]:
-    """Returns what this rank knows of a step, in plain values."""
+    """Returns this rank's record of a step, in plain values."""
     model = state.model
     last = model.logging_data() if isinstance(model, BucketedDataParallel) else {"buckets": []}
     return {
