@@ -28,7 +28,7 @@ from types import new_class
 from typing import Any
 
 
-def said(error: BaseException) -> str:
+def safe_str(error: BaseException) -> str:
     """Returns all that an error says, also if its class has a `__str__` that fails."""
     try:
         return str(error)
@@ -38,12 +38,12 @@ def said(error: BaseException) -> str:
 
 def first_line(error: BaseException) -> str:
     """Returns the first line of what an error says, because torch appends its own stack; or its class."""
-    return next(iter(said(error).splitlines()), type(error).__name__)
+    return next(iter(safe_str(error).splitlines()), type(error).__name__)
 
 
 def one_line(error: BaseException) -> str:
     """Returns the class of an error and all that it says, in one line."""
-    return " ".join(f"{type(error).__name__}: {said(error)}".split())
+    return " ".join(f"{type(error).__name__}: {safe_str(error)}".split())
 
 
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -159,7 +159,7 @@ class UnreadableSample(ConfigError):
 
 
 class ReplicaMismatch(ValueError, RuntimeError):
-    """The ranks' models are not built alike, or replicas that must be equal are not."""
+    """The ranks' models are not built identically, or replicas that must be equal are not."""
 
 
 class CheckpointError(_Printable, ValueError):

@@ -151,7 +151,7 @@ class Averaging(Buckets):
                 )
         kind = KINDS.get(self.strategy, Averaging)
         if not isinstance(self, kind):
-            raise ConfigError(f"strategy={self.strategy!r}: has choices of its own; give a ddp.{kind.__name__}")
+            raise ConfigError(f"strategy={self.strategy!r}: has its own choices; give a ddp.{kind.__name__}")
 
 
 STALENESS = 4
@@ -164,7 +164,7 @@ class Serving(Policy):
 
     mode: ServerMode = setting(
         "sync",
-        "sync: of all parts of a step, whoever computes them; async: of each batch that comes back, of parameters that "
+        "sync: of all parts of a step, by any worker; async: of each batch that comes back, of parameters that "
         "may be old; bounded: async, but a worker waits rather than compute with parameters older than staleness",
     )
     backup_workers: int = setting(
@@ -180,7 +180,7 @@ class Serving(Policy):
             raise ConfigError(f"staleness={self.staleness} with mode={self.mode}: bounds mode=bounded; leave one out")
         if self.backup_workers and self.mode != "sync":
             raise ConfigError(
-                f"backup_workers={self.backup_workers} with mode={self.mode}: nobody waits for the parts of a step "
+                f"backup_workers={self.backup_workers} with mode={self.mode}: no worker waits for the parts of a step "
                 "there; leave it out, or take mode=sync"
             )
 
@@ -384,7 +384,7 @@ def same_bits_problems(
 
 
 KINDS: dict[str, type[Averaging]] = {"parameter_server": ParameterServer, "local_sgd": LocalSGD}
-"""The policies of words that have choices of their own."""
+"""The policies of words that have their own choices."""
 
 
 def averaging_named(word: Any) -> Averaging:
@@ -449,7 +449,7 @@ class Folder(Checkpoints, Reports):
             raise ConfigError("resume='': take auto, or the path of a run or checkpoint, or None")
         if self.resume == "auto" and (self.path is None or self.is_unnamed):
             raise ConfigError(
-                'resume="auto": which run? Name its folder, such as ddp.Folder("runs/mine", resume="auto")'
+                'resume="auto" names no run: name its folder, such as ddp.Folder("runs/mine", resume="auto")'
             )
         if self.trial and self.resume is not None:
             raise ConfigError(f"trial with resume={self.resume}: a trial begins anew, so leave one out")

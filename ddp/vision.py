@@ -43,7 +43,7 @@ def install() -> None:
 
 
 def declare_missing() -> None:
-    """Declares those operators that nobody else has declared."""
+    """Declares those operators that are not declared yet."""
     import torch
 
     missing = [schema for name, schema in SCHEMAS.items() if not hasattr(torch.ops.torchvision, name)]

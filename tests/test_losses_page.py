@@ -27,7 +27,7 @@ def printed(title: str, folder: Path) -> str:
     [
         ("Class weights and ignored labels", r"\d\.\d+"),  # a share of one sample often has no value that is known
         ("Metrics", r"epoch 2: 0\.\d+ on training samples, 0\.\d+ on held-out ones"),
-        ("A loss with weights of its own", "True"),
+        ("A loss with its own weights", "True"),
     ],
 )
 def test_a_program_prints_what_the_page_says(title: str, said: str, tmp_path: Path) -> None:

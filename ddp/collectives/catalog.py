@@ -122,7 +122,7 @@ def _hierarchical(hosts: Hosts, between: Schedule) -> Schedule:
 def register(name: str, algorithm: Algorithm, *, num_chunks: Callable[[int], int] = one_per_rank) -> None:
     """Adds an all-reduce to the catalog, under its name, before `ddp.init`.
 
-    All ranks must register alike: ranks that run different schedules wait for each other until the deadline.
+    All ranks must register the same: ranks that run different schedules wait for each other until the deadline.
 
     Args:
         algorithm: `algorithm(rank, num_ranks)` yields that rank's rounds, as `ring.all_reduce` does.

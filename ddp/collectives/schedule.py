@@ -76,7 +76,7 @@ def around(first: int, count: int, num_chunks: int) -> tuple[range, ...]:
 
 
 def one_per_rank(num_ranks: int) -> int:
-    """Returns the number of ranks: every rank has a chunk of its own."""
+    """Returns the number of ranks: every rank has its own chunk."""
     return num_ranks
 
 
@@ -175,7 +175,7 @@ class Schedule(NamedTuple):
 
     Attributes:
         num_chunks: by number of ranks.
-        num_shards: the contributions are those of so many shards of a batch (note "over shards"); None: of the ranks.
+        num_shards: the contributions are those of n shards of a batch (note "over shards"); None: of the ranks.
     """
 
     algorithm: Algorithm
@@ -443,7 +443,7 @@ class SymbolicRun:
 
     def _not_sent(self) -> str:
         whole = f"the whole buffer is range({self.num_chunks})"
-        return f"; nobody sends this chunk: {whole}, a chunk per rank unless num_chunks says otherwise"
+        return f"; no rank sends this chunk: {whole}, a chunk per rank unless num_chunks says otherwise"
 
 
 def _shown(value: Value | None) -> str:
@@ -451,7 +451,7 @@ def _shown(value: Value | None) -> str:
 
 
 def _sum_of(node: range) -> Value:
-    """Returns what a rank has added up by itself: a node of the tree over the shards."""
+    """Returns a rank's own sum: a node of the tree over the shards."""
     return Value(canonical(len(node), node.start), (1 << node.stop) - (1 << node.start))
 
 

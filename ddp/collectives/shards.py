@@ -25,7 +25,7 @@ Addition = tuple[int, int]  # numbers of two sums: the second is added to the fi
 Sum = TypeVar("Sum")
 
 
-def owned(rank: int, num_ranks: int, num_shards: int) -> range:
+def shards_of_rank(rank: int, num_ranks: int, num_shards: int) -> range:
     """Returns the shards of a worker, of which there may be none."""
     return range(rank * num_shards // num_ranks, (rank + 1) * num_shards // num_ranks)
 
@@ -72,7 +72,7 @@ def additions(nodes: Sequence[Node], whole: Node) -> list[Addition]:
 @lru_cache(maxsize=256)
 def nodes_by_rank(num_ranks: int, num_shards: int) -> tuple[tuple[Node, ...], ...]:
     """Returns, by worker, the nodes that it is left with."""
-    shards = [owned(rank, num_ranks, num_shards) for rank in range(num_ranks)]
+    shards = [shards_of_rank(rank, num_ranks, num_shards) for rank in range(num_ranks)]
     return tuple(tuple(largest_nodes(each, num_shards)) for each in shards)
 
 
@@ -108,8 +108,8 @@ def is_canonical_over_ranks(num_ranks: int, num_shards: int) -> bool:
 # So the stack has at most 1 + log₂ n sums of n shards. At the end it has the rank's nodes, one on each level.
 
 
-class Place(NamedTuple):
-    """The place of a shard's sum on the stack.
+class TreeSlot(NamedTuple):
+    """Slot of a shard's sum on the stack.
 
     Attributes:
         level: counted from the bottom.
@@ -120,15 +120,15 @@ class Place(NamedTuple):
     num_merges: int
 
 
-def places(shards: range, num_shards: int) -> dict[int, Place]:
+def places(shards: range, num_shards: int) -> dict[int, TreeSlot]:
     """Returns the places of a rank's shards, in their order."""
-    found, stack = dict[int, Place](), list[range]()
+    found, stack = dict[int, TreeSlot](), list[range]()
     for shard in shards:
         stack.append(range(shard, shard + 1))
         level = len(stack) - 1
         while len(stack) > 1 and is_node(parent := range(stack[-2].start, stack[-1].stop), num_shards):
             stack[-2:] = [parent]
-        found[shard] = Place(level, level + 1 - len(stack))
+        found[shard] = TreeSlot(level, level + 1 - len(stack))
     return found
 
 
@@ -146,7 +146,7 @@ class Stack(Generic[Sum]):
         self.nodes: list[Sum] = []
         self._add = add
 
-    def push(self, node: Sum, place: Place) -> None:
+    def push(self, node: Sum, place: TreeSlot) -> None:
         """Adds what a shard has, which must not be used any more."""
         self.nodes.append(node)
         for _ in range(min(place.num_merges, len(self.nodes) - 1)):  # fewer in a step that is refused

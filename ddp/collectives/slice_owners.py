@@ -1,6 +1,6 @@
 """Slice owners: adds up the shards of a batch, in the order of their tree, on any number of ranks.
 
-A rank holds the sums of its own shards: its nodes of the tree (`shards.py`), each in a buffer of its own. Chunk s has
+A rank holds the sums of its own shards: its nodes of the tree (`shards.py`), each in its own buffer. Chunk s has
 an owner, rank s. The owner collects chunk s of every node of every rank, adds them up as the tree says, and sends the
 total to everyone. So the bits of the total depend on the number of shards alone.
 
@@ -51,7 +51,7 @@ from ddp.collectives.shards import Addition, additions_between, nodes_by_rank
 
 @lru_cache(maxsize=256)  # one object each, because others cache what they derive from a schedule
 def schedule_over_shards(num_shards: int, goal: Goal, slices: tuple[int, ...] = ()) -> Schedule:
-    """Returns the all-reduce, or the reduce-scatter, that adds up so many shards.
+    """Returns the all-reduce, or the reduce-scatter, that adds up this number of shards.
 
     Args:
         slices: by rank, the number of the chunk that it owns; its own number unless given.

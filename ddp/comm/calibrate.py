@@ -119,7 +119,7 @@ def figures(times: Mapping[str, float], hosts: Hosts) -> Measured:
 
 
 def timed(runs: Mapping[str, Callable[[], object]], in_a_row: int = 1, *, device: torch.device) -> Times:
-    """Runs each of these several times, in turn, so that a disturbance hits all of them alike.
+    """Runs each of these several times, in turn, so that a disturbance hits all of them equally.
 
     Args:
         in_a_row: calls in each repetition.
@@ -181,7 +181,7 @@ def _in_memory(group: HostGroup, largest_host: int, device: torch.device) -> Tim
     tensors = {"ordinary": torch.zeros(sizes[-1] // 4, dtype=torch.float32, device=device)}
     try:
         tensors["allocated"] = group.allocate(sizes[-1] // 4, torch.float32, sequence=0)
-    except NoSharedMemory:  # on all ranks of the host alike
+    except NoSharedMemory:  # on all ranks of the host
         pass
     times: Times = {}
     for nbytes in sizes:

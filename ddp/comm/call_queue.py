@@ -1,4 +1,4 @@
-"""Gives the calls of one communicator their turn: numbers them, runs one at a time, and blames whoever breaks one.
+"""Gives calls of one communicator their turn: numbers them, runs one at a time, and blames a rank that breaks one.
 
 All ranks must call the same collectives in the same order. So a communicator serves one thread at a time, because two
 threads would take turns in an order that differs from rank to rank. A thread that calls while another thread's
@@ -30,7 +30,7 @@ from ddp.comm.transport.shared_memory import SLICE_S
 from ddp.comm.watch.call import Call, History, Noted, disagreement, recorded
 from ddp.comm.watch.watchdog import Watchdog
 from ddp.comm.work import Runner, Work
-from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost, said
+from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost, safe_str
 from ddp.process.clock import Patience, now_s
 
 Result = TypeVar("Result")
@@ -133,7 +133,7 @@ class CallQueue:
     def run_chain(self, call: Call, chain: Callable[[], Result], *, async_op: bool = False) -> Result | Work[Result]:
         """Runs a function that calls collectives, as one of them: they run in its thread, with no other in between.
 
-        With `async_op` they run on another thread, in their order, while the function goes on; it ends when they have.
+        With `async_op` they run on another thread, in their order, while the function continues, until they have ended.
         They have its number, because other calls may be numbered meanwhile, at another moment on each rank.
         """
 
@@ -185,11 +185,11 @@ class CallQueue:
                 self._watchdog.fail(lost.reason, blames=lost.rank)
             raise
         except (ConfigError, NoSharedMemory):
-            raise  # on every rank alike, before anything was sent
+            raise  # on every rank, before anything was sent
         except BaseException as error:  # also Ctrl-C: the others go on to calls that this rank has not finished
             self.error = error
             if not isinstance(error, CollectiveMismatch):
-                self._watchdog.fail(f"{type(error).__name__}: {said(error)}")
+                self._watchdog.fail(f"{type(error).__name__}: {safe_str(error)}")
             raise
         finally:
             self._end()
@@ -242,7 +242,7 @@ class CallQueue:
         """Raises RuntimeError, because two threads of a rank would take turns in an order that other ranks lack."""
         error = RuntimeError(
             f"{call.title} began in thread {threading.current_thread().name!r} while {self._running.title} was running "
-            "in another one; a communicator serves one thread at a time: give each a communicator of its own, "
+            "in another one; a communicator serves one thread at a time: give each its own communicator, "
             "comm.subgroup(range(comm.world_size))"
         )
         self.error = self.error or error
@@ -251,7 +251,7 @@ class CallQueue:
 
     def _lost(self, error: TransportError) -> PeerLost:
         """Returns the error that names the rank to blame, by what the ranks publish about themselves."""
-        if self._has_ended:  # nobody reads it; and a thread must not be inside the store when the program ends
+        if self._has_ended:  # it is never read; and a thread must not be inside the store when the program ends
             raise CommunicatorBroken(str(error)) from error
         lost = self._watchdog.find_culprit(error.peer, str(error))
         if self._world_ranks[lost.rank] != lost.rank:

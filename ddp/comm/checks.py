@@ -1,4 +1,4 @@
-"""Refuses what no collective can do. Each function raises ConfigError, on every rank alike, before anything is sent."""
+"""Refuses what no collective can do. Each function raises ConfigError, on every rank, before anything is sent."""
 
 from __future__ import annotations
 

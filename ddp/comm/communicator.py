@@ -184,7 +184,7 @@ class Communicator(Verbs):
         """Runs a function that calls collectives of this communicator, as if it were one.
 
         They run in its thread, in its turn, with no other collective in between. Those that it calls with `async_op`
-        run one after another while it goes on.
+        run one after another while it continues.
 
         Returns:
             What the function returns; with `async_op` a `Work`.

@@ -75,7 +75,7 @@ class Joined(NamedTuple):
         names: by rank, the name of its host, with its task in the description of a cluster.
         pids: by rank of this host, its process, where that can be known here.
         shares_memory: the ranks of every host with several are in its memory together.
-        group: this host's memory; None where the rank is alone, or nobody shares any.
+        group: this host's memory; None where the rank is alone, or no memory is shared.
         obstacle: why ranks of one host cannot share memory, if they should.
     """
 
@@ -99,7 +99,7 @@ def join(
     """Finds out which ranks share a host, and connects those on this one. Collective over all ranks of `gather`.
 
     Args:
-        gather: all-gather of bytes; keeps a deadline of its own.
+        gather: all-gather of bytes; keeps its own deadline.
         shared_memory: join them in the host's memory, too.
         timeout_s: longest wait for a rank of this host.
         hopeless_because: see `Barrier`.

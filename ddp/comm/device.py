@@ -1,7 +1,7 @@
 """Chooses where a rank's tensors are, and what carries them between the ranks: NCCL, or Gloo, through the host.
 
 A rank chooses its device alone (`chosen_device`), from what was asked for and what the program has begun. Then all
-ranks tell each other what they have, and decide alike (`agreed_backend`): what cannot work is an error on each of
+ranks tell each other what they have, and decide the same (`agreed_backend`): what cannot work is an error on each of
 them, before any of them waits for another one's connection.
 
 Neither the number of ranks on a host nor that of the GPUs that a rank sees tells whether each rank has a GPU of its
@@ -131,7 +131,7 @@ class Means(NamedTuple):
 
 
 def take(device: torch.device, backend: str) -> Means:
-    """Returns what this rank has. Makes the GPU this thread's, unless the program has begun to use GPUs before."""
+    """Returns the `Means` of this rank. Makes the GPU this thread's, unless the program has used GPUs before."""
     means = Means(backend, device.type, has_nccl=nccl.ProcessGroupNCCL is not None)
     num_gpus = gpu.cuda.device_count() if device.type == gpu.KIND else 0
     problem = ""
@@ -151,7 +151,7 @@ def take(device: torch.device, backend: str) -> Means:
                 gpu.cuda.set_device(device)
             return means._replace(gpu=f"{_host()} {uuid_of(device)}")
         except RuntimeError as error:  # the driver's
-            problem = f"device={device} does not begin ({first_line(error)}); mend that, or use device=cpu"
+            problem = f"device={device} does not begin ({first_line(error)}); fix that, or use device=cpu"
     return means._replace(problem=problem)
 
 
@@ -169,7 +169,7 @@ def uuid_of(device: torch.device) -> str:
 def agreed_backend(
     store: Store, rank: int, ranks: Sequence[int], mine: Means, read: Callable[[str, int], bytes] | None = None
 ) -> str:
-    """Returns "nccl" if every rank has a GPU of its own, else "gloo"; on every rank alike. Collective over them.
+    """Returns "nccl" if every rank has its own GPU, else "gloo"; the same on every rank. Collective over them.
 
     Args:
         store: of this session of the ranks alone.
@@ -223,7 +223,7 @@ def _decided(ranks: Sequence[int], told: Sequence[Means]) -> tuple[str, str]:
     else:
         return "nccl", ""
     if "nccl" in asked:
-        raise ConfigError(f"backend=nccl needs a GPU for each rank, but {reason}; mend that, or use backend=gloo")
+        raise ConfigError(f"backend=nccl needs a GPU for each rank, but {reason}; fix that, or use backend=gloo")
     return "gloo", reason
 
 

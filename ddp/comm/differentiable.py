@@ -9,7 +9,7 @@ So each rank gets the gradient of the *sum* of all ranks' losses. `ddp.fit` divi
 
 Every rank's loss must depend on the result, because the backward is a collective, too. What is computed after the
 model's forward is differentiated before the model, so no bucket of gradients is in flight yet. Inside of a model it
-takes its turn among them, which is the same on all ranks if their graphs are alike.
+takes its turn among them, which is the same on all ranks if their graphs are identical.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def is_differentiated(tensors: Sequence[Tensor], *, in_place: bool, async_op: bo
         in_place: the result takes their place, so that a leaf gets no more than a value.
 
     Raises:
-        ConfigError: it cannot, because nobody waits for the result.
+        ConfigError: it cannot, because the result is not waited for.
     """
     needing = list(filter(_REQUIRES_GRAD, tensors))  # none in most calls, which shall lose no microsecond here
     if not needing or not torch.is_grad_enabled() or (in_place and all(x.is_leaf for x in needing)):

@@ -16,9 +16,9 @@ Every rank takes its lanes in the same order, so that messages between two ranks
 
 Note "narrow wire". With a wire format every message is encoded, and what arrives is added to the wide value that is
 there: the sums are accumulated in the tensor's own type. A sender rounds its own copy too: then two ranks that exchange
-their parts and both add them (recursive doubling) get the same bits, and so does whoever keeps what it passed on.
-A sum that is complete here and is sent to nobody is rounded, too, because others may have received theirs; but not
-where every rank ends with sums of its own (reduce-scatter).
+their parts and both add them (recursive doubling) get the same bits, and so does a rank that keeps what it passed on.
+A sum that is complete here and is not sent is rounded, too, because others may have received theirs; but not
+where every rank ends with its own sums (reduce-scatter).
 
 Note "complete sums". A mean divides every sum once. The rank that adds the last term to an element divides it there and
 then, and passes it on divided. Every rank can tell from the schedule: if the last receive of an element adds it, or an
@@ -65,7 +65,7 @@ class Step(NamedTuple):
     receives: tuple[Piece, ...]
     additions: tuple[tuple[Piece, Piece], ...]  # after the receives: the second piece is added to the first
     sums: tuple[Piece, ...]  # note "complete sums"
-    unsent: tuple[Piece, ...]  # those of them that this rank sends to nobody
+    unsent: tuple[Piece, ...]  # those of them that this rank does not send
 
 
 NO_STEP = Step((), (), (), (), ())

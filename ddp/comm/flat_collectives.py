@@ -218,7 +218,7 @@ class FlatCollectives:
 
         Args:
             rows: [largest number of nodes that a rank has, numel]; all but row 0 is undefined then.
-            route: of an all-reduce over the ranks that adds up alike; None: slices go to their owners.
+            route: of an all-reduce over the ranks that adds up in the same order; None: slices go to their owners.
             bounds: where slices begin in the order of `slices`, as in `reduce_scatter`; None: every rank gets all.
 
         Returns:
@@ -363,7 +363,7 @@ class FlatCollectives:
         if self.group is not None:
             try:
                 return self.group.allocate(numel, dtype, sequence=sequence)
-            except NoSharedMemory as error:  # on all ranks of the host alike
+            except NoSharedMemory as error:  # on all ranks of the host
                 log.warning("a buffer of %d %s is not shared with the neighbours: %s", numel, dtype, error)
         try:
             with torch.inference_mode(False):
@@ -401,12 +401,12 @@ class FlatCollectives:
 
 
 def _divisor(reduction: Reduction) -> Any:
-    """Returns what sums in memory are divided by: a whole number, or what only a GPU knows."""
+    """Returns the divisor of sums in memory: a whole number, or one that exists only on the GPU."""
     return reduction.divide_by if isinstance(reduction.divide_by, Tensor) else int(reduction.divide_by)
 
 
 def _finished(result: Tensor, reduction: Reduction) -> Tensor:
-    """Divides a result that nobody has divided yet, and makes up for smaller terms."""
+    """Divides a result that is not divided yet, and makes up for smaller terms."""
     if not is_identity(reduction.divide_by):
         divided_(result, reduction.divide_by)
     return result if is_identity(reduction.after) else scaled_(result, reduction.after)

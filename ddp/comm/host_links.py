@@ -62,7 +62,7 @@ class HostLinks:
         """Returns the edges between some of the ranks, of which this is one. Collective over them.
 
         Args:
-            channel: a channel of the transport that nobody uses.
+            channel: an unused channel of the transport.
         """
         edges = self.transport.among(ranks, channel, self._watchdog.hopeless_because)
         return HostLinks(edges, self._watchdog, self._settings, ranks=ranks)
@@ -75,7 +75,7 @@ class HostLinks:
         Args:
             bounds: where its chunks begin, and where the last one ends; cut evenly unless given.
         """
-        if self.world_size == 1:  # nothing travels, and nobody adds to it
+        if self.world_size == 1:  # nothing travels, and nothing is added
             if not is_identity(reduction.divide_by):
                 divided_(flat, reduction.divide_by)
             return
@@ -152,7 +152,7 @@ class HostLinks:
         return [everything[start:stop] for start, stop in pairwise(bounds)]
 
     def on_host(self, result: Tensor) -> Tensor:
-        """Returns what a collective has left in a tensor, on the CPU.
+        """Returns the result of a collective in a tensor, on the CPU.
 
         Raises:
             TransportError: the collective was aborted meanwhile, so that the numbers mean nothing.
@@ -252,7 +252,7 @@ class CrossHost:
     Args:
         wire: edges to all ranks.
         group: this host's memory; None where the rank is alone.
-        channel: a channel of the transport that nobody uses.
+        channel: an unused channel of the transport.
 
     Attributes:
         slices: by rank, the number of its slice in `reduce_scatter` and `all_gather`; None where hosts differ in size.
@@ -276,7 +276,7 @@ class CrossHost:
     def all_reduce(self, flat: Tensor, schedule: Schedule, reduction: Reduction, *, sequence: int) -> None:
         """Combines `flat` over all ranks, piece by piece, so that work in memory overlaps with the transfers.
 
-        While piece k crosses, on a thread of its own, this thread hands out piece k−1 and then adds up piece k+1.
+        While piece k crosses, on its own thread, this thread hands out piece k−1 and then adds up piece k+1.
 
         Args:
             flat: [numel].

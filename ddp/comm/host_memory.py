@@ -9,13 +9,13 @@
 Everybody maps all of it, and touches it once at the beginning.
 
 Note "turns". Inboxes are used in turns: piece t stands in half t mod 2. A rank writes piece t+2 only after a barrier
-that comes later than the one at which piece t was handed over, and whoever comes to a barrier has read all that was
+that comes later than the one at which piece t was handed over, and a rank that reaches a barrier has read all that was
 handed over at earlier ones. So two halves are enough, within a collective and from one to the next, and no collective
 of this kind needs a barrier at its end. Entries take turns for the same reason.
 
 Note "mismatch". Everybody writes an entry before the first barrier of a collective and compares it with the others'
 after it. That costs a copy of 40 bytes, and a comparison for each neighbour. All ranks read the same entries, so all of
-them raise, at the same place, and none is left waiting. Only then do they tell each other in words what they called.
+them raise, at the same place, and none is left waiting. Only then do they tell each other what they called, as text.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Region:
         self.addresses = [memory.address + index * self.plane_bytes for index in range(size)]
 
     def tensor(self, index: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns a rank's plane, with a storage of its own."""
+        """Returns a rank's plane, with its own storage."""
         with torch.inference_mode(False):
             return torch.frombuffer(self._memory.buffer, dtype=dtype, count=numel, offset=index * self.plane_bytes)
 
@@ -191,10 +191,10 @@ class HostMemory:
         """Returns [numel] zeros in a new region. Collective.
 
         The first rank makes the memory and tells the others where it is; they map it; each tells what went wrong, if
-        anything; and from the same notes all come to the same end.
+        anything; and from the same notes all reach the same result.
 
         Raises:
-            NoSharedMemory: on all ranks alike.
+            NoSharedMemory: on all ranks.
         """
         num_bytes = _whole_pages(numel * dtype.itemsize) * self.size
         plane_bytes = num_bytes // self.size
@@ -208,7 +208,7 @@ class HostMemory:
             path, *_ = self._exchange(memory.path if memory is not None else "")
             if self.index != 0 and path:
                 memory, problem = tried(lambda: SharedMemory.attach(path, num_bytes))
-            if memory is not None:  # its own plane first: pages belong to the memory node of whoever touches them first
+            if memory is not None:  # its own plane first: pages belong to the node of the first rank to touch them
                 _, problem = tried(partial(memory.prefault, self.index * plane_bytes, (self.index + 1) * plane_bytes))
             problems = self._exchange(problem)
         finally:
@@ -224,7 +224,7 @@ class HostMemory:
         return region.tensor(self.index, numel, dtype)
 
     def free(self, tensor: Tensor) -> None:
-        """Forgets an allocated tensor's region. Its memory ends when all ranks have, and nobody holds a tensor in it.
+        """Forgets an allocated tensor's region. Its memory ends when all ranks have, and no tensor in it is referenced.
 
         From any thread, and at any time: finalizers call it.
 

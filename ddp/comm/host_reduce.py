@@ -325,7 +325,7 @@ class HostGroup:
             return tensor
 
     def free(self, tensor: Tensor) -> None:
-        """Gives back what `allocate` gave; waits for nobody. From any thread. The tensor stays, as ordinary memory."""
+        """Gives back what `allocate` gave; waits for no rank. From any thread. The tensor stays, as ordinary memory."""
         if not self._closed:
             self._memory.free(tensor)
             self._allocated.cache_clear()

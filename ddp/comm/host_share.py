@@ -21,10 +21,10 @@ from ddp.process.log import log
 def shared_by_host(comm: Communicator, num_bytes: int) -> Tensor:
     """Returns [num_bytes] zero bytes, the same memory in all ranks of a host. Collective.
 
-    Where they cannot share, each rank has memory of its own, which its child processes share with it.
+    Where they cannot share, each rank has its own memory, which its child processes share with it.
     """
     if (memory := memory_of_host(comm, num_bytes)) is None:
-        log.warning("the workers of a host cannot share memory, so each of them has memory of its own")
+        log.warning("the workers of a host cannot share memory, so each of them has its own memory")
         return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
     memory.forget()
     return memory.bytes

@@ -5,7 +5,7 @@
              send(x, 1)  ── message #2 from 0 to 1 ──▶  recv(y, 0)
 
 No other rank knows of a message, so it has no number among the collectives. Each rank counts what it sends to each peer
-and what it receives from there. Both ends count alike, and so they find each other.
+and what it receives from there. Both ends count the same, and so they find each other.
 
 A message is posted at once, beside the collectives that are in flight. The wait for it takes its turn behind them
 (`CallQueue`), is watched, and has a deadline. A send ends when the peer has taken the message. So two ranks that both

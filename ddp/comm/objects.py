@@ -6,7 +6,7 @@ This is for rare and small things: names in an error, random states of a checkpo
     text           JSON: numbers, texts, lists; anything else as {"is": its form, "of": what it is made of}
     bytes          of all tensors and byte strings, one after another
 
-A receiver makes nothing but what the tables of this module name. Pickle would run code of whoever has sent it.
+A receiver makes nothing but what the tables of this module name. Pickle would run code of the sender.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _broadcast(comm: Communicator, data: Tensor, root: int) -> Tensor:
 
 
 def _arrived(comm: Communicator, data: list[Tensor]) -> list[Tensor]:
-    """Returns what a collective has left in tensors, on the CPU."""
+    """Returns the results of a collective in tensors, on the CPU."""
     if comm.device.type != gpu.KIND:
         return data
     found = [gpu.leaving(each) for each in data]
@@ -149,7 +149,7 @@ def error_values(error: Exception) -> tuple[str, list[Any] | None, str]:
         with suppress(TypeError):
             packed(given := list(error.__reduce__()[1]))
             arguments = given
-    return name, arguments, errors.said(error)
+    return name, arguments, errors.safe_str(error)
 
 
 def error_of(name: str, arguments: list[Any] | None, text: str, *, where: str) -> Exception:
@@ -182,7 +182,7 @@ def unpacked(data: Tensor) -> Any:
     rest = data[end:]
 
     def taken(num_bytes: int) -> Tensor:
-        """Returns the next bytes, in memory of their own: a view would keep those of all others."""
+        """Returns the next bytes, in their own memory: a view would keep those of all others."""
         nonlocal rest
         if len(rest[:num_bytes]) != num_bytes:
             raise ValueError(f"{num_bytes} bytes of a value, but {len(rest)} are left")

@@ -1,12 +1,12 @@
 """Opens a communicator: the ranks of one store and generation connect, and prove who they are.
 
 Nothing is remembered here, so a process may open one after the other, or several at once: `session.py` does it for
-`ddp.init`, and whoever changes the membership gives another store, generation, rank and world size.
+`ddp.init`, and a change of membership gives another store, generation, rank and world size.
 
-Note "proof". Gloo takes whoever connects to its port and says the right small number for a rank, and every user of a
-host can connect there. So, before anything that arrives is believed, each rank
+Note "proof". Gloo accepts any process that connects to its port and says the right small number for a rank, and every
+user of a host can connect there. So, before anything that arrives is believed, each rank
 
-    puts a number that nobody can foresee into the private store
+    puts an unpredictable number into the private store
     sends each peer the code of (its own number, the peer's number), which takes the secret
     compares what each peer has sent with the code of (the peer's number, its own number)
 
@@ -37,7 +37,7 @@ from ddp.comm.transport.edge import Transfer, Transport, TransportError, never_h
 from ddp.comm.transport.gloo import GlooConnections, GlooTransport, StagedGlooTransport, gloo_of
 from ddp.comm.transport.nccl import NcclTransport
 from ddp.comm.watch.watchdog import SILENCE_S, Watchdog
-from ddp.errors import ConfigError, PeerLost, first_line, said
+from ddp.errors import ConfigError, PeerLost, first_line, safe_str
 from ddp.process import gpu
 
 CODE_BYTES = 32
@@ -55,7 +55,7 @@ def open_communicator(
     ranks: Sequence[int] = (),
     torch_s: dist.ProcessGroup | None = None,
 ) -> Communicator:
-    """Connects this rank with the others, over connections of their own. Collective over them.
+    """Connects this rank with the others, over their own connections. Collective over them.
 
     Args:
         store: of this session of the ranks alone (`rendezvous`), with nothing in it from an earlier one; a connection
@@ -106,7 +106,7 @@ def open_communicator(
             transport = watchdog.while_watched(over_nccl, (rank + 1) % world_size)
         return Communicator(transport, settings, watchdog=watchdog, world_ranks=ranks)
     except BaseException as error:
-        watchdog.fail(f"{type(error).__name__}: {said(error)}")
+        watchdog.fail(f"{type(error).__name__}: {safe_str(error)}")
         watchdog.leave()
         raise
 

@@ -285,7 +285,7 @@ class Plan:
         return self._asked("choose", nbytes, lambda: self._choose(nbytes, wire))
 
     def _asked(self, question: str, nbytes: int, answer: Callable[[], Result]) -> Result:
-        """Answers a question about some bytes in a collective, because whoever asks first measures."""
+        """Answers a question about some bytes in a collective, because the first question measures."""
         checks.size(nbytes)
         return self._queue.run(self._queue.number(question, how=(nbytes,)), answer)
 
@@ -371,7 +371,7 @@ class Plan:
         """Returns a table of every algorithm, fastest first, and how far predictions were off. Collective.
 
         Args:
-            num_shards: of sums over so many shards of a batch, which have other algorithms to choose among.
+            num_shards: of sums over this number of shards of a batch, which have other algorithms to choose among.
         """
         if num_shards is None:
             return self._asked("explain", nbytes, lambda: self._explain(nbytes))

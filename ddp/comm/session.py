@@ -30,7 +30,7 @@ from ddp.comm.meeting.rendezvous import Opened, answered, join_role, on_this_hos
 from ddp.comm.meeting.secret import secret
 from ddp.comm.opening import WARN_S, open_communicator
 from ddp.comm.settings import Settings
-from ddp.errors import CommunicatorBroken, ConfigError, PeerLost, first_line, said
+from ddp.errors import CommunicatorBroken, ConfigError, PeerLost, first_line, safe_str
 from ddp.process import gpu
 from ddp.process.clock import LONGEST_S, Patience
 from ddp.process.log import follow_rank, log
@@ -39,7 +39,7 @@ from ddp.setting import Additions
 
 ABORT_S = 600.0
 ANSWER_S = 3.0  # wait for a store that has answered before
-LAST_S = 10.0  # longest wait of the rank that serves the store for the others, which have come to the last barrier
+LAST_S = 10.0  # longest wait of the rank that serves the store for the others, which have reached the last barrier
 POLL_S = 0.05
 
 
@@ -80,7 +80,7 @@ def init(
         device: "cpu", "cuda", one GPU ("cuda:1" or 1) or a torch.device: where the tensors are that its verbs take.
             "auto": a GPU where there is one. None: a GPU if the program has begun to use one
             (`torch.cuda.set_device`, or a tensor there), or its process group is for GPUs; else the CPU. A replica
-            whose parameters are elsewhere has a communicator of its own, over the same ranks.
+            whose parameters are elsewhere has its own communicator, over the same ranks.
             A GPU without a number is that of the process group's `device_id`, or the current one, or that of
             LOCAL_RANK, which becomes the current one then.
         backend: "gloo", "nccl", or "auto": NCCL where each rank has a GPU of its own.
@@ -281,7 +281,7 @@ def shutdown(*, failed: str = "") -> None:
     num_calls = world.num_calls
     try:
         if not failed:
-            world.barrier()  # nobody takes the store away while others still need it
+            world.barrier()  # the store stays until no rank needs it
     except CommunicatorBroken:
         pass  # the program has been told before
     except PeerLost as lost:
@@ -327,7 +327,7 @@ def _end_with_the_program() -> None:
     if os.getpid() == _session.pid:
         error = getattr(sys, "last_value", None)  # what the interpreter has just printed
         for comm in _session.comms.values():
-            comm.abandon(f"{type(error).__name__}: {said(error)}" if error is not None else "")
+            comm.abandon(f"{type(error).__name__}: {safe_str(error)}" if error is not None else "")
 
 
 def _in_flight() -> str:
@@ -340,11 +340,11 @@ def _in_flight() -> str:
         error = getattr(sys, "last_value", None)
     if error is None or error is _session.handled or (isinstance(error, SystemExit) and not error.code):
         return ""
-    return f"{type(error).__name__}: {said(error)}"
+    return f"{type(error).__name__}: {safe_str(error)}"
 
 
 def _bound(group: dist.ProcessGroup | None) -> torch.device | None:
-    """Returns what a process group of the application's is for: one device, or GPUs alone, as one of NCCL's is."""
+    """Returns the devices of a process group of the application's: one device, or GPUs alone, as one of NCCL's is."""
     if group is None:
         return None
     is_for_gpus = {each.type for each in group._device_types} == {gpu.KIND}
@@ -397,8 +397,8 @@ def _on_this_host(*, warn_s: float, abort_s: float) -> tuple[int, int]:
 def _met(here: RankPlace, *, warn_s: float, abort_s: float) -> Store:
     """Returns a part of the launcher's store that is new, once all ranks have come there.
 
-    These processes may have met here before, with other ranks, so that another one serves the store now. Whoever
-    served it then ends that when it comes here, which may be after the others have come.
+    These processes may have met here before, with other ranks, so that another one serves the store now. The rank that
+    served it then stops when it comes here, which may be after the others have come.
     """
     patience, before = Patience(abort_s), _session.met[0] if _session.met else here._replace(port=0)
     has_met_here = (before.address, before.port) == (here.address, here.port)

@@ -11,9 +11,9 @@ Because every collective is on one stream, all may use the same scratch memory. 
 are short, and other ranks wait for them.
 
 A thread beside it, the *lookout*, asks the events whether the GPU has come that far. It keeps what a collective reads
-or writes until then, so that nobody else gets the memory; and it keeps the deadline, which begins when the GPU comes to
+or writes until then, so that the memory is not reused; and it keeps the deadline, which begins when the GPU reaches
 the collective. If a peer is missing it notes the error, which the next call raises, and aborts NCCL: then the GPU goes
-on with numbers that mean nothing. So whoever reads a result on the host asks `refuse_if_broken` before believing it.
+on with numbers that mean nothing. So code that reads a result on the host asks `refuse_if_broken` before believing it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Flight:
 
     Attributes:
         peer, run: see `Wait`.
-        began: the GPU has come to it.
+        began: the GPU has reached it.
         ended: the GPU is through with it; None while the host still enqueues it.
         keeps: what holds its tensors.
         noted: the calls in it, as the history has them.
@@ -158,7 +158,7 @@ class StreamQueue(CallQueue):
             self._flight.noted.append(noted)
 
     def _end(self) -> None:
-        """Does nothing: it goes on when the GPU does."""
+        """Does nothing: it continues when the GPU does."""
 
     def refuse_if_broken(self) -> None:
         """Raises what the lookout has found, once; later CommunicatorBroken."""
@@ -168,7 +168,7 @@ class StreamQueue(CallQueue):
         super().refuse_if_broken()
 
     def _lost(self, error: TransportError) -> PeerLost:
-        """Returns what the lookout has found, if anything: the transport has failed because it was aborted."""
+        """Returns the lookout's finding, if there is one: the transport has failed because it was aborted."""
         failure, self._failure = self._failure, None
         return failure if isinstance(failure, PeerLost) else super()._lost(error)
 
@@ -205,7 +205,7 @@ class StreamQueue(CallQueue):
     # --- the lookout -------------------------------------------------------------------------------------------------
 
     def look_at(self, flight: Flight, patience: Patience) -> None:
-        """Keeps the deadline of a collective that the GPU has come to, and has not ended."""
+        """Keeps the deadline of a collective that the GPU has reached, and has not ended."""
         if self.error is not None:
             self._abort()  # unless that was done, because somebody else has found the error
             return

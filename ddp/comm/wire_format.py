@@ -8,7 +8,7 @@
 
 Sums stay wide: what arrives is widened, and then added. So a number is rounded once for each hop that it makes.
 
-A rank that passes on what it has received encodes it anew, and must come to the same bits, or replicas would differ. A
+A rank that passes on what it has received encodes it again, and must reach the same bits, or replicas would differ. A
 cast keeps what a cast has left. An int8 block keeps its largest number at 127 scales, from which the same scale follows
 to the bit, and so the same whole numbers. Blocks must be the same, too: chunks begin at multiples of `unit`.
 

@@ -7,7 +7,7 @@ the interpreter lock, so backward and optimizer go on meanwhile.
 A synchronous call that finds nothing in flight runs in the caller's own thread, which saves two thread switches.
 
 On a GPU with NCCL there is no such thread: `stream_queue.py` enqueues. Where GPU tensors travel through the host, the
-thread works on a stream of its own, which first waits for what the caller's stream has produced so far; `Work.wait`
+thread works on its own stream, which first waits for what the caller's stream has produced so far; `Work.wait`
 makes the caller's stream wait for the result. Nothing synchronises the device.
 """
 
@@ -47,7 +47,7 @@ class Work(ABC, Generic[Result]):
     def wait(self, timeout_s: float | None = None) -> Result:
         """Returns the collective's result once it is complete, or raises its error.
 
-        On a GPU the result is complete for the current stream, which waits; the host goes on, unless the collective
+        On a GPU the result is complete for the current stream, which waits; the host continues, unless the collective
         still runs on a thread. Every collective ends by its own deadline; `timeout_s` bounds this wait more tightly
         (TimeoutError).
         """
@@ -201,7 +201,7 @@ class Runner:
     def _loop(self) -> None:
         stream = gpu.cuda.Stream(self._device) if self._device.type == gpu.KIND else None
         with gpu.cuda.stream(stream) if stream is not None else nullcontext():
-            kept: list[tuple[torch.cuda.Event, object]] = []  # what the GPU may still read, though nobody has waited
+            kept: list[tuple[torch.cuda.Event, object]] = []  # what the GPU may still read, as there was no wait
             while (work := self._queue.get()) is not None:
                 kept = [each for each in kept if not each[0].query()]
                 if (queued := work.run(stream)) is not None:
@@ -213,7 +213,7 @@ class Runner:
 
 
 class HostCopy:
-    """The numbers of some tensors as they are now, for the host: from a GPU by one copy, which goes on meanwhile.
+    """The numbers of some tensors as they are now, for the host: from a GPU by one asynchronous copy.
 
     Args:
         tensors: of any shape and type; numbers are exact up to 2⁵³.

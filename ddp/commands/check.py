@@ -16,11 +16,11 @@ def main(words: Sequence[str]) -> int:
     """Proves the schedule that the words name."""
     parser = parser_of("check")
     add_schedule(parser, RANKS_FOLLOWED)
-    return respond(parser, parser.parse_args(words), answer)
+    return respond(parser, parser.parse_args(words), run)
 
 
-def answer(options: argparse.Namespace) -> str:
-    """Returns the answer."""
+def run(options: argparse.Namespace) -> str:
+    """Returns the text that the command prints."""
     schedule, _ = chosen_schedule(options)
     if (parts := num_parts(schedule, options.num_ranks)) > MOST_PARTS_PROVEN:
         raise ValueError(

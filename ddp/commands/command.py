@@ -25,10 +25,10 @@ def parser_of(name: str, **options: Any) -> Parser:
     return Parser(prog=f"{program()} {name}", **described | options)
 
 
-def respond(parser: Parser, options: argparse.Namespace, answer: Callable[[argparse.Namespace], str]) -> int:
+def respond(parser: Parser, options: argparse.Namespace, run: Callable[[argparse.Namespace], str]) -> int:
     """Prints an answer, or in one line why there is none. Returns the exit status."""
     try:
-        if text := answer(options):  # one rank of many says it
+        if text := run(options):  # one rank of many says it
             say(text)
     except WorkersFailed as error:  # first, because it is also of the type of its cause
         say(error, to=sys.stderr)

@@ -29,11 +29,11 @@ def main(words: Sequence[str]) -> int:
     parser = parser_of("draw", epilog=others)
     add_schedule(parser, RANKS_DRAWN)
     add_picture(parser)
-    return respond(parser, parser.parse_args(words), answer)
+    return respond(parser, parser.parse_args(words), run)
 
 
-def answer(options: argparse.Namespace) -> str:
-    """Returns the answer."""
+def run(options: argparse.Namespace) -> str:
+    """Returns the text that the command prints."""
     schedule, hosts = chosen_schedule(options)
     if options.svg is None:
         return draw(schedule.algorithm, options.num_ranks)

@@ -2,7 +2,7 @@
 
     python -m ddp evaluate runs/mine                       the metrics, over all samples
     … data.test_path=other.csv cluster.workers=4           with settings other than those of the run
-    python -m ddp evaluate region=mine                     a run that goes on, with strategy.region=mine, at this moment
+    python -m ddp evaluate region=mine                     a running job, with strategy.region=mine, at this moment
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def evaluate_run(run: str, words: Sequence[str]) -> str:
-    """Returns, in words, the metrics of a run's best checkpoint, or of the checkpoint that `run` is.
+    """Returns, as text, the metrics of a run's best checkpoint, or of the checkpoint that `run` is.
 
     Args:
         run: a folder; or "region=NAME", for the parameters that a run has at this moment.

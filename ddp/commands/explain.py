@@ -22,11 +22,11 @@ def main(words: Sequence[str]) -> int:
     add_workers(parser)
     parser.add_argument("--transport-only", action="store_true", help="as if they could not share memory")
     parser.add_argument("--shards", type=whole(1), metavar="V", help="of sums over V shards of a batch (same_bits.on)")
-    return respond(parser, parser.parse_args(words), answer)
+    return respond(parser, parser.parse_args(words), run)
 
 
-def answer(options: argparse.Namespace) -> str:
-    """Returns the answer."""
+def run(options: argparse.Namespace) -> str:
+    """Returns the text that the command prints."""
     if 2 * options.bytes * options.workers > memory.available_bytes():
         raise ValueError(
             f"{format_size(options.bytes)}: all-reduces of it are timed, and {options.workers} ranks have no "

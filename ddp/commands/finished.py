@@ -4,7 +4,7 @@
        │ launch
     every rank    its share of the samples
 
-In the place of a finished run there may be region=NAME, of a run that goes on (`ddp/strategies/region.py`). The parent
+In the place of a finished run there may be region=NAME, of a running job (`ddp/strategies/region.py`). The parent
 looks at it once, and all ranks get what it has seen.
 
 Of the run's settings only those matter that say what the data are, how the model is built, and what it has learnt.
@@ -60,7 +60,7 @@ def parsed(name: str, words: Sequence[str], *, writes: bool = False) -> tuple[Pa
     usage = f"{program()} {name} RUN {'--out FILE ' if writes else ''}[KEY=VALUE …]"
     known = "data.test_path=other.csv, cluster.workers=4, loader.…, comm.…, device=…, trust=true"
     parser = parser_of(name, usage=usage, epilog=f"KEY=VALUE: {known}")
-    about = "the folder of a run, whose best checkpoint is taken, or a checkpoint; or region=NAME of a run that goes on"
+    about = "the folder of a run, whose best checkpoint is taken, or a checkpoint; or region=NAME of a running job"
     parser.add_argument("run", help=about)
     if writes:
         rows = "NAME.csv or NAME.npy, a row a sample"
@@ -108,7 +108,7 @@ def checked(run: str, words: Sequence[str], *, is_evaluation: bool) -> tuple[Con
         run: a folder, or "region=NAME".
     """
     command = f"{program()} {'evaluate' if is_evaluation else 'predict'}"
-    refuse_workers(command, instead="start it by itself, with workers of its own, as cluster.workers says")
+    refuse_workers(command, instead="start it by itself, with its own workers, as cluster.workers says")
     seen = load(region=run.removeprefix(REGION)) if run.startswith(REGION) else None
     config = settings_for(Path(run) if seen is None else seen.path, words)
     splits = components.load_held_out(config, download=True)

@@ -36,7 +36,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def predict_run(run: str, words: Sequence[str], out: Path) -> str:
-    """Writes what a run's model makes of each sample, and returns in words what was written.
+    """Writes what a run's model makes of each sample, and returns as text what was written.
 
     Args:
         run, words: as in `evaluate_run`.

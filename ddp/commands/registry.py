@@ -30,7 +30,7 @@ COMMANDS = {
     "same_bits": ("commands.same_bits", "names the first step and tensor in which two runs differ"),
     "where": ("commands.where", "says which samples a step has, or who reads a sample"),
     "evaluate": ("commands.evaluate", "says how good a run is: a finished one, or now one with strategy.region"),
-    "sidecar": ("commands.sidecar", "follows a run that goes on, and evaluates each of its checkpoints"),
+    "sidecar": ("commands.sidecar", "follows a running job, and evaluates each of its checkpoints"),
     "report": ("lab.scaling.report", "says what each number of workers of a sweep has bought"),
     "predict": ("commands.predict", "writes what a finished run makes of each sample"),
     "exercise": ("lab.exercise", "checks your solution of an exercise of recipes/tutorial"),

@@ -36,16 +36,16 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("trust", nargs="?", choices=["trust=true"], help="imports code that the runs' settings name")
     found: list[Comparison] = []
 
-    def answer(options: argparse.Namespace) -> str:
+    def run(options: argparse.Namespace) -> str:
         one, other = options.runs
-        found.append(compared(one, other))
+        found.append(compare_runs(one, other))
         return "\n".join([in_words(found[0]), *made_again(one, other, found[0], trust=options.trust is not None)])
 
-    status = respond(parser, parser.parse_args(words), answer)
+    status = respond(parser, parser.parse_args(words), run)
     return status or int(found[0].first_different is not None)
 
 
-def compared(one: Path, other: Path) -> Comparison:
+def compare_runs(one: Path, other: Path) -> Comparison:
     """Compares two runs.
 
     Raises:
@@ -94,7 +94,7 @@ def made_again(one: Path, other: Path, found: Comparison, *, trust: bool) -> lis
 
 
 def in_words(found: Comparison) -> str:
-    """Returns the answer."""
+    """Returns the comparison as text, and its consequences."""
     num_steps = counted(len(found.steps), "common step")
     if found.first_different is None:
         lines = [f"equal at all {num_steps}, up to step {found.last_equal:,}"]

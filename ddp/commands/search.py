@@ -1,4 +1,4 @@
-"""Searches for settings by Optuna: each trial is a run in a process of its own, and the folder goes on.
+"""Searches for settings by Optuna: each trial is a run in a separate process, and the folder resumes.
 
     python -m ddp search 'optim.lr=tag(log,interval(1e-4,1e-1))' model.width=16,32 --trials 20 sweep.name=mine
 """

@@ -127,7 +127,7 @@ def follow_the_others(me: str, typed: Sequence[str]) -> NoReturn:
     """
     words, stop = [each for each in typed if not each.lstrip("+").startswith("cluster.")], StopFlag()
     if not any(each.startswith(("run.name=", "hydra.run.dir=")) for each in words):
-        raise ConfigError(f"train: this process is {me}: which run does it evaluate? Give all tasks run.name=NAME")
+        raise ConfigError(f"train: this process is {me}, but no run is named: give all tasks run.name=NAME")
     config, run_dir = composed(options_first(words))
     until_s = now_s() + config.evaluate.wait_s
     with stop.listening():

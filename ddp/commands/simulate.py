@@ -27,11 +27,11 @@ def main(words: Sequence[str]) -> int:
         ("--add-gb-s", positive, "10", "additions per rank, GB/s"),
     ):
         parser.add_argument(option, type=read, default=usual, help=f"{meaning} (default: %(default)s)")
-    return respond(parser, parser.parse_args(words), answer)
+    return respond(parser, parser.parse_args(words), run)
 
 
-def answer(options: argparse.Namespace) -> str:
-    """Returns the answer."""
+def run(options: argparse.Namespace) -> str:
+    """Returns the text that the command prints."""
     per_host = 1 if options.per_host is None else options.per_host
     if options.per_host is not None and options.hosts:
         raise ValueError("--hosts and --per-host both say who shares a host: leave one out")

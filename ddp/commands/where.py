@@ -29,7 +29,7 @@ from ddp.process.arguments import program, whole
 from ddp.process.files import lines_of
 from ddp.process.records import damage_told, json_object
 from ddp.run.assembly.components import load_data
-from ddp.run.assembly.sampling import Noted, num_parts, sampler_for
+from ddp.run.assembly.sampling import StandInData, num_parts, sampler_for
 from ddp.run.settings.address import no_own_code
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
@@ -68,7 +68,7 @@ class Start(NamedTuple):
     left_out: Sequence[tuple[int, int, int]] = ()
 
     def until(self, step: int, state: Mapping[str, Any] | None) -> Start:
-        """Returns it, if a later start goes on from a step and a state."""
+        """Returns it, if a later start resumes from a step and a state."""
         if self.last_step is not None and step >= self.last_step:
             return self
         left_out = [each for each in self.left_out if each[0] <= step]
@@ -175,7 +175,7 @@ def _incident(line: Any) -> Incident | None:
 
 def _noted_splits(config: Config, facts: Mapping[str, Any]) -> Splits:
     """Returns stand-ins for data of the user's own."""
-    splits, share = Splits(train=Noted(facts), test=()), config.data.validation
+    splits, share = Splits(train=StandInData(facts), test=()), config.data.validation
     return splits if share is None else with_share(splits, share, seed=config.seed)
 
 
@@ -187,7 +187,7 @@ def _noted(line: Any) -> tuple[Config, Path, int, Mapping[str, Any] | None, Mapp
 
 
 def samples_of_step(starts: list[Start], step: int) -> str:
-    """Returns, in words, which samples each rank has in a step of the run, counted from 1.
+    """Returns, as text, which samples each rank has in a step of the run, counted from 1.
 
     Raises:
         ConfigError: the run has no such step.
@@ -212,7 +212,7 @@ def samples_of_step(starts: list[Start], step: int) -> str:
 
 
 def place_of_sample(starts: list[Start], sample: int, epoch: int) -> str:
-    """Returns, in words, in which steps of an epoch a sample is read, and by whom. Epochs are counted from 0.
+    """Returns, as text, in which steps of an epoch a sample is read, and by whom. Epochs are counted from 0.
 
     Raises:
         ConfigError: there is no such sample or epoch.
@@ -301,7 +301,7 @@ def _lines_of(micro: Micro, rank: int, loader: str, samples: Samples) -> Iterato
 
 
 def _file_of(samples: Samples, sample: int) -> str:
-    """Returns the name of a sample's file, in words, if it lies in one that has a name."""
+    """Returns the name of a sample's file, as text, if it lies in one that has a name."""
     addresses = getattr(samples, "addresses", None)
     if addresses is None:
         return ""

@@ -52,7 +52,7 @@ class Splits:
             text as (bytes [context], the same bytes one position later [context]), both int64.
         sample_shape: shape of one input; None: unknown.
         num_classes: targets are 0 … num_classes − 1. For text, the size of the vocabulary. None: unknown, or none.
-        name: the data in words, with version or digest, so that hosts can compare what they have.
+        name: the data as text, with version or digest, so that hosts can compare what they have.
         collate: makes a batch of samples; None for torch's `default_collate`.
         unaugmented: the training samples as test samples are transformed; None: `train` is transformed like that.
     """

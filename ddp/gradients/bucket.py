@@ -18,9 +18,9 @@ together once it is full. Until the bucket holds the mean, `p.grad` stays that t
 may read it or write to it. Then `p.grad` becomes the gradient's place in the bucket.
 
 Note "kept". A program may keep a gradient, or whatever shares its memory, and drop `p.grad`: to compare the gradients
-of two tasks, say. So each place has a storage of its own, and its users are counted before a backward writes to it. If
+of two tasks, say. So each place has its own storage, and its users are counted before a backward writes to it. If
 the program is one of them, the bucket changes to other memory for this step, out of which the ranks of a host have to
-copy. From then on this parameter gets its mean in memory of its own.
+copy. From then on this parameter gets its mean in its own memory.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Bucket:
                     kept.append(slot)
                 slot.view = slot.rows[0] = with_own_storage(view)
                 slot.is_kept |= slot.view._is_view()
-        self._aliases = [slot.rows[0].detach() for slot in self.slots]  # which nobody can exchange
+        self._aliases = [slot.rows[0].detach() for slot in self.slots]  # which the user cannot exchange
         self._storages = [alias.untyped_storage() for alias in self._aliases]
         self._numbers = [storage._cdata for storage in self._storages]
         self._unused = tuple(map(min, self._users()))
@@ -289,7 +289,7 @@ def strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
 
 
 def with_own_storage(view: Tensor) -> Tensor:
-    """Returns a view as a tensor with a storage of its own, whose users can be counted, and which is saved alone.
+    """Returns a view as a tensor with its own storage, whose users can be counted, and which is saved alone.
 
     Where the device is neither a CPU nor a GPU, the view itself is returned.
     """

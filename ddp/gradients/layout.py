@@ -40,7 +40,7 @@ class Layout:
         for_hook: as in `plan`.
         tails_ride: totals and verdicts travel in buckets where they can, else apart. A wire format or a hook would
             round them.
-        num_shards: gradients are added up by shards of the batch, so many; None: by ranks. Of shards, totals and
+        num_shards: gradients are added up by this number of shards of the batch; None: by ranks. Of shards, totals and
             verdicts travel apart.
 
     Attributes:
@@ -148,7 +148,7 @@ class Layout:
             self._find_tails()
 
     def hand_out_copies(self) -> None:
-        """Gives parameters whose gradients the program keeps their means in memory of their own."""
+        """Gives parameters whose gradients the program keeps their means in their own memory."""
         for slot in self.kept:
             if slot.parameter.grad is slot.view and slot.view is not None:
                 slot.parameter.grad = slot.view.clone()

@@ -69,7 +69,7 @@ class AllReduce(Reducer):
 
     Args:
         wire: the format in which buckets travel between hosts.
-        num_shards: a bucket's rows are partial sums of so many shards; None: it has one, this rank's sum.
+        num_shards: a bucket's rows are partial sums of this number of shards; None: it has one, this rank's sum.
     """
 
     def __init__(self, comm: Communicator, wire: WireName | None = None, num_shards: int | None = None) -> None:

@@ -17,7 +17,7 @@ On request each rank finds the squared norm of its own gradient before it is ave
 (`train/monitor/noise_scale.py`).
 
 Where no bucket can carry a tail (its type is too narrow, or a wire format or a communication hook would round it),
-totals and verdicts travel apart, in messages of their own: totals before the first bucket, verdicts after the last one.
+totals and verdicts travel apart, in their own messages: totals before the first bucket, verdicts after the last one.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Totals(NamedTuple):
     def read(cls, tail: Sequence[float]) -> Totals:
         """Reads the sums over ranks from the numbers of a tail, [NUM_TOTALS]."""
         loss_sum, high, low, num_stopping, num_ending = tail
-        if not math.isfinite(high + low):  # a count on a GPU that nobody has looked at
+        if not math.isfinite(high + low):  # a count on a GPU that was not checked
             return cls(math.nan, 0, round(num_stopping), round(num_ending))
         return cls(loss_sum, count_of(round(high) * BASE + low), round(num_stopping), round(num_ending))
 

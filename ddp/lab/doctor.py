@@ -1,8 +1,8 @@
-"""Examines this host, or under torchrun all ranks' hosts: what is there, how fast it is, what is wrong with it.
+"""Examines this host, or under torchrun all ranks' hosts: reports facts and findings, and measures the speed.
 
     look       each rank at its host (`process/host.py`)
     measure    all ranks together: links, all-reduces of 25 MB, copies in memory
-    judge      what was found (`checkup.py`): problems, each with its remedy, and warnings
+    judge      what was found (`doctor_findings.py`): problems, each with its remedy, and warnings
 
 If the ranks do not come together, what they see of themselves is judged all the same, and why they do not is a problem.
 """
@@ -21,9 +21,9 @@ from ddp.collectives.simulate import Link
 from ddp.comm.meeting.place import is_rank, place
 from ddp.commands.command import add_workers, parser_of, respond
 from ddp.errors import ConfigError, WorkersFailed, first_line
-from ddp.lab.checkup import Clock, Figures, Finding, ahead, findings, named, rate, usable_cores
+from ddp.lab.doctor_findings import Clock, Figures, Finding, ahead, findings, named, rate, usable_cores
 from ddp.process.clock import now_s
-from ddp.process.host import INTERFACE, THREAD_VARIABLES, Facts, facts
+from ddp.process.host import INTERFACE, THREAD_VARIABLES, HostFacts, facts
 from ddp.process.memory import VARIABLES
 from ddp.process.terminal import say
 from ddp.units import binary_size, counted, format_bandwidth, format_time
@@ -53,12 +53,12 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--data", default="data", help="folder of data sets, as data.root (default: %(default)s)")
     num_problems = 0
 
-    def answer(options: argparse.Namespace) -> str:
+    def run(options: argparse.Namespace) -> str:
         nonlocal num_problems
         text, num_problems = (of_a_rank if is_rank() else partial(of_workers, options.workers))(options.data)
         return text
 
-    return respond(parser, parser.parse_args(words), answer) or int(num_problems > 0)
+    return respond(parser, parser.parse_args(words), run) or int(num_problems > 0)
 
 
 def of_workers(workers: int, data: str) -> Diagnosis:
@@ -66,10 +66,10 @@ def of_workers(workers: int, data: str) -> Diagnosis:
     try:
         from ddp.run.launch import from_python
 
-        answers = from_python.launch(partial(examined, data), workers=workers, timeout_s=LAUNCH_S)
+        answers = from_python.launch(partial(examine, data), workers=workers, timeout_s=LAUNCH_S)
         return Diagnosis(*answers[0])
     except (WorkersFailed, ConfigError, ImportError, OSError) as error:
-        reason = Finding(True, f"workers cannot work here ({_why(error)}): mend that first")
+        reason = Finding(True, f"workers cannot work here ({_why(error)}): fix that first")
         alone = own_facts(data)
         alone.variables.update(VARIABLES, MKL_CBWR="AUTO")  # as the launcher sets them for workers
         return diagnosis([alone], Figures(hosts=((0,),)), [reason])
@@ -82,7 +82,7 @@ def of_a_rank(data: str) -> Diagnosis:
     mine = own_facts(data)
     try:
         comm = ddp.init(device="auto", warn_s=WARN_S, abort_s=ABORT_S)
-        found = together(comm, mine)
+        found = measure_jointly(comm, mine)
         if comm.rank == 0:
             say(found.text)
         comm.barrier()
@@ -98,12 +98,12 @@ def of_a_rank(data: str) -> Diagnosis:
         return diagnosis([mine], Figures(hosts=((0,),), num_unreached=elsewhere), [reason])
 
 
-def examined(data: str) -> Diagnosis:
+def examine(data: str) -> Diagnosis:
     """Examines this host, as one worker of a new world. Collective."""
     import ddp
 
     comm = ddp.init(device="auto", warn_s=WARN_S, abort_s=ABORT_S)
-    found = together(comm, own_facts(data))
+    found = measure_jointly(comm, own_facts(data))
     ddp.shutdown()
     return found
 
@@ -121,8 +121,8 @@ def _why(error: Exception) -> str:
 # --- look ------------------------------------------------------------------------------------------------------------
 
 
-def own_facts(data: str) -> Facts:
-    """Returns what this process finds out, without any other; of torch nothing where it cannot be imported."""
+def own_facts(data: str) -> HostFacts:
+    """Returns the facts that this process finds alone; of torch nothing where it cannot be imported."""
     try:
         import torch
 
@@ -149,11 +149,11 @@ def own_facts(data: str) -> Facts:
 # --- measure ---------------------------------------------------------------------------------------------------------
 
 
-def together(comm: Communicator, mine: Facts) -> Diagnosis:
+def measure_jointly(comm: Communicator, mine: HostFacts) -> Diagnosis:
     """Measures, and judges what all ranks have found; the same on all of them. Collective."""
     from ddp.comm.objects import all_gather_object
 
-    everyone = [Facts(**each) for each in all_gather_object(comm, asdict(mine))]
+    everyone = [HostFacts(**each) for each in all_gather_object(comm, asdict(mine))]
     return diagnosis(everyone, measured(comm))
 
 
@@ -206,11 +206,11 @@ def _clocks(comm: Communicator) -> list[Clock]:
     What is compared between hosts is the clock of durations, so each rank tells how far its time of day is from that.
     """
     from ddp.comm.objects import all_gather_object
-    from ddp.train.monitor.clock import compared
+    from ddp.train.monitor.clock import compare_clocks
 
     apart_s = max(time.time() - now_s() for _ in range(NUM_TRIPS))  # a pause between the two readings makes it less
     since_epoch = all_gather_object(comm, apart_s)
-    pairs = zip(since_epoch, compared(comm), strict=True)
+    pairs = zip(since_epoch, compare_clocks(comm), strict=True)
     return [Clock(mine - since_epoch[0] - other.offset_s, other.error_s) for mine, other in pairs]
 
 
@@ -251,7 +251,7 @@ def _link(comm: Communicator, first: int, second: int) -> Link:
 # --- say -------------------------------------------------------------------------------------------------------------
 
 
-def diagnosis(everyone: Sequence[Facts], figures: Figures, before: Sequence[Finding] = ()) -> Diagnosis:
+def diagnosis(everyone: Sequence[HostFacts], figures: Figures, before: Sequence[Finding] = ()) -> Diagnosis:
     """Returns the report: what there is, and then what is wrong.
 
     Args:
@@ -276,7 +276,7 @@ def said(finding: Finding) -> str:
     return f"{'problem' if finding.is_problem else 'warning'}: {finding.text}"
 
 
-def of_a_host(everyone: Sequence[Facts], ranks: Sequence[int]) -> Iterator[tuple[str, str]]:
+def of_a_host(everyone: Sequence[HostFacts], ranks: Sequence[int]) -> Iterator[tuple[str, str]]:
     """Yields what there is on a host: a name, and what is to be said of it."""
     first, here = everyone[ranks[0]], [everyone[rank] for rank in ranks]
     shown = {package: first.versions.get(package, "") for package in ("python", "torch", "torchvision", "hydra-core")}
@@ -302,7 +302,7 @@ def of_a_host(everyone: Sequence[Facts], ranks: Sequence[int]) -> Iterator[tuple
     yield "  data", f"{first.data}: {data_is}"
 
 
-def of_figures(everyone: Sequence[Facts], figures: Figures) -> Iterator[tuple[str, str]]:
+def of_figures(everyone: Sequence[HostFacts], figures: Figures) -> Iterator[tuple[str, str]]:
     """Yields what was measured, in the same way."""
     if figures.inside is not None:
         yield "link inside", f"α {format_time(figures.inside.alpha_s)}, {rate(figures.inside)}, by messages"

@@ -34,10 +34,10 @@ def main(words: Sequence[str]) -> int:
         "--bucket-mb", type=positive, default=4.0, metavar="MB", help="size of a bucket, in MiB (default: %(default)s)"
     )
     add_picture(parser)
-    return respond(parser, parser.parse_args(words), answer)
+    return respond(parser, parser.parse_args(words), run)
 
 
-def answer(options: argparse.Namespace) -> str:
+def run(options: argparse.Namespace) -> str:
     """Returns the timeline, or what was drawn."""
     if options.svg is not None and not options.svg.absolute().parent.is_dir():
         raise ValueError(f"cannot write {options.svg}: there is no such folder; name another file after --svg")

@@ -18,9 +18,9 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("file", nargs="?", help="your file (default: the exercise's, in this folder); or MODULE:NAME")
     parser.add_argument("--begin", action="store_true", help="write the exercise's file in recipes/tutorial/exercises/")
-    return respond(parser, parser.parse_args(words), answer)
+    return respond(parser, parser.parse_args(words), run)
 
 
-def answer(options: argparse.Namespace) -> str:
+def run(options: argparse.Namespace) -> str:
     """Returns the answer to a solution that is right."""
     return str(tool("exercise").answer(options.number, options.file, begins=options.begin))

@@ -22,11 +22,11 @@ def main(words: Sequence[str]) -> int:
     """Writes the pages where the words say."""
     parser = parser_of("tutorial")
     parser.add_argument("--html", type=Path, required=True, metavar="FOLDER", help="the folder to write them into")
-    return respond(parser, parser.parse_args(words), answer)
+    return respond(parser, parser.parse_args(words), run)
 
 
-def answer(options: argparse.Namespace) -> str:
-    """Returns the files that were written, in words."""
+def run(options: argparse.Namespace) -> str:
+    """Returns the files that were written, as text."""
     return str(tool("web").write_site(options.html))
 
 

@@ -34,7 +34,7 @@ Run = Sequence[Mapping[str, Any]]
 """By rank, what `logging_data()` has returned."""
 
 MEANING = {
-    "in the background": "a thread reduces buckets while backward goes on",
+    "in the background": "a thread reduces buckets during backward",
     "in the foreground": "backward stands still while a bucket is reduced",
 }
 

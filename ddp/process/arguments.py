@@ -115,7 +115,7 @@ def train_command(*settings: str) -> str:
 
 
 def typed_command() -> str:
-    """Returns what stands before the settings in a command line that trains, as the user has typed it."""
+    """Returns the part before the settings of a command line that trains, as the user has typed it."""
     begin = len(sys.orig_argv) - len(sys.argv[1:])
     is_changed = [*map(_bare, sys.orig_argv[begin:])] != [*map(_bare, sys.argv[1:])]
     if "DDP_COMMAND" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ or is_changed:
@@ -143,10 +143,10 @@ def setting_for(run_dir: Path, name: str) -> str:
     """Returns the setting that names this run's folder on the command line. `name`: its run.name."""
     if run_dir.resolve() == Path("runs", name).resolve():
         return f"run.name={quoted(name)}"
-    return f"hydra.run.dir={quoted(str(shown(run_dir)))}"
+    return f"hydra.run.dir={quoted(str(relative_path(run_dir)))}"
 
 
-def shown(folder: Path) -> Path:
+def relative_path(folder: Path) -> Path:
     """Returns the folder relative to the current one if it lies inside."""
     return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 

@@ -9,9 +9,10 @@ The entry of a new folder needs its parent's flush in the same way, because othe
 A process that writes into a folder for long holds it (`hold`), so that a second writer is refused instead of mixing its
 files with those of the first.
 
-Note "links". Whoever may write into a folder can leave a link there that leads to a file of somebody else. So a file of
-a run, an index or a cache is either made anew (`new_file`), or opened by `opened`, which follows no link; and a folder
-that another user's link leads to is not used (`make_folder`). Folders above the last one are the user's own choice.
+Note "links". A user who may write into a folder can leave a link there that leads to a file of somebody else. So a file
+of a run, an index or a cache is either made anew (`new_file`), or opened by `opened`, which follows no link; and a
+folder that another user's link leads to is not used (`make_folder`). Folders above the last one are the user's own
+choice.
 
 Note "which lock". flock(2) belongs to the open file, and the kernel releases it when the process ends, however it ends.
 A lock of fcntl(2) would be lost as soon as anyone in this process closes the file, such as a callback that copies the
@@ -191,7 +192,7 @@ def _check_ordinary(path: Path, file: os.stat_result, *, any_owner: bool) -> Non
 
 def _planted(path: Path, what: str) -> ConfigError:
     return ConfigError(
-        f"{path} {what}, and is not opened, because whoever may write {path.parent} could have put it there to reach "
+        f"{path} {what}, and is not opened, because users who may write {path.parent} could have put it there to reach "
         "a file of yours: remove it"
     )
 
@@ -464,11 +465,11 @@ def _lock(path: Path) -> int:
 #
 # A folder for as long as a block runs, which does not outlive a killed process for long.
 #
-# Whoever makes such a folder holds it (`files.hold`). The kernel lets go of it when the process ends, however it ends,
-# and the next process that makes one in the same place removes those that nobody holds.
+# The process that makes such a folder holds it (`files.hold`). The kernel lets go of it when the process ends, however
+# it ends, and the next process that makes one in the same place removes those that no process holds.
 
 
-_NEW = ".new"  # until it is held, nobody else looks for it
+_NEW = ".new"  # until it is held, no other process looks for it
 
 
 @contextlib.contextmanager
@@ -477,7 +478,7 @@ def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
 
     Args:
         parent: where it is, on a file system with locks.
-        prefix: begins its name, and nobody else's, because folders of that name that nobody holds are removed.
+        prefix: begins its name, and no other's, because folders of that name that no process holds are removed.
 
     Raises:
         OSError: it cannot be made.

@@ -27,7 +27,7 @@ def leaving(tensor: Tensor) -> Tensor:
 
 
 def reduced(each: object) -> Any:
-    """Returns what a pickle holds of a GPU's tensor: that it was on the CPU, so that no reader needs a GPU.
+    """Returns the pickled form of a GPU's tensor: as one on the CPU, so that no reader needs a GPU.
 
     For `reducer_override` of a pickler; NotImplemented for all other objects.
     """

@@ -3,7 +3,7 @@
     which address Gloo takes    that of the interface in GLOO_SOCKET_IFNAME; else the first one that this host's name
                                 has and that can be listened on; else the loopback's (torch, ProcessGroupGloo)
 
-A question that may hang, to a name server, a driver or a network file system, has a deadline of its own. What was not
+A question that may hang, to a name server, a driver or a network file system, has its own deadline. What was not
 answered is listed.
 """
 
@@ -50,8 +50,8 @@ class Demand(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Facts:
-    """Holds what one process knows of itself and its host, in plain values, so that ranks can send it.
+class HostFacts:
+    """Facts that one process knows about itself and its host, in plain values, so that ranks can send them.
 
     Attributes:
         kernel: the same in all processes under one kernel.
@@ -108,8 +108,8 @@ def facts(
     threads: int,
     gpus: Callable[[], list[tuple[str, int]]],
     left_behind: Sequence[Path],
-) -> Facts:
-    """Returns what this process finds out.
+) -> HostFacts:
+    """Returns the facts that this process finds.
 
     Args:
         data: the folder of data sets.
@@ -127,7 +127,7 @@ def facts(
     interfaces = {name: _address_of(name) for _, name in socket.if_nameindex()}
     shared_bytes, shared_free = answer("/dev/shm", lambda: _room_in(SHARED), (0, 0))
     folder, temporary = Path.cwd(), Path(os.environ.get("TMPDIR") or "/tmp")
-    return Facts(
+    return HostFacts(
         kernel=kernel,
         versions=dict(versions()),
         demands=[(each.by, each.package, each.versions) for each in demands()],
@@ -175,9 +175,9 @@ def _limit(kind: int) -> int:
 
 @functools.cache
 def demands() -> Sequence[Demand]:
-    """Returns what this package admits, as its own metadata say, and what each package that it needs admits of others.
+    """Returns the versions that this package admits, by its metadata, and those that each package it needs admits.
 
-    Where this package is not installed, but lies on the path, nobody knows.
+    There are none where this package is not installed, but lies on the path.
     """
     try:
         about = metadata.metadata(PACKAGE)
@@ -188,7 +188,7 @@ def demands() -> Sequence[Demand]:
 
 
 def _demands_of(package: str) -> list[Demand]:
-    """Returns what a package wants to have beside it; nothing of what is not installed."""
+    """Returns the requirements of a package; none of one that is not installed."""
     try:
         wanted = [Requirement(each) for each in metadata.requires(package) or ()]
     except metadata.PackageNotFoundError:

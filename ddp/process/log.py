@@ -43,7 +43,7 @@ class _RankFilter(logging.Filter):
 
 
 def _in_line(value: object) -> object:
-    """Returns what is put into a message, in one line: it may be of a file that somebody else has written."""
+    """Returns a value for a message, in one line: it may be of a file that somebody else has written."""
     return printable(str(value), is_line=True) if isinstance(value, (str, PurePath, Exception)) else value
 
 

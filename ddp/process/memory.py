@@ -198,7 +198,7 @@ def keep_large_blocks() -> None:
 
 
 def give_back_free_blocks() -> None:
-    """Gives the system all memory that is free now, after much has been freed that nobody will want again."""
+    """Returns freed memory to the system."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # the GNU C library's
         trim(0)
 

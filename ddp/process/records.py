@@ -1,4 +1,4 @@
-"""Reads what the files of a run hold, whoever has written them, and writes JSON that every program can read.
+"""Reads what the files of a run hold, whichever program has written them, and writes JSON that every program can read.
 
     files.read_own     the text of a file of bounded size, which is no link, pipe or device
     from_json          the value in a text, which is not nested deeply and holds no number too large for a float

@@ -12,7 +12,7 @@ parameters the running backward will reach.
 Note "compile". Observers and collectives act on this process, not on tensors alone, so no graph can hold them. A
 function that is marked `uncompiled` is called as it is, and so is all that it calls; the graph of the code around it
 ends there. The marks are those that `torch.compiler.disable` sets. Calling that function would import the compiler,
-which takes seconds, even where nobody compiles.
+which takes seconds, even where nothing is compiled.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@
                  backward   ▓▓▓ fc ▓▓▓▓▓▓▓ conv4 ▓▓▓▓▓▓▓ conv3 ▓▓▓▓▓ conv2 ▓▓▓ conv1 ▓│ finish
                  wire              ░░ bucket 0 ░░░░░░░░░░░░░░ bucket 1 ░░░░░░░░░░░░░░░│░ last ░
 
-The first backward cannot do this, because nobody knows yet in which order gradients become ready. It only records the
+The first backward cannot do this, because the order in which gradients become ready is unknown. It only records the
 order, and reduces all buckets at its end. Each step has a `Backward` of its own, so nothing is reset by hand. A
 backward that breaks off stays RUNNING, and the replica refuses to go on.
 
@@ -23,9 +23,9 @@ A backward is given four objects, and has no other ways to do a thing:
     usage           says which gradients are expected, and what follows if one is missing (`settlement.py`)
     stepper         knows of optimizers that step inside backward (`drop_in/in_backward.py`)
 
-What is left to do once all buckets hold the mean is the settlement's (`settlement.py`).
+Once all buckets hold the mean, a `StepFinalizer` does the rest (`settlement.py`).
 
-Note "foreground". Over a network, buckets are reduced in the background while backward goes on. When all ranks share
+Note "foreground". Over a network, buckets are reduced in the background during backward. When all ranks share
 one host, and its cores are busy with backward, a background thread would only take time from the thread that computes,
 and switching between the two would cost more than the overlap saves (MLP with 25M parameters, 2 workers on two cores:
 208 ms a step in the background, 190 ms in the foreground). There, the thread that has filled a bucket reduces it at
@@ -61,7 +61,7 @@ from ddp.process import gpu
 from ddp.process.clock import Stopwatch, now_s
 from ddp.replica.autograd import is_in_backward, uncompiled
 from ddp.replica.broadcast import check_same_layout
-from ddp.replica.settlement import Settlement, Share, Usage
+from ddp.replica.settlement import Share, StepFinalizer, Usage
 
 
 class State(Enum):
@@ -189,7 +189,7 @@ class Backward:
         reductions: one for each bucket, in order; empty until the order of gradients is known.
         index_of: by a parameter's id, the reduction that its gradient belongs to.
         error: found by this backward; every rank raises it before its next forward.
-        is_unread: it has ended, and nobody has called `conclude`.
+        is_unread: it has ended, and `read_flags` was not called.
         streams: those of a GPU on which gradients have become ready.
         began_s, ended_s: when backward began and ended.
     """
@@ -263,7 +263,7 @@ class Backward:
         for parameter in self._seen:
             self.reductions[self.index_of[id(parameter)]].ready.append(parameter)
         self._seen, self._share = [], share
-        self._settlement = Settlement(self.comm, layout, share, self.reducer, self.usage)
+        self._settlement = StepFinalizer(self.comm, layout, share, self.reducer, self.usage)
 
     def note(self, parameter: Tensor) -> bool:
         """Notes that a gradient is ready. Returns False if no bucket waits for it; then `note_other` takes it."""
@@ -309,7 +309,7 @@ class Backward:
                 f"{self.layout.slot_of[id(parameter)].name} got a gradient in step {self.step} after "
                 f"{reduction.bucket.label} had been sent. Re-entrant checkpointing of a module that is used twice does "
                 "this, or of one that find_unused_parameters=True takes for unused: pass use_reentrant=False to the "
-                "checkpoint, or static_graph=True to ddp.DistributedDataParallel if all steps are alike"
+                "checkpoint, or static_graph=True to ddp.DistributedDataParallel if all steps are equal"
             )
 
     def _launch_full(self) -> None:
@@ -393,7 +393,7 @@ class Backward:
             self._settlement.keep(missing)
         for reduction in self.reductions[self._num_launched :]:
             self._fill(reduction)  # all of them first: filling shows which gradients are undefined
-        self._settlement.judge(missing, self._computed)
+        self._settlement.write_flags(missing, self._computed)
         self._accumulation.write_parts(self.layout)
         return self.reductions[self._num_launched :]
 
@@ -407,7 +407,7 @@ class Backward:
         if self._in_flight:
             self._collect(wait=True)
         if not self.layout.verdicts_ride:
-            self._settlement.judge_hidden()
+            self._settlement.write_hidden_flags()
             with self._waited.running():
                 self.layout.add_up(self.layout.rows_of_verdicts, label=f"step {self.step}, verdicts")
         self.stepper.check(self._settlement.gone)
@@ -415,10 +415,10 @@ class Backward:
         self.state, self.is_unread, self.error = State.DONE, totals is None, self._settlement.error
         return totals
 
-    def conclude(self, *, is_late: bool = False) -> Totals:
-        """Reads what the ranks have found, and does what follows from it, as `Settlement.conclude` does. Collective."""
+    def read_flags(self, *, is_late: bool = False) -> Totals:
+        """Reads the flags of all ranks and acts on them, as `StepFinalizer.read_flags` does. Collective."""
         self.is_unread = False
-        totals = self._settlement.conclude(is_late=is_late)
+        totals = self._settlement.read_flags(is_late=is_late)
         self.error = self.error or self._settlement.error
         return totals
 
@@ -436,7 +436,7 @@ class Backward:
         All ranks take the order of the first rank that has gradients.
 
         Raises:
-            ReplicaMismatch: the ranks' gradients differ, which nobody has looked for if `init_sync` was off.
+            ReplicaMismatch: the ranks' gradients differ, which was not checked if `init_sync` was off.
         """
         check_same_layout(self.comm, [(slot.name, slot.parameter) for slot in self.layout.slots])
         names = [self.layout.slot_of[id(parameter)].name for parameter in self._seen]

@@ -61,7 +61,7 @@ class BucketedDataParallel(Replica):
         wire: "bf16", "fp16", "int8" or "int8_stochastic": the format in which gradients travel between hosts
             (`comm/wire_format.py`). "fp32": those of a narrower type are added up as float32.
         hook: sends less than all of the gradients between hosts (`gradients/hooks/hook.py`); the replica takes a copy.
-        num_shards: gradients are added up by shards of the batch, so many, each in a block of its own (`shard`). Then
+        num_shards: gradients are added up by this number of shards of the batch, each in its own block (`shard`). Then
             the result has the same bits at any world size.
         find_unused_parameters: parameters may go without a gradient; each backward finds those that it will reach.
         broadcast_buffers: before each forward in training mode, buffers become rank 0's; not by shards, of which they
@@ -201,10 +201,10 @@ class BucketedDataParallel(Replica):
         return self._totals
 
     def _read(self) -> None:
-        """Reads what the last step's ranks have found, if nobody has done so."""
+        """Reads what the last step's ranks have found, if that was not done yet."""
         if self._last.is_unread:
             with torch.no_grad():
-                self._totals = self._last.conclude()
+                self._totals = self._last.read_flags()
 
     def _raise_known(self) -> None:
         if self._last.error is not None:
@@ -282,7 +282,7 @@ class BucketedDataParallel(Replica):
             if ended.layout.kept and not self.gradient_as_bucket_view:
                 ended.layout.hand_out_copies()
             if former is not ended and former.is_unread:
-                former.conclude(is_late=True)
+                former.read_flags(is_late=True)
                 ended.error = ended.error or former.error
         self._last, self.backward = ended, ended.next()
         self.waiting = self._layouts.current if self._is_in_forward else None

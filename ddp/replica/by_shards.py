@@ -24,7 +24,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ddp.collectives.shards import Place, Stack, is_node, nodes_by_rank, owned, places
+from ddp.collectives.shards import Stack, TreeSlot, is_node, nodes_by_rank, places, shards_of_rank
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.comm.reduction import OVERFLOWING, overflow_headroom
@@ -81,7 +81,7 @@ class ByShards(Accumulation):
                 f"num_shards={num_shards} is less than {comm.world_size} workers, so some would compute nothing: take "
                 f"at least {comm.world_size} shards, or fewer workers"
             )
-        self.num_shards, self.shards = num_shards, owned(comm.rank, comm.world_size, num_shards)
+        self.num_shards, self.shards = num_shards, shards_of_rank(comm.rank, comm.world_size, num_shards)
         self._device, self._wire, self.usage = comm.device, wire, UsageByShards(comm, finds_unused=finds_unused)
         self._watched: int | None = None
         self.seen: tuple[float, float, dict[str, int]] = (0.0, 0.0, {})
@@ -139,7 +139,7 @@ class ByShards(Accumulation):
                 self._end_step()
 
     def _protocol_error(self, shard: int) -> str:
-        """Returns what is wrong if the block of this shard begins now; "": nothing."""
+        """Returns the error if the block of this shard begins now; "": none."""
         if self._broken_off:
             return self._broken_off
         if self.running is not None:
@@ -148,7 +148,7 @@ class ByShards(Accumulation):
             return ""
         first, last = self.shards.start, self.shards.stop - 1
         return (
-            f"shard {shard} is marked where shard {self._next} was to come: this rank computes the shards {first} to "
+            f"expected shard {self._next}, got shard {shard}: this rank computes the shards {first} to "
             f"{last} in this order, each once a step (model.shards)"
         )
 
@@ -360,7 +360,7 @@ class GradientSums:
         return any(slot.parameter is parameter for sums in self._levels for slot in sums)
 
     @torch.no_grad()
-    def take(self, slots: Sequence[Slot], place: Place, prepare: Prepare | None = None) -> None:
+    def take(self, slots: Sequence[Slot], place: TreeSlot, prepare: Prepare | None = None) -> None:
         """Takes complete gradients of a shard: `p.grad` is None then.
 
         Args:

@@ -29,7 +29,7 @@ class LocalDataParallel(BucketedDataParallel):
 
     @property
     def told(self) -> Totals | None:
-        """The totals that ride along with the next exchange, so far; None if nobody counts."""
+        """The totals that ride along with the next exchange, so far; None if there is no count."""
         return self._mine
 
     @property
@@ -42,7 +42,7 @@ class LocalDataParallel(BucketedDataParallel):
             super().reduce_without_backward()
 
     def exchange(self) -> None:
-        """Makes gradients their mean over ranks, as at the end of a backward, whoever has written them. Collective."""
+        """Makes gradients their mean over ranks, as at the end of a backward, whatever has written them. Collective."""
         self.prepare()
         layout = self._layouts.current
         for parameter in layout.parameters:

@@ -1,6 +1,6 @@
 """The parameters that a replica keeps equal, a check that they are still the same ones, and their layouts.
 
-A layer that is added after the replica was made would be trained on this rank's samples alone, and nobody would notice.
+A layer that is added after the replica was made would be trained on this rank's samples alone, without an error.
 So every forward checks that modules and parameters are still those of the beginning, by comparing two lists.
 """
 

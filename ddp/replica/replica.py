@@ -260,8 +260,8 @@ class Replica(nn.Module, ABC):
             self.require_forward_param_sync = before
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Makes forwards and backwards inside concern nobody else: afterwards all is as it was before.
+    def isolated(self) -> Iterator[None]:
+        """Isolates forwards and backwards inside from the training: afterwards all state is as it was before.
 
         Gradients begin empty. Buffers begin as those of the running step, or of the last one, where these are known.
         """

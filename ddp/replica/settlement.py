@@ -1,10 +1,10 @@
-"""The settlement of a step: what is left to do with gradients once all of them have been reduced.
+"""Finalizes a step, once all of its gradients have been reduced.
 
-    keep       the gradient that a parameter had is kept, before zeros or the mean are written over it
-    filled     of a full bucket: which gradients are undefined, and on request its squared norm
-    judge      what this rank has found about its own gradients (`Verdicts`), written where it travels
-    settle     all ranks' totals and verdicts are read. The division is completed. If a hook has sent what was not
-               finite, the step is refused. Parameters that no rank has used get back the gradient that they had
+    keep         the gradient that a parameter had is kept, before zeros or the mean are written over it
+    filled       of a full bucket: which gradients are undefined, and on request its squared norm
+    write_flags  what this rank has found about its own gradients (`StepFlags`), written where it travels
+    settle       all ranks' totals and verdicts are read. The division is completed. If a hook has sent what was not
+                 finite, the step is refused. Parameters that no rank has used get back the gradient that they had
 
 Note "parameters without a gradient". They contribute zeros (or what they had accumulated), so that no rank ever waits
 for them. Each rank's *verdicts* say whether it had such parameters. The verdicts travel last, in the tail of the last
@@ -20,10 +20,11 @@ bucket or by themselves. The ranks compare parameter by parameter only if a verd
 `drop_in/usage.py` has another one.
 
 Note "late". Where collectives are enqueued on a GPU, the host does not wait for what they find. The division is made
-there, by the very count. Totals and verdicts are copied to the host, and `conclude` reads them: when somebody asks, or,
-if nobody does, at the end of the next backward. By then the optimizer has stepped. So an unused parameter is told one
-step later than on the CPU, and one whose gradient is undefined counts as zero for these two steps, as in torch's class.
-Where a step must know before it goes on (`find_unused_parameters`, a hook, sparse gradients), it waits.
+there, by the very count. Totals and verdicts are copied to the host, and `read_flags` reads them: when the caller asks,
+or at the latest at the end of the next backward. By then the optimizer has stepped. So an unused parameter is reported
+one step later than on the CPU, and one whose gradient is undefined counts as zero for these two steps, as in torch's
+class.
+Where a step must know before it continues (`find_unused_parameters`, a hook, sparse gradients), it waits.
 
 Note "divisor". Sums over ranks are divided by the world size or, where totals ride along, by the global count of
 samples or tokens. The count travels first, in the tail of bucket 0 or by itself. Every later bucket is divided as a
@@ -51,7 +52,7 @@ from ddp.gradients.totals import Parts, Totals, sent
 from ddp.replica.autograd import is_in_backward, will_accumulate
 
 
-class Verdicts(NamedTuple):
+class StepFlags(NamedTuple):
     """Findings of a rank about its own gradients; after the reduction, of all ranks together.
 
     Attributes:
@@ -76,7 +77,7 @@ class Verdicts(NamedTuple):
             tail.zero_()
 
     @classmethod
-    def read(cls, tail: Sequence[float], *, divided_by: float) -> Verdicts:
+    def read(cls, tail: Sequence[float], *, divided_by: float) -> StepFlags:
         """Reads from the numbers of a tail, [NUM_VERDICTS], what any rank has found.
 
         Args:
@@ -134,7 +135,7 @@ class Usage:
         return bool(missing or self.protocol_error)
 
     def used_by_none(
-        self, layout: Layout, missing: Collection[Slot], undefined: Collection[Slot], verdicts: Verdicts
+        self, layout: Layout, missing: Collection[Slot], undefined: Collection[Slot], verdicts: StepFlags
     ) -> list[Slot]:
         """Returns the slots that no rank has a gradient of, because some rank lacks some. Collective.
 
@@ -194,12 +195,12 @@ class Share(NamedTuple):
     has_samples: bool = True
 
 
-class Settlement:
-    """Settles one backward.
+class StepFinalizer:
+    """Finalizer of one backward.
 
     Attributes:
         usage: says which gradients this backward is to have.
-        error: found by `conclude`; every rank raises it before its next forward.
+        error: found by `read_flags`; every rank raises it before its next forward.
     """
 
     def __init__(self, comm: Communicator, layout: Layout, share: Share, reducer: Reducer, usage: Usage) -> None:
@@ -228,7 +229,7 @@ class Settlement:
         if self._measures:
             self._square = self._square + bucket.square()
 
-    def judge(self, missing: Sequence[Slot], computed: Callable[[], Iterable[Tensor]]) -> None:
+    def write_flags(self, missing: Sequence[Slot], computed: Callable[[], Iterable[Tensor]]) -> None:
         """Writes what this rank has found to where verdicts travel, but not yet if a hook has hidden something.
 
         Args:
@@ -236,10 +237,10 @@ class Settlement:
             computed: returns the parameters of which it has computed gradients, once for each gradient.
         """
         self._missing, self._undefined = missing, [slot for slot in self._undefined if slot not in set(missing)]
-        self._mine = Verdicts()
+        self._mine = StepFlags()
         if self._has_samples:
             has_unused = self.usage.must_compare(self._layout, missing, computed)
-            self._mine = Verdicts(has_unused, bool(self._undefined), parts=self._parts())
+            self._mine = StepFlags(has_unused, bool(self._undefined), parts=self._parts())
         self._mine.write(self._layout.verdicts)
 
     def _parts(self) -> Parts:
@@ -250,11 +251,11 @@ class Settlement:
             return self._totals.parts or Parts()
         return Parts.of(self._square / self._totals.loss_scale**2, self._totals.items_on_host)
 
-    def judge_hidden(self) -> None:
+    def write_hidden_flags(self) -> None:
         """Adds, where verdicts travel apart, what a hook has hidden: that a gradient was not finite."""
         is_finite = self._reducer.is_finite
         if isinstance(is_finite, Tensor):
-            self._layout.verdicts[Verdicts._fields.index("has_non_finite")].add_(is_finite.logical_not())
+            self._layout.verdicts[StepFlags._fields.index("has_non_finite")].add_(is_finite.logical_not())
         elif not is_finite:
             self._mine._replace(has_non_finite=True).write(self._layout.verdicts)
 
@@ -269,7 +270,7 @@ class Settlement:
             creates_graph: gradients are not in their buckets.
 
         Returns:
-            What `conclude` returns; None if it is to be called later (note "late").
+            What `read_flags` returns; None if it is to be called later (note "late").
         """
         layout = self._layout
         if creates_graph:
@@ -277,15 +278,15 @@ class Settlement:
                 if slot.parameter.grad is None:
                     slot.parameter.grad = slot.view
         if not self._comm.is_stream_ordered:
-            return self.conclude()
+            return self.read_flags()
         self._divide_on_device()
         self._numbers = self._comm.to_host(layout.totals, layout.verdicts)
         if self.usage.never:
             self._give_back(slot for slot in layout.slots if slot.name in self.usage.never)
         varies = self._totals is None and (self.usage.varies or self._reducer.may_hide)
-        return self.conclude() if varies or creates_graph or layout.sparse else None
+        return self.read_flags() if varies or creates_graph or layout.sparse else None
 
-    def conclude(self, *, is_late: bool = False) -> Totals:
+    def read_flags(self, *, is_late: bool = False) -> Totals:
         """Reads totals and verdicts, and does what follows from them. Collective.
 
         Args:
@@ -297,11 +298,11 @@ class Settlement:
         layout = self._layout
         if self._numbers is None:
             totals, divided_by = self._divided(), self._verdicts_divided_by()
-            verdicts = Verdicts.read(layout.verdicts.tolist(), divided_by=divided_by)
+            verdicts = StepFlags.read(layout.verdicts.tolist(), divided_by=divided_by)
         else:
             of_totals, of_verdicts = self._numbers.read()
             totals = Totals() if self._totals is None else Totals.read(of_totals)
-            verdicts = Verdicts.read(of_verdicts, divided_by=self._verdicts_divided_by(totals))
+            verdicts = StepFlags.read(of_verdicts, divided_by=self._verdicts_divided_by(totals))
         if verdicts.has_non_finite:
             self._refuse()
         if verdicts.has_unused or verdicts.has_undefined:
@@ -329,7 +330,7 @@ class Settlement:
                 for bucket in buckets:
                     scaled_(bucket.gradients, self._comm.world_size / count)
         if self._reducer.may_hide:
-            hidden = layout.verdicts[Verdicts._fields.index("has_non_finite")] > 0
+            hidden = layout.verdicts[StepFlags._fields.index("has_non_finite")] > 0
             for bucket in buckets:
                 bucket.gradients.mul_(torch.where(hidden, torch.nan, 1.0))
 

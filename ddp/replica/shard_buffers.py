@@ -5,7 +5,7 @@
     others            counters of batches, say: each forward begins with the step's, and the step ends with those of the
                       first shard that has had one. So a counter ticks once, in however many parts a batch is computed
 
-Which buffers change is found out from their values, because `buffer.data` has a version of its own. Of large ones that
+Which buffers change is found out from their values, because `buffer.data` has its own version. Of large ones that
 have stayed as they were in the first steps, the version tells, as autograd counts it. The ranks remember the names of
 those that change; a new one is told with the sums, and then they exchange names once more.
 """
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ddp.collectives.shards import Place, Stack, most_nodes
+from ddp.collectives.shards import Stack, TreeSlot, most_nodes
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.errors import ConfigError
@@ -70,7 +70,7 @@ class ShardBuffers:
         self._set(name for name, start in self.start.items() if not _is_averaged(start))
 
     @torch.no_grad()
-    def end_shard(self, shard: int, place: Place, *, has_forward: bool) -> None:
+    def end_shard(self, shard: int, place: TreeSlot, *, has_forward: bool) -> None:
         """Takes the buffers of a shard, and sets them to those of the step.
 
         Args:
@@ -158,7 +158,7 @@ class ShardBuffers:
         return is_trusted or torch.equal(now[name], self.start[name])
 
     def _base(self, names: Iterable[str]) -> Tensor:
-        """Returns what sums are counted from: the step's buffers, or 0 where they are not finite; as one vector."""
+        """Returns the origin of sums: the step's buffers, or 0 where they are not finite; as one vector."""
         key = tuple(names)
         if key not in self._bases:
             start = _vector([self.start[name] for name in key])
@@ -166,7 +166,7 @@ class ShardBuffers:
         return self._bases[key]
 
     def _added_to(self, names: Sequence[str], now: Mapping[str, Tensor]) -> Sequence[Tensor]:
-        """Returns what a shard has added to some buffers, each as a vector. All are parts of one, as few operations."""
+        """Returns a shard's addition to some buffers, each as a vector. All are parts of one, as few operations."""
         if not names:
             return []
         added = _vector([now[name] for name in names]) - self._base(names)

@@ -35,9 +35,9 @@ not even without running statistics (as in torch's class), so ranks may evaluate
 
 Cost, for W ranks and C channels: per forward one all-reduce of W·(2C + 1) float64 numbers; per backward one of 2C
 numbers (float32, or float64 for float64 input), none if the input needs no gradient. They are small, and layers wait
-for them, so latency is what counts. They run in a group of their own, which the first forward makes, because the order
+for them, so latency is what counts. They run in their own group, which the first forward makes, because the order
 of layers and that of gradient buckets have nothing to do with each other. (On GPUs with NCCL both are in the order in
-which autograd's thread comes to them.)
+which autograd's thread reaches them.)
 
 Source: Ioffe and Szegedy, "Batch normalization" (arXiv 1502.03167), algorithm 1; Chan, Golub and LeVeque, "Algorithms
 for computing the sample variance: analysis and recommendations" (1983).
@@ -373,6 +373,6 @@ def _check_convertible(name: str, layer: _BatchNorm) -> None:
         raise ConfigError(f"{where} is a {kind} without a size yet; run one forward of the model, or give num_features")
     if type(layer).forward not in (_BatchNorm.forward, TorchSyncBatchNorm.forward, SyncBatchNorm.forward):
         raise ConfigError(
-            f"{where} is a {kind} with a forward of its own, which would be lost; "
+            f"{where} is a {kind} with its own forward, which would be lost; "
             "build it from ddp's SyncBatchNorm and a module for the rest"
         )

@@ -3,11 +3,11 @@
     folder: job.json and metrics.jsonl of each trial
        │ read back as Optuna's trials
        ▼
-    study ── ask ──▶ a job, in a process of its own (`launch/jobs.py`)
+    study ── ask ──▶ a job, in its own process (`launch/jobs.py`)
        ▲                │ its evaluations, as metrics.jsonl grows
        └── tell ◀───────┘ its objective; failed, if that is not a number; pruned, if the study saw no hope
 
-The folder is the study: there is no data base, and a search that was killed goes on from what stands there. The jobs
+The folder is the study: there is no data base, and a search that was killed resumes from what stands there. The jobs
 that it has left begun are the first to go on. A trial without hope gets SIGTERM, on which its workers agree to stop,
 however many they are. Optuna sees the number of an evaluation as the step, because trials may differ in their batches.
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp.errors import ConfigError
-from ddp.process.arguments import shown
+from ddp.process.arguments import relative_path
 from ddp.process.files import hold, make_folder, to_read
 from ddp.run.launch import jobs, sweep
 from ddp.run.launch.sweep import Job
@@ -145,7 +145,7 @@ class _Trial:
     """A trial in flight: Optuna's, and what has been read of the metrics of its run.
 
     Attributes:
-        file, num_bytes: that were read; a run that goes on writes its metrics anew, into another file.
+        file, num_bytes: that were read; a resumed run writes its metrics again, into another file.
     """
 
     asked: Any
@@ -232,8 +232,8 @@ class Search:
         has_metric = job.summary.get("main_metric") in job.summary
         if job.status == 0 and not has_metric and "sidecar" not in job.summary:  # which may not have been in time
             raise ConfigError(
-                f"{shown(job.run_dir)}/: no {self.metric} of held-out samples, so the search has no objective; give "
-                "held-out data, as with data.validation=0.1"
+                f"{relative_path(job.run_dir)}/: no {self.metric} of held-out samples, so the search has no objective; "
+                "give held-out data, as with data.validation=0.1"
             )
         if job.objective is not None:
             self.study.tell(trial.asked, job.objective)

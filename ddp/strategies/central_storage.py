@@ -14,8 +14,8 @@ where gradients are clipped. torch's optimizers are given blocks as if these wer
 called for a stretch of blocks at a time, because a call costs 0.1 ms and more. LARS and LAMB have stretches of their
 own, and updates that wait for trust ratios.
 
-Note "whole". No rank writes before `agree` has ended, which every rank comes to after its backward; and none leaves
-`update` before all have written. So nobody computes, evaluates or saves with half an update, unless a program reads
+Note "whole". No rank writes before `agree` has ended, which every rank reaches after its backward; and none leaves
+`update` before all have written. So no rank computes, evaluates or saves with half an update, unless a program reads
 parameters between the two. If a rank dies in an update, the others raise PeerLost, and `state_dict` refuses what may be
 half a step.
 
@@ -168,7 +168,7 @@ class CentralStorage(Sharded):
 
     def _load_model(self, state: Mapping[str, Tensor]) -> None:
         self._opened()
-        self._host_barrier("all have come to load a state")
+        self._host_barrier("all have reached the load of a state")
         with self._writing("loading a state"):
             super()._load_model(state)
 

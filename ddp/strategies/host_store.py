@@ -1,11 +1,11 @@
 """The memory of central storage: one copy of the parameters, and of each large state of the optimizer, on a host.
 
     parameters    ┌ weight ────┬ bias ┬ weight ─────────┬ … ┐    one memory, mapped by all ranks of the host
-    exp_avg       ┌ weight ────┬ bias ┬ weight ─────────┬ … ┐    another one, laid out alike
+    exp_avg       ┌ weight ────┬ bias ┬ weight ─────────┬ … ┐    another one, laid out the same
     exp_avg_sq    ┌ weight ────┬ bias ┬ weight ─────────┬ … ┐
 
 Each parameter has the same place in all of them, in the order of registration, so no place depends on a bucket or on
-the number of ranks. Pages that nobody writes to, such as the states of frozen parameters, take no memory.
+the number of ranks. Pages that are never written, such as the states of frozen parameters, take no memory.
 
 At the end every rank maps the same memory privately, in the place of the shared mapping. Then its tensors are its own,
 as they would be after a copy, and yet only the pages that it writes to are copied, by the system.
@@ -76,7 +76,7 @@ class HostStore:
 
     @property
     def names(self) -> list[str]:
-        """Returns what there is a memory for: `PARAMETERS`, and the states that were added."""
+        """Returns the names that have a memory: `PARAMETERS`, and the states that were added."""
         return list(self._memories)
 
     def add(self, name: str) -> None:
@@ -93,7 +93,7 @@ class HostStore:
         self._memories[name] = memory
 
     def view(self, name: str, parameter: Tensor) -> Tensor:
-        """Returns a parameter's place, shaped like it, with a storage of its own."""
+        """Returns a parameter's place, shaped like it, with its own storage."""
         key = name, id(parameter)
         if key not in self._views:
             self._views[key] = self._laid_out(self._memories[name].buffer, parameter)

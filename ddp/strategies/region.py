@@ -155,7 +155,7 @@ class Look(NamedTuple):
 
     Attributes:
         step: number of the last update before it.
-        weights: the state dict, in memory of its own.
+        weights: the state dict, in its own memory.
         about: what the run has told.
     """
 
@@ -313,9 +313,9 @@ def _entry(name: str) -> _Entry:
     except CheckpointError:
         raise
     except (OSError, ValueError) as error:
-        raise _nobody(name) from error
+        raise _not_kept(name) from error
     if not is_held(folder):
-        raise _nobody(name)
+        raise _not_kept(name)
     return entry
 
 
@@ -349,7 +349,7 @@ def _instead(entry: _Entry) -> str:
     return f"load its last checkpoint, ddp.load({run!r}, 'latest')" if run else "start it again"
 
 
-def _nobody(name: str) -> CheckpointError:
+def _not_kept(name: str) -> CheckpointError:
     """Returns the error for a name that no process of this user keeps."""
     mine, others = [], []
     for folder in _home().glob("ddp-region-*"):
@@ -365,7 +365,7 @@ def _nobody(name: str) -> CheckpointError:
     remedy = f"a run publishes it with strategy=central_storage strategy.region={name} until it ends"
     if near:
         remedy = f"take {'one of those' if len(near) > 1 else 'the only one'} kept, {', '.join(near)}"
-    return CheckpointError(f"nobody on this host keeps region={name}: {remedy}")
+    return CheckpointError(f"no run on this host keeps region={name}: {remedy}")
 
 
 def _ended(name: str, entry: _Entry, how: str) -> CheckpointError:

@@ -140,7 +140,7 @@ class Replicated:
         self._load_own_state(scatter_object(comm, own if len(own) == comm.world_size else None) or {})
 
     def _own_state(self) -> dict[str, Any]:
-        """Returns what this rank has of its own: saved buffers that are not rank 0's, if these count. Collective."""
+        """Returns this rank's own state: saved buffers that are not rank 0's, if these count. Collective."""
         if not (model := self.model).keeps_own_buffers:
             return {}
         with model.buffers_of_rank_zero() as own:
@@ -191,7 +191,7 @@ def check_same_shapes(here: Mapping[str, Any], there: Mapping[str, Any]) -> None
 
 
 def diverged(step: int, what: str, value: float) -> str:
-    """Returns what is said of a step whose loss or gradient is not finite."""
+    """Returns the message on a step whose loss or gradient is not finite."""
     before = f"parameters are still those of step {step - 1}"
     return f"the {what} of step {step} is {value} on every rank; {before}. {ADVICE}"
 

@@ -6,7 +6,7 @@
         loss_of(strategy.model(inputs), targets).backward()           # of a mean: the gradients are averaged
         ddp.strategies.step(strategy)                                 # agree, update
 
-A step in several micro-batches has each forward and backward in a block of its own:
+A step in several micro-batches has each forward and backward in its own block:
 
         for number, (inputs, targets) in enumerate(parts):
             with strategy.micro_batch(is_last=number == len(parts) - 1) as scale:

@@ -14,8 +14,8 @@ the wire (Douillard et al., arXiv 2501.18512; overlapped application without a m
 
 Between rounds the workers' parameters differ. The end of the run *settles* them: what is under way is applied, what was
 changed since is exchanged at once, and all workers have the common parameters. An evaluation and a checkpoint do so for
-a moment; then training goes on from where it was, which a checkpoint has, too. BatchNorm's running statistics are a
-worker's own. The totals of a round travel by a communicator of their own, because on the other they would wait behind
+a moment; then training resumes from where it was, which a checkpoint has, too. BatchNorm's running statistics are a
+worker's own. The totals of a round travel by their own communicator, because on the other they would wait behind
 the differences.
 """
 
@@ -123,7 +123,7 @@ class Fragment:
     # --- at one moment -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns copies of what training goes on from, once nothing is under way."""
+        """Returns copies of what training resumes from, once nothing is under way."""
         self.wait()
         tensors, numbers = [each.detach().clone() for each in self._tensors()], (self.num_steps, self.num_items)
         return {"names": self.names, "is_launched": bool(self.launched), "tensors": tensors, "numbers": numbers}
@@ -168,7 +168,7 @@ class Streaming(LocalSteps):
         self._square = torch.zeros((), device=comm.device)  # of the differences that this round has applied
         self._totals, self._is_finite_everywhere = Totals(), True  # of the last round, over all ranks
         self.model.settled = self._settled
-        self._resumed: dict[str, Any] | None = None  # what the next round goes on from
+        self._resumed: dict[str, Any] | None = None  # what the next round resumes from
 
     def _begin(self) -> None:
         layout = self.model.layout()
@@ -286,7 +286,7 @@ class Streaming(LocalSteps):
 
     @contextmanager
     def _settled(self) -> Iterator[dict[str, Any]]:
-        """Settles for a block. Yields what training goes on from then."""
+        """Settles for a block. Yields what training resumes from then."""
         fragments = [fragment.state_dict() for fragment in self._fragments]
         before = {"outer": copy.deepcopy(self._outer.state_dict()), "fragments": fragments}
         try:

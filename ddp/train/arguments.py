@@ -245,21 +245,22 @@ def sampler_for(given: FitArguments, inputs: Inputs, comm: Communicator) -> tupl
         ConfigError: the samples cannot be dealt like this.
     """
     order = order_of(given.batches.order, inputs.source)
-    dealing = {**given.batches.dealing, "order": order, "global_batch": given.global_batch}
-    dealing |= {"rank": comm.rank, "world_size": comm.world_size, "num_shards": _num_shards(given, comm)}
+    sampler_arguments = {**given.batches.sampler_arguments, "order": order, "global_batch": given.global_batch}
+    sampler_arguments |= {"rank": comm.rank, "world_size": comm.world_size, "num_shards": _num_shards(given, comm)}
     if isinstance(policy := given.strategy, ParameterServer):
         if inputs.source.is_stream:
             raise ConfigError("strategy='parameter_server': data is a stream, of which no part can be leased")
         part = current_role()
         assert part is not None
-        dealing |= {"rank": 0, "world_size": 1}  # a server plans whole steps, and a worker the part that it leases
-        dealing["num_shards"] = dealing["num_shards"] or policy.num_parts(part.num_workers)
+        # A server plans whole steps, and a worker the part that it leases.
+        sampler_arguments |= {"rank": 0, "world_size": 1}
+        sampler_arguments["num_shards"] = sampler_arguments["num_shards"] or policy.num_parts(part.num_workers)
     rounds = round_length(given.strategy)
     if not inputs.source.is_stream:
-        return sampler_of(inputs.source.samples, drop_last=inputs.source.drop_last, rounds=rounds, **dealing)
+        return sampler_of(inputs.source.samples, drop_last=inputs.source.drop_last, rounds=rounds, **sampler_arguments)
     if rounds is not None:
         raise ConfigError(
-            "strategy=local_sgd: data is a stream, of which nobody knows where a round ends; give a data set with a "
+            "strategy=local_sgd: data is a stream, whose rounds have no known end; give a data set with a "
             "length, or take strategy=auto"
         )
     if most := given.reading.max_unreadable:
@@ -269,8 +270,8 @@ def sampler_for(given: FitArguments, inputs: Inputs, comm: Communicator) -> tupl
     told = None
     if inputs.schedule is not None and given.max_steps is None:
         told = _told_length(inputs.source.samples, comm, is_sum=given.batches.sharding == "off")
-    dealing |= {"num_processes": processes, "told": told}
-    return sampler_of_stream(limits=limits, schedule=inputs.schedule, **dealing), ""
+    sampler_arguments |= {"num_processes": processes, "told": told}
+    return sampler_of_stream(limits=limits, schedule=inputs.schedule, **sampler_arguments), ""
 
 
 def round_length(policy: Any) -> RoundLength | None:
@@ -282,7 +283,7 @@ def _told_length(data: Any, comm: Communicator, *, is_sum: bool) -> int | None:
     """Returns how many samples a stream says that it has; None if it does not say so on each rank. Collective.
 
     Args:
-        is_sum: each rank has a stream of its own.
+        is_sum: each rank has its own stream.
     """
     length = None
     with contextlib.suppress(TypeError, NotImplementedError, AssertionError):  # of a chain of streams without one

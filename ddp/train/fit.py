@@ -1,7 +1,7 @@
 """`ddp.fit`: a whole training run from Python, from a model and data to checkpoints, metrics and curves.
 
     1  what is given      the task, the samples, the optimizer: each checked, and taken apart where it is a DataLoader
-    2  the state          strategy, sampler, scheduler; and the checkpoint that the run goes on from, if there is one
+    2  the state          strategy, sampler, scheduler; and the checkpoint that the run resumes from, if there is one
     3  the loop           `loop.py`, with the callbacks that save, log and show
     4  the results        RUN_DIR/summary.json and curves.png, written by rank 0
 
@@ -33,7 +33,7 @@ from ddp.data.loading.source import Source
 from ddp.data.orders.sampler import TrainSampler
 from ddp.data.orders.steps import Batches, BatchWarmup
 from ddp.data.orders.token_budget import TokenBudget
-from ddp.errors import ConfigError, Diverged, UnusedParameters, nearest, said
+from ddp.errors import ConfigError, Diverged, UnusedParameters, nearest, safe_str
 from ddp.optim.schedules import RateSchedule, TorchSchedule
 from ddp.policies import Averaging, Evaluation, Folder, ParameterServer, Reading, SameBits
 from ddp.process import gpu
@@ -186,7 +186,7 @@ def fit(
 
 
 def train(given: FitArguments) -> TrainState:
-    """Trains as `fit` says, from arguments that are checked; the program around it goes on as if there had been no fit.
+    """Trains as `fit` says, from checked arguments; the program around it continues as if there had been no fit.
 
     Raises:
         ConfigError, CheckpointError, Diverged, UnusedParameters, PeerLost: as `fit`.
@@ -209,7 +209,7 @@ def train(given: FitArguments) -> TrainState:
 def _given_back(model: nn.Module) -> Iterator[None]:
     """Gives back at the end of the block what each step changes: the generators, and the mode of every layer.
 
-    All else that a fit changes for a while has a block of its own: the handlers of signals (`steps/stopping.py`), the
+    All else that a fit changes for a while has its own block: the handlers of signals (`steps/stopping.py`), the
     factor of a schedule in learning rates (`optim/schedules.py`), warnings and compilation while the first batch is
     checked.
     """
@@ -250,7 +250,7 @@ def _trained(given: FitArguments, comm: Communicator, stop: StopFlag) -> TrainSt
         return _run(given, inputs, run, stop, service)
     except BaseException as error:
         if service is not None:
-            service.end({"failed": f"{type(error).__name__}: {said(error)}"})
+            service.end({"failed": f"{type(error).__name__}: {safe_str(error)}"})
         raise
 
 
@@ -338,7 +338,7 @@ class OpenRun:
         source: the training samples.
         settings: the arguments that the bits of the result depend on.
         identity: what the bits of the result depend on; extra: what a checkpoint has besides the state.
-        folder: of the run, which exists; None: nothing is written. start: the checkpoint that it goes on from.
+        folder: of the run, which exists; None: nothing is written. start: the checkpoint that it resumes from.
         num_steps: of the whole run; notes: what was derived, a line each.
     """
 
@@ -359,7 +359,7 @@ def open_run(given: FitArguments, inputs: Inputs, comm: Communicator) -> OpenRun
     Raises:
         ConfigError, CheckpointError: as `fit`. The model and the optimizer are as they were then.
     """
-    sampler, dealing = arguments.sampler_for(given, inputs, comm)
+    sampler, sampler_note = arguments.sampler_for(given, inputs, comm)
     settings = arguments.settings_of(given, inputs, sampler)
     if given.folder.restore_best and not inputs.held_out.is_evaluated:
         raise ConfigError("restore_best=True: nothing says which checkpoint is the best; give validation_data")
@@ -390,7 +390,7 @@ def open_run(given: FitArguments, inputs: Inputs, comm: Communicator) -> OpenRun
     except BaseException:
         strategy.finish(alone=True)  # no step was made, so that nothing has to be gathered
         raise
-    notes = [*_headline(state, num_steps, given.strategy), *([dealing] if dealing else [])]
+    notes = [*_headline(state, num_steps, given.strategy), *([sampler_note] if sampler_note else [])]
     if not inputs.replica.module.training:
         notes.append("the model was in evaluation mode as a whole: all of its layers are trained")
     notes += [*arguments.idle_notes(inputs.replica), *arguments.round_notes(given.strategy)]
@@ -507,7 +507,7 @@ def _callbacks(given: FitArguments, run: OpenRun, meters: Meters, store: Checkpo
 
 
 def _one_worker(run: OpenRun) -> float | None:
-    """Returns what the profile of a single worker beside this run says of its speed, on rank 0 of several."""
+    """Returns the note on this run's speed from a single worker's profile next to it, on rank 0 of several."""
     comm, module = run.state.comm, run.state.model.module
     if run.folder is None or comm.world_size == 1 or comm.rank:
         return None

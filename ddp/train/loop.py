@@ -43,7 +43,7 @@ def train_loop(
 ) -> None:
     """Trains from `state` on, until `epochs` or `max_steps` is reached or any rank wants to stop. Collective.
 
-    If `state` comes from a run that has stopped early, the stop is cleared from it, and training goes on. Its flag is
+    If `state` comes from a run that has stopped early, the stop is cleared from it, and training continues. Its flag is
     the caller's: one that is still set stops the next call, too.
 
         for each step that is supplied:                       (of each epoch's global batches, each rank has its share)
@@ -114,7 +114,7 @@ def train_loop(
 def batch_checks(
     state: TrainState, given: FitArguments, inputs: Inputs, callbacks: Sequence[Callback], *, num_steps: int
 ) -> Sequence[Callable[[nn.Module, Any, int], None]]:
-    """Returns what looks at the batches of a run: a check of the first one, and callbacks that see each. Collective.
+    """Returns the checks of the batches of a run: a check of the first one, and callbacks that see each. Collective.
 
     Args:
         num_steps: of the whole run.

@@ -58,7 +58,7 @@ from ddp.train.steps.supply import EpochSupply, Step
 
 ALIKE = ("loss", "global_batch", "order", "num_shards", "micro_size", "seed", "precision", "wire", "hook")
 FOLDER = "folder"
-_number = count()  # of the trainings of this program, which all processes run alike
+_number = count()  # of the trainings of this program, which all processes run in the same order
 
 
 def check_role(given: FitArguments) -> Role | None:
@@ -144,7 +144,7 @@ def service_of(given: FitArguments, state: TrainState, settings: Mapping[str, An
 
 
 def facts_of(module: nn.Module, sampler: TrainSampler, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what must be the same at servers and workers, by name, in words."""
+    """Returns the facts that must be equal on servers and workers, by name, as text."""
     named = {
         f"the parameter {name}": f"{list(each.shape)} {each.dtype} with strides {each.stride()}"
         + ("" if each.requires_grad else ", frozen")
@@ -196,7 +196,7 @@ class ServedSteps(EpochSupply):
             wants_stop = bool(state.stop_flag)
             if state.comm.world_size > 1:
                 wants_stop = state.comm.agree_any(wants_stop, label="a wish to stop")
-            given.hand_over(given.totals._replace(num_stopping=int(wants_stop)))
+            given.finish_step(given.totals._replace(num_stopping=int(wants_stop)))
             with state.phase("update"):
                 agreement = state.strategy.agree(state.step + 1)
             update(state, self._rules, plan, agreement)
@@ -311,7 +311,7 @@ class LeasedSteps:
             )
 
     def _leave_if_asked(self) -> None:
-        """Ends the work of a process that a signal asks to stop, between two parts: the run goes on without it.
+        """Ends the work of a process that a signal asks to stop, between two parts: the run continues without it.
 
         Raises:
             Over: for this worker.

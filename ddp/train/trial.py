@@ -22,7 +22,7 @@ from ddp.train.reports.tracker import Tracker
 from ddp.train.steps.state import TrainState
 
 NUM_STEPS = 3
-_NAME = ".ddp-trial-"  # begins the name of a trial's folder, and of nobody else's, because it is removed
+_NAME = ".ddp-trial-"  # begins the name of a trial's folder, and of no other, because it is removed
 
 
 def tried(

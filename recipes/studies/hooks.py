@@ -45,8 +45,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from ddp.comm.communicator import Communicator
 from ddp.commands.command import respond
 from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
-from ddp.lab.bench.command import add_options, place_of, run
-from ddp.lab.bench.place import HERE, Place, refuse_unknown, split
+from ddp.lab.bench.command import add_options, place_of, run_jobs
+from ddp.lab.bench.place import HERE, BenchSite, refuse_unknown, split
 from ddp.lab.bench.turns import PROGRESS, STEP, Cell, num_repetitions, session, slowest, take_turns, with_ours
 from ddp.lab.bench.variants import OPTIMIZERS, Training
 from ddp.lab.bench.workloads import add_models, loss_of, make, models_of
@@ -165,7 +165,7 @@ class TimeHooks:
     model: str
     methods: tuple[str, ...] = (*METHODS, *ROUNDS)
     num_turns: int = 3
-    place: Place = HERE
+    place: BenchSite = HERE
 
     def __call__(self) -> list[HookCell]:
         """Returns a cell for each method, the same on all ranks."""
@@ -335,14 +335,14 @@ def main() -> None:
     add_models(parser)
     usual = ",".join((*METHODS, *ROUNDS))
     parser.add_argument("--methods", default=usual, metavar="NAME,NAME,…", help="what to time (default: all)")
-    sys.exit(respond(parser, parser.parse_args(), answer))
+    sys.exit(respond(parser, parser.parse_args(), run))
 
 
-def answer(options: argparse.Namespace) -> str:
+def run(options: argparse.Namespace) -> str:
     """Times what was asked for; the report is printed."""
     where, models, methods = place_of(options), models_of(options), tuple(split("--methods", options.methods))
     refuse_unknown("method", methods, (*METHODS, *ROUNDS))
-    run(options, [TimeHooks(model, methods, options.turns, where) for model in models], HookCell, where)
+    run_jobs(options, [TimeHooks(model, methods, options.turns, where) for model in models], HookCell, where)
     return ""
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import ddp
-from ddp.collectives.shards import additions, additions_between, nodes_by_rank, owned
+from ddp.collectives.shards import additions, additions_between, nodes_by_rank, shards_of_rank
 from ddp.replica.broadcast import checksum
 
 NUM_SHARDS, NUM_STEPS, RATE = 8, 20, 8.0
@@ -62,7 +62,7 @@ def by_shards(comm: ddp.Communicator, model: nn.Module) -> Tensor:
     nodes = [node for mine in nodes_by_rank(comm.world_size, NUM_SHARDS) for node in mine]
     table = torch.zeros(len(nodes), NUM_PARAMETERS, dtype=torch.float64)
     for row, node in zip(table, nodes, strict=True):
-        if node.start in owned(comm.rank, comm.world_size, NUM_SHARDS):
+        if node.start in shards_of_rank(comm.rank, comm.world_size, NUM_SHARDS):
             terms = [of_samples(model, *share(shard, NUM_SHARDS)) for shard in node]
             row.copy_(added_up(terms, additions([range(shard, shard + 1) for shard in node], node)))
     comm.all_reduce(table)

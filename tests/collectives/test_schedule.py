@@ -174,7 +174,7 @@ def test_a_chunk_that_nobody_sends_is_named_with_the_whole_buffer() -> None:
     def as_one_chunk(rank: int, num_ranks: int) -> Iterator[Round]:
         yield Send(1 - rank, range(1)), Recv(1 - rank, range(1), add=True)
 
-    rejects(as_one_chunk, r"chunk 1 ends as 0: .* missing; nobody sends this chunk: the whole buffer is range\(2\), a")
+    rejects(as_one_chunk, r"chunk 1 ends as 0: .* missing; no rank sends this chunk: the whole buffer is range\(2\), a")
 
 
 def test_a_contribution_twice() -> None:

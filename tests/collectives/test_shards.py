@@ -16,7 +16,7 @@ from ddp.collectives.shards import (
     largest_nodes,
     most_nodes,
     nodes_by_rank,
-    owned,
+    shards_of_rank,
 )
 
 NUMBERS_OF_SHARDS = range(1, 33)
@@ -64,7 +64,7 @@ def test_a_run_of_shards_consists_of_the_fewest_and_largest_nodes(num_shards: in
 @pytest.mark.parametrize("num_shards", NUMBERS_OF_SHARDS)
 def test_workers_share_the_shards_evenly_in_order(num_shards: int) -> None:
     for num_ranks in range(1, MOST_RANKS + 1):
-        shares = [owned(rank, num_ranks, num_shards) for rank in range(num_ranks)]
+        shares = [shards_of_rank(rank, num_ranks, num_shards) for rank in range(num_ranks)]
         assert [shard for share in shares for shard in share] == list(range(num_shards))
         assert all(one.stop == other.start for one, other in pairwise(shares))
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
@@ -105,7 +105,7 @@ def test_when_a_canonical_schedule_over_the_workers_will_do(num_shards: int) -> 
         """Returns an expression of workers as one of shards."""
         if isinstance(expression, tuple):
             return tuple(over_workers(part, num_ranks) for part in expression)  # type: ignore[return-value]
-        share = owned(expression, num_ranks, num_shards)
+        share = shards_of_rank(expression, num_ranks, num_shards)
         return canonical(len(share), share.start) if is_node(share, num_shards) else -1
 
     for num_ranks in range(1, min(MOST_RANKS, num_shards) + 1):

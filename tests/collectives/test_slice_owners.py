@@ -17,7 +17,7 @@ from ddp.collectives.catalog import ALL_REDUCE, OVER_SHARDS, SCHEDULES, SHIPPED,
 from ddp.collectives.cost import anatomy, cost_s, textbook, volume
 from ddp.collectives.placed import placed, rooted
 from ddp.collectives.schedule import Add, Goal, Recv, Round, Schedule, ScheduleError, Send, canonical, draw, offsets
-from ddp.collectives.shards import halves, nodes_by_rank, owned
+from ddp.collectives.shards import halves, nodes_by_rank, shards_of_rank
 from ddp.collectives.simulate import Link, Network, equal_hosts, repeats, simulate
 from ddp.collectives.slice_owners import schedule_over_shards
 from ddp.comm.host_links import HostLinks
@@ -335,7 +335,7 @@ def test_nodes_are_the_largest_within_a_rank_s_shards() -> None:
     for num_shards in range(1, 33):
         for num_ranks in range(1, num_shards + 1):
             for rank, nodes in enumerate(nodes_by_rank(num_ranks, num_shards)):
-                mine = owned(rank, num_ranks, num_shards)
+                mine = shards_of_rank(rank, num_ranks, num_shards)
                 assert [shard for node in nodes for shard in node] == list(mine)
                 assert all(shards.largest_nodes(node, num_shards) == [node] for node in nodes)
     assert nodes_by_rank(3, 8) == ((range(2),), (range(2, 4), range(4, 5)), (range(5, 6), range(6, 8)))

@@ -187,7 +187,7 @@ def test_a_gpu_without_a_uuid_is_known_by_what_the_process_is_shown(monkeypatch:
         ("cpu", "mpi", "backend='mpi' is unknown; use auto, gloo or nccl"),
         ("cpu", "nccl", "backend=nccl needs a GPU for each rank, but tensors are on the CPU; use backend=gloo"),
         ("cuda:2", "auto", "device=cuda:2, but torch sees 2 GPUs here, counted from 0; use another one"),
-        ("cuda:1", "auto", "device=cuda:1 does not begin (CUDA error: unknown error); mend that, or use device=cpu"),
+        ("cuda:1", "auto", "device=cuda:1 does not begin (CUDA error: unknown error); fix that, or use device=cpu"),
     ],
 )
 def test_what_is_not_possible_here_is_a_problem(
@@ -237,7 +237,7 @@ def decided(means: list[Means], ranks: list[int]) -> list[str]:
         ([OWN[0], WITHOUT], "gloo"),
         ([WITHOUT], "gloo"),
         (asking("nccl", *SHARED), "backend=nccl needs a GPU for each rank, but ranks 10 and 12 share a GPU; "),
-        (asking("nccl", OWN[0], WITHOUT), "the torch of rank 11 is built without NCCL; mend that, or use backend=gloo"),
+        (asking("nccl", OWN[0], WITHOUT), "the torch of rank 11 is built without NCCL; fix that, or use backend=gloo"),
         ([OWN[0], CPU_ONLY, OWN[2]], "the device is cuda on ranks 10 and 12, cpu on rank 11: put the models of all"),
         ([*asking("gloo", *OWN[:2]), *asking("nccl", OWN[2])], "backend is gloo on ranks 10 and 11, nccl on rank 12: "),
         ([OWN[0], NO_SUCH, NO_SUCH], "ranks 11 and 12: device=cuda:9, but torch sees 2 GPUs here"),
@@ -319,7 +319,7 @@ def test_ranks_of_a_host_take_gpus_of_their_own(hosts: str, seen: str, begun: bo
 
 REFUSED: list[tuple[list[dict[str, Any]], str]] = [  # by rank, what `init` is given
     ([{"device": "cuda:0"}, {"device": "cuda:9"}], "rank 1: device=cuda:9, but torch sees 2 GPUs here"),
-    ([{"device": "cuda", "backend": "nccl"}, {"device": 0, "backend": "nccl"}], "but ranks 0 and 1 share a GPU; mend"),
+    ([{"device": "cuda", "backend": "nccl"}, {"device": 0, "backend": "nccl"}], "but ranks 0 and 1 share a GPU; fix"),
     ([{"device": "cuda"}, {"device": "cpu"}], "the device is cuda on rank 0, cpu on rank 1: put the models of"),
     ([{"device": "cuda", "backend": "gloo"}, {"backend": "nccl"}], "backend is gloo on rank 0, nccl on rank 1: give"),
 ]

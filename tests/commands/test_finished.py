@@ -182,7 +182,7 @@ def test_csv_is_read_back_as_the_same_numbers() -> None:
     ("words", "says"),
     [
         (["evaluate", "none"], "none does not exist: give the folder of a run"),
-        (["evaluate", "region=none"], "nobody on this host keeps region=none: "),
+        (["evaluate", "region=none"], "no run on this host keeps region=none: "),
         (["predict", "region=n/one", "--out", "x.csv"], "region='n/one': take letters, digits, "),
         (["evaluate", "."], r"\. is no run of .* train: .* use ddp.evaluate and ddp.predict there"),
         (["evaluate", "RUN", "epochs=3"], "epochs=3: give KEY=VALUE, with a key of data, loader, "),
@@ -223,7 +223,7 @@ def test_a_rank_of_several_evaluates_nothing(
     )
     with pytest.raises(SystemExit):
         main(["evaluate", "none"])
-    said = "evaluate: this process is rank 1 of 2 already, as TF_CONFIG says: start it by itself, with workers of its"
+    said = "evaluate: this process is rank 1 of 2 already, as TF_CONFIG says: start it by itself, with its own workers"
     assert said in capsys.readouterr().err
 
 

@@ -17,7 +17,7 @@ import yaml
 
 from ddp.commands.where import where
 from ddp.errors import CheckpointError, ConfigError, printable
-from ddp.lab.scaling.figures import compared
+from ddp.lab.scaling.figures import compare
 from ddp.lab.scaling.runs import _memory, _pairs, read_runs
 from ddp.run.assembly.load import load
 from ddp.run.launch.report import Report
@@ -82,7 +82,7 @@ def lines(*values: dict[str, Any]) -> str:
 
 def report(sweep: Path) -> None:
     runs, _ = read_runs(sweep)
-    compared(runs, target=None, goal=0.8)
+    compare(runs, target=None, goal=0.8)
 
 
 def figures(metrics: Path) -> None:

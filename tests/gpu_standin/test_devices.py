@@ -132,7 +132,7 @@ def test_a_model_on_two_gpus_of_each_process_has_the_gradients_of_the_cpu() -> N
 
 def share_one_by_order() -> tuple[bool, str]:
     device.install(1)
-    with pytest.raises(ConfigError, match="but ranks 0 and 1 share a GPU; mend that, or use backend=gloo") as refused:
+    with pytest.raises(ConfigError, match="but ranks 0 and 1 share a GPU; fix that, or use backend=gloo") as refused:
         ddp.init(device=0, backend="nccl", abort_s=20)
     comm = ddp.init(device="standin", abort_s=20)
     assert comm.all_reduce(torch.ones(3, device=comm.device)).tolist() == [2.0] * 3

@@ -70,7 +70,7 @@ TOGETHER = [  # they wait, and too many at once would be late
     },
     {
         "raises": "lost rank 1 .*: it failed: ValueError: mine",
-        "sleeps": "lost rank 1 .*: it is alive, but has not come to this collective",
+        "sleeps": "lost rank 1 .*: it is alive, but has not reached this collective",
         "nobody comes, and that was all": "the GPU has waited for 8 s",
     "NCCL fails": "unhandled system error",
     },

@@ -23,7 +23,7 @@ from ddp.__main__ import main
 from ddp.errors import ConfigError
 from ddp.lab.bench.collectives import CollectiveCell, open_barrier
 from ddp.lab.bench.command import draw_plot, from_json, print_report, to_json
-from ddp.lab.bench.place import PAYLOAD, Bed, Place, strangers
+from ddp.lab.bench.place import PAYLOAD, Bed, BenchSite, strangers
 from ddp.lab.bench.step import StepCell
 from ddp.lab.bench.turns import Cell, take_turns
 from ddp.process.memory import available_cores
@@ -111,18 +111,18 @@ def test_no_bed_is_refused_by_its_text(text: str) -> None:
 
 def test_the_headline_says_where_and_beside_whom() -> None:
     cores = f"{available_cores()} cores"
-    assert Place().title(2) == f"2 ranks on one host, {cores}"
-    assert Place(beside=1).title(1) == f"1 rank on one host, {cores}, beside 1 process that only computes"
-    on_bed = Place(Bed.parse("2x2@1gbit"), beside=2).title(4, 2)
+    assert BenchSite().title(2) == f"2 ranks on one host, {cores}"
+    assert BenchSite(beside=1).title(1) == f"1 rank on one host, {cores}, beside 1 process that only computes"
+    on_bed = BenchSite(Bed.parse("2x2@1gbit"), beside=2).title(4, 2)
     assert on_bed == f"4 ranks on 2 hosts (netbed 2x2@1gbit), {cores}, beside 2 processes that only compute"
 
 
 def test_the_wire_counts_hosts_and_payload() -> None:
     # Two hosts: each sends half of the tensor, twice, whatever number of ranks they have.
-    assert Place(Bed.parse("2x4@8kbit")).wire_s(1000) == pytest.approx(1.0 / PAYLOAD)
-    assert Place(Bed.parse("4x1@8kbit")).wire_s(1000) == pytest.approx(1.5 / PAYLOAD)
-    assert Place(Bed.parse("4x1@5ms")).wire_s(1000) is None
-    assert Place().wire_s(1000) is None
+    assert BenchSite(Bed.parse("2x4@8kbit")).wire_s(1000) == pytest.approx(1.0 / PAYLOAD)
+    assert BenchSite(Bed.parse("4x1@8kbit")).wire_s(1000) == pytest.approx(1.5 / PAYLOAD)
+    assert BenchSite(Bed.parse("4x1@5ms")).wire_s(1000) is None
+    assert BenchSite().wire_s(1000) is None
 
 
 # --------------------------------------------------------------------------------------------------------------- turns

@@ -24,14 +24,14 @@ from ddp.collectives.simulate import Link
 from ddp.comm.transport import shared_memory
 from ddp.errors import PeerLost, workers_failed
 from ddp.lab import doctor
-from ddp.lab.checkup import GIB, LEAST_MEMORY, LEAST_SHARED, MIB, Clock, Figures, Finding, findings, named, rate
+from ddp.lab.doctor_findings import GIB, LEAST_MEMORY, LEAST_SHARED, MIB, Clock, Figures, Finding, findings, named, rate
 from ddp.process import host
-from ddp.process.host import Facts, demands, facts
+from ddp.process.host import HostFacts, demands, facts
 from ddp.process.memory import VARIABLES, available_cores, core_quota
 from ddp.strategies import region
 
 ROOT = Path(__file__).parent.parent.parent
-WELL = Facts(
+WELL = HostFacts(
     host="a",
     kernel="one",
     versions={"python": "3.12.1", "torch": "2.13.0+cpu", "torchvision": "0.28.0"},
@@ -64,7 +64,7 @@ WELL = Facts(
 TWO_HOSTS = {"address": "10.0.0.1", "threads": 2}
 
 
-def found(*ranks: Facts, **figures: Any) -> list[Finding]:
+def found(*ranks: HostFacts, **figures: Any) -> list[Finding]:
     """Returns the findings of ranks, which are on one host unless `hosts` says otherwise."""
     return findings(ranks, Figures(**{"hosts": (tuple(range(len(ranks))),), **figures}))
 
@@ -107,10 +107,10 @@ def test_what_looks_alike_and_is_harmless(harmless: dict[str, Any], data_is: str
         ),
         ({"threads": 2}, True, "4 threads of 2 ranks on 2 cores take turns: set OMP_NUM_THREADS=1 (cluster"),
         ({"threads": 2, "num_cores": 8}, True, "on 2 of 8 cores take turns: set OMP_NUM_THREADS=1"),
-        ({"cores": [0, 1, 2], "quota": 1.5, "num_cores": 3}, False, "2 ranks take turns on 1.5 of 3 cores: 1 or fewer"),
-        ({"cores": [0], "num_cores": 8}, False, "2 ranks take turns on 1 of 8 cores"),
+        ({"cores": [0, 1, 2], "quota": 1.5, "num_cores": 3}, False, "2 ranks oversubscribe 1.5 of 3 cores: 1 or fewer"),
+        ({"cores": [0], "num_cores": 8}, False, "2 ranks oversubscribe 1 of 8 cores"),
         ({"cores": [0, 1, 2, 3], "num_cores": 4}, False, "2 threads of 2 ranks use at most half of 4 cores"),
-        ({"load": 4.1}, False, "other programs want the cores, too (load 4.1 on 2 cores)"),
+        ({"load": 4.1}, False, "other processes are using the cores (load 4.1 on 2 cores)"),
         ({"variables": VARIABLES}, False, "export MKL_CBWR=AUTO before your launcher"),
         ({"variables": {"MKL_CBWR": "AUTO"}}, False, "export GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold="),
         ({"memory_left": 2 * LEAST_MEMORY - 1}, True, "less than 256 MiB of memory are left for each of 2 ranks"),
@@ -211,7 +211,7 @@ def test_words() -> None:
 # --- what a process finds out ----------------------------------------------------------------------------------------
 
 
-def own(data: str = "data") -> Facts:
+def own(data: str = "data") -> HostFacts:
     return facts(data, kernel="", threads=1, gpus=list, left_behind=[])
 
 

@@ -21,7 +21,7 @@ import yaml
 from ddp.__main__ import main
 from ddp.lab.scaling import report as page
 from ddp.lab.scaling.charts import COLOURS, PARTS
-from ddp.lab.scaling.figures import Series, compared, waited_for
+from ddp.lab.scaling.figures import Series, compare, waited_for
 from ddp.lab.scaling.runs import read_run, read_runs
 from ddp.lab.scaling.words import verdict
 from ddp.run.settings.config import Config
@@ -92,7 +92,7 @@ def strong(sweep: Path) -> Path:
 
 
 def only(sweep: Path, **asked: Any) -> Series:
-    (series,), notes = compared(read_runs(sweep)[0], **asked)
+    (series,), notes = compare(read_runs(sweep)[0], **asked)
     assert not notes
     return series
 
@@ -214,7 +214,7 @@ def found(sweep: Path) -> tuple[dict[str, list[str]], list[str]]:
     from ddp.lab.scaling.words import title_of
 
     runs, notes = read_runs(sweep)
-    series, more = compared(runs)
+    series, more = compare(runs)
     return {title_of(each): [point.run.name for point in each.points] for each in series}, notes + more
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ddp
-from ddp.collectives.shards import owned
+from ddp.collectives.shards import shards_of_rank
 from ddp.errors import ConfigError, ReplicaMismatch, UnusedParameters
 from ddp.gradients import ErrorFeedback, Sign
 from ddp.replica.broadcast import tensor_hash
@@ -315,7 +315,7 @@ def trained(case: Case, comm: Any) -> Found:
     torch.manual_seed(0 if comm.rank == 0 else 99)  # rank 0's parameters are those that count
     module = case.make().to(case.dtype)
     model = ddp.BucketedDataParallel(module, num_shards=case.num_shards, **case.how)
-    assert list(model.shards) == list(owned(comm.rank, comm.world_size, case.num_shards))
+    assert list(model.shards) == list(shards_of_rank(comm.rank, comm.world_size, case.num_shards))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     hashes, wrong = list[str](), list[str]()
     for step in range(case.num_steps):
@@ -504,14 +504,14 @@ def marked(model: nn.Module, shards: Sequence[int]) -> None:
 
 
 ORDERS = {  # what rank 0 of 2 marks, where 0, 1, 2 is right: of 6 shards
-    "twice": ([0, 0, 1, 2], "rank 0: shard 0 is marked where shard 1 was to come"),
-    "the last one twice": ([0, 1, 2, 2], "rank 0: shard 2 is marked where shard 0 was to come"),
-    "left out": ([0, 2], "rank 0: shard 2 is marked where shard 1 was to come"),
-    "the first one left out": ([1, 2], "rank 0: shard 1 is marked where shard 0 was to come"),
-    "the last one left out": ([0, 1, 0], "rank 0: shard 0 is marked where shard 2 was to come"),
-    "out of order": ([1, 0, 2], "rank 0: shard 1 is marked where shard 0 was to come"),
-    "another rank's": ([0, 1, 3], "rank 0: shard 3 is marked where shard 2 was to come"),
-    "no shard": ([0, 1, 17], "rank 0: shard 17 is marked where shard 2 was to come"),
+    "twice": ([0, 0, 1, 2], "rank 0: expected shard 1, got shard 0"),
+    "the last one twice": ([0, 1, 2, 2], "rank 0: expected shard 0, got shard 2"),
+    "left out": ([0, 2], "rank 0: expected shard 1, got shard 2"),
+    "the first one left out": ([1, 2], "rank 0: expected shard 0, got shard 1"),
+    "the last one left out": ([0, 1, 0], "rank 0: expected shard 2, got shard 0"),
+    "out of order": ([1, 0, 2], "rank 0: expected shard 0, got shard 1"),
+    "another rank's": ([0, 1, 3], "rank 0: expected shard 2, got shard 3"),
+    "no shard": ([0, 1, 17], "rank 0: expected shard 2, got shard 17"),
 }
 TOLD = "this rank computes the shards 0 to 2 in this order, each once a step"
 

@@ -18,7 +18,7 @@ from ddp.replica.bucketed import BucketedDataParallel
 pytestmark = pytest.mark.slow  # because what is proven here is that other tests can fail
 
 HOOKED, WIRED = "hooked", "wired"
-BACKWARD, SETTLEMENT = "replica.backward.Backward", "replica.settlement.Settlement"
+BACKWARD, FINALIZER = "replica.backward.Backward", "replica.settlement.StepFinalizer"
 COMPRESSION = "gradients.hooks.compression.Compression"
 MUTANTS = {
     "the count travels in the wire format": Mutant(
@@ -39,10 +39,10 @@ MUTANTS = {
         "last_batch",
     ),
     "the verdict says nothing of what a hook has hidden": Mutant(
-        f"{SETTLEMENT}.judge_hidden", "has_non_finite=True", "has_non_finite=False", HOOKED, "finite"
+        f"{FINALIZER}.write_hidden_flags", "has_non_finite=True", "has_non_finite=False", HOOKED, "finite"
     ),
     "a refused gradient stays in the hook": Mutant(
-        f"{SETTLEMENT}._refuse", "self._reducer.take_back()", "pass", HOOKED, "finite"
+        f"{FINALIZER}._refuse", "self._reducer.take_back()", "pass", HOOKED, "finite"
     ),
     "a step that fit refuses is committed": Mutant(
         "replica.replica.Replica.take_back", "self.compression.take_back()", "pass", HOOKED, "veto"
@@ -55,7 +55,7 @@ MUTANTS = {
         "finite",
     ),
     "what nobody gets is lost": Mutant(
-        f"{SETTLEMENT}._give_back", "self._reducer.take_back(slot.name)", "pass", HOOKED, "unused"
+        f"{FINALIZER}._give_back", "self._reducer.take_back(slot.name)", "pass", HOOKED, "unused"
     ),
     "a collective in a chain waits for the chain": Mutant(
         "comm.call_queue.CallQueue.run",

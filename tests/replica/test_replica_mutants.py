@@ -27,7 +27,7 @@ class Mutant(NamedTuple):
 
 
 LIKE_TORCH, JOIN_AND_HOOKS = "test_like_torch", "test_join_and_hooks"
-BACKWARD, SETTLEMENT = "replica.backward", "replica.settlement.Settlement"
+BACKWARD, FINALIZER = "replica.backward", "replica.settlement.StepFinalizer"
 DROP_IN = "replica.drop_in.data_parallel.DistributedDataParallel"
 MUTANTS = {
     "gradients are not synchronised": Mutant(
@@ -60,7 +60,7 @@ MUTANTS = {
         "undefined_gradients",
     ),
     "a gradient that nobody has is made up": Mutant(
-        f"{SETTLEMENT}._give_back",
+        f"{FINALIZER}._give_back",
         "slot.parameter.grad = had if had is None or slot.view is None else slot.view.copy_(had)",
         "slot.parameter.grad = slot.view",
         LIKE_TORCH,

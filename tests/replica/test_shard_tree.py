@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp.collectives.schedule import Expression, canonical
-from ddp.collectives.shards import Stack, nodes_by_rank, owned, places
+from ddp.collectives.shards import Stack, nodes_by_rank, places, shards_of_rank
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.replica.by_shards import GradientSums
 
@@ -29,7 +29,7 @@ def tree(terms: Sequence[Tensor]) -> Tensor:
 def test_shards_end_as_the_nodes_of_the_rank_in_their_order(num_shards: int) -> None:
     for size in range(1, min(num_shards, 9) + 1):
         for rank in range(size):
-            shards = owned(rank, size, num_shards)
+            shards = shards_of_rank(rank, size, num_shards)
             where, stack = places(shards, num_shards), list[Expression]()
             assert list(where) == list(shards)
             for shard, place in where.items():
@@ -55,7 +55,7 @@ def test_vectors_on_a_stack_are_added_as_the_tree() -> None:
         for rank, nodes in enumerate(nodes_by_rank(size, num_shards)):
             vectors = torch.randn(num_shards, 9, generator=torch.Generator().manual_seed(num_shards)).cumsum(1)
             stack = Stack(Tensor.add_)
-            for shard, place in places(owned(rank, size, num_shards), num_shards).items():
+            for shard, place in places(shards_of_rank(rank, size, num_shards), num_shards).items():
                 stack.push(vectors[shard].clone(), place)
             assert len(stack.nodes) == len(nodes)
             assert all(torch.equal(a, tree([*vectors[b]])) for a, b in zip(stack.nodes, nodes, strict=True))
@@ -95,7 +95,7 @@ def test_gradients_on_the_stack_have_the_bits_of_the_tree(size: int, num_shards:
     """Some shards have several parts, and some lack some gradients, which count as zeros; slots are taken by threes."""
     rng = random.Random(f"{size} {num_shards}")
     for rank, nodes in enumerate(nodes_by_rank(size, num_shards)):
-        shards = owned(rank, size, num_shards)
+        shards = shards_of_rank(rank, size, num_shards)
         slots, buckets = made(len(nodes) + spare_rows)
         lacks = {(shard, slot) for shard in shards for slot in slots if rng.random() < 0.3}
         lacks |= {(shard, slots[2]) for shard in shards}  # of which nobody has a gradient

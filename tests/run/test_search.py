@@ -140,7 +140,7 @@ def test_a_space_is_what_hydra_s_grammar_says_and_a_trial_is_read_back(tmp_path:
     [
         (["epochs=1"], "nothing varies: give what is searched several values"),
         (["model.width=16,32", "model.wdith=3"], "unknown key model.wdith"),
-        (["model.width=16,32", "sweep.parallel=99"], "sweep.parallel=99: each job has cores of its own"),
+        (["model.width=16,32", "sweep.parallel=99"], "sweep.parallel=99: each job has its own cores"),
         (["model.width=16,32", "trial=true"], "trial=true: keeps no metric to search by"),
         (["model.width=16,32", "evaluate.by=sidecar"], "--no-pruning: is missing, because pruning goes by metrics"),
         (["model.width=range(3,3)"], "model.width: an empty range"),

@@ -804,7 +804,7 @@ def test_bad_input_is_one_sentence_before_workers_start() -> None:
         ({"strategy": "auto"}, "ddp.LocalSGD(strategy='auto'): is local_sgd; leave strategy out"),
     ):
         assert told in refused_with(ddp.LocalSGD, **policy)
-    assert refused_with(ddp.Averaging, strategy="local_sgd").endswith("choices of its own; give a ddp.LocalSGD")
+    assert refused_with(ddp.Averaging, strategy="local_sgd").endswith("its own choices; give a ddp.LocalSGD")
 
 
 def test_fit_refuses_what_has_no_rounds() -> None:

@@ -217,7 +217,7 @@ def look_while_it_is_updated(name: str, num_looks: int) -> int:
     killed(pid)
     region.EVERY_S = 10.0  # what it has left would be new enough
     for _ in range(2):  # of a process that has ended, and of none
-        with pytest.raises(CheckpointError, match="nobody on this host keeps region="):
+        with pytest.raises(CheckpointError, match="no run on this host keeps region="):
             look(name)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
@@ -301,7 +301,7 @@ def test_a_run_that_ends_while_it_is_asked_is_told(name: str, how: str, monkeypa
         with pytest.raises(CheckpointError, match=f"process {os.getpid()} .* has just ended: start it again"):
             look(name)
     kept.close()
-    with pytest.raises(CheckpointError, match="nobody on this host keeps region="):
+    with pytest.raises(CheckpointError, match="no run on this host keeps region="):
         look(name)
 
 
@@ -326,7 +326,7 @@ def keep_until_the_end(name: str, exits: bool) -> None:
     assert look(name).step == 3
     end_a_step.join()
     atexit._run_exitfuncs() if exits else kept.close()
-    with pytest.raises(CheckpointError, match="nobody on this host keeps region="):
+    with pytest.raises(CheckpointError, match="no run on this host keeps region="):
         look(name)
 
 
@@ -379,7 +379,7 @@ def test_what_is_not_this_user_s_or_not_of_this_container_is_told(name: str) -> 
     region.refuse_kept(name)  # others could have written that it is kept
     folder.chmod(0o700)
     (folder / "region.json").write_text("{")
-    with pytest.raises(CheckpointError, match="nobody on this host keeps region="):
+    with pytest.raises(CheckpointError, match="no run on this host keeps region="):
         look(name)
     kept.close()
 
@@ -440,7 +440,7 @@ def test_what_another_user_may_leave_in_the_place_of_a_region_is_told_at_once(na
         folder.unlink()
     folder.mkdir(mode=0o700)
     os.mkfifo(entry := folder / "region.json")  # which would wait for a writer
-    for rights, says in ((0o700, "nobody on this host keeps region="), (0o777, "others may enter")):
+    for rights, says in ((0o700, "no run on this host keeps region="), (0o777, "others may enter")):
         folder.chmod(rights)
         with pytest.raises(CheckpointError, match=says):
             look(name)
@@ -504,7 +504,7 @@ def follow(name: str) -> None:
     comm.barrier()
     strategy.finish()
     comm.barrier()
-    with pytest.raises(CheckpointError, match="nobody on this host keeps region="):
+    with pytest.raises(CheckpointError, match="no run on this host keeps region="):
         look(name)
     ddp.shutdown()
 
@@ -609,7 +609,7 @@ def fit_and_follow(name: str, folder: Path) -> None:
 
     def nothing_is_left() -> None:
         comm.barrier()
-        with pytest.raises(CheckpointError, match="nobody on this host keeps region="):
+        with pytest.raises(CheckpointError, match="no run on this host keeps region="):
             look(name)
         assert not list(folder.glob("*region*"))
         comm.barrier()  # both have looked before there is another one

@@ -28,7 +28,7 @@ from ddp.process.clock import Patience
 from ddp.run.launch import supervisor
 from ddp.strategies.parameter_server import attendants, ledger
 from ddp.strategies.parameter_server import server as served
-from ddp.strategies.parameter_server.attendants import Attendants
+from ddp.strategies.parameter_server.attendants import WorkerThreads
 from ddp.strategies.parameter_server.shared import Push, Shared
 from ddp.strategies.parameter_server.worker import Over, Servers
 
@@ -525,9 +525,9 @@ def test_what_servers_cannot_train_is_one_sentence() -> None:
     assert "there are no servers; start them with ddp.launch(…, servers=1)" in refused({}, "parameter_server")
 
 
-def attending(mode: Any = "async", **how: Any) -> tuple[Attendants, Shared]:
+def attending(mode: Any = "async", **how: Any) -> tuple[WorkerThreads, Shared]:
     """What serves workers, without its threads."""
-    serving, shared = object.__new__(Attendants), Shared(ledger.Ledger(mode=mode, **how))
+    serving, shared = object.__new__(WorkerThreads), Shared(ledger.Ledger(mode=mode, **how))
     serving._shared, serving.answer_s, serving._part = shared, 2.0, Role("server", 0, 2, 1, HashStore())
     return serving, shared
 
@@ -536,7 +536,7 @@ def test_a_worker_gets_its_answer_while_the_servers_evaluate() -> None:
     """So it does not take them for lost, however long that lasts."""
     serving, shared = attending()
     began_s = time.monotonic()
-    with shared.whole:
+    with shared.parameters_lock:
         answer = serving._begin(None, 0, {})  # type: ignore[arg-type]
     assert answer == {"verdict": "wait"} and time.monotonic() - began_s < 3
 
@@ -593,12 +593,12 @@ def test_an_odd_message_ends_the_service_of_its_worker_alone(
     )
     said = types.SimpleNamespace(heard=lambda: second, tell=told.append, taken=lambda _: [], take_back=lambda: None)
     monkeypatch.setattr(attendants, "Edge", lambda *_, **__: said)
-    serving._attend(7)
+    serving._serve_worker(7)
     assert told[-1].startswith("server 0 cannot use what this worker has sent (") and "left out" in caplog.text
     assert shared.error is None and not shared.pushed and shared.num_here == 0 and not shared.ledger._workers
     if second is not None:
         heard = iter([first])
-        serving._attend(8)
+        serving._serve_worker(8)
         assert told[-2]["refused"].startswith("server 0 cannot use") and told[-1] == "closed"
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ddp
-from ddp.collectives.shards import owned
+from ddp.collectives.shards import shards_of_rank
 from ddp.errors import AuditFailed, ConfigError
 from ddp.replica.broadcast import tensor_hash
 from ddp.train.checks import audit
@@ -39,7 +39,7 @@ def test_each_rank_is_audited_in_its_turn_and_all_shards_come(world_size: int, n
     for begin in range(num_turns - world_size):
         assert {turn.owner for turn in turns[begin : begin + world_size]} == set(range(world_size))
     for turn in turns:
-        assert turn.shard in owned(turn.owner, world_size, num_shards)
+        assert turn.shard in shards_of_rank(turn.owner, world_size, num_shards)
         assert len(turn.again) == 1 and turn.again[0] != turn.owner and 0 <= turn.again[0] < world_size
     assert {turn.shard for turn in turns} == set(range(num_shards))
     pairs = Counter((turn.owner, turn.again[0]) for turn in turns)
@@ -52,7 +52,7 @@ def test_no_empty_shard_is_audited(world_size: int, num_samples: int) -> None:
     bounds = [shard * num_samples // 8 for shard in range(9)]
     turns = [turn_of(number, num_samples, world_size, 8) for number in range(8 * world_size)]
     assert all(bounds[shard] < bounds[shard + 1] for shard, *_ in turns)
-    assert all(shard in owned(owner, world_size, 8) and owner not in again for shard, owner, again in turns)
+    assert all(shard in shards_of_rank(owner, world_size, 8) and owner not in again for shard, owner, again in turns)
     assert {shard for shard, *_ in turns} == {shard for shard in range(8) if bounds[shard] < bounds[shard + 1]}
 
 
@@ -62,7 +62,7 @@ def test_the_first_audit_is_of_a_shard_with_samples_by_all(world_size: int, num_
     turn = first_turn(num_samples, world_size, 8)
     bounds = [shard * num_samples // 8 for shard in range(9)]
     assert bounds[turn.shard] < bounds[turn.shard + 1] and bounds[turn.shard] == 0
-    assert turn.shard in owned(turn.owner, world_size, 8)
+    assert turn.shard in shards_of_rank(turn.owner, world_size, 8)
     assert sorted([turn.owner, *turn.again]) == list(range(world_size))
 
 

@@ -191,15 +191,15 @@ class Centred(ddp.Task):
 def test_a_loss_with_weights_of_its_own_is_told(caplog: pytest.LogCaptureFixture) -> None:
     model, hidden, fixed = fresh(), Centres(), Centres(is_trained=False)
     for loss, named in (
-        (Centres(), r"Centres has weights of its own \(centres\)"),
-        (Centred(), r"Centred has weights of its own \(centres\)"),
-        (lambda out, y: hidden(out, y), r"has weights of its own \(of shape \[4, 4\]\)"),
+        (Centres(), r"Centres has its own weights \(centres\)"),
+        (Centred(), r"Centred has its own weights \(centres\)"),
+        (lambda out, y: hidden(out, y), r"has its own weights \(of shape \[4, 4\]\)"),
         (fixed, None),
         (lambda out, y: F.cross_entropy(out, y) + 0.1 * model[0].weight.square().sum() / 12, None),  # of the model
     ):
         caplog.clear()
         look(loss, model, X, CLASSES)
-        assert ("has weights of its own" in caplog.text) == (named is not None)
+        assert ("has its own weights" in caplog.text) == (named is not None)
         assert named is None or re.search(f"the loss .*{named}, and fit trains those of the model alone", caplog.text)
     everything = [*model.parameters(), *hidden.parameters()]
     with pytest.raises(ConfigError, match=r"1 parameter.* if they are weights of a loss, put the loss into the model"):

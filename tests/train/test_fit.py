@@ -378,7 +378,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"data": [{"x": x, "y": y} for x, y in zip(X, CLASSES, strict=True)]},
         r"Classification needs batches \(inputs, targets\), but the data give a dict",
     ),
-    "a stream": (F.cross_entropy, {"data": Stream(), "epochs": None}, "data is a stream, and nobody knows where"),
+    "a stream": (F.cross_entropy, {"data": Stream(), "epochs": None}, "data is a stream of unknown length"),
     "a test stream": (F.cross_entropy, {"test_data": Stream()}, "test_data is Stream, an iterable"),
     "no samples": (F.cross_entropy, {"data": (X[:0], CLASSES[:0])}, "the training set has 0 samples"),
     "meta": (F.cross_entropy, {"module": nn.Linear(6, 3, device="meta")}, "the model Linear is on the meta device"),
@@ -416,7 +416,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"schedule": scheduler_of(other_optimizer()), "every": "step"},
         "StepLR was made for another optimizer",
     ),
-    "resume without a folder": (F.cross_entropy, {"resume": "auto"}, "which run\\? Name its folder"),
+    "resume without a folder": (F.cross_entropy, {"resume": "auto"}, "names no run: name its folder"),
     "resume from nowhere": (F.cross_entropy, {"resume": "/nowhere"}, "resume=/nowhere does not exist"),
 }
 
@@ -587,7 +587,7 @@ def folds(folder: str) -> list[str]:
 @pytest.mark.slow
 def test_a_signal_ends_a_loop_over_fits_and_says_what_is_saved(tmp_path: Path) -> None:
     first, second = run_ranks(folds, 2, str(tmp_path))
-    again = 'which is saved in %s: the same call with resume="auto" goes on from there'
+    again = 'which is saved in %s: the same call with resume="auto" resumes from there'
     runs = [tmp_path / f"{name}-0" for name in ("program", "cell", "again")]
     late = ["SIGINT came after the last step: the run is complete"]
     assert first == [*(f"stopped by SIGINT after step 3, {again % run}" for run in runs), *late] and second == []

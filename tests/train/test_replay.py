@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 import ddp
-from ddp.collectives.shards import owned
+from ddp.collectives.shards import shards_of_rank
 from ddp.errors import Diverged
 from ddp.optim import precision
 from ddp.process.streams import GeneratorStates
@@ -70,7 +70,7 @@ MEMBERS: dict[str, dict[str, Any]] = {
 def all_again(number: int, _: int, world_size: int, num_shards: int) -> Turn:
     """Shard after shard: each is computed by every rank."""
     shard = number % num_shards
-    owner = next(rank for rank in range(world_size) if shard in owned(rank, world_size, num_shards))
+    owner = next(rank for rank in range(world_size) if shard in shards_of_rank(rank, world_size, num_shards))
     return Turn(shard, owner, [rank for rank in range(world_size) if rank != owner])
 
 
@@ -384,7 +384,7 @@ def place(world_size: int, *, same_bits: bool) -> dict[str, Any]:
     """Returns where the bad sample is."""
     num_shards = 8 if same_bits else world_size
     shard = next(shard for shard in range(num_shards) if (shard + 1) * 16 // num_shards > 5)
-    rank = next(rank for rank in range(world_size) if shard in owned(rank, world_size, num_shards))
+    rank = next(rank for rank in range(world_size) if shard in shards_of_rank(rank, world_size, num_shards))
     first, end = (each * 16 // num_shards for each in (shard, shard + 1))
     samples = [16 + at for at in range(first, end)]
     more = f" and {len(samples) - 8} more" if len(samples) > 8 else ""

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset
 
 import ddp
-from ddp.collectives.shards import Place
+from ddp.collectives.shards import TreeSlot
 from ddp.data.orders.sampler import StepPlan
 from ddp.errors import ConfigError
 from ddp.gradients import ErrorFeedback, Sign
@@ -281,8 +281,8 @@ Patch = pytest.MonkeyPatch
 def chain_in_places(patch: Patch, comm: Any) -> None:
     """Another bracket: a rank adds each shard to the sum of those before."""
 
-    def chain(shards: range, num_shards: int) -> dict[int, Place]:
-        return {shard: Place(int(shard > shards.start), int(shard > shards.start)) for shard in shards}
+    def chain(shards: range, num_shards: int) -> dict[int, TreeSlot]:
+        return {shard: TreeSlot(int(shard > shards.start), int(shard > shards.start)) for shard in shards}
 
     patch.setattr("ddp.replica.by_shards.places", chain)
 

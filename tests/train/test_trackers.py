@@ -333,7 +333,7 @@ def ways(tmp_path: Path) -> list[str]:
 
     limits = tracker.BEGIN_S, tracker.END_S
     for how, says in {
-        "fails at step 4": "MLflow: ConnectionError: the server is down; the run goes on, and sends it nothing more",
+        "fails at step 4": "MLflow: ConnectionError: the server is down; the run continues, and sends it nothing more",
         "hangs at step 4": "MLflow has not taken all of the run within 0.5 s, and may miss the rest",
     }.items():
         into(how)

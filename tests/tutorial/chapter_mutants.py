@@ -147,7 +147,7 @@ SUBJECTS = {  # chapter → the functions that it is about
     ],
     "15_who_starts_it": ["comm/meeting/place.py: _placed, _on_one_host, _port_of, _starter"],
     "16_central_storage": ["comm/host_share.py: shared_by_host, _mapped"],
-    "20_sums_and_their_order": ["collectives/shards.py: owned, halves, largest_nodes, additions"],
+    "20_sums_and_their_order": ["collectives/shards.py: shards_of_rank, halves, largest_nodes, additions"],
 }
 
 

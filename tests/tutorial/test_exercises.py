@@ -169,7 +169,7 @@ TYPICAL = {
         ",",
         "deadlock: rank 1 takes no chunk 1 in this round\n",
     ),
-    "ring: a round too few": Typical("02", "(num_ranks - 1):", "(num_ranks - 2):", "nobody sends this chunk"),
+    "ring: a round too few": Typical("02", "(num_ranks - 1):", "(num_ranks - 2):", "no rank sends this chunk"),
     "ring: everything each time": Typical(
         "02",
         "yield Send(right, range(outgoing, outgoing + 1)), Recv(left, range(incoming, incoming + 1), add=True)",
@@ -468,7 +468,7 @@ def test_an_endless_loop_is_ended(
     assert list(exercise.ended_by_deadline(lines(), path, seconds=0.1)) == ["✓ ended"]
     assert sys.ended == 1  # type: ignore[attr-defined]
     text = capsys.readouterr().out
-    assert "✗ still running after 0.1 s; does a loop never end?" in text and "endless.py, line " in text
+    assert "✗ still running after 0.1 s; a loop may never end" in text and "endless.py, line " in text
 
 
 def test_a_schedule_of_one_s_own(
@@ -518,7 +518,7 @@ TREE = SCHEDULES["tree"]
         (SCHEDULES["tree_broadcast"], "is no all-reduce, but one where rank 0 starts with every chunk"),
         (whole_or(TREE._replace(num_chunks=lambda n: 1 // (n - 7)), above=6), "with 7 ranks: ZeroDivisionError"),
         (whole_or(TREE._replace(num_chunks=lambda n: 1 << 40), above=6), "with 7 ranks: num_chunks is 1099511627776"),
-        (whole_or(TREE._replace(algorithm=lambda *_: iter(())), above=6), "nobody sends this chunk"),
+        (whole_or(TREE._replace(algorithm=lambda *_: iter(())), above=6), "no rank sends this chunk"),
         (whole_or(SCHEDULES["tree_broadcast"], above=6), "not each contribution once"),
     ],
 )

@@ -32,7 +32,7 @@ GiveUpCheck = Callable[[], "tuple[int, str] | None"]
 
 
 def never_hopeless() -> None:
-    """Stands in for an `GiveUpCheck` where nobody watches the other ranks."""
+    """A `GiveUpCheck` that never gives up."""
 
 
 class Transfer(NamedTuple):

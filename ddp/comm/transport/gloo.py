@@ -6,12 +6,12 @@ Every transfer is a `send` or `recv` of its own; messages between two ranks matc
 CUDA tensors: those are staged through pinned host memory.
 
 Note "tags". Gloo puts a message into the receive with the same tag. If that is shorter, the process aborts; if it is
-longer, nobody is told. So every message has a tag that says what it is, and ends that do not fit never meet: then the
+longer, there is no error. So every message has a tag that says what it is, and ends that differ never meet: then the
 watchdog can tell who did what. Bit 30 keeps the tags of messages between two ranks apart from those of collectives.
 
 Note "interrupting Gloo". A thread inside one of Gloo's waits can look at nothing else, and Gloo's own deadline passes
 while the process is stopped. So Gloo waits without a deadline, and a thread of ours beside it keeps the deadline and
-asks whether the wait is in vain. It ends a wait by a second one, for a message that nobody sends, with a timeout of a
+asks whether the wait is in vain. It ends a wait by a second one, for a message that is never sent, with a timeout of a
 millisecond. When that has passed, Gloo closes all connections of this object, and with them every wait ends. No
 collective over them could go on.
 """
@@ -83,7 +83,7 @@ class GlooConnections:
         self.waits: dict[int, tuple[float, GiveUpCheck]] = {}  # those in progress: their timeout in seconds
         self.numbers = itertools.count()  # of the waits
         self._absent, self._nothing = int(rank == 0), torch.empty(1, device="cpu")
-        name, mine = f"ddp-gloo-{rank}", weakref.ref(self)  # the thread ends when nobody knows the connections
+        name, mine = f"ddp-gloo-{rank}", weakref.ref(self)  # the thread ends when the connections are unreferenced
         thread = threading.Thread(target=_end_overdue_waits, args=(mine,), name=name, daemon=True)
         _watching.add(thread)
         _open.add(self)

@@ -1,10 +1,10 @@
 """Transport over NCCL: GPU tensors, each rank with a GPU of its own.
 
 The communicator is made from torch's own object, past torch's groups: with those, one timeout holds for every
-operation, whoever waits for it, and torch ends the process; and groups that overlap may get each other's names.
+operation, waited for or not, and torch ends the process; and groups that overlap may get each other's names.
 
 A round is one coalesced batch: posted one by one, "send, then receive" on both sides deadlocks, since NCCL runs the
-operations of a pair in launch order (NVIDIA/nccl#479). The batch begins when the current stream has come to it, and
+operations of a pair in launch order (NVIDIA/nccl#479). The batch begins when the current stream has reached it, and
 `wait` makes the current stream wait for its end. The host waits for neither, so `comm/stream_queue.py` watches what is
 on its way. Everything travels as bytes, because NCCL lacks some of torch's types.
 
@@ -110,6 +110,6 @@ class _Batch:
         self._work = work
 
     def wait(self, timeout_s: float) -> None:
-        """Makes the current stream wait; the host goes on."""
+        """Makes the current stream wait; the host continues."""
         if self._work is not None:
             self._work.wait()

@@ -77,7 +77,7 @@ class SharedMemory:
     def __init__(self, descriptor: int, path: str, num_bytes: int) -> None:
         self.path = path
         self.buffer = mmap.mmap(descriptor, num_bytes)
-        with torch.inference_mode(False):  # whoever allocates in inference mode wants to train in it later
+        with torch.inference_mode(False):  # memory allocated in inference mode is to be trained in later
             self.bytes = torch.frombuffer(self.buffer, dtype=torch.uint8)  # [num_bytes]
         self.address = self.bytes.data_ptr()
         self._descriptor: int | None = None
@@ -271,7 +271,7 @@ class Life:
             descriptor, self._descriptor = self._descriptor, None
             os.close(descriptor)
 
-    __del__ = close  # also after an error, when a thread may still ask, so that nobody closes it
+    __del__ = close  # also after an error, when a thread may still ask, so that it is not closed under it
 
 
 _RUNS, _LEFT, _GAVE_UP = 0, 1, 2  # states of a process; _GAVE_UP + i: because of process i
@@ -281,7 +281,7 @@ class Barrier:
     """Lets the processes of one group wait for each other; used by one thread of each at a time.
 
     Each process posts to every other one, then takes one post from each, so the last one to come does not sleep at all.
-    A process that has left or ended is missed only by those that wait for it, because it may have come to its last
+    A process that has left or ended is missed only by those that wait for it, because it may have reached its last
     barrier before. If a process has given up because of another one, all blame that other one.
 
     Args:
@@ -357,7 +357,7 @@ class Barrier:
                         raise lost
 
     def give_up(self, because_of: int | None = None) -> None:
-        """Tells the others not to wait for this process, and which one is to blame: itself, if nobody is named."""
+        """Tells the others not to wait for this process, and which one is to blame: itself, if none is named."""
         if (mine := self._states[self._index]).value == _RUNS:
             mine.value = _GAVE_UP + (self._index if because_of is None else because_of)
 
@@ -384,4 +384,4 @@ class Barrier:
             return TransportError(rank, "it has left this host's group")
         if not self._lives[other].goes_on():
             return TransportError(rank, "its process has ended")
-        return TransportError(rank, "it did not come to this host's barrier", timed_out=True) if late else None
+        return TransportError(rank, "it did not reach this host's barrier", timed_out=True) if late else None

@@ -34,8 +34,8 @@ PROBE_BYTES = 64
 
 
 @dataclass(frozen=True)
-class Facts:
-    """A rank's account of itself."""
+class RankLocation:
+    """Location of a rank: its kernel, its process and its memory."""
 
     boot_id: str  # "" where the kernel does not tell
     pid_namespace: str
@@ -68,11 +68,11 @@ def discover(rank: int, gather: Gather, *, kinds: Sequence[Kind] = KINDS) -> Nei
     """Finds out who shares a host with whom. Collective over all ranks of `gather`.
 
     Args:
-        gather: all-gather of bytes; keeps a deadline of its own.
+        gather: all-gather of bytes; keeps its own deadline.
         kinds: which memory to try, in order of preference; the same on every rank.
     """
     reached: list[dict[int, list[Kind]]] = []
-    facts: list[Facts] = []
+    facts: list[RankLocation] = []
     reasons: dict[int, str] = {}
     for kind in kinds:
         facts, reached_now, reasons = _try(rank, gather, kind)
@@ -117,11 +117,11 @@ def _mutual(reached: Sequence[Reached], a: int, b: int, kind: Kind) -> bool:
     return kind in reached[a].get(b, ()) and kind in reached[b].get(a, ())
 
 
-def _same_kernel(facts: Sequence[Facts], rank: int) -> list[int]:
+def _same_kernel(facts: Sequence[RankLocation], rank: int) -> list[int]:
     return [other for other, each in enumerate(facts) if other != rank and each.boot_id == facts[rank].boot_id]
 
 
-def _try(rank: int, gather: Gather, kind: Kind) -> tuple[list[Facts], list[list[int]], dict[int, str]]:
+def _try(rank: int, gather: Gather, kind: Kind) -> tuple[list[RankLocation], list[list[int]], dict[int, str]]:
     """Takes steps 1 to 3 with one kind of memory.
 
     Returns:
@@ -138,8 +138,8 @@ def _try(rank: int, gather: Gather, kind: Kind) -> tuple[list[Facts], list[list[
         if memory is not None:
             memory.buffer[:] = number
             path = memory.path
-        mine = Facts(boot_id(), _pid_namespace(), os.getpid(), path, number.hex())
-        facts = [Facts(**each) for each in gathered(gather, asdict(mine))]
+        mine = RankLocation(boot_id(), _pid_namespace(), os.getpid(), path, number.hex())
+        facts = [RankLocation(**each) for each in gathered(gather, asdict(mine))]
         neighbours = _same_kernel(facts, rank)
         reasons = {other: own_reason or _why_out_of_reach(facts[other]) for other in neighbours}
         reached = gathered(gather, [other for other, reason in reasons.items() if not reason])
@@ -149,7 +149,7 @@ def _try(rank: int, gather: Gather, kind: Kind) -> tuple[list[Facts], list[list[
     return facts, reached, {other: reason for other, reason in reasons.items() if reason}
 
 
-def _why_out_of_reach(neighbour: Facts) -> str:
+def _why_out_of_reach(neighbour: RankLocation) -> str:
     if not neighbour.path:
         return "it has no shared memory to offer"
     try:

@@ -44,7 +44,7 @@ class Wait(NamedTuple):
     """A call of this rank, and the rank that it waits for.
 
     Attributes:
-        run: counts the collectives that ranks do together, on all of them alike; 0: it is none of these.
+        run: counts the collectives that ranks do together, the same on all of them; 0: it is none of these.
     """
 
     call: Call
@@ -61,8 +61,8 @@ class Board:
         wait: what this rank waits in; None while it is in no call.
         last_wait: the same, or what it last waited in.
         posted, in_flight: this rank's messages, see `Status`; they go on changing.
-        lives: by rank of this host, its process: once that has ended, nobody waits for a sign of life.
-        awake_since_s: when this process was last paused, or had nobody to wait for.
+        lives: by rank of this host, its process: once that has ended, no rank waits for a sign of life.
+        awake_since_s: when this process was last paused, or waited for no rank.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
@@ -138,7 +138,7 @@ class Board:
         return statuses
 
     def forget_changes(self) -> None:
-        """Lets every rank's silence begin anew, because this one has nobody to wait for."""
+        """Resets every rank's silence timer, because this rank waits for none."""
         self._last_change.clear()
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ class Board:
         self.lives.clear()
 
     def _begin_anew_if_paused(self) -> None:
-        """Forgets what was seen before this process was paused, or had nobody to wait for."""
+        """Forgets what was seen before this process was paused, or while it waited for no rank."""
         now = now_s()
         if now - self._observed_s > PAUSED_S:
             self._last_change.clear()

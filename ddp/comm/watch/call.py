@@ -163,10 +163,10 @@ class Recorder(Protocol):
     """Measures a communicator: each method is called in the thread, and on a GPU for the stream, that it is about."""
 
     def began(self, noted: Noted) -> None:
-        """Takes note that a call begins."""
+        """Records that a call begins."""
 
     def ended(self, noted: Noted) -> None:
-        """Takes note that a call has ended well."""
+        """Records that a call has ended well."""
 
     def waiting(self) -> AbstractContextManager[None]:
         """Begins a block that waits for a call."""
@@ -176,7 +176,7 @@ class History:
     """The last calls of a communicator, in the order in which they began.
 
     Attributes:
-        recorder: told of each call; None: nobody measures.
+        recorder: told of each call; None: nothing is measured.
     """
 
     def __init__(self) -> None:

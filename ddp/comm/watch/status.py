@@ -1,7 +1,7 @@
 """The ranks' statuses, and what they tell about who is to blame. Pure: no store, no clock, no thread.
 
     certain     a rank said that it failed, or left before its part; its process has ended; its tick stands still
-    likely      nobody is surely dead: someone is silent, or somewhere else, or a link is cut
+    likely      no rank is surely dead: one is silent, or somewhere else, or a link is cut
 
 A collective waits for all ranks. A message waits for its peer, who may wait in a message for another rank, and so on:
 this is the *chain*. It leads to the rank that holds up all the others, or back to where it began, which is a deadlock.
@@ -115,7 +115,7 @@ class StatusSnapshot(NamedTuple):
         return self.failed() or self.gone() or self.silent(STALE_S)
 
     def missed(self, peer: int) -> StatusSnapshot:
-        """Returns only the ranks that have not come to this call, and the rank that this one waits for.
+        """Returns only the ranks that have not reached this call, and the rank that this one waits for.
 
         For a message, these are the ranks of the chain.
         """
@@ -229,7 +229,7 @@ class StatusSnapshot(NamedTuple):
             status = min(behind, key=lambda each: (each.sequence, each.waits_in is not None))
             if (message := status.waits_in) and message.peer == self.mine.rank and self.mine.owes(message, status.rank):
                 return status.rank, _crossed(self.mine.rank, self.call.title, status.rank, message)
-            return status.rank, _late("has not come to this collective", status, abort_s)
+            return status.rank, _late("has not reached this collective", status, abort_s)
         return suspect, _cut(observed)
 
     def _likely_in_message(self, suspect: int, observed: str, abort_s: float) -> Culprit:
@@ -246,7 +246,7 @@ class StatusSnapshot(NamedTuple):
             collective = f"collective #{status.sequence} [{status.label}]"
             return last, _crossed(last, collective, self.mine.rank, message)
         if status.owes(message, self.mine.rank):
-            return last, _late("has not come to this message", status, abort_s)
+            return last, _late("has not reached this message", status, abort_s)
         return suspect, _cut(observed)
 
 
@@ -255,7 +255,7 @@ def _late(why: str, status: Status, abort_s: float) -> str:
 
 
 def _cut(observed: str) -> str:
-    return f"it is alive, but the link to it is not ({observed or 'nothing came'}): is it cut?"
+    return f"it is alive, but the link to it is not ({observed or 'nothing came'}): check the network between them"
 
 
 def _crossed(in_collective: int, collective: str, in_message: int, message: Envelope) -> str:

@@ -4,9 +4,9 @@ Before each wait a rank notes its call and whom it waits for. Every `INTERVAL_S`
 that note on the `Board`, and reads the others'. It ends with `leave`, or with the watchdog itself.
 
 After `warn_s` of waiting the watchdog prints a warning, once per call. A rank that lives and computes is waited for
-until the deadline, `abort_s`. If the statuses show before that nobody can come any more, because a rank failed, left,
+until the deadline, `abort_s`. If the statuses show before that no rank can come any more, because a rank failed, left,
 or has shown no sign of life for `SILENCE_S`, or because a call is stuck, the watchdog gives up: `hopeless_because`
-says so to whoever waits. In either case `find_culprit` turns the statuses into a `PeerLost`. None of this slows a
+says so to the waiting ranks. In either case `find_culprit` turns the statuses into a `PeerLost`. None of this slows a
 collective down, because a note is one assignment.
 """
 
@@ -70,7 +70,7 @@ class Watchdog:
 
         Args:
             names: every rank's host, for the case that a rank is lost and the store with it.
-            pids: by rank of this host, its process: once that has ended, nobody waits for a sign of life.
+            pids: by rank of this host, its process: once that has ended, no rank waits for a sign of life.
         """
         self._hosts = dict(enumerate(names))
         self.board.lives = {rank: Life(pid) for rank, pid in pids.items() if rank != self.board.rank}
@@ -80,11 +80,11 @@ class Watchdog:
         self.board.posted, self.board.in_flight = posted, in_flight
 
     def among(self, ranks: Sequence[int], channel: int) -> Watchdog:
-        """Returns one for a group of some of the ranks, whose calls have numbers of their own."""
+        """Returns one for a group of some of the ranks, whose calls have their own numbers."""
         return Watchdog(
             part_of(self.board.store, f"channel/{channel}"),
             list(ranks).index(self.board.rank),
-            min(len(ranks), self.board.world_size),  # a watchdog of one rank watches nobody in a group either
+            min(len(ranks), self.board.world_size),  # a watchdog of one rank watches no rank in a group either
             generation=self._generation,
             warn_s=self.warn_s,
             abort_s=self._abort_s,
@@ -168,7 +168,7 @@ class Watchdog:
         return False
 
     def while_watched(self, make: Callable[[], Result], peer: int) -> Result:
-        """Returns what `make` returns, which blocks in a library until all ranks have come. Another thread calls it.
+        """Returns the result of `make`, which blocks in a library until all ranks have come. Another thread calls it.
 
         Args:
             peer: the rank that is waited for first.
@@ -268,7 +268,7 @@ class Watchdog:
         number, route = (call.sequence, "") if call.message is None else (call.message.number, call.message.route)
         return PeerLost(culprit, host, self._generation, number, call.label, reason, route)
 
-    # --- while a wait goes on ----------------------------------------------------------------------------------------
+    # --- during a wait -----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Publishes this rank's status. In a wait, looks at the others', and warns or gives up."""
@@ -301,7 +301,7 @@ class Watchdog:
     def _give_up_if_hopeless(self, others: StatusSnapshot) -> None:
         """Ends a wait before its deadline, if the rank that it waits for cannot come any more.
 
-        A rank that has come to this collective may have done its part and gone, while another one still computes: it is
+        A rank that has reached this collective may have done its part and gone, while another one still computes: it is
         missed only by the rank that waits for it, which tells the others.
         """
         wait = self.board.wait
@@ -316,7 +316,7 @@ class Watchdog:
 
 
 def _watch(watchdog: weakref.ref[Watchdog], stopped: threading.Event) -> None:
-    """Lets the watchdog check, every so often, until it is told to stop, or nobody knows it any more."""
+    """Lets the watchdog check, every so often, until it is told to stop, or is unreferenced."""
     while not stopped.wait(INTERVAL_S):
         if (here := watchdog()) is None:
             return

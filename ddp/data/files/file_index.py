@@ -39,7 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddp.data.files.listing import Addresses, as_given, listed
-from ddp.data.files.readers import Facts, LocalReader, Reader, is_remote
+from ddp.data.files.readers import FileVersion, LocalReader, Reader, is_remote
 from ddp.data.files.storage import DIRECT, Storage
 from ddp.errors import ConfigError
 from ddp.process.files import at_home, make_folder, to_read, whole_file, why_shared
@@ -52,8 +52,8 @@ from ddp.process.log import log
 #     data/index/tar-4f1d….index                 the user's own folder
 #     ~/.cache/ddp/81c2…/tar-4f1d….index         in its place, if that folder is a team's, or another user's
 #
-# Whoever can forge an index decides which bytes are a sample. So each member of a team makes their own index, once, and
-# no member's run ends because another one was first.
+# A user who can forge an index decides which bytes are a sample. So each member of a team makes their own index, once,
+# and no member's run ends because another one was first.
 
 
 def index_place(given: Path) -> Path:
@@ -180,7 +180,7 @@ class Format(ABC):
         return data
 
     def place(self, reader: Reader, number: int, start: int) -> str:
-        """Returns which sample of its file this is, in words for an error."""
+        """Returns which sample of its file this is, as text for an error."""
         return f"sample {number}, at byte {start}"
 
     def lengths(self, num_bytes: NDArray[np.int64]) -> NDArray[np.int64] | None:
@@ -192,7 +192,7 @@ class IndexedFile(NamedTuple):
     """The index's entry of one file."""
 
     address: str
-    facts: Facts
+    facts: FileVersion
     num_samples: int
     notes: dict[str, Any]
 
@@ -283,8 +283,8 @@ def index_path(addresses: Addresses, format: Format, *, index_dir: str | Path) -
     return at_home(Path(index_dir)).absolute() / f"{format.kind}-{digest}.index"
 
 
-def _layouts(index: FileIndex, path: Path) -> dict[tuple[str, Facts], Layout]:
-    """Returns what an index has that can be in the new one at `path`, too."""
+def _layouts(index: FileIndex, path: Path) -> dict[tuple[str, FileVersion], Layout]:
+    """Returns the entries of an index that can be in the new one at `path`, too."""
     mine, parts = index._replace(path=path), pairwise(index.first_samples())
     return {
         (file.address, file.facts): Layout(index.table[first:stop], file.notes)
@@ -293,14 +293,14 @@ def _layouts(index: FileIndex, path: Path) -> dict[tuple[str, Facts], Layout]:
     }
 
 
-def _read_all(wanted: Sequence[tuple[str, Facts]], format: Format, storage: Storage, path: Path) -> list[Layout]:
+def _read_all(wanted: Sequence[tuple[str, FileVersion]], format: Format, storage: Storage, path: Path) -> list[Layout]:
     if not any(is_remote(address) for address, _ in wanted):
         return [_layout_of(each, format, storage, path) for each in wanted]
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
         return list(threads.map(lambda each: _layout_of(each, format, storage, path), wanted))
 
 
-def _layout_of(file: tuple[str, Facts], format: Format, storage: Storage, path: Path) -> Layout:
+def _layout_of(file: tuple[str, FileVersion], format: Format, storage: Storage, path: Path) -> Layout:
     address, facts = file
     if not facts.size:
         raise ConfigError(f"{address} is empty: write it again, or leave it out of the list")
@@ -320,7 +320,7 @@ def _copied(reader: Reader, format: Format, path: Path) -> Layout:
         return layout._replace(notes={**layout.notes, _COPY: [copy.name, file.tell()]})
 
 
-def _write(path: Path, format: Format, layouts: dict[tuple[str, Facts], Layout]) -> None:
+def _write(path: Path, format: Format, layouts: dict[tuple[str, FileVersion], Layout]) -> None:
     files = [IndexedFile(*file, len(each.spans), each.notes) for file, each in layouts.items()]
     line = json.dumps({"format": _name(format), "files": [file._asdict() for file in files]}).encode()
     line += b" " * (-(len(line) + 1) % _ALIGNMENT) + b"\n"
@@ -421,7 +421,7 @@ def _indexed_file(entry: dict[str, Any]) -> IndexedFile:
     number = entry["num_samples"]
     if type(number) is not int or number < 0:
         raise ValueError(f"{number!r} is no number of samples")
-    return IndexedFile(entry["address"], Facts(*entry["facts"]), number, entry["notes"])
+    return IndexedFile(entry["address"], FileVersion(*entry["facts"]), number, entry["notes"])
 
 
 def _mapped(index: IO[bytes], offset: int, num_rows: int) -> Spans:

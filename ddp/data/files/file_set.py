@@ -147,7 +147,7 @@ def _open_files(index: FileIndex, storage: Storage) -> Any:
     """Returns a function from a file's number to its reader, which keeps those that were used last."""
     limit = _NUM_OPEN_REMOTE if any(is_remote(file.address) for file in index.files) else _NUM_OPEN
 
-    @lru_cache(limit)  # a reader closes its file once nobody reads from it
+    @lru_cache(limit)  # a reader closes its file once it is unreferenced
     def reader(file: int) -> Reader:
         return index.reader(index.files[file], storage)
 

@@ -6,12 +6,12 @@
 pread(2) is used instead of a memory map, because a file that is cut off while it is mapped ends the process with a
 SIGBUS. Here it is an error that names the file.
 
-`Facts` tell a file's versions apart: the size, and the time of the last change or what the remote side has in its
-place. A reader compares them after every read, because a file that is written over while it is open would be read as a
-mixture of two versions. One fstat(2) takes 1 us of the two. A copy may keep size and time of the file that it replaces.
-So local files also have the time of their last change of any kind (ctime), and their number on the disk (inode). An
-index is made again if one of these is another. A run that goes on ends only if both are, because a new name or new
-permissions change the first, and some network file systems change the second.
+A `FileVersion` identifies a version of a file: its size, and the time of its last change or the remote side's
+replacement for that. A reader compares them after every read, because a file that is overwritten while it is open would
+be read as a mixture of two versions. One fstat(2) takes 1 us of the two. A copy may keep size and time of the file that
+it replaces. So local files also have the time of their last change of any kind (ctime), and their number on the disk
+(inode). An index is made again if one of these differs. A running job ends only if both differ, because a new name or
+new permissions change the first, and some network file systems change the second.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from ddp.errors import ConfigError, one_line
 from ddp.process.helper_thread import within
 
 
-class Facts(NamedTuple):
-    """Tells one version of a file from the next."""
+class FileVersion(NamedTuple):
+    """Identity of one version of a file."""
 
     size: int  # in bytes
     version: str  # local: time of the last change in ns; remote: its etag, checksum or time; "" if it has none
     ctime_ns: int = 0  # of a local file
     inode: int = 0
 
-    def is_same_version(self, other: Facts) -> bool:
-        """Returns False for another content, as far as that can be told while a run goes on."""
+    def is_same_version(self, other: FileVersion) -> bool:
+        """Returns False for another content, as far as that can be told during a run."""
         is_same_file = self.ctime_ns == other.ctime_ns or self.inode == other.inode
         return self[:2] == other[:2] and is_same_file
 
@@ -56,7 +56,7 @@ class Reader(ABC):
     """
 
     address: str
-    facts: Facts
+    facts: FileVersion
 
     @abstractmethod
     def read(self, offset: int, length: int) -> bytes:
@@ -79,7 +79,7 @@ class LocalReader(Reader):
         ConfigError: there is no such file, or it cannot be opened.
     """
 
-    def __init__(self, path: str, *, address: str | None = None, facts: Facts | None = None) -> None:
+    def __init__(self, path: str, *, address: str | None = None, facts: FileVersion | None = None) -> None:
         self._descriptor = -1  # for __del__
         self._path, self.address = path, address or path
         try:
@@ -109,7 +109,7 @@ class LocalReader(Reader):
                 "check the disk, or copy the file again"
             ) from error
         if now.st_mtime_ns != self._mtime_ns or now.st_size != self._size:
-            check_unchanged(self._path, Facts(self._size, str(self._mtime_ns)), _facts(self._path, now))
+            check_unchanged(self._path, FileVersion(self._size, str(self._mtime_ns)), _facts(self._path, now))
         return data
 
     def __del__(self) -> None:
@@ -159,7 +159,7 @@ class ReaderFile(io.RawIOBase):
         return self._position
 
 
-def local_facts(path: str) -> Facts:
+def local_facts(path: str) -> FileVersion:
     """Returns the facts of a file of this host.
 
     Raises:
@@ -171,7 +171,7 @@ def local_facts(path: str) -> Facts:
         raise unopened(path, error) from error
 
 
-def check_unchanged(address: str, before: Facts, now: Facts) -> None:
+def check_unchanged(address: str, before: FileVersion, now: FileVersion) -> None:
     """Checks that a file is the version that was indexed.
 
     Raises:
@@ -196,10 +196,10 @@ def unopened(address: str, error: OSError) -> ConfigError:
     return ConfigError(f"{address} cannot be opened ({error.strerror or error}): check its permissions")
 
 
-def _facts(path: str, status: os.stat_result) -> Facts:
+def _facts(path: str, status: os.stat_result) -> FileVersion:
     if stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"{path} is a folder where a file is expected: give its files, or a pattern such as {path}/*")
-    return Facts(status.st_size, str(status.st_mtime_ns), status.st_ctime_ns, status.st_ino)
+    return FileVersion(status.st_size, str(status.st_mtime_ns), status.st_ctime_ns, status.st_ino)
 
 
 # --- Remote files: every call is bounded and retried -----------------------------------------------------------------
@@ -297,7 +297,7 @@ def patiently(call: Callable[[], T], *, what: str, address: str, retries: Retrie
             if status in (None, 404, 410):
                 raise unopened(address, error if isinstance(error, OSError) else OSError(str(error))) from error
             failure = error
-        except Exception as error:  # each service has errors of its own
+        except Exception as error:  # each service has its own errors
             failure = error
     raise ReadFailed(
         f"{address}: {what} in {retries.num_retries + 1} tries, each with a deadline of {retries.deadline_s:g} s "
@@ -308,7 +308,7 @@ def patiently(call: Callable[[], T], *, what: str, address: str, retries: Retrie
 # ------------------------------------------------------------------------------------------------- one remote file
 
 
-def remote_facts(address: str, *, retries: Retries) -> Facts:
+def remote_facts(address: str, *, retries: Retries) -> FileVersion:
     """Returns size and version of a remote file.
 
     Raises:
@@ -319,7 +319,7 @@ def remote_facts(address: str, *, retries: Retries) -> Facts:
         raise ConfigError(f"{address} is a folder where a file is expected: end it with / to take its files")
     if not isinstance(info.get("size"), int):
         raise ConfigError(f"{address}: its server does not say how long it is; copy the file to a disk of this host")
-    return Facts(info["size"], next((str(info[key]) for key in _VERSIONS if info.get(key)), ""))
+    return FileVersion(info["size"], next((str(info[key]) for key in _VERSIONS if info.get(key)), ""))
 
 
 def _info(address: str) -> dict[str, Any]:
@@ -330,7 +330,7 @@ def _info(address: str) -> dict[str, Any]:
 
 
 def remote_range(address: str, start: int, end: int, *, retries: Retries) -> bytes:
-    """Returns the bytes from `start` to `end` of a remote file, by a handle of its own.
+    """Returns the bytes from `start` to `end` of a remote file, by its own handle.
 
     Raises:
         ReadFailed: no try was successful.

@@ -278,7 +278,7 @@ def _can_be(cell: Any, wanted: str) -> bool:
 
 
 def _of_another_type(value: Any, wanted: str) -> str:
-    """Returns in words why a value of a cell is none of the wanted type."""
+    """Returns as text why a value of a cell is none of the wanted type."""
     if wanted == "int64":
         return f"is {_said(value)}, no whole number as a class is; leave num_classes out for a number"
     is_whole = isinstance(value, int) and not isinstance(value, bool)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ddp.data.files.readers import (
     BLOCK_BYTES,
-    Facts,
+    FileVersion,
     LocalReader,
     Reader,
     RemoteReader,
@@ -49,12 +49,12 @@ from ddp.process.files import at_home, make_folder, opened, to_read, whole_file,
 # apart, the first was handed a file of the right size with half of its bytes (fsspec 2026.9). Its one call for a whole
 # file could have no deadline that suits all sizes, either.
 #
-# A folder that others may write is refused, because whoever may write a copy decides what the samples are.
+# A folder that others may write is refused, because a user who may write a copy decides what the samples are.
 #
 # The folder is a disk of this host: on a disk that hosts share, two hosts may wait for each other's locks.
 
 
-def local_copy(address: str, facts: Facts, *, cache_dir: Path, retries: Retries) -> Path:
+def local_copy(address: str, facts: FileVersion, *, cache_dir: Path, retries: Retries) -> Path:
     """Returns the path of a whole copy of a remote file, after downloading it if no process of this host has.
 
     Raises:
@@ -86,7 +86,7 @@ def _base_name(address: str) -> str:
     return name[-100:]  # the suffix matters, and file systems limit the length
 
 
-def _download(address: str, facts: Facts, copy: Path, retries: Retries) -> None:
+def _download(address: str, facts: FileVersion, copy: Path, retries: Retries) -> None:
     with whole_file(copy, temporary=f".part-{copy.name}") as file:  # in the place of what a killed process has left
         for start in range(0, facts.size, BLOCK_BYTES):
             file.write(remote_range(address, start, min(start + BLOCK_BYTES, facts.size), retries=retries))
@@ -113,7 +113,7 @@ class Storage(NamedTuple):
     retries: Retries = Retries()  # of remote calls
     cache_dir: str | Path | None = None  # where remote files are copied to; None streams them
 
-    def facts(self, addresses: Sequence[str]) -> list[Facts]:
+    def facts(self, addresses: Sequence[str]) -> list[FileVersion]:
         """Returns size and version of each file.
 
         Raises:
@@ -124,7 +124,7 @@ class Storage(NamedTuple):
         with ThreadPoolExecutor(_NUM_THREADS) as threads:
             return list(threads.map(self._facts, addresses))
 
-    def reader(self, address: str, facts: Facts) -> Reader:
+    def reader(self, address: str, facts: FileVersion) -> Reader:
         """Opens a file.
 
         Raises:
@@ -137,10 +137,10 @@ class Storage(NamedTuple):
         check_unchanged(address, facts, reader.facts)
         return reader
 
-    def _facts(self, address: str) -> Facts:
+    def _facts(self, address: str) -> FileVersion:
         return remote_facts(address, retries=self.retries) if is_remote(address) else local_facts(address)
 
-    def _copy(self, address: str, facts: Facts, cache_dir: Path) -> Reader:
+    def _copy(self, address: str, facts: FileVersion, cache_dir: Path) -> Reader:
         copy = local_copy(address, facts, cache_dir=cache_dir, retries=self.retries)
         size = copy.stat().st_size
         if size != facts.size:

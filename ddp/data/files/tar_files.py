@@ -43,7 +43,7 @@ _BLOCK = 512
 _MANY = 1 << 20
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)", re.DOTALL)
 _META = re.compile(r"__[a-z]+__")  # of a whole key; a video's number may begin like this
-_NUMBER = re.compile(r"\d[^.]*\.|\d+$")  # an extension that goes on with a number, as 25.png, unlike 3gp
+_NUMBER = re.compile(r"\d[^.]*\.|\d+$")  # an extension that continues with a number, as 25.png, unlike 3gp
 
 
 class TarSamples(Format):

@@ -126,9 +126,9 @@ class KeyedBatches(Dataset[Any]):
 #                                               or as a global of the module that uses it
 #     A.Compose([…], seed=0)                    an object with a method `set_random_seed`, as albumentations has
 #
-# Every rank and every loader process has a copy of such a generator, which goes on from where the copy was made. So all
-# of them would draw the same numbers for different samples, and a resumed run others. Seeded by (seed, epoch, sample),
-# a sample draws the same wherever it is read.
+# Every rank and every loader process has a copy of such a generator, which continues from where the copy was made. So
+# all of them would draw the same numbers for different samples, and a resumed run others. Seeded by (seed, epoch,
+# sample), a sample draws the same wherever it is read.
 #
 # Data sets are searched once in each process, before its first batch, and only in what user code can have made. Those
 # without such generators pay nothing for a sample. What is hidden in an extension's own memory is not found;
@@ -242,7 +242,7 @@ def _parts(each: Any) -> Iterator[Any]:
 
 
 def _some(values: Iterable[Any], length: int) -> Iterable[Any]:
-    return values if length <= _MANY else islice(values, _FEW)  # a long container has samples, which are alike
+    return values if length <= _MANY else islice(values, _FEW)  # a long container has samples, of one kind
 
 
 def _of_class(kind: type) -> Iterator[Any]:

@@ -5,13 +5,13 @@
     loader process, of 2    0         0         1         1         0           they take turns
 
 Every rank, and each of its loader processes, reads the whole stream, and keeps what stands at its positions. So a step
-has the same samples at any number of workers and processes, and a run goes on at a count: it reads up to there again,
+has the same samples at any number of workers and processes, and a run resumes at a count: it reads up to there again,
 or begins at the data's own `state_dict`. Reading must be the cheap part then, as decoding in `collate` makes it.
 
 With sharding="off" the data share themselves out, by rank and by `torch.utils.data.get_worker_info()`. Each process
 takes what it is given, in turn; ranks may have unequal numbers.
 
-Nobody knows where a stream ends: a `__len__` is its own word, and only a schedule goes by it. So a rank fetches its
+The end of a stream is unknown: a `__len__` is its own word, and only a schedule goes by it. So a rank fetches its
 next batch before the last backward of a step, and the totals of the step tell all ranks how many have none. Then:
 
     join        ranks without samples take part with none, until all streams are at their end
@@ -61,8 +61,8 @@ class _Endless(Fixed):
         return "a stream"
 
 
-class Place(NamedTuple):
-    """Says how far a process has read in its stream.
+class StreamPosition(NamedTuple):
+    """Position of a loader process in its stream.
 
     Attributes:
         number: samples read.
@@ -96,8 +96,8 @@ class IterableSampler(TrainSampler):
         super().__init__(_Endless(), global_batch=global_batch, seed=seed, **shares)
         self.shares_itself, self._num_processes, self.told = shares_itself, num_processes, told
         self.seen = None
-        self.read: dict[int, Place] = {}  # by this rank's loader processes, until the last committed step
-        self.read_after: dict[int, Place] = {}  # until the step that the loader has handed out
+        self.read: dict[int, StreamPosition] = {}  # by this rank's loader processes, until the last committed step
+        self.read_after: dict[int, StreamPosition] = {}  # until the step that the loader has handed out
         self._before = 0  # samples of earlier passes
 
     @property
@@ -110,7 +110,7 @@ class IterableSampler(TrainSampler):
         return self._before + plan.position
 
     def end(self, *, epochs: int | None, num_steps: int | None) -> tuple[int, int]:
-        """Returns the most steps that are left of the run, and the position after them; `ENDLESS` if nobody knows."""
+        """Returns the most steps that are left of the run, and the position after them; `ENDLESS` if unknown."""
         if num_steps is None:
             return ENDLESS, ENDLESS if epochs is None or self.told is None else epochs * self.told
         return num_steps, self.position + max(0, num_steps) * self.global_batch
@@ -136,7 +136,7 @@ class IterableSampler(TrainSampler):
         self.read = {}
 
     def expected(self, epoch: int) -> Checksum | None:
-        """Returns None, because nobody knows what a stream has."""
+        """Returns None, because the length of a stream is unknown."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -175,11 +175,11 @@ class IterableSampler(TrainSampler):
                 "leave sharding='off' out"
             )
         mine = places[self.rank if self.shares_itself and self.rank < len(places) else 0]
-        self.read = {process: Place(*place) for process, place in mine.items()}
+        self.read = {process: StreamPosition(*place) for process, place in mine.items()}
 
     @property
     def num_samples(self) -> None:
-        """Returns None, because nobody knows it."""
+        """Returns None, because it is unknown."""
         return None
 
 
@@ -205,11 +205,11 @@ def sampler_of_stream(
     """
     if not any(limits.values()):
         raise ConfigError(
-            "data is a stream, and nobody knows where it ends: give max_steps, or epochs if it has an end"
+            "data is a stream of unknown length: give max_steps, or epochs if it has an end"
         )
     if limits["max_steps"] is None and schedule is not None and not told:
         raise ConfigError(
-            "schedule: goes by the samples of the whole run, and nobody knows how many a stream has: give the data a "
+            "schedule: goes by the samples of the whole run, and a stream has an unknown number: give the data a "
             "__len__, or max_steps, or take ddp.optim.TorchSchedule(scheduler, every='epoch'), which needs neither"
         )
     if not isinstance(global_batch, int):
@@ -316,7 +316,7 @@ class _Fetched(NamedTuple):
     num_samples: int
     batch: Any
     process: int
-    place: Place  # after it
+    place: StreamPosition  # after it
     firsts: tuple[str, ...]  # digests of the first samples that the process has read
 
 
@@ -340,7 +340,7 @@ class _Batches(IterableDataset[Any]):
         elif info is not None:  # so that the data do not share themselves out
             torch_worker._worker_info = None
         keys = (sampler.rank, process) if sampler.shares_itself else ()
-        reader = _Reader(self.data, sampler.read.get(process, Place()), state=sampler.state, keys=keys)
+        reader = _Reader(self.data, sampler.read.get(process, StreamPosition()), state=sampler.state, keys=keys)
         micros = (micro for plan in sampler.plans() for micro in plan.micros)
         for micro in islice(micros, turn, None, self.num_processes):
             if not sampler.shares_itself:
@@ -364,7 +364,7 @@ class _Reader:
         keys: tell streams apart that are not the same.
     """
 
-    def __init__(self, data: Any, place: Place, *, state: SamplerState, keys: tuple[int, ...]) -> None:
+    def __init__(self, data: Any, place: StreamPosition, *, state: SamplerState, keys: tuple[int, ...]) -> None:
         self._seed_of_run, self._epoch, self._keys = state.seed, state.epoch, keys
         self.count, self._num_compared = 0, _NUM_COMPARED
         self.firsts: tuple[str, ...] = ()
@@ -383,7 +383,7 @@ class _Reader:
         self.count = place.number
 
     def _seed(self) -> None:
-        keys = self._keys if self.count >= _NUM_COMPARED else ()  # equal streams must be seen to begin alike
+        keys = self._keys if self.count >= _NUM_COMPARED else ()  # equal streams must be seen to begin equally
         seed_generators(stream_seed(self._seed_of_run, "iterable", self._epoch, *keys, self.count), device="cpu")
 
     def take(self, number: int) -> list[Any]:
@@ -429,10 +429,10 @@ class _Reader:
         while number > 0 and self.take(1):
             number -= 1
 
-    def place(self) -> Place:
+    def place(self) -> StreamPosition:
         """Returns how far it has read."""
         # A copy, because the data may go on changing what they return, and a batch is read ahead.
-        return Place(self.count, None if self._owner is None else copy.deepcopy(self._owner.state_dict()))
+        return StreamPosition(self.count, None if self._owner is None else copy.deepcopy(self._owner.state_dict()))
 
 
 def _has_state(each: Any) -> bool:

@@ -62,7 +62,7 @@ class LoaderWatch:
         loader: its processes send their batches packed (`processes.py`).
 
     Attributes:
-        asked: the samples of each batch that was asked for and has not come; whoever asks appends to it. It stays
+        asked: the samples of each batch that was asked for and has not come; the one who asks appends to it. It stays
             empty for streams, and where there are no loader processes.
     """
 

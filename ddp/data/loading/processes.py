@@ -188,7 +188,7 @@ def is_about_memory(error: BaseException) -> bool:
 
 
 def _culprit(samples: Iterable[tuple[int, Any]]) -> str:
-    """Returns which sample of a batch cannot be pickled, in words."""
+    """Returns which sample of a batch cannot be pickled, as text."""
     numbers = []
     for number, sample in samples:
         numbers.append(number)
@@ -200,6 +200,6 @@ def _culprit(samples: Iterable[tuple[int, Any]]) -> str:
 
 
 def in_words(samples: Sequence[int]) -> str:
-    """Returns the numbers of the first samples of a batch, in words."""
+    """Returns the numbers of the first samples of a batch, as text."""
     shown = ", ".join(map(str, samples[:5]))
     return f"sample{'s' if len(samples) > 1 else ''} {shown}{', …' if len(samples) > 5 else ''}"

@@ -45,7 +45,7 @@ from ddp.errors import ConfigError
 #                               with replacement, by `orders.Weighted`: for WeightedRandomSampler, and for
 #                               RandomSampler(replacement=True); both with their num_samples
 #                               other num_samples each epoch, by `orders.FirstOf`: for RandomSampler(num_samples=…)
-#                               refused: any other, because nobody can see which samples it will choose
+#                               refused: any other, because the samples that it will choose are unknown
 #   batch_sampler               torch's BatchSampler: its sampler and its drop_last; refused: any other
 #   batch_size                  not used: a step has global_batch samples; refused: None, where samples are batches
 #   drop_last                   honoured, counted in steps of global_batch; refused for streams
@@ -72,14 +72,14 @@ class Source(NamedTuple):
     samples: Any  # map-style: __len__ and __getitem__
     collate: Collate | None = None  # None: torch's default
     num_workers: int = 0
-    ignored: str = ""  # what of the user's DataLoader is not used, in words
+    ignored: str = ""  # what of the user's DataLoader is not used, as text
     is_stream: bool = False  # an iterable, without length and index
     order: Order | None = None  # the one that the user's DataLoader stands for; None: each sample once
     drop_last: bool = False  # an epoch ends with its last whole step
     processes: Mapping[str, Any] = MappingProxyType({})  # further arguments of torch's DataLoader
 
 
-def taken_apart(loader: DataLoader[Any], *, what: str, is_stream: bool, evaluates: bool) -> Source:
+def unpack_dataloader(loader: DataLoader[Any], *, what: str, is_stream: bool, evaluates: bool) -> Source:
     """Returns the parts of a user's DataLoader that are honoured.
 
     Args:
@@ -116,7 +116,7 @@ def taken_apart(loader: DataLoader[Any], *, what: str, is_stream: bool, evaluate
 
 
 def _batching(loader: DataLoader[Any], *, what: str) -> tuple[Any, bool, str]:
-    """Returns the sampler, whether an incomplete batch is left out, and the batch's size in words."""
+    """Returns the sampler, whether an incomplete batch is left out, and the batch's size as text."""
     batches = loader.batch_sampler
     if batches is None:
         raise ConfigError(f"{what} is a DataLoader with batch_size=None: give its data set, with a sample per index")
@@ -227,7 +227,7 @@ def source_of(
     if isinstance(data, DataLoader):
         if is_stream(data.dataset) and not trains:
             return source_of(data.dataset, what=what)  # which says what is wrong with it
-        parts = taken_apart(data, what=what, is_stream=is_stream(data.dataset), evaluates=not trains)
+        parts = unpack_dataloader(data, what=what, is_stream=is_stream(data.dataset), evaluates=not trains)
         return parts._replace(
             samples=source_of(parts.samples, what=what, trains=trains).samples,
             collate=parts.collate if collate is None else collate,
@@ -348,7 +348,7 @@ def whole_splits(found: Any, *, name: str) -> Splits:
 
     Args:
         found: `Splits`, or a pair (train, test), each in any form that `source_of` takes.
-        name: the data in words, unless `found` has some.
+        name: the data as text, unless `found` has some.
 
     Raises:
         ConfigError: it is something else; says what to return.

@@ -183,7 +183,7 @@ class Checksum(NamedTuple):
         words = samples.astype(np.int64, copy=False).view(np.uint64)
         return cls(len(words), int(words.sum(dtype=np.uint64)), int(np.bitwise_xor.reduce(words)) if len(words) else 0)
 
-    def and_(self, samples: Iterable[int]) -> Checksum:
+    def with_samples(self, samples: Iterable[int]) -> Checksum:
         """Returns the checksum with some more samples, of which an array is not worth its making."""
         more = list(samples)
         return Checksum(self.num + len(more), (self.total + sum(more)) % 2**64, reduce(xor, more, self.xor))
@@ -232,7 +232,7 @@ class Permutation(Order):
 
 
 class Fixed(Order):
-    """Each sample once, as the data set has them, in each epoch alike."""
+    """Each sample once, as the data set has them, the same in each epoch."""
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples = self.length = length_of(num_samples, what="num_samples")

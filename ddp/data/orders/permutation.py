@@ -1,4 +1,4 @@
-"""A random permutation of any length that nobody stores: each place is computed from a key, and so is its inverse.
+"""A random permutation of any length that is never stored: each place is computed from a key, and so is its inverse.
 
     swap or not, round r:    K = a number of the round, 0 … n − 1          the partner of x:  K − x  (mod n)
 
@@ -17,7 +17,7 @@ Cost: no memory but for the numbers asked for; some 5 ns a number and round, 0.4
 thousands. A call for a few numbers takes 0.2 ms.
 
 Source: Hoang, Morris, Rogaway, "An Enciphering Scheme Based on a Card Shuffle" (CRYPTO 2012, arXiv 1208.1176), Fig. 1.
-Its rounds draw from a cipher; the mixer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) serves where nobody attacks.
+Its rounds draw from a cipher; without an attacker, the mixer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) is enough.
 """
 
 from __future__ import annotations

@@ -40,7 +40,6 @@ from ddp.data.orders.order import Checksum, FirstOf, Order, Permutation, length_
 from ddp.data.orders.permutation import Indices, indices
 from ddp.data.orders.sharding import OwnSharding, shard_order
 from ddp.data.orders.steps import (
-    Ahead,
     BatchSizes,
     BatchWarmup,
     RoundLength,
@@ -49,6 +48,7 @@ from ddp.data.orders.steps import (
     Skipped,
     Skips,
     Steps,
+    StepsMadeEarly,
     checked_range,
     joined,
     read_state,
@@ -76,7 +76,7 @@ class StepPlan(NamedTuple):
 
     Attributes:
         is_last: this rank's stream ends with it. Data with a length do not say so.
-        num_inner: it is a round of so many inner steps, and each of `micros` is one; 0: gradients are averaged.
+        num_inner: it is a round of this number of inner steps, and each of `micros` is one; 0: gradients are averaged.
     """
 
     epoch: int
@@ -108,7 +108,7 @@ class TrainSampler:
     Args:
         order: says which samples an epoch reads, in which order; or a number of samples, for a `Permutation` of them.
         global_batch: samples per step of all ranks together, at least `world_size`; or how they grow; or a budget of
-            tokens, which has an order of its own.
+            tokens, which has its own order.
         rank, world_size: whose share to plan.
         num_shards: parts that a step is cut into, fixed for a run; at least `world_size`, which is the default. If it
             is a multiple of the world size, shares differ by at most one sample.
@@ -121,7 +121,7 @@ class TrainSampler:
     Attributes:
         seen: what the samples of this rank add up to since the epoch began, to be compared with what is expected; None
             if that is not known.
-        set_apart: in words, the samples that are set apart for validation; "": none.
+        set_apart: as text, the samples that are set apart for validation; "": none.
 
     Raises:
         ConfigError: an argument cannot work; the message says which one, and the remedy.
@@ -184,7 +184,7 @@ class TrainSampler:
             ahead: ranges that were made before their turn.
         """
         position = state.epoch * self.length + state.consumed
-        self.sizes: Steps = Ahead(self._sizes, ahead) if ahead else self._sizes
+        self.sizes: Steps = StepsMadeEarly(self._sizes, ahead) if ahead else self._sizes
         last = ahead[-1].stop if ahead else position
         self._skips = Skips(self.sizes, [each for each in skipped if each.stop <= last])
         if self._skip_steps is not None:
@@ -196,11 +196,11 @@ class TrainSampler:
     @property
     def _left(self) -> Skips:
         """Returns the steps that are left, without those that were made before their turn."""
-        return self._skips._replace(sizes=Ahead(self.sizes, self._ahead)) if self._ahead else self._skips
+        return self._skips._replace(sizes=StepsMadeEarly(self.sizes, self._ahead)) if self._ahead else self._skips
 
     @property
     def num_samples(self) -> int | None:
-        """Returns the length of the data set; None if nobody knows it."""
+        """Returns the length of the data set; None if it is unknown."""
         return self.order.num_samples
 
     @property
@@ -320,7 +320,7 @@ class TrainSampler:
                 yield Micro(shard, part, mine[begin:stop])
 
     def part_of(self, plan: StepPlan, part: int, num_parts: int) -> StepPlan:
-        """Returns what rank `part` of `num_parts` ranks has of a step, whatever this sampler's own rank is."""
+        """Returns the share of rank `part` of `num_parts` ranks in a step, whatever this sampler's own rank is."""
         other = copy.copy(self)
         other.rank, other.world_size = part, num_parts
         micros = list(other.parts(range(plan.position, plan.position + plan.size)))
@@ -379,7 +379,7 @@ class TrainSampler:
             size: of the step, in samples.
         """
         left_out = Skipped(number, number, position, position + size)
-        self._skips, self._left_out = self._skips.and_(left_out), [*self._left_out, left_out]
+        self._skips, self._left_out = self._skips.with_skipped(left_out), [*self._left_out, left_out]
         self._next = self._left.past(self._next)
 
     def commit_leased(self, plan: StepPlan) -> None:
@@ -400,7 +400,7 @@ class TrainSampler:
         """Counts a step that was committed, and its samples."""
         self._num_steps += 1
         if self.seen is not None:
-            self.seen = self.seen.and_(chain.from_iterable(micro.indices for micro in plan.micros))
+            self.seen = self.seen.with_samples(chain.from_iterable(micro.indices for micro in plan.micros))
 
     def take_seen(self) -> Checksum | None:
         """Returns `seen` at the end of an epoch, and begins anew."""

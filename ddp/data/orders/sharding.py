@@ -2,7 +2,7 @@
 
     sample          a step is a run of the epoch's order, cut into shards         any order, any data
     file            shard v of every step comes from lane v, a run of files       a worker opens its lanes' files only
-    full_shuffle    each lane goes through everything, in an order of its own     an epoch has each sample V times
+    full_shuffle    each lane goes through everything, in its own order           an epoch has each sample V times
     off             every lane reads the same samples in the same order           an epoch has each sample V times
     a function      lane v has the samples of function(v, V), in a random order   rank and world size, where V is W
     auto            file, if there are files, and as many as shards; else sample
@@ -212,7 +212,7 @@ SHARDINGS = ("auto", "file", "sample", "full_shuffle", "off")
 
 
 class ShardOrder(NamedTuple):
-    """An order whose shards are what was asked for, and in words what was chosen."""
+    """An order whose shards are what was asked for, and as text what was chosen."""
 
     order: Order
     note: str
@@ -293,7 +293,7 @@ def _num_files(blocks: Blocks) -> int:
 
 
 def _chosen(blocks: Blocks | None, *, num_shards: int, can_follow_files: bool) -> tuple[str, str]:
-    """Returns the sharding that "auto" stands for, and in words why files are not followed, if there are any."""
+    """Returns the sharding that "auto" stands for, and as text why files are not followed, if there are any."""
     if blocks is None:
         return "sample", ""
     if can_follow_files and _num_files(blocks) >= num_shards:

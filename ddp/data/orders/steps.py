@@ -3,7 +3,7 @@
 The position is the number of samples that all ranks together have trained on since the run began. An epoch ends with a
 smaller step if the batch does not divide it. A *batch warm-up* begins with smaller batches: early gradients differ so
 little from their mean that large batches would be wasted on them (arXiv 1812.06162). Since nothing but the
-position counts, a loader may plan ahead, and a resumed run goes on exactly.
+position counts, a loader may plan ahead, and a resumed run continues exactly.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Batches:
             object.__setattr__(self, "skip_steps", checked_range(self.skip_steps))
 
     @property
-    def dealing(self) -> dict[str, Any]:
+    def sampler_arguments(self) -> dict[str, Any]:
         """Returns the fields that say who gets which sample, as arguments of `sampler_of`."""
         names = ("order", "sharding", "num_shards", "micro_size", "skip_steps", "seed")
         return {name: getattr(self, name) for name in names}
@@ -226,7 +226,7 @@ class BatchSizes(Steps):
         return found
 
     def _is_steady(self, position: int) -> bool:
-        """Returns True if this and all further epochs are alike."""
+        """Returns True if this and all further epochs are equal."""
         return position >= self.batch.num_samples and position % self.length == 0
 
     def _stretch(self, position: int) -> tuple[int, int, int]:
@@ -245,8 +245,8 @@ class BatchSizes(Steps):
 # With another batch than then, a step ends where those that were made begin.
 
 
-class Ahead(Steps):
-    """The steps that are left where some were made before their turn.
+class StepsMadeEarly(Steps):
+    """Remaining steps of a run, some of whose steps were made before their turn.
 
     Args:
         sizes: of all steps.
@@ -390,7 +390,7 @@ class RoundSizes(BatchSizes):
 #     steps        1  2  3  4  5 …       skip_steps=(3, 4)
 #     positions    0  8 16 ──→ 32 …      a range of steps is a range of positions, and all other steps stay as they are
 #
-# The settings name one range, which lies ahead of where a run begins or goes on. Those of earlier starts lie behind it.
+# The settings name one range, which lies ahead of where a run begins or resumes. Those of earlier starts lie behind it.
 
 
 class Skipped(NamedTuple):
@@ -417,7 +417,7 @@ class Skips(NamedTuple):
         """Returns these and another range, unless it is one of these.
 
         Args:
-            num_steps, position: steps that the run has made, and where it goes on.
+            num_steps, position: steps that the run has made, and where it resumes.
 
         Raises:
             ConfigError: the range has begun already.
@@ -427,19 +427,19 @@ class Skips(NamedTuple):
         first, last = steps
         if first <= num_steps:
             raise ConfigError(
-                f"skip_steps=[{first},{last}]: the run goes on after step {num_steps}, so that it is too late for "
+                f"skip_steps=[{first},{last}]: the run resumes after step {num_steps}, so that it is too late for "
                 f"step {first}; name later steps, or go back to a checkpoint before them"
             )
         start, stop = (self.sizes.after(position, step - num_steps) for step in (first - 1, last))
-        if isinstance(self.sizes, Ahead) and start < self.sizes.stop:
+        if isinstance(self.sizes, StepsMadeEarly) and start < self.sizes.stop:
             least = num_steps + self.sizes.num_steps(position, self.sizes.stop) + 1
             raise ConfigError(
-                f"skip_steps=[{first},{last}]: the run goes on after step {num_steps}, of which some were made before "
+                f"skip_steps=[{first},{last}]: the run resumes after step {num_steps}, of which some were made before "
                 f"their turn; name steps from {least} on, or go back to an earlier checkpoint"
             )
         return self._replace(ranges=[*self.ranges, Skipped(first, last, start, stop)])
 
-    def and_(self, one: Skipped) -> Skips:
+    def with_skipped(self, one: Skipped) -> Skips:
         """Returns these and another range, which has not begun."""
         return self._replace(ranges=sorted([*self.ranges, one], key=lambda each: each.start))
 

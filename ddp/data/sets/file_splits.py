@@ -176,6 +176,6 @@ def _check_apart(files: Files, sides: Sequence[FileSet]) -> None:
 
 
 def _name(files: Files, sides: Sequence[FileSet]) -> str:
-    """Returns the files in words, so that hosts can compare what they have."""
+    """Returns the files as text, so that hosts can compare what they have."""
     sizes = [f"{np.sum(each.file_sizes):,} samples in {len(each.addresses):,} files" for each in sides]
     return ", ".join(f"{path} ({size})" for path, size in zip(files.named().values(), sizes, strict=True))

@@ -1,4 +1,4 @@
-"""A share of the training samples is set apart, to be evaluated on while the run goes on, and never trained on.
+"""A share of the training samples is set apart, to be evaluated on during the run, and never trained on.
 
     all samples         0 1 2 3 4 5 6 7 8 9
     validation, 0.2           3       7            the first of a random permutation, which the seed names
@@ -36,7 +36,7 @@ class Selection(Wrapped):
     Args:
         samples: map-style.
         numbers: of these samples, rising, [k].
-        set_apart: says in words which samples are set apart, for runs that are resumed.
+        set_apart: says as text which samples are set apart, for runs that are resumed.
     """
 
     def __init__(self, samples: Any, numbers: Indices, *, set_apart: str) -> None:
@@ -81,7 +81,7 @@ def selection_in(samples: Any) -> Selection | None:
 
 
 def choose(num_samples: int, share: float, *, seed: int, what: str) -> tuple[Indices, Indices, str]:
-    """Returns the numbers of the training and of the validation samples, and the choice in words.
+    """Returns the numbers of the training and of the validation samples, and the choice as text.
 
     Args:
         share: of the samples, for validation.

@@ -72,7 +72,7 @@ class Compression(Reducer):
 
     @property
     def name(self) -> str:
-        """Returns what must agree where a run goes on with what the hook has kept."""
+        """Returns the name that must agree where a run resumes with the hook's state."""
         return repr(self.hook) if self.sends == "gradients" else f"{self.hook!r} of {self.sends}"
 
     def change_to(self, sends: str) -> None:

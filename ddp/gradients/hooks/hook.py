@@ -61,7 +61,7 @@ class Memory:
         self._spare: dict[str, Tensor] = {}
 
     def buffer_for(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns memory of this shape for what is pending, with anything in it."""
+        """Returns uninitialized memory of this shape for what is pending."""
         spare = self._spare.pop(name, None)
         if spare is None or (spare.shape, spare.dtype, spare.device) != (like.shape, dtype, like.device):
             spare = torch.empty_like(like, dtype=dtype)

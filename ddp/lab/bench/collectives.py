@@ -57,8 +57,8 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.session import init, shutdown
 from ddp.commands.command import parser_of, respond
 from ddp.errors import ConfigError
-from ddp.lab.bench.command import add_options, place_of, run
-from ddp.lab.bench.place import HERE, Place, refuse_unknown, split
+from ddp.lab.bench.command import add_options, place_of, run_jobs
+from ddp.lab.bench.place import HERE, BenchSite, refuse_unknown, split
 from ddp.lab.bench.turns import (
     ABORT_S,
     COLOURS,
@@ -88,17 +88,17 @@ def main(words: Sequence[str]) -> int:
     sizes, cases = "1KB,64KB,1MB,4MB,25MB,64MB", ",".join(CASES)
     parser.add_argument("--sizes", default=sizes, metavar="SIZE,SIZE,…", help="of each tensor (default: %(default)s)")
     parser.add_argument("--cases", default=cases, metavar="CASE,CASE,…", help="what to time (default: %(default)s)")
-    return respond(parser, parser.parse_args(words), answer)
+    return respond(parser, parser.parse_args(words), run)
 
 
-def answer(options: argparse.Namespace) -> str:
+def run(options: argparse.Namespace) -> str:
     """Times them; the report is printed."""
     where, names = place_of(options), split("--cases", options.cases)
     refuse_unknown("case", names, (*CASES, *WAYS))
     cases, sizes = tuple(map(Case.named, names)), tuple(map(parse_size, split("--sizes", options.sizes)))
     if options.plot and all(case.is_barrier for case in cases):
         raise ConfigError("--plot has nothing to draw, since a barrier has no size: add an all-reduce to --cases")
-    run(options, [TimeCollectives(cases, sizes, options.turns, where)], CollectiveCell, where)
+    run_jobs(options, [TimeCollectives(cases, sizes, options.turns, where)], CollectiveCell, where)
     return ""
 
 
@@ -145,7 +145,7 @@ def open_barrier(rank: int, world_size: int, *, is_crowded: bool) -> Iterator[Ba
         path.unlink()  # all ranks have mapped it; so nothing is left, however this ends
 
     def wait() -> None:
-        # One aligned word, written by one rank alone: whoever reads it finds the old count or the new one.
+        # One aligned word, written by one rank alone: a reader finds the old count or the new one.
         counters[rank, 0] += 1
         for other in range(world_size):
             while counters[other, 0] < counters[rank, 0]:
@@ -292,7 +292,7 @@ class TimeCollectives:
     cases: tuple[Case, ...]
     sizes: tuple[int, ...]
     num_turns: int = 5
-    place: Place = HERE
+    place: BenchSite = HERE
 
     def __call__(self) -> list[CollectiveCell]:
         """Returns the cells, the same on all ranks; those without shared memory come last.

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from ddp.comm.meeting.place import place
 from ddp.errors import ConfigError, WorkersFailed
-from ddp.lab.bench.place import Bed, Place, strangers
+from ddp.lab.bench.place import Bed, BenchSite, strangers
 from ddp.lab.bench.turns import PROGRESS, Cell, TimedCell
 from ddp.process import records
 from ddp.process.arguments import Parser, listed, whole
@@ -71,7 +71,7 @@ def add_options(parser: Parser, *, workers: str, least: int, turns: int, plots: 
         parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw a picture of it")
 
 
-def place_of(options: argparse.Namespace) -> Place:
+def place_of(options: argparse.Namespace) -> BenchSite:
     """Returns where the ranks run.
 
     Raises:
@@ -80,14 +80,14 @@ def place_of(options: argparse.Namespace) -> Place:
     for path in filter(None, (options.json, options.plot)):
         if not path.absolute().parent.is_dir():
             raise ConfigError(f"{path}: there is no folder {path.absolute().parent}")
-    return Place(None if options.netbed is None else Bed.parse(options.netbed), options.beside)
+    return BenchSite(None if options.netbed is None else Bed.parse(options.netbed), options.beside)
 
 
-def run(
+def run_jobs(
     options: argparse.Namespace,
     jobs: Sequence[Job],
     kind: type[Cell],
-    where: Place,
+    where: BenchSite,
     merge: Callable[[list[Any]], Sequence[Cell]] = list,
 ) -> None:
     """Runs jobs, and shows their cells, which are of this kind.

@@ -125,7 +125,7 @@ def _shared_mappings() -> list[tuple[int, int, int, tuple[str, int]]]:
 
 
 def bytes_sent() -> int:
-    """Returns what has left this host so far, by all interfaces but the loopback."""
+    """Returns the bytes that have left this host so far, by all interfaces but the loopback."""
     lines = Path("/proc/net/dev").read_text().splitlines()[2:]
     counts = {name.strip(): counters.split() for name, counters in (line.split(":", 1) for line in lines)}
     return sum(int(of_one[8]) for name, of_one in counts.items() if name != "lo")

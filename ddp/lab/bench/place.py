@@ -56,8 +56,8 @@ class Bed:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Describes the surroundings of the ranks; `beside` is how many processes compute beside them."""
+class BenchSite:
+    """Surroundings of the ranks of a benchmark; `beside` is the number of other processes that compute."""
 
     bed: Bed | None = None
     beside: int = 0
@@ -79,7 +79,7 @@ class Place:
         return 2 * (self.bed.num_hosts - 1) / self.bed.num_hosts * nbytes * 8 / (PAYLOAD * self.bed.rate_bit_s)
 
 
-HERE = Place()
+HERE = BenchSite()
 
 
 def refuse_unknown(what: str, names: Collection[str], known: Collection[str]) -> None:

@@ -48,9 +48,9 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.commands.command import parser_of, respond
 from ddp.errors import ConfigError
-from ddp.lab.bench.command import Job, add_options, place_of, run
+from ddp.lab.bench.command import Job, add_options, place_of, run_jobs
 from ddp.lab.bench.counts import bytes_in, can_count_memory, sampling, spans_of
-from ddp.lab.bench.place import HERE, Place, refuse_unknown, split
+from ddp.lab.bench.place import HERE, BenchSite, refuse_unknown, split
 from ddp.lab.bench.turns import COLOURS, STEP, TimedCell, announce, paired, session, slowest, torch_alone, with_ours
 from ddp.lab.bench.variants import OPTIMIZERS, VARIANTS
 from ddp.lab.bench.workloads import add_models, make, models_of, workload
@@ -76,10 +76,10 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--over", metavar="NAME,…", help="divide steps by those of these variants (default: the first)")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="sgd", help="(default: %(default)s)")
     parser.add_argument("--memory", action="store_true", help="measure memory, too, in a launch for each variant")
-    return respond(parser, parser.parse_args(words), answer)
+    return respond(parser, parser.parse_args(words), run)
 
 
-def answer(options: argparse.Namespace) -> str:
+def run(options: argparse.Namespace) -> str:
     """Times them; the report is printed."""
     where, models, variants = place_of(options), models_of(options), split("--variants", options.variants)
     refuse_unknown("variant", variants, VARIANTS)
@@ -95,7 +95,7 @@ def answer(options: argparse.Namespace) -> str:
     jobs: list[Job] = [TimeSteps(model, variants, *how, over, options.turns) for model in models]
     if options.memory:
         jobs += [MeasureMemory(model, variant, *how) for model in models for variant in variants]
-    run(options, jobs, StepCell, where, merged)
+    run_jobs(options, jobs, StepCell, where, merged)
     return ""
 
 
@@ -157,7 +157,7 @@ class StepCell(TimedCell):
             "model": self.name,
             "variant": one,
             "step": written(three_digits, self.median_s(one), 1e3),
-            **{f"÷ {other}": self.compared(one, other) for other in self.over},
+            **{f"÷ {other}": self.compare(one, other) for other in self.over},
             "over alone": written("{:+.1%}".format, added),
             "µs per parameter": written(three_digits, each_s, 1e6),
             "wait": written(three_digits, self.wait_s.get(one) or None, 1e3),
@@ -169,7 +169,7 @@ class StepCell(TimedCell):
             "gradients": written("{:.2f}".format, self.worker.get(one), 1 / self.gradient_bytes),
         }
 
-    def compared(self, one: str, other: str) -> str:
+    def compare(self, one: str, other: str) -> str:
         """Returns a variant's step ÷ another's; "" if either took no part, or for itself."""
         ratio = None if one == other else self.ratio(one, other)
         return "" if ratio is None else f"{ratio:.3f} ({self.spread(one, other)})"
@@ -216,7 +216,7 @@ class TimeSteps:
     model: str
     variants: Sequence[str] = USUAL
     optimizer: str = "sgd"
-    place: Place = HERE
+    place: BenchSite = HERE
     over: Sequence[str] = ()
     num_turns: int = 9
 
@@ -261,7 +261,7 @@ class MeasureMemory:
     model: str
     variant: str
     optimizer: str = "sgd"
-    place: Place = HERE
+    place: BenchSite = HERE
 
     def __call__(self) -> list[StepCell]:
         """Returns one cell, the same on all ranks."""

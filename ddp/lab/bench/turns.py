@@ -57,7 +57,7 @@ class Cell(ABC):
         """Returns the line by titles of columns; "" for what was not measured."""
 
     def meaning(self, title: str) -> str:
-        """Returns what a column shows."""
+        """Returns the explanation of a column."""
         return self.legend[title]
 
     def rows(self) -> list[dict[str, str]]:
@@ -66,7 +66,7 @@ class Cell(ABC):
 
     @classmethod
     def summary(cls, cells: Sequence[Self]) -> list[str]:
-        """Returns what the cells of a place say together."""
+        """Returns the summary of the cells of a place."""
         return []
 
 
@@ -154,7 +154,7 @@ class Rival(Protocol):
 
 
 def paired(rivals: Mapping[str, Rival], num_turns: int) -> dict[str, list[float]]:
-    """Returns what the turns of each rival took, once each has found its pace."""
+    """Returns the times of each rival's turns, once each has found its pace."""
     for rival in rivals.values():
         rival.find_pace()
     return take_turns({name: rival.turn_s for name, rival in rivals.items()}, num_turns)
@@ -185,7 +185,7 @@ PROGRESS = "cell: "
 
 
 def announce(cell: TimedCell) -> None:
-    """Tells whoever waits, on rank 0, that a cell is done."""
+    """Tells the waiting user, on rank 0, that a cell is done."""
     if dist.get_rank() == 0:
         speedup = "" if cell.speedup is None else f": {cell.speedup:.2f}x"
         say(f"{PROGRESS}{cell.place}: {cell.name}{speedup}", to=sys.stderr)

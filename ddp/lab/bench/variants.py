@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from ddp.collectives.shards import owned
+from ddp.collectives.shards import shards_of_rank
 from ddp.comm.session import current
 from ddp.data.samples import TensorSet
 from ddp.errors import ConfigError
@@ -251,7 +251,7 @@ class Accumulating(Training):
 
     def __init__(self, replica: nn.Module, batch: Batch, optimizer: Optimizer) -> None:
         super().__init__(replica, batch, optimizer)
-        self.shards = owned(dist.get_rank(), dist.get_world_size(), NUM_SHARDS)
+        self.shards = shards_of_rank(dist.get_rank(), dist.get_world_size(), NUM_SHARDS)
         if len(batch[0]) < len(self.shards):
             raise ConfigError(
                 f"a worker's batch of {counted(len(batch[0]), 'sample')} cannot be cut into {len(self.shards)} "

@@ -32,8 +32,8 @@ from torch import nn
 
 from ddp.comm.communicator import Communicator
 from ddp.commands.command import parser_of, respond
-from ddp.lab.bench.command import add_options, place_of, run
-from ddp.lab.bench.place import HERE, Place, refuse_unknown, split
+from ddp.lab.bench.command import add_options, place_of, run_jobs
+from ddp.lab.bench.place import HERE, BenchSite, refuse_unknown, split
 from ddp.lab.bench.turns import PROGRESS, Cell, session, slowest, take_turns, with_ours
 from ddp.lab.bench.variants import OPTIMIZERS, Training
 from ddp.lab.bench.workloads import Batch, add_models, loss_of, make, models_of
@@ -68,14 +68,14 @@ def main(words: Sequence[str]) -> int:
         metavar="NAME,NAME,…",
         help=f"how gradients travel: some of {', '.join(METHODS)} (default: %(default)s)",
     )
-    return respond(parser, parser.parse_args(words), answer)
+    return respond(parser, parser.parse_args(words), run)
 
 
-def answer(options: argparse.Namespace) -> str:
+def run(options: argparse.Namespace) -> str:
     """Compares them; the report is printed."""
     where, models, methods = place_of(options), models_of(options), tuple(split("--methods", options.methods))
     refuse_unknown("method", methods, METHODS)
-    run(options, [CompareForecasts(model, methods, options.turns, where) for model in models], ForecastCell, where)
+    run_jobs(options, [CompareForecasts(model, methods, options.turns, where) for model in models], ForecastCell, where)
     return ""
 
 
@@ -133,7 +133,7 @@ class CompareForecasts:
     model: str
     methods: tuple[str, ...] = (PLAIN,)
     num_turns: int = 3
-    place: Place = HERE
+    place: BenchSite = HERE
 
     def __call__(self) -> list[ForecastCell]:
         """Returns a cell for each method, the same on all ranks."""
@@ -275,7 +275,7 @@ class Computing(Paced):
 
 
 def _of_all(mine: Any) -> list[Any]:
-    """Returns what each rank has, by torch's gather, because `comm/objects.py` sends plain values alone. Collective."""
+    """Returns each rank's object, by torch's gather, because `comm/objects.py` sends plain values alone. Collective."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found

@@ -1,7 +1,7 @@
 """Measures on this machine what a hook takes to encode gradients, for forecasts. Nothing is sent.
 
 The hook encodes and decodes random gradients of the shapes that the profiled run has, while a stand-in for the
-communicator takes notes of every collective. So no hook needs a formula of its own. `forecast --hook` takes those in
+communicator takes notes of every collective. So no hook needs its own formula. `forecast --hook` takes those in
 `HOOKS`; another one is an argument of `dispatches`.
 
 Bytes are those of the algorithms that send the least: with h hosts, 2 (h − 1) ÷ h of what is reduced leave each host,

@@ -22,7 +22,7 @@ TIMEOUT_S = 300
 
 
 def measured_here(num_ranks: int, threads: int) -> Measured:
-    """Returns the figures of links and memory of so many ranks on this host."""
+    """Returns the figures of links and memory of this number of ranks on this host."""
     found: Measured = launch(_figures, workers=num_ranks, threads_per_worker=threads, timeout_s=TIMEOUT_S)[0]
     return found
 

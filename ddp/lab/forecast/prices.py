@@ -155,7 +155,7 @@ def measured_on(
         num_measured: the ranks of a host whose memory was measured.
 
     Raises:
-        ConfigError: there are several hosts, and nobody knows the link between them.
+        ConfigError: there are several hosts, and the link between them is unknown.
     """
     per_host = max(map(len, hosts))
     if len(hosts) > 1 and known is None and (alpha_s is None or rate_bit_s is None):

@@ -56,14 +56,14 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--algorithm", default="auto", help="of the all-reduces (default: %(default)s)")
     parser.add_argument("--bucket-mb", type=positive, metavar="MB", help="size of a bucket (default: as in the run)")
     parser.add_argument("--strategy", choices=list(STRATEGIES.values()), help="default: as in the run")
-    return respond(parser, parser.parse_args(words), answer)
+    return respond(parser, parser.parse_args(words), run)
 
 
 # --- what is asked ---------------------------------------------------------------------------------------------------
 
 
-def answer(options: argparse.Namespace) -> str:
-    """Returns the answer."""
+def run(options: argparse.Namespace) -> str:
+    """Returns the text that the command prints."""
     profile = read_profile(options.run)
     if profile.strategy not in STRATEGIES and options.strategy is None:
         raise ConfigError(f"{options.run} was made by {profile.strategy}, which forecasts do not know: give --strategy")
@@ -155,7 +155,7 @@ NEARLY = 0.95  # what is within 5 % counts as equal
 
 
 def headline(run: Path, forecaster: Forecaster, asked: Asked) -> list[str]:
-    """Returns what was profiled, and what is asked."""
+    """Returns the profiled and the requested configuration, as lines."""
     profile, measured = forecaster.profile, forecaster.measured(asked)
     num_hosts = len(measured.network.hosts)
     between = measured.network.between
@@ -176,7 +176,7 @@ def headline(run: Path, forecaster: Forecaster, asked: Asked) -> list[str]:
 
 
 def step_of(forecaster: Forecaster, found: Forecast) -> list[str]:
-    """Returns what a step takes and of what it consists, its samples a second, and how gradients travel."""
+    """Returns the time of a step and its parts, its samples a second, and how gradients travel."""
     parts = [f"computing {format_time(found.computing_s)}"]
     for seconds, name in ((found.exposed_s, "communication"), (found.waiting_s, "waiting for stragglers")):
         if abs(seconds) > (1 - NEARLY) * found.step_s:
@@ -261,7 +261,7 @@ class Forecaster:
 
     @cached_property
     def work(self) -> Work:
-        """Returns what a rank computes in a profiled step."""
+        """Returns the computation of a rank in a profiled step."""
         return work_of(self.profile)
 
     def as_measured(self, run: Profile) -> Forecaster:
@@ -277,7 +277,7 @@ class Forecaster:
         return profiled / cores_of_a_rank(self.cores, per_host, self.profile.threads)
 
     def work_for(self, asked: Asked) -> Work:
-        """Returns what a rank computes there."""
+        """Returns the computation of a rank there."""
         work = self.work if asked.num_ranks == 1 else self.work.slower(self.slow_down_of(asked.per_host))
         return work if asked.bucket_mb is None else work.in_buckets(asked.bucket_mb)
 

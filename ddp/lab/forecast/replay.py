@@ -79,7 +79,7 @@ class Setup:
 
     @property
     def has_spare_cores(self) -> bool:
-        """Returns True if communication threads have cores of their own."""
+        """Returns True if communication threads have their own cores."""
         return self.cores >= self.per_host * (self.threads + 1)
 
     @property
@@ -178,14 +178,14 @@ def leaving(calls: Sequence[Call], num_hosts: int) -> float:
 
 
 NUM_STEPS, SEED = 50, 0  # of the steps that are drawn where there are stragglers
-MOST_TAKEN = 0.95  # of a core by communication: backward always goes on
+MOST_TAKEN = 0.95  # of a core by communication: backward always continues
 
 
 def replay(step: Step, paces: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns when each of some steps in a row has ended, at its last rank, [num_steps].
 
     Args:
-        paces: what each rank computes in each step takes so many times as long, [num_steps, num_ranks].
+        paces: what each rank computes in each step takes this many times as long, [num_steps, num_ranks].
     """
     now, ends = np.zeros(paces.shape[1]), []
     for pace in paces:
@@ -218,7 +218,7 @@ def together(now: NDArray[np.float64], seconds: float) -> NDArray[np.float64]:
 
 
 def _beside(computing_s: NDArray[np.float64], busy_s: NDArray[np.float64], share: float) -> NDArray[np.float64]:
-    """Returns what computing takes while communication takes a share of the core for so long."""
+    """Returns the time of computing while communication takes a share of the core for that long."""
     busy_s = np.maximum(0.0, busy_s)
     return np.minimum(computing_s / (1 - share), computing_s + share * busy_s)
 
@@ -257,7 +257,7 @@ class Forecast:
 
 
 def forecast(work: Work, setup: Setup, dispatches: Sequence[Dispatch] | None = None) -> Forecast:
-    """Returns what a step takes.
+    """Returns the time of a step.
 
     Args:
         work: of a rank there, but for the number of samples.

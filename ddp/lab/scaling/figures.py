@@ -46,7 +46,7 @@ class Point:
         run: the one that is shown; repeats: it and those that differ in their seed.
         speed_up: samples/s ÷ those of the base; efficiency: that ÷ times as many workers.
         efficiencies: the least and the most, by windows of both, and of their repeats.
-        samples_to, seconds_to: of training until the target; None: not reached, or nobody knows.
+        samples_to, seconds_to: of training until the target; None: not reached, or unknown.
         time_efficiency: efficiency by the time to the target.
         parts: seconds of a step by part, on each rank; of rank 0 alone and coarser where there is no profile.
         waited: by rank; empty where there is no profile.
@@ -69,12 +69,12 @@ class Point:
 
     @property
     def worker_seconds(self) -> float:
-        """Returns what the run took of all workers together, from its beginning to its end."""
+        """Returns the seconds of the run, summed over the workers, from its beginning to its end."""
         return self.workers * float(self.run.summary["seconds"])
 
     @property
     def worker_seconds_to(self) -> float | None:
-        """Returns what the target took of all workers together."""
+        """Returns the seconds until the target, summed over the workers."""
         return None if self.seconds_to is None else self.workers * self.seconds_to
 
     @property
@@ -243,7 +243,7 @@ _DERIVED = ("cluster.threads_per_worker", "cluster.local_workers", "batch.num_sh
 """Settings that follow from the number of workers, unless they were given."""
 
 
-def compared(
+def compare(
     runs: Sequence[Run], *, target: float | None = None, goal: float = 0.8
 ) -> tuple[list[Series], list[str]]:
     """Returns the series of a sweep, the strong ones first, and a sentence about runs that are in none.

@@ -18,10 +18,10 @@ from pathlib import Path
 from ddp.commands.command import parser_of, respond
 from ddp.errors import ConfigError
 from ddp.lab.scaling.charts import COLOURS, svg, themed
-from ddp.lab.scaling.figures import compared
+from ddp.lab.scaling.figures import compare
 from ddp.lab.scaling.runs import read_runs
 from ddp.lab.scaling.words import Section, Table, section_of
-from ddp.process.arguments import positive, shown
+from ddp.process.arguments import positive, relative_path
 from ddp.process.files import write_whole
 
 
@@ -45,13 +45,13 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument(
         "--price-per-worker-hour", type=positive, metavar="PRICE", help="of one worker, in any currency"
     )
-    return respond(parser, parser.parse_args(words), answer)
+    return respond(parser, parser.parse_args(words), run)
 
 
-def answer(options: argparse.Namespace) -> str:
+def run(options: argparse.Namespace) -> str:
     """Writes the report, and returns its sentences."""
     runs, notes = read_runs(options.sweep)
-    series, more = compared(runs, target=options.target, goal=options.goal_efficiency)
+    series, more = compare(runs, target=options.target, goal=options.goal_efficiency)
     notes += more
     if not series:
         told = "".join(f"\n{note}" for note in notes)
@@ -67,7 +67,7 @@ def answer(options: argparse.Namespace) -> str:
         write(options.sweep, f"What workers bought: {options.sweep.resolve().name}", sections)
     except OSError as error:
         raise ConfigError(f"{options.sweep}: {error.strerror}; make room there, or copy the sweep elsewhere") from error
-    return "\n".join([*said, *notes, f"{shown(options.sweep / 'report.html')}, report.md"])
+    return "\n".join([*said, *notes, f"{relative_path(options.sweep / 'report.html')}, report.md"])
 
 
 def _finite(text: str) -> float:

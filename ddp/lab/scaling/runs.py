@@ -123,7 +123,7 @@ def read_runs(sweep: Path, *, takes_one: bool = False) -> tuple[list[Run], list[
 
 
 def read_run(folder: Path, notes: list[str]) -> Run:
-    """Returns what a run has left; adds a sentence to the notes for a part that is damaged.
+    """Returns the records of a run; adds a sentence to the notes for a part that is damaged.
 
     Raises:
         ConfigError: it is not complete, or damaged; the message says in what way.
@@ -134,7 +134,7 @@ def read_run(folder: Path, notes: list[str]) -> Run:
     summary = _summary(folder)
     path = folder / "config.yaml"
     if not path.exists():
-        raise ConfigError("it has no config.yaml, and so nobody knows its settings")
+        raise ConfigError("it has no config.yaml, so that its settings are unknown")
     try:
         settings = flat(read_settings(path))
     except ConfigError as error:
@@ -173,7 +173,7 @@ def _summary(folder: Path) -> dict[str, Any]:
         ConfigError: it is not, or the summary is damaged.
     """
     if not (folder / "summary.json").exists():
-        raise ConfigError("it has no summary.json, because it has failed or goes on")
+        raise ConfigError("it has no summary.json, because it has failed or is running")
     with damage_told("its summary.json", "make the run again"):
         summary = read_summary(folder)
         if min(int(summary["world_size"]), int(summary["global_batch"])) < 1 or not summary["seconds"] >= 0:
@@ -187,7 +187,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 def _short(error: Exception, folder: Path) -> str:
-    """Returns what was wrong, without the folder, which is named beside it, and without a remedy for one run."""
+    """Returns the error's text, without the folder, which is named beside it, and without a remedy for one run."""
     return " ".join(str(error).replace(f"{folder}/", "").partition(". The checkpoints")[0].split()).rstrip(".")
 
 

@@ -21,10 +21,10 @@ from ddp.comm.meeting.place import refuse_workers
 from ddp.commands.command import parser_of
 from ddp.errors import ConfigError
 from ddp.lab.scaling import report
-from ddp.lab.scaling.figures import Series, compared
+from ddp.lab.scaling.figures import Series, compare
 from ddp.lab.scaling.runs import read_runs
 from ddp.lab.scaling.words import tables_of
-from ddp.process.arguments import listed, positive, program, quoted, shown, whole
+from ddp.process.arguments import listed, positive, program, quoted, relative_path, whole
 from ddp.process.files import hold, make_folder
 from ddp.process.memory import available_cores
 from ddp.process.terminal import say
@@ -75,7 +75,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=positive, default=5.0, metavar="S", help=about)
     options, settings = parser.parse_known_args(words)
     with bad_input_to(exit_with_error):
-        refuse_workers("scale", instead="start it by itself, with workers of its own")
+        refuse_workers("scale", instead="start it by itself, with its own workers")
         settings = options_first(settings, own=("--workers", "--seconds"))
         given = [each for each in settings if not each.startswith("sweep.name=")]
         named = Job([each for each in settings if each not in given], Path()).settings.get("sweep.name", "null")
@@ -188,7 +188,7 @@ def _run(todo: Sequence[Job], folder: Path, *, seconds: float) -> int | None:
     """Makes the jobs that are missing; returns the status of a signal that has stopped them, or None."""
     make_folder(folder)
     numbers = ", ".join(job.settings["cluster.workers"] for job in todo)
-    say(f"measuring {numbers} workers, for {seconds:g} s each, in {shown(folder)}/")
+    say(f"measuring {numbers} workers, for {seconds:g} s each, in {relative_path(folder)}/")
     with contextlib.closing(hold(folder)):
         try:
             for _ in jobs.run(iter(todo), parallel=1, typed=f"{program()} train", in_view=False):
@@ -205,7 +205,7 @@ def tell(folder: Path, given: Sequence[str]) -> int:
         given: the user's settings.
     """
     runs, notes = read_runs(folder)
-    series, more = compared(runs)
+    series, more = compare(runs)
     statuses = (1 if job.status is None else job.status for job in sweep.jobs_in(folder))
     status = next((each for each in statuses if each), 0)
     if not series:
@@ -214,7 +214,7 @@ def tell(folder: Path, given: Sequence[str]) -> int:
     for each in series:
         for table in tables_of(each):
             say("\n".join([f"{table.title}:", *lines_of_table(table.rows), ""]))
-    say("This is about speed alone: nothing was evaluated, and nobody knows how well more workers learn.")
+    say("This is about speed alone: nothing was evaluated, so it is unknown how well more workers learn.")
     report.main([str(folder)])
     say("\n".join(_next_commands(folder, series[0], given)))
     return status
@@ -230,7 +230,7 @@ def _next_commands(folder: Path, series: Series, given: Sequence[str]) -> list[s
     learns = ["train", "-m", workers, *words, "profile.steps=5", f"sweep.name={quoted(whole_run)}"]
     batch = [] if series.kind == "strong" else ["--batch", str(4 * points[-1].run.batch)]
     like_here = ["--ranks", str(4 * most), "--per-host", str(most), "--rate", "10gbit", "--alpha", "50us", *batch]
-    forecast = ["forecast", str(shown(series.base.run.folder)), *like_here]
+    forecast = ["forecast", str(relative_path(series.base.run.folder)), *like_here]
     again = shlex.join(["report", f"runs/{whole_run}"])
     return [
         f"do they learn as well?   {program()} {shlex.join(learns)}; {program()} {again}",

@@ -36,7 +36,7 @@ class Section(NamedTuple):
 
 
 def section_of(series: Series, price: float | None) -> Section:
-    """Returns what is said of a series. `price`: of a worker for an hour."""
+    """Returns the verdict on a series. `price`: of a worker for an hour."""
     tables, pays = [*tables_of(series), to_target(series, price)], series.stop.first is None
     return Section(title_of(series), verdict(series), list(_sentences(series)), tables, panels_of(series), pays)
 
@@ -66,7 +66,7 @@ def verdict(series: Series) -> str:
             return f"Unknown whether more workers pay: {found}. Measure again on a quiet host, or for longer."
     if first is None:
         how = f"{_faster(series, last)}, an efficiency of {_efficiency(series, last)}"
-        unknown = "" if series.metric else ", but nobody knows how well they have learnt"
+        unknown = "" if series.metric else ", but it is unknown how well they have learnt"
         return f"More workers pay up to {last.workers}, the most that were measured: they are {how}{unknown}."
     before = f"More workers stop paying after {last.workers}"
     many = counted(first.workers, "worker")
@@ -155,7 +155,7 @@ class Column(NamedTuple):
 
 
 def metric_of(series: Series) -> str:
-    """Returns the main metric in words."""
+    """Returns the main metric as text."""
     return words_of(series.metric)
 
 

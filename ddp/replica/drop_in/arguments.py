@@ -61,7 +61,7 @@ def check_keywords(others: Mapping[str, Any]) -> None:
 
 
 def warn_of_deprecated(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> None:
-    """Warns of `broadcast_buffers`, as torch's class does, on behalf of whoever makes the replica."""
+    """Warns of `broadcast_buffers`, as torch's class does, on behalf of the caller that makes the replica."""
     if broadcast_buffers is None:
         return
     meaning = (

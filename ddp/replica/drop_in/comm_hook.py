@@ -114,7 +114,7 @@ class CommHook(Reducer):
 
 
 class PendingBucket:
-    """A bucket whose future nobody has waited for yet."""
+    """A bucket whose future was not waited for yet."""
 
     done_s = 0.0
 
@@ -123,7 +123,7 @@ class PendingBucket:
         self._future: torch.futures.Future[Tensor] | None = future
 
     def is_completed(self) -> bool:
-        """Returns False: all ranks must wait for the same future at the same time, so nobody looks before."""
+        """Returns False: all ranks must wait for the same future at the same time, so none looks before."""
         return False
 
     def wait(self) -> None:

@@ -76,7 +76,7 @@ class StepsOfOthers(Stepper):
     """Finds parameters that someone else has stepped in backward, by this rank's gradient, before there is a mean.
 
     A gradient that is gone when backward has ended proves nothing, because autograd also reaches parameters with
-    undefined gradients. But whoever steps a parameter writes to it, and torch counts that. The counts are noted in the
+    undefined gradients. But a step of a parameter writes to it, and torch counts that. The counts are recorded in the
     first step, and in each that follows one with undefined gradients: no other step pays for it.
     """
 

@@ -1,4 +1,4 @@
-"""Uneven inputs: a rank that has run out of them goes on taking part, with zeros.
+"""Uneven inputs: a rank that has run out of them continues to take part, with zeros.
 
     with model.join():
         for batch in my_batches:             every rank its own number of them

@@ -22,7 +22,7 @@ from ddp.comm.objects import all_gather_object
 from ddp.errors import UnusedParameters
 from ddp.gradients.bucket import Slot
 from ddp.gradients.layout import Layout
-from ddp.replica.settlement import Usage, Use, Verdicts
+from ddp.replica.settlement import StepFlags, Usage, Use
 
 
 @dataclass
@@ -72,7 +72,7 @@ class StaticGraph(Usage):
         return bool(missing if self._is_first else self._changed)  # what is missing as in the first step is known
 
     def used_by_none(
-        self, layout: Layout, missing: Collection[Slot], undefined: Collection[Slot], verdicts: Verdicts
+        self, layout: Layout, missing: Collection[Slot], undefined: Collection[Slot], verdicts: StepFlags
     ) -> list[Slot]:
         if self._graph.never is not None and not verdicts.has_undefined:
             return [slot for slot in layout.slots if slot.name in self._graph.never]

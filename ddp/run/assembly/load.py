@@ -43,7 +43,7 @@ from ddp.train.reports.results import SIDECAR
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint of a run, or a moment of one that goes on.
+    """A checkpoint of a run, or a moment of a running one.
 
     Attributes:
         path: the checkpoint's folder; of a region, that of the run, or None if the run keeps none.
@@ -125,7 +125,7 @@ def load(
     if which not in ("best", "latest"):
         raise ConfigError(f'which={which!r}: take "best" or "latest"')
     if (path is None) == (region is None):
-        raise ConfigError('ddp.load takes the folder of a run, or the region="NAME" of one that goes on: give either')
+        raise ConfigError('ddp.load takes the folder of a run, or the region="NAME" of a running one: give either')
     if path is None:
         seen = look(region or "")
         run_dir = seen.about.get("run_dir")

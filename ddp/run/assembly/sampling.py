@@ -2,7 +2,8 @@
 
     data.order, data.sharding, batch.…, seed  ──▶  arguments of `ddp.fit`, or of a sampler of any rank
 
-Where data or sharding are the user's own, `noted` keeps what a sampler asks of them, and `Noted` stands for them later.
+Where data or sharding are the user's own, `sampler_facts` keeps what a sampler asks of them, and `StandInData` replaces
+them later.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def num_parts(config: Config) -> int:
 
 def sampler_for(config: Config, splits: Splits, *, rank: int) -> TrainSampler:
     """Returns the sampler of a rank, at the beginning of the run."""
-    shares = {**batches_of(config, splits).dealing, "global_batch": optimization.batch_of(config, splits.train)}
+    size = optimization.batch_of(config, splits.train)
+    shares = {**batches_of(config, splits).sampler_arguments, "global_batch": size}
     try:
         rounds = round_length(config.strategy)
         sampler, _ = sampler_of(splits.train, rank=rank, world_size=num_parts(config), rounds=rounds, **shares)
@@ -130,7 +132,7 @@ def _sharding(config: Config, samples: Samples) -> str | OwnSharding:
     if not is_address(name):
         return name
     whole = samples if (part := selection_in(samples)) is None else part.samples
-    if isinstance(whole, Noted):
+    if isinstance(whole, StandInData):
         return lambda shard, _: whole.shards[shard]
     return cast(OwnSharding, from_address(name, key="data.sharding", folder=config.run.code))
 
@@ -138,11 +140,11 @@ def _sharding(config: Config, samples: Samples) -> str | OwnSharding:
 # ------------------------------------------------------------------------------------- without the user's own code
 
 
-class Noted:
-    """Stands for samples of the user's own, whose code is not at hand: what a sampler asks of them, and no sample.
+class StandInData:
+    """Stand-in for samples of the user's own, whose code is not at hand: what a sampler asks of them, and no sample.
 
     Args:
-        facts: of `noted`.
+        facts: of `sampler_facts`.
     """
 
     shards: Sequence[Sequence[int]]  # of the user's own sharding, if there is one
@@ -158,7 +160,7 @@ class Noted:
         raise IndexError(f"sample {index} is not at hand")
 
 
-def noted(config: Config, samples: Samples) -> dict[str, Any] | None:
+def sampler_facts(config: Config, samples: Samples) -> dict[str, Any] | None:
     """Returns, for JSON, what a sampler asks of data or a sharding of the user's own; None if nothing is their own."""
     if not own_parts({"data": asdict(config.data)}):
         return None

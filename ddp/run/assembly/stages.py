@@ -25,10 +25,10 @@ from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.session import init, shutdown
 from ddp.data.samples import Splits
 from ddp.data.sets import standard_library
-from ddp.errors import CheckpointError, ConfigError, said
+from ddp.errors import CheckpointError, ConfigError, safe_str
 from ddp.models.gpt import GPT, generate
 from ddp.process import gpu, streams
-from ddp.process.arguments import program, setting_for, shown, train_command, typed_settings
+from ddp.process.arguments import program, relative_path, setting_for, train_command, typed_settings
 from ddp.process.memory import available_cores, collect_from_now_on
 from ddp.process.records import damage_told
 from ddp.process.terminal import say
@@ -37,7 +37,7 @@ from ddp.run.assembly import components
 from ddp.run.assembly import optimizer as optimization
 from ddp.run.assembly.load import load as load_trained
 from ddp.run.assembly.load import load_initial_weights
-from ddp.run.assembly.sampling import batches_of, check_dealing, noted, sampler_for
+from ddp.run.assembly.sampling import batches_of, check_dealing, sampler_facts, sampler_for
 from ddp.run.settings.address import origins
 from ddp.run.settings.checks import check_servers, check_strategy
 from ddp.run.settings.config import Config, folder_of
@@ -62,7 +62,8 @@ def check(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
     """Finds out in one process, before any worker starts, whether the run can work.
 
     Returns:
-        Step and sampler's state of the checkpoint that the run goes on from, None for a new run; and `sampling.noted`.
+        Step and sampler's state of the checkpoint that the run resumes from, None for a new run; and
+        `sampling.sampler_facts`.
 
     Raises:
         ConfigError: data are missing, or the model or its optimizer cannot be built.
@@ -89,11 +90,11 @@ def check(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
             check_fits(checkpoint.parts["model"], model, source=checkpoint.path)
         check_dealing(config, splits, state=position["sampler"])
         check_optimizer(checkpoint, optimizer)
-        return position, noted(config, splits.train)
+        return position, sampler_facts(config, splits.train)
     check_dealing(config, splits)
     if config.init_from.path:
         _load_given_weights(config, components.make_model(config, splits))
-    return None, noted(config, splits.train)
+    return None, sampler_facts(config, splits.train)
 
 
 def run(config: Config, run_dir: Path) -> None:
@@ -115,7 +116,7 @@ def joined(config: Config) -> Iterator[Communicator]:
     try:
         yield comm
     except BaseException as error:
-        shutdown(failed=f"{type(error).__name__}: {said(error)}")
+        shutdown(failed=f"{type(error).__name__}: {safe_str(error)}")
         raise
     shutdown()
 
@@ -267,7 +268,7 @@ def _next_commands(config: Config, summary: Mapping[str, Any], run_dir: Path) ->
         return [train_command(this_run, "resume=auto")]
     if not this_run.startswith("run.name="):  # a sweep's job
         return []
-    drawing = f"{program()} draw step {shlex.quote(str(shown(run_dir)))}"
+    drawing = f"{program()} draw step {shlex.quote(str(relative_path(run_dir)))}"
     draw = [drawing] if (run_dir / FILE).exists() else []
     on_gpu = str(summary["device"]).startswith(gpu.KIND)
     most = min(8, gpu.cuda.device_count() if on_gpu else max(2, available_cores()))

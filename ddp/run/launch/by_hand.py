@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from ddp.comm.meeting.role import RoleSettings, set_role
 from ddp.errors import ConfigError, PeerLost, first_line
-from ddp.process.arguments import shown
+from ddp.process.arguments import relative_path
 from ddp.process.terminal import say
 from ddp.run.launch.command_line import bad_input_to, exit_with_error
 from ddp.run.launch.report import log_file
@@ -55,8 +55,8 @@ def main(me: RoleSettings) -> NoReturn:
     config, run_dir = from_plain(run["config"]), Path(run["run_dir"])
     number = mine.index + (mine.num_servers if mine.job == "worker" else 0)
     if number:
-        log = shown(log_file(run_dir / "logs", number, mine.num_servers))
-        say(f"{mine} of {shown(run_dir)}/; it writes to {log}")
+        log = relative_path(log_file(run_dir / "logs", number, mine.num_servers))
+        say(f"{mine} of {relative_path(run_dir)}/; it writes to {log}")
     train_as(number, config, run_dir, play=partial(set_role, mine))
 
 

@@ -24,8 +24,8 @@ cause last.
 | SIGTERM, to the parent or any worker   | 143    | 0; the parent ends with this status    |
 | a closed terminal; SIGUSR1; SIGUSR2    | 129; … | the same: 128 + the signal's number    |
 
-This module imports Hydra and OmegaConf inside functions, and so does nobody else but `plugin.py`, so that importing it
-stays light and workers stay free of them. A sweep's job is such a command line in a process of its own: `jobs.py`.
+This module imports Hydra and OmegaConf inside functions, as only `plugin.py` does besides, so that importing it
+stays light and workers stay free of them. A sweep's job is such a command line in its own process: `jobs.py`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from yaml import YAMLError
 from ddp.comm.meeting.cluster_spec import allow_servers, take_cluster
 from ddp.comm.meeting.role import ROLE, SERVERS, WORKERS, Job, RoleSettings, role_from_env
 from ddp.errors import USER_ERRORS, ConfigError, first_line, with_causes
-from ddp.process.arguments import program, quoted, setting_for, shown, train_command, typed_command
+from ddp.process.arguments import program, quoted, relative_path, setting_for, train_command, typed_command
 from ddp.process.files import at_home
 from ddp.process.memory import leave_out, skip_at_exit
 from ddp.process.terminal import console, ended_by_ctrl_c, keep_writing, say
@@ -95,7 +95,7 @@ def main() -> NoReturn:
     with bad_input_to(exit_with_error):
         arguments = options_first(sys.argv[1:])
         sys.argv[1:] = for_hydra(arguments, sweeps=arguments[:1] in (["-m"], ["--multirun"]))
-        task = Task(varied_keys(sys.argv[1:]), _options(sys.argv[1:]))
+        task = HydraMain(varied_keys(sys.argv[1:]), _options(sys.argv[1:]))
     OmegaConf.register_new_resolver("job_folder", task.job_folder, replace=True)
     try:
         with bad_input_to(exit_with_error):
@@ -110,7 +110,7 @@ def main() -> NoReturn:
 
 
 @dataclass
-class Task:
+class HydraMain:
     """Makes one run when Hydra calls it, in this process or in one that a launcher of Hydra's has started.
 
     Attributes:
@@ -123,7 +123,7 @@ class Task:
     has_begun: bool = False
 
     def __call__(self, composed: Any) -> float:
-        """Makes one run, and ends the process; or a job of a sweep, in a process of its own, and returns its objective.
+        """Makes one run, and ends the process; or a job of a sweep, in its own process, and returns its objective.
 
         Hydra has made the run's folder and set its interpolations.
         """
@@ -160,7 +160,7 @@ def _trained(config: Config, run_dir: Path) -> int:
             raise ConfigError(f"cluster.{key}: every process needs it on its command line, and not in a file")
     check_gpus(config)
     check_strategy(config)
-    say(f"starting {counted(config.cluster.workers, 'worker')} for {shown(run_dir)}/ …")
+    say(f"starting {counted(config.cluster.workers, 'worker')} for {relative_path(run_dir)}/ …")
     with ended_by_ctrl_c():
         with leave_out():
             importlib.import_module("ddp.run.assembly.stages")  # torch, which takes a second

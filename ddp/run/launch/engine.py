@@ -141,7 +141,7 @@ def _unchanged_process(signals: Sequence[signal.Signals]) -> Iterator[None]:
 def paused_together() -> Iterator[None]:
     """Lets Ctrl-Z pause the workers, too, and `fg` continue them, for the duration of the block.
 
-    The engine gives every worker a session of its own, which the terminal does not reach. Without this the workers
+    The engine gives every worker its own session, which the terminal does not reach. Without this the workers
     would go on until they need the store of the launcher that is paused.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTSTP) != signal.SIG_DFL:

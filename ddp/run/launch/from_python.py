@@ -85,7 +85,7 @@ def launch(
         for rank, path in enumerate(results[: servers or workers]):
             if not path.exists():
                 who = called(rank, servers)
-                raise workers_failed(f"{who} ended without a result: does the function call sys.exit?", rank)
+                raise workers_failed(f"{who} ended without a result: let the function return, not call sys.exit", rank)
         return [pickle.loads(path.read_bytes()) if path.exists() else None for path in results]
 
 
@@ -239,7 +239,7 @@ def adopt(defined: Definitions) -> None:
 
 
 def definition(name: str, argv: Sequence[str]) -> Any:
-    """Returns what the launched script defines under this name, in a process with the command line of a worker.
+    """Returns the launched script's object of this name, in a process with the command line of a worker.
 
     Raises:
         AttributeError: nothing, or nothing that the launched function uses.

@@ -1,13 +1,13 @@
-"""Jobs of a sweep or a search: each a process on cores of its own, the next one as soon as one has ended.
+"""Jobs of a sweep or a search: each a process on its own cores, the next one as soon as one has ended.
 
-    run                     job.py, in a session of its own
+    run                     job.py, in its own session
      │  starts               └─ the command line of one run: launcher and workers, as without a sweep
      │  waits, writes RUN_DIR/job.json
      ▼
     sweep.gather            the table, from the folder
 
 What a job prints stands in its RUN_DIR/logs/job.log if several run at the same time, because their lines would mix.
-A signal to this process goes on to all jobs that run. Each of them stops in agreement, saves, and none begins. A job
+A signal to this process is passed on to all running jobs. Each stops in agreement and saves, and none begins. A job
 that is still there `STOP_S` after it was asked to stop is killed, such as one that somebody has paused.
 """
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ddp.errors import ConfigError
-from ddp.process.arguments import quoted, shown
+from ddp.process.arguments import quoted, relative_path
 from ddp.process.clock import Patience
 from ddp.process.files import make_folder, to_append
 from ddp.process.host import VISIBLE_GPUS, visible_gpus
@@ -76,7 +76,7 @@ def check_parallel(parallel: int) -> None:
     cores = available_cores()
     if parallel > cores:
         raise ConfigError(
-            f"sweep.parallel={parallel}: each job has cores of its own, and {cores} can be used here; take at most that"
+            f"sweep.parallel={parallel}: each job has its own cores, and {cores} can be used here; take at most that"
         )
     if 0 < (num_gpus := len(visible_gpus())) < parallel:
         there = f"there {'is' if num_gpus == 1 else 'are'} {counted(num_gpus, 'GPU')}"
@@ -146,7 +146,7 @@ def run(
 def _start(
     job: Job, words: Sequence[str], typed: str, cores: Sequence[int], gpus: Sequence[str], is_seen: bool
 ) -> subprocess.Popen[bytes]:
-    """Starts a job's process, in a session of its own, so that signals of the terminal reach it through this one.
+    """Starts a job's process, in its own session, so that signals of the terminal reach it through this one.
 
     Args:
         cores, gpus: that it may use; empty: all.
@@ -207,11 +207,11 @@ def _siblings(core: int) -> tuple[int, int]:
 def _tell(job: Job) -> None:
     """Prints how a job has ended that has printed to its log; if it has failed, with the end of that log."""
     objective = "" if job.objective is None else f", {job.summary['main_metric']} {job.objective:.6g}"
-    say(f"{shown(job.run_dir)}/: {ending(job)}{objective}")
+    say(f"{relative_path(job.run_dir)}/: {ending(job)}{objective}")
     log = job.run_dir / "logs" / "job.log"
     if job.status in (1, 2) and log.is_file():
         lines = log.read_text(errors="replace").splitlines()[-_TAIL if job.status == 1 else -1 :]
-        say("\n".join([f"the end of {shown(log)}:", *lines]), to=sys.stderr)
+        say("\n".join([f"the end of {relative_path(log)}:", *lines]), to=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddp.errors import ConfigError
-from ddp.process.arguments import quoted, shown, train_command, typed_command
+from ddp.process.arguments import quoted, relative_path, train_command, typed_command
 from ddp.process.files import hold
 from ddp.process.terminal import say
 from ddp.run.launch import jobs, sweep
@@ -35,7 +35,7 @@ from ddp.run.settings.reader import from_plain
 
 
 def objective(job: Job, sweeper: DictConfig) -> float:
-    """Returns what a sweeper makes better: the main metric; not a number if there is none, and nobody asks for it.
+    """Returns the objective of a sweeper: the main metric; not a number if there is none, and none is asked for.
 
     Whether more is better is the sweeper's setting: Optuna's, say, has hydra.sweeper.direction=maximize.
 
@@ -46,7 +46,7 @@ def objective(job: Job, sweeper: DictConfig) -> float:
         return job.objective
     if str(sweeper._target_).endswith(".BasicSweeper"):
         return math.nan
-    raise ConfigError(f"{shown(job.run_dir)}/ has no objective: {sweep.ending(job)}; see its logs")
+    raise ConfigError(f"{relative_path(job.run_dir)}/ has no objective: {sweep.ending(job)}; see its logs")
 
 
 class Jobs(Launcher):

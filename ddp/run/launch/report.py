@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ddp.comm.meeting.place import host_name
-from ddp.errors import USER_ERRORS, CommunicatorBroken, PeerLost, said, with_causes
-from ddp.process.arguments import shown
+from ddp.errors import USER_ERRORS, CommunicatorBroken, PeerLost, safe_str, with_causes
+from ddp.process.arguments import relative_path
 from ddp.process.files import make_folder, read_own, write_whole
 from ddp.process.records import json_object, made, to_json
 from ddp.process.stack import users_frame
 
 
 def called(rank: int, servers: int = 0) -> str:
-    """Returns what people and files call a process of a launch: "rank 1", or "server 0", or "worker 1".
+    """Returns the name of a process of a launch, for people and files: "rank 1", or "server 0", or "worker 1".
 
     Args:
         rank: its number in the launch.
@@ -41,7 +41,7 @@ def _report_file(logs: Path, rank: int, servers: int) -> Path:
 
 
 def in_words(status: int) -> str:
-    """Returns how a process without a report has ended, in words; a negative status is a signal."""
+    """Returns how a process without a report has ended, as text; a negative status is a signal."""
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
     return f"exited with status {status} and left no report" if status else "has ended"
@@ -80,7 +80,7 @@ class Report:
             rank=rank,
             servers=servers,
             type=type(error).__name__,
-            message=said(error),
+            message=safe_str(error),
             traceback="".join(traceback.format_exception(error)),
             step=step if isinstance(step, int) else None,
             is_secondary=_is_consequence(error),
@@ -118,7 +118,7 @@ def user_line(error: BaseException) -> str:
     frame = users_frame(error)
     if frame is None:
         return ""
-    where = f"{shown(Path(frame.filename))}, line {frame.lineno}, in {frame.name}"
+    where = f"{relative_path(Path(frame.filename))}, line {frame.lineno}, in {frame.name}"
     return f"in your code: {where}: {frame.line or ''}".rstrip(": ")
 
 
@@ -184,7 +184,7 @@ def describe_failures(failures: Mapping[int, Failure], logs: Path, servers: int 
 
 
 def _aside(report: Report | None, root: str, root_report: Report | None) -> str:
-    """Returns what is said of a rank that is not the root cause."""
+    """Returns the text on a rank that is not the root cause."""
     if report is not None and not report.is_secondary:
         return f"failed too, {report.type}: {report.message.strip().partition(chr(10))[0]}"
     if root_report is None or not root_report.is_secondary:

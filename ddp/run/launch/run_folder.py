@@ -2,7 +2,7 @@
 
     RUN_DIR/config.yaml      every setting, as `ddp.run.settings.config` has it; it exists once a run was prepared here
             starts.jsonl     each start of the run: the settings, the position that it went on from, and what
-                             `sampling.noted` says of data of the user's own
+                             `sampling.sampler_facts` says of data of the user's own
             metrics.jsonl, summary.json, curves.png, logs/, checkpoints/      what workers and launcher write
             .lock            while a process writes here: see `files.hold`
 

@@ -1,7 +1,7 @@
 """Runs servers and workers, each of which may end without the others, and says how they ended.
 
 torchrun's engine ends all ranks once one has failed, and so does torch's `start_processes`, which starts a group and
-closes it whole. Here each is a process by itself (`worker.py`), in a session of its own, with a thread that waits for
+closes it whole. Here each is a process by itself (`worker.py`), in its own session, with a thread that waits for
 it. So a plain `subprocess` is all that it takes.
 
 | who     | how it ends                            | what follows                                                     |
@@ -11,9 +11,9 @@ it. So a plain `subprocess` is all that it takes.
 | a server| by a signal, or because others are lost| all servers are started again together, `restarts` times, unless |
 |         |                                        | all workers have done their work                                 |
 | either  | its program raised                     | the run has failed: all others are asked to stop                 |
-| servers | well                                   | the run is done; a worker that goes on is killed after a while   |
+| servers | well                                   | the run is done; a worker that continues is killed later         |
 
-A server that is started again goes on from the run's last checkpoint. Each end is told in the store in which servers
+A restarted server resumes from the run's last checkpoint. Each end is told in the store in which servers
 and workers meet (`comm/meeting/role.py`), as soon as the kernel reports it. The store is files in the private folder of
 the launch (`private_store.py`), so it outlives every process, and no other user reaches it.
 """
@@ -51,7 +51,7 @@ POLL_S = 0.25  # between two looks at the clock, while one of these times passes
 
 
 class Process(Protocol):
-    """A process that has been started, in a session of its own."""
+    """A process that has been started, in its own session."""
 
     pid: int
 
@@ -140,7 +140,7 @@ class _Supervisor:
         self._failures: dict[int, Failure] = {}
         self._one_has_done_its_work = False  # a worker, so that the servers may need no other one
         self._got: tuple[signal.Signals, float] | None = None  # the first signal, and when it came
-        self._over: Patience | None = None  # once the run is over: with whoever still runs
+        self._over: Patience | None = None  # once the run is over: with the processes that still run
         self._lost: dict[int, Failure] = {}  # servers, which are started again once all have ended
         self._losing: Patience | None = None  # meanwhile: with the other servers
         self._killed: set[int] = set()  # by this process
@@ -213,7 +213,7 @@ class _Supervisor:
             self._answer_worker(part, status, report)
 
     def _answer_worker(self, part: Role, status: int, report: Report | None) -> None:
-        """Starts a worker again that is lost, or goes on without it."""
+        """Starts a worker again that is lost, or continues without it."""
         rank = self._num_servers + part.index
         if part.incarnation < self._restarts:
             _say(part, status, report, f"it is started again ({part.incarnation + 1} of {self._restarts})")

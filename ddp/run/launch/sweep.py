@@ -5,7 +5,7 @@
                                                         objective (the main metric)
                     sweep.csv, sweep.json               all jobs so far, written anew after each of them
 
-Nothing is remembered but what stands in the folder. So a sweep that goes on, another launcher of Hydra's, another
+Nothing is remembered but what stands in the folder. So a resumed sweep, another launcher of Hydra's, another
 sweeper and a search lead to the same table. The main metric and its direction come from the jobs' summary.json. Where
 there is none, speed decides.
 """
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from ddp.errors import ConfigError
-from ddp.process.arguments import shown
+from ddp.process.arguments import relative_path
 from ddp.process.files import make_folder, read_own, write_whole
 from ddp.process.records import json_object, made, to_json
 from ddp.process.terminal import console
@@ -44,7 +44,7 @@ class Job:
 
     Attributes:
         overrides: its settings, as words of a command line.
-        status: the exit status of its process; None while it runs, and if nobody has seen its end.
+        status: the exit status of its process; None while it runs, and if its end was not seen.
         objective: the main metric at the end; None without one, and of a job that has failed.
         began, ended: seconds since 1970.
         pruned: a search has stopped it, because others were better.
@@ -219,12 +219,12 @@ def show(results: Results, folder: Path) -> None:
             ending(job),
         )
     terminal = console(wide=1000)
-    terminal.print(f"sweep in {shown(folder)}/  (sweep.csv, sweep.json)", soft_wrap=True, highlight=False)
+    terminal.print(f"sweep in {relative_path(folder)}/  (sweep.csv, sweep.json)", soft_wrap=True, highlight=False)
     terminal.print(table)
 
 
 def ending(job: Job) -> str:
-    """Returns how a job has ended, in words; `command_line.py` has the table of statuses."""
+    """Returns how a job has ended, as text; `command_line.py` has the table of statuses."""
     status = job.status
     if job.pruned or status is None:
         return "pruned" if job.pruned else "unfinished"

@@ -64,7 +64,7 @@ def main() -> NoReturn:
         if here is not None:
             servers = _num_servers(here)
             here = here._replace(rank=number_of(here, servers, setting="cluster.servers"))
-        if here is not None and here.tasks:  # each in a terminal of its own, where nobody need wait for the others
+        if here is not None and here.tasks:  # each in its own terminal, where none need wait for the others
             _refuse_of_one_process(here.world_size - servers, servers, described_by=here.launcher)
     if here is None or launched is None:
         exit_with_error("no launcher has started this process: use torchrun --nproc-per-node N, or recipes/train.py")
@@ -197,7 +197,7 @@ def _received(here: RankPlace, launched: RankPlace, servers: int) -> tuple[dict[
         say(f"rank {rank}: {first_line(error)}", to=sys.stderr)
         leave(2 if isinstance(error, ConfigError) else 1)
     if "error" in sent:  # the rank that found it has printed it
-        if here.tasks and not has_said:  # elsewhere, because each task has a terminal of its own
+        if here.tasks and not has_said:  # elsewhere, because each task has its own terminal
             print_error(sent["error"])
         if rank == 0:
             _wait_for_readers(attempt, num_readers=world_size - 1)
@@ -249,7 +249,7 @@ def _asked_for(*, workers: int | None, servers: int, local_workers: int | None) 
 
 
 def _refuse_of_one_process(workers: int, servers: int, *, described_by: str = "") -> None:
-    """Raises ConfigError for what only a process can do that starts workers of its own.
+    """Raises ConfigError for what only a process can do that starts its own workers.
 
     Args:
         described_by: the description of a cluster that says what this process is; "" where a launcher does.

@@ -40,7 +40,7 @@ from typing import Any, NoReturn, TextIO
 
 from ddp.comm.meeting.role import STORE, Role, set_role
 from ddp.comm.meeting.secret import take_secret
-from ddp.errors import ConfigError, said
+from ddp.errors import ConfigError, safe_str
 from ddp.process.files import make_folder, to_append
 from ddp.process.log import add_handler, follow_rank
 from ddp.process.memory import ask_for_signal, collect_from_now_on, collect_later
@@ -278,7 +278,7 @@ def _tell_the_others(error: BaseException) -> None:
     """Lets the ranks that wait for this one hear why it ends: after the report, because then the engine ends them."""
     if (session := sys.modules.get("ddp.comm.session")) is not None:  # else it has not joined them
         with contextlib.suppress(Exception):
-            session.shutdown(failed=f"{type(error).__name__}: {said(error)}")
+            session.shutdown(failed=f"{type(error).__name__}: {safe_str(error)}")
 
 
 def leave(status: int) -> NoReturn:

@@ -4,7 +4,7 @@
 
 The folder that the command was given in is searched last. So a file `random.py` there replaces no module of Python, and
 a run without an address imports nothing from there. `RUN_DIR/config.yaml` keeps the folder as `run.code`, for the
-workers and for whoever continues the run from elsewhere.
+workers and for a user who continues the run from elsewhere.
 
 Everything that can go wrong is one sentence: it names the setting, the folder, and the line of the user's file.
 """
@@ -200,10 +200,11 @@ def _nearest(part: str, found: Any, module: str) -> str:
 #     settings that arrive from another process                        refuse, unless trust=true, or they are known by
 #                                                                      DDP_SECRET, or this command line says the same
 #
-# Whoever may write config.yaml decides what is imported, and whoever may write the code decides what it does. So both
-# must be this user's or root's, with their folders. The folder in which the user gives the command is their own choice,
-# as for a new run, and so is whatever else Python searches. Files that were unpacked from an archive belong to this
-# user, whoever has written them. So code that came with the settings is not this user's, whatever its owner.
+# A user who may write config.yaml decides what is imported, and one who may write the code decides what it does. So
+# both must be this user's or root's, with their folders. The folder in which the user gives the command is their own
+# choice, as for a new run, and so is whatever else Python searches. Files that were unpacked from an archive belong to
+# this user, whichever user has written them. So code that came with the settings is not this user's, whatever its
+# owner.
 
 
 def check_trust(parts: Mapping[str, str], *, code: str, settings: Path, trust: bool) -> None:
@@ -213,7 +214,7 @@ def check_trust(parts: Mapping[str, str], *, code: str, settings: Path, trust: b
         parts: setting → address.
         code: the folder that the addresses are searched in.
         settings: the config.yaml.
-        trust: the user has said that this is right, whoever wrote the file.
+        trust: the user has said that this is right, whatever the file's author.
 
     Raises:
         ConfigError: others could have written the file or the code, and `trust` is False.
@@ -237,7 +238,7 @@ def check_arrived(settings: Mapping[str, Any], words: Sequence[str]) -> None:
         words: this process's own command line. What it says itself is imported from the current folder alone.
 
     Raises:
-        ConfigError: whoever reaches the port of the run could have sent them, and this process is not to trust them.
+        ConfigError: anyone who reaches the port of the run could have sent them, and this process is not to trust them.
     """
     parts, code = own_parts(settings), Path(settings["run"]["code"])
     is_typed = set(parts.values()) <= {each for word in words for each in re.split(r"[^\w.:]+", word)}
@@ -246,7 +247,7 @@ def check_arrived(settings: Mapping[str, Any], words: Sequence[str]) -> None:
     listed = ", ".join(f"{key}={address}" for key, address in parts.items())
     if not any(word.lstrip("+").lower() == "trust=true" for word in words):
         raise ConfigError(
-            f"the settings that have arrived would run code of {code} as you: {listed}; without DDP_SECRET whoever "
+            f"the settings that have arrived would run code of {code} as you: {listed}; without DDP_SECRET anyone who "
             "reaches the port can have sent them: give all processes the same one, or look at that code, and say "
             "trust=true to this process"
         )

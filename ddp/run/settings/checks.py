@@ -108,7 +108,7 @@ def _course_problems(config: Config) -> Iterator[str]:
     if config.epochs is None and config.max_steps is None:
         yield "epochs=null: with max_steps=null, too, the run would never end; set one of them"
     if config.profile.seconds is not None and not config.profile.steps:
-        yield f"profile.seconds={config.profile.seconds:g}: how many steps? Set profile.steps, as to 50"
+        yield f"profile.seconds={config.profile.seconds:g}: needs profile.steps; set it, as to 50"
     if config.resume not in ("none", "auto") and config.init_from.path is not None:
         yield (
             f"init_from.path={config.init_from.path}: contradicts resume={config.resume}, which has its own "
@@ -219,7 +219,7 @@ def _algorithm_problems(config: Config) -> Iterator[str]:
     elif name in BETWEEN_HOSTS or "+" in name:
         yield f"comm.algorithm={name}: is for several hosts, and all workers are on this one; leave it out"
     elif name == "shared_memory" and workers == 1:
-        yield f"comm.algorithm={name}: there is one worker, which shares memory with nobody; leave it out"
+        yield f"comm.algorithm={name}: there is one worker, which has none to share memory with; leave it out"
     elif name == "two_dimensional" and name not in all_reduce_schedules((tuple(range(workers)),)):
         yield f"comm.algorithm={name}: {workers} workers fill no grid of several rows and columns; take ring, say"
 
@@ -236,10 +236,10 @@ def _choice_problems(config: Config) -> Iterator[str]:
         yield f"loss={config.loss}: unknown; take auto, or MODULE:NAME, as torch.nn.functional:cross_entropy"
     match asdict(config.data):
         case {"name": "image_folder", "path": None}:
-            yield "data.path=null: which folder? Give data.path=FOLDER, where FOLDER/train/CLASS/ holds the images"
+            yield "data.path=null: names no folder; give data.path=FOLDER, where FOLDER/train/CLASS/ holds the images"
         case {"path": path, "test_path": test_path} if path is None or test_path is None:
             key, which = ("path", "train on") if path is None else ("test_path", "evaluate on")
-            yield f"data.{key}=null: which files? Give data.{key}=FILES, the {config.data.name} files to {which}"
+            yield f"data.{key}=null: names no files; give data.{key}=FILES, the {config.data.name} files to {which}"
         case {"validation": share, "validation_path": path} if share is not None and path is not None:
             yield f"data.validation={share:g}: contradicts data.validation_path={path}; leave one of them out"
         case {"text": str(text), "inputs": inputs, "target": target}:
@@ -247,7 +247,7 @@ def _choice_problems(config: Config) -> Iterator[str]:
                 yield f"data.text={text}: is in place of data.inputs and data.target; leave them out"
         case {"inputs": inputs, "target": target} if not inputs or target is None:
             key = "target" if inputs else "inputs"
-            yield f"data.{key}: which columns? Give data.inputs=[NAME,…] and data.target=NAME"
+            yield f"data.{key}: names no columns; give data.inputs=[NAME,…] and data.target=NAME"
     match asdict(config.optim):
         case {"nesterov": True, "momentum": 0}:
             yield "optim.nesterov=true: needs momentum; set optim.momentum=0.9, or optim.nesterov=false"
@@ -299,7 +299,7 @@ def _hook_problems(config: Config) -> Iterator[str]:
     if config.replica.wire is not None:
         yield f"{key}: does the sending by itself; leave replica.wire={config.replica.wire} out"
     if hook.name == "sign" and not hook.error_feedback:
-        yield "hook.error_feedback=false: signs alone go astray; leave it out"
+        yield "hook.error_feedback=false: sign compression diverges without error feedback; leave it out"
     match asdict(hook), asdict(config.optim):
         case {"momentum": momentum, "error_feedback": False}, _ if momentum:
             yield f"hook.momentum={momentum:g}: needs hook.error_feedback=true"
@@ -333,9 +333,9 @@ def _warmup_problems(config: Config) -> Iterator[str]:
     lasts = batch.warmup_samples or batch.warmup_epochs
     if batch.warmup_size is None and lasts is not None:
         key = "samples" if batch.warmup_samples else "epochs"
-        yield f"batch.warmup_{key}={lasts:g}: from which batch on? Set batch.warmup_size"
+        yield f"batch.warmup_{key}={lasts:g}: batch.warmup_size is not set; set it to the size of the first batch"
     if batch.warmup_size is not None and lasts is None:
-        yield f"batch.warmup_size={batch.warmup_size}: for how long? Set batch.warmup_epochs or batch.warmup_samples"
+        yield f"batch.warmup_size={batch.warmup_size}: has no end; set batch.warmup_epochs or batch.warmup_samples"
     shards = max(config.cluster.workers, batch.num_shards or 0)
     if batch.warmup_size is not None and not shards <= batch.warmup_size < batch.global_size:
         yield (
@@ -448,7 +448,7 @@ def check_gpus(config: Config) -> None:
 
 
 def places(config: Config) -> tuple[int, str]:
-    """Returns how many workers of this host can have a GPU of their own, or without GPUs a core, and that in words."""
+    """Returns how many workers of this host can have a GPU of their own, or without GPUs a core, and that as text."""
     from ddp.process import gpu  # this late, as in `check_gpus`
 
     num_gpus = 0 if config.device == "cpu" else gpu.cuda.device_count()

@@ -61,7 +61,7 @@ def central_storage(
     *,
     region: Annotated[
         str | None,
-        "name by which other jobs of yours on the host find the parameters while the run goes on, as in "
+        "name by which other jobs of yours on the host find the parameters during the run, as in "
         "ddp.load(region=NAME); null: none does",
     ] = None,
 ) -> Averaging:

@@ -87,7 +87,7 @@ class Sweep:
         "name of the folder of all jobs, below runs/; the same command again runs what is missing there or has failed; "
         "null: date and time",
     )
-    parallel: int = setting(1, "jobs that run at the same time, each on cores of its own", at_least=1)
+    parallel: int = setting(1, "jobs that run at the same time, each on its own cores", at_least=1)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -232,7 +232,7 @@ class Guarding:
 
     action: GuardAction = setting(
         "stop",
-        "stop: the run ends with an error; skip: the step is left out, as by data.skip_steps; go_back: the run goes on "
+        "stop: the run ends with an error; skip: the step is left out, as by data.skip_steps; go_back: the run resumes "
         "from its last checkpoint, at half the learning rate",
     )
     spike: float | None = setting(

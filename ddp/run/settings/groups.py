@@ -36,7 +36,7 @@ class Choice:
     name: str
 
     def make(self, *given: Any, **derived: Any) -> Any:
-        """Returns what the function makes of its settings.
+        """Returns the function's result for its settings.
 
         Args:
             given: its positional arguments, which are no settings.

@@ -26,7 +26,7 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.role import Role, how_ended
 from ddp.comm.objects import broadcast_object
-from ddp.errors import PeerLost, first_line, one_line, said
+from ddp.errors import PeerLost, first_line, one_line, safe_str
 from ddp.policies import ParameterServer
 from ddp.process.clock import Patience, now_s
 from ddp.process.log import log
@@ -39,8 +39,8 @@ ANSWER_S = 2.0  # unless deadlines are short
 ARRIVALS_S = 0.2  # between two looks for workers that have come
 
 
-class Attendants:
-    """Serves workers until the run is over.
+class WorkerThreads:
+    """Threads that serve workers until the run is over.
 
     Args:
         part: of this process.
@@ -68,16 +68,16 @@ class Attendants:
         self._pieces, self._facts, self._shared = pieces, dict(facts), shared
         self._parameters = dict(model.module.named_parameters())
         self.answer_s = min(ANSWER_S, model.comm.abort_s / 4)
-        self._threads: dict[int, threading.Thread] = {}  # by the worker's number; the doorman forgets those that ended
+        self._threads: dict[int, threading.Thread] = {}  # by the worker's number; the acceptor forgets those that ended
         self._comms: dict[int, Communicator] = {}  # theirs
         self._odd: dict[tuple[Any, Any], str] = {}  # why they are served no more, by index and incarnation
         self._num_let_in = 0
-        self._doorman = threading.Thread(target=self._doorman_s_work, name="ddp-doorman", daemon=True)
-        self._doorman.start()
+        self._acceptor = threading.Thread(target=self._accept_workers, name="ddp-acceptor", daemon=True)
+        self._acceptor.start()
 
     def close(self, within_s: float) -> int:
-        """Lets nobody in any more, once `shared.over` is set; returns how many workers have been let in."""
-        self._doorman.join(within_s)
+        """Accepts no more workers, once `shared.over` is set; returns how many have been accepted."""
+        self._acceptor.join(within_s)
         return self._num_let_in
 
     def end(self, within_s: float) -> None:
@@ -93,21 +93,21 @@ class Attendants:
         for thread in self._threads.values():
             thread.join(1.0)
 
-    def _doorman_s_work(self) -> None:
+    def _accept_workers(self) -> None:
         while self._shared.over is None:
             self._threads = {number: thread for number, thread in self._threads.items() if thread.is_alive()}
             try:
                 self.let_in(self._home.add(f"{self._part.incarnation}/arrivals", 0))
-            except (DistError, OSError) as error:  # then nobody can come any more
+            except (DistError, OSError) as error:  # then no worker can come any more
                 log.warning("the store does not answer, so that no further worker can come: %s", first_line(error))
                 return
             time.sleep(ARRIVALS_S)
 
     def let_in(self, num_arrivals: int) -> None:
-        """Serves so many workers, of those that have come."""
+        """Serves workers up to this number, of those that have arrived."""
         for number in range(self._num_let_in, num_arrivals):
             name = f"ddp-worker-{number}"
-            self._threads[number] = threading.Thread(target=self._attend, args=(number,), name=name, daemon=True)
+            self._threads[number] = threading.Thread(target=self._serve_worker, args=(number,), name=name, daemon=True)
             self._threads[number].start()
             if self._part.index == 0:
                 self._home.set(f"{self._part.incarnation}/welcome/{number}", "")
@@ -115,7 +115,7 @@ class Attendants:
 
     # --- one worker --------------------------------------------------------------------------------------------------
 
-    def _attend(self, number: int) -> None:
+    def _serve_worker(self, number: int) -> None:
         """Serves one worker, from when it comes until it is gone."""
         mine, shared = self._part, self._shared
         who: Mapping[str, Any] | None = None  # once it is served
@@ -141,7 +141,7 @@ class Attendants:
         except (*LOST, DistError) as error:
             if shared.over is None and who is not None and mine.index == 0:
                 how = how_ended(mine.store, "worker", who["index"], who["incarnation"])
-                how = how or f"is gone ({error.reason if isinstance(error, PeerLost) else said(error)})"
+                how = how or f"is gone ({error.reason if isinstance(error, PeerLost) else safe_str(error)})"
                 log.warning("worker %d %s: what it had leased goes to others", who["index"], how)
         except Exception as error:
             if shared.error is None:  # else it is one of the user's order of samples
@@ -163,14 +163,14 @@ class Attendants:
                     gone.abandon(odd or "the other end is gone") if odd or gone.is_broken else gone.close()
 
     def _unlike(self, facts: Mapping[str, Any]) -> str:
-        """Returns what a worker has other than the servers, in words; "" for nothing."""
+        """Returns the differences between a worker and the servers, as text; "" for none."""
         for name, ours in self._facts.items():
             if facts.get(name) != ours:
                 return f"{name} is {facts.get(name)} at the worker and {ours} at the servers: give both the same"
         return ""
 
     def _rest(self) -> dict[str, Tensor]:
-        """Returns what no pull has, but for buffers that change: all buffers, and the parameters that nobody trains."""
+        """Returns the tensors that no pull has, but for changing buffers: all buffers and frozen parameters."""
         frozen = {name: each.detach() for name, each in self._parameters.items() if not each.requires_grad}
         return frozen | dict(self._model.module.named_buffers())
 
@@ -214,11 +214,11 @@ class Attendants:
     def _begin(self, edge: Edge, number: int, request: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the answer to a worker that is to compute its next part: "now", "gone", or after a while "wait"."""
         for left_s in self._looks():
-            if self._shared.whole.acquire(timeout=left_s):
+            if self._shared.parameters_lock.acquire(timeout=left_s):
                 try:
                     answer = self._begun(edge, number, request)
                 finally:
-                    self._shared.whole.release()
+                    self._shared.parameters_lock.release()
                 if answer["verdict"] != "wait":
                     return answer
         return {"verdict": "wait"}
@@ -233,7 +233,7 @@ class Attendants:
                 shared.wait_for_change(num_changes, patience.left_s())
 
     def _begun(self, edge: Edge, number: int, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the answer to a request to begin, and copies the parameters if it is "now"; with `whole` held."""
+        """Answers a request to begin, and copies the parameters if it is "now"; with `parameters_lock` held."""
         shared = self._shared
         leases: list[Lease] = []
         with shared.changed:

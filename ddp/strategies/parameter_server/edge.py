@@ -1,4 +1,4 @@
-"""An edge: what one server and one worker send each other, over a communicator of their own. The server is its rank 0.
+"""An edge: what one server and one worker send each other, over their own communicator. The server is its rank 0.
 
     worker                              server
     tell     {"what": …}       ──▶      heard                     plain values: a request,
@@ -67,7 +67,7 @@ def connected(
     Raises:
         PeerLost: the other end does not come.
     """
-    # By a connection of its own: waiting there for a peer that does not come must not block whoever opens another edge.
+    # By a separate connection: waiting there for a peer that does not come must not block other edges.
     own: Store = answered(home.clone, within_s=comm.abort_s)  # type: ignore[attr-defined]
     store = part_of(own, f"{incarnation}/edge/{server}/{number}")
     settings = replace(comm.settings, device=CPU, backend="auto", algorithm="auto", generation=0)

@@ -25,7 +25,7 @@ NOTHING = Request(0, 0, (), ())
 
 
 class _Part:
-    """A lease, its part of the step, the requests that nobody has taken yet, and how many batches are to come."""
+    """A lease, its part of the step, the requests that were not taken yet, and how many batches are to come."""
 
     def __init__(self, lease: Lease, plan: StepPlan, requests: deque[Request]) -> None:
         self.lease, self.plan, self.requests, self.num_due = lease, plan, requests, 0

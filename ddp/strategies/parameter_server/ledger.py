@@ -7,12 +7,12 @@
 A *plan* is a step of the sampler. A *lease* is one part of it, granted to one worker, who reads its samples ahead. A
 lease that is *begun* will be *returned* with gradients. The *version* is the number of updates. Three modes:
 
-    sync        A plan is cut into `num_parts`, and all its parts make one update. Nobody begins a part before the
+    sync        A plan is cut into `num_parts`, and all its parts make one update. No worker begins a part before the
                 updates of all plans before it.
     async       A plan is one part, and each return is an update at once, of whatever version its parameters were.
-    bounded     As async, but nobody begins where a gradient could become older than `staleness` updates.
+    bounded     As async, but no worker begins where a gradient could become older than `staleness` updates.
 
-Each part of each plan counts exactly once, from whomever it is returned first. So that nobody waits for a worker that
+Each part of each plan counts exactly once, from whomever it is returned first. So that no worker waits for one that
 is lost, stopped or slow, an idle worker, who has nothing else that it may begin, gets, in this order:
 
     a free part          of a lost worker's leases, too
@@ -142,7 +142,7 @@ class _Part:
 
     Attributes:
         holders: who may return it: leases that are not returned yet.
-        counts: whose return counts, once there is one; of a part without samples nobody's.
+        counts: whose return counts, once there is one; of a part without samples None.
     """
 
     open: _Open
@@ -175,7 +175,7 @@ class _Open:
 class Ledger:
     """Grants leases to workers, and says which returns make an update.
 
-    Workers are known by any hashable name. Whoever comes back under a name that asks already must be `lost` first.
+    Workers are known by any hashable name. A worker that returns under a name that asks already must be `lost` first.
 
     Args:
         num_parts: of a plan; 1 but in mode sync.
@@ -242,7 +242,7 @@ class Ledger:
             self._take_back(gone.held)
 
     def next_late_s(self, now_s: float) -> float | None:
-        """Returns in how many seconds a worker will be late, if nobody calls before; None: never."""
+        """Returns in how many seconds a worker will be late, if none calls before; None: never."""
         left_s = [at_s - now_s for at_s in map(self._late_at_s, self._workers.values()) if now_s < at_s < math.inf]
         return min(left_s, default=None)
 
@@ -324,7 +324,7 @@ class Ledger:
             number += 1
 
     def _for_idle(self, me: _Worker, now_s: float) -> _Part | None:
-        """Returns what a worker should do at once, if nothing that it holds may be begun; takes it back from others.
+        """Returns a part to do at once, if nothing that the worker holds may be begun; takes it back from others.
 
         It pays if the others would begin it later by half of what it takes here. A lease that its holder is to begin
         next is not taken back, but copied, or two workers that are slow to read would take it from each other for ever.
@@ -420,5 +420,5 @@ class Ledger:
 
 
 def _free(each: _Open) -> _Part | None:
-    """Returns the first part of a plan that nobody holds."""
+    """Returns the first part of a plan that no worker holds."""
     return next((part for part in each.parts if not part.is_counted and not part.holders), None)

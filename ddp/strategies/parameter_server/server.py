@@ -30,7 +30,7 @@ from ddp.policies import ParameterServer
 from ddp.process.clock import Patience, now_s
 from ddp.process.log import log
 from ddp.replica.sharded import Part
-from ddp.strategies.parameter_server.attendants import Attendants
+from ddp.strategies.parameter_server.attendants import WorkerThreads
 from ddp.strategies.parameter_server.edge import Piece, by_dtype, failure_of, places_of
 from ddp.strategies.parameter_server.ledger import Ledger, Plan, Update
 from ddp.strategies.parameter_server.served import ServedDataParallel
@@ -48,12 +48,12 @@ class Received(NamedTuple):
     Attributes:
         totals: of the update.
         since_s: when the wait for it began.
-        hand_over: ends the step of the model, and is given the totals, with the votes of the servers.
+        finish_step: ends the step of the model; takes the totals, with the votes of the servers.
     """
 
     totals: Totals
     since_s: float
-    hand_over: Callable[[Totals], None]
+    finish_step: Callable[[Totals], None]
 
 
 class Service:
@@ -100,11 +100,11 @@ class Service:
         self._oldest, self.is_stopped = 0, False
         self._computed = Counter[int]()  # samples, by the index of a worker
         self._warned_s = 0.0
-        self._shared.whole.acquire()
+        self._shared.parameters_lock.acquire()
         if part.index == 0:
             self._say_what_is_gone()
             home.set("incarnation", str(part.incarnation))
-        self._attendants = Attendants(part, home, model, [*self._parts], policy, facts, self._shared)
+        self._worker_threads = WorkerThreads(part, home, model, [*self._parts], policy, facts, self._shared)
 
     def _say_what_is_gone(self) -> None:
         """Says how many updates earlier servers have made after the checkpoint that these go on from."""
@@ -174,9 +174,9 @@ class Service:
 
     def _next(self, stopping: Any) -> Any:
         """Waits on server 0 for the next update, and returns it; or OVER, STOP, or after a while WAIT."""
-        shared, patience = self._shared, Patience(self._attendants.answer_s)
+        shared, patience = self._shared, Patience(self._worker_threads.answer_s)
         while True:
-            with shared.changed:  # `whole` is held, so that nobody pulls between an update's number and the update
+            with shared.changed:  # no worker pulls between an update's number and the update: `parameters_lock` is held
                 update, is_over = shared.ledger.take_update(), shared.ledger.is_epoch_over
                 num_changes, error = shared.num_changes, shared.error
                 idle_s = 0.0 if shared.num_here else now_s() - shared.empty_since_s
@@ -191,7 +191,7 @@ class Service:
                 return STOP
             if idle_s > self._comm.abort_s:
                 raise ConfigError(
-                    f"no worker has been here for {idle_s:.0f} s (comm.abort_s): start some; what is saved goes on by "
+                    f"no worker has been here for {idle_s:.0f} s (comm.abort_s): start some; what is saved resumes by "
                     "resume=auto"
                 )
             if not patience.left_s():
@@ -208,12 +208,12 @@ class Service:
 
     @contextmanager
     def _pulls_allowed(self) -> Iterator[None]:
-        """Lets attendants send parameters in the block, in which the main thread only waits."""
-        self._shared.whole.release()
+        """Lets the threads of workers send parameters in the block, in which the main thread only waits."""
+        self._shared.parameters_lock.release()
         try:
             yield
         finally:
-            self._shared.whole.acquire()
+            self._shared.parameters_lock.acquire()
 
     def _described(self, update: Update) -> Any:
         """Returns an update as all servers must know it, in plain values."""
@@ -279,15 +279,15 @@ class Service:
             shared.over = dict(over)
             shared.notify()
         with suppress(RuntimeError):  # the main thread need not have it, after an error
-            shared.whole.release()
-        num_let_in = self._attendants.close(LAST_S)
+            shared.parameters_lock.release()
+        num_let_in = self._worker_threads.close(LAST_S)
         with suppress(DistError):
             if "failed" not in over and self._part.index == 0:  # who comes later has nothing to do, either
                 self._home.set("over", json.dumps({**over, "num_let_in": num_let_in}))
             elif "failed" not in over:  # serves whom server 0 has let in
                 self._home.wait(["over"], timedelta(seconds=LAST_S))
-                self._attendants.let_in(json.loads(self._home.get("over"))["num_let_in"])
-        self._attendants.end(LAST_S)
+                self._worker_threads.let_in(json.loads(self._home.get("over"))["num_let_in"])
+        self._worker_threads.end(LAST_S)
 
 
 def _together(buffers: Sequence[Mapping[str, Tensor]], counts: Sequence[int]) -> dict[str, Tensor]:

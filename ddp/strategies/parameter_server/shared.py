@@ -1,8 +1,9 @@
 """Holds what the threads of a server share: what workers have pushed, how far the updates are, and the ledger.
 
-Note "two locks". `whole` guards parameters and buffers. It is the main thread's while it changes them, evaluates or
-saves, and free while it waits for an update: a pull takes it, and so never sends half an update. `changed` guards the
-rest where it is written, and is held only briefly. Whoever takes both takes `whole` first.
+Note "two locks". `parameters_lock` guards parameters and buffers. The main thread holds it while it changes them,
+evaluates or saves, and frees it while it waits for an update: a pull takes it, and so never sends half an update.
+`changed` guards the rest where it is written, and is held only briefly. A thread that takes both takes
+`parameters_lock` first.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Shared:
         self.over: dict[str, Any] | None = None
         self.error: BaseException | None = None
         self.num_changes = 0
-        self.changed, self.whole = threading.Condition(), threading.Lock()
+        self.changed, self.parameters_lock = threading.Condition(), threading.Lock()
 
     def notify(self) -> None:
         """Lets all threads look again; with `changed` held."""

@@ -242,7 +242,7 @@ class Servers:
             self._edges[0].take_back()  # a hook, which several servers do not have
 
     def _wish(self, lease: Lease | None, most: int) -> dict[str, Any]:
-        """Returns what a request says of the part to be begun next, once an update by the last one is made."""
+        """Returns the fields of a request about the next part, once an update by the last one is made."""
         return {"then": None if lease is None else as_plain(lease), "most": most, "after": self._pushed}
 
     def _push(self, server: int, request: dict[str, Any]) -> dict[str, Any]:

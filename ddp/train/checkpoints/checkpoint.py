@@ -240,7 +240,7 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
         state.schedule.load_state_dict(parts["schedule"])
     earlier, mine = translated(meta.identity), _with_data(identity, state)
     if state.schedule is not None and (then := parts.get("schedule", {}).get("begun")) is not None:
-        earlier["schedule"] = mine["schedule"]  # because the checkpoint's goes on
+        earlier["schedule"] = mine["schedule"]  # because the checkpoint's continues
         if (kept := changes(then, state.schedule.begun)) and state.comm.rank == 0:
             log.warning(
                 "schedule=%s: %s in this program, but the run continues with what it was, because torch's schedulers "
@@ -343,7 +343,7 @@ def _with_data(identity: Mapping[str, Any], state: TrainState) -> dict[str, Any]
 
 
 def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns what two identities differ in, if bits depend on it: each dotted key, with its values then and now."""
+    """Returns the differences of two identities on which bits depend: each dotted key, with its values then and now."""
     free = FREE if then.get("same_bits") and now.get("same_bits") else ()
     before, after = (flat({key: value for key, value in each.items() if key not in free}) for each in (then, now))
     return [

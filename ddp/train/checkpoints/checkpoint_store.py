@@ -493,7 +493,7 @@ class _OnCPU:
         """Moves a GPU's tensors on their way."""
 
         def reducer_override(self, each: Any, /) -> Any:
-            """Returns what is written of an object."""
+            """Returns the written form of an object."""
             return gpu.reduced(each)
 
 

@@ -60,7 +60,7 @@ class ExtraState(Callback):
         self._settings: list[dict[str, Any]] = []
 
     def resumes(self, parts: Mapping[str, Any], optimizer: Optimizer) -> None:
-        """Takes the parts of the checkpoint that the run goes on from. The optimizer has its state already."""
+        """Takes the parts of the checkpoint that the run resumes from. The optimizer has its state already."""
         self._found, self._settings = parts, group_settings(optimizer)
 
     @property

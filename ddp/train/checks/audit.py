@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from ddp.collectives.shards import owned
+from ddp.collectives.shards import shards_of_rank
 from ddp.comm.meeting.place import host_name
 from ddp.comm.objects import all_gather_object
 from ddp.data.orders.sampler import StepPlan
@@ -64,9 +64,9 @@ def first_turn(num_samples: int, world_size: int, num_shards: int) -> Turn:
 
 
 def _filled(num_samples: int, world_size: int, num_shards: int) -> list[list[int]]:
-    """Returns each rank's shards that have samples in a step of so many."""
+    """Returns each rank's shards that have samples in a step of this size."""
     bounds = [shard * num_samples // num_shards for shard in range(num_shards + 1)]
-    shards = [owned(rank, world_size, num_shards) for rank in range(world_size)]
+    shards = [shards_of_rank(rank, world_size, num_shards) for rank in range(world_size)]
     return [[shard for shard in mine if bounds[shard] < bounds[shard + 1]] for mine in shards]
 
 
@@ -126,11 +126,11 @@ class Audit:
             )
 
     def _again(self, plan: StepPlan, turn: Turn, ranks: Sequence[int]) -> Outcome | None:
-        """Returns what this rank finds if it computes the shard again, where it is one of these."""
+        """Returns this rank's result of computing the shard again, where it is one of these."""
         return self._replay.shard(plan, turn.shard) if self._state.comm.rank in ranks else None
 
     def _found(self, mine: Outcome | None) -> dict[int, Outcome]:
-        """Returns what each rank has found that has computed the shard."""
+        """Returns the results of the ranks that have computed the shard."""
         everyone = all_gather_object(self._state.comm, mine and tuple(mine))
         return {rank: Outcome(*each) for rank, each in enumerate(everyone) if each is not None}
 

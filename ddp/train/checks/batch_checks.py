@@ -7,8 +7,8 @@
 A task that returns a mean with the batch's length as its count would train with gradients that are too small by the
 size of a micro-batch, and nothing else would show it. A metric like this would be reported wrongly, and choose the best
 checkpoint. So the first batch of each rank is computed whole and in two parts, once, by a copy of the model in
-evaluation mode, because there dropout and BatchNorm treat each sample alike. A fresh model may give all samples nearly
-the same loss, of which every mean is the same. So all of it is computed once more with outputs that are drawn at
+evaluation mode, because there dropout and BatchNorm treat each sample the same. A fresh model may give all samples
+nearly the same loss, of which every mean is the same. So all of it is computed once more with outputs that are drawn at
 random. A model that cannot run like this, or a batch that cannot be cut, is not looked at.
 """
 
@@ -141,7 +141,7 @@ def warn_of_other_weights(task: Task, module: nn.Module, batch: Any, own: Contai
     others = [each for each in leaves_of(loss) if id(each) not in known and id(each) not in own]
     if found := [names.get(id(each), f"of shape {list(each.shape)}") for each in others]:
         log.warning(
-            "the loss %s has weights of its own (%s), and fit trains those of the model alone: put the loss into the "
+            "the loss %s has its own weights (%s), and fit trains those of the model alone: put the loss into the "
             "model (docs/losses.md), or call requires_grad_(False) on them",
             *(name_of(task), ", ".join(found)),
         )
@@ -271,7 +271,7 @@ class Sums:
         }
 
     def _called(self, method: str) -> Any:
-        """Returns what a method of the task returns for a piece, and notes if it calls collectives."""
+        """Returns the result of a method of the task for a piece, and records if it calls collectives."""
         before, batch = self._num_calls(), copy.deepcopy(self._pieces[self._piece])
         found = getattr(self._task, method)(self._module, batch)
         if self._num_calls() > before:
@@ -435,7 +435,7 @@ class EqualBatches(BatchCallback):
         self._num_batches = 0
 
     def __call__(self, module: nn.Module, batch: Any, num_samples: int) -> None:
-        """Takes note of a batch of this rank."""
+        """Records a batch of this rank."""
         if self._num_steps:
             process = f", loader process {self._num_batches % self._num_processes}" if self._num_processes else ""
             if (digest := digest_of(batch)) is not None:
@@ -451,6 +451,6 @@ class EqualBatches(BatchCallback):
             other = self._seen.setdefault(digest, who)
             if other != who:
                 raise ConfigError(
-                    f"debug: {other} and {who} have begun with equal batches: do all of them read the whole "
-                    "stream, or does a sample not depend on its index?"
+                    f"debug: {other} and {who} have begun with equal batches: let each of them read its own "
+                    "part of the stream, and let each sample depend on its index"
                 )

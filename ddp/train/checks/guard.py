@@ -1,11 +1,11 @@
 """`ddp.Guard`: what becomes of a run whose loss is not finite, or jumps: it stops, leaves the step out, or goes back.
 
     stop        the run ends with an error that names module and samples (`replay.py`); so does one without a guard
-    skip        the samples of the step are left out, as by `skip_steps`, and the run goes on
-    go_back     the run goes on from its last checkpoint, at half the learning rate
+    skip        the samples of the step are left out, as by `skip_steps`, and the run continues
+    go_back     the run resumes from its last checkpoint, at half the learning rate
 
-A spike is a loss that lies so many standard deviations above the mean of the steps before it, of which the last
-hundred or so count. It is found before the update, on all ranks alike, and taken back like any other bad step.
+A spike is a loss that lies this many standard deviations above the mean of the steps before it, of which the last
+hundred or so count. It is found before the update, on all ranks, and taken back like any other bad step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Guard(Callback):
         self._went_back_to: list[int] = []
 
     def is_spike(self, loss: float) -> str:
-        """Returns by how much a loss is too high, in words; "" if it is not."""
+        """Returns by how much a loss is too high, as text; "" if it is not."""
         if self.spike is None or self._num < FEWEST:
             return ""
         mean = self._sum / self._weight

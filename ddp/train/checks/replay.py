@@ -1,7 +1,7 @@
 """Computes shards of the running step again, on any rank, without communication, and with the same bits.
 
 A shard of a step has no rank: its samples follow from the sampler's position, their augmentation from their numbers,
-dropout from the step and the shard; and parameters do not change before all ranks agree. So whoever has the data can
+dropout from the step and the shard; and parameters do not change before all ranks agree. So a user who has the data can
 compute it once more, until the update is made. Two things stand on that:
 
     explain_…    a step whose loss is not finite, or far too high, is searched for the module and the samples
@@ -84,7 +84,7 @@ class Replay:
         model = self.state.model
         total: float | Tensor = 0.0
         num_items: float | Tensor = 0
-        with model.apart():
+        with model.isolated():
             for micro, batch in self.batches(plan, shard):
                 loss_sum, number = self.forward(micro, batch)
                 total, num_items = total + loss_sum.detach(), num_items + number
@@ -123,7 +123,7 @@ class Finding(NamedTuple):
     Attributes:
         stage: its place in the table above.
         place: of a module, in the order of calls.
-        what: in words.
+        what: as text.
         shard: of the step.
         samples: that it concerns; all of a micro-batch if no row tells.
         are_known: a row for each sample has told.
@@ -141,7 +141,7 @@ def explain_divergence(replay: Replay, plan: StepPlan) -> tuple[str, bool]:
     """Returns what is not finite in a step that has been taken back, and where that begins. Collective.
 
     Returns:
-        That in words, and True if samples are to blame, so that no learning rate would help.
+        That as text, and True if samples are to blame, so that no learning rate would help.
     """
     if replay.state.waits:
         return "It is not computed again, because layers wait for other ranks in each forward", False
@@ -169,7 +169,7 @@ def explain_spike(replay: Replay, plan: StepPlan) -> str:
         return "It is not computed again, because layers wait for other ranks in each forward"
     for shard in own_shards(plan):
         total, count, samples = 0.0, 0.0, list[int]()
-        with suppress(Exception), replay.state.model.apart(), torch.no_grad():  # of the user's code; others go on
+        with suppress(Exception), replay.state.model.isolated(), torch.no_grad():  # of the user's code; others go on
             for micro, batch in replay.batches(plan, shard):
                 loss_sum, num_items = replay.forward(micro, batch)
                 total, count = total + float(loss_sum), count + float(num_items)
@@ -214,7 +214,7 @@ def _findings(replay: Replay, plan: StepPlan) -> Iterator[Finding]:
     try:
         for shard in own_shards(plan):
             for micro, batch in replay.batches(plan, shard):
-                with model.apart():
+                with model.isolated():
                     found = _first(replay, micro, batch)
                 if found is not None:
                     yield found

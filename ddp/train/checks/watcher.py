@@ -118,11 +118,11 @@ class Learning:
         self._losses = deque[float](maxlen=NUM_LOSSES)
 
     def add(self, loss: float) -> None:
-        """Takes note of the loss of a step."""
+        """Records the loss of a step."""
         self._losses.append(loss)
 
     def verdict(self, guess: float) -> str:
-        """Returns in words that the run does not learn; "" if it does, or if there were too few steps.
+        """Returns as text that the run does not learn; "" if it does, or if there were too few steps.
 
         A loss that falls is left alone: at the beginning of a short run it may be above the guess.
         """
@@ -157,7 +157,7 @@ class Pace:
         self._last_s, self._slow_since_s = clock(), 0.0
 
     def add(self, rate: float) -> str:
-        """Takes note of samples per second; returns in words that the run has become slow, once, or else ""."""
+        """Records samples per second; returns as text, once, that the run has become slow, or else ""."""
         began_s, self._last_s = self._last_s, self._clock()
         median = statistics.median(self._rates) if len(self._rates) >= NUM_BEFORE else 0.0
         if rate >= self._share * median:
@@ -224,7 +224,7 @@ class Watch(BatchCallback):
         self._has_told = False
 
     def __call__(self, module: nn.Module, batch: Any, num_samples: int) -> None:
-        """Takes note of the targets of a batch of this rank, before it is used."""
+        """Records the targets of a batch of this rank, before it is used."""
         if self._guess is not None and self._guess.wants_more and isinstance(batch, (tuple, list)) and len(batch) == 2:
             targets = batch[1]
             if isinstance(targets, Tensor) and targets.dim():

@@ -1,1 +1,1 @@
-"""Evaluations: of held-out samples while a run goes on, and by a process of its own."""
+"""Evaluations: of held-out samples during a run, and by a separate process."""

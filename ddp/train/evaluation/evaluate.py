@@ -7,7 +7,7 @@ parts, and divided once: no padding, no mean of means. 13 samples, V = 4 parts, 
     parts         boundary v at sample v*n//V           0 1 2 |3 4 5 |6 7 8 |9 10 11 12
     ranks         boundary r at part r*V//W             rank 0       |rank 1
     batches       of a part                             01  2 |34  5 |67  8 |9 10  11 12
-    sums          in order, on every rank alike       ((part 0 + part 1) + part 2) + part 3
+    sums          in order, the same on every rank    ((part 0 + part 1) + part 2) + part 3
 
 W says who makes a sum, and never what is in it. So with one V, metrics have the same bits at any W. Without a V each
 rank has one part, which makes the fewest batches, and then the last bits depend on W.
@@ -68,7 +68,7 @@ def evaluate(
         model: a replica, whose buffers become rank 0's first, or any module on the rank's device.
         data, loss: as in `ddp.fit`, all samples on every rank; collate: as in `ddp.Batches`.
         batch_size: most samples per forward and rank; apart from rounding, the result does not depend on it.
-        num_shards: parts that the data are cut into; each is evaluated by one rank, in batches of its own, and the
+        num_shards: parts that the data are cut into; each is evaluated by one rank, in its own batches, and the
             parts' sums are added up in the order of the data, so that metrics have the same bits at any world size.
             None: one per rank, and then the last bits may differ.
         num_workers: processes per rank that prepare batches; None for the DataLoader's number, or 0.

@@ -50,7 +50,7 @@ class HeldOut(NamedTuple):
 
     @property
     def is_evaluated(self) -> bool:
-        """Returns True if there are samples to evaluate on while the run goes on."""
+        """Returns True if there are samples to evaluate on during the run."""
         return self.side(self.chooser) is not None
 
     @property
@@ -68,7 +68,7 @@ class HeldOut(NamedTuple):
         return {name: source for name, source in known.items() if source is not None}
 
     def with_training(self, source: Source, number: int) -> HeldOut:
-        """Returns this with so many training samples, spread over all of them.
+        """Returns this with this number of training samples, spread over all of them.
 
         Raises:
             ConfigError: there are no held-out samples beside which they could be evaluated; or the data are a stream.

@@ -1,4 +1,4 @@
-"""A side-car evaluates a run's checkpoints in a process of its own, so that training never waits for an evaluation.
+"""A side-car evaluates a run's checkpoints in its own process, so that training never waits for an evaluation.
 
     RUN_DIR/checkpoints/step-00000120/    the run writes it, and removes it when newer ones are there
          │ all of its files are opened before one is read: what the side-car has begun to read stays
@@ -12,7 +12,7 @@ So either may be killed at any moment and started again, and no weights are eval
 their checksum.
 
 A checkpoint that is not whole may be on its way over a slow file system. It is looked at again for a while, and then
-skipped. That checkpoints were removed before the side-car has come to them shows in `order`, which counts saves.
+skipped. That checkpoints were removed before the side-car has reached them shows in `order`, which counts saves.
 
 Somebody else may have written the run, and may write there meanwhile. So nothing of it is linked, moved or removed:
 checkpoints are read through open files, and the best one is written from memory, into a folder that is pinned.
@@ -72,7 +72,7 @@ def has_ended(run_dir: Path) -> bool:
 
 
 def results_of_sidecar(run_dir: Path, main_metric: str, *, last_step: int) -> dict[str, Any]:
-    """Returns what summary.json holds of a side-car: how many checkpoints were evaluated, and the last one's metrics.
+    """Returns the side-car's entries of summary.json: how many checkpoints were evaluated, and the last one's metrics.
 
     There are none before the run's last step is evaluated, because those of an earlier step would pass for its result.
 
@@ -200,7 +200,7 @@ class SideCar:
             elif self._clock() - since_s > patience_s:
                 raise ConfigError(
                     f"{self._run_dir}: nothing has happened there for {patience_s:g} s, and the run has not ended: "
-                    "start the side-car again once it goes on, or let it wait for longer with evaluate.wait_s"
+                    "start the side-car again once it continues, or let it wait for longer with evaluate.wait_s"
                 )
             if not did_something:
                 pause(POLL_S)
@@ -300,7 +300,7 @@ def best_in(record: Sequence[Mapping[str, Any]], main_metric: str, sign: float) 
 
 
 def _about(each: Saved) -> dict[str, Any]:
-    """Returns what a line says of a checkpoint; `weights` is the checksum of the weights that an evaluation uses."""
+    """Returns the line on a checkpoint; `weights` is the checksum of the weights that an evaluation uses."""
     manifest = each.manifest
     digests = [manifest.parts[name].sha256 for name in manifest.weights() if name in manifest.parts]
     return {"step": manifest.step, "order": manifest.order, "weights": "+".join(digests)}

@@ -1,1 +1,1 @@
-"""Finds out about a run while it goes on. Nothing here imports the rest of `train/`, which acts on it."""
+"""Finds out about a running job. Nothing here imports the rest of `train/`, which acts on it."""

@@ -7,7 +7,7 @@
     offset = ((t0 − t1) + (t3 − t2)) ÷ 2        round trip = (t3 − t0) − (t2 − t1)
 
 The true offset is within half a round trip, however unequal the two ways are. So the exchange with the least round trip
-counts. Clocks drift by some 10 µs a second, so whoever measures for long compares them before and after.
+counts. Clocks drift by some 10 µs a second, so a long measurement compares them before and after.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ SAME = ClockOffset(offset_s=0.0, error_s=0.0)
 
 
 def clock_name() -> str:
-    """Returns a text that is the same in all processes that read the same clock; "" if nobody else does."""
+    """Returns a text that is the same in all processes that read the same clock; "" if no other process does."""
     try:
         return f"{boot_id()} {Path('/proc/self/ns/time').readlink()}"
     except OSError:
         return ""
 
 
-def compared(comm: Communicator) -> list[ClockOffset]:
+def compare_clocks(comm: Communicator) -> list[ClockOffset]:
     """Returns the offset of each rank's clock, by rank. Collective."""
     names = all_gather_object(comm, clock_name())
     firsts = {name or str(rank): rank for rank, name in reversed(list(enumerate(names)))}

@@ -6,7 +6,7 @@
     a phase     data, forward, backward, update: as far as it is not exposed
     other       neither
 
-A collective in the background that nobody waits for costs no time of its own: backward hides it.
+A collective in the background that is not waited for costs no extra time: backward hides it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CallTimes(NamedTuple):
     """A call on one rank.
 
     Attributes:
-        key: the same on all ranks; None for one that no other rank makes alike: a message, or a chain, whose calls
+        key: the same on all ranks; None for one that no other rank makes: a message, or a chain, whose calls
             follow by themselves.
     """
 

@@ -3,10 +3,10 @@
     data            the rank waits for samples
     forward, backward, update        it computes; backward without what is exposed of the reductions
     communication   it waits for bytes: what backward has not hidden, and collectives outside of it
-    wait            it waits for another rank that has not come to the collective yet
+    wait            it waits for another rank that has not reached the collective yet
     other           Python between the parts; callbacks run between the steps, and are in none
 
-Each instant of a step is counted once, so the parts add up to the step. Whoever uses a profile (`draw step`,
+Each instant of a step is counted once, so the parts add up to the step. Code that uses a profile (`draw step`,
 `forecast`) reads it by `read_profile`.
 """
 

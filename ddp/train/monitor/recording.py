@@ -2,7 +2,7 @@
 
 On the CPU each moment is a time of the process's clock. On a GPU it is an event of the current stream, which the host
 does not wait for: its time is read once the step has ended. So phases are there as long as the GPU computes them, and
-a wait as long as the stream stands still; a call has begun when its stream has come to it.
+a wait as long as the stream stands still; a call has begun when its stream has reached it.
 """
 
 from __future__ import annotations

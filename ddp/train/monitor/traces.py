@@ -1,6 +1,6 @@
 """Chrome traces of the ranks: one of each, by torch's profiler, and all of them on one clock.
 
-A trace has a clock of its own. So while it is recorded, some ranges are marks: each rank knows when they were by the
+A trace has its own clock. So while it is recorded, some ranges are marks: each rank knows when they were by the
 clock of its process, whose offset to that of rank 0 is measured (`clock.py`). All of this is in the trace itself:
 
     "distributedInfo": {"rank": 1, "world_size": 2, …}             torch's, by which Holistic Trace Analysis goes

@@ -4,7 +4,7 @@
     rate_of_one_worker   samples per second of one worker, with which the progress line compares several
 
     logging step   10     20     30     40      …
-    gathered        x                    x            once a second, in words of steps, so that all ranks do it alike
+    gathered        x                    x            once a second, in words of steps, so that all ranks do the same
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     step 6 … 5 + n       each rank notes phases, calls and waits             → profile.json
     the n after those    torch's profiler records each operation             → traces/rank-R.json
 
-Steps count from where the run begins or goes on. The traces are of steps of their own, because recording each operation
+Steps count from where the run begins or resumes. The traces are of steps of their own, because recording each operation
 takes time, which would be counted. The other steps are as without a profiler.
 
 With `seconds` the run is there to be measured, and ends after them. The steps that are noted are spread evenly over
@@ -28,7 +28,7 @@ from ddp.process.files import if_possible
 from ddp.process.log import log
 from ddp.process.memory import available_cores
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.train.monitor.clock import between, compared
+from ddp.train.monitor.clock import between, compare_clocks
 from ddp.train.monitor.parts import RawStep, last_begun, spans_of
 from ddp.train.monitor.profile import (
     FILE,
@@ -56,7 +56,7 @@ class Profiler(Callback):
     Args:
         steps: number of steps, from 1 up, after five that warm up.
         seconds: after the warm-up, with which the run ends, without a checkpoint and without traces; the steps are
-            spread over them. None: the run goes on.
+            spread over them. None: the run continues.
 
     Raises:
         ConfigError: an argument is out of its range; the run has no folder.
@@ -85,7 +85,7 @@ class Profiler(Callback):
     def step_start(self, state: TrainState) -> None:
         number = self._num_made - WARM_UP
         if number == 0:
-            self._clocks = compared(state.comm)  # before, and once more after the last step
+            self._clocks = compare_clocks(state.comm)  # before, and once more after the last step
             self._began_s = now_s()
         if self._is_noted(number):
             state.phase = self._recording.phase
@@ -131,7 +131,7 @@ class Profiler(Callback):
         assert run_dir is not None
         if self._trace is not None:
             self._trace.stop()
-        clocks = list(map(between, self._clocks, compared(comm)))
+        clocks = list(map(between, self._clocks, compare_clocks(comm)))
         if self._trace is not None:
             self._trace.write(run_dir / FOLDER / f"rank-{comm.rank}.json", clocks[comm.rank], comm.world_size)
         network = _network(state)
@@ -146,7 +146,7 @@ class Profiler(Callback):
 
 
 def _noted(state: TrainState, report: StepReport, raw: RawStep) -> dict[str, Any]:
-    """Returns what this rank knows of a step, in plain values."""
+    """Returns this rank's record of a step, in plain values."""
     model = state.model
     last = model.logging_data() if isinstance(model, BucketedDataParallel) else {"buckets": []}
     return {

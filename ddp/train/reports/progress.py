@@ -1,4 +1,4 @@
-"""Tells how a run goes on: the progress bar, and the last word after a signal."""
+"""Reports the progress of a run: the progress bar, and the last word after a signal."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class StopNote(Callback):
             return
         if not has_obeyed(state.stopped_by) or state.comm.rank != 0:
             return
-        saved = f'which is saved in {self._run_dir}: the same call with resume="auto" goes on from there'
+        saved = f'which is saved in {self._run_dir}: the same call with resume="auto" resumes from there'
         if self._run_dir is None:
             saved = "and nothing is saved: folder=None"
         log.warning("stopped by %s after step %d, %s", state.stopped_by, state.step, saved)
@@ -191,7 +191,7 @@ class _Facts(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         left = "-:--:--" if task.time_remaining is None else _clock_time(task.time_remaining)
-        total = "" if task.total is None else f"{task.total:.0f}"  # of a stream nobody knows it
+        total = "" if task.total is None else f"{task.total:.0f}"  # unknown for a stream
         steps = f"{task.completed:>{len(total)}.0f}{'/' * bool(total)}{total} steps"
         loss, *others = task.fields["others"] or [""]
         wanted = [loss, *reversed(task.fields["metrics"]), *others]  # a task's main metric is its last one

@@ -14,7 +14,7 @@ from ddp.comm.meeting.place import roles
 from ddp.comm.meeting.role import current_role
 from ddp.data.orders.steps import RoundSizes
 from ddp.policies import Training
-from ddp.process.arguments import program, shown
+from ddp.process.arguments import program, relative_path
 from ddp.process.files import whole_file
 from ddp.process.terminal import console
 from ddp.train.reports.results import evaluations_in, is_metric, metric_in_words, read_metrics, words_of
@@ -140,17 +140,18 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: l
     written = [line[: terminal.width - 2] for line in summary.get("writes", "").splitlines() if line.strip()]
     lines = ["it writes:", *(f"  {line}" for line in written[:LINES_WRITTEN]), ""] if written else []
     if str(summary.get("main_metric")).startswith("validation_") and any(key.startswith("test_") for key in summary):
-        best = f"{program()} evaluate {shlex.quote(str(shown(run_dir)))}"
+        best = f"{program()} evaluate {shlex.quote(str(relative_path(run_dir)))}"
         lines += [f"test figures are of the last weights; those of the best checkpoint: {best}"]
     if summary.get("sidecar", {}).get("missing"):
-        lines += [f"the side-car has not evaluated all: {program()} sidecar {shlex.quote(str(shown(run_dir)))}"]
-    lines += [f"results: {shown(run_dir)}/", "         summary.json, metrics.jsonl, curves.png, checkpoints/, logs/"]
+        lines += [f"the side-car has not evaluated all: {program()} sidecar {shlex.quote(str(relative_path(run_dir)))}"]
+    lines += [f"results: {relative_path(run_dir)}/"]
+    lines += ["         summary.json, metrics.jsonl, curves.png, checkpoints/, logs/"]
     lines += [f"{'         ' if number else 'try next:'} {command}" for number, command in enumerate(next_commands)]
     terminal.print("\n".join(lines), soft_wrap=True, highlight=False)
 
 
 def _by_sidecar(*, evaluated: int, last_step: int | None, skipped: int, missing: list[int]) -> str:
-    """Returns in words what a side-car has done, and what is missing."""
+    """Returns as text what a side-car has done, and what is missing."""
     last = "" if last_step is None else f", the last one of step {last_step:,}"
     more = [f"{skipped} skipped"] if skipped else []
     more += [f"not in time: step {', '.join(map(str, missing))}"] if missing else []

@@ -6,7 +6,7 @@
         dealt                what a sampler asks of samples that only the program has
         order                identity of the order that these must give; null: they give it by themselves
 
-A step that the guard has left out has a line of its own, behind that of its start, and so has one after which the run
+A step that the guard has left out has its own line, behind that of its start, and so has one after which the run
 has gone back:
 
         left_out, went_back  step, epoch, position at which it begins, size, and why; and the step and the sampler's
@@ -37,7 +37,7 @@ STARTS = "starts.jsonl"
 
 
 def note_start(run_dir: Path, start: Mapping[str, Any], *, goes_on: bool) -> None:
-    """Writes a line, after those of the run that goes on."""
+    """Writes a line, after those of the resumed run."""
     path = run_dir / STARTS
     noted = "".join(f"{line}\n" for line in (lines_of(path) if goes_on else ()))
     write_whole(path, f"{noted}{to_json(start, default=int)}\n")  # of NumPy's
@@ -108,4 +108,4 @@ def _batch(setting: Any) -> dict[str, Any]:
         return {"global_size": setting}
     if isinstance(setting, list) and len(setting) == 3:
         return {"warmup_size": setting[0], "global_size": setting[1], "warmup_samples": setting[2]}
-    return {}  # a budget of tokens, which has an order of its own
+    return {}  # a budget of tokens, which has its own order

@@ -86,7 +86,7 @@ class Trace(Callback):
 
 
 def parting(one: list[StepTrace], other: list[StepTrace]) -> tuple[int, str] | None:
-    """Returns the first step in which two traces part, and in words where; None if they are equal."""
+    """Returns the first step in which two traces part, and as text where; None if they are equal."""
     for here, there in zip(one, other, strict=False):
         for mine, theirs in zip(here.entries, there.entries, strict=False):
             if mine[:2] != theirs[:2]:

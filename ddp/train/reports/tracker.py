@@ -6,11 +6,11 @@
     last of all                     file(path, step)      curves.png, and the folder of the last checkpoint
                                     end(status, reason, step)
 
-A subclass has these methods. Rank 0 alone runs them, one after another in a thread of its own, so that no step waits
+A subclass has these methods. Rank 0 alone runs them, one after another in its own thread, so that no step waits
 for a server. All ranks know the id, which is saved with the run: if rank 0 was killed, rank 1 marks the run as failed.
 
-What goes wrong at the beginning is an error of the run, on all ranks. Later on the run goes on without the tracker and
-says so once, because hours of training are worth more than their curves.
+What goes wrong at the beginning is an error of the run, on all ranks. Later on the run continues without the tracker
+and says so once, because hours of training are worth more than their curves.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Start(NamedTuple):
     Attributes:
         folder: of the run; None: it has none. name: of that folder.
         group: what belongs together, such as the folder of a sweep; "" for none.
-        step: the step that the run goes on from.
+        step: the step that the run resumes from.
     """
 
     folder: Path | None
@@ -62,7 +62,7 @@ class Start(NamedTuple):
 class Tracker(Callback):
     """Sends the settings, metrics, curves and last checkpoint of a run to a tracker, each once.
 
-    A resumed run goes on in the same run there, unless it goes on in another folder. A run that is complete already
+    A resumed run continues the same run there, unless it resumes in another folder. A run that is complete already
     sends nothing.
 
     Args:
@@ -98,7 +98,7 @@ class Tracker(Callback):
     # --- what a subclass does ----------------------------------------------------------------------------------------
 
     def begin(self, id: str, start: Start) -> str:
-        """Imports the library, and begins a run, or goes on with that of this id if it is not "". Returns its id.
+        """Imports the library, and begins a run, or resumes that of this id if it is not "". Returns its id.
 
         Steps beyond `start.step` that stand there are about to happen again: it drops them, or `metrics` skips those.
         """
@@ -171,7 +171,7 @@ class Tracker(Callback):
         self._id = on_rank_zero(state.comm, lambda: self._begun(state, before), label=self.title)
 
     def _begun(self, state: TrainState, before: str) -> str:
-        """Returns the id of the run, which begins, or goes on with that of the id `before`. On rank 0 only."""
+        """Returns the id of the run, which begins, or resumes that of the id `before`. On rank 0 only."""
         self._calls = calls = Calls(self.title)
         try:
             with preserved():  # libraries may draw numbers while they are imported
@@ -235,7 +235,7 @@ def refuse_twice(callbacks: Sequence[Callback]) -> None:
 
 
 class Calls:
-    """Makes calls one after another in a thread of its own, so that nobody waits for a server."""
+    """Makes calls one after another in a separate thread, so that no step waits for a server."""
 
     def __init__(self, title: str) -> None:
         self._title, self._has_failed, self._helper = title, False, HelperThread(f"ddp {title}")
@@ -259,7 +259,7 @@ class Calls:
             call()
         except (Exception, SystemExit) as error:
             self._has_failed = True
-            log.warning("%s: %s; the run goes on, and sends it nothing more", self._title, one_line(error))
+            log.warning("%s: %s; the run continues, and sends it nothing more", self._title, one_line(error))
 
 
 def _was_killed(error: BaseException, *, rank: int) -> bool:

@@ -37,9 +37,9 @@ from ddp.train.tasks.task import Task
 class Callback:
     """Does nothing at any of the eleven moments; override what you need.
 
-    A callback changes what it likes of weights, optimizer and learning rate, alike on all ranks: it holds from the next
-    step on. A schedule goes on in proportion from a rate that a callback has set; torch's own go on as torch's do. One
-    that wants to end the run calls `state.stop`, on any rank.
+    A callback changes what it likes of weights, optimizer and learning rate, identically on all ranks: it holds from
+    the next step on. A schedule goes on in proportion from a rate that a callback has set; torch's own go on as torch's
+    do. One that wants to end the run calls `state.stop`, on any rank.
     """
 
     def fit_start(self, state: TrainState) -> None:
@@ -209,7 +209,7 @@ class EpochCheck(Callback):
         if found != expected and state.comm.rank == 0:
             log.warning(
                 "epoch %d was not what its order (%s) promises: %s in the place of %s; some samples were read twice or "
-                "never. Is each position one sample, and the same at each call?",
+                "never. The order must return one sample for each position, the same at each call.",
                 *(epoch, state.sampler.order.in_words(), found, expected),
             )
 
@@ -318,7 +318,7 @@ class EarlyStopping(Callback):
     """Ends the run after `patience` evaluations in a row without a better main metric. `stopped_by` says so.
 
     The metric is the one that decides which checkpoint is the best. It is the same number on all ranks, so they end
-    together. A resumed run goes on counting; a larger patience lets a run go on that has ended early.
+    together. A resumed run continues to count; a larger patience resumes a run that has ended early.
 
     Args:
         patience: evaluations, from 1 up.

@@ -30,7 +30,7 @@ NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def unmeasured(name: str) -> AbstractContextManager[None]:
-    """Returns a block that does nothing: nobody measures the phase of a step that it is around."""
+    """Returns a block that does nothing, for a phase that is not measured of a step that it is around."""
     return NOTHING
 
 
@@ -44,7 +44,7 @@ class TrainState:
         step: committed optimizer steps.
         run_dir: the run's folder, as rank 0 names it from the root on; None: nothing is written.
         settings: what the bits of the result depend on, by name, in plain values: a checkpoint's identity of the run.
-        stopped_by: why the run ends before its time ("SIGTERM", say), agreed on by all ranks; "" while it goes on.
+        stopped_by: why the run ends before its time ("SIGTERM", say), agreed on by all ranks; "" while it runs.
         stop_flag: this rank's wish to stop, which signals and `stop` set.
         train_loss: of the last step; None before the first.
         evaluation: the latest metrics by name; evaluated_at: the step that they belong to.
@@ -54,10 +54,10 @@ class TrainState:
         schedule: torch's scheduler, if there is one: the schedules of ours hold no state.
         unreadable: numbers of the samples that were left out because they could not be read, as far as this rank knows.
         phase: returns the block that is around a phase of a step: "step", and in it "data", "forward", "backward" and
-            "update". Whoever measures puts a function in its place.
+            "update". A profiler replaces it.
         rates: of the groups, with and without the schedule.
         first_frozen: names of the parameters that needed no gradient when the run began.
-        first_settings: the optimizer's groups as the run has begun with them, in words; some change in training.
+        first_settings: the optimizer's groups as the run has begun with them, as text; some change in training.
         waits: a layer or the loss waits in each forward for other ranks.
     """
 

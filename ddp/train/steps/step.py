@@ -2,11 +2,11 @@
 
     for each micro-batch of mine:             its own dropout stream; forward, backward of the loss *sum*
                                               (gradients are sent during the last one only)
-                                              by shards: each shard's in a block of its own (`replica/by_shards.py`)
+                                              by shards: each shard's in its own block (`replica/by_shards.py`)
                                               of a round each is a step of this rank's own, at its own rate
     all ranks' totals are known               loss, number of items, does anyone want to stop?
-    a parameter without a gradient?           UnusedParameters, on every rank alike
-    loss or gradient not a finite number?     Diverged, on every rank alike; no parameter was changed, and a hook that
+    a parameter without a gradient?           UnusedParameters, on every rank
+    loss or gradient not a finite number?     Diverged, on every rank; no parameter was changed, and a hook that
                                               has sent gradients takes the step back. With a loss scale the step is
                                               repeated with a smaller one: same batches, same noise, same buffers
     clip, set the rate, optimizer step        the same on every rank; no optimizer step without a sample on any rank
@@ -255,7 +255,7 @@ def _accumulate(
 
 
 def _say_what_is_left(state: TrainState, num_inner: int) -> None:
-    """Tells whoever has sent a signal why the run does not end yet."""
+    """Tells the sender of a signal why the run does not end yet."""
     if state.stop_flag.signal_name and num_inner:
         log.warning(
             "%s: the run ends with this round, after %s more; a second signal ends it at once, without a checkpoint",

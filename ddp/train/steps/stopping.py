@@ -12,7 +12,7 @@ Note "the program". A signal asks the program to stop, and not one fit of it. So
 fit, such as a loop over folds, ends where it begins the next one. What is typed at a prompt, or stands in a cell of a
 notebook, is a program of its own: a loop there ends, and whatever the user begins next runs.
 
-Note "handlers of libraries". submitit answers SIGUSR2 by a handler of its own: rank 0's requeues the job and ends the
+Note "handlers of libraries". submitit answers SIGUSR2 by its own handler: rank 0's requeues the job and ends the
 process. If it ran in the midst of a step, the other ranks would lose rank 0, and the new run the steps since the last
 checkpoint. So a fit takes the place of a handler that an installed library has set, stops in agreement, saves, writes
 its results, and then lets that handler have the signal: on every rank, also where it came to another one alone. A
@@ -23,7 +23,7 @@ handler of the user's own program keeps its signal, except for SIGTERM and SIGIN
 | SIGINT           | Ctrl-C                                   | unless it is ignored (`sh -c 'job &'`)  | never     |
 | SIGTERM          | process managers                         | unless it is ignored                    | afterward |
 | SIGHUP           | a terminal that closes                   | unless it is ignored (`nohup`) or the   | afterward |
-| SIGUSR1, SIGUSR2 | Slurm, submitit: "your time is up soon"  | user's program has a handler of its own | afterward |
+| SIGUSR1, SIGUSR2 | Slurm, submitit: "your time is up soon"  | user's program has its own handler      | afterward |
 """
 
 from __future__ import annotations

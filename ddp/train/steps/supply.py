@@ -190,7 +190,7 @@ class StreamedSteps(EpochSupply):
         if num_ending == world_size or self._uneven == "stop_all":
             num_samples = sum(all_gather_object(self._comm, self._loader.num_samples))
             if not num_samples and not self._consumed:
-                raise ConfigError("the data have given no sample: is the iterable used up? It must be read again")
+                raise ConfigError("the data have given no sample: give an iterable that can be read again")
             had = self._consumed + num_samples
             if sampler.told not in (None, had) and sampler.state.epoch == self._comm.rank == 0:
                 log.warning(

@@ -89,8 +89,8 @@ class Task(ABC):
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, float | Tensor]:
         """Returns the loss to minimise: (its *sum*, a scalar with a gradient; the number of terms in the sum).
 
-        The number may be a scalar tensor, so that nobody waits for a GPU that counts the terms. Where terms have
-        weights and the mean is one by weight, as that of torch's CrossEntropyLoss(weight=…), it is the sum of the
+        The number may be a scalar tensor, so that the host does not wait for a GPU that counts the terms. Where terms
+        have weights and the mean is one by weight, as that of torch's CrossEntropyLoss(weight=…), it is the sum of the
         weights. It need not be whole.
         """
 

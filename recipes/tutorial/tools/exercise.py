@@ -28,7 +28,7 @@ from types import ModuleType
 
 import torch
 
-from ddp.process.arguments import program, shown
+from ddp.process.arguments import program, relative_path
 from recipes.tutorial.tools import (
     bottleneck_checks,
     gradient_checks,
@@ -86,7 +86,8 @@ def answer(number: str, file: str | None, *, begins: bool = False) -> str:
         )
     elif begins:
         to_do = "what to change is said" if number in PROGRAMS else "write what is missing"
-        return f"{shown(begin(number, text_of(number)))}: {to_do} there; `{program()} exercise {number}` checks it"
+        path = relative_path(begin(number, text_of(number)))
+        return f"{path}: {to_do} there; `{program()} exercise {number}` checks it"
     else:
         next_one = PROGRAMS[number][1] if number in PROGRAMS else f"the library has it in ddp/{SOURCES[number]}"
         lines, solved = checked(number, file), f"solved; {next_one}"
@@ -120,7 +121,7 @@ def checked(number: str, file: str | None) -> Iterator[str]:
     if path is None:
         write = f"`{program()} exercise {number} --begin` writes the one to begin with"
         raise ValueError(f"there is no file {file or name}: {write}")
-    yield str(shown(path))
+    yield str(relative_path(path))
     torch.set_num_threads(1)  # the ranks are threads already
     yield from ended_by_deadline(check(number, path), path)
 
@@ -148,16 +149,16 @@ def loaded(path: Path, number: str) -> ModuleType:
         spec.loader.exec_module(module)
     except SyntaxError as error:
         line = "" if error.lineno is None else f", line {error.lineno}"
-        raise Mistake(f"{shown(Path(error.filename or path))}{line}", str(error.msg)) from None
+        raise Mistake(f"{relative_path(Path(error.filename or path))}{line}", str(error.msg)) from None
     except (Exception, SystemExit) as error:
-        raise raised(str(shown(path)), error, module) or Mistake(str(shown(path)), str(error)) from None
+        raise raised(str(relative_path(path)), error, module) or Mistake(str(relative_path(path)), str(error)) from None
     functions = [hole.function for hole in holes(number)] if number in SOURCES else [PROGRAMS[number][0]]
     for function in functions:
         found: object = module
         for part in function.split("."):
             found = getattr(found, part, None)
         if not callable(found):
-            raise Mistake(str(shown(path)), f"there is no {function} in it any more", "start from a fresh copy")
+            raise Mistake(str(relative_path(path)), f"there is no {function} in it any more", "start from a fresh copy")
     return module
 
 
@@ -187,7 +188,8 @@ def ended_by_deadline(lines: Iterator[str], path: Path, seconds: float = DEADLIN
         stacks = [traceback.extract_stack(frame) for frame in sys._current_frames().values()]
         inside = [frame for stack in stacks for frame in stack if frame.filename == str(path)]
         where = f", line {inside[-1].lineno}: {inside[-1].line}" if inside else ""
-        print(f"✗ still running after {seconds:g} s; does a loop never end?\n  {shown(path)}{where}", flush=True)
+        at = f"{relative_path(path)}{where}"
+        print(f"✗ still running after {seconds:g} s; a loop may never end\n  {at}", flush=True)
         os._exit(1)  # a thread that loops cannot be ended by itself
 
     timer = threading.Timer(seconds, end)

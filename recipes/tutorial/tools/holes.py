@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import ddp
-from ddp.process.arguments import shown
+from ddp.process.arguments import relative_path
 
 LIBRARY = Path(ddp.__file__).parent
 FOLDER = Path(__file__).parent.parent / "exercises"
@@ -88,10 +88,12 @@ def begin(number: str, text: str) -> Path:
             file.write(text)
     except FileExistsError:
         raise ValueError(
-            f"{shown(path)} is there already, and may hold work of yours: go on with it, or move it away to begin anew"
+            f"{relative_path(path)} is there already, and may hold work of yours: go on with it, or move it away to "
+            "begin anew"
         ) from None
     except OSError as error:
-        raise ValueError(f"cannot write {shown(path)}: {error.strerror}; call this in a clone of your own") from error
+        where = relative_path(path)
+        raise ValueError(f"cannot write {where}: {error.strerror}; call this in a clone of your own") from error
     return path
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ddp.errors import PeerLost
-from ddp.process.arguments import shown
+from ddp.process.arguments import relative_path
 
 LOST = "lost"
 SHOWN = 5  # of the first lines of a traceback, and of the last
@@ -50,7 +50,7 @@ def raised(step: str, error: BaseException, module: ModuleType) -> Mistake | Non
         frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if frame.filename == module.__file__]
         if not frames:
             continue
-        where = [f"\n  {shown(Path(frame.filename))}, line {frame.lineno}: {frame.line}" for frame in frames]
+        where = [f"\n  {relative_path(Path(frame.filename))}, line {frame.lineno}: {frame.line}" for frame in frames]
         where = where[:SHOWN] + ["\n  …"] * (len(where) > 2 * SHOWN) + where[SHOWN:][-SHOWN:]  # an endless recursion
         if isinstance(cause, NotImplementedError):
             return Mistake("not written yet", f"{cause}{where[-1]}")

@@ -224,7 +224,7 @@ def test_the_evaluator_is_no_rank_and_trains_nothing(
         train.main(words)
     said = capsys.readouterr().err
     assert ended.value.code == 2
-    start = f"error: train: this process is evaluator:0, as {where} says: which run does it evaluate? Give all tasks"
+    start = f"error: train: this process is evaluator:0, as {where} says, but no run is named: give all tasks"
     assert said == f"{start} run.name=NAME\n"
     with pytest.raises(ConfigError, match=r"^ddp\.fit: this process is evaluator:0"):
         ddp.fit(None, None, None)  # type: ignore[arg-type]

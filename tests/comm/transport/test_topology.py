@@ -101,9 +101,9 @@ def test_equal_boot_ids_are_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clone of a virtual machine: what stands at the path there is another process's memory here."""
     honest = topology._why_out_of_reach
 
-    def look(neighbour: topology.Facts) -> str:
+    def look(neighbour: topology.RankLocation) -> str:
         if my_rank() == 2:
-            neighbour = topology.Facts(**{**vars(neighbour), "number": "00" * topology.PROBE_BYTES})
+            neighbour = topology.RankLocation(**{**vars(neighbour), "number": "00" * topology.PROBE_BYTES})
         return honest(neighbour)
 
     monkeypatch.setattr(topology, "_why_out_of_reach", look)
@@ -115,7 +115,7 @@ def test_equal_boot_ids_are_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_files_serve_where_processes_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = topology._why_out_of_reach
 
-    def look(neighbour: topology.Facts) -> str:
+    def look(neighbour: topology.RankLocation) -> str:
         return honest(neighbour) if neighbour.path.startswith("/dev/shm/") else "[Errno 13] Permission denied"
 
     monkeypatch.setattr(topology, "_why_out_of_reach", look)

@@ -63,7 +63,7 @@ def test_silence_and_ends_tell_of_lost_ranks() -> None:
 def test_the_rank_that_is_furthest_behind_is_likely_to_blame() -> None:
     suspect, why = others(status(0, sequence=5), status(2, sequence=3)).likely(0, "nothing came", 60.0)
     assert suspect == 2
-    assert "has not come to this collective" in why
+    assert "has not reached this collective" in why
     assert others(status(0), status(2)).likely(0, "reset by peer", 60.0)[0] == 0
     silent = Status(2, "unknown", 0, label="start-up")  # it has never published anything
     suspect, why = others(status(0), silent).likely(0, "reset by peer", 60.0)
@@ -106,7 +106,7 @@ def test_a_message_waits_for_its_peer_alone_and_for_whom_that_one_waits() -> Non
     assert seen.missed(2).statuses.keys() == {2}
     suspect, why = seen.likely(2, "nothing came", 60.0)
     assert suspect == 2
-    assert "it is alive, but has not come to this message: rank 2 (host, pid 102) running, last seen in #3" in why
+    assert "it is alive, but has not reached this message: rank 2 (host, pid 102) running, last seen in #3" in why
 
     between = waiting(2, envelope("from", 3))
     seen = in_message(between, status(3))

@@ -19,7 +19,7 @@ from file_systems import EveryFifthFails, Hangs, Odd
 
 from ddp.data.files import readers as remote
 from ddp.data.files.listing import listed
-from ddp.data.files.readers import Facts, ReadFailed, RemoteReader, Retries, patiently, remote_facts
+from ddp.data.files.readers import FileVersion, ReadFailed, RemoteReader, Retries, patiently, remote_facts
 from ddp.data.files.storage import DIRECT, Storage, local_copy
 from ddp.errors import ConfigError
 from ddp.process import helper_thread
@@ -228,7 +228,7 @@ def copies_in(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if not path.name.startswith(".lock-") or path.stat().st_size]
 
 
-def fetch(address: str, facts: Facts, cache: Path, barrier: Any, results: Any) -> None:
+def fetch(address: str, facts: FileVersion, cache: Path, barrier: Any, results: Any) -> None:
     barrier.wait(30)
     results.put(local_copy(address, facts, cache_dir=cache, retries=AT_ONCE).read_bytes())
 

@@ -24,7 +24,7 @@ from ddp.data.loading.loader import TrainLoader
 from ddp.data.orders.order import Blocks, Checksum, Fixed, Order, Stratified, key_of
 from ddp.data.orders.sampler import TrainSampler, sampler_of
 from ddp.data.orders.sharding import Lanes, _equal_lanes
-from ddp.data.orders.steps import Ahead, SamplerState, Skips, joined
+from ddp.data.orders.steps import SamplerState, Skips, StepsMadeEarly, joined
 from ddp.data.orders.token_budget import TokenBudget
 from ddp.errors import ConfigError
 from tests.mutants import mutants, mutated
@@ -277,7 +277,7 @@ MUTATED: list[Any] = [
     *(_equal_lanes, key_of, TrainSampler._steps_from, Skips.past),
 ]
 OF_LEASES: list[Any] = [
-    *(Ahead.past, Ahead.size_at, joined, TrainSampler.was_made, TrainSampler.commit_leased),
+    *(StepsMadeEarly.past, StepsMadeEarly.size_at, joined, TrainSampler.was_made, TrainSampler.commit_leased),
     *(TrainSampler.commit, TrainSampler._note),
 ]
 

@@ -108,10 +108,10 @@ def test_tokens_are_not_called_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [
-        ("tar", {"path": None}, "^data.path=null: which files"),
-        ("tar", {"test_path": None}, "^data.test_path=null: which files"),
-        ("csv", {**COLUMNS, "inputs": []}, "^data.inputs: which columns"),
-        ("csv", {**COLUMNS, "target": None}, "^data.target: which columns"),
+        ("tar", {"path": None}, "^data.path=null: names no files"),
+        ("tar", {"test_path": None}, "^data.test_path=null: names no files"),
+        ("csv", {**COLUMNS, "inputs": []}, "^data.inputs: names no columns"),
+        ("csv", {**COLUMNS, "target": None}, "^data.target: names no columns"),
     ],
 )
 def test_settings_that_cannot_work(name, settings, words) -> None:

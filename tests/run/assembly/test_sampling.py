@@ -17,7 +17,7 @@ from ddp.data.samples import Splits
 from ddp.data.sets.validation import with_share
 from ddp.errors import ConfigError
 from ddp.policies import Reading
-from ddp.run.assembly.sampling import Noted, check_dealing, noted, sampler_for
+from ddp.run.assembly.sampling import StandInData, check_dealing, sampler_facts, sampler_for
 from ddp.run.settings.config import Config, choose
 
 
@@ -107,9 +107,9 @@ def test_samples_that_are_set_apart_are_never_read_and_the_others_keep_their_num
         place_of_sample([start], 40, 0)
     own = config_of(validation=0.2)
     own.data = choose("data", "mine:make", validation=0.2)
-    facts = noted(own, splits.train)
+    facts = sampler_facts(own, splits.train)
     assert facts is not None and facts["num_samples"] == 40
-    stand_ins = with_share(Splits(train=Noted(facts), test=()), 0.2, seed=0)
+    stand_ins = with_share(Splits(train=StandInData(facts), test=()), 0.2, seed=0)
     assert {sample: place_of_sample([Start(config, stand_ins)], sample, 0) for sample in range(40)} == answers
 
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import ddp
-from ddp.errors import ConfigError, said, workers_failed
+from ddp.errors import ConfigError, safe_str, workers_failed
 from ddp.run.launch.from_python import CALL, _failed, _left_by, folder_for_call, write_exception, write_result
 from ddp.run.launch.report import Failure, Report, describe_failures
 from ddp.train.steps.state import TrainState
@@ -255,7 +255,7 @@ def value(of: object, name: str) -> Any:
 def test_a_failed_launch_is_of_the_type_of_its_cause(
     error: BaseException, is_sent: bool, is_of_type: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    if len(said(error)) == 100:
+    if len(safe_str(error)) == 100:
         monkeypatch.setattr("ddp.run.launch.from_python.LARGEST_EXCEPTION", 99)
     Report.of(error, rank=1).write(tmp_path / "logs")
     write_exception(tmp_path, 1, error)

@@ -146,7 +146,7 @@ def test_parallel_jobs_divide_the_cores_and_share_none(parallel: int, monkeypatc
     assert sorted(core for share in shares for core in share) == sorted(cores)
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     assert parallel != 2 or [*map(set, shares)] == [{0, 1, 4, 5}, {2, 3, 6, 7}]
-    with pytest.raises(ConfigError, match=r"sweep\.parallel=9: each job has cores of its own, and 8 can"):
+    with pytest.raises(ConfigError, match=r"sweep\.parallel=9: each job has its own cores, and 8 can"):
         jobs.check_parallel(9)
     jobs.check_parallel(8)
     monkeypatch.setattr(jobs, "available_cores", lambda: 5)  # a quota: the times of five, on any of the eight

@@ -215,7 +215,7 @@ def test_impossible_value_names_key_and_value(key: str, value: object) -> None:
         ),
         (
             {"hook": {"name": "sign", "error_feedback": False}},
-            "hook.error_feedback=false: signs alone go astray; leave it out",
+            "hook.error_feedback=false: sign compression diverges without error feedback; leave it out",
         ),
         (
             {"hook": {"name": "powersgd"}, "replica": {"kind": "naive"}},

@@ -799,7 +799,7 @@ def test_code_that_arriving_settings_name_is_imported_on_one_s_own_word_alone(
     check_arrived(asdict(from_plain({})), [])
     (folder / "elsewhere").mkdir()
     monkeypatch.chdir(folder / "elsewhere")
-    with pytest.raises(ConfigError, match="whoever reaches the port can have sent them: give all processes the same"):
+    with pytest.raises(ConfigError, match="anyone who reaches the port can have sent them: give all"):
         check_arrived(settings, TYPED)
     check_arrived(settings, ["+trust=True"])
     assert [record.message for record in caplog.records] == [

@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 
 from ddp.collectives.placed import Hosts
 from ddp.collectives.simulate import Link
-from ddp.process.host import ANSWER_S, INTERFACE, LOOPBACK, PACKAGE, Facts
+from ddp.process.host import ANSWER_S, INTERFACE, LOOPBACK, PACKAGE, HostFacts
 from ddp.process.memory import VARIABLES
 from ddp.units import binary_size, counted, format_time, three_digits
 
@@ -30,7 +30,7 @@ LEAST_DISK = GIB  # for the checkpoints of a small run
 LEAST_TEMPORARY = 16 * MIB  # for what a launch and its workers tell each other
 OPEN_FILES, FILES_OF_A_RANK = 256, 8  # that each process has open, and more for each rank that it is connected with
 PINNED = GIB  # an adapter's buffers
-SLOW = 2.0  # a link or a rank that is so many times slower than the median one
+SLOW = 2.0  # a link or a rank that is this many times slower than the median one
 MOST_OFFSET_S = 1.0  # between the clocks of two hosts: files that are a second from the future mislead
 
 
@@ -71,8 +71,8 @@ class Figures:
     clocks: Sequence[Clock] = ()
 
 
-def findings(facts: Sequence[Facts], figures: Figures) -> list[Finding]:
-    """Returns what is wrong, the problems first.
+def findings(facts: Sequence[HostFacts], figures: Figures) -> list[Finding]:
+    """Returns the findings, the problems first.
 
     Args:
         facts: by rank.
@@ -92,7 +92,7 @@ def findings(facts: Sequence[Facts], figures: Figures) -> list[Finding]:
     return sorted(found, key=lambda finding: not finding.is_problem)
 
 
-def usable_cores(ranks: Sequence[Facts]) -> float:
+def usable_cores(ranks: Sequence[HostFacts]) -> float:
     """Returns how many cores the ranks of a host may keep busy: those that one of them may use, within the quota."""
     return min(len({core for each in ranks for core in each.cores}), *(each.quota for each in ranks))
 
@@ -100,12 +100,12 @@ def usable_cores(ranks: Sequence[Facts]) -> float:
 # --- of a host -------------------------------------------------------------------------------------------------------
 
 
-def _unanswered(ranks: Sequence[Facts], world_size: int) -> Iterator[Finding]:
+def _unanswered(ranks: Sequence[HostFacts], world_size: int) -> Iterator[Finding]:
     for what in ranks[0].unanswered:
-        yield Finding(True, f"{what} has not answered within {ANSWER_S:g} s: mend that first")
+        yield Finding(True, f"{what} has not answered within {ANSWER_S:g} s: fix that first")
 
 
-def _packages(ranks: Sequence[Facts], world_size: int) -> Iterator[Finding]:
+def _packages(ranks: Sequence[HostFacts], world_size: int) -> Iterator[Finding]:
     for by, package, admitted in ranks[0].demands:
         here = ranks[0].versions[package]
         whose = by if by == PACKAGE else f"{by} {ranks[0].versions.get(by, '')}"
@@ -116,7 +116,7 @@ def _packages(ranks: Sequence[Facts], world_size: int) -> Iterator[Finding]:
             yield Finding(True, f"{package} {here} is none that {whose} admits ({admitted}): take {what}")
 
 
-def _cores(ranks: Sequence[Facts], world_size: int) -> Iterator[Finding]:
+def _cores(ranks: Sequence[HostFacts], world_size: int) -> Iterator[Finding]:
     cores, num_cores = usable_cores(ranks), ranks[0].num_cores
     num_threads = sum(each.threads for each in ranks)
     of = f"{cores:g} of {counted(num_cores, 'core')}" if cores < num_cores else counted(num_cores, "core")
@@ -129,7 +129,7 @@ def _cores(ranks: Sequence[Facts], world_size: int) -> Iterator[Finding]:
             f"OMP_NUM_THREADS={fitting} (cluster.threads_per_worker={fitting}){bound}",
         )
     elif num_threads > cores:
-        yield Finding(False, f"{len(ranks)} ranks take turns on {of}: {int(max(1, cores))} or fewer train faster")
+        yield Finding(False, f"{len(ranks)} ranks oversubscribe {of}: {int(max(1, cores))} or fewer train faster")
     elif 2 * num_threads <= cores:
         yield Finding(
             False,
@@ -138,27 +138,27 @@ def _cores(ranks: Sequence[Facts], world_size: int) -> Iterator[Finding]:
         )
 
 
-def _load(ranks: Sequence[Facts], world_size: int) -> Iterator[Finding]:
+def _load(ranks: Sequence[HostFacts], world_size: int) -> Iterator[Finding]:
     first = ranks[0]
     if first.load > first.num_cores + len(ranks):
         yield Finding(
             False,
-            f"other programs want the cores, too (load {first.load:.1f} on {counted(first.num_cores, 'core')}): what "
+            f"other processes are using the cores (load {first.load:.1f} on {counted(first.num_cores, 'core')}): what "
             "is measured now is less than there is; end them, and call doctor again",
         )
 
 
-def _variables(ranks: Sequence[Facts], world_size: int) -> Iterator[Finding]:
+def _variables(ranks: Sequence[HostFacts], world_size: int) -> Iterator[Finding]:
     wanted = {"MKL_CBWR": "AUTO", "GLIBC_TUNABLES": VARIABLES["GLIBC_TUNABLES"]}
     if missing := [f"{name}={value}" for name, value in wanted.items() if name not in ranks[0].variables]:
         yield Finding(
             False,
-            "a running program cannot set for itself what keeps bits alike (MKL_CBWR) and copies fast "
+            "a running program cannot set for itself what keeps bits equal (MKL_CBWR) and copies fast "
             f"(GLIBC_TUNABLES): export {' '.join(missing)} before your launcher, as scripts/ddp train does by itself",
         )
 
 
-def _memory(ranks: Sequence[Facts], world_size: int) -> Iterator[Finding]:
+def _memory(ranks: Sequence[HostFacts], world_size: int) -> Iterator[Finding]:
     left = ranks[0].memory_left
     if left < LEAST_MEMORY * len(ranks):
         yield Finding(
@@ -168,9 +168,9 @@ def _memory(ranks: Sequence[Facts], world_size: int) -> Iterator[Finding]:
         )
 
 
-def _shared_memory(ranks: Sequence[Facts], world_size: int) -> Iterator[Finding]:
+def _shared_memory(ranks: Sequence[HostFacts], world_size: int) -> Iterator[Finding]:
     first = ranks[0]
-    if first.kernel and not first.shared_bytes:  # of another system's kernel nobody expects it
+    if first.kernel and not first.shared_bytes:  # another system's kernel has none
         yield Finding(
             True, "/dev/shm cannot be written, through which loader processes send: mount a tmpfs there, mode 1777"
         )
@@ -184,7 +184,7 @@ def _shared_memory(ranks: Sequence[Facts], world_size: int) -> Iterator[Finding]
         yield Finding(False, f"processes that were killed have left something in memory: rm -r {paths}")
 
 
-def _limits(ranks: Sequence[Facts], world_size: int) -> Iterator[Finding]:
+def _limits(ranks: Sequence[HostFacts], world_size: int) -> Iterator[Finding]:
     first, needed = ranks[0], OPEN_FILES + FILES_OF_A_RANK * world_size
     if first.open_files < needed:
         yield Finding(
@@ -200,7 +200,7 @@ def _limits(ranks: Sequence[Facts], world_size: int) -> Iterator[Finding]:
         )
 
 
-def _network(ranks: Sequence[Facts], world_size: int) -> Iterator[Finding]:
+def _network(ranks: Sequence[HostFacts], world_size: int) -> Iterator[Finding]:
     first, is_over_hosts = ranks[0], len(ranks) < world_size
     named = first.variables.get(INTERFACE, "").split(",")[0]
     others = [name for name, address in first.interfaces.items() if address and not address.startswith(LOOPBACK)]
@@ -210,10 +210,10 @@ def _network(ranks: Sequence[Facts], world_size: int) -> Iterator[Finding]:
     elif is_over_hosts and first.address.startswith(LOOPBACK):
         what = f"{INTERFACE} names {named}" if named else f"the name {first.host} stands for {first.address}"
         remedy = f"export {INTERFACE}={others[0] if others else 'NAME'}"
-        yield Finding(True, f"{what}, where no other host reaches the ranks: {remedy}, or mend /etc/hosts")
+        yield Finding(True, f"{what}, where no other host reaches the ranks: {remedy}, or fix /etc/hosts")
 
 
-def _gpus(ranks: Sequence[Facts], world_size: int) -> Iterator[Finding]:
+def _gpus(ranks: Sequence[HostFacts], world_size: int) -> Iterator[Finding]:
     first = ranks[0]
     if first.num_gpus and not first.gpus:
         yield Finding(
@@ -229,7 +229,7 @@ def _gpus(ranks: Sequence[Facts], world_size: int) -> Iterator[Finding]:
         )
 
 
-def _folders(ranks: Sequence[Facts], world_size: int) -> Iterator[Finding]:
+def _folders(ranks: Sequence[HostFacts], world_size: int) -> Iterator[Finding]:
     first = ranks[0]
     if first.disk_free < 0:
         yield Finding(True, f"{first.folder}, which keeps runs, cannot be written: call from another folder")
@@ -245,14 +245,14 @@ def _folders(ranks: Sequence[Facts], world_size: int) -> Iterator[Finding]:
         yield Finding(True, f"{first.data}: {first.data_is}: let data.root be a folder that you may read and write")
 
 
-OF_A_HOST: Sequence[Callable[[Sequence[Facts], int], Iterator[Finding]]] = (
+OF_A_HOST: Sequence[Callable[[Sequence[HostFacts], int], Iterator[Finding]]] = (
     *(_unanswered, _packages, _cores, _load, _variables, _memory, _shared_memory, _limits, _network, _gpus, _folders),
 )
 
 # --- of the world ----------------------------------------------------------------------------------------------------
 
 
-def _unequal(facts: Sequence[Facts], figures: Figures) -> Iterator[Finding]:
+def _unequal(facts: Sequence[HostFacts], figures: Figures) -> Iterator[Finding]:
     for package in ("python", "torch"):
         by_version: dict[str, list[int]] = {}
         for rank, each in enumerate(facts):
@@ -262,7 +262,7 @@ def _unequal(facts: Sequence[Facts], figures: Figures) -> Iterator[Finding]:
             yield Finding(True, f"{package} is {listed}: install one version everywhere, or bits differ")
 
 
-def _apart(facts: Sequence[Facts], figures: Figures) -> Iterator[Finding]:
+def _apart(facts: Sequence[HostFacts], figures: Figures) -> Iterator[Finding]:
     """Yields hosts that are one machine under one name, whose ranks do not reach each other's memory."""
     by_machine: dict[tuple[str, str], list[int]] = {}
     for host in figures.hosts:
@@ -277,7 +277,7 @@ def _apart(facts: Sequence[Facts], figures: Figures) -> Iterator[Finding]:
             )
 
 
-def _slow(facts: Sequence[Facts], figures: Figures) -> Iterator[Finding]:
+def _slow(facts: Sequence[HostFacts], figures: Figures) -> Iterator[Finding]:
     if figures.links:
         usual = median(link.beta_s for link in figures.links.values())
         for (a, b), link in figures.links.items():
@@ -297,7 +297,7 @@ def _slow(facts: Sequence[Facts], figures: Figures) -> Iterator[Finding]:
             )
 
 
-def _clocks(facts: Sequence[Facts], figures: Figures) -> Iterator[Finding]:
+def _clocks(facts: Sequence[HostFacts], figures: Figures) -> Iterator[Finding]:
     for host in figures.hosts:
         if figures.clocks and abs((clock := figures.clocks[host[0]]).offset_s) - clock.error_s > MOST_OFFSET_S:
             yield Finding(
@@ -307,7 +307,7 @@ def _clocks(facts: Sequence[Facts], figures: Figures) -> Iterator[Finding]:
             )
 
 
-OF_THE_WORLD: Sequence[Callable[[Sequence[Facts], Figures], Iterator[Finding]]] = (_unequal, _apart, _slow, _clocks)
+OF_THE_WORLD: Sequence[Callable[[Sequence[HostFacts], Figures], Iterator[Finding]]] = (_unequal, _apart, _slow, _clocks)
 
 # --- words -----------------------------------------------------------------------------------------------------------
 
@@ -321,7 +321,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def rate(link: Link) -> str:
-    """Returns what a link carries."""
+    """Returns the rate of a link as text."""
     if not link.beta_s:
         return "more than can be measured"
     bits_s = 8 / link.beta_s
