@@ -186,6 +186,7 @@ OPENS: dict[str, Callable[[Path], object]] = {
     ".lock-copy": locked,
 }
 REPLACES: dict[str, Callable[[Path], object]] = {
+    ".part-copy": write_in,
     "summary.json": lambda path: write_summary(path.parent, SUMMARY),
     ".tmp-x": lambda path: write_whole(path.with_name("x"), "new"),
     "curves.png": lambda path: draw_curves(path.with_name("metrics.jsonl"), path, summary=SUMMARY),

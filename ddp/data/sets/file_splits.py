@@ -4,7 +4,7 @@
     load_rows     CSV, JSON lines, Parquet, Arrow: a target       float32 [number of inputs], class or number
     load_tokens   flat files of tokens                            windows of `context` tokens
 
-Addresses are what `listing.py` takes: a file, a pattern such as train-{000..099}.tar, or a folder; local, or s3://…
+Addresses are what `files/listing.py` takes: a file, a pattern such as train-{000..099}.tar, or a folder; local, or s3://…
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from ddp.data.files.file_index import Format
 from ddp.data.files.file_set import FileSet
@@ -26,12 +25,11 @@ from ddp.data.files.listing import identity_of
 from ddp.data.files.rows import Arrow, Csv, JsonLines, Parquet
 from ddp.data.files.storage import Storage
 from ddp.data.files.tar_files import ImageAndClass, TarSamples
-from ddp.data.samples import OnInput, Splits, Transformed
+from ddp.data.samples import OnInput, Splits, Transformed, as_it_is
 from ddp.data.sets.image_sets import Augment, folder_transforms
 from ddp.data.sets.standard_library import Windows
 from ddp.data.sets.tokens import Tokenizer, TokenSet
 from ddp.errors import ConfigError, UnreadableSample
-from ddp.vision import torchvision
 
 ROWS: dict[str, Any] = {"csv": Csv, "jsonl": JsonLines, "parquet": Parquet, "arrow": Arrow}
 _NUM_TRIED = 100  # samples, of which one must be readable
@@ -73,12 +71,9 @@ class Files:
 
 def load_tar(files: Files, *, image_size: int, num_classes: int, augment: Augment | None = None) -> Splits:
     """Returns images and classes from tar files; `augment` as for the images of a folder."""
-    # A cache keeps what this decodes, before it is augmented.
-    decoded = TarSamples(decode=ImageAndClass(transform=np.asarray, num_classes=num_classes))
+    decoded = TarSamples(decode=ImageAndClass(transform=as_it_is, num_classes=num_classes))
     splits = _splits(files, decoded, sample_shape=(3, image_size, image_size), num_classes=num_classes)
-    compose = torchvision().transforms.Compose
-    transforms = folder_transforms(image_size, augment)
-    of_train, of_test = (OnInput(compose([Image.fromarray, transform])) for transform in transforms)
+    of_train, of_test = map(OnInput, folder_transforms(image_size, augment))
     return replace(
         splits,
         train=Transformed(splits.train, of_train),

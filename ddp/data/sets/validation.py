@@ -67,7 +67,7 @@ class _SelectionInBatches(Selection, WholeBatches):
 
 
 def selection_of(samples: Any, numbers: Indices, *, set_apart: str) -> Any:
-    """Returns some samples of a data set; transforms stay outermost, where a cache finds them."""
+    """Returns some samples of a data set; transforms stay outermost, where `behind_transforms` finds them."""
     if isinstance(samples, Transformed):
         return Transformed(selection_of(samples.samples, numbers, set_apart=set_apart), samples.transform)
     kind = _SelectionInBatches if isinstance(samples, WholeBatches) else Selection
