@@ -342,7 +342,7 @@ def test_a_wrong_sharding_is_told_from_the_first_samples() -> None:
         ({"max_unreadable": 3}, "max_unreadable=3: data is a stream"),
         ({"uneven": "wait"}, "uneven='wait': take one of join, stop_all, raise"),
         ({"data": Stream(0)}, "the data have given no sample"),
-        ({"data": iter([sample(0)] * 12)}, "used up"),
+        ({"data": iter([sample(0)] * 12)}, "that can be read again"),
         ({"test_data": Stream(5)}, "only what ddp.fit trains on may be a stream"),
         ({"data": {1, 2}}, "data is a set: give a data set"),
     ],

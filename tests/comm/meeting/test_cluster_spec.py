@@ -347,7 +347,8 @@ def wait_in_vain(cluster: Mapping[str, Sequence[str]]) -> tuple[list[str], str]:
 def test_a_task_that_never_comes_is_named() -> None:
     first, second = free_addresses(2)
     ((warned, lost),) = run_ranks(wait_in_vain, 1, {"chief": [first], "worker": [second]})
-    assert warned == [f"start-up has waited 0 s for rank(s) worker:0 at {second} of 2"]
+    # A slow machine also says that it waits for its own store.
+    assert warned[-1] == f"start-up has waited 0 s for rank(s) worker:0 at {second} of 2"
     assert f"of 2 ranks, worker:0 at {second} did not come within 0.6 s: start each once" in lost
 
 
