@@ -72,6 +72,7 @@ def answer(number: str, file: str | None, *, begins: bool = False) -> str:
     Raises:
         ValueError: there is no such exercise, file or schedule.
     """
+    sys.dont_write_bytecode = True  # else a folder __pycache__ would stand beside the reader's file
     if number == "schedule":
         schedule, module = own_schedule.of_address(name := file or "")
         lines = ended_by_deadline(own_schedule.open_exercise(name, schedule, module), Path(module.__file__ or ""))
