@@ -12,7 +12,7 @@ Making an index reads every file once. If there is one, only files of another si
 costs one stat(2) for each file, or one request for a remote one. Opening it in a worker reads the line of JSON and
 nothing else, because the parent has just compared all files. `FileSet` compares a file once more when it opens it.
 
-Samples of most formats are read where they lie. Of a format that `is_copied`, making the index also writes a copy of
+Samples of most formats are read where they lie. Of a `CopiedFormat`, making the index also writes a copy of
 each file beside it (INDEX_DIR/csv-4f1d…-9b02….rows), and the table is about that. A file that has changed gets another
 copy. Runs that have the old index open keep theirs: an index is locked while it is mapped (flock(2)), and the old one
 is called INDEX_DIR/csv-4f1d…-77ae….old until indexing finds it unlocked. Copies that no index names are removed.
@@ -125,34 +125,14 @@ class Layout(NamedTuple):
     notes: dict[str, Any]  # for JSON
 
 
-class Format(ABC):
-    """A kind of file. Its objects are pickled with the data set."""
-
+class _Format(ABC):
     kind: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]  # of the files to take from a folder
     draws_nothing: bool = False  # `decode` draws nothing at random, and may be called in any thread
-    is_copied: bool = False  # samples are read in a copy of the file, which `copy` writes in the place of `index`
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings that the index depends on, for JSON."""
         return {}
-
-    def index(self, reader: Reader) -> Layout:
-        """Finds the samples of a file that is not empty.
-
-        Raises:
-            ConfigError: the file is cut off, or of another format.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has neither `index` nor `copy`")
-
-    def copy(self, reader: Reader, file: IO[bytes]) -> Layout:
-        """Writes the samples of a file that is not empty into another one, and finds them there; see `is_copied`.
-
-        Raises:
-            ConfigError: the file is cut off, or of another format.
-            OSError: the copy cannot be written.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has neither `index` nor `copy`")
 
     def check(  # noqa: B027  most formats have nothing to check
         self, files: Sequence[IndexedFile], first: Callable[[], tuple[Reader, int, int]]
@@ -186,6 +166,34 @@ class Format(ABC):
     def lengths(self, num_bytes: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """Returns the length of each sample in tokens; None if its number of bytes does not tell."""
         return None
+
+
+class Format(_Format):
+    """A kind of file whose samples are read where they lie. Its objects are pickled with the data set."""
+
+    @abstractmethod
+    def index(self, reader: Reader) -> Layout:
+        """Finds the samples of a file that is not empty.
+
+        Raises:
+            ConfigError: the file is cut off, or of another format.
+        """
+
+
+class CopiedFormat(_Format):
+    """A kind of file whose samples are read in a copy of it, which is made with the index."""
+
+    @abstractmethod
+    def copy(self, reader: Reader, file: IO[bytes]) -> Layout:
+        """Writes the samples of a file that is not empty into another one, and finds them there.
+
+        Raises:
+            ConfigError: the file is cut off, or of another format.
+            OSError: the copy cannot be written.
+        """
+
+
+AnyFormat = Format | CopiedFormat
 
 
 class IndexedFile(NamedTuple):
@@ -242,7 +250,9 @@ class FileIndex(NamedTuple):
 # ------------------------------------------------------------------------------------------------------- the parent
 
 
-def index_files(addresses: Addresses, format: Format, *, index_dir: str | Path, storage: Storage = DIRECT) -> FileIndex:
+def index_files(
+    addresses: Addresses, format: AnyFormat, *, index_dir: str | Path, storage: Storage = DIRECT
+) -> FileIndex:
     """Reads every new or changed file once, and returns the index of all of them.
 
     Args:
@@ -266,7 +276,7 @@ def index_files(addresses: Addresses, format: Format, *, index_dir: str | Path, 
     wanted = [each for each in told if each not in known]
     log.info("indexing %d of %d files into %s", len(wanted), len(found), path)
     known.update(zip(wanted, _read_all(wanted, format, storage, path), strict=True))
-    if old is not None and format.is_copied:
+    if old is not None and isinstance(format, CopiedFormat):
         with suppress(OSError), to_read(path) as index:  # without locks or second names, runs that go on lose copies
             fcntl.flock(index, fcntl.LOCK_SH | fcntl.LOCK_NB)
             os.link(path, path.with_name(f"{path.stem}-{uuid.uuid4().hex}{_OLD}"))
@@ -276,7 +286,7 @@ def index_files(addresses: Addresses, format: Format, *, index_dir: str | Path, 
     return open_index(addresses, format, index_dir=index_dir)
 
 
-def index_path(addresses: Addresses, format: Format, *, index_dir: str | Path) -> Path:
+def index_path(addresses: Addresses, format: AnyFormat, *, index_dir: str | Path) -> Path:
     """Returns where the index of these addresses is, or would be."""
     named = json.dumps([as_given(addresses), format.kind, format.settings()], sort_keys=True)
     digest = hashlib.sha256(named.encode()).hexdigest()[:16]
@@ -293,25 +303,25 @@ def _layouts(index: FileIndex, path: Path) -> dict[tuple[str, FileVersion], Layo
     }
 
 
-def _read_all(wanted: Sequence[tuple[str, FileVersion]], format: Format, storage: Storage, path: Path) -> list[Layout]:
-    if not any(is_remote(address) for address, _ in wanted):
-        return [_layout_of(each, format, storage, path) for each in wanted]
+def _read_all(new: Sequence[tuple[str, FileVersion]], format: AnyFormat, storage: Storage, path: Path) -> list[Layout]:
+    if not any(is_remote(address) for address, _ in new):
+        return [_layout_of(each, format, storage, path) for each in new]
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
-        return list(threads.map(lambda each: _layout_of(each, format, storage, path), wanted))
+        return list(threads.map(lambda each: _layout_of(each, format, storage, path), new))
 
 
-def _layout_of(file: tuple[str, FileVersion], format: Format, storage: Storage, path: Path) -> Layout:
+def _layout_of(file: tuple[str, FileVersion], format: AnyFormat, storage: Storage, path: Path) -> Layout:
     address, facts = file
     if not facts.size:
         raise ConfigError(f"{address} is empty: write it again, or leave it out of the list")
     reader = storage.reader(address, facts)
-    layout = _copied(reader, format, path) if format.is_copied else format.index(reader)
+    layout = _copied(reader, format, path) if isinstance(format, CopiedFormat) else format.index(reader)
     if not len(layout.spans):
         raise ConfigError(f"{address} holds no sample: check that it is a file of format {format.kind}")
     return layout
 
 
-def _copied(reader: Reader, format: Format, path: Path) -> Layout:
+def _copied(reader: Reader, format: CopiedFormat, path: Path) -> Layout:
     """Writes the copy of a file beside the index at `path`; what is no sample leaves none."""
     digest = hashlib.sha256(json.dumps([reader.address, reader.facts]).encode()).hexdigest()[:16]
     copy = path.with_name(f"{path.stem}-{digest}{_ROWS}")
@@ -320,14 +330,14 @@ def _copied(reader: Reader, format: Format, path: Path) -> Layout:
         return layout._replace(notes={**layout.notes, _COPY: [copy.name, file.tell()]})
 
 
-def _write(path: Path, format: Format, layouts: dict[tuple[str, FileVersion], Layout]) -> None:
+def _write(path: Path, format: AnyFormat, layouts: dict[tuple[str, FileVersion], Layout]) -> None:
     files = [IndexedFile(*file, len(each.spans), each.notes) for file, each in layouts.items()]
     line = json.dumps({"format": _name(format), "files": [file._asdict() for file in files]}).encode()
     line += b" " * (-(len(line) + 1) % _ALIGNMENT) + b"\n"
     write_index(path, [line, *(np.ascontiguousarray(each.spans, dtype="<i8").data for each in layouts.values())])
 
 
-def _remove_unused(path: Path, format: Format) -> None:
+def _remove_unused(path: Path, format: AnyFormat) -> None:
     """Removes old indexes that no process has mapped, and copies that none of the others names."""
     for old in path.parent.glob(f"{path.stem}-*{_OLD}"):
         with suppress(OSError), to_read(old) as file:
@@ -340,14 +350,14 @@ def _remove_unused(path: Path, format: Format) -> None:
             copy.unlink(missing_ok=True)
 
 
-def _name(format: Format) -> dict[str, Any]:
+def _name(format: AnyFormat) -> dict[str, Any]:
     return {"kind": format.kind, **format.settings()}
 
 
 # ------------------------------------------------------------------------------------------------------- a worker
 
 
-def open_index(addresses: Addresses, format: Format, *, index_dir: str | Path) -> FileIndex:
+def open_index(addresses: Addresses, format: AnyFormat, *, index_dir: str | Path) -> FileIndex:
     """Opens the index that the parent has made.
 
     Raises:
@@ -364,7 +374,7 @@ def open_index(addresses: Addresses, format: Format, *, index_dir: str | Path) -
     return index
 
 
-def _found(given: Path, mine: Path, format: Format) -> FileIndex | None:
+def _found(given: Path, mine: Path, format: AnyFormat) -> FileIndex | None:
     """Returns this user's index, or that of the owner of the folder that was given; None if neither is whole."""
     index = _open_if_whole(mine, format)
     if index is None and mine != given:
@@ -385,7 +395,7 @@ def mapped_again(index: FileIndex) -> FileIndex:
     raise ConfigError(f"{index.path} was removed or written again since the data set was opened: open it again")
 
 
-def _open_if_whole(path: Path, format: Format) -> FileIndex | None:
+def _open_if_whole(path: Path, format: AnyFormat) -> FileIndex | None:
     """Returns an index; None if there is none, or only part of one.
 
     Raises:

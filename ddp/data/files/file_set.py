@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddp.data.files.file_index import FileIndex, Format, index_files, mapped_again, open_index
+from ddp.data.files.file_index import AnyFormat, FileIndex, index_files, mapped_again, open_index
 from ddp.data.files.listing import Addresses
 from ddp.data.files.readers import Reader, ReadFailed, is_remote
 from ddp.data.files.storage import DIRECT, Storage
@@ -62,7 +62,7 @@ class FileSet:
     def __init__(
         self,
         addresses: Addresses,
-        format: Format,
+        format: AnyFormat,
         *,
         index_dir: str | Path,
         build: bool = True,

@@ -45,7 +45,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ddp.data.files.file_index import Format, IndexedFile, Layout
+from ddp.data.files.file_index import CopiedFormat, IndexedFile, Layout
 from ddp.data.files.readers import Reader, ReaderFile, check_not_compressed
 from ddp.errors import ConfigError, one_line
 
@@ -56,7 +56,7 @@ _EXACT = 2**53  # the largest whole number up to which float64 has all
 _WAY_OUT = "or encode it in data of your own (data=MODULE:NAME) or in a Task"
 
 
-class _Rows(Format):
+class _Rows(CopiedFormat):
     """A table with a row for each sample.
 
     Args:
@@ -68,7 +68,6 @@ class _Rows(Format):
     """
 
     draws_nothing = True
-    is_copied = True
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp.data.files.file_index import Format
+from ddp.data.files.file_index import AnyFormat
 from ddp.data.files.file_set import FileSet
 from ddp.data.files.listing import identity_of
 from ddp.data.files.rows import Arrow, Csv, JsonLines, Parquet
@@ -72,7 +72,7 @@ class Files:
 def load_tar(files: Files, *, image_size: int, num_classes: int, augment: Augment | None = None) -> Splits:
     """Returns images and classes from tar files; `augment` as for the images of a folder."""
     decoded = TarSamples(decode=ImageAndClass(transform=as_it_is, num_classes=num_classes))
-    splits = _splits(files, decoded, sample_shape=(3, image_size, image_size), num_classes=num_classes)
+    splits = _splits(files, decoded, shape=(3, image_size, image_size), num_classes=num_classes)
     of_train, of_test = map(OnInput, folder_transforms(image_size, augment))
     return replace(
         splits,
@@ -97,7 +97,7 @@ def load_rows(
     format = ROWS[kind](
         inputs=list(inputs), target=target, target_dtype=dtype, num_classes=num_classes, missing=missing
     )
-    return _splits(files, format, sample_shape=None, num_classes=num_classes)
+    return _splits(files, format, shape=None, num_classes=num_classes)
 
 
 def load_text(files: Files, *, kind: str, field: str, tokenizer: str, context: int) -> Splits:
@@ -118,9 +118,9 @@ def load_tokens(files: Files, *, context: int, dtype: str, vocab_size: int) -> S
     return _of_sides(files, sides, sample_shape=(context,), num_classes=vocab_size)
 
 
-def _splits(files: Files, format: Format, *, sample_shape: tuple[int, ...] | None, num_classes: int | None) -> Splits:
+def _splits(files: Files, format: AnyFormat, *, shape: tuple[int, ...] | None, num_classes: int | None) -> Splits:
     sides = [FileSet(path, format, **options) for path, options in files.sides()]
-    return _of_sides(files, sides, sample_shape=sample_shape, num_classes=num_classes)
+    return _of_sides(files, sides, sample_shape=shape, num_classes=num_classes)
 
 
 def _of_sides(
