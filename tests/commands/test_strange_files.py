@@ -43,17 +43,15 @@ LINES: list[dict[str, Any]] = [
     {"kind": "skipped", "order": 2, "num": 2, "why": "gone"},
 ]
 JOB = {"overrides": ["cluster.workers=2"], "status": 0, "objective": 0.9, "began": 1.0, "ended": 2.0, "pruned": False}
-LINK = {"alpha_s": 1e-4, "beta_s": 1e-9}
-BUCKET = {"index": 0, "bytes": 16, "offset": 0, "numel": 4, "dtype": "float32", "parameters": ["w"], "shapes": [[2, 2]]}
+BUCKET = {"index": 0, "bytes": 16, "dtype": "float32", "parameters": ["w"], "shapes": [[2, 2]]}
 BUCKET |= {"ready_s": 0.1, "launched_s": 0.1, "done_s": 0.2}
 RANK = {"step": 6, "began_s": 0.0, "num_samples": 8, "backward_began_s": 0.1, "buckets": [BUCKET]}
 RANK |= {f"{part}_s": 0.1 for part in ("data", "forward", "backward", "communication", "wait", "update", "other")}
 RANK |= {"spans": [["data", 0.0, 0.1]]}
 PROFILE = {"version": 1, "model": "Net", "num_parameters": 4, "batch": 16, "world_size": 2, "hosts": [[0, 1]]}
 PROFILE |= {"threads": 1, "cores": [2], "device": "cpu", "strategy": "Replicated", "hook": None, "wire": None}
-PROFILE |= {"algorithm": "ring", "runs": "in the foreground", "order": ["w"], "steps": [[RANK, RANK]]}
+PROFILE |= {"algorithm": "ring", "runs": "in the foreground", "steps": [[RANK, RANK]]}
 PROFILE |= {"clock": [{"offset_s": 0.0, "error_s": 0.0}] * 2}
-PROFILE |= {"network": {"inside": LINK, "between": LINK, "gamma_s": 0.0, "memory": [[8, 0.1]], "allocated": None}}
 START = {"folder": ".", "position": None, "dealt": {"num_samples": 64}, "settings": {"max_steps": 2}}
 SAMPLER = {"seed": 0, "epoch": 0, "consumed": 8}
 BAD_STEP = {"went_back": {"step": 2, "position": 8, "size": 8, "to": 1, "sampler": SAMPLER}}

@@ -279,8 +279,6 @@ def profile_of(ready_s: Sequence[Sequence[Sequence[float]]], *, error_s: float =
             BucketTimes(
                 index=index,
                 bytes=4,
-                offset=4 * index,
-                numel=1,
                 dtype="float32",
                 parameters=[f"{index}"],
                 shapes=[[1]],
@@ -317,8 +315,6 @@ def profile_of(ready_s: Sequence[Sequence[Sequence[float]]], *, error_s: float =
         wire=None,
         algorithm="ring",
         runs="in the foreground",
-        order=["0", "1"],
-        network=None,
         clock=[ClockOffset(offset_s=0.0, error_s=error_s)] * world_size,
         steps=[[rank_step(number, *each) for each in enumerate(ranks)] for number, ranks in enumerate(ready_s)],
     )

@@ -46,7 +46,7 @@ from ddp.process.clock import now_s
 from ddp.process.memory import available_cores
 from ddp.process.terminal import say
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.train.monitor.profile import BucketTimes, RankStep
+from ddp.train.monitor.profile import RankStep, bucket_times
 from ddp.units import three_digits, written
 
 PLAIN = "plain"
@@ -56,6 +56,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     **{name: {"hook": hook} for name, hook in encoding.HOOKS.items()},
 }
 """How gradients travel → keywords of a replica."""
+
 
 def main(words: Sequence[str]) -> int:
     """Compares what the words ask for."""
@@ -235,9 +236,8 @@ class Computing(Paced):
         self, began_s: float, forward_s: float, backward_s: float, ended_s: float, num_samples: int
     ) -> RankStep:
         assert isinstance(self.replica, BucketedDataParallel)
-        told, names = self.replica.logging_data(), BucketTimes.__dataclass_fields__.keys() - {"offset"}
+        told = self.replica.logging_data()
         reduced_s = sum(each["done_s"] - each["launched_s"] for each in told["buckets"])
-        buckets = [BucketTimes(offset=0, **{name: each[name] for name in names}) for each in told["buckets"]]
         return RankStep(
             step=len(self._records) + 1,
             began_s=began_s,
@@ -250,7 +250,7 @@ class Computing(Paced):
             update_s=ended_s - backward_s,
             other_s=0.0,
             backward_began_s=forward_s - began_s,
-            buckets=buckets,
+            buckets=list(map(bucket_times, told["buckets"])),
             spans=[],
         )
 

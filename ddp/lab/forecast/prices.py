@@ -18,7 +18,6 @@ from ddp.comm.wire_format import wire_format
 from ddp.errors import ConfigError, did_you_mean
 from ddp.lab.bench.place import PAYLOAD
 from ddp.setting import Narrow
-from ddp.train.monitor.profile import Profile
 
 MANY_RANKS = 1000  # whose simulation takes seconds
 
@@ -125,18 +124,6 @@ class Prices:
         return moved_s(call.operation, nbytes, measured), ""
 
 
-def measured_of(profile: Profile) -> Measured | None:
-    """Returns the figures of a profiled run's links and memory; None if it had one rank."""
-    if (figures := profile.network) is None:
-        return None
-    curve = None
-    if figures.allocated:
-        nbytes, seconds = zip(*figures.allocated, strict=True)
-        curve = Curve(tuple(nbytes), tuple(seconds))
-    hosts = tuple(map(tuple, profile.hosts))
-    return Measured(Network(hosts, figures.inside, figures.between, figures.gamma_s), curve, curve)
-
-
 def measured_on(
     known: Measured | None,
     hosts: Hosts,
@@ -145,27 +132,27 @@ def measured_on(
     rate_bit_s: float | None = None,
     num_measured: int = 1,
 ) -> Measured:
-    """Returns the figures of ranks of which there are other numbers than were measured, on links that may be others.
+    """Returns the figures of other ranks than were measured here; links between hosts are those that are asked about.
 
     In memory an all-reduce by p ranks reads p buffers and writes p, all through one memory: its time grows with p.
 
     Args:
-        known: as they were measured; None: there are none.
-        alpha_s, rate_bit_s: of the link between hosts.
+        known: as they were measured here; None: there are none.
+        alpha_s, rate_bit_s: of the link between hosts, if there are several.
         num_measured: the ranks of a host whose memory was measured.
 
     Raises:
-        ConfigError: there are several hosts, and the link between them is unknown.
+        ConfigError: there are several hosts, and nothing says what the link between them is.
     """
     per_host = max(map(len, hosts))
-    if len(hosts) > 1 and known is None and (alpha_s is None or rate_bit_s is None):
-        raise ConfigError("the profile has no figures of links between hosts: give --alpha and --rate")
     network = known.network if known is not None else Network(hosts, Link(0.0, 0.0), Link(0.0, 0.0))
     between = network.between
-    if rate_bit_s is not None:
-        between = replace(between, beta_s=8 / (PAYLOAD * rate_bit_s))
-    if alpha_s is not None:
-        between = replace(between, alpha_s=alpha_s, gap_s=min(alpha_s, between.gap_s))
+    if len(hosts) > 1:
+        if alpha_s is None or rate_bit_s is None:
+            raise ConfigError(f"{len(hosts):,} hosts: give --alpha and --rate of the links between them")
+        between = replace(
+            between, alpha_s=alpha_s, beta_s=8 / (PAYLOAD * rate_bit_s), gap_s=min(alpha_s, between.gap_s)
+        )
     curve = None
     if per_host > 1 and known is not None and known.allocated is not None:
         times_s = tuple(each * per_host / num_measured for each in known.allocated.seconds)

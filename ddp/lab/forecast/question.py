@@ -25,7 +25,7 @@ from ddp.commands.command import parser_of, rate_of, respond, time_of
 from ddp.errors import ConfigError
 from ddp.lab.forecast import encoding
 from ddp.lab.forecast.links_here import measured_here
-from ddp.lab.forecast.prices import Dispatch, Prices, cores_of_a_rank, measured_of, measured_on, threads_of_a_rank
+from ddp.lab.forecast.prices import Dispatch, Prices, cores_of_a_rank, measured_on, threads_of_a_rank
 from ddp.lab.forecast.replay import STRATEGIES, Forecast, Setup, Strategy, forecast, naive_s
 from ddp.lab.forecast.work import Work, work_of
 from ddp.lab.scaling.runs import read_runs
@@ -47,8 +47,8 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=whole(1, MOST_RANKS), required=True, metavar="N", help="workers of all hosts")
     parser.add_argument("--per-host", type=whole(1), metavar="N", help="workers on each host (default: all on one)")
     parser.add_argument("--batch", type=whole(1), metavar="N", help="samples of a step (default: as in the run)")
-    parser.add_argument("--rate", type=rate_of, help="bandwidth between hosts, as 10gbit (default: as measured)")
-    parser.add_argument("--alpha", type=time_of, metavar="TIME", help="latency between hosts (default: as measured)")
+    parser.add_argument("--rate", type=rate_of, help="bandwidth between hosts, as 10gbit")
+    parser.add_argument("--alpha", type=time_of, metavar="TIME", help="latency between hosts, as 50us")
     parser.add_argument("--cores", type=whole(1), metavar="N", help="cores of each host (default: as in the run)")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--hook", choices=["none", *encoding.HOOKS], default="none", help="powersgd1: of rank 1")
@@ -85,20 +85,15 @@ def run(options: argparse.Namespace) -> str:
 
 
 def _forecaster(options: argparse.Namespace, profile: Profile, asked: Asked) -> Forecaster:
-    cores, here = options.cores or profile.cores[0], available_cores()
+    cores = options.cores or profile.cores[0]
     threads = threads_of_a_rank(cores, asked.per_host, profile.threads)
-    known, num_known = measured_of(profile), max(map(len, profile.hosts))
-    lacks_memory = asked.per_host > 1 and (known is None or known.allocated is None)
-    links, num_hosts = (options.alpha, options.rate), -(-asked.num_ranks // asked.per_host)
-    if num_hosts > 1 and len(profile.hosts) == 1 and None in links:
-        raise ConfigError(f"{options.run} was profiled on one host: give --alpha and --rate of the links between hosts")
-    if num_hosts == 1 and links != (None, None):
+    hosts, known, num_known = equal_hosts(asked.num_ranks, asked.per_host), None, 1
+    if len(hosts) == 1 and not options.others and (options.alpha, options.rate) != (None, None):
         raise ConfigError("--alpha and --rate are of the links between hosts, and this is one host: give --per-host")
-    if asked.num_ranks > 1 and (lacks_memory or known is None):
-        num_known = max(2, min(asked.per_host, here))
-        found = measured_here(num_known, threads)
-        between = found.network.between if known is None else known.network.between
-        known = replace(found, network=replace(found.network, between=between))
+    measured_on(None, hosts, alpha_s=options.alpha, rate_bit_s=options.rate)  # refuses before anything is measured
+    if asked.num_ranks > 1 or options.others:
+        num_known = max(2, min(asked.per_host, available_cores()))
+        known = measured_here(num_known, threads)
     torch.set_num_threads(threads)  # as in a worker, for what hooks take to encode
     return Forecaster(
         profile=profile,
@@ -125,12 +120,13 @@ def _checked(folders: Sequence[Path], forecaster: Forecaster) -> list[str]:
             if (profile := run.profile) is None:
                 continue
             try:
-                asked, here = _asked_of(profile, forecaster.profile), forecaster.as_measured(profile)
+                asked = _asked_of(profile, forecaster.profile)
+                here = replace(forecaster, cores=profile.cores[0])
+                expected = [here.of(asked).step_s, here.naive_s(asked)]
             except ConfigError as error:
                 notes.append(f"{run.name} is left out: {error}.")
                 continue
             spread = max(abs(each / profile.step_s - 1) for each in profile.windows_s)
-            expected = [here.of(asked).step_s, here.naive_s(asked)]
             figures = (word for each in expected for word in (format_time(each), f"{each / profile.step_s:.2f}"))
             rows.append((run.name, str(run.workers), format_time(profile.step_s), f"{spread:.0%}", *figures))
     return [*(lines_of_table(rows) if len(rows) > 1 else []), *notes]
@@ -246,10 +242,10 @@ class Forecaster:
     """Answers questions about one profiled run.
 
     Attributes:
-        known: figures of links and memory; None: there are none.
-        num_known: the ranks of a host whose memory that was.
+        known: figures of this host's memory, and of the links in it; None: there are none.
+        num_known: the ranks whose memory that was.
         cores: of a host.
-        alpha_s, rate_bit_s: of the links between hosts; None: as they are known.
+        alpha_s, rate_bit_s: of the links between hosts; None: nothing says.
     """
 
     profile: Profile
@@ -263,13 +259,6 @@ class Forecaster:
     def work(self) -> Work:
         """Returns the computation of a rank in a profiled step."""
         return work_of(self.profile)
-
-    def as_measured(self, run: Profile) -> Forecaster:
-        """Returns a forecaster of the same work for the links, memory and cores that another run found."""
-        if (known := measured_of(run)) is None:
-            return self
-        num_known, cores = max(map(len, run.hosts)), run.cores[0]
-        return replace(self, known=known, num_known=num_known, cores=cores, alpha_s=None, rate_bit_s=None)
 
     def slow_down_of(self, per_host: int) -> float:
         """Returns how many times as long ranks of a host compute that share its cores evenly."""

@@ -13,13 +13,12 @@ Each instant of a step is counted once, so the parts add up to the step. Code th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-from ddp.collectives.simulate import Link
 from ddp.errors import ConfigError
 from ddp.process.files import read_own, write_whole
 from ddp.process.records import Count, damage_told, json_object, made, to_json
@@ -46,21 +45,24 @@ class BucketTimes:
     """One bucket in one step of one rank, as `logging_data()` has it.
 
     Attributes:
-        bytes, numel: of its gradients; offset: bytes of the gradients in the buckets before it.
+        bytes: of its gradients.
         parameters, shapes: names and shapes of the parameters, in the bucket's order.
         ready_s, launched_s, done_s: seconds after backward began.
     """
 
     index: Count
     bytes: Count
-    offset: Count
-    numel: Count
     dtype: str
     parameters: list[str]
     shapes: list[list[Count]]
     ready_s: float
     launched_s: float
     done_s: float
+
+
+def bucket_times(told: Mapping[str, Any]) -> BucketTimes:
+    """Returns the times of a bucket from what `logging_data()` has of it, which is more."""
+    return BucketTimes(**{name: told[name] for name in BucketTimes.__dataclass_fields__})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,24 +105,6 @@ class RankStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NetworkFigures:
-    """The figures of the links, as calibration measures them (`comm/calibrate.py`).
-
-    Attributes:
-        inside: the link between two ranks of a host; between: that between two hosts.
-        gamma_s: seconds to add one byte that has arrived.
-        memory: an all-reduce in the host's memory, as pairs (bytes, seconds); None where no ranks share memory.
-        allocated: the same for a tensor that lies in that memory.
-    """
-
-    inside: Link
-    between: Link
-    gamma_s: float
-    memory: list[tuple[Count, float]] | None
-    allocated: list[tuple[Count, float]] | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class ClockOffset:
     """Says what is added to a rank's clock to get that of rank 0, and how far off that may be."""
 
@@ -139,8 +123,6 @@ class Profile:
         strategy: the class of the strategy; hook, wire: how gradients travel between hosts, if not whole.
         algorithm: how all-reduces go (`comm.plan.describe()`).
         runs: "in the background" or "in the foreground" of backward.
-        order: names of the parameters in the order in which their gradients become ready.
-        network: None for one rank.
         clock: by rank.
         steps: by step, by rank.
     """
@@ -159,8 +141,6 @@ class Profile:
     wire: str | None
     algorithm: str
     runs: str
-    order: list[str]
-    network: NetworkFigures | None
     clock: list[ClockOffset]
     steps: list[list[RankStep]]
 
@@ -217,16 +197,13 @@ def _check(profile: Profile) -> None:
         raise ValueError("cores: not one number for each host")
     if min(profile.batch, profile.threads, *profile.cores) < 1:
         raise ValueError("batch, threads, cores: one is below 1")
-    times = [0.0]
-    if (network := profile.network) is not None:
-        times = [network.gamma_s, *astuple(network.inside), *astuple(network.between)]
     for rank in (rank for step in profile.steps for rank in step):
-        times += [*rank.parts.values(), rank.backward_began_s]
-        times += [each for bucket in rank.buckets for each in (bucket.ready_s, bucket.launched_s, bucket.done_s)]
+        times = [*rank.parts.values(), rank.backward_began_s]
         for bucket in rank.buckets:
+            times += [bucket.ready_s, bucket.launched_s, bucket.done_s]
             names, shapes = bucket.parameters, bucket.shapes
             is_sound = 0 < len(names) == len(shapes) and max(map(len, shapes)) < MOST_DIMENSIONS
-            if not is_sound or bucket.numel != sum(map(math.prod, shapes)):
-                raise ValueError(f"buckets: parameters, shapes and numel of {bucket.index} do not fit each other")
-    if min(times) < 0:
-        raise ValueError("a time is below 0")
+            if not is_sound or bucket.bytes < sum(map(math.prod, shapes)):
+                raise ValueError(f"buckets: parameters, shapes and bytes of {bucket.index} do not fit each other")
+        if min(times) < 0:
+            raise ValueError("a time is below 0")

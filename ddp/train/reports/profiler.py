@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
 
-from ddp.comm.calibrate import Curve
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.errors import ConfigError
 from ddp.process.clock import now_s
@@ -34,11 +32,10 @@ from ddp.train.monitor.profile import (
     FILE,
     PARTS,
     VERSION,
-    BucketTimes,
     ClockOffset,
-    NetworkFigures,
     Profile,
     RankStep,
+    bucket_times,
 )
 from ddp.train.monitor.recording import Recording, later
 from ddp.train.monitor.traces import FOLDER, Trace
@@ -134,13 +131,12 @@ class Profiler(Callback):
         clocks = list(map(between, self._clocks, compare_clocks(comm)))
         if self._trace is not None:
             self._trace.write(run_dir / FOLDER / f"rank-{comm.rank}.json", clocks[comm.rank], comm.world_size)
-        network = _network(state)
         everyone, cores = all_gather_object(comm, self._mine), all_gather_object(comm, available_cores())
 
         def write() -> None:
             steps = [_step(list(ranks), clocks) for ranks in zip(*everyone, strict=True)]
             with if_possible(run_dir / FILE):
-                _profile(state, steps, clocks, network, [cores[host[0]] for host in comm.hosts]).write(run_dir)
+                _profile(state, steps, clocks, [cores[host[0]] for host in comm.hosts]).write(run_dir)
 
         on_rank_zero(comm, write, label="writing the profile")
 
@@ -168,19 +164,14 @@ def _step(ranks: Sequence[dict[str, Any]], clocks: Sequence[ClockOffset]) -> lis
         noted_s = each["backward_began_s"]
         if noted_s is not None and noted_s + clock.offset_s >= raw.began_s:  # else it is that of an earlier step
             began_s = noted_s + clock.offset_s
-        offsets = accumulate((bucket["bytes"] for bucket in each["buckets"]), initial=0)
         parts = {f"{part}_s": sum(span.ended_s - span.began_s for span in spans if span.part == part) for part in PARTS}
-        names = [name for name in BucketTimes.__dataclass_fields__ if name != "offset"]
         found.append(
             RankStep(
                 step=each["step"],
                 began_s=raw.began_s,
                 num_samples=each["num_samples"],
                 backward_began_s=began_s - raw.began_s,
-                buckets=[
-                    BucketTimes(offset=offset, **{name: bucket[name] for name in names})
-                    for bucket, offset in zip(each["buckets"], offsets, strict=False)
-                ],
+                buckets=[bucket_times(bucket) for bucket in each["buckets"]],
                 spans=spans,
                 **parts,
             )
@@ -188,32 +179,7 @@ def _step(ranks: Sequence[dict[str, Any]], clocks: Sequence[ClockOffset]) -> lis
     return found
 
 
-def _network(state: TrainState) -> NetworkFigures | None:
-    """Returns the calibrated figures of the links; None for one rank. Collective."""
-    if state.comm.world_size == 1:
-        return None
-    measured = state.comm.plan.figures()
-    links, memory, allocated = measured.network, measured.ordinary, measured.allocated
-    return NetworkFigures(
-        inside=links.inside,
-        between=links.between,
-        gamma_s=links.gamma_s,
-        memory=_points(memory),
-        allocated=_points(allocated),
-    )
-
-
-def _points(curve: Curve | None) -> list[tuple[int, float]] | None:
-    return None if curve is None else list(zip(curve.nbytes, curve.seconds, strict=True))
-
-
-def _profile(
-    state: TrainState,
-    steps: list[list[RankStep]],
-    clocks: list[ClockOffset],
-    network: NetworkFigures | None,
-    cores: list[int],
-) -> Profile:
+def _profile(state: TrainState, steps: list[list[RankStep]], clocks: list[ClockOffset], cores: list[int]) -> Profile:
     model, comm = state.model, state.comm
     in_background = isinstance(model, BucketedDataParallel) and model.overlaps
     return Profile(
@@ -231,8 +197,6 @@ def _profile(
         wire=model.wire,
         algorithm=comm.plan.describe(),
         runs="in the background" if in_background else "in the foreground",
-        order=model.gradient_order or [],
-        network=network,
         clock=clocks,
         steps=steps,
     )

@@ -18,14 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp.__main__ import main
-from ddp.collectives.simulate import Link
 from ddp.comm.watch.call import Call, Envelope, History
 from ddp.errors import ConfigError
 from ddp.train.monitor.parts import CallTimes, Phase, RawStep, last_begun, spans_of
 from ddp.train.monitor.profile import (
     BucketTimes,
     ClockOffset,
-    NetworkFigures,
     Profile,
     RankStep,
     Span,
@@ -37,8 +35,6 @@ from ddp.train.reports.profiler import Profiler
 BUCKET = BucketTimes(
     index=0,
     bytes=24,
-    offset=0,
-    numel=6,
     dtype="float32",
     parameters=["0.weight"],
     shapes=[[2, 3]],
@@ -76,10 +72,6 @@ PROFILE = Profile(
     wire="bf16",
     algorithm="ring",
     runs="in the background",
-    order=["0.weight"],
-    network=NetworkFigures(
-        inside=Link(1e-5, 1e-9), between=Link(1e-4, 1e-8, 1e-6), gamma_s=1e-10, memory=None, allocated=[(8, 1e-6)]
-    ),
     clock=[ClockOffset(offset_s=0.0, error_s=0.0), ClockOffset(offset_s=-0.05, error_s=1e-4)],
     steps=[[RANK_STEP, RANK_STEP]],
 )
@@ -130,7 +122,7 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> str:
         (damaged(lambda plain: plain.update(world_size=10**30)), "is damaged (world_size=1000000"),
         (damaged(lambda plain: plain.update(threads=0)), "is damaged (batch, threads, cores: one is below 1)"),
         (damaged(lambda plain: plain["steps"][0][1].update(wait_s=-1)), "is damaged (a time is below 0)"),
-        (damaged(lambda plain: plain["steps"][0][1]["buckets"][0]["shapes"].pop()), "numel of 0 do not fit each other"),
+        (damaged(lambda plain: plain["steps"][0][1]["buckets"][0]["shapes"].pop()), "bytes of 0 do not fit each other"),
         (damaged(lambda plain: plain["steps"][0][1].update(wait_s=float("nan"))), "(steps[0][1].wait_s=None: expected"),
         (damaged(lambda plain: plain["steps"][0][1]["spans"][0].pop()), "damaged (steps[0][1].spans[0]="),
         (damaged(lambda plain: plain["steps"][0].pop()), "is damaged (steps: there are none, or some"),

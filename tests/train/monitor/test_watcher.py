@@ -183,7 +183,7 @@ def test_the_speed_of_several_workers_stands_beside_that_of_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By the latest profile of one worker with the same model, threads and device."""
-    one = replace(PROFILE, world_size=1, hosts=[[0]], cores=[2], network=None, clock=PROFILE.clock[:1])
+    one = replace(PROFILE, world_size=1, hosts=[[0]], cores=[2], clock=PROFILE.clock[:1])
     one = replace(one, steps=[[RANK_STEP]] * 3)  # of 8 samples in 3 ms
     others = {"a": PROFILE, "b": replace(one, threads=2), "c": replace(one, num_parameters=7), "d": one}
     asked: dict[str, Any] = {"model": "Sequential", "num_parameters": 6, "threads": 1, "device": "cpu"}
