@@ -16,11 +16,10 @@ and says so once, because hours of training are worth more than their curves.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.errors import ConfigError, PeerLost, one_line, with_causes
@@ -33,7 +32,6 @@ from ddp.train.steps.callbacks import Callback
 from ddp.train.steps.state import TrainState
 from ddp.train.steps.stopping import is_signal
 
-T = TypeVar("T")
 Status = Literal["finished", "interrupted", "failed"]
 
 BEGIN_S = 120.0  # a first run makes a database
@@ -91,7 +89,8 @@ class Tracker(Callback):
     def _begins_anew(self) -> None:
         self._has_begun, self._id, self._folder = False, "", ""
         self._found: Mapping[str, Any] = {}
-        self._calls: Calls | None = None
+        self._thread: HelperThread | None = None  # on the rank that talks to the tracker
+        self._has_failed = False
         self._checkpoint: Path | None = None
         self._before: list[dict[str, Any]] = []
 
@@ -137,8 +136,7 @@ class Tracker(Callback):
 
     def logged(self, state: TrainState, entry: Mapping[str, Any]) -> None:
         self._begin(state)
-        if self._calls is not None:
-            self._calls.add(partial(self._send, entry))
+        self._add(partial(self._send, entry))
 
     def checkpoint_saved(self, state: TrainState, path: Path) -> None:
         self._begin(state)
@@ -156,7 +154,7 @@ class Tracker(Callback):
     def exception(self, state: TrainState, error: BaseException) -> None:
         again = bool(self._id) and state.comm.rank == 1 and _was_killed(error, rank=0)
         if again:
-            self._calls = Calls(self.title)
+            self._thread = HelperThread(f"ddp {self.title}")
         status: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         self._end(state, status, one_line(error), STOP_S, begins=again)
 
@@ -172,24 +170,38 @@ class Tracker(Callback):
 
     def _begun(self, state: TrainState, before: str) -> str:
         """Returns the id of the run, which begins, or resumes that of the id `before`. On rank 0 only."""
-        self._calls = calls = Calls(self.title)
+        self._thread = thread = HelperThread(f"ddp {self.title}")
         try:
             with preserved():  # libraries may draw numbers while they are imported
                 start = self._start(state)
-                found: str = calls.ask(lambda: self.begin(before, start)).result(BEGIN_S)
+                found: str = thread.submit(lambda: self.begin(before, start)).result(BEGIN_S)
         except (Exception, SystemExit) as error:
-            calls.ask(lambda: self.end("failed", "it began too late", state.step))  # if it ever does
-            calls.end()
-            self._calls = None
+            thread.submit(lambda: self.end("failed", "it began too late", state.step))  # if it ever does
+            thread.end()
+            self._thread = None
             why = f"it has not answered within {BEGIN_S:g} s" if isinstance(error, TimeoutError) else one_line(error)
             raise ConfigError(f"{self.title} cannot begin a run: {why}") from error
         if not before:
-            calls.add(lambda: self.settings({name: str(value) for name, value in flat(state.settings).items()}))
+            self._add(lambda: self.settings({name: str(value) for name, value in flat(state.settings).items()}))
         if not before or self.skips:  # steps before the checkpoint may be missing: sent elsewhere, or not yet
             for entry in self._before:
-                calls.add(partial(self._send, entry))
+                self._add(partial(self._send, entry))
         self._before = []
         return found
+
+    def _add(self, call: Callable[[], object]) -> None:
+        """Has this called in its turn, where this rank talks to the tracker; if it fails, nothing more is called."""
+        if self._thread is not None:
+            self._thread.submit(partial(self._make, call))
+
+    def _make(self, call: Callable[[], object]) -> None:
+        if self._has_failed:
+            return
+        try:
+            call()
+        except (Exception, SystemExit) as error:
+            self._has_failed = True
+            log.warning("%s: %s; the run continues, and sends it nothing more", self.title, one_line(error))
 
     def _send(self, entry: Mapping[str, Any]) -> None:
         about = ("kind", "step") if entry["kind"] == "step" else ("kind", "step", "samples", "epoch")  # once a step
@@ -199,12 +211,9 @@ class Tracker(Callback):
     def _start(self, state: TrainState) -> Start:
         return Start(state.run_dir, self._group, state.step)
 
-    def _end(
-        self, state: TrainState, status: Status, reason: str, limit_s: float, *, begins: bool = False
-    ) -> None:
+    def _end(self, state: TrainState, status: Status, reason: str, limit_s: float, *, begins: bool = False) -> None:
         """Ends the run on the rank that talks to the tracker, within the limit; first begins again if `begins`."""
-        calls, self._calls = self._calls, None
-        if calls is None:
+        if (thread := self._thread) is None:
             return
 
         def end() -> None:
@@ -215,9 +224,9 @@ class Tracker(Callback):
         if status != "failed" and state.run_dir is not None:
             for path in filter(None, [state.run_dir / "curves.png", self._checkpoint]):
                 if path.exists():
-                    calls.add(partial(self.file, path, state.step))
-        done = calls.ask(end)
-        calls.end()
+                    self._add(partial(self.file, path, state.step))
+        done, self._thread = thread.submit(end), None
+        thread.end()
         try:
             done.result(limit_s)
         except TimeoutError:
@@ -232,34 +241,6 @@ def refuse_twice(callbacks: Sequence[Callback]) -> None:
     for kind in kinds:
         if kinds.count(kind) > 1:
             raise ConfigError(f"the run would be sent to {kind.title} twice: give that tracker once")
-
-
-class Calls:
-    """Makes calls one after another in a separate thread, so that no step waits for a server."""
-
-    def __init__(self, title: str) -> None:
-        self._title, self._has_failed, self._helper = title, False, HelperThread(f"ddp {title}")
-
-    def add(self, call: Callable[[], object]) -> None:
-        """Has this called in its turn. If it fails, a warning says so, and what is added is called no more."""
-        self._helper.submit(partial(self._make, call))
-
-    def ask(self, call: Callable[[], T]) -> Future[T]:
-        """Returns the future of a call that is made in its turn, also after one that has failed."""
-        return self._helper.submit(call)
-
-    def end(self) -> None:
-        """Lets the thread end after all these calls."""
-        self._helper.end()
-
-    def _make(self, call: Callable[[], object]) -> None:
-        if self._has_failed:
-            return
-        try:
-            call()
-        except (Exception, SystemExit) as error:
-            self._has_failed = True
-            log.warning("%s: %s; the run continues, and sends it nothing more", self._title, one_line(error))
 
 
 def _was_killed(error: BaseException, *, rank: int) -> bool:
