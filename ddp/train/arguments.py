@@ -62,7 +62,7 @@ from ddp.train.checks.guard import Guard
 from ddp.train.checks.watcher import Watch
 from ddp.train.evaluation.evaluate import warn_of_other_samples
 from ddp.train.evaluation.held_out import HeldOut, held_out_of
-from ddp.train.reports.tracker import Tracker, refuse_twice
+from ddp.train.reports.trackers import Tracker, refuse_twice
 from ddp.train.steps.callbacks import EMA, Callback, EarlyStopping
 from ddp.train.steps.stopping import StopFlag
 from ddp.train.tasks.task import Task, as_task, name_of

@@ -74,7 +74,7 @@ from ddp.train.reports.progress import ProgressBar, StopNote
 from ddp.train.reports.report import draw_curves, summary_of
 from ddp.train.reports.results import is_metric, read_summary, write_summary
 from ddp.train.reports.starts import note_start_of_fit
-from ddp.train.reports.tracker import Tracker
+from ddp.train.reports.trackers import Tracker
 from ddp.train.steps.batch_statistics import check_evaluation
 from ddp.train.steps.callbacks import Callback, EpochCheck, Meters, MetricsFile, NoiseMeter, ThroughputMeter, tell_of
 from ddp.train.steps.state import TrainState

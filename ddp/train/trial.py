@@ -18,7 +18,7 @@ from ddp.process.files import scratch_folder
 from ddp.process.terminal import say
 from ddp.train.arguments import FitArguments
 from ddp.train.reports.profiler import Profiler
-from ddp.train.reports.tracker import Tracker
+from ddp.train.reports.trackers import Tracker
 from ddp.train.steps.state import TrainState
 
 NUM_STEPS = 3

@@ -41,14 +41,10 @@ from ddp.strategies.choice import wrapped
 from ddp.train.checks.guard import Guard
 from ddp.train.checks.watcher import Watch
 from ddp.train.reports.profiler import Profiler
-from ddp.train.reports.tracker import Tracker, refuse_twice
+from ddp.train.reports.trackers import CSV, MLflow, TensorBoard, Tracker, WandB, refuse_twice
 from ddp.train.steps.callbacks import EMA, Callback, EarlyStopping
 from ddp.train.tasks.cross_entropy import ByteModel, Classification, LanguageModel
 from ddp.train.tasks.task import LossFunction, Regression, Task, as_task
-from ddp.train.trackers.csv import CSV
-from ddp.train.trackers.mlflow import MLflow
-from ddp.train.trackers.tensorboard import TensorBoard
-from ddp.train.trackers.wandb import WandB
 
 _NUM_TRIED = 100  # samples, of which one must be readable
 

@@ -612,7 +612,7 @@ def test_a_callback_s_address_is_checked_before_workers_start(address: str, word
 
 
 def test_a_tracker_that_is_missing_or_given_twice_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddp.train.reports.tracker.find_spec", lambda name: None)
+    monkeypatch.setattr("ddp.train.reports.trackers.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"^trackers=\[mlflow\]: MLflow is not installed: pip install mlflow$"):
         check_callbacks(config_of(trackers=["csv", "mlflow"]))
     with pytest.raises(ConfigError, match="the run would be sent to CSV twice: give that tracker once"):

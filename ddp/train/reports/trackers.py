@@ -1,4 +1,4 @@
-"""Sends a run to a tracker: this file says when a run begins there, what is sent, and how it ends.
+"""Trackers of other projects, and what they have in common: when a run begins there, what is sent, and how it ends.
 
     first step                      begin(id, start)      a new run there, or that of the checkpoint to go on from
                                     settings(values)      of a new one
@@ -15,16 +15,23 @@ and says so once, because hours of training are worth more than their curves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import csv
+import io
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
+
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.errors import ConfigError, PeerLost, one_line, with_causes
+from ddp.process.files import lines_of, read_own, to_append, write_whole
 from ddp.process.helper_thread import HelperThread
 from ddp.process.log import log
+from ddp.process.records import json_object, to_json
 from ddp.process.streams import preserved
 from ddp.train.checkpoints.checkpoint import flat
 from ddp.train.reports.results import METRICS, read_metrics
@@ -247,3 +254,184 @@ def _was_killed(error: BaseException, *, rank: int) -> bool:
     """Returns True if an error, or one that has caused it, says that this rank is lost and could not say why itself."""
     lost = [each for each in with_causes(error) if isinstance(each, PeerLost) and each.rank == rank]
     return any(not each.reason.startswith("it failed") for each in lost)
+
+
+# --- A table for pandas or a spreadsheet ------------------------------------------------------------------------------
+#
+# RUN_DIR/metrics.csv     a row for each object of metrics.jsonl, empty where the object has no such number
+#         settings.csv    a row for each setting; status.csv: one row, with the reason for it
+
+
+class CSV(Tracker):
+    """Writes metrics.csv, settings.csv and status.csv into the run's folder."""
+
+    title, needs_folder = "CSV", True
+
+    def begin(self, id: str, start: Start) -> str:
+        assert start.folder is not None
+        self._folder_of_run, self._path = start.folder, start.folder / "metrics.csv"
+        self._columns = ["kind", "step"]
+        self._write([row for row in self._rows() if int(row["step"]) <= start.step])
+        return str(start.folder)
+
+    def settings(self, values: Mapping[str, str]) -> None:
+        rows = [{"name": name, "value": value} for name, value in values.items()]
+        write_whole(self._folder_of_run / "settings.csv", _table(["name", "value"], rows, header=True))
+
+    def metrics(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        row = {"kind": kind, "step": step, **values}
+        if row.keys() <= {*self._columns}:
+            with to_append(self._path) as file:
+                file.write(_table(self._columns, [row]))
+        else:
+            self._write([*self._rows(), row])
+
+    def end(self, status: Status, reason: str, step: int) -> None:
+        row = {"status": status, "reason": reason, "step": step}
+        write_whole(self._folder_of_run / "status.csv", _table(row, [row], header=True))
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        self._columns = list(dict.fromkeys([*self._columns, *(name for row in rows for name in row)]))
+        write_whole(self._path, _table(self._columns, rows, header=True))
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return list(csv.DictReader(lines_of(self._path)))
+
+
+def _table(columns: Iterable[str], rows: Iterable[Mapping[str, Any]], *, header: bool = False) -> str:
+    writer = csv.DictWriter(file := io.StringIO(), list(columns), lineterminator="\n")
+    if header:
+        writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+# --- MLflow: where MLFLOW_TRACKING_URI says, or mlflow.db in the current folder ---------------------------------------
+
+
+MLFLOW_STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+
+
+class MLflow(Tracker):
+    """Sends a run to MLflow, into the experiment of MLFLOW_EXPERIMENT_NAME or `mlflow.set_experiment`."""
+
+    title, module, skips = "MLflow", "mlflow", True
+
+    def begin(self, id: str, start: Start) -> str:
+        import mlflow
+
+        group = {"group": start.group} if start.group else None
+        run = mlflow.start_run(id or None, run_name=start.name, tags=group)  # the active one of this thread alone
+        self._mlflow, client = mlflow, mlflow.MlflowClient()
+        history = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
+        self._last = {name: max(each.step for each in found) for name, found in history.items()}
+        return str(run.info.run_id)
+
+    def settings(self, values: Mapping[str, str]) -> None:
+        self._mlflow.log_params(_named(values))
+
+    def metrics(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        new = {name: value for name, value in _named(values).items() if step > self._last.get(name, -1)}
+        if new:
+            self._mlflow.log_metrics(new, step)
+
+    def file(self, path: Path, step: int) -> None:
+        if path.is_dir():
+            self._mlflow.log_artifacts(str(path), f"checkpoints/{path.name}")
+        else:
+            self._mlflow.log_artifact(str(path))
+
+    def end(self, status: Status, reason: str, step: int) -> None:
+        self._mlflow.set_tag("reason", reason)
+        self._mlflow.end_run(MLFLOW_STATUS[status])
+
+
+def _named(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values under names that MLflow takes: of others it would refuse all that is sent with them."""
+    return {re.sub(r"[^\w/.\- :]", "_", name)[:250]: value for name, value in values.items()}
+
+
+# --- TensorBoard: `tensorboard --logdir runs` shows all runs below runs/ ----------------------------------------------
+
+
+class TensorBoard(Tracker):
+    """Writes event files into the run's folder. What a resumed run makes once more, TensorBoard shows once."""
+
+    title, module, needs_folder = "TensorBoard", "tensorboard", True
+
+    def begin(self, id: str, start: Start) -> str:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(start.folder), purge_step=start.step + 1)
+        return str(start.folder)
+
+    def settings(self, values: Mapping[str, str]) -> None:
+        rows = [f"| {name} | {value} |" for name, value in values.items()]
+        self._writer.add_text("settings", "\n".join(["| setting | value |", "|---|---|", *rows]), 0)
+
+    def metrics(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # a kill would lose what came before the checkpoint, too
+
+    def file(self, path: Path, step: int) -> None:
+        from PIL import Image  # which torch's writer needs for a picture, too
+
+        if path.is_dir():
+            self._writer.add_text("checkpoint", str(path), step)
+        else:
+            self._writer.add_image("curves", np.asarray(Image.open(path)), step, dataformats="HWC")
+
+    def end(self, status: Status, reason: str, step: int) -> None:
+        self._writer.add_text("status", f"{status}: {reason}" if reason else status, step)
+        self._writer.close()
+
+
+# --- Weights & Biases: WANDB_PROJECT, WANDB_MODE and its other variables say where ------------------------------------
+#
+# Offline, a run's folder says which steps stand there, unless its process was killed: then those that a resumed run
+# makes once more are sent once more.
+
+
+class WandB(Tracker):
+    """Sends a run to Weights & Biases, beside any other run that the program has there."""
+
+    title, module, skips = "Weights & Biases", "wandb", True
+
+    def begin(self, id: str, start: Start) -> str:
+        import wandb
+
+        how = {"id": id, "resume": "allow"} if id else {"group": start.group or None}
+        run = wandb.init(dir=start.folder, name=start.name, reinit="create_new", **how)
+        run.define_metric("*", step_metric="step")
+        self._wandb, self._run = wandb, run
+        known: Any = run.summary
+        self._note = start.folder / "wandb" / f"sent-{run.id}.json" if run.offline and start.folder else None
+        if id and self._note is not None:
+            self.skips = self._note.exists()
+            known = json_object(read_own(self._note)) if self.skips else {}
+            self._note.unlink(missing_ok=True)
+        self._last = {kind: known.get(f"last_{kind}", -1) for kind in ("step", "evaluation", "report")}
+        return str(run.id)
+
+    def settings(self, values: Mapping[str, str]) -> None:
+        self._run.config.update(values)
+
+    def metrics(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        if step > self._last[kind]:
+            self._run.log({**values, "step": step, f"last_{kind}": step})
+            self._last[kind] = step
+
+    def file(self, path: Path, step: int) -> None:
+        if path.is_dir():
+            self._run.log_artifact(str(path), name=f"checkpoint-{self._run.id}", type="model")
+        else:
+            self._run.log({path.stem: self._wandb.Image(str(path)), "step": step})
+
+    def end(self, status: Status, reason: str, step: int) -> None:
+        self._run.summary.update({"status": status, "reason": reason})
+        if status == "interrupted":
+            self._run.mark_preempting()
+        self._run.finish(exit_code=0 if status == "finished" else 1)
+        if self._note is not None and self.skips:
+            write_whole(self._note, to_json({f"last_{kind}": step for kind, step in self._last.items()}))
