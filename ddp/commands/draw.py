@@ -69,7 +69,7 @@ def step_answer(options: argparse.Namespace) -> str:
     from dataclasses import asdict
 
     from ddp.pictures.step import step_figure, step_text
-    from ddp.train.monitor.profile import read_profile
+    from ddp.train.reports.profile import read_profile
 
     profile = read_profile(options.run)
     lengths = [max(rank.step_s for rank in step) for step in profile.steps]
@@ -93,7 +93,7 @@ def step_answer(options: argparse.Namespace) -> str:
         written.append(options.png)
     if options.trace is not None:
         from ddp.process.records import to_json
-        from ddp.train.monitor.traces import FOLDER, merged
+        from ddp.train.reports.traces import FOLDER, merged
 
         write_picture(options.trace, to_json(merged(options.run / FOLDER)), after="--trace")
         written.append(options.trace)

@@ -21,8 +21,7 @@ from ddp.commands.command import parser_of, respond
 from ddp.errors import ConfigError, WorkersFailed, first_line
 from ddp.run.assembly.traced import checkpoint_before, threads_of, traced
 from ddp.run.launch import from_python
-from ddp.train.reports.hashes import Comparison, compare, read_hashes
-from ddp.train.reports.trace import parting
+from ddp.train.reports.hashes import Comparison, compare, parting, read_hashes
 from ddp.units import counted
 
 MOST_NAMED = 3

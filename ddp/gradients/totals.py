@@ -14,7 +14,7 @@ ended, so they travel last. Their tail is divided like the gradients beside it, 
 has found something, and not how many have.
 
 On request each rank finds the squared norm of its own gradient before it is averaged, for the noise scale
-(`train/monitor/noise_scale.py`).
+(`train/reports/meters.py`).
 
 Where no bucket can carry a tail (its type is too narrow, or a wire format or a communication hook would round it),
 totals and verdicts travel apart, in their own messages: totals before the first bucket, verdicts after the last one.

@@ -206,7 +206,7 @@ def _clocks(comm: Communicator) -> list[Clock]:
     What is compared between hosts is the clock of durations, so each rank tells how far its time of day is from that.
     """
     from ddp.comm.objects import all_gather_object
-    from ddp.train.monitor.clock import compare_clocks
+    from ddp.train.reports.traces import compare_clocks
 
     apart_s = max(time.time() - now_s() for _ in range(NUM_TRIPS))  # a pause between the two readings makes it less
     since_epoch = all_gather_object(comm, apart_s)

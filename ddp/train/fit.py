@@ -66,17 +66,16 @@ from ddp.train.checks.supervision import check_guard
 from ddp.train.evaluation.evaluate import modes_kept
 from ddp.train.evaluation.held_out import note_of_choice
 from ddp.train.loop import end_of_run, train_loop
-from ddp.train.monitor.calls import calls_left
-from ddp.train.monitor.usage import rate_of_one_worker
 from ddp.train.parameter_server import check_role, next_store, restarted_arguments, service_of, work
 from ddp.train.reports.hashes import HASHES, HashesFile
-from ddp.train.reports.progress import ProgressBar, StopNote
-from ddp.train.reports.report import draw_curves, summary_of
+from ddp.train.reports.meters import EpochCheck, Meters, MetricsFile, NoiseMeter, ThroughputMeter
+from ddp.train.reports.profile import rate_of_one_worker
+from ddp.train.reports.report import ProgressBar, StopNote, draw_curves, summary_of
 from ddp.train.reports.results import is_metric, read_summary, write_summary
-from ddp.train.reports.starts import note_start_of_fit
+from ddp.train.reports.starts import calls_left, note_start_of_fit
 from ddp.train.reports.trackers import Tracker
 from ddp.train.steps.batch_statistics import check_evaluation
-from ddp.train.steps.callbacks import Callback, EpochCheck, Meters, MetricsFile, NoiseMeter, ThroughputMeter, tell_of
+from ddp.train.steps.callbacks import Callback, tell_of
 from ddp.train.steps.state import TrainState
 from ddp.train.steps.stopping import StopFlag, flag_of_a_new_fit, hears_signals
 from ddp.train.tasks.task import Task

@@ -35,8 +35,7 @@ from ddp.data.sets import standard_library
 from ddp.optim import LAMB, LARS, cosine, parameter_groups, scaled_rate, with_warmup
 from ddp.process.arguments import whole
 from ddp.setting import Scaling
-from ddp.train.monitor.noise_scale import Estimate
-from ddp.train.steps.callbacks import NoiseMeter
+from ddp.train.reports.meters import Estimate, NoiseMeter
 from ddp.train.tasks.cross_entropy import Classification
 from ddp.units import counted
 

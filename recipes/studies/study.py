@@ -27,8 +27,7 @@ from ddp.process.arguments import Parser
 from ddp.process.clock import now_s
 from ddp.process.files import to_append, write_whole
 from ddp.process.records import json_object
-from ddp.train.monitor.noise_scale import Estimate
-from ddp.train.steps.callbacks import NoiseMeter
+from ddp.train.reports.meters import Estimate, NoiseMeter
 from ddp.train.steps.state import TrainState
 
 Trial = Any

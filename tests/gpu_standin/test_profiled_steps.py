@@ -13,7 +13,7 @@ from ranks import run_ranks
 from torch import nn
 
 import ddp
-from ddp.train.monitor.profile import read_profile
+from ddp.train.reports.profile import read_profile
 
 SLOW_S = 0.02
 
@@ -34,7 +34,7 @@ class Waits(ddp.Callback):
 
     def step_end(self, state: ddp.TrainState, report: ddp.StepReport) -> None:
         waits = device.host_waits().items()
-        self.found.append(sum(number for each, number in waits if "recording.py" in str(each)))
+        self.found.append(sum(number for each, number in waits if "reports/profiler.py" in str(each)))
         device.reset()
 
 

@@ -44,7 +44,7 @@ from ddp.lab.forecast.question import Forecaster, asked_of
 from ddp.lab.forecast.replay import Setup, Step, Timed, _beside, forecast, naive_s, replay, step_of, together
 from ddp.lab.forecast.work import Gradient, Work, bytes_of, work_of
 from ddp.run.settings.config import Config
-from ddp.train.monitor.profile import BucketTimes, ClockOffset, Profile, RankStep, read_profile
+from ddp.train.reports.profile import BucketTimes, ClockOffset, Profile, RankStep, read_profile
 
 LINK = Link(50e-6, 1e-9, 5e-6)
 CURVE = Curve((1 << 10, 1 << 20, 1 << 24), (20e-6, 200e-6, 4e-3))

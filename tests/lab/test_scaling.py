@@ -25,8 +25,8 @@ from ddp.lab.scaling.figures import Series, compare, waited_for
 from ddp.lab.scaling.runs import read_run, read_runs
 from ddp.lab.scaling.words import verdict
 from ddp.run.settings.config import Config
-from ddp.train.monitor.profile import PARTS as OF_A_STEP
-from ddp.train.monitor.profile import BucketTimes, ClockOffset, Profile, RankStep, Span
+from ddp.train.reports.profile import PARTS as OF_A_STEP
+from ddp.train.reports.profile import BucketTimes, ClockOffset, Profile, RankStep, Span
 
 DEFAULTS = json.dumps(asdict(Config()))
 ACCURATE = {"main_metric": "test_accuracy", "higher_is_better": True}

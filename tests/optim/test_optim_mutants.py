@@ -32,8 +32,8 @@ from ddp.optim.layerwise import Layerwise
 from ddp.optim.schedules import TorchSchedule
 from ddp.replica import sharded
 from ddp.replica import sharded as parameter_slices
-from ddp.train.monitor import noise_scale
-from ddp.train.monitor.noise_scale import DECAY, FEWEST, Estimate, NoiseScale
+from ddp.train.reports import meters
+from ddp.train.reports.meters import DECAY, FEWEST, Estimate, NoiseScale
 
 pytestmark = pytest.mark.slow  # because what is proven here is that other tests can fail
 
@@ -479,7 +479,7 @@ CASES: dict[FunctionType, Callable[[], None]] = {
     NoiseScale.add: the_noise_scale_is_that_of_its_definition,
     NoiseScale.estimate: estimates_follow_from_means_and_covariance,
     Estimate.in_words: the_noise_scale_is_said,
-    noise_scale._rounded: the_noise_scale_is_said,
+    meters._rounded: the_noise_scale_is_said,
     TorchSchedule.__init__: schedulers_of_torch_step_at_their_moment,
     TorchSchedule.check_optimizer: schedulers_of_torch_step_at_their_moment,
     TorchSchedule.stepped: schedulers_of_torch_step_at_their_moment,

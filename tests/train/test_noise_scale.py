@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import ddp
 from ddp.gradients.totals import Parts, Totals
 from ddp.replica.sharded import ShardedDataParallel
-from ddp.train.monitor.noise_scale import FEWEST, Estimate, NoiseScale
+from ddp.train.reports.meters import FEWEST, Estimate, NoiseScale
 
 
 def measured(
@@ -132,7 +132,7 @@ class Seen(ddp.Callback):
     """Meters as `fit` does, and counts."""
 
     def __init__(self) -> None:
-        from ddp.train.steps.callbacks import NoiseMeter
+        from ddp.train.reports.meters import NoiseMeter
 
         self.meter = NoiseMeter()
         self.scale, self.num_measured = self.meter.scale, 0

@@ -13,9 +13,8 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from ddp.train.reports.progress import ProgressBar, fitting
-from ddp.train.reports.report import draw_curves, print_summary
-from ddp.train.steps.callbacks import Throughput, ThroughputMeter
+from ddp.train.reports.meters import Throughput, ThroughputMeter
+from ddp.train.reports.report import ProgressBar, draw_curves, fitting, print_summary
 
 NUM_STEPS = 12345
 

@@ -46,7 +46,7 @@ from ddp.process.clock import now_s
 from ddp.process.memory import available_cores
 from ddp.process.terminal import say
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.train.monitor.profile import RankStep, bucket_times
+from ddp.train.reports.profile import RankStep, bucket_times
 from ddp.units import three_digits, written
 
 PLAIN = "plain"

@@ -32,7 +32,7 @@ from ddp.lab.scaling.runs import read_runs
 from ddp.process.arguments import positive, whole
 from ddp.process.memory import available_cores
 from ddp.setting import Narrow
-from ddp.train.monitor.profile import FILE, Profile, read_profile
+from ddp.train.reports.profile import FILE, Profile, read_profile
 from ddp.units import counted, format_time, lines_of_table, three_digits
 
 MOST_RANKS = 10_000

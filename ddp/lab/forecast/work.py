@@ -19,7 +19,7 @@ from torch import nn
 from ddp.errors import ConfigError
 from ddp.gradients.bucket import Slot, span
 from ddp.gradients.layout import MIB, plan_buckets
-from ddp.train.monitor.profile import Profile, RankStep
+from ddp.train.reports.profile import Profile, RankStep
 
 
 class Gradient(NamedTuple):

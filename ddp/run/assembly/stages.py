@@ -48,7 +48,7 @@ from ddp.train.checkpoints.checkpoint import check_optimizer
 from ddp.train.checkpoints.checkpoint_store import ANOTHER, check_fits, checkpoints_of, load, resume_from
 from ddp.train.evaluation.sidecar import results_of_sidecar
 from ddp.train.fit import train
-from ddp.train.monitor.profile import FILE
+from ddp.train.reports.profile import FILE
 from ddp.train.reports.report import draw_curves, print_summary
 from ddp.train.reports.results import read_summary, write_summary
 from ddp.train.steps.callbacks import EARLY, MEASURED

@@ -20,8 +20,8 @@ from ddp.run.settings.config import choose
 from ddp.run.settings.reader import read_config, settings_of
 from ddp.train.checkpoints.checkpoint_store import listed
 from ddp.train.fit import train
+from ddp.train.reports.hashes import StepTrace, Trace
 from ddp.train.reports.profiler import Profiler
-from ddp.train.reports.trace import StepTrace, Trace
 from ddp.train.steps.callbacks import EarlyStopping
 from ddp.train.steps.stopping import StopFlag
 

@@ -25,9 +25,9 @@ from ddp.run.launch.engine import Ended
 from ddp.run.settings.config import Config
 from ddp.train.checks import watcher as watch
 from ddp.train.checks.watcher import WATCH, Learning, Pace, Watch, guess_of
-from ddp.train.monitor.usage import Usage, rate_of_one_worker
-from ddp.train.reports.progress import ProgressBar
-from ddp.train.steps.callbacks import ThroughputMeter
+from ddp.train.reports.meters import ThroughputMeter, Usage
+from ddp.train.reports.profile import rate_of_one_worker
+from ddp.train.reports.report import ProgressBar
 from ddp.train.tasks.task import IGNORE, Task, as_task
 
 DRAW = torch.Generator().manual_seed(0)
@@ -145,7 +145,7 @@ def test_a_run_is_slow_below_a_share_of_its_median_for_some_time() -> None:
 def test_what_a_rank_uses_is_what_the_system_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank alone, which computes for a while; and at which lines figures are gathered."""
     now_s = 0.0
-    monkeypatch.setattr("ddp.train.monitor.usage.now_s", lambda: now_s)
+    monkeypatch.setattr("ddp.train.reports.meters.now_s", lambda: now_s)
 
     class One:
         world_size, device = 1, torch.device("cpu")

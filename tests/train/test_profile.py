@@ -20,17 +20,20 @@ from hypothesis import strategies as st
 from ddp.__main__ import main
 from ddp.comm.watch.call import Call, Envelope, History
 from ddp.errors import ConfigError
-from ddp.train.monitor.parts import CallTimes, Phase, RawStep, last_begun, spans_of
-from ddp.train.monitor.profile import (
+from ddp.train.reports.profile import (
     BucketTimes,
+    CallTimes,
     ClockOffset,
+    Phase,
     Profile,
     RankStep,
+    RawStep,
     Span,
+    last_begun,
     read_profile,
+    spans_of,
 )
-from ddp.train.monitor.recording import Recording, later
-from ddp.train.reports.profiler import Profiler
+from ddp.train.reports.profiler import Profiler, Recording, later
 
 BUCKET = BucketTimes(
     index=0,

@@ -1,7 +1,7 @@
 """Chrome traces of the ranks: one of each, by torch's profiler, and all of them on one clock.
 
 A trace has its own clock. So while it is recorded, some ranges are marks: each rank knows when they were by the
-clock of its process, whose offset to that of rank 0 is measured (`clock.py`). All of this is in the trace itself:
+clock of its process, whose offset to that of rank 0 is measured (`compare_clocks`). All of this is in the trace itself:
 
     "distributedInfo": {"rank": 1, "world_size": 2, …}             torch's, by which Holistic Trace Analysis goes
     "ddpClock": {"mark": …, "mark_s": …, "error_s": …}             by which `merged` goes
@@ -20,17 +20,20 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import profiler
 
+from ddp.comm.communicator import Communicator
+from ddp.comm.objects import all_gather_object, broadcast_object
+from ddp.comm.transport.topology import boot_id
 from ddp.errors import ConfigError
 from ddp.process.clock import now_s
 from ddp.process.environment import variable_set
 from ddp.process.files import if_possible, make_folder, read_own, scratch_folder, write_whole
 from ddp.process.log import log
 from ddp.process.records import damage_told, json_object, to_json
-from ddp.train.monitor.profile import ClockOffset
-from ddp.train.monitor.recording import STEP_RANGE
+from ddp.train.reports.profile import ClockOffset
 from ddp.units import format_time
 
 FOLDER = "traces"
+STEP_RANGE = "ProfilerStep#"  # torch's name, by which readers of traces find the steps
 CLOCK, MARK = "ddpClock", "ddp: mark"
 NUM_MARKS = 5
 
@@ -184,3 +187,69 @@ def _moved(trace: _Trace, by_us: float) -> Iterator[dict[str, Any]]:
         if event.get("ph") == "M" and event.get("name") == "process_sort_index":
             moved["args"] = {"sort_index": rank}
         yield moved
+
+
+# --- The clocks of hosts: what to add to a rank's clock to get rank 0's, and how far off that may be ------------------
+#
+#     rank 0      t0 ───────────╮                ╭─────── t3        Processes of one host read the same clock. Of every
+#                                ╲              ╱                   other host one rank exchanges messages with rank 0,
+#     other        ─ ─ ─ ─ ─ ─ ─  t1 ──────── t2                    as in NTP (RFC 5905, section 8).
+#
+#     offset = ((t0 − t1) + (t3 − t2)) ÷ 2        round trip = (t3 − t0) − (t2 − t1)
+#
+# The true offset is within half a round trip, however unequal the two ways are. So the exchange with the least round
+# trip counts. Clocks drift by some 10 µs a second, so a long measurement compares them before and after.
+
+
+NUM_EXCHANGES = 20
+SAME = ClockOffset(offset_s=0.0, error_s=0.0)
+
+
+def clock_name() -> str:
+    """Returns a text that is the same in all processes that read the same clock; "" if no other process does."""
+    try:
+        return f"{boot_id()} {Path('/proc/self/ns/time').readlink()}"
+    except OSError:
+        return ""
+
+
+def compare_clocks(comm: Communicator) -> list[ClockOffset]:
+    """Returns the offset of each rank's clock, by rank. Collective."""
+    names = all_gather_object(comm, clock_name())
+    firsts = {name or str(rank): rank for rank, name in reversed(list(enumerate(names)))}
+    found = {firsts[names[0] or "0"]: SAME}
+    for first in firsts.values():
+        if first not in found and comm.rank in (0, first):
+            measured = _exchanged(comm, first)
+            if comm.rank == 0:
+                found[first] = measured
+    offsets = [found.get(firsts[name or str(rank)], SAME) for rank, name in enumerate(names)]
+    plain: list[tuple[float, float]] = broadcast_object(comm, [(each.offset_s, each.error_s) for each in offsets])
+    return [ClockOffset(offset_s=offset_s, error_s=error_s) for offset_s, error_s in plain]
+
+
+def _exchanged(comm: Communicator, other: int) -> ClockOffset:
+    """Exchanges messages between rank 0 and another one; both call it."""
+    times = torch.zeros(2, dtype=torch.float64, device=comm.device)
+    found = []
+    for _ in range(NUM_EXCHANGES):
+        if comm.rank != 0:
+            comm.recv(times, 0, label="clock").tolist()  # on a GPU, the host waits
+            times.copy_(torch.tensor([now_s(), 0.0], dtype=torch.float64, device="cpu"))
+            times[1] = now_s()
+            comm.send(times, 0, label="clock")
+        else:
+            t0 = now_s()
+            comm.send(times, other, label="clock")
+            t1, t2 = comm.recv(times, other, label="clock").tolist()
+            t3 = now_s()
+            trip = ClockOffset(offset_s=((t0 - t1) + (t3 - t2)) / 2, error_s=((t3 - t0) - (t2 - t1)) / 2)
+            found.append(trip)
+    return min(found, key=lambda each: each.error_s) if found else SAME
+
+
+def between(before: ClockOffset, after: ClockOffset) -> ClockOffset:
+    """Returns the offset that holds from one comparison to the next."""
+    drift_s = abs(after.offset_s - before.offset_s) / 2
+    error_s = max(before.error_s, after.error_s) + drift_s
+    return ClockOffset(offset_s=(before.offset_s + after.offset_s) / 2, error_s=error_s)

@@ -19,9 +19,9 @@ import ddp
 from ddp.errors import ConfigError
 from ddp.process import clock as process_clock
 from ddp.train.checkpoints.checkpoint_store import steps
-from ddp.train.monitor import clock
-from ddp.train.monitor.profile import Profile, read_profile
-from ddp.train.monitor.traces import Trace, merged
+from ddp.train.reports import traces
+from ddp.train.reports.profile import Profile, read_profile
+from ddp.train.reports.traces import Trace, merged
 
 SKEW_S = 0.05
 SLOW_S, READING_S = 0.15, 0.004
@@ -147,7 +147,7 @@ def skewed(comm: Any, run_dir: Path) -> None:
         if getattr(module, "__name__", "").startswith("ddp.") and getattr(module, "now_s", None) is true:
             module.now_s = now_s  # type: ignore[attr-defined]
     assert process_clock.now_s is now_s
-    clock.clock_name = lambda: f"of rank {comm.rank}"
+    traces.clock_name = lambda: f"of rank {comm.rank}"
     fitted(comm, run_dir, "background", [ddp.Profiler(steps=2), Talks()], steps=9)
 
 
@@ -285,9 +285,9 @@ def test_a_trace_that_cannot_be_written_whole_costs_a_warning(
     trace.stop()
     path = tmp_path / "rank-0.json"
     monkeypatch.setattr(trace._profile, "export_chrome_trace", lambda name: Path(name).write_text('{"traceEvents": ['))
-    trace.write(path, clock.SAME, world_size=2)
+    trace.write(path, traces.SAME, world_size=2)
     assert f"{path} could not be written: No space left on device" in caplog.text
     assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
-    trace.write(path, clock.SAME, world_size=2)
+    trace.write(path, traces.SAME, world_size=2)
     assert "ddpClock" in json.loads(path.read_text()) and list(tmp_path.iterdir()) == [path]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -184,6 +185,25 @@ def read_profile(run_dir: Path) -> Profile:
     return profile
 
 
+def rate_of_one_worker(runs: Path, *, model: str, num_parameters: int, threads: int, device: str) -> float | None:
+    """Returns the samples/s of one worker, by the latest profile of such a run in a folder of runs; None without one.
+
+    Args:
+        model, num_parameters, threads, device: as `Profile` has them; a run of others is another run.
+    """
+    wanted = 1, model, num_parameters, threads, device
+    paths: list[Path] = []
+    with suppress(OSError):  # one is being removed
+        paths = sorted(runs.glob(f"*/{FILE}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in paths:
+        with suppress(ConfigError):  # it is of another version
+            found = read_profile(path.parent)
+            kind = found.device.partition(":")[0]
+            if (found.world_size, found.model, found.num_parameters, found.threads, kind) == wanted:
+                return found.batch / found.step_s
+    return None
+
+
 def _check(profile: Profile) -> None:
     """Raises ValueError if the parts of a profile do not fit each other."""
     ranks = sorted(rank for host in profile.hosts for rank in host)
@@ -207,3 +227,107 @@ def _check(profile: Profile) -> None:
                 raise ValueError(f"buckets: parameters, shapes and bytes of {bucket.index} do not fit each other")
         if min(times) < 0:
             raise ValueError("a time is below 0")
+
+
+# --- A step of each rank is divided into its parts, each instant counted once -----------------------------------------
+#
+#     exposed     the rank's own thread (on a GPU, its stream) is in a collective, or waits for one in the background
+#                   wait             … and the collective has begun here, and not on all ranks yet
+#                   communication    … all the rest of it, with what a hook computes
+#     a phase     data, forward, backward, update: as far as it is not exposed
+#     other       neither
+#
+# A collective in the background that is not waited for costs no extra time: backward hides it.
+
+
+Key = tuple[int, int]
+"""The number of a call, and how many others of that number came before it: inside of a chain all have one number."""
+
+
+class Phase(NamedTuple):
+    """A phase of a step on one rank."""
+
+    name: str
+    began_s: float
+    ended_s: float
+
+
+class CallTimes(NamedTuple):
+    """A call on one rank.
+
+    Attributes:
+        key: the same on all ranks; None for one that no other rank makes: a message, or a chain, whose calls
+            follow by themselves.
+    """
+
+    key: Key | None
+    began_s: float
+    ended_s: float
+
+
+class RawStep(NamedTuple):
+    """Holds what one rank has noted in one step, by one clock.
+
+    Attributes:
+        exposed: when its thread was in a collective, or waited for one.
+    """
+
+    began_s: float
+    ended_s: float
+    phases: Sequence[Phase]
+    calls: Sequence[CallTimes]
+    exposed: Sequence[tuple[float, float]]
+
+
+def last_begun(ranks: Sequence[RawStep]) -> dict[Key, float]:
+    """Returns when the last rank has begun each call."""
+    last: dict[Key, float] = {}
+    for step in ranks:
+        for call in step.calls:
+            if call.key is not None:
+                last[call.key] = max(call.began_s, last.get(call.key, call.began_s))
+    return last
+
+
+def spans_of(step: RawStep, last_s: Mapping[Key, float]) -> list[Span]:
+    """Returns the parts of a step, one stretch after another, without gaps.
+
+    Args:
+        last_s: when the last rank has begun each call.
+    """
+    stretches: list[tuple[float, float, Phase | CallTimes | None]] = [
+        *((phase.began_s, phase.ended_s, phase) for phase in step.phases),
+        *((call.began_s, call.ended_s, call) for call in step.calls),
+        *((began_s, ended_s, None) for began_s, ended_s in step.exposed),
+    ]
+    stretches.sort(key=lambda each: each[0])
+    moments = {moment for each in stretches for moment in each[:2]} | set(last_s.values())
+    edges = [step.began_s, *sorted(each for each in moments if step.began_s < each < step.ended_s), step.ended_s]
+    spans: list[Span] = []
+    ahead, now = iter([*stretches, (step.ended_s, step.ended_s, None)]), []
+    following = next(ahead)
+    for edge_s, next_s in pairwise(edges):
+        while following[0] <= edge_s:
+            now.append(following)
+            following = next(ahead)
+        now = [each for each in now if each[1] > edge_s]
+        part = _part([each[2] for each in now], edge_s, last_s)
+        began_s, ended_s = edge_s - step.began_s, next_s - step.began_s
+        if spans and spans[-1].part == part:
+            began_s = spans.pop().began_s
+        spans.append(Span(part, began_s, ended_s))
+    return spans
+
+
+def _part(under_way: Sequence[Phase | CallTimes | None], now_s: float, last_s: Mapping[Key, float]) -> Part:
+    """Returns the part that a moment belongs to.
+
+    Args:
+        under_way: phases, calls and exposures (None), in the order in which they have begun.
+    """
+    if None in under_way:
+        call = next((each for each in reversed(under_way) if isinstance(each, CallTimes)), None)
+        return "wait" if call is not None and call.key is not None and now_s < last_s[call.key] else "communication"
+    names: list[Part] = ["data", "forward", "backward", "update"]
+    running = [each.name for each in under_way if isinstance(each, Phase)]
+    return next((name for name in names if name in running), "other")
