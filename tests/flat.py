@@ -16,7 +16,7 @@ from ddp.train.loop import train_loop
 from ddp.train.steps.callbacks import Callback
 from ddp.train.steps.state import TrainState
 from ddp.train.steps.stopping import StopFlag
-from ddp.train.tasks.cross_entropy import Classification
+from ddp.train.tasks.task import Classification
 
 POLICIES = {"evaluation": ddp.Evaluation, "batches": ddp.Batches, "reading": ddp.Reading}
 

@@ -521,7 +521,7 @@ def test_a_stopped_worker_is_named_after_the_deadline(command: Command, monkeypa
 FAULT = """
 import sys
 if "--rank" in sys.argv and sys.argv[sys.argv.index("--rank") + 1] == "1":
-    from ddp.train.tasks.cross_entropy import Classification
+    from ddp.train.tasks.task import Classification
     loss, calls = Classification.loss, []
     def scripted(self, model, batch):
         if model.training:  # it is not in the look at the first batch

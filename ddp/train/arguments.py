@@ -58,7 +58,7 @@ from ddp.strategies.strategy import Strategy
 from ddp.train.checkpoints.checkpoint import flat
 from ddp.train.checkpoints.checkpoint_store import identity_of, resume_from
 from ddp.train.checkpoints.moved import meaning, moved_argument
-from ddp.train.checks.guard import Guard
+from ddp.train.checks.supervision import Guard
 from ddp.train.checks.watcher import Watch
 from ddp.train.evaluation.evaluate import warn_of_other_samples
 from ddp.train.evaluation.held_out import HeldOut, held_out_of

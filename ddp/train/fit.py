@@ -61,9 +61,8 @@ from ddp.train.checkpoints.checkpoint import (
 from ddp.train.checkpoints.checkpoint_store import CheckpointStore, best_of, resume_from, steps
 from ddp.train.checkpoints.extra_state import ExtraState, plain
 from ddp.train.checks.batch_checks import EqualBatches
-from ddp.train.checks.guard import Guard
-from ddp.train.checks.supervision import check_guard
-from ddp.train.evaluation.evaluate import modes_kept
+from ddp.train.checks.supervision import Guard, check_guard
+from ddp.train.evaluation.evaluate import check_evaluation, modes_kept
 from ddp.train.evaluation.held_out import note_of_choice
 from ddp.train.loop import end_of_run, train_loop
 from ddp.train.parameter_server import check_role, next_store, restarted_arguments, service_of, work
@@ -74,7 +73,6 @@ from ddp.train.reports.report import ProgressBar, StopNote, draw_curves, summary
 from ddp.train.reports.results import is_metric, read_summary, write_summary
 from ddp.train.reports.starts import calls_left, note_start_of_fit
 from ddp.train.reports.trackers import Tracker
-from ddp.train.steps.batch_statistics import check_evaluation
 from ddp.train.steps.callbacks import Callback, tell_of
 from ddp.train.steps.state import TrainState
 from ddp.train.steps.stopping import StopFlag, flag_of_a_new_fit, hears_signals

@@ -17,15 +17,12 @@ from ddp.optim.schedules import constant
 from ddp.policies import Rounds
 from ddp.strategies.parameter_server.server import Service
 from ddp.train.arguments import FitArguments, Inputs
-from ddp.train.checks.audit import Audit
-from ddp.train.checks.batch_checks import FirstBatchCheck
-from ddp.train.checks.guard import Guard
-from ddp.train.checks.replay import Replay
-from ddp.train.checks.supervision import Supervision, no_checkpoint
-from ddp.train.evaluation.evaluate import switch_to_training
+from ddp.train.checks.batch_checks import FirstBatchCheck, check_waiting, may_have_one, refuse_waiting
+from ddp.train.checks.replay import Audit, Replay
+from ddp.train.checks.supervision import Guard, Supervision, no_checkpoint
+from ddp.train.evaluation.evaluate import refuse_uneven, switch_to_training
 from ddp.train.evaluation.held_out import Evaluator
 from ddp.train.parameter_server import ServedSteps
-from ddp.train.steps.batch_statistics import check_waiting, may_have_one, refuse_uneven, refuse_waiting
 from ddp.train.steps.callbacks import BatchCallback, Callback, tell_of
 from ddp.train.steps.state import TrainState, agreed_reason
 from ddp.train.steps.step import StepRules

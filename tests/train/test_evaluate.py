@@ -20,7 +20,7 @@ from ddp.errors import ConfigError, Diverged, UnusedParameters
 from ddp.train.steps.callbacks import Callback
 from ddp.train.steps.state import StepReport, TrainState
 from ddp.train.steps.stopping import StopFlag
-from ddp.train.tasks.cross_entropy import Classification
+from ddp.train.tasks.task import Classification
 
 SIZES = [1, 2, 3, 5, 12, 13]
 WORLD_SIZES = [1, 2, 3, 4]

@@ -64,8 +64,7 @@ from ddp.strategies.sharded import Sharded
 from ddp.train.fit import fit
 from ddp.train.steps.callbacks import Callback
 from ddp.train.steps.state import TrainState
-from ddp.train.tasks.cross_entropy import LanguageModel
-from ddp.train.tasks.task import Task
+from ddp.train.tasks.task import LanguageModel, Task
 from ddp.units import counted
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]

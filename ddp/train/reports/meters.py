@@ -5,6 +5,8 @@
     Usage           processor, memory and device of each rank, and samples per second of its own time
     EpochCheck      the samples of an epoch, against what its order promises
     MetricsFile     a line of all of these every few steps, and one for each evaluation
+
+Ranks measure alike, and rank 0 writes.
 """
 
 from __future__ import annotations

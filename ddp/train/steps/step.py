@@ -42,10 +42,15 @@ from ddp.process.streams import dropout_stream
 from ddp.replica.broadcast import BufferSnapshot
 from ddp.setting import Precision
 from ddp.strategies.strategy import Agreement
-from ddp.train.steps.batch_statistics import REMEDY, TOO_FEW
 from ddp.train.steps.state import StepReport, TrainState
 from ddp.train.tasks.task import Task, name_of
 from ddp.units import counted
+
+TOO_FEW = "Expected more than 1 value per channel"  # torch's words
+REMEDY = (
+    "leave some samples out of the data, take another global_batch, num_shards or micro_size, or ddp.SyncBatchNorm, "
+    "which normalises over all ranks"
+)
 
 
 @dataclass(frozen=True)
