@@ -68,7 +68,6 @@ from ddp.train.loop import end_of_run, train_loop
 from ddp.train.parameter_server import check_role, next_store, restarted_arguments, service_of, work
 from ddp.train.reports.hashes import HASHES, HashesFile
 from ddp.train.reports.meters import EpochCheck, Meters, MetricsFile, NoiseMeter, ThroughputMeter
-from ddp.train.reports.profile import rate_of_one_worker
 from ddp.train.reports.report import ProgressBar, StopNote, draw_curves, summary_of
 from ddp.train.reports.results import is_metric, read_summary, write_summary
 from ddp.train.reports.starts import calls_left, note_start_of_fit
@@ -497,24 +496,10 @@ def _callbacks(given: FitArguments, run: OpenRun, meters: Meters, store: Checkpo
         if_long = SHORTEN if run.folder is None else f"{SHORTEN} {GO_ON}"
         num_steps, num_epochs = run.num_steps, given.epochs
         shown: dict[str, Any] = {"num_steps": num_steps, "num_epochs": num_epochs, "if_long": if_long}
-        last.append(ProgressBar(meters.throughput, one_worker=_one_worker(run), **shown))
+        last.append(ProgressBar(meters.throughput, **shown))
     if given.stop is None:
         last.append(StopNote(run.folder))
     return [*watching, *given.callbacks, *last]
-
-
-def _one_worker(run: OpenRun) -> float | None:
-    """Returns the note on this run's speed from a single worker's profile next to it, on rank 0 of several."""
-    comm, module = run.state.comm, run.state.model.module
-    if run.folder is None or comm.world_size == 1 or comm.rank:
-        return None
-    return rate_of_one_worker(
-        run.folder.absolute().parent,
-        model=type(module).__name__,
-        num_parameters=sum(parameter.numel() for parameter in module.parameters()),
-        threads=torch.get_num_threads(),
-        device=comm.device.type,
-    )
 
 
 def _begin(given: FitArguments, run: OpenRun, store: CheckpointStore, until_end: contextlib.ExitStack) -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import time
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
-from test_profile import PROFILE, RANK_STEP
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,9 +22,7 @@ from ddp.run.launch.engine import Ended
 from ddp.run.settings.config import Config
 from ddp.train.checks import watcher as watch
 from ddp.train.checks.watcher import WATCH, Learning, Pace, Watch, guess_of
-from ddp.train.reports.meters import ThroughputMeter, Usage
-from ddp.train.reports.profile import rate_of_one_worker
-from ddp.train.reports.report import ProgressBar
+from ddp.train.reports.meters import Usage
 from ddp.train.tasks.task import IGNORE, Task, as_task
 
 DRAW = torch.Generator().manual_seed(0)
@@ -177,29 +172,6 @@ def _vm_rss() -> int:
 def test_arguments_that_cannot_be_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"^{next(iter(arguments))}="):
         Watch(**arguments)
-
-
-def test_the_speed_of_several_workers_stands_beside_that_of_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """By the latest profile of one worker with the same model, threads and device."""
-    one = replace(PROFILE, world_size=1, hosts=[[0]], cores=[2], clock=PROFILE.clock[:1])
-    one = replace(one, steps=[[RANK_STEP]] * 3)  # of 8 samples in 3 ms
-    others = {"a": PROFILE, "b": replace(one, threads=2), "c": replace(one, num_parameters=7), "d": one}
-    asked: dict[str, Any] = {"model": "Sequential", "num_parameters": 6, "threads": 1, "device": "cpu"}
-    for name, profile in others.items():
-        (tmp_path / name).mkdir()
-        assert rate_of_one_worker(tmp_path, **asked) is None
-        profile.write(tmp_path / name)
-    (tmp_path / "a" / "profile.json").write_text("{")
-    rate = rate_of_one_worker(tmp_path, **asked)
-    assert rate == pytest.approx(8 / 0.003)
-    meter = ThroughputMeter()
-    meter.whole.num_samples, meter.whole.step_s = 4000, 1.0
-    bar = ProgressBar(meter, num_steps=9, num_epochs=None, one_worker=rate)
-    comm = SimpleNamespace(rank=0, world_size=2)
-    bar.evaluated(cast(Any, SimpleNamespace(comm=comm, num_workers=2, step=3, evaluation={}, train_loss=0.5)))
-    assert capsys.readouterr().out == "step 3/9  loss 0.5000  4,000 samples/s (75% of 2 × one worker)\n"
 
 
 X = torch.randn(240, 4, generator=DRAW)

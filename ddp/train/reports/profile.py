@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -183,25 +182,6 @@ def read_profile(run_dir: Path) -> Profile:
         profile = made(Profile, plain)
         _check(profile)
     return profile
-
-
-def rate_of_one_worker(runs: Path, *, model: str, num_parameters: int, threads: int, device: str) -> float | None:
-    """Returns the samples/s of one worker, by the latest profile of such a run in a folder of runs; None without one.
-
-    Args:
-        model, num_parameters, threads, device: as `Profile` has them; a run of others is another run.
-    """
-    wanted = 1, model, num_parameters, threads, device
-    paths: list[Path] = []
-    with suppress(OSError):  # one is being removed
-        paths = sorted(runs.glob(f"*/{FILE}"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in paths:
-        with suppress(ConfigError):  # it is of another version
-            found = read_profile(path.parent)
-            kind = found.device.partition(":")[0]
-            if (found.world_size, found.model, found.num_parameters, found.threads, kind) == wanted:
-                return found.batch / found.step_s
-    return None
 
 
 def _check(profile: Profile) -> None:

@@ -53,7 +53,6 @@ class ProgressBar(Callback):
 
     Args:
         if_long: what follows when a long run says so, such as how to shorten it.
-        one_worker: samples/s of a single worker, beside which the speed of several is an efficiency; None: unknown.
         clock: seconds, from any start.
     """
 
@@ -64,13 +63,12 @@ class ProgressBar(Callback):
         num_steps: int,
         num_epochs: int | None,
         if_long: str = "",
-        one_worker: float | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = now_s,
     ) -> None:
         self._meter, self._num_epochs = meter, num_epochs
         self._num_steps = num_steps if num_steps < ENDLESS else None
-        self._if_long, self._one_worker, self._clock = if_long, one_worker, clock
+        self._if_long, self._clock = if_long, clock
         self._console = console or terminal_console()
         self._bar: Progress | None = None
         self._first: tuple[int, float] | None = None  # the first step of this run, which is slow, and when it ended
@@ -95,9 +93,8 @@ class ProgressBar(Callback):
         if state.comm.rank != 0:
             return
         if self._bar is not None:
-            rate = self._rate(state)
             epoch = f"epoch {report.epoch + 1}" + (f"/{self._num_epochs}" if self._num_epochs else "")
-            self._bar.update(self._task, completed=report.step, others=(f"loss {report.loss:.4f}", rate, epoch))
+            self._bar.update(self._task, completed=report.step, others=(f"loss {report.loss:.4f}", self._rate, epoch))
         self._loss_sum += report.loss * report.num_items
         self._num_items += report.num_items
         if self._bar is None and self._clock() - self._line_s >= LINE_EVERY_S:
@@ -116,7 +113,7 @@ class ProgressBar(Callback):
     def _print_line(self, state: TrainState, *metrics: str) -> None:
         where = f"step {state.step}" + (f"/{self._num_steps}" if self._num_steps else "")
         loss = self._loss_sum / self._num_items if self._num_items else state.train_loss or 0.0
-        line = "  ".join([where, f"loss {loss:.4f}", self._rate(state), *metrics])
+        line = "  ".join([where, f"loss {loss:.4f}", self._rate, *metrics])
         if self._bar is not None:
             self._bar.console.print(line, highlight=False)  # above the bar, where it stays
         else:
@@ -126,13 +123,9 @@ class ProgressBar(Callback):
     def _begin_line(self, state: TrainState) -> None:
         self._loss_sum, self._num_items, self._line_s, self._told = 0.0, 0.0, self._clock(), state.step
 
-    def _rate(self, state: TrainState) -> str:
-        rate = self._meter.whole.samples_per_s
-        if self._one_worker is None:
-            return f"{rate:,.0f} samples/s"
-        num_workers = state.num_workers
-        share = rate / (num_workers * self._one_worker)
-        return f"{rate:,.0f} samples/s ({share:.0%} of {num_workers} × one worker)"
+    @property
+    def _rate(self) -> str:
+        return f"{self._meter.whole.samples_per_s:,.0f} samples/s"
 
     def went_back(self, state: TrainState) -> None:
         self._begin_line(state)
