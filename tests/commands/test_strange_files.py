@@ -46,7 +46,6 @@ JOB = {"overrides": ["cluster.workers=2"], "status": 0, "objective": 0.9, "began
 BUCKET = {"index": 0, "bytes": 16, "dtype": "float32", "parameters": ["w"], "shapes": [[2, 2]]}
 BUCKET |= {"ready_s": 0.1, "launched_s": 0.1, "done_s": 0.2}
 RANK = {"step": 6, "began_s": 0.0, "num_samples": 8, "backward_began_s": 0.1, "buckets": [BUCKET]}
-RANK |= {f"{part}_s": 0.1 for part in ("data", "forward", "backward", "communication", "wait", "update", "other")}
 RANK |= {"spans": [["data", 0.0, 0.1]]}
 PROFILE = {"version": 1, "model": "Net", "num_parameters": 4, "batch": 16, "world_size": 2, "hosts": [[0, 1]]}
 PROFILE |= {"threads": 1, "cores": [2], "device": "cpu", "strategy": "Replicated", "hook": None, "wire": None}

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -44,7 +45,7 @@ from ddp.lab.forecast.question import Forecaster, asked_of
 from ddp.lab.forecast.replay import Setup, Step, Timed, _beside, forecast, naive_s, replay, step_of, together
 from ddp.lab.forecast.work import Gradient, Work, bytes_of, work_of
 from ddp.run.settings.config import Config
-from ddp.train.reports.profile import BucketTimes, ClockOffset, Profile, RankStep, read_profile
+from ddp.train.reports.profile import PARTS, BucketTimes, ClockOffset, Profile, RankStep, Span, read_profile
 
 LINK = Link(50e-6, 1e-9, 5e-6)
 CURVE = Curve((1 << 10, 1 << 20, 1 << 24), (20e-6, 200e-6, 4e-3))
@@ -270,10 +271,12 @@ def bucket_times(index: int, shapes: list[list[int]], ready_s: float, launched_s
 
 def rank_step(number: int, num_samples: int = 8, **how: Any) -> RankStep:
     buckets = [bucket_times(0, [[16, 16], [48, 16]], 0.04, 0.05, 0.07), bucket_times(1, [[64, 64]], 0.1, 0.1, 0.13)]
-    parts: dict[str, Any] = {"data_s": 0.001, "forward_s": 0.02, "backward_s": 0.09, "communication_s": 0.05}
-    parts |= {"wait_s": 0.002, "update_s": 0.004, "other_s": 0.003, "backward_began_s": 0.021}
-    parts |= {"buckets": buckets, "spans": []} | how
-    return RankStep(step=number, began_s=0.0, num_samples=num_samples, **parts)
+    seconds = {"data": 0.001, "forward": how.pop("forward_s", 0.02), "backward": 0.09, "communication": 0.05}
+    seconds |= {"wait": 0.002, "update": 0.004, "other": 0.003}
+    edges = pairwise(accumulate(seconds.values(), initial=0.0))
+    spans = [Span(part, *edge) for part, edge in zip(PARTS, edges, strict=True)]
+    given: dict[str, Any] = {"buckets": buckets, "spans": spans, "backward_began_s": 0.021} | how
+    return RankStep(step=number, began_s=0.0, num_samples=num_samples, **given)
 
 
 def profile(world_size: int = 1, **how: Any) -> Profile:

@@ -49,13 +49,6 @@ RANK_STEP = RankStep(
     step=3,
     began_s=10.0,
     num_samples=4,
-    data_s=0.001,
-    forward_s=0.002,
-    backward_s=0.0,
-    communication_s=0.0,
-    wait_s=0.0,
-    update_s=0.0,
-    other_s=0.0,
     backward_began_s=0.003,
     buckets=[BUCKET],
     spans=[Span("data", 0.0, 0.001), Span("forward", 0.001, 0.003)],
@@ -86,6 +79,10 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert RANK_STEP.step_s == 0.003
 
 
+def lasting(seconds: float) -> RankStep:
+    return replace(RANK_STEP, spans=[Span("forward", 0.0, seconds)])
+
+
 def test_a_step_takes_what_all_took_over_their_samples() -> None:
     """The oracle is samples ÷ time of each rank, in the windows of NumPy's `array_split`."""
     draw = np.random.default_rng(0)
@@ -93,7 +90,7 @@ def test_a_step_takes_what_all_took_over_their_samples() -> None:
         seconds, samples = draw.uniform(0.5, 2, (num, 2)), np.full((num, 2), 4)
         samples[-1, 1] = 4 if num == 1 else 1  # the last batch of an epoch
         steps = [
-            [replace(RANK_STEP, forward_s=s - 0.001, num_samples=int(n)) for s, n in zip(*rows, strict=True)]
+            [replace(lasting(s), num_samples=int(n)) for s, n in zip(*rows, strict=True)]
             for rows in zip(seconds, samples, strict=True)
         ]
         profile = replace(PROFILE, steps=steps)
@@ -101,7 +98,7 @@ def test_a_step_takes_what_all_took_over_their_samples() -> None:
         cuts = [num * part // min(5, num) for part in range(min(5, num) + 1)]
         windows = [(seconds[begin:end], samples[begin:end]) for begin, end in pairwise(cuts)]
         assert profile.windows_s == pytest.approx([8 * each.sum(0).max() / number.sum() for each, number in windows])
-    turns = [[replace(RANK_STEP, forward_s=each - 0.001) for each in pair] for pair in [(1.0, 2.0), (2.0, 1.0)] * 5]
+    turns = [[lasting(each) for each in pair] for pair in [(1.0, 2.0), (2.0, 1.0)] * 5]
     assert replace(PROFILE, steps=turns).step_s == pytest.approx(1.5)  # jitter, which evens out
 
 
@@ -124,9 +121,11 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> str:
         (damaged(lambda plain: plain.update(batch=True)), "is damaged (batch=True: expected"),
         (damaged(lambda plain: plain.update(world_size=10**30)), "is damaged (world_size=1000000"),
         (damaged(lambda plain: plain.update(threads=0)), "is damaged (batch, threads, cores: one is below 1)"),
-        (damaged(lambda plain: plain["steps"][0][1].update(wait_s=-1)), "is damaged (a time is below 0)"),
+        (damaged(lambda plain: plain["steps"][0][1].update(backward_began_s=-1)), "is damaged (a time is below 0)"),
+        (damaged(lambda plain: plain["steps"][0][1].update(spans=[])), "is damaged (spans: there are none, or"),
+        (damaged(lambda plain: plain["steps"][0][1]["spans"].reverse()), "or they do not stand one after another)"),
         (damaged(lambda plain: plain["steps"][0][1]["buckets"][0]["shapes"].pop()), "bytes of 0 do not fit each other"),
-        (damaged(lambda plain: plain["steps"][0][1].update(wait_s=float("nan"))), "(steps[0][1].wait_s=None: expected"),
+        (damaged(lambda plain: plain["steps"][0][1].update(began_s=float("nan"))), "(steps[0][1].began_s=None: exp"),
         (damaged(lambda plain: plain["steps"][0][1]["spans"][0].pop()), "damaged (steps[0][1].spans[0]="),
         (damaged(lambda plain: plain["steps"][0].pop()), "is damaged (steps: there are none, or some"),
         (damaged(lambda plain: plain.update(hosts=[[0, 1], [1]])), "are not the ranks 0 to 1"),

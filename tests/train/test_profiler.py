@@ -195,7 +195,7 @@ def test_a_step_is_taken_apart(kind: str, runs: tuple[Path, list[dict[str, Any]]
                 assert 0 <= bucket.ready_s <= bucket.launched_s <= bucket.done_s <= mine.step_s - mine.backward_began_s
             assert (mine.buckets == []) is (kind == "naive")
             if mine.buckets:
-                assert mine.backward_began_s > mine.data_s + mine.forward_s / 2
+                assert mine.backward_began_s > mine.parts["data"] + mine.parts["forward"] / 2
                 named = [pair for each in mine.buckets for pair in zip(each.parameters, each.shapes, strict=True)]
                 assert dict(named) == {name: list(p.shape) for name, p in Net(0).named_parameters()}
         launched = [mine.began_s + mine.backward_began_s + b.launched_s for mine in step for b in mine.buckets[-1:]]

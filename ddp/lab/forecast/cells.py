@@ -24,7 +24,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -46,7 +46,7 @@ from ddp.process.clock import now_s
 from ddp.process.memory import available_cores
 from ddp.process.terminal import say
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.train.reports.profile import RankStep, bucket_times
+from ddp.train.reports.profile import Part, RankStep, Span, bucket_times
 from ddp.units import three_digits, written
 
 PLAIN = "plain"
@@ -238,20 +238,16 @@ class Computing(Paced):
         assert isinstance(self.replica, BucketedDataParallel)
         told = self.replica.logging_data()
         reduced_s = sum(each["done_s"] - each["launched_s"] for each in told["buckets"])
+        edges_s = [0.0, *(each - began_s for each in (forward_s, backward_s - reduced_s, backward_s, ended_s))]
+        parts: list[Part] = ["forward", "backward", "communication", "update"]
+        spans = [Span(part, *edges) for part, edges in zip(parts, pairwise(edges_s), strict=True)]
         return RankStep(
             step=len(self._records) + 1,
             began_s=began_s,
             num_samples=num_samples,
-            data_s=0.0,
-            forward_s=forward_s - began_s,
-            backward_s=backward_s - forward_s - reduced_s,
-            communication_s=reduced_s,
-            wait_s=0.0,
-            update_s=ended_s - backward_s,
-            other_s=0.0,
             backward_began_s=forward_s - began_s,
             buckets=list(map(bucket_times, told["buckets"])),
-            spans=[],
+            spans=spans,
         )
 
     def by_itself(self) -> float:

@@ -73,8 +73,7 @@ class RankStep:
         step: its number, from 1.
         began_s: on the clock of rank 0.
         num_samples: of this rank.
-        data_s, …, other_s: seconds of the parts; they add up to `step_s`.
-        spans: the same, one stretch after another, without gaps.
+        spans: its parts, one stretch after another, without gaps.
         backward_began_s: when the backward began that sends gradients, since `began_s`.
         buckets: none where gradients are not sent in buckets.
     """
@@ -82,13 +81,6 @@ class RankStep:
     step: Count
     began_s: float
     num_samples: Count
-    data_s: float
-    forward_s: float
-    backward_s: float
-    communication_s: float
-    wait_s: float
-    update_s: float
-    other_s: float
     backward_began_s: float
     buckets: list[BucketTimes]
     spans: list[Span]
@@ -96,12 +88,15 @@ class RankStep:
     @property
     def step_s(self) -> float:
         """Returns the length of the step."""
-        return math.fsum(self.parts.values())
+        return self.spans[-1].ended_s
 
     @property
     def parts(self) -> dict[Part, float]:
-        """Returns the seconds of each part, by its name."""
-        return {part: getattr(self, f"{part}_s") for part in PARTS}
+        """Returns the seconds of each part, by its name; they add up to the step."""
+        seconds = dict.fromkeys(PARTS, 0.0)
+        for part, began_s, ended_s in self.spans:
+            seconds[part] += ended_s - began_s
+        return seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +193,10 @@ def _check(profile: Profile) -> None:
     if min(profile.batch, profile.threads, *profile.cores) < 1:
         raise ValueError("batch, threads, cores: one is below 1")
     for rank in (rank for step in profile.steps for rank in step):
-        times = [*rank.parts.values(), rank.backward_began_s]
+        edges = [0.0, *(each for span in rank.spans for each in (span.began_s, span.ended_s))]
+        if not rank.spans or edges != sorted(edges):
+            raise ValueError("spans: there are none, or they do not stand one after another")
+        times = [rank.backward_began_s]
         for bucket in rank.buckets:
             times += [bucket.ready_s, bucket.launched_s, bucket.done_s]
             names, shapes = bucket.parameters, bucket.shapes

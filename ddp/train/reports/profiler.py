@@ -33,7 +33,6 @@ from ddp.process.memory import available_cores
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.train.reports.profile import (
     FILE,
-    PARTS,
     VERSION,
     CallTimes,
     ClockOffset,
@@ -171,7 +170,6 @@ def _step(ranks: Sequence[dict[str, Any]], clocks: Sequence[ClockOffset]) -> lis
         noted_s = each["backward_began_s"]
         if noted_s is not None and noted_s + clock.offset_s >= raw.began_s:  # else it is that of an earlier step
             began_s = noted_s + clock.offset_s
-        parts = {f"{part}_s": sum(span.ended_s - span.began_s for span in spans if span.part == part) for part in PARTS}
         found.append(
             RankStep(
                 step=each["step"],
@@ -180,7 +178,6 @@ def _step(ranks: Sequence[dict[str, Any]], clocks: Sequence[ClockOffset]) -> lis
                 backward_began_s=began_s - raw.began_s,
                 buckets=[bucket_times(bucket) for bucket in each["buckets"]],
                 spans=spans,
-                **parts,
             )
         )
     return found
