@@ -182,7 +182,7 @@ def supply_of(
         return supply
     replay = Replay(state, rules, supply.read)
     audit = Audit(replay, every=given.same_bits.audit_every) if given.same_bits.on else None
-    guard = next((each for each in callbacks if isinstance(each, Guard)), None)
+    guard = next((each for each in callbacks if isinstance(each, Guard)), Guard())
     return Supervision(supply, replay, guard=guard, audit=audit, callbacks=callbacks, go_back=go_back)
 
 

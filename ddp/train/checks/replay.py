@@ -276,13 +276,13 @@ def _observed(module: nn.Module) -> Iterator[_Seen]:
     """Looks, inside the block, at the outputs of all modules, and at the gradients of these."""
     seen, handles = _Seen(), []
 
-    def observe(name: str, inputs: Any, outputs: Any) -> None:
+    def observe(name: str, _: nn.Module, given: Any, by_name: Any, outputs: Any) -> None:
         if seen.first is not None or seen.is_backward:  # a checkpoint repeats forwards
             return
         seen.num_calls += 1
         for tensor in tensors_in(outputs):
             if not _is_finite(tensor):
-                before = next((one for one in tensors_in(inputs) if not _is_finite(one)), None)
+                before = next((one for one in tensors_in((given, by_name)) if not _is_finite(one)), None)
                 seen.first = name, tensor.detach() if before is None else before.detach(), before is not None
                 return
             if tensor.requires_grad and tensor.grad_fn is not None:
@@ -297,17 +297,12 @@ def _observed(module: nn.Module) -> Iterator[_Seen]:
 
     for name, each in module.named_modules():
         title = f"{name} ({type(each).__name__})" if name else type(each).__name__
-        hook = partial(_called, observe, title)
-        handles.append(each.register_forward_hook(hook, with_kwargs=True))
+        handles.append(each.register_forward_hook(partial(observe, title), with_kwargs=True))
     try:
         yield seen
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _called(observe: Callable[..., None], title: str, _: nn.Module, given: Any, by_name: Any, outputs: Any) -> None:
-    observe(title, (given, by_name), outputs)
 
 
 def _is_finite(tensor: Tensor) -> bool:

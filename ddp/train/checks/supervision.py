@@ -5,7 +5,7 @@
     explained    it was taken back: computed again without communication, it names module, rank and samples
     recover      what the run's guard says: leave the step out, go back to the last checkpoint, or stop
 
-`ddp.Guard` is that guard; without one a bad step ends the run.
+`ddp.Guard` is that guard, which ends the run unless it is told otherwise.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Supervision:
 
     Args:
         supply: of those steps; replay computes them again.
-        guard: what becomes of a bad step; None: it ends the run.
+        guard: what becomes of a bad step.
         audit: of the shards; None: they are not audited.
         callbacks: told of steps that are left out.
         go_back: makes the state that of the last checkpoint, at the learning rate that a guard says.
@@ -152,7 +152,7 @@ class Supervision:
         supply: EpochSupply,
         replay: Replay,
         *,
-        guard: Guard | None,
+        guard: Guard,
         audit: Audit | None,
         callbacks: Sequence[Callback],
         go_back: Callable[[Guard], None],
@@ -183,8 +183,7 @@ class Supervision:
         """Begins a step: the audit of one of its shards, and what it must give back if it is left out."""
         if self._audit is not None:
             self._audit.begin(plan)
-        keeps = self._guard is not None and self._guard.action == "skip"
-        self._before = StepSnapshot(self._state, iter(())) if keeps else None
+        self._before = StepSnapshot(self._state, iter(())) if self._guard.action == "skip" else None
         scale = _scale_of(self._state)
         self._scale = None if scale is None else scale.state_dict()
         self._is_spike = False
@@ -193,7 +192,7 @@ class Supervision:
         """Raises AuditFailed, or Diverged if the loss is a spike, once all ranks have computed the step."""
         if self._audit is not None:
             self._audit.check(plan)
-        if self._guard is not None and (spike := self._guard.is_spike(agreement.totals.mean_loss)):
+        if spike := self._guard.is_spike(agreement.totals.mean_loss):
             self._state.model.take_back()
             self._is_spike = True
             raise Diverged(f"the loss of step {self._state.step + 1} is a spike: {spike}")
@@ -207,7 +206,7 @@ class Supervision:
             Diverged: the run is to end.
         """
         guard, explained = self._guard, self._explained(plan, error)
-        if guard is None or guard.action == "stop":
+        if guard.action == "stop":
             raise explained from error
         if guard.num_acted >= guard.most:
             times = counted(guard.num_acted, "time")
