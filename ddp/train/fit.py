@@ -67,7 +67,7 @@ from ddp.train.evaluation.held_out import note_of_choice
 from ddp.train.loop import end_of_run, train_loop
 from ddp.train.parameter_server import check_role, next_store, restarted_arguments, service_of, work
 from ddp.train.reports.hashes import HASHES, HashesFile
-from ddp.train.reports.meters import EpochCheck, Meters, MetricsFile, NoiseMeter, ThroughputMeter
+from ddp.train.reports.meters import EpochCheck, Meters, MetricsFile, NoiseScale, Throughput
 from ddp.train.reports.report import ProgressBar, StopNote, draw_curves, summary_of
 from ddp.train.reports.results import is_metric, read_summary, write_summary
 from ddp.train.reports.starts import calls_left, note_start_of_fit
@@ -253,7 +253,7 @@ def _trained(given: FitArguments, comm: Communicator, stop: StopFlag) -> TrainSt
 def _run(given: FitArguments, inputs: Inputs, run: OpenRun, stop: StopFlag, service: Service | None) -> TrainState:
     # 3  the loop
     comm = run.state.comm
-    meters, start_s = Meters(ThroughputMeter(), NoiseMeter(), EpochCheck()), now_s()
+    meters, start_s = Meters(Throughput(), NoiseScale(), EpochCheck()), now_s()
     state = run.state
     with contextlib.nullcontext() if given.stop is not None else stop.listening(), calls_left(run.folder, comm):
         _loop(given, inputs, run, meters, service)
@@ -284,7 +284,7 @@ def _end(given: FitArguments, inputs: Inputs, run: OpenRun, meters: Meters, *, s
         _say(given, comm, note)
     if note := note_of_choice(state, inputs.held_out, given.callbacks, saves=run.folder is not None):
         _say(given, comm, note)
-    if known := meters.noise.scale.estimate():
+    if known := meters.noise.estimate():
         _say(given, comm, known.in_words())
     write = partial(_write_results, run.folder, summary_of(state, meters, given, seconds=seconds))
     summary = on_rank_zero(comm, partial(write, curves=given.folder.curves), label="writing the results")

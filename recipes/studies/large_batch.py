@@ -35,7 +35,7 @@ from ddp.data.sets import standard_library
 from ddp.optim import LAMB, LARS, cosine, parameter_groups, scaled_rate, with_warmup
 from ddp.process.arguments import whole
 from ddp.setting import Scaling
-from ddp.train.reports.meters import Estimate, NoiseMeter
+from ddp.train.reports.meters import Estimate, NoiseScale
 from ddp.train.tasks.task import Classification
 from ddp.units import counted
 
@@ -142,7 +142,7 @@ class LargeBatch(Study):
             rival.make(parameter_groups(module, weight_decay=rival.weight_decay, **adapts), lr=rate),
             metric="test_accuracy",
             progress=lambda state: state.sampler.position,
-            noise=NoiseMeter(),
+            noise=NoiseScale(),
             loss=Classification(),
             global_batch=trial.batch,
             epochs=EPOCHS,

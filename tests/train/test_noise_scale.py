@@ -132,14 +132,11 @@ class Seen(ddp.Callback):
     """Meters as `fit` does, and counts."""
 
     def __init__(self) -> None:
-        from ddp.train.reports.meters import NoiseMeter
-
-        self.meter = NoiseMeter()
-        self.scale, self.num_measured = self.meter.scale, 0
+        self.scale, self.num_measured = NoiseScale(), 0
 
     def step_end(self, state: Any, report: Any) -> None:
         self.num_measured += report.parts is not None
-        self.meter.step_end(state, report)
+        self.scale.step_end(state, report)
 
 
 def on_all_ranks() -> tuple[dict[str, Any], list[Any]]:

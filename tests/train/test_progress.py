@@ -13,7 +13,7 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from ddp.train.reports.meters import Throughput, ThroughputMeter
+from ddp.train.reports.meters import Throughput
 from ddp.train.reports.report import ProgressBar, draw_curves, fitting, print_summary
 
 NUM_STEPS = 12345
@@ -35,8 +35,7 @@ class Run:
     def __init__(self, width: int, *, is_terminal: bool = True, rank: int = 0, num_steps: int = NUM_STEPS) -> None:
         self.out, self.clock = io.StringIO(), Clock()
         console = Console(file=self.out, width=width, force_terminal=is_terminal, color_system=None)
-        meter = ThroughputMeter()
-        meter.whole = cast(Throughput, SimpleNamespace(samples_per_s=123_456.0))
+        meter = cast(Throughput, SimpleNamespace(samples_per_s=123_456.0))
         self.bar = ProgressBar(
             meter, num_steps=num_steps, num_epochs=15, if_long="A hint.", console=console, clock=self.clock
         )

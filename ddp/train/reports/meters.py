@@ -34,15 +34,14 @@ from ddp.train.steps.callbacks import Callback
 from ddp.train.steps.state import StepReport, TrainState
 
 
-class Throughput:
+class Throughput(Callback):
     """Adds up the samples of all ranks, and this rank's times: of a step, waiting for data, waiting for other ranks."""
 
     def __init__(self) -> None:
         self.num_samples = 0
         self.step_s = self.data_s = self.wait_s = 0.0
 
-    def add(self, report: StepReport) -> None:
-        """Counts one step."""
+    def step_end(self, state: TrainState, report: StepReport) -> None:
         self.num_samples += report.num_samples
         self.step_s += report.step_s
         self.data_s += report.data_s
@@ -59,17 +58,6 @@ class Throughput:
         compute_s = max(0.0, self.step_s - self.wait_s - self.data_s)
         seconds = {"compute_fraction": compute_s, "wait_fraction": self.wait_s, "data_fraction": self.data_s}
         return {name: each / total for name, each in seconds.items()}
-
-
-class ThroughputMeter(Callback):
-    """Adds up samples and times of all steps of this run, and of those since the last entry in metrics.jsonl."""
-
-    def __init__(self) -> None:
-        self.whole, self.recent = Throughput(), Throughput()
-
-    def step_end(self, state: TrainState, report: StepReport) -> None:
-        for meter in (self.whole, self.recent):
-            meter.add(report)
 
 
 # --- The gradient noise scale: how large a batch is worth its samples (McCandlish et al., arXiv 1812.06162) -----------
@@ -121,14 +109,26 @@ def _rounded(value: float, *, to: float) -> int:
     return max(1, round(value / unit)) * unit
 
 
-class NoiseScale:
-    """A running estimate of the noise scale."""
+class NoiseScale(Callback):
+    """Estimates the noise scale from the steps in which the parts of the batch were measured."""
 
     def __init__(self) -> None:
         self._weight, self._num = 0.0, 0
         self._unit = 0.0  # S, as recent measurements have shown it
         self._sums = np.zeros(2)  # of ‖G‖² and S, in units
         self._products = np.zeros((2, 2))
+
+    def step_end(self, state: TrainState, report: StepReport) -> None:
+        if report.parts is None:
+            return
+        items_per_sample = (report.num_items or 1) / report.num_samples
+        self.add(
+            float(report.parts.squares) / items_per_sample,
+            part_samples=report.parts.num_items / items_per_sample,
+            num_parts=round(report.parts.num_parts),
+            square=report.gradient_norm**2,
+            num_samples=report.num_samples,
+        )
 
     def add(
         self, part_squares: float, *, part_samples: float, num_parts: int, square: float, num_samples: float
@@ -152,6 +152,11 @@ class NoiseScale:
         self._sums, self._products = DECAY * self._sums + both, DECAY * self._products + np.outer(both, both)
         self._weight, self._num = DECAY * self._weight + 1.0, self._num + 1
 
+    def figures(self) -> dict[str, float | None]:
+        """Returns the figures measured so far, by name."""
+        scale, error, above = self.estimate() or (None, None, None)
+        return {"noise_scale": scale, "noise_scale_error": error, "noise_scale_above": above}
+
     def estimate(self) -> Estimate | None:
         """Returns the estimate; None before the first `FEWEST` measurements, or if all parts had equal gradients."""
         if self._num < FEWEST:
@@ -171,30 +176,6 @@ class NoiseScale:
         """Returns how many measurements of equal weight would leave as much noise in the mean."""
         squares = (1 - DECAY ** (2 * self._num)) / (1 - DECAY**2)
         return max(1.0, self._weight**2 / squares - 1)
-
-
-class NoiseMeter(Callback):
-    """Estimates the gradient noise scale from the steps in which the parts of the batch were measured."""
-
-    def __init__(self) -> None:
-        self.scale = NoiseScale()
-
-    def step_end(self, state: TrainState, report: StepReport) -> None:
-        if report.parts is None:
-            return
-        items_per_sample = (report.num_items or 1) / report.num_samples
-        self.scale.add(
-            float(report.parts.squares) / items_per_sample,
-            part_samples=report.parts.num_items / items_per_sample,
-            num_parts=round(report.parts.num_parts),
-            square=report.gradient_norm**2,
-            num_samples=report.num_samples,
-        )
-
-    def figures(self) -> dict[str, float | None]:
-        """Returns the figures measured so far, by name."""
-        scale, error, above = self.scale.estimate() or (None, None, None)
-        return {"noise_scale": scale, "noise_scale_error": error, "noise_scale_above": above}
 
 
 # --- What each rank uses of its host ----------------------------------------------------------------------------------
@@ -303,8 +284,8 @@ class EpochCheck(Callback):
 class Meters(NamedTuple):
     """Measures a run, on every rank."""
 
-    throughput: ThroughputMeter
-    noise: NoiseMeter
+    throughput: Throughput
+    noise: NoiseScale
     epochs: EpochCheck
 
 
@@ -320,7 +301,7 @@ class MetricsFile(Callback):
     """
 
     def __init__(self, path: Path | None, meters: Meters, *, every: int, callbacks: Sequence[Callback] = ()) -> None:
-        self._path, self._meter, self._noise, self._every = path, meters.throughput, meters.noise, every
+        self._path, self._noise, self._every, self._recent = path, meters.noise, every, Throughput()
         self._callbacks, self._usage = callbacks, Usage()
 
     def fit_start(self, state: TrainState) -> None:
@@ -330,9 +311,10 @@ class MetricsFile(Callback):
     went_back = fit_start
 
     def step_end(self, state: TrainState, report: StepReport) -> None:
+        self._recent.step_end(state, report)
         if report.step % self._every:
             return
-        recent, self._meter.recent = self._meter.recent, Throughput()
+        recent, self._recent = self._recent, Throughput()
         own_s = recent.step_s - recent.wait_s
         used = self._usage.figures(state.comm, num_samples=recent.num_samples, own_s=own_s)
         self._append(

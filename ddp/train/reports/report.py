@@ -24,7 +24,7 @@ from ddp.process.files import whole_file
 from ddp.process.log import log
 from ddp.process.terminal import console as terminal_console
 from ddp.process.terminal import say
-from ddp.train.reports.meters import Meters, ThroughputMeter
+from ddp.train.reports.meters import Meters, Throughput
 from ddp.train.reports.results import evaluations_in, is_metric, metric_in_words, read_metrics, words_of
 from ddp.train.steps.callbacks import EARLY, MEASURED, Callback
 from ddp.train.steps.state import StepReport, TrainState, agreed_reason
@@ -58,7 +58,7 @@ class ProgressBar(Callback):
 
     def __init__(
         self,
-        meter: ThroughputMeter,
+        meter: Throughput,
         *,
         num_steps: int,
         num_epochs: int | None,
@@ -125,7 +125,7 @@ class ProgressBar(Callback):
 
     @property
     def _rate(self) -> str:
-        return f"{self._meter.whole.samples_per_s:,.0f} samples/s"
+        return f"{self._meter.samples_per_s:,.0f} samples/s"
 
     def went_back(self, state: TrainState) -> None:
         self._begin_line(state)
@@ -231,7 +231,7 @@ LOWEST_LOSS_SHOWN = 1e-4  # a logarithmic axis needs a floor
 def summary_of(state: TrainState, meters: Meters, given: Training, *, seconds: float) -> dict[str, Any]:
     """Returns the figures of a run, as JSON can hold them."""
     sizes = getattr(state.sampler, "sizes", None)  # a stream has none
-    whole, comm, checks = meters.throughput.whole, state.comm, state.model.num_verified
+    whole, comm, checks = meters.throughput, state.comm, state.model.num_verified
     return {
         **state.evaluation,
         "main_metric": state.main_metric,
