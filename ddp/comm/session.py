@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
-from ddp.collectives.simulate import SEGMENT_BYTES
+from ddp.collectives.schedule import SEGMENT_BYTES
 from ddp.comm.communicator import Communicator
 from ddp.comm.device import chosen_device, device_named
 from ddp.comm.meeting.place import ALONE, RankPlace, place

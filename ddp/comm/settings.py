@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ddp.collectives.simulate import SEGMENT_BYTES
+from ddp.collectives.schedule import SEGMENT_BYTES
 from ddp.setting import Additions
 
 CPU = torch.device("cpu")

@@ -9,17 +9,10 @@ import pytest
 import torch
 
 from ddp.collectives.catalog import ALL_REDUCE, SCHEDULES, all_reduce_schedules
+from ddp.collectives.cost import Link, Network, equal_hosts
 from ddp.collectives.placed import Hosts
-from ddp.collectives.schedule import Goal, Recv, Round, Schedule, ScheduleError, Send, offsets
-from ddp.collectives.simulate import (
-    SEGMENT_BYTES,
-    Link,
-    Network,
-    Timeline,
-    equal_hosts,
-    repeats,
-    simulate,
-)
+from ddp.collectives.schedule import SEGMENT_BYTES, Goal, Recv, Round, Schedule, ScheduleError, Send, offsets
+from ddp.collectives.simulate import Timeline, repeats, simulate
 from ddp.comm import settings
 from ddp.comm.execute import Scratch, execute
 from ddp.comm.execute import program as program_for

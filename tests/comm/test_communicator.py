@@ -679,7 +679,7 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ConfigError, match="numel=-1: must be a whole number, at least 0"):
         comm.allocate(-1, torch.float32)
     with pytest.raises(ConfigError, match="algorithm='bogus' is not possible here"):
-        comm.plan.predict(4, "bogus")
+        comm.plan.check("bogus")
     with pytest.raises(ConfigError, match="needs a list of 1 tensors, one per rank; got 2"):
         comm.all_to_all([torch.zeros(1)] * 2)
     with pytest.raises(ConfigError, match="needs a list of 1 tensors, one per rank; got none"):

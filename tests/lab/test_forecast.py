@@ -23,9 +23,8 @@ from ranks import run_ranks
 
 from ddp.__main__ import main
 from ddp.collectives.catalog import SCHEDULES
-from ddp.collectives.cost import textbook
-from ddp.collectives.simulate import Link, Network, equal_hosts, simulate
-from ddp.comm.calibrate import Curve, Measured
+from ddp.collectives.cost import Link, Network, equal_hosts, textbook
+from ddp.collectives.simulate import simulate
 from ddp.errors import ConfigError
 from ddp.gradients import DenseStart, ErrorFeedback, PowerSGD, RandomK, Sign, TopK
 from ddp.lab.bench import turns
@@ -35,7 +34,9 @@ from ddp.lab.forecast.prices import (
     BARRIER,
     SMALL,
     Call,
+    Curve,
     Dispatch,
+    Measured,
     Prices,
     cores_of_a_rank,
     measured_of,
@@ -64,7 +65,7 @@ WORK = Work(num_samples=8, before_s=0.02, update_s=0.004, other_s=0.001, buckets
 
 
 def prices(hosts: Any, *, curve: Curve | None = None, algorithm: str = "ring", **how: Any) -> Prices:
-    return Prices(Measured(Network(hosts, LINK, LINK, 1e-10), curve, curve), algorithm, **how)
+    return Prices(Measured(Network(hosts, LINK, LINK, 1e-10), curve), algorithm, **how)
 
 
 @pytest.fixture
@@ -236,7 +237,7 @@ def test_strategies_send_and_update_their_slices() -> None:
 
 
 def test_memory_is_shared_by_more_ranks_and_links_are_those_that_are_said() -> None:
-    known = Measured(Network(((0, 1),), LINK, LINK, 1e-10), CURVE, CURVE)
+    known = Measured(Network(((0, 1),), LINK, LINK, 1e-10), CURVE)
     there = measured_on(known, equal_hosts(8, 4), alpha_s=1e-3, rate_bit_s=1e9, num_measured=2)
     assert there.allocated is not None and there.allocated.at(MIB) == pytest.approx(400e-6)
     assert there.network.between.alpha_s == 1e-3 and there.network.inside == LINK
@@ -281,7 +282,7 @@ def rank_step(number: int, num_samples: int = 8, **how: Any) -> RankStep:
 
 def profile(world_size: int = 1, **how: Any) -> Profile:
     points = [(1024, 20e-6), (1 << 24, 4e-3)]
-    network = NetworkFigures(inside=LINK, between=LINK, gamma_s=1e-10, memory=points, allocated=points)
+    network = NetworkFigures(inside=LINK, between=LINK, gamma_s=1e-10, allocated=points)
     given: dict[str, Any] = {
         "version": 1,
         "model": "MLP",

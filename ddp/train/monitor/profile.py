@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-from ddp.collectives.simulate import Link
+from ddp.collectives.cost import Link
 from ddp.errors import ConfigError
 from ddp.process.files import read_own, write_whole
 from ddp.process.records import Count, damage_told, json_object, made, to_json
@@ -104,19 +104,18 @@ class RankStep:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkFigures:
-    """The figures of the links, as calibration measures them (`comm/calibrate.py`).
+    """The figures of the links, and of the memory that ranks of a host share.
 
     Attributes:
         inside: the link between two ranks of a host; between: that between two hosts.
         gamma_s: seconds to add one byte that has arrived.
-        memory: an all-reduce in the host's memory, as pairs (bytes, seconds); None where no ranks share memory.
-        allocated: the same for a tensor that lies in that memory.
+        allocated: the sum over a host's ranks of a tensor in their memory, as pairs (bytes, seconds); None where no
+            ranks share memory.
     """
 
     inside: Link
     between: Link
     gamma_s: float
-    memory: list[tuple[Count, float]] | None
     allocated: list[tuple[Count, float]] | None
 
 

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from ddp.comm.calibrate import Curve
+from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, on_rank_zero
+from ddp.comm.plan import IN_A_ROW, agreed, timed
 from ddp.errors import ConfigError
 from ddp.process.clock import now_s
 from ddp.process.files import if_possible
@@ -48,6 +50,8 @@ from ddp.train.steps.state import StepReport, TrainState, unmeasured
 WARM_UP = 5
 LEAST = 3
 """Steps that are measured, however long they take."""
+MEMORY_BYTES, MEMORY_IN_ALL = tuple(1 << k for k in (10, 16, 20, 22, 24)), 64 << 20
+"""Sums in a host's memory that are timed, and the most memory that its ranks take for that."""
 
 
 class Profiler(Callback):
@@ -134,7 +138,7 @@ class Profiler(Callback):
         clocks = list(map(between, self._clocks, compare_clocks(comm)))
         if self._trace is not None:
             self._trace.write(run_dir / FOLDER / f"rank-{comm.rank}.json", clocks[comm.rank], comm.world_size)
-        network = _network(state)
+        network = network_figures(comm) if comm.world_size > 1 else None
         everyone, cores = all_gather_object(comm, self._mine), all_gather_object(comm, available_cores())
 
         def write() -> None:
@@ -188,23 +192,26 @@ def _step(ranks: Sequence[dict[str, Any]], clocks: Sequence[ClockOffset]) -> lis
     return found
 
 
-def _network(state: TrainState) -> NetworkFigures | None:
-    """Returns the calibrated figures of the links; None for one rank. Collective."""
-    if state.comm.world_size == 1:
-        return None
-    measured = state.comm.plan.figures()
-    links, memory, allocated = measured.network, measured.ordinary, measured.allocated
+def network_figures(comm: Communicator) -> NetworkFigures:
+    """Measures links, and the memory that ranks of a host share. Collective."""
+    links = comm.plan.network()
     return NetworkFigures(
-        inside=links.inside,
-        between=links.between,
-        gamma_s=links.gamma_s,
-        memory=_points(memory),
-        allocated=_points(allocated),
+        inside=links.inside, between=links.between, gamma_s=links.gamma_s, allocated=_memory_times(comm)
     )
 
 
-def _points(curve: Curve | None) -> list[tuple[int, float]] | None:
-    return None if curve is None else list(zip(curve.nbytes, curve.seconds, strict=True))
+def _memory_times(comm: Communicator) -> list[tuple[int, float]] | None:
+    """Returns bytes and seconds of sums in the memory of a host; None if no ranks share any. Collective."""
+    if comm.host_partition.num_hosts == comm.world_size:
+        return None
+    sizes = [nbytes for nbytes in MEMORY_BYTES if nbytes * max(map(len, comm.hosts)) <= MEMORY_IN_ALL]
+    shared, mine = comm.allocate(sizes[-1] // 4, torch.float32), dict[str, list[float]]()
+    for nbytes in sizes:
+        runs = {f"{nbytes}": partial(comm.sum_in_host, shared[: nbytes // 4])}
+        mine |= timed(runs, IN_A_ROW if nbytes <= 1 << 20 else 1, device=comm.device)
+    comm.free(shared)
+    times = agreed(mine, partial(all_gather_object, comm))
+    return [(nbytes, times[f"{nbytes}"]) for nbytes in sizes]
 
 
 def _profile(

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp.__main__ import main
-from ddp.collectives.simulate import Link
+from ddp.collectives.cost import Link
 from ddp.comm.watch.call import Call, Envelope, History
 from ddp.errors import ConfigError
 from ddp.train.monitor.parts import CallTimes, Phase, RawStep, last_begun, spans_of
@@ -78,7 +78,7 @@ PROFILE = Profile(
     runs="in the background",
     order=["0.weight"],
     network=NetworkFigures(
-        inside=Link(1e-5, 1e-9), between=Link(1e-4, 1e-8, 1e-6), gamma_s=1e-10, memory=None, allocated=[(8, 1e-6)]
+        inside=Link(1e-5, 1e-9), between=Link(1e-4, 1e-8, 1e-6), gamma_s=1e-10, allocated=[(8, 1e-6)]
     ),
     clock=[ClockOffset(offset_s=0.0, error_s=0.0), ClockOffset(offset_s=-0.05, error_s=1e-4)],
     steps=[[RANK_STEP, RANK_STEP]],
