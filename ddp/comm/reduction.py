@@ -113,6 +113,14 @@ def reduction_of(
     return Reduction(op, divisor, form, before, after)
 
 
+def reduction_of_shards(dtype: torch.dtype, num_shards: int, divide_by: SupportsInt) -> Reduction:
+    """Returns the sum of shards, each of which was divided by `overflow_headroom` if its sums may overflow."""
+    found = reduction_of("sum", dtype, num_shards, divide_by)
+    if dtype in OVERFLOWING and is_identity(found.before):  # nothing divides
+        return found._replace(after=overflow_headroom(num_shards))
+    return found._replace(before=1.0)
+
+
 def overflow_headroom(num_terms: int) -> int:
     """Returns the divisor of n terms whose sum must not overflow: a power of two, because that loses no digits."""
     return 1 << (num_terms - 1).bit_length()

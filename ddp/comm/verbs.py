@@ -6,9 +6,7 @@ label is the call's name in errors and profiles.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Literal, SupportsInt, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 import torch
@@ -21,20 +19,14 @@ from ddp.comm.call_queue import CallQueue
 from ddp.comm.flat_collectives import IN_MEMORY, FlatCollectives
 from ddp.comm.plan import Plan
 from ddp.comm.reduction import (
-    OVERFLOWING,
     Op,
-    bounds_of,
     buffers,
-    by_rank,
-    dtype_name,
     flatten,
-    is_identity,
-    overflow_headroom,
     reduction_of,
+    reduction_of_shards,
     with_rows,
     write_back,
 )
-from ddp.comm.transport.edge import gathered
 from ddp.comm.watch.call import recorded
 from ddp.comm.wire_format import widened
 from ddp.comm.work import HostCopy, Work
@@ -164,13 +156,9 @@ class Verbs:
         """Adds up the nodes of all ranks. Returns what this rank has of row 0."""
         flats = rows.view(len(rows), -1)
         route = None if bounds is not None else self.plan.route_over_shards(flats[0], num_shards)
-        reduction = reduction_of("sum", rows.dtype, num_shards, divide_by)
-        if rows.dtype in OVERFLOWING and is_identity(reduction.before):  # nothing divides, but shards were scaled
-            reduction = reduction._replace(after=overflow_headroom(num_shards))
+        reduction = reduction_of_shards(rows.dtype, num_shards, divide_by)
         name = "ddp: slice_owners" if route is None else f"ddp: {route.name}"
-        return recorded(
-            name, self._collectives.reduce_shards, flats, num_shards, route, reduction, sequence, bounds
-        )
+        return recorded(name, self._collectives.reduce_shards, flats, num_shards, route, reduction, sequence, bounds)
 
     @overload
     def reduce_scatter(self, tensor: Tensor, op: Op = "sum", *, async_op: Now = False, label: str = "") -> Tensor: ...
@@ -246,16 +234,17 @@ class Verbs:
         def run() -> Tensor:
             if num_shards is not None:
                 mine = self._reduce_shards(flat, num_shards, divide_by, call.sequence, bounds)
-                if on_hosts:
-                    self._collectives.gather_on_hosts(flat[0], bounds, call.sequence)
-                return mine
-            wide, narrow = widened(flat, wire)
-            reduction = reduction_of(op, wide.dtype, self.world_size, divide_by, narrow)
+            else:
+                wide, narrow = widened(flat, wire)
+                reduction = reduction_of(op, wide.dtype, self.world_size, divide_by, narrow)
+                mine = self._collectives.reduce_scatter(wide, bounds, reduction, call.sequence)
+                if wide is not flat:
+                    number = self.slices[self.rank]
+                    mine = flat[bounds[number] : bounds[number + 1]].copy_(mine)
             if on_hosts:
-                return self._collectives.reduce_scatter_on_hosts(wide, bounds, reduction, call.sequence)
-            mine = self._collectives.reduce_scatter(wide, bounds, reduction, call.sequence)
-            number = self.slices[self.rank]
-            return mine if wide is flat else flat[bounds[number] : bounds[number + 1]].copy_(mine)
+                row = flat if num_shards is None else flat[0]
+                self._collectives.gather_on_hosts(row, bounds, call.sequence)
+            return mine
 
         return self._queue.run(call, run, async_op=async_op)
 
@@ -323,12 +312,7 @@ class Verbs:
         mine = with_rows(tensor)
         call = self._queue.number("all_gather", label=label, how=_agreed(mine))  # first dimensions may differ by rank
 
-        def run() -> list[Tensor]:
-            flat, rows = self._collectives.laid_out(mine, call.sequence)
-            self._collectives.all_gather(flat, bounds_of(rows, mine), call.sequence, by_rank=True)
-            return by_rank(flat, rows, mine)
-
-        return self._queue.run(call, run, async_op=async_op)
+        return self._queue.run(call, lambda: self._collectives.gather_rows(mine, call.sequence), async_op=async_op)
 
     @overload
     def all_gather_(self, flat: Tensor, bounds: Sequence[int], *, async_op: Now = False, label: str = "") -> Tensor: ...
@@ -370,12 +354,9 @@ class Verbs:
         mine = with_rows(tensor)
         call = self._queue.number("gather", f"to {root}", label=label, how=_agreed(mine))
 
-        def run() -> list[Tensor]:
-            flat, rows = self._collectives.laid_out(mine, call.sequence)
-            self._collectives.gather(flat, bounds_of(rows, mine), root)
-            return by_rank(flat, rows, mine) if self.rank == root else []
-
-        return self._queue.run(call, run, async_op=async_op)
+        return self._queue.run(
+            call, lambda: self._collectives.gather_rows(mine, call.sequence, root), async_op=async_op
+        )
 
     @overload
     def scatter(
@@ -398,18 +379,8 @@ class Verbs:
             checks.pieces(tensors, self.world_size, self.device)
         call = self._queue.number("scatter", f"from {root}", label=label)
 
-        def run() -> Tensor:
-            pieces = [] if tensors is None or self.rank != root else list(tensors)
-            about = [[list(piece.shape) for piece in pieces], dtype_name(pieces[0].dtype)] if pieces else ""
-            shapes, dtype = gathered(self._collectives.links.gather_bytes, about)[root]
-            bounds = [0, *accumulate(map(math.prod, shapes))]
-            flat = torch.empty(bounds[-1], dtype=getattr(torch, dtype), device=self.device)
-            if pieces:
-                torch.cat([with_rows(piece).reshape(-1) for piece in pieces], out=flat)
-            self._collectives.scatter(flat, bounds, root)
-            return flat[bounds[self.rank] : bounds[self.rank + 1]].clone().view(shapes[self.rank])
-
-        return self._queue.run(call, run, async_op=async_op)
+        pieces = [] if tensors is None or self.rank != root else list(tensors)
+        return self._queue.run(call, lambda: self._collectives.scatter(pieces, root, self.device), async_op=async_op)
 
     @overload
     def all_to_all(self, tensors: Sequence[Tensor], *, async_op: Now = False, label: str = "") -> list[Tensor]: ...
@@ -428,18 +399,7 @@ class Verbs:
         checks.rows(pieces)
         call = self._queue.number("all_to_all", label=label, how=_agreed(pieces[0]))
 
-        def run() -> list[Tensor]:
-            counts = [len(piece) for piece in pieces]
-            table = self._collectives.gather_numbers(counts, self.device, call.sequence)  # [from][to], in rows
-            rows = [row[self.rank] for row in table]
-            going, pending = bounds_of(table[self.rank], pieces[0]), bounds_of(rows, pieces[0])
-            outgoing = torch.cat([piece.reshape(-1) for piece in pieces])
-            incoming = outgoing.new_empty(pending[-1])
-            longest = max(map(max, table)) * pieces[0].shape[1:].numel()
-            self._collectives.links.exchange(outgoing, going, incoming, pending, longest=longest)
-            return by_rank(incoming, rows, pieces[0])
-
-        return self._queue.run(call, run, async_op=async_op)
+        return self._queue.run(call, lambda: self._collectives.all_to_all(pieces, call.sequence), async_op=async_op)
 
     def barrier(self, *, label: str = "") -> None:
         """Returns once every rank has called it."""
@@ -451,8 +411,6 @@ class Verbs:
         votes = torch.tensor([flag], dtype=torch.uint8, device=self.device)
         algorithm = IN_MEMORY if IN_MEMORY in self._collectives.routes else "recursive_doubling"
         self.all_reduce(votes, "max", algorithm=algorithm, label=label)
-        if votes.is_cpu:
-            return bool(votes.item())
         return bool(HostCopy([votes], self.device, self._queue.refuse_if_broken).read()[0][0])
 
 
