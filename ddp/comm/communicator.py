@@ -32,21 +32,18 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ddp.collectives.placed import Hosts
 from ddp.comm import checks
-from ddp.comm.call_queue import CallQueue, Peers
+from ddp.comm.call_queue import CallQueue, HostCopy, Work
 from ddp.comm.connect import Channels, connect
 from ddp.comm.flat_collectives import FlatCollectives
-from ddp.comm.host_links import HostLinks
-from ddp.comm.messages import Message, Messages
+from ddp.comm.host_links import HostLinks, Settings
+from ddp.comm.messages import Message, Messages, Peers
+from ddp.comm.nccl import NcclTransport, StreamQueue
 from ddp.comm.plan import Plan
 from ddp.comm.reduction import reduction_of
-from ddp.comm.settings import Settings
-from ddp.comm.stream_queue import StreamQueue
 from ddp.comm.transport.edge import Transport
-from ddp.comm.transport.nccl import NcclTransport
 from ddp.comm.verbs import Later, Now, Result, Verbs
 from ddp.comm.watch.call import Call, History, plain_calls
 from ddp.comm.watch.watchdog import Watchdog
-from ddp.comm.work import HostCopy, Work
 from ddp.errors import ConfigError, PeerLost
 
 DEFAULTS = Settings()

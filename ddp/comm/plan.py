@@ -58,11 +58,9 @@ from ddp.collectives.slice_owners import schedule_over_shards
 from ddp.comm import checks
 from ddp.comm.call_queue import CallQueue
 from ddp.comm.flat_collectives import IN_MEMORY, FlatCollectives, Route
-from ddp.comm.host_links import HostLinks
-from ddp.comm.reduction import SUM, Reduction
-from ddp.comm.settings import Settings
+from ddp.comm.host_links import HostLinks, Settings
+from ddp.comm.reduction import SUM, Reduction, wire_format
 from ddp.comm.transport.edge import gathered
-from ddp.comm.wire_format import wire_format
 from ddp.errors import ConfigError, did_you_mean
 from ddp.process import gpu
 from ddp.process.clock import now_s

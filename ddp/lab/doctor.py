@@ -126,8 +126,8 @@ def own_facts(data: str) -> HostFacts:
     try:
         import torch
 
+        from ddp.comm.connect import boot_id
         from ddp.comm.transport import shared_memory
-        from ddp.comm.transport.topology import boot_id
         from ddp.process import gpu
         from ddp.strategies import region
     except (ImportError, OSError):

@@ -20,9 +20,8 @@ from ddp.collectives.schedule import Add, Goal, Recv, Round, Schedule, ScheduleE
 from ddp.collectives.shards import halves, nodes_by_rank, shards_of_rank
 from ddp.collectives.simulate import cost_s, repeats, simulate
 from ddp.collectives.slice_owners import schedule_over_shards
-from ddp.comm.host_links import HostLinks
+from ddp.comm.host_links import HostLinks, Settings
 from ddp.comm.reduction import SUM, Reduction
-from ddp.comm.settings import Settings
 from ddp.comm.transport.edge import Transport
 from ddp.comm.watch.watchdog import Watchdog
 from ddp.errors import ConfigError

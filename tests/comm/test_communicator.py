@@ -24,13 +24,13 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from ddp.collectives.catalog import Hosts, all_reduce_schedules
 from ddp.collectives.schedule import Expression, offsets
 from ddp.comm import checks
+from ddp.comm.call_queue import Work
 from ddp.comm.communicator import Communicator
 from ddp.comm.connect import Channels
-from ddp.comm.settings import Settings
+from ddp.comm.host_links import Settings
 from ddp.comm.transport.edge import Pending, Transfer, Transport
-from ddp.comm.watch.board import Board
+from ddp.comm.watch.status import Board
 from ddp.comm.watch.watchdog import Watchdog
-from ddp.comm.work import Work
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
 from ddp.setting import WireName
 from recipes.tutorial.simulated import SimulatedNetwork, SimulatedTransport

@@ -19,7 +19,7 @@ from ddp.collectives.catalog import ALL_REDUCE, all_reduce_schedules
 from ddp.collectives.cost import Link, Network, equal_hosts, formula_s, textbook
 from ddp.collectives.placed import Hosts
 from ddp.comm.flat_collectives import FlatCollectives, Route, possible_routes
-from ddp.comm.host_links import HostLinks
+from ddp.comm.host_links import HostLinks, Settings
 from ddp.comm.plan import (
     BULK_BYTES,
     TRIAL_S,
@@ -34,7 +34,6 @@ from ddp.comm.plan import (
     size_of_trial,
     table,
 )
-from ddp.comm.settings import Settings
 from ddp.comm.transport.edge import Transport, TransportError
 from ddp.comm.watch.watchdog import Watchdog
 from ddp.errors import ConfigError

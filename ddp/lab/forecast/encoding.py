@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from ddp.collectives.placed import Hosts
+from ddp.comm.call_queue import Work, done
 from ddp.comm.flat_collectives import HostPartition
 from ddp.comm.plan import timed
-from ddp.comm.wire_format import WireFormat, widened, wire_format
-from ddp.comm.work import Work, done
+from ddp.comm.reduction import WireFormat, widened, wire_format
 from ddp.errors import ConfigError
 from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
 from ddp.gradients.bucket import Bucket, Slot

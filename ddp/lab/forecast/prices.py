@@ -19,7 +19,7 @@ from ddp.collectives.simulate import cost_s
 from ddp.comm.communicator import Communicator
 from ddp.comm.flat_collectives import IN_MEMORY, Route, possible_routes
 from ddp.comm.host_links import by_size, num_pieces
-from ddp.comm.wire_format import wire_format
+from ddp.comm.reduction import wire_format
 from ddp.errors import ConfigError, did_you_mean
 from ddp.lab.bench.place import PAYLOAD
 from ddp.run.launch.from_python import launch

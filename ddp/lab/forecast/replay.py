@@ -31,7 +31,7 @@ import torch
 from numpy.typing import NDArray
 
 from ddp.comm.flat_collectives import IN_MEMORY
-from ddp.comm.wire_format import wire_format
+from ddp.comm.reduction import wire_format
 from ddp.errors import ConfigError
 from ddp.lab.forecast.prices import BARRIER, SMALL, Call, Dispatch, Prices
 from ddp.lab.forecast.work import Work, bytes_of

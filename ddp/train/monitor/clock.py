@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from ddp.comm.communicator import Communicator
+from ddp.comm.connect import boot_id
 from ddp.comm.objects import all_gather_object, broadcast_object
-from ddp.comm.transport.topology import boot_id
 from ddp.process.clock import now_s
 from ddp.train.monitor.profile import ClockOffset
 
