@@ -33,8 +33,8 @@ The words of this package, one meaning each:
     canonical           added up along the one binary tree over the ranks that splits at the largest power of two
     algorithm           ring, tree, butterfly, …: what makes a schedule
     route               how an all-reduce can run here: an algorithm over the transport, shared memory, or both
-    cost                what the model predicts that a collective takes
-    calibrate           measure what the cost model needs
+    cost                what a collective takes by its formula, or by the simulator
+    trial               timing the routes of an all-reduce, those first that are cheapest by their formulas
     replica             one rank's copy of the model
     strategy            says who holds parameters and optimizer state, and how often the ranks agree
     bucket              gradients that are reduced together, and their memory

@@ -1,4 +1,4 @@
-"""Explains which all-reduce "auto" would choose on this machine for tensors of a size, and why."""
+"""Explains which all-reduce "auto" would choose on this machine for tensors of a size: formulas and times."""
 
 from __future__ import annotations
 

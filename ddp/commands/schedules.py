@@ -17,8 +17,7 @@ from ddp.collectives.catalog import (
     own_all_reduce,
     prove,
 )
-from ddp.collectives.cost import about_messages
-from ddp.collectives.simulate import equal_hosts
+from ddp.collectives.cost import about_messages, equal_hosts
 from ddp.errors import did_you_mean
 from ddp.process.arguments import whole
 from ddp.run.settings.address import from_address, is_address

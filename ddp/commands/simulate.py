@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from ddp.collectives.cost import bus_bandwidth
-from ddp.collectives.simulate import Link, Network, simulate, whole_chunks
+from ddp.collectives.cost import Link, Network, bus_bandwidth
+from ddp.collectives.simulate import simulate, whole_chunks
 from ddp.commands.command import parser_of, rate_of, respond, time_of
 from ddp.commands.schedules import RANKS_FOLLOWED, add_schedule, chosen_schedule
 from ddp.process.arguments import checked, positive, whole

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsInt
 
 from torch import Tensor
 
+from ddp.comm.call_queue import Work
 from ddp.comm.verbs import Terms
-from ddp.comm.work import Work
 from ddp.gradients.bucket import Bucket
 from ddp.setting import WireName
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.device import device_of
+from ddp.comm.opening import device_of
 from ddp.comm.session import current
 from ddp.gradients.bucket import Bucket
 from ddp.gradients.hooks.compression import Compression
@@ -59,7 +59,7 @@ class BucketedDataParallel(Replica):
         overlap: reduce in the background of backward; by default, only where that is faster (`backward.py`, note
             "foreground").
         wire: "bf16", "fp16", "int8" or "int8_stochastic": the format in which gradients travel between hosts
-            (`comm/wire_format.py`). "fp32": those of a narrower type are added up as float32.
+            (`comm/reduction.py`). "fp32": those of a narrower type are added up as float32.
         hook: sends less than all of the gradients between hosts (`gradients/hooks/hook.py`); the replica takes a copy.
         num_shards: gradients are added up by this number of shards of the batch, each in its own block (`shard`). Then
             the result has the same bits at any world size.

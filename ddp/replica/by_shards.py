@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from ddp.collectives.shards import Stack, TreeSlot, is_node, nodes_by_rank, places, shards_of_rank
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
-from ddp.comm.reduction import OVERFLOWING, overflow_headroom
-from ddp.comm.wire_format import WireFormat, wire_format
+from ddp.comm.reduction import OVERFLOWING, WireFormat, overflow_headroom, wire_format
 from ddp.errors import ConfigError, UnusedParameters
 from ddp.gradients.bucket import Bucket, Slot, copy_into
 from ddp.gradients.layout import Layout

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.settings import CPU
+from ddp.comm.host_links import CPU
 from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket
 from ddp.gradients.reducer import AllReduce, Reducer

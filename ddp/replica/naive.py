@@ -43,7 +43,7 @@ class NaiveDataParallel(Replica):
 
     def __init__(self, module: nn.Module, *, broadcast_buffers: bool = True, comm: Communicator | None = None) -> None:
         if comm is None:
-            from ddp.comm.device import device_of
+            from ddp.comm.opening import device_of
             from ddp.comm.session import current  # and with it all that a communicator is made of
 
             comm = current(device_of(module))

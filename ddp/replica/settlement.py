@@ -40,10 +40,10 @@ from typing import NamedTuple, SupportsInt
 import torch
 from torch import Tensor, nn
 
+from ddp.comm.call_queue import HostCopy
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.comm.reduction import OnDevice, scaled_
-from ddp.comm.work import HostCopy
 from ddp.errors import ConfigError, UnusedParameters
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.layout import Layout

@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from ddp.comm.call_queue import Work
 from ddp.comm.communicator import Communicator
 from ddp.comm.verbs import ScatterTerms
-from ddp.comm.work import Work
 from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket, Slot, span, with_own_storage
 from ddp.gradients.layout import Layout

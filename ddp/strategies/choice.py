@@ -12,8 +12,8 @@ from torch.optim import LBFGS, Optimizer
 
 from ddp.comm import checks
 from ddp.comm.communicator import Communicator
-from ddp.comm.device import device_of
 from ddp.comm.meeting.role import current_role
+from ddp.comm.opening import device_of
 from ddp.comm.session import init
 from ddp.errors import ConfigError
 from ddp.gradients.hooks.hook import Hook

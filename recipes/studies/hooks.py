@@ -51,7 +51,7 @@ from ddp.lab.bench.turns import PROGRESS, STEP, Cell, num_repetitions, session, 
 from ddp.lab.bench.variants import OPTIMIZERS, Training
 from ddp.lab.bench.workloads import add_models, loss_of, make, models_of
 from ddp.lab.forecast import encoding
-from ddp.lab.forecast.prices import Prices
+from ddp.lab.forecast.prices import Prices, measured_in
 from ddp.lab.forecast.replay import Forecast, Setup, forecast
 from ddp.lab.forecast.work import Gradient, Work, bytes_of
 from ddp.policies import LocalSGD
@@ -182,9 +182,9 @@ class TimeHooks:
         turns_s = take_turns({name: method.turn_s for name, method in methods.items()}, self.num_turns)
         plain_s, alone_s = turns_s.get("plain"), turns_s.get("alone")
         compute_s, update_s = next((method.parts_s() for name, method in methods.items() if name in OURS), (0.0, 0.0))
-        adding_s = encoding.adding_s()
+        adding_s, measured = encoding.adding_s(), measured_in(comm)
         predicted = {
-            name: method.predicted(Prices(comm.plan.measured, adding_s=adding_s), compute_s, update_s, **OURS[name])
+            name: method.predicted(Prices(measured, adding_s=adding_s), compute_s, update_s, **OURS[name])
             for name, method in methods.items()
             if name in OURS
         }

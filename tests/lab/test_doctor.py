@@ -20,7 +20,7 @@ from packaging.specifiers import SpecifierSet
 from ranks import run_ranks
 
 from ddp.__main__ import main
-from ddp.collectives.simulate import Link
+from ddp.collectives.cost import Link
 from ddp.comm.transport import shared_memory
 from ddp.errors import PeerLost, workers_failed
 from ddp.lab import doctor

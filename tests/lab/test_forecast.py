@@ -24,9 +24,8 @@ from ranks import run_ranks
 
 from ddp.__main__ import main
 from ddp.collectives.catalog import SCHEDULES
-from ddp.collectives.cost import textbook
-from ddp.collectives.simulate import Link, Network, equal_hosts, simulate
-from ddp.comm.calibrate import Curve, Measured
+from ddp.collectives.cost import Link, Network, equal_hosts, textbook
+from ddp.collectives.simulate import simulate
 from ddp.errors import ConfigError
 from ddp.gradients import DenseStart, ErrorFeedback, PowerSGD, RandomK, Sign, TopK
 from ddp.lab.bench import turns
@@ -36,7 +35,9 @@ from ddp.lab.forecast.prices import (
     BARRIER,
     SMALL,
     Call,
+    Curve,
     Dispatch,
+    Measured,
     Prices,
     cores_of_a_rank,
     measured_on,
@@ -49,7 +50,7 @@ from ddp.train.reports.profile import PARTS, BucketTimes, ClockOffset, Profile, 
 
 LINK = Link(50e-6, 1e-9, 5e-6)
 CURVE = Curve((1 << 10, 1 << 20, 1 << 24), (20e-6, 200e-6, 4e-3))
-HERE = Measured(Network(((0, 1),), LINK, LINK, 1e-10), CURVE, CURVE)
+HERE = Measured(Network(((0, 1),), LINK, LINK, 1e-10), CURVE)
 MIB = 1 << 20
 
 
@@ -65,7 +66,7 @@ WORK = Work(num_samples=8, before_s=0.02, update_s=0.004, other_s=0.001, buckets
 
 
 def prices(hosts: Any, *, curve: Curve | None = None, algorithm: str = "ring", **how: Any) -> Prices:
-    return Prices(Measured(Network(hosts, LINK, LINK, 1e-10), curve, curve), algorithm, **how)
+    return Prices(Measured(Network(hosts, LINK, LINK, 1e-10), curve), algorithm, **how)
 
 
 @pytest.fixture

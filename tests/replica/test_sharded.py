@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ddp
-from ddp.comm.transport import topology
+from ddp.comm import connect
 from ddp.errors import ConfigError, Diverged
 from ddp.gradients.bucket import Bucket, Slot, span
 from ddp.optim import LAMB, LARC, LARS, norms, parameter_groups
@@ -177,7 +177,7 @@ def test_sharding_changes_no_bit(world_size: int) -> None:
 def over_hosts() -> list[tuple[Tensor, Tensor]]:
     """Parameters of all layers, by the whole update and the sharded one."""
     small_blocks()
-    topology.boot_id = lambda: f"host {int(os.environ['RANK']) // 2}"
+    connect.boot_id = lambda: f"host {int(os.environ['RANK']) // 2}"
     comm = ddp.init(abort_s=30, algorithm="shared_memory+ring")  # to choose one would measure all
     assert len(comm.hosts) == 2
     found = [(flat(fitted(kind)[0]), flat(fitted(kind, sharded=True)[0])) for kind in ("lamb", "adamw")]

@@ -11,7 +11,7 @@ from ranks import run_ranks
 from torch import nn
 
 import ddp
-from ddp.comm.transport import topology
+from ddp.comm import connect
 from ddp.errors import ConfigError
 from ddp.policies import averaging_named
 from ddp.replica.central import CentralDataParallel
@@ -179,7 +179,7 @@ def test_a_name_of_another_library_is_told_the_word() -> None:
 
 def on_two_hosts() -> list[str]:
     """What is said to each word on two ranks, each a host of its own; and beside replicas of other kinds."""
-    topology.boot_id = lambda: f"host {os.environ['RANK']}"
+    connect.boot_id = lambda: f"host {os.environ['RANK']}"
     comm = ddp.init(abort_s=30)
 
     def told(word: Any, kind: Any = None) -> str:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ddp
-from ddp.comm.transport import topology
+from ddp.comm import connect
 from ddp.data.orders.steps import RoundLength, RoundSizes
 from ddp.errors import ConfigError, Diverged
 from ddp.process.log import log
@@ -428,8 +428,6 @@ def hears_a_signal() -> tuple[int, list[str]]:
     return fitted(module, samples("mlp"), optimizer, **given).step, [each for each in said if "round" in each]
 
 
-
-
 # --- mutants ---------------------------------------------------------------------------------------------------------
 
 MUTANTS: dict[str, tuple[str, str, str, str]] = {  # where, a line, what becomes of it, and the case that is to notice
@@ -593,7 +591,7 @@ def everything(folder: Path) -> dict[str, Any]:
     found["resumed"] = resumed(folder)
     found["survivors"] = survivors()
     ddp.shutdown()
-    topology.boot_id = lambda: f"host {int(os.environ['RANK']) // 2}"
+    connect.boot_id = lambda: f"host {int(os.environ['RANK']) // 2}"
     ddp.init(abort_s=60)
     found["islands"] = trained(CASES["islands"])
     found["int8"] = even(ddp.LocalSGD(every=4, wire="int8", verify_every=1), 32, global_batch=8)

@@ -14,7 +14,7 @@ import torch
 from ranks import run_ranks
 
 import ddp
-from ddp.comm.transport import topology
+from ddp.comm import connect
 from ddp.comm.transport.gloo import GlooTransport
 from ddp.lab.bench.counts import Span, bytes_in, spans_of
 from ddp.optim import layerwise, norms
@@ -48,7 +48,7 @@ def value(formula: str, **numbers: int) -> float:
 
 def counted(ranks_per_host: int) -> dict[str, tuple[list[Span], int]]:
     """Returns, by class, where parameters, gradients and state lie, and bytes sent to other hosts in the third step."""
-    topology.boot_id = lambda: f"host {int(os.environ['RANK']) // ranks_per_host}"
+    connect.boot_id = lambda: f"host {int(os.environ['RANK']) // ranks_per_host}"
     torch.set_num_threads(1)
     for module in (norms, layerwise, replica_sharded, central_storage):  # so that slices of a small model are equal
         assert module.BLOCK_NUMEL > 256  # type: ignore[attr-defined]

@@ -22,9 +22,8 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from ddp.comm.meeting.private_store import part_of
 from ddp.comm.transport.shared_memory import Life
-from ddp.comm.watch.board import Board, Wait
 from ddp.comm.watch.call import Call, Envelope
-from ddp.comm.watch.status import STALE_S, Culprit, StatusSnapshot
+from ddp.comm.watch.status import STALE_S, Board, Culprit, StatusSnapshot, Wait
 from ddp.errors import PeerLost
 from ddp.process.clock import Patience, now_s
 from ddp.process.helper_thread import HelperThread, within

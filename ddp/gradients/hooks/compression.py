@@ -19,9 +19,9 @@ from typing import Any, SupportsInt
 import torch
 from torch import Tensor, nn
 
+from ddp.comm.call_queue import Work
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, broadcast_object
-from ddp.comm.work import Work
 from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket, span
 from ddp.gradients.hooks.hook import Hook, Memory, Parcel, corrected, wide

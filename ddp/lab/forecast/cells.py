@@ -38,8 +38,7 @@ from ddp.lab.bench.turns import PROGRESS, Cell, session, slowest, take_turns, wi
 from ddp.lab.bench.variants import OPTIMIZERS, Training
 from ddp.lab.bench.workloads import Batch, add_models, loss_of, make, models_of
 from ddp.lab.forecast import encoding
-from ddp.lab.forecast.links_here import taken_s
-from ddp.lab.forecast.prices import Dispatch, Prices
+from ddp.lab.forecast.prices import Dispatch, Prices, measured_in
 from ddp.lab.forecast.replay import Setup, forecast, naive_s
 from ddp.lab.forecast.work import Work, work_in
 from ddp.process.clock import now_s
@@ -145,7 +144,7 @@ class CompareForecasts:
         module, batch = make(self.model, rank=comm.rank)
         own = [comm.subgroup([rank]) for rank in range(comm.world_size)][comm.rank]
         assert own is not None
-        prices = Prices(comm.plan.measured, adding_s=encoding.adding_s(), taken_s=taken_s(comm))
+        prices = Prices(measured_in(comm), adding_s=encoding.adding_s())
         alone = Computing(comm, own, copy.deepcopy(module), batch)
         methods = {
             name: Paced(BucketedDataParallel(copy.deepcopy(module), comm=comm, **METHODS[name]), batch)

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from ddp.collectives.placed import Hosts
+from ddp.comm.call_queue import Work, done
 from ddp.comm.flat_collectives import HostPartition
-from ddp.comm.plan import adding_times
-from ddp.comm.wire_format import widened, wire_format
-from ddp.comm.work import Work, done
+from ddp.comm.plan import timed
+from ddp.comm.reduction import WireFormat, widened, wire_format
 from ddp.errors import ConfigError
 from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
 from ddp.gradients.bucket import Bucket, Slot
@@ -36,6 +36,7 @@ from ddp.setting import Narrow, WireName
 
 LATE = 1 << 30  # steps after which warm-ups are over
 NUM_REPETITIONS = 3
+ADDED_BYTES = 4 << 20
 COPIES = 5  # of a bucket: its parameters, the bucket, what the hook keeps and sends
 CPU = torch.device("cpu")
 
@@ -51,8 +52,19 @@ HOOKS: Mapping[str, Hook] = {
 
 
 def adding_s() -> dict[Narrow, float]:
-    """Returns for each wire format seconds for each byte that travels."""
-    return {wire: median(adding_times(wire, CPU)) for wire in WIRES}
+    """Returns, by wire format, seconds for each byte that travels: to encode numbers, and to decode and add them."""
+    return {wire: _adding_s(wire_format(wire)) for wire in WIRES}
+
+
+def _adding_s(form: WireFormat) -> float:
+    numbers = torch.ones(ADDED_BYTES // 4)
+    encoded = torch.zeros(form.length(len(numbers)), dtype=form.dtype)
+
+    def hop() -> None:
+        form.encode(numbers, encoded)
+        form.add(encoded, numbers)
+
+    return median(timed({"hop": hop}, device=CPU)["hop"]) / encoded.nbytes
 
 
 def dispatches(

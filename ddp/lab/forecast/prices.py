@@ -1,4 +1,4 @@
-"""Tells what collectives cost on some ranks: `comm/plan.py`, on links and memory as they were measured.
+"""Tells what collectives cost on some ranks: schedules by the simulator, and memory, as they were measured.
 
 A bucket travels by a dispatch: seconds of encoding, and the collectives that are called for it.
 """
@@ -6,20 +6,33 @@ A bucket travels by a dispatch: seconds of encoding, and the collectives that ar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, NamedTuple
 
+import numpy as np
+import torch
+
+import ddp
+from ddp.collectives.cost import Link, Network, equal_hosts, formula_s
 from ddp.collectives.placed import Hosts
-from ddp.collectives.simulate import Link, Network
-from ddp.comm.calibrate import Curve, Measured
-from ddp.comm.flat_collectives import IN_MEMORY, possible_routes
-from ddp.comm.plan import moved_s, ranked
-from ddp.comm.wire_format import wire_format
+from ddp.collectives.schedule import Schedule
+from ddp.collectives.simulate import cost_s
+from ddp.comm.communicator import Communicator
+from ddp.comm.flat_collectives import IN_MEMORY, Route, possible_routes
+from ddp.comm.host_links import by_size, num_pieces
+from ddp.comm.objects import all_gather_object
+from ddp.comm.plan import IN_A_ROW, agreed, timed
+from ddp.comm.reduction import wire_format
 from ddp.errors import ConfigError, did_you_mean
 from ddp.lab.bench.place import PAYLOAD
+from ddp.run.launch.from_python import launch
 from ddp.setting import Narrow
 
-MANY_RANKS = 1000  # whose simulation takes seconds
+TIMEOUT_S = 300
+MEMORY_BYTES, MEMORY_IN_ALL = tuple(1 << k for k in (10, 16, 20, 22, 24)), 64 << 20
+"""Sums in a host's memory that are timed, and the most memory that its ranks take for that."""
+MANY_RANKS = 1000  # whose simulation takes seconds, so that formulas answer for more
 
 
 Operation = Literal["all_reduce", "sum_in_host", "reduce_scatter", "all_gather", "gather_across"]
@@ -41,6 +54,27 @@ class Call(NamedTuple):
     wire: Narrow | None = None
 
 
+@dataclass(frozen=True)
+class Curve:
+    """Seconds by bytes: straight lines between the points, and along the last line beyond the last point."""
+
+    nbytes: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def at(self, nbytes: int) -> float:
+        (x0, x1), (y0, y1) = self.nbytes[-2:], self.seconds[-2:]
+        beyond_s = max(0.0, (y1 - y0) * (nbytes - x1) / (x1 - x0)) if nbytes > x1 else 0.0
+        return float(np.interp(nbytes, self.nbytes, self.seconds)) + beyond_s
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The figures of one layout of ranks: links, and sums in a host's memory; None where no ranks share memory."""
+
+    network: Network
+    allocated: Curve | None = None
+
+
 class Dispatch(NamedTuple):
     """Tells how a bucket travels: seconds of a rank for encoding and decoding, and the collectives in their order."""
 
@@ -59,7 +93,6 @@ class Prices:
         measured: the figures of their links and memory.
         algorithm: of all-reduces; "auto" is memory where all ranks share it, else the cheapest.
         adding_s: by wire format, seconds for each byte that travels to encode, decode and add its numbers.
-        taken_s: seconds of a core for each byte that a host sends (`replay.py`, note "cores").
 
     Raises:
         ConfigError: the algorithm is not possible on these ranks.
@@ -71,9 +104,8 @@ class Prices:
         algorithm: str = "auto",
         *,
         adding_s: Mapping[Narrow, float] | None = None,
-        taken_s: float = 0.0,
     ) -> None:
-        self.measured, self.algorithm, self.taken_s = measured, algorithm, taken_s
+        self.measured, self.algorithm = measured, algorithm
         self.hosts, self.num_ranks = measured.network.hosts, measured.network.num_ranks
         self.routes = possible_routes(self.hosts, shared_memory=measured.allocated is not None)
         self._adding_s, self._known = adding_s or {}, dict[Call, tuple[float, str]]()
@@ -95,33 +127,76 @@ class Prices:
         if self.num_ranks == 1:
             return 0.0, ""
         if call not in self._known:
-            self._known[call] = self._between(call) if self.num_ranks > MANY_RANKS else self._of(call)
+            self._known[call] = self._of(call)
         return self._known[call]
 
-    def _between(self, call: Call) -> tuple[float, str]:
-        """Returns what lies on the line between the powers of two around a size, so that few are simulated."""
-        low = 1 << (call.nbytes.bit_length() - 1)
-        if call.nbytes == low:
-            return self._of(call)
-        (low_s, _), (high_s, name) = (self.told(call._replace(nbytes=nbytes)) for nbytes in (low, 2 * low))
-        return low_s + (high_s - low_s) * (call.nbytes - low) / low, name
-
     def _of(self, call: Call) -> tuple[float, str]:
-        measured, curve, nbytes = self.measured, self.measured.allocated, call.nbytes
-        memory_s = 0.0 if curve is None else curve.at(nbytes)
         if call.operation == "sum_in_host":
-            return memory_s, ""
-        form = None
-        if call.wire is not None:
-            form, gamma_s = wire_format(call.wire), self._adding_s.get(call.wire, measured.network.gamma_s)
-            measured = replace(measured, network=replace(measured.network, gamma_s=gamma_s))
+            return self._memory_s(call.nbytes), ""
         if call.operation == "all_reduce":
-            best = ranked(self.routes.values(), nbytes, measured, allocated=True, form=form)[0]
-            return best.predicted_s, best.route.name
-        nbytes = nbytes if form is None else form.bytes_of(nbytes // 4)
-        if call.operation == "gather_across":
-            return moved_s("all_gather", nbytes, measured) - memory_s / 2, ""
-        return moved_s(call.operation, nbytes, measured), ""
+            return min((self._reduced_s(each, call), each.name) for each in self.routes.values())
+        is_across = call.operation == "gather_across"
+        schedule = "all_gather" if is_across else call.operation
+        memory_s = 0.0 if is_across else self._memory_s(call.nbytes) / 2  # half of an all-reduce
+        network, nbytes = self._crossing(call, in_memory=self.measured.allocated is not None)
+        return memory_s + _seconds(schedule, by_size(schedule, nbytes, network.num_ranks), nbytes, network), ""
+
+    def _memory_s(self, nbytes: int) -> float:
+        return 0.0 if self.measured.allocated is None else self.measured.allocated.at(nbytes)
+
+    def _reduced_s(self, route: Route, call: Call) -> float:
+        """Returns the seconds of an all-reduce. Memory adds up one piece while others cross, so one is counted."""
+        if route.schedule is None:
+            return self._memory_s(call.nbytes)
+        network, nbytes = self._crossing(call, in_memory=route.in_memory)
+        memory_s = self._memory_s(call.nbytes // num_pieces(call.nbytes)) if route.in_memory else 0.0
+        return memory_s + _seconds(route.algorithm, route.schedule, nbytes, network)
+
+    def _crossing(self, call: Call, *, in_memory: bool) -> tuple[Network, int]:
+        """Returns the ranks between which bytes travel, and how many; in memory a host counts as one rank."""
+        network, nbytes = self.measured.network, call.nbytes
+        if in_memory:
+            network = replace(network, hosts=equal_hosts(len(self.hosts), 1))
+        if call.wire is None:
+            return network, nbytes
+        gamma_s = self._adding_s.get(call.wire, network.gamma_s)
+        return replace(network, gamma_s=gamma_s), wire_format(call.wire).bytes_of(nbytes // 4)
+
+
+def _seconds(name: str, schedule: Schedule, nbytes: int, network: Network) -> float:
+    return (cost_s if network.num_ranks <= MANY_RANKS else formula_s)(name, schedule, nbytes, network)
+
+
+def measured_in(comm: Communicator) -> Measured:
+    """Measures the links of ranks, and the memory that those of a host share. Collective."""
+    return Measured(comm.plan.network(), _memory_curve(comm))
+
+
+def _memory_curve(comm: Communicator) -> Curve | None:
+    """Returns bytes and seconds of sums in the memory of a host; None if no ranks share any. Collective."""
+    if comm.host_partition.num_hosts == comm.world_size:
+        return None
+    sizes = [nbytes for nbytes in MEMORY_BYTES if nbytes * max(map(len, comm.hosts)) <= MEMORY_IN_ALL]
+    shared, mine = comm.allocate(sizes[-1] // 4, torch.float32), dict[str, list[float]]()
+    for nbytes in sizes:
+        runs = {f"{nbytes}": partial(comm.sum_in_host, shared[: nbytes // 4])}
+        mine |= timed(runs, IN_A_ROW if nbytes <= 1 << 20 else 1, device=comm.device)
+    comm.free(shared)
+    times = agreed(mine, partial(all_gather_object, comm))
+    return Curve(tuple(sizes), tuple(times[f"{nbytes}"] for nbytes in sizes))
+
+
+def measured_here(num_ranks: int, threads: int) -> Measured:
+    """Returns the figures of links and memory of this number of ranks on this host."""
+    found: Measured = launch(_figures_here, workers=num_ranks, threads_per_worker=threads, timeout_s=TIMEOUT_S)[0]
+    return found
+
+
+def _figures_here() -> Measured:
+    comm = ddp.init(device="cpu")
+    measured = measured_in(comm)
+    ddp.shutdown()
+    return measured
 
 
 def measured_on(
@@ -157,7 +232,7 @@ def measured_on(
     if per_host > 1 and known is not None and known.allocated is not None:
         times_s = tuple(each * per_host / num_measured for each in known.allocated.seconds)
         curve = Curve(known.allocated.nbytes, times_s)
-    return Measured(replace(network, hosts=hosts, between=between), curve, curve)
+    return Measured(replace(network, hosts=hosts, between=between), curve)
 
 
 def cores_of_a_rank(cores: int, per_host: int, threads: int) -> float:

@@ -18,14 +18,20 @@ from typing import cast
 
 import torch
 
-from ddp.collectives.simulate import equal_hosts
-from ddp.comm.calibrate import Measured
+from ddp.collectives.cost import equal_hosts
 from ddp.comm.flat_collectives import possible_routes
 from ddp.commands.command import parser_of, rate_of, respond, time_of
 from ddp.errors import ConfigError
 from ddp.lab.forecast import encoding
-from ddp.lab.forecast.links_here import measured_here
-from ddp.lab.forecast.prices import Dispatch, Prices, cores_of_a_rank, measured_on, threads_of_a_rank
+from ddp.lab.forecast.prices import (
+    Dispatch,
+    Measured,
+    Prices,
+    cores_of_a_rank,
+    measured_here,
+    measured_on,
+    threads_of_a_rank,
+)
 from ddp.lab.forecast.replay import STRATEGIES, Forecast, Setup, Strategy, forecast, naive_s
 from ddp.lab.forecast.work import Work, work_of
 from ddp.lab.scaling.runs import read_runs

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.device import device_of
+from ddp.comm.opening import device_of
 from ddp.comm.session import communicator_of, current
 from ddp.errors import ConfigError
 from ddp.process import gpu

@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.device import device_of
+from ddp.comm.opening import device_of
 from ddp.comm.session import current
 from ddp.errors import ConfigError
 from ddp.gradients.hooks.compression import Compression

@@ -1,9 +1,9 @@
 """A run: checked before any worker starts, made by every worker, and completed afterwards.
 
-    check(config)            in the parent, before any worker: fetches data, builds the model without memory, looks at
-                             the checkpoint to be resumed; so one process says once what is wrong
-    run(config, run_dir)     in every worker: communicator, data, model, optimizer, fit; rank 0 writes summary.json
-    finish(config, run_dir)  in the parent, afterwards: the table, and of a GPT yardsticks and what it writes
+check(config)            in the parent, before any worker: fetches data, builds the model without memory, looks at
+                         the checkpoint to be resumed; so one process says once what is wrong
+run(config, run_dir)     in every worker: communicator, data, model, optimizer, fit; rank 0 writes summary.json
+finish(config, run_dir)  in the parent, afterwards: the table, and of a GPT yardsticks and what it writes
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.device import show_only
 from ddp.comm.objects import all_gather_object, on_rank_zero
+from ddp.comm.opening import show_only
 from ddp.comm.session import init, shutdown
 from ddp.data.samples import Splits
 from ddp.data.sets import standard_library

@@ -422,7 +422,7 @@ def _device_problems(config: Config) -> Iterator[str]:
 def check_gpus(config: Config) -> None:
     """Refuses GPUs that workers cannot have if this process starts them all, because they see those that it sees.
 
-    Workers of a launcher may each see other ones; so `comm/device.py` checks these, once they have met.
+    Workers of a launcher may each see other ones; so `comm/opening.py` checks these, once they have met.
 
     Raises:
         ConfigError: there is none, or not all that are named, or not one for each where NCCL needs that.

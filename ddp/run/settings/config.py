@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ddp.collectives.simulate import SEGMENT_BYTES
+from ddp.collectives.schedule import SEGMENT_BYTES
 from ddp.comm.meeting.role import Job
 from ddp.policies import (
     Buckets,
@@ -157,7 +157,7 @@ class Comm:
     """Communication between workers."""
 
     algorithm: str = setting(
-        "auto", "how an all-reduce runs: shared_memory, ring, tree, …, MODULE:NAME; auto: in the least predicted time"
+        "auto", "how an all-reduce runs: shared_memory, ring, tree, …, MODULE:NAME; auto: the fastest of a trial"
     )
     order: Additions = setting(
         "any", "canonical: use only algorithms that add along the same binary tree over the workers; any: use all"

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.device import device_of
 from ddp.comm.objects import all_gather_object
+from ddp.comm.opening import device_of
 from ddp.comm.session import current, on_cpu
 from ddp.data.loading.loader import EvaluationLoader, num_evaluation_batches
 from ddp.data.loading.source import UNKEYED, Source, fingerprint, source_of

@@ -21,8 +21,8 @@ import torch
 from torch.autograd import profiler
 
 from ddp.comm.communicator import Communicator
+from ddp.comm.connect import boot_id
 from ddp.comm.objects import all_gather_object, broadcast_object
-from ddp.comm.transport.topology import boot_id
 from ddp.errors import ConfigError
 from ddp.process.clock import now_s
 from ddp.process.environment import variable_set

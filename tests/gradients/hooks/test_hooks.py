@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ddp.collectives.catalog import all_reduce_schedules
 from ddp.comm.communicator import Communicator
-from ddp.comm.settings import Settings
+from ddp.comm.host_links import Settings
 from ddp.errors import ConfigError
 from ddp.gradients import DenseStart, ErrorFeedback, Hook, PowerSGD, RandomK, Sign, TopK
 from ddp.gradients.bucket import Bucket, Slot

@@ -15,7 +15,7 @@ from torch.distributed.nn.functional import all_gather as all_gather_of_torch
 from torch.nn import functional as F
 
 import ddp
-from ddp.comm.transport import topology
+from ddp.comm import connect
 from ddp.errors import ConfigError
 
 X = torch.randn(12, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -54,7 +54,7 @@ def gradient_of(module: nn.Module) -> Tensor:
 def by_hand(numbers: tuple[int, ...], on_hosts: bool) -> list[Tensor]:
     """Returns the gradients of a loss over the pairs of all ranks' samples, in each way and kind of replica."""
     if on_hosts:
-        topology.boot_id = lambda: f"host {int(os.environ['RANK']) // 2}"
+        connect.boot_id = lambda: f"host {int(os.environ['RANK']) // 2}"
     comm, found, num = ddp.init(abort_s=20), list[Tensor](), sum(numbers)
     start = sum(numbers[: comm.rank])
     for way in WAYS:

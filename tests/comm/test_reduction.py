@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddp.comm.wire_format import ALIGNMENT_BYTES, BLOCK, STRETCH, TINY, WireFormat, wire_format
+from ddp.comm.reduction import ALIGNMENT_BYTES, BLOCK, STRETCH, TINY, WireFormat, wire_format
 from ddp.setting import WireName
 
 LENGTHS = (0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5, STRETCH, STRETCH + BLOCK + 7)

@@ -13,10 +13,10 @@ import pytest
 import torch.distributed as dist
 from ranks import as_threads, run_ranks
 
-from ddp.comm.transport import topology
+from ddp.comm import connect
+from ddp.comm.connect import Neighbours, discover, group
 from ddp.comm.transport.edge import Gather
 from ddp.comm.transport.shared_memory import KINDS, Kind, SharedMemory
-from ddp.comm.transport.topology import Neighbours, discover, group
 
 Result = TypeVar("Result")
 
@@ -91,7 +91,7 @@ def test_ranks_of_one_host_find_each_other(size: int, kind: Kind) -> None:
 
 
 def test_another_boot_id_is_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "boot_id", lambda: f"boot {my_rank() % 3}")
+    monkeypatch.setattr(connect, "boot_id", lambda: f"boot {my_rank() % 3}")
     found = layouts(7)
     assert found[0].hosts == ((0, 3, 6), (1, 4), (2, 5))
     assert not any(layout.reasons for layout in found)
@@ -99,27 +99,27 @@ def test_another_boot_id_is_another_host(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_equal_boot_ids_are_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clone of a virtual machine: what stands at the path there is another process's memory here."""
-    honest = topology._why_out_of_reach
+    honest = connect._why_out_of_reach
 
-    def look(neighbour: topology.RankLocation) -> str:
+    def look(neighbour: connect.RankLocation) -> str:
         if my_rank() == 2:
-            neighbour = topology.RankLocation(**{**vars(neighbour), "number": "00" * topology.PROBE_BYTES})
+            neighbour = connect.RankLocation(**{**vars(neighbour), "number": "00" * connect.PROBE_BYTES})
         return honest(neighbour)
 
-    monkeypatch.setattr(topology, "_why_out_of_reach", look)
+    monkeypatch.setattr(connect, "_why_out_of_reach", look)
     found = layouts(3)
     assert found[0].hosts == ((0, 1), (2,))
     assert "is another process's here" in found[2].reasons[0]
 
 
 def test_files_serve_where_processes_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = topology._why_out_of_reach
+    honest = connect._why_out_of_reach
 
-    def look(neighbour: topology.RankLocation) -> str:
+    def look(neighbour: connect.RankLocation) -> str:
         return honest(neighbour) if neighbour.path.startswith("/dev/shm/") else "[Errno 13] Permission denied"
 
-    monkeypatch.setattr(topology, "_why_out_of_reach", look)
-    monkeypatch.setattr(topology, "_pid_namespace", lambda: f"pid:[{my_rank()}]")
+    monkeypatch.setattr(connect, "_why_out_of_reach", look)
+    monkeypatch.setattr(connect, "_pid_namespace", lambda: f"pid:[{my_rank()}]")
     found = layouts(3)
     assert (found[0].hosts, found[0].kinds) == (((0, 1, 2),), ("/dev/shm",))
     assert found[1].pids == (None, os.getpid(), None)  # a PID of another namespace is nobody's here
