@@ -43,8 +43,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from ddp.collectives.over_hosts import rows_of
-from ddp.collectives.placed import Hosts
+from ddp.collectives.placed import Hosts, rows_of
 from ddp.collectives.schedule import Goal, Schedule, Send
 
 COUNTED_MESSAGES = 20_000  # of all ranks

@@ -7,7 +7,7 @@ flat_collectives.py, reduction.py       every collective on a flat buffer, by th
 host_memory.py, host_reduce.py          in the memory of one host
 host_links.py, execute.py               by a schedule over a transport, or both
 plan.py                                 which route an all-reduce takes
-messages.py, objects.py, host_share.py  messages, Python objects, memory of a host
+messages.py, objects.py                 messages, Python objects
 opening.py, connect.py                  how a communicator begins: devices, backends, which ranks share a host
 session.py                              what `ddp.init` remembers
 transport/ · meeting/ · watch/          edges between ranks · how ranks find each other · who is missing

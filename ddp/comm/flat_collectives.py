@@ -38,11 +38,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from ddp.collectives.all_to_all import schedule_over_shards
 from ddp.collectives.catalog import ALL_REDUCE, SCHEDULES, all_reduce_schedules
 from ddp.collectives.placed import Hosts, rooted
 from ddp.collectives.schedule import Expression, Goal, Schedule, canonical, offsets
 from ddp.collectives.shards import is_canonical_over_ranks, nodes_by_rank
-from ddp.collectives.slice_owners import schedule_over_shards
 from ddp.comm.host_links import CrossHost, HostLinks, by_size
 from ddp.comm.host_memory import NoSharedMemory
 from ddp.comm.host_reduce import HostGroup

@@ -50,11 +50,11 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ddp.collectives.all_to_all import schedule_over_shards
 from ddp.collectives.cost import Link, Network, equal_hosts, formula_s, volume
 from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Goal, Recv, Schedule, Send
 from ddp.collectives.shards import is_canonical_over_ranks, most_nodes
-from ddp.collectives.slice_owners import schedule_over_shards
 from ddp.comm import checks
 from ddp.comm.call_queue import CallQueue
 from ddp.comm.flat_collectives import IN_MEMORY, FlatCollectives, Route

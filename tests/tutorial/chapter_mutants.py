@@ -112,7 +112,7 @@ SUBJECTS = {  # chapter → the functions that it is about
         "collectives/master_worker.py: reduce, broadcast",
     ],
     "04_costs": ["collectives/cost.py: tree, recursive_doubling, circulant, bandwidth_optimal_s, textbook"],
-    "05_shared_memory": ["comm/host_reduce.py: all_reduce, _hand_in, _add_copies, _blocks, _cuts"],
+    "05_shared_memory": ["comm/host_reduce.py: all_reduce, _hand_in, _add_copies, _new_blocks, _cuts"],
     "06_naive_replicas": ["replica/naive.py: _finish", "replica/broadcast.py: broadcast_tensors"],
     "07_buckets": [
         "replica/backward.py: begin, _set_up, note, _launch_if_full, _launch_full, end, finish",
@@ -146,7 +146,7 @@ SUBJECTS = {  # chapter → the functions that it is about
         "data/orders/order.py: Blocks.samples, _windows, Checksum.of",
     ],
     "15_who_starts_it": ["comm/meeting/place.py: _placed, _on_one_host, _port_of, _starter"],
-    "16_central_storage": ["comm/host_share.py: shared_by_host, _mapped"],
+    "16_central_storage": ["strategies/host_store.py: shared_by_host, _mapped"],
     "20_sums_and_their_order": ["collectives/shards.py: shards_of_rank, halves, largest_nodes, additions"],
 }
 

@@ -12,14 +12,14 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from ddp.collectives import shards, slice_owners
+from ddp.collectives import all_to_all, shards
+from ddp.collectives.all_to_all import schedule_over_shards
 from ddp.collectives.catalog import ALL_REDUCE, OVER_SHARDS, SCHEDULES, SHIPPED, all_reduce_schedules
 from ddp.collectives.cost import Link, Network, equal_hosts, textbook, volume
 from ddp.collectives.placed import placed, rooted
 from ddp.collectives.schedule import Add, Goal, Recv, Round, Schedule, ScheduleError, Send, canonical, draw, offsets
 from ddp.collectives.shards import halves, nodes_by_rank, shards_of_rank
 from ddp.collectives.simulate import cost_s, repeats, simulate
-from ddp.collectives.slice_owners import schedule_over_shards
 from ddp.comm.host_links import HostLinks, Settings
 from ddp.comm.reduction import SUM, Reduction
 from ddp.comm.transport.edge import Transport
@@ -67,10 +67,10 @@ def test_a_shard_per_rank_is_an_all_reduce_over_ranks(num_ranks: int) -> None:
 
 
 def test_the_total_ends_in_buffer_0_whichever_side_that_is() -> None:
-    (round_1, _) = slice_owners.all_reduce(1, 3, num_shards=8)
+    (round_1, _) = all_to_all.all_reduce_over_shards(1, 3, num_shards=8)
     additions = [(op.into, op.other) for op in round_1 if isinstance(op, Add)]
     assert additions == [(0, 2), (1, 3), (1, 4), (0, 1)]  # as in the docstring
-    (round_1, _) = slice_owners.all_reduce(2, 3, num_shards=8)
+    (round_1, _) = all_to_all.all_reduce_over_shards(2, 3, num_shards=8)
     assert [(op.into, op.other) for op in round_1 if isinstance(op, Add)][-1][0] == 0
 
 
@@ -86,7 +86,7 @@ def changed(change: Callable[[list[Add]], list[Add]]) -> Schedule:
     """Returns the all-reduce of 8 shards after something has happened to the additions of rank 1."""
 
     def algorithm(rank: int, num_ranks: int) -> Iterator[Round]:
-        for ops in slice_owners.all_reduce(rank, num_ranks, num_shards=8):
+        for ops in all_to_all.all_reduce_over_shards(rank, num_ranks, num_shards=8):
             additions = [op for op in ops if isinstance(op, Add)]
             others = [op for op in ops if not isinstance(op, Add)]
             yield (*others, *(change(additions) if rank == 1 and additions else additions))
@@ -169,7 +169,7 @@ def test_a_schedule_over_shards_cannot_be_registered() -> None:
     with pytest.raises(ConfigError, match="own: adds up shards, where an all-reduce adds up ranks: leave num_shards"):
         prove(own_all_reduce(over_shards(8)), 2, what="own")
     with pytest.raises(ConfigError, match=r"rank 0 in round 1: yields .* which is no tuple of Send and Recv"):
-        register("own", partial(slice_owners.all_reduce, num_shards=8))
+        register("own", partial(all_to_all.all_reduce_over_shards, num_shards=8))
 
 
 LINK = Link(alpha_s=3e-6, beta_s=2e-9, gap_s=1e-6)
