@@ -141,7 +141,7 @@ class Order(ABC):
         """Returns the samples at `positions`, [k], each in 0 … length − 1."""
 
     def positions(self, sample: int, *, seed: int, epoch: int) -> list[int]:
-        """Returns where a sample is read in an epoch, in rising order. This looks everywhere; an inverse is faster."""
+        """Returns where a sample is read in an epoch, in rising order. It looks through all of it."""
         found: list[int] = []
         for begin in range(0, self.length, _BLOCK):
             where = np.arange(begin, min(begin + _BLOCK, self.length))
@@ -221,14 +221,7 @@ class Permutation(Order):
 
     def samples(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
         """Returns the samples at `positions`."""
-        return self._permutation(seed, epoch).places(positions, size=self.length)
-
-    def positions(self, sample: int, *, seed: int, epoch: int) -> list[int]:
-        """Returns the one position of a sample."""
-        return [int(self._permutation(seed, epoch).numbers(np.array([sample]), size=self.length)[0])]
-
-    def _permutation(self, seed: int, epoch: int) -> Permutations:
-        return Permutations(key_of(seed, epoch), largest=self.length)
+        return Permutations(key_of(seed, epoch), largest=self.length).places(positions, size=self.length)
 
 
 class Fixed(Order):
@@ -240,10 +233,6 @@ class Fixed(Order):
     def samples(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
         """Returns the samples at `positions`."""
         return positions
-
-    def positions(self, sample: int, *, seed: int, epoch: int) -> list[int]:
-        """Returns the one position of a sample."""
-        return [sample]
 
 
 class FirstOf(Order):
@@ -267,10 +256,6 @@ class FirstOf(Order):
     def samples(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
         """Returns the samples at `positions`."""
         return self._order.samples(positions, seed=seed, epoch=epoch)
-
-    def positions(self, sample: int, *, seed: int, epoch: int) -> list[int]:
-        """Returns where a sample is read."""
-        return [each for each in self._order.positions(sample, seed=seed, epoch=epoch) if each < self.length]
 
     def checksum(self) -> Checksum | None:
         """Returns the other order's promise if this is all of it; else None, because each epoch leaves out others."""
@@ -315,32 +300,15 @@ class Blocks(Order):
 
     def samples(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
         """Returns the samples at `positions`."""
-        begin, size = self._windows(positions)
-        mixed = self._permutations(seed, epoch).places(positions - begin, size=size, group=begin)
+        lane = np.searchsorted(self._lane_starts, positions, side="right") - 1
+        first, end = self._lane_starts[lane], self._lane_starts[lane] + self._lanes[lane]
+        begin = first + (positions - first) // self.window * self.window
+        shuffle = Permutations(key_of(seed, epoch), largest=min(self.window, self.length))
+        mixed = shuffle.places(positions - begin, size=np.minimum(self.window, end - begin), group=begin)
         files, starts = self._sequence(seed, epoch)
         slot = np.searchsorted(starts, begin + mixed, side="right") - 1
         found: Indices = self._first_samples[files[slot]] + begin + mixed - starts[slot]
         return found
-
-    def positions(self, sample: int, *, seed: int, epoch: int) -> list[int]:
-        """Returns the one position of a sample."""
-        file = int(np.searchsorted(self._first_samples, sample, side="right")) - 1
-        files, starts = self._sequence(seed, epoch)
-        slot = int(np.flatnonzero(files == file)[0])
-        place = starts[slot : slot + 1] + sample - self._first_samples[file]
-        begin, size = self._windows(place)
-        found = self._permutations(seed, epoch).numbers(place - begin, size=size, group=begin)
-        return [int(begin[0] + found[0])]
-
-    def _windows(self, positions: Indices) -> tuple[Indices, Indices]:
-        """Returns the first position and the size of each position's window."""
-        lane = np.searchsorted(self._lane_starts, positions, side="right") - 1
-        first, end = self._lane_starts[lane], self._lane_starts[lane] + self._lanes[lane]
-        begin = first + (positions - first) // self.window * self.window
-        return begin, np.minimum(self.window, end - begin)
-
-    def _permutations(self, seed: int, epoch: int) -> Permutations:
-        return Permutations(key_of(seed, epoch), largest=min(self.window, self.length))
 
     def _sequence(self, seed: int, epoch: int) -> tuple[Indices, Indices]:
         """Returns the files that have samples, in the order of the epoch, and the position at which each begins."""

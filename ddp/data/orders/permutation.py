@@ -1,14 +1,14 @@
-"""A random permutation of any length that is never stored: each place is computed from a key, and so is its inverse.
+"""A random permutation of any length that is never stored: each place is computed from a key.
 
     swap or not, round r:    K = a number of the round, 0 … n − 1          the partner of x:  K − x  (mod n)
 
                              x = 2, partner 5  ─┐  one bit, drawn for      swap: 2 → 5 and 5 → 2
                              x = 5, partner 2  ─┘  the pair's larger one   or not: 2 → 2 and 5 → 5
 
-A round pairs all numbers, and a coin decides for each pair whether it changes places. So a round is a permutation, and
-its own inverse; the rounds backwards undo the whole. A number that is swapped once is anywhere with equal chance. Two
-numbers keep their distance only while both are swapped or both are not, with chance ½ each round. After 2·log₂ n + 16
-rounds that is less likely than 2⁻¹⁶ for any of the n² pairs.
+A round pairs all numbers, and a coin decides for each pair whether it changes places. So a round is a permutation. A
+number that is swapped once is anywhere with equal chance. Two numbers keep their distance only while both are swapped
+or both are not, with chance ½ each round. After 2·log₂ n + 16 rounds that is less likely than 2⁻¹⁶ for any of the n²
+pairs.
 
 Many permutations are computed at once: each number belongs to a *group* of some size, which has a permutation of its
 own.
@@ -56,19 +56,12 @@ class Permutations:
             size: of the number's group.
             group: number of the group, from 0; [k], or one for all.
         """
-        return self._through(self._keys, numbers, size, group)
-
-    def numbers(self, places: Indices, *, size: Indices | int, group: Indices | int = 0) -> Indices:
-        """Returns the numbers that go to `places`, [k]: the inverse."""
-        return self._through(self._keys[::-1], places, size, group)
-
-    def _through(self, keys: Words, x: Indices, size: Indices | int, group: Indices | int) -> Indices:
-        found = np.empty(len(x), dtype=np.int64)
-        for begin in range(0, len(x), _BLOCK):
+        found = np.empty(len(numbers), dtype=np.int64)
+        for begin in range(0, len(numbers), _BLOCK):
             part = slice(begin, begin + _BLOCK)
             sizes, groups = (np.atleast_1d(np.asarray(each, dtype=np.int64)) for each in (size, group))
             sizes, groups = (each[part] if len(each) > 1 else each for each in (sizes, groups))
-            found[part] = _swapped_or_not(keys, x[part], sizes, groups)
+            found[part] = _swapped_or_not(self._keys, numbers[part], sizes, groups)
         return found
 
 

@@ -155,7 +155,7 @@ def test_what_loaders_read_is_what_was_promised(files, order, sharding, world_si
 
 
 def promises() -> None:
-    """A few epochs in which every line matters: multisets, the same steps at any world size, lanes, inverses, keys."""
+    """A few epochs in which every line matters: multisets, the same steps at any world size, lanes, keys."""
     for sizes, shards, batch in (([5, 0, 4, 7, 3, 6], 3, 7), ([4, 4, 4, 4], 2, 4), ([9, 1, 1, 8, 2], 4, 5)):
         data, seen = Sizes(sizes), set()
         choices = choices_of(data, "blocks", "file", batch, shards)
@@ -273,7 +273,7 @@ HARMLESS = {
     "f'": "words",
 }
 MUTATED: list[Any] = [
-    *(Lanes.__init__, Lanes.samples, Blocks.samples, Blocks._windows, Blocks._sequence),
+    *(Lanes.__init__, Lanes.samples, Blocks.samples, Blocks._sequence),
     *(_equal_lanes, key_of, TrainSampler._steps_from, Skips.past),
 ]
 OF_LEASES: list[Any] = [
