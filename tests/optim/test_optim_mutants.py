@@ -22,7 +22,7 @@ from mutants import Mutant, mutants, mutated
 from torch import nn
 from torch.optim import lr_scheduler
 
-from ddp.data.orders.steps import BatchSizes, BatchWarmup
+from ddp.data.orders.steps import BatchSizes, BatchWarmup, StepsLeft
 from ddp.errors import CheckpointError
 from ddp.gradients.bucket import Bucket, Slot, span
 from ddp.optim import groups, layerwise, norms, schedules
@@ -236,11 +236,14 @@ def counting_equals_walking() -> None:
             steps.add(sizes.size_at(walked))
             walked += sizes.size_at(walked)
         assert sizes.all() == steps
-        assert sizes.end(3, epochs=4, num_steps=None)[0] == sizes.num_steps(3, 4 * length)
+        assert StepsLeft(sizes).end(3, epochs=4, num_steps=None)[0] == sizes.num_steps(3, 4 * length)
         assert sizes.num_steps(69, 66) == 0
         for left in (0, -2):
-            assert sizes.end(3, epochs=4, num_steps=left) == (left, 3)
-        assert sizes.end(3, epochs=4, num_steps=1) == (min(1, sizes.num_steps(3, 4 * length)), sizes.after(3, 1))
+            assert StepsLeft(sizes).end(3, epochs=4, num_steps=left) == (left, 3)
+        assert StepsLeft(sizes).end(3, epochs=4, num_steps=1) == (
+            min(1, sizes.num_steps(3, 4 * length)),
+            sizes.after(3, 1),
+        )
 
 
 def batches_grow_evenly() -> None:
@@ -472,7 +475,7 @@ CASES: dict[FunctionType, Callable[[], None]] = {
     BatchSizes.size_at: counting_equals_walking,
     BatchSizes.num_steps: counting_equals_walking,
     BatchSizes.after: counting_equals_walking,
-    BatchSizes.end: counting_equals_walking,
+    StepsLeft.end: counting_equals_walking,
     BatchSizes.all: counting_equals_walking,
     BatchSizes._is_steady: counting_equals_walking,
     BatchSizes._stretch: counting_equals_walking,
@@ -557,6 +560,7 @@ SAME: dict[FunctionType, dict[str, str]] = {  # what a part of the line becomes,
         "self.length == -1": "all epochs are counted step by step",
     },
     BatchSizes._stretch: {"position > self.batch": "an epoch is counted step by step"},
+    StepsLeft.end: {"left < num_steps": "both limits end there"},
     NoiseScale.add: {"part_squares - square": "two infinities leave no number either"},
 }
 

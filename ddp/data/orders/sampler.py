@@ -46,9 +46,8 @@ from ddp.data.orders.steps import (
     RoundSizes,
     SamplerState,
     Skipped,
-    Skips,
     Steps,
-    StepsMadeEarly,
+    StepsLeft,
     checked_range,
     joined,
     read_state,
@@ -151,12 +150,12 @@ class TrainSampler:
             raise ConfigError(f"the training set has {length} samples; check its path and its split")
         replicas(world_size, rank)
         if isinstance(global_batch, Steps):
-            self._sizes: Steps = global_batch
+            self.sizes: Steps = global_batch
         else:
             of_rounds = rounds and RoundSizes(length, global_batch, rounds)
-            self._sizes = of_rounds or BatchSizes(length, global_batch)
-        if isinstance(self._sizes, BatchSizes):
-            _check_batch(self._sizes.batch, world_size, num_shards)
+            self.sizes = of_rounds or BatchSizes(length, global_batch)
+        if isinstance(self.sizes, BatchSizes):
+            _check_batch(self.sizes.batch, world_size, num_shards)
         if num_shards < world_size:
             raise ConfigError(
                 f"num_shards={num_shards} is less than {world_size} workers, so some would compute nothing: "
@@ -164,7 +163,7 @@ class TrainSampler:
             )
         if micro_size is not None and micro_size < 1:
             raise ConfigError(f"micro_size must be at least 1, got {micro_size}; leave it out for whole shards")
-        self.order, self.length, self.global_batch = order, length, self._sizes.usual
+        self.order, self.length, self.global_batch = order, length, self.sizes.usual
         self.num_shards, self.micro_size = num_shards, micro_size
         self.rank, self.world_size = rank, world_size
         self.seen: Checksum | None = Checksum()
@@ -184,19 +183,18 @@ class TrainSampler:
             ahead: ranges that were made before their turn.
         """
         position = state.epoch * self.length + state.consumed
-        self.sizes: Steps = StepsMadeEarly(self._sizes, ahead) if ahead else self._sizes
         last = ahead[-1].stop if ahead else position
-        self._skips = Skips(self.sizes, [each for each in skipped if each.stop <= last])
+        self._steps = StepsLeft(self.sizes, [each for each in skipped if each.stop <= last], ahead)
         if self._skip_steps is not None:
-            self._skips = self._skips.with_range(self._skip_steps, num_steps=num_steps, position=position)
-        self._seed, self._next = state.seed, self._skips.past(position)  # `length` positions an epoch
+            self._steps = self._steps.with_range(self._skip_steps, num_steps=num_steps, position=position)
+        self._seed, self._next = state.seed, self._steps.past(position)  # `length` positions an epoch
         self._num_steps, self._ahead = num_steps, list(ahead)
         self._origin = (num_steps, self._next, list(ahead))
 
     @property
-    def _left(self) -> Skips:
-        """Returns the steps that are left, without those that were made before their turn."""
-        return self._skips._replace(sizes=StepsMadeEarly(self.sizes, self._ahead)) if self._ahead else self._skips
+    def _left(self) -> StepsLeft:
+        """Returns the steps that are left, without those that were made before their turn since a state was loaded."""
+        return StepsLeft(self.sizes, self._steps.skipped, self._ahead) if self._ahead else self._steps
 
     @property
     def num_samples(self) -> int | None:
@@ -224,7 +222,7 @@ class TrainSampler:
         _, epoch, consumed = self.state
         if consumed == 0 or self._ahead:
             return not self._ahead
-        return any(each.stop == self._next and 0 < each.start <= epoch * self.length for each in self._skips.ranges)
+        return any(each.stop == self._next and 0 < each.start <= epoch * self.length for each in self._steps.skipped)
 
     def position_of(self, plan: StepPlan) -> int:
         """Returns how many samples the run has trained on before a step."""
@@ -264,11 +262,11 @@ class TrainSampler:
             )
         return indices(found)
 
-    def _steps_from(self, position: int, steps: Skips) -> Iterator[range]:
+    def _steps_from(self, position: int, steps: StepsLeft) -> Iterator[range]:
         """Yields the positions in their epoch of all steps that are left of it."""
         epoch = position // self.length
         while position // self.length == epoch:
-            start, size = position % self.length, steps.sizes.size_at(position)
+            start, size = position % self.length, steps.size_at(position)
             yield range(start, start + size)
             position = steps.past(position + size)
 
@@ -283,13 +281,13 @@ class TrainSampler:
 
     def left_out_from(self, position: int) -> int | None:
         """Returns the first step of the range in which the sample at a position is skipped, if that lies ahead."""
-        ahead = (each for each in self._skips.ranges if each.first > self._origin[0])
+        ahead = (each for each in self._steps.skipped if each.first > self._origin[0])
         return next((each.first for each in ahead if each.start <= position < each.stop), None)
 
     def step_at(self, position: int) -> int:
         """Returns the number of the run's step that has the sample at a position, not before the state loaded."""
         num_steps, begin, _ = self._origin
-        return num_steps + self._skips.num_steps(begin, position + 1)
+        return num_steps + self._steps.num_steps(begin, position + 1)
 
     def was_made(self, position: int) -> bool:
         """Returns True if the step that has the sample at a position was made before the state loaded."""
@@ -298,14 +296,13 @@ class TrainSampler:
 
     def steps_before(self, plan: StepPlan) -> list[range]:
         """Returns the steps of an epoch that come before one of its steps, since the state that was loaded."""
-        begin = max(self._origin[1], self._skips.past(plan.epoch * self.length))
-        return list(takewhile(lambda step: step.start < plan.position, self._steps_from(begin, self._skips)))
+        begin = max(self._origin[1], self._steps.past(plan.epoch * self.length))
+        return list(takewhile(lambda step: step.start < plan.position, self._steps_from(begin, self._steps)))
 
     def seek(self, step: int) -> None:
         """Moves the state to where the run's step with this number begins, counted from 1; not before one loaded."""
-        num_steps, self._next, self._ahead = self._origin
-        _, position = self.end(epochs=None, num_steps=step - 1 - num_steps)
-        self._next = self._skips.past(position)
+        num_steps, begin, self._ahead = self._origin
+        self._next = self._steps.past(self._steps.after(begin, max(0, step - 1 - num_steps)))
 
     def parts(self, step: Sequence[int]) -> Iterator[Micro]:
         """Yields this rank's parts of a step, with their positions, which `step` has."""
@@ -332,7 +329,7 @@ class TrainSampler:
 
     def micros(self, step: Sequence[int]) -> list[Micro]:
         """Returns this rank's micro-batches of a step; of a round, the parts of its inner steps."""
-        if not isinstance(self._sizes, RoundSizes):
+        if not isinstance(self.sizes, RoundSizes):
             return list(self.parts(step))
         size, number = len(step), self._in_round(len(step))
         cuts = [inner * size // number for inner in range(number + 1)]
@@ -341,12 +338,12 @@ class TrainSampler:
 
     def _in_round(self, size: int) -> int:
         """Returns the inner steps of a round; fewer where a rank would have no sample in one."""
-        assert isinstance(self._sizes, RoundSizes)
-        return max(1, min(self._sizes.num_inner(size), size // self.world_size))
+        assert isinstance(self.sizes, RoundSizes)
+        return max(1, min(self.sizes.num_inner(size), size // self.world_size))
 
     def _num_inner(self, step: Sequence[int], epoch: int) -> int:
         """Returns the inner steps of a step; 0 if gradients are averaged in it."""
-        sizes, position = self._sizes, epoch * self.length + step[0]
+        sizes, position = self.sizes, epoch * self.length + step[0]
         is_round = isinstance(sizes, RoundSizes) and position >= sizes.batch.num_samples
         return self._in_round(len(step)) if is_round else 0
 
@@ -379,7 +376,8 @@ class TrainSampler:
             size: of the step, in samples.
         """
         left_out = Skipped(number, number, position, position + size)
-        self._skips, self._left_out = self._skips.with_skipped(left_out), [*self._left_out, left_out]
+        skipped = sorted([*self._steps.skipped, left_out], key=lambda each: each.start)
+        self._steps, self._left_out = StepsLeft(self.sizes, skipped, self._steps.made), [*self._left_out, left_out]
         self._next = self._left.past(self._next)
 
     def commit_leased(self, plan: StepPlan) -> None:
@@ -412,7 +410,7 @@ class TrainSampler:
         expected, first = self.order.checksum(), epoch * self.length
         if expected is None:
             return None
-        for left_out in self._skips.within(first, first + self.length):
+        for left_out in self._steps.within(first, first + self.length):
             for begin in range(left_out.start, left_out.stop, _ADDED_UP):
                 positions = np.arange(begin, min(begin + _ADDED_UP, left_out.stop)) - first
                 expected = expected.without(Checksum.of(self._samples(positions, epoch)))
@@ -423,16 +421,17 @@ class TrainSampler:
 
         Steps that were to be left out next are not yet: who goes on may leave out others.
         """
-        position, skips = self._next, self._skips.before(self._ahead[-1].stop if self._ahead else self._next)
-        is_planned = skips and skips[-1][:2] == self._skip_steps and skips[-1] not in self._left_out
-        if is_planned and skips[-1].stop == position and not self._ahead:
-            position = skips.pop().start
+        position, last = self._next, self._ahead[-1].stop if self._ahead else self._next
+        skipped = [each for each in self._steps.skipped if each.stop <= last]
+        is_planned = skipped and skipped[-1][:2] == self._skip_steps and skipped[-1] not in self._left_out
+        if is_planned and skipped[-1].stop == position and not self._ahead:
+            position = skipped.pop().start
         state = SamplerState(self._seed, *divmod(position, self.length))
         about = {"order": self.order.identity, "length": self.length, "num_steps": self._num_steps}
         about |= {"set_apart": self.set_apart} if self.set_apart else {}
         first = state.epoch * self.length
         about |= {"ahead": [[each.start - first, each.stop - first] for each in self._ahead]} if self._ahead else {}
-        return {**state._asdict(), **about, "skipped": [list(each) for each in skips]}
+        return {**state._asdict(), **about, "skipped": [list(each) for each in skipped]}
 
     def places(self) -> Any:
         """Returns this rank's part of a state: None, but for data that are a stream."""
