@@ -103,9 +103,9 @@ def load_rows(
 def load_text(files: Files, *, kind: str, field: str, tokenizer: str, context: int) -> Splits:
     """Returns windows of tokens of the texts in a field of rows."""
     tokens = Tokenizer(tokenizer)
-    sides = [FileSet(path, ROWS[kind](), **options) for path, options in files.sides()]
+    sides = [FileSet(path, ROWS[kind](text=field), **options) for path, options in files.sides()]
     splits = _of_sides(files, sides, sample_shape=(context,), num_classes=tokens.vocab_size)
-    windows: list[Any] = [Windows(tokens.joined(side, field), context=context) for side in sides]
+    windows: list[Any] = [Windows(tokens.joined(side), context=context) for side in sides]
     return replace(splits, **_by_side(files, windows))
 
 

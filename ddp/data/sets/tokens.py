@@ -206,7 +206,7 @@ class TokenSet(FileSet, WholeBatches):
         return both[:, :-1], both[:, 1:]
 
 
-# --- Text in lines, as windows of its tokens -------------------------------------------------------------------------
+# --- Text in rows, as windows of its tokens -------------------------------------------------------------------------
 #
 #     {"text": "to be"}        t o   b e ⏎ o r … │ …         bytes, with a line end between two texts
 #     {"text": "or …"}         12 7 0 31 … │ …               a Hugging Face tokenizer's, with its token of an end
@@ -236,20 +236,10 @@ class Tokenizer:
         ends = [] if self._of_file is None else map(self._of_file.token_to_id, _ENDS)
         self._end = next(([end] for end in ends if end is not None), [])
 
-    def joined(self, texts: FileSet, field: str) -> Tensor:
-        """Returns the tokens of a field of all lines, [n] uint8 or int32.
-
-        Raises:
-            ConfigError: a line has no text in this field.
-        """
+    def joined(self, texts: FileSet) -> Tensor:
+        """Returns the tokens of all texts, [n] uint8 or int32."""
         tokens = bytearray() if self._of_file is None else array("i")
-        for number in range(len(texts)):
-            record = texts[number]
-            text = record.get(field)
-            if not isinstance(text, str):
-                raise ConfigError(
-                    f"data.text={field}: line {number} of the data has {text!r:.40} there; fields: {list(record)}"
-                )
+        for text in map(texts.__getitem__, range(len(texts))):
             if isinstance(tokens, bytearray):
                 tokens += text.encode() + b"\n"
             else:

@@ -286,8 +286,8 @@ def test_a_disk_that_fails_makes_one_sample_unreadable(words: FileSet, monkeypat
 @pytest.mark.parametrize(
     ("format", "draws_nothing"),
     [
-        (JsonLines(), True),
-        (Csv(), True),
+        (JsonLines(text="x"), True),
+        (Csv(text="x"), True),
         (TokenFiles(context=1), True),
         (TarSamples(), True),
         (TarSamples(decode=ImageAndClass()), False),
@@ -299,8 +299,8 @@ def test_formats_say_if_another_thread_may_read_ahead(format: Format, draws_noth
 
 
 def test_a_set_says_if_another_thread_may_read_ahead(words: FileSet, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("{}\n")
-    lines = FileSet(tmp_path, JsonLines(), index_dir=tmp_path / "index")
+    (tmp_path / "a.jsonl").write_text('{"x": ""}\n')
+    lines = FileSet(tmp_path, JsonLines(text="x"), index_dir=tmp_path / "index")
     assert (words.may_read_ahead, lines.may_read_ahead) == (False, True)
 
 
