@@ -26,6 +26,7 @@ import fcntl
 import hashlib
 import json
 import os
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -111,6 +112,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 _ALIGNMENT = 64
 _NUM_THREADS = 8  # that read remote files
+_ABANDONED_S = 3600.0  # a file that is being written is touched more often
 _COPY = "copy"  # a note: name and size of the copy in which samples are read
 _ROWS, _OLD = ".rows", ".old"  # no format's suffix, so that no folder's copies are taken for its files
 
@@ -338,7 +340,11 @@ def _write(path: Path, format: AnyFormat, layouts: dict[tuple[str, FileVersion],
 
 
 def _remove_unused(path: Path, format: AnyFormat) -> None:
-    """Removes old indexes that no process has mapped, and copies that none of the others names."""
+    """Removes old indexes that no process has mapped, copies that none of the others names, and what was killed."""
+    for part in path.parent.glob(f".tmp-*-{path.stem}*"):
+        with suppress(OSError):
+            if time.time() - part.stat().st_mtime > _ABANDONED_S:
+                part.unlink()
     for old in path.parent.glob(f"{path.stem}-*{_OLD}"):
         with suppress(OSError), to_read(old) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -460,6 +460,16 @@ def test_a_file_that_changes_gets_another_copy_and_a_run_that_goes_on_keeps_its_
     )
 
 
+def test_what_a_killed_indexer_has_left_is_removed_once_it_is_old(tmp_path: Path) -> None:
+    open_rows(tmp_path, "x,y,t\n1,2,3\n", Csv(**PAIRS))
+    (copy,) = copies_in(tmp_path / "index")
+    old, new = (tmp_path / "index" / f".tmp-{letter}-{copy}" for letter in "ab")
+    old.touch(), new.touch()
+    os.utime(old, (0, 0))
+    open_rows(tmp_path, "x,y,t\n4,5,6\n", Csv(**PAIRS))
+    assert not old.exists() and new.exists()
+
+
 @pytest.mark.parametrize("damage", [lambda copy: copy.unlink(), lambda copy: os.truncate(copy, 100)])
 def test_a_copy_that_is_missing_or_cut_off_is_made_again_by_the_parent_alone(damage: Any, tmp_path: Path) -> None:
     ask: Any = {"index_dir": tmp_path / "index"}
