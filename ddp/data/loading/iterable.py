@@ -272,7 +272,7 @@ class IterableLoader:
             Digests of the first samples that were read, equal where ranks read the same stream, as far as both have
             some; None: there is no batch.
         """
-        self._fetched, self.num_samples = self._watch.explained(self._watch.batches()), 0
+        self._fetched, self.num_samples = self._watch.batches(), 0
         self._ahead = self._next()
         return None if self._ahead is None else self._ahead.firsts
 

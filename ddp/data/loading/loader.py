@@ -127,7 +127,7 @@ class TrainLoader:
         """Returns an iterator over the batches of requests, which are taken ahead. Earlier ones must not be used."""
         self._ahead.end()  # because data need not bear two readers
         self._requests.source = requests
-        return self._readable(self._watch.explained(self._on_time(self._watch.batches())))
+        return self._readable(self._watch.batches(self._on_time))
 
     def read(self, plan: StepPlan, micro: Micro) -> Any:
         """Returns a batch of a step once more, or None if none of its samples can be read, beside the stream."""
@@ -237,7 +237,7 @@ class EvaluationLoader:
         watch = LoaderWatch(loader, self._limits)
         requests.asked = watch.asked if self._num_workers else None
         try:
-            for fetched in watch.explained(watch.batches()):
+            for fetched in watch.batches():
                 batch = fetched.batch
                 yield batch if self._copies is None else self._copies.finish(self._copies.begin(batch))
         finally:

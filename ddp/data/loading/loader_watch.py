@@ -9,7 +9,8 @@ A rank waits in many places: in a queue, in a pipe that holds half a batch, at t
 memory. None of them can be left from outside, but all of them end with the processes. So a thread keeps the time, and
 to give up it kills the loader processes; the error that this raises in the rank becomes a `LoaderLost`.
 
-The rank notes the beginning and the end of a wait by two assignments, and the thread checks twice a second.
+The rank notes the beginning and the end of a wait by two assignments, and the thread checks twice a second. A
+`DataLoader(timeout=…)` would not do: it ends a wait in the queue, and none of the others.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,56 +72,61 @@ class LoaderWatch:
         self.asked: deque[Sequence[int]] = deque()
         self._iterator: Any = None  # once the processes have started
         self._before: set[int] = set()  # this process's descendants before they start
-        self._waits, self._number = False, 0
+        self._wait: Patience | None = None  # while the rank waits; another one each time
         self._lost = ""
 
-    def batches(self) -> Iterator[Any]:
-        """Returns an iterator over the batches of one pass."""
+    def batches(self, through: Callable[[Iterator[Any]], Iterator[Any]] = iter) -> Iterator[Any]:
+        """Returns an iterator over the batches of one pass.
+
+        Args:
+            through: makes the iterator that the rank reads, perhaps in another thread, of that over the batches.
+
+        Raises:
+            LoaderLost: a loader process has died, or was given up; when the iterator is read.
+        """
         self.asked.clear()
-        return self._watched() if self._loader.num_workers else iter(self._loader)
+        if not self._loader.num_workers:
+            return through(iter(self._loader))
+        return self._explained(through(self._watched()))
 
     def _watched(self) -> Iterator[Any]:
-        self._iterator = self._loader._iterator  # of processes that persist
-        with self._watching():
-            if self._iterator is None:
-                self._before = _descendants(os.getpid())
-                self._iterator = self._wait_for(_started, self._loader)
-            else:
-                self._wait_for(iter, self._loader)  # for each process, which is to begin anew
+        is_over = threading.Event()
+        threading.Thread(target=self._watch, args=(is_over,), name="ddp-loader-watch", daemon=True).start()
+        try:
+            self._iterator = self._loader._iterator  # of processes that persist, each of which is to begin anew
+            self._before = _descendants(os.getpid())
+            self._iterator = self._waiting(_started if self._iterator is None else iter, self._loader)
             while True:
                 try:
-                    batch = self._wait_for(_next, self._iterator)
+                    batch = received(self._waiting(next, self._iterator))
                 except StopIteration:
                     return
                 if self.asked:
                     self.asked.popleft()
                 yield batch
+        finally:
+            is_over.set()
 
-    def explained(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Returns batches that came through `batches`, in whichever thread that is read.
-
-        Raises:
-            LoaderLost: a loader process has died, or was given up; when the iterator is read.
-        """
-        return self._explained(batches) if self._loader.num_workers else batches
+    def _waiting(self, call: Callable[[Any], Any], argument: Any) -> Any:
+        self._wait = Patience(self._limits.abort_s)
+        try:
+            return call(argument)
+        finally:
+            self._wait = None
 
     def _explained(self, batches: Iterator[Any]) -> Iterator[Any]:
-        while True:
+        try:
+            yield from batches
+        except Exception as error:
             try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            except Exception as error:
-                try:
-                    why = self._why(error)
-                except RuntimeError:  # torch's handler of SIGCHLD, which may come a little later than the end of a pipe
-                    why = self._why(error)
-                if why:
-                    raise LoaderLost(why) from error
-                if is_about_memory(error):
-                    error.add_note(MEMORY)
-                raise
-            yield batch
+                why = self._why(error)
+            except RuntimeError:  # torch's handler of SIGCHLD, which may come a little later than the end of a pipe
+                why = self._why(error)
+            if why:
+                raise LoaderLost(why) from error
+            if is_about_memory(error):
+                error.add_note(MEMORY)
+            raise
 
     def close(self) -> None:
         """Ends the loader processes. None is left, also of those that are stopped."""
@@ -140,46 +146,25 @@ class LoaderWatch:
         if self._loader._iterator is iterator:  # DataLoader has no public way to end persistent workers
             self._loader._iterator = None
 
-    # --- the wait ----------------------------------------------------------------------------------------------------
-
-    def _wait_for(self, call: Callable[[Any], Any], argument: Any) -> Any:
-        self._number += 1
-        self._waits = True
-        try:
-            return call(argument)
-        finally:
-            self._waits = False
-
     # --- the thread --------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        is_over = threading.Event()
-        threading.Thread(target=self._watch, args=(is_over,), name="ddp-loader-watch", daemon=True).start()
-        try:
-            yield
-        finally:
-            is_over.set()
 
     def _watch(self, is_over: threading.Event) -> None:
         """Looks how long the rank has been waiting, until the pass is over or a process is given up."""
-        limits, number = self._limits, 0
-        patience, stopping, has_warned = Patience(limits.abort_s), Patience(STOP_S), False
+        limits, stopping, warned = self._limits, Patience(STOP_S), None
         while not (is_over.wait(CHECK_S) or self._lost):
-            if not self._waits or self._number != number:
-                number, patience, has_warned = self._number, Patience(limits.abort_s), False
-            if not self._waits or not limits.wants_stop():
+            wait = self._wait
+            if wait is None or not limits.wants_stop():
                 stopping = Patience(STOP_S)
-            if not self._waits:
+            if wait is None:
                 continue
-            waited_s = limits.abort_s - patience.left_s()
+            waited_s = limits.abort_s - wait.left_s()
             place, state = self._late()
             if waited_s >= limits.abort_s:
                 self._give_up(place, state, f"for {limits.abort_s:g} s (abort_s)")
             elif limits.wants_stop() and (state == "stopped" or not stopping.left_s()):
                 self._give_up(place, state, f"while the run shall stop ({limits.wants_stop()})")
-            elif waited_s > limits.warn_s and not has_warned:
-                has_warned = True
+            elif waited_s > limits.warn_s and wait is not warned:
+                warned = wait
                 log.warning("waited %.0f s for %s, %s, to send %s", waited_s, self._name(place), state, self._samples())
 
     def _give_up(self, place: int | None, state: str, how_long: str) -> None:
@@ -266,10 +251,6 @@ def _descendants(pid: int) -> set[int]:
             for child in map(int, path.read_text().split()):
                 found |= {child, *_descendants(child)}
     return found
-
-
-def _next(batches: Iterator[Any]) -> Any:
-    return received(next(batches))
 
 
 def _expect_no_more(iterator: Any) -> None:

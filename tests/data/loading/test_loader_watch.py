@@ -124,7 +124,7 @@ def test_a_process_that_does_not_start_is_given_up(monkeypatch, caplog):
         with pytest.raises(
             LoaderLost, match=r"^a loader process of rank 2 is starting and has not sent its next batch f"
         ):
-            next(watch.explained(watch.batches()))
+            next(watch.batches())
         watch.close()
         assert stuck.child.returncode == -signal.SIGKILL and other.poll() is None
         other.kill()
