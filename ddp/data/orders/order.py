@@ -30,9 +30,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from ddp.data.orders.permutation import Indices, Permutations, uniform
+from ddp.data.orders.permutation import Indices, Permutations, indices, uniform
 from ddp.errors import ConfigError
 from ddp.process.streams import stream_seed
+from ddp.units import counted
 
 # --- Attributes of samples -------------------------------------------------------------------------------------------
 #
@@ -139,6 +140,26 @@ class Order(ABC):
     @abstractmethod
     def samples(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
         """Returns the samples at `positions`, [k], each in 0 … length − 1."""
+
+    def checked_samples(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
+        """Returns the samples at `positions`.
+
+        Raises:
+            ConfigError: an order of the user's own returned something else.
+        """
+        found = np.asarray(self.samples(positions, seed=seed, epoch=epoch))
+        if found.shape != positions.shape or found.dtype.kind not in "iu":
+            raise ConfigError(
+                f"the order ({self.in_words()}) returned {found.dtype.name} {list(found.shape)} for "
+                f"{counted(len(positions), 'position')}: return one whole number for each"
+            )
+        if len(found) and not 0 <= found.min() <= found.max() < self.num_samples:
+            wrong = found.min() if found.min() < 0 else found.max()
+            raise ConfigError(
+                f"the order ({self.in_words()}) returned sample {wrong}, and the data have samples 0 … "
+                f"{self.num_samples - 1}"
+            )
+        return indices(found)
 
     def positions(self, sample: int, *, seed: int, epoch: int) -> list[int]:
         """Returns where a sample is read in an epoch, in rising order. It looks through all of it."""

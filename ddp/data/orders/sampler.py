@@ -37,7 +37,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from ddp.data.orders.order import Checksum, FirstOf, Order, Permutation, length_of
-from ddp.data.orders.permutation import Indices, indices
+from ddp.data.orders.permutation import indices
 from ddp.data.orders.sharding import OwnSharding, shard_order
 from ddp.data.orders.steps import (
     BatchSizes,
@@ -55,7 +55,6 @@ from ddp.data.orders.steps import (
 )
 from ddp.data.orders.token_budget import TokenBudget
 from ddp.errors import ConfigError
-from ddp.units import counted
 
 _LOOKED_UP = 4096  # samples that are looked up together
 _ADDED_UP = 1 << 16  # samples that are left out, and added up together
@@ -233,42 +232,20 @@ class TrainSampler:
         return self._plans_from(self._next)  # the state at this call, not at the first next()
 
     def _plans_from(self, position: int) -> Iterator[StepPlan]:
-        epoch, steps = position // self.length, self._steps_from(position, self._left)
+        epoch, steps = position // self.length, self._left.of_epoch(position)
         while ahead := list(islice(steps, max(1, _LOOKED_UP * self.world_size // self.global_batch))):
-            micros = [self.micros(step) for step in ahead]
-            positions = indices(each for those in micros for micro in those for each in micro.positions)
-            samples = iter(self._samples(positions, epoch).tolist())
-            for step, those in zip(ahead, micros, strict=True):
-                found = tuple(micro._replace(indices=tuple(islice(samples, len(micro.positions)))) for micro in those)
-                yield StepPlan(epoch, step.start, len(step), found, num_inner=self._num_inner(step, epoch))
+            micros = self._looked_up([self.micros(step) for step in ahead], epoch)
+            for step, mine in zip(ahead, micros, strict=True):
+                yield StepPlan(epoch, step.start, len(step), mine, num_inner=self._num_inner(step, epoch))
 
-    def _samples(self, positions: Indices, epoch: int) -> Indices:
-        """Returns the samples at positions of an epoch.
-
-        Raises:
-            ConfigError: an order of the user's own returned something else.
-        """
-        found = np.asarray(self.order.samples(positions, seed=self._seed, epoch=epoch))
-        if found.shape != positions.shape or found.dtype.kind not in "iu":
-            raise ConfigError(
-                f"the order ({self.order.in_words()}) returned {found.dtype.name} {list(found.shape)} for "
-                f"{counted(len(positions), 'position')}: return one whole number for each"
-            )
-        if len(found) and not 0 <= found.min() <= found.max() < self.order.num_samples:
-            wrong = found.min() if found.min() < 0 else found.max()
-            raise ConfigError(
-                f"the order ({self.order.in_words()}) returned sample {wrong}, and the data have samples 0 … "
-                f"{self.order.num_samples - 1}"
-            )
-        return indices(found)
-
-    def _steps_from(self, position: int, steps: StepsLeft) -> Iterator[range]:
-        """Yields the positions in their epoch of all steps that are left of it."""
-        epoch = position // self.length
-        while position // self.length == epoch:
-            start, size = position % self.length, steps.size_at(position)
-            yield range(start, start + size)
-            position = steps.past(position + size)
+    def _looked_up(self, steps: Sequence[Sequence[Micro]], epoch: int) -> list[tuple[Micro, ...]]:
+        """Returns the micro-batches of steps with the samples at their positions."""
+        positions = indices(each for micros in steps for micro in micros for each in micro.positions)
+        samples = iter(self.order.checked_samples(positions, seed=self._seed, epoch=epoch).tolist())
+        return [
+            tuple(micro._replace(indices=tuple(islice(samples, len(micro.positions)))) for micro in micros)
+            for micros in steps
+        ]
 
     def end(self, *, epochs: int | None, num_steps: int | None) -> tuple[int, int]:
         """Returns the steps that are left of the run, and the position after them.
@@ -297,7 +274,7 @@ class TrainSampler:
     def steps_before(self, plan: StepPlan) -> list[range]:
         """Returns the steps of an epoch that come before one of its steps, since the state that was loaded."""
         begin = max(self._origin[1], self._steps.past(plan.epoch * self.length))
-        return list(takewhile(lambda step: step.start < plan.position, self._steps_from(begin, self._steps)))
+        return list(takewhile(lambda step: step.start < plan.position, self._steps.of_epoch(begin)))
 
     def seek(self, step: int) -> None:
         """Moves the state to where the run's step with this number begins, counted from 1; not before one loaded."""
@@ -320,32 +297,24 @@ class TrainSampler:
         """Returns the share of rank `part` of `num_parts` ranks in a step, whatever this sampler's own rank is."""
         other = copy.copy(self)
         other.rank, other.world_size = part, num_parts
-        micros = list(other.parts(range(plan.position, plan.position + plan.size)))
-        positions = indices(each for micro in micros for each in micro.positions)
-        samples = iter(self._samples(positions, plan.epoch).tolist())
-        return plan._replace(
-            micros=tuple(micro._replace(indices=tuple(islice(samples, len(micro.positions)))) for micro in micros)
-        )
+        [micros] = other._looked_up([list(other.parts(range(plan.position, plan.position + plan.size)))], plan.epoch)
+        return plan._replace(micros=micros)
 
     def micros(self, step: Sequence[int]) -> list[Micro]:
         """Returns this rank's micro-batches of a step; of a round, the parts of its inner steps."""
         if not isinstance(self.sizes, RoundSizes):
             return list(self.parts(step))
-        size, number = len(step), self._in_round(len(step))
+        size, number = len(step), self.sizes.num_inner(len(step), self.world_size)
         cuts = [inner * size // number for inner in range(number + 1)]
         pieces = [step[begin:end] for begin, end in pairwise(cuts)]
         return [micro._replace(part=inner) for inner, piece in enumerate(pieces) for micro in self.parts(piece)]
 
-    def _in_round(self, size: int) -> int:
-        """Returns the inner steps of a round; fewer where a rank would have no sample in one."""
-        assert isinstance(self.sizes, RoundSizes)
-        return max(1, min(self.sizes.num_inner(size), size // self.world_size))
-
     def _num_inner(self, step: Sequence[int], epoch: int) -> int:
         """Returns the inner steps of a step; 0 if gradients are averaged in it."""
         sizes, position = self.sizes, epoch * self.length + step[0]
-        is_round = isinstance(sizes, RoundSizes) and position >= sizes.batch.num_samples
-        return self._in_round(len(step)) if is_round else 0
+        if not isinstance(sizes, RoundSizes) or position < sizes.batch.num_samples:
+            return 0
+        return sizes.num_inner(len(step), self.world_size)
 
     def num_micros(self, size: int) -> int:
         """Returns this rank's number of micro-batches in a step of this size."""
@@ -413,7 +382,8 @@ class TrainSampler:
         for left_out in self._steps.within(first, first + self.length):
             for begin in range(left_out.start, left_out.stop, _ADDED_UP):
                 positions = np.arange(begin, min(begin + _ADDED_UP, left_out.stop)) - first
-                expected = expected.without(Checksum.of(self._samples(positions, epoch)))
+                samples = self.order.checked_samples(positions, seed=self._seed, epoch=epoch)
+                expected = expected.without(Checksum.of(samples))
         return expected
 
     def state_dict(self) -> dict[str, Any]:

@@ -295,9 +295,9 @@ class RoundSizes(BatchSizes):
         later = f" after {num_samples:,} samples" if num_samples else ""
         return f"{first} in rounds of {counted(last // first, 'inner step')}{later},"
 
-    def num_inner(self, size: int) -> int:
-        """Returns the inner steps of a round of this size."""
-        return math.ceil(size / self.batch.first)
+    def num_inner(self, size: int, world_size: int) -> int:
+        """Returns the inner steps of a round of this size; fewer where a rank would have no sample in one."""
+        return max(1, min(math.ceil(size / self.batch.first), size // world_size))
 
 
 # --- The steps that are left: without those that are left out, and those that were made before their turn ------------
@@ -372,6 +372,14 @@ class StepsLeft:
         """Returns the size of the step that begins after `position` samples of the run."""
         rooms = [gap.start - position for gap in self._gaps if gap.start > position]
         return min([self.sizes.size_at(position), *rooms])
+
+    def of_epoch(self, position: int) -> Iterator[range]:
+        """Yields the steps from a position on to the end of its epoch, as positions in the epoch."""
+        epoch, length = position // self.sizes.length, self.sizes.length
+        while position // length == epoch:
+            start, size = position % length, self.size_at(position)
+            yield range(start, start + size)
+            position = self.past(position + size)
 
     def num_steps(self, begin: int, end: int) -> int:
         """Returns the number of steps that lead from one position to another, or just beyond it."""

@@ -276,7 +276,7 @@ HARMLESS = {
 }
 MUTATED: list[Any] = [
     *(Lanes.__init__, Lanes.samples, Blocks.samples, Blocks._sequence),
-    *(_equal_lanes, key_of, TrainSampler._steps_from),
+    *(_equal_lanes, key_of, StepsLeft.of_epoch),
 ]
 OF_LEASES: list[Any] = [
     *(
