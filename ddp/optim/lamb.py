@@ -108,7 +108,7 @@ class LAMB(Layerwise):
 
     def _check(self, choices: Mapping[str, Any]) -> None:
         for beta in choices["betas"]:
-            check_range("betas", beta, least=0, below=1)
+            check_range("betas", beta, below=1)
         if not choices["max_ratio"] > 0:
             raise ConfigError(f"max_ratio={choices['max_ratio']!r}: must be above 0")
 

@@ -108,8 +108,8 @@ class LARS(Layerwise):
         super().__init__(params, lr, preset=preset, maximize=maximize, choices=choices)
 
     def _check(self, choices: Mapping[str, Any]) -> None:
-        check_range("momentum", choices["momentum"], least=0, below=1)
-        check_range("trust_coefficient", choices["trust_coefficient"], least=0)
+        check_range("momentum", choices["momentum"], below=1)
+        check_range("trust_coefficient", choices["trust_coefficient"])
         if choices["nesterov"] and not choices["momentum"]:
             raise ConfigError("nesterov=True: needs momentum; take momentum=0.9")
 

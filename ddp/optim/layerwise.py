@@ -76,12 +76,12 @@ def _check_kind(name: str, value: Any, like: Any) -> None:
         raise ConfigError(f"{name}={value!r}: must be {wanted}")
 
 
-def check_range(name: str, value: Any, *, least: float, below: float = math.inf) -> None:
-    """Raises ConfigError unless a number, or a tensor of one, is within its range."""
+def check_range(name: str, value: Any, *, below: float = math.inf) -> None:
+    """Raises ConfigError unless a number, or a tensor of one, is within its range, which begins at 0."""
     number = float(value) if isinstance(value, (int, float, Tensor)) and not isinstance(value, bool) else math.nan
-    if not least <= number < below:
+    if not 0 <= number < below:
         limit = "" if below == math.inf else f" and below {below:g}"
-        raise ConfigError(f"{name}={value!r}: must be a number from {least:g} up{limit}")
+        raise ConfigError(f"{name}={value!r}: must be a number from 0 up{limit}")
 
 
 STRETCH_NUMEL = 4 * BLOCK_NUMEL  # of float32: 2 MB, of which a few fit a cache
@@ -179,7 +179,7 @@ class Layerwise(Optimizer, ABC):
         self._check(chosen)
         defaults = {**chosen, "lr": lr, "maximize": maximize}
         for name in ("lr", "weight_decay", "eps"):
-            check_range(name, defaults[name], least=0)
+            check_range(name, defaults[name])
         if defaults["adapt"] not in get_args(Adapt):
             raise ConfigError(f"adapt={defaults['adapt']!r}: take one of {', '.join(get_args(Adapt))}")
         least, most = defaults["norm_bounds"]
