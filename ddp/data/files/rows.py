@@ -44,7 +44,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ddp.data.files.file_index import CopiedFormat, IndexedFile, Layout, Spans
+from ddp.data.files.file_set import CopiedFormat, IndexedFile, Layout, Spans
 from ddp.data.files.readers import Reader, ReaderFile, check_not_compressed
 from ddp.errors import ConfigError, one_line
 

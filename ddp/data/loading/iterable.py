@@ -32,10 +32,9 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
+from ddp.data.loading.fetching import DeviceCopies
 from ddp.data.loading.loader import CPU, NO_LIMITS
-from ddp.data.loading.loader_watch import Limits, LoaderWatch
-from ddp.data.loading.processes import appear_as, data_loader, packed
-from ddp.data.loading.read_ahead import DeviceCopies
+from ddp.data.loading.processes import Limits, LoaderWatch, appear_as, data_loader, packed
 from ddp.data.loading.source import digest_of
 from ddp.data.orders.order import Checksum, Fixed, Order
 from ddp.data.orders.sampler import StepPlan, TrainSampler

@@ -36,8 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import Sampler
 
-from ddp.data.orders.order import Checksum, FirstOf, Order, Permutation, length_of
-from ddp.data.orders.permutation import indices
+from ddp.data.orders.order import Checksum, FirstOf, Order, Permutation, indices, length_of
 from ddp.data.orders.sharding import OwnSharding, shard_order
 from ddp.data.orders.steps import (
     BatchSizes,

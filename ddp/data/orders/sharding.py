@@ -19,8 +19,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ddp.data.orders.order import Blocks, Checksum, Order, Permutation, key_of, starts_of
-from ddp.data.orders.permutation import Indices, Permutations, indices
+from ddp.data.orders.order import (
+    Blocks,
+    Checksum,
+    Indices,
+    Order,
+    Permutation,
+    Permutations,
+    indices,
+    key_of,
+    starts_of,
+)
 from ddp.errors import ConfigError, did_you_mean
 from ddp.units import counted
 

@@ -20,7 +20,7 @@ from ddp.data.orders.token_budget import TokenBudget
 from ddp.data.samples import Samples
 from ddp.errors import ConfigError
 from ddp.optim import schedules
-from ddp.optim.groups import parameter_groups
+from ddp.optim.layerwise import parameter_groups
 from ddp.run.settings.config import Config
 from ddp.units import counted
 

@@ -21,14 +21,12 @@ from file_systems import EveryFifthFails, Odd
 from torch.utils.data import DataLoader
 
 from ddp.data.files import file_set
-from ddp.data.files.file_index import Format, Layout, index_files, index_path, open_index
-from ddp.data.files.file_set import FileSet
-from ddp.data.files.listing import listed
+from ddp.data.files.file_set import FileSet, Format, Layout, index_files, index_path, open_index
 from ddp.data.files.readers import Reader, Retries
 from ddp.data.files.rows import Csv, JsonLines
-from ddp.data.files.storage import DIRECT, Storage
+from ddp.data.files.storage import DIRECT, Storage, listed
 from ddp.data.files.tar_files import ImageAndClass, TarSamples
-from ddp.data.sets.tokens import TokenFiles
+from ddp.data.sets.text_sets import TokenFiles
 from ddp.errors import ConfigError, UnreadableSample
 
 FORK = multiprocessing.get_context("fork")

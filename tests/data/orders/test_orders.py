@@ -12,8 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from ddp.data.orders.order import Blocks, Checksum, FirstOf, Fixed, Order, Permutation, Stratified, Weighted
-from ddp.data.orders.permutation import Permutations
+from ddp.data.orders.order import (
+    Blocks,
+    Checksum,
+    FirstOf,
+    Fixed,
+    Order,
+    Permutation,
+    Permutations,
+    Stratified,
+    Weighted,
+)
 from ddp.data.orders.sharding import Copies, Lanes, Listed, Shuffles
 from ddp.data.orders.token_budget import TokenBudget
 from ddp.errors import ConfigError
