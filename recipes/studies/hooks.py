@@ -45,13 +45,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from ddp.comm.communicator import Communicator
 from ddp.commands.command import respond
 from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
-from ddp.lab.bench.command import add_options, place_of, run_jobs
-from ddp.lab.bench.place import HERE, BenchSite, refuse_unknown, split
+from ddp.lab.bench.command import HERE, BenchSite, add_options, place_of, refuse_unknown, run_jobs, split
 from ddp.lab.bench.turns import PROGRESS, STEP, Cell, num_repetitions, session, slowest, take_turns, with_ours
 from ddp.lab.bench.variants import OPTIMIZERS, Training
 from ddp.lab.bench.workloads import add_models, loss_of, make, models_of
-from ddp.lab.forecast import encoding
-from ddp.lab.forecast.prices import Prices
+from ddp.lab.forecast.prices import Prices, adding_s, dispatches
 from ddp.lab.forecast.replay import Forecast, Setup, forecast
 from ddp.lab.forecast.work import Gradient, Work, bytes_of
 from ddp.policies import LocalSGD
@@ -182,9 +180,9 @@ class TimeHooks:
         turns_s = take_turns({name: method.turn_s for name, method in methods.items()}, self.num_turns)
         plain_s, alone_s = turns_s.get("plain"), turns_s.get("alone")
         compute_s, update_s = next((method.parts_s() for name, method in methods.items() if name in OURS), (0.0, 0.0))
-        adding_s = encoding.adding_s()
+        adding = adding_s()
         predicted = {
-            name: method.predicted(Prices(comm.plan.measured, adding_s=adding_s), compute_s, update_s, **OURS[name])
+            name: method.predicted(Prices(comm.plan.measured, adding_s=adding), compute_s, update_s, **OURS[name])
             for name, method in methods.items()
             if name in OURS
         }
@@ -257,11 +255,11 @@ class Method(Training):
         work = Work(
             num_samples=1, before_s=compute_s - backward_s, update_s=update_s, other_s=0.0, buckets=tuple(ready)
         )
-        dispatches, shares = None, prices.measured.allocated is not None
+        sent, shares = None, prices.measured.allocated is not None
         if hook is not None:
-            dispatches = encoding.dispatches(work.buckets, hook, prices.hosts, shares_memory=shares)
+            sent = dispatches(work.buckets, hook, prices.hosts, shares_memory=shares)
         setup = Setup(prices=prices, batch=prices.num_ranks, wire=wire, cores=available_cores())
-        return forecast(work, setup, dispatches)
+        return forecast(work, setup, sent)
 
     def encoding_s(self) -> float | None:
         """Returns the processor time of a rank for encoding and decoding in a step, of the slowest rank."""

@@ -29,7 +29,7 @@ from ddp.comm.calibrate import Curve, Measured
 from ddp.errors import ConfigError
 from ddp.gradients import DenseStart, ErrorFeedback, PowerSGD, RandomK, Sign, TopK
 from ddp.lab.bench import turns
-from ddp.lab.forecast import encoding
+from ddp.lab.forecast import prices as encoding
 from ddp.lab.forecast.cells import CompareForecasts, ForecastCell, chosen
 from ddp.lab.forecast.prices import (
     BARRIER,

@@ -32,14 +32,11 @@ from torch import nn
 
 from ddp.comm.communicator import Communicator
 from ddp.commands.command import parser_of, respond
-from ddp.lab.bench.command import add_options, place_of, run_jobs
-from ddp.lab.bench.place import HERE, BenchSite, refuse_unknown, split
+from ddp.lab.bench.command import HERE, BenchSite, add_options, place_of, refuse_unknown, run_jobs, split
 from ddp.lab.bench.turns import PROGRESS, Cell, session, slowest, take_turns, with_ours
 from ddp.lab.bench.variants import OPTIMIZERS, Training
 from ddp.lab.bench.workloads import Batch, add_models, loss_of, make, models_of
-from ddp.lab.forecast import encoding
-from ddp.lab.forecast.links_here import taken_s
-from ddp.lab.forecast.prices import Dispatch, Prices
+from ddp.lab.forecast.prices import HOOKS, WIRES, Dispatch, Prices, adding_s, dispatches, taken_s
 from ddp.lab.forecast.replay import Setup, forecast, naive_s
 from ddp.lab.forecast.work import Work, work_in
 from ddp.process.clock import now_s
@@ -52,10 +49,11 @@ from ddp.units import three_digits, written
 PLAIN = "plain"
 METHODS: Mapping[str, Mapping[str, Any]] = {
     PLAIN: {},
-    **{wire: {"wire": wire} for wire in encoding.WIRES},
-    **{name: {"hook": hook} for name, hook in encoding.HOOKS.items()},
+    **{wire: {"wire": wire} for wire in WIRES},
+    **{name: {"hook": hook} for name, hook in HOOKS.items()},
 }
 """How gradients travel → keywords of a replica."""
+
 
 def main(words: Sequence[str]) -> int:
     """Compares what the words ask for."""
@@ -144,7 +142,7 @@ class CompareForecasts:
         module, batch = make(self.model, rank=comm.rank)
         own = [comm.subgroup([rank]) for rank in range(comm.world_size)][comm.rank]
         assert own is not None
-        prices = Prices(comm.plan.measured, adding_s=encoding.adding_s(), taken_s=taken_s(comm))
+        prices = Prices(comm.plan.measured, adding_s=adding_s(), taken_s=taken_s(comm))
         alone = Computing(comm, own, copy.deepcopy(module), batch)
         methods = {
             name: Paced(BucketedDataParallel(copy.deepcopy(module), comm=comm, **METHODS[name]), batch)
@@ -172,7 +170,7 @@ class CompareForecasts:
             sent: list[Dispatch] | None = None
             if "hook" in how:
                 shares = prices.measured.allocated is not None
-                sent = encoding.dispatches(together.buckets, how["hook"], prices.hosts, shares_memory=shares)
+                sent = dispatches(together.buckets, how["hook"], prices.hosts, shares_memory=shares)
             forecast_s.append(forecast(together, here, sent).step_s)
             guesses_s.append(naive_s(by_itself, here))
         place = self.place.title(comm.world_size, len(comm.hosts))

@@ -23,9 +23,19 @@ from ddp.comm.calibrate import Measured
 from ddp.comm.flat_collectives import possible_routes
 from ddp.commands.command import parser_of, rate_of, respond, time_of
 from ddp.errors import ConfigError
-from ddp.lab.forecast import encoding
-from ddp.lab.forecast.links_here import measured_here
-from ddp.lab.forecast.prices import Dispatch, Prices, cores_of_a_rank, measured_of, measured_on, threads_of_a_rank
+from ddp.lab.forecast.prices import (
+    HOOKS,
+    WIRES,
+    Dispatch,
+    Prices,
+    adding_s,
+    cores_of_a_rank,
+    dispatches,
+    measured_here,
+    measured_of,
+    measured_on,
+    threads_of_a_rank,
+)
 from ddp.lab.forecast.replay import STRATEGIES, Forecast, Setup, Strategy, forecast, naive_s
 from ddp.lab.forecast.work import Work, work_of
 from ddp.lab.scaling.runs import read_runs
@@ -51,8 +61,8 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--alpha", type=time_of, metavar="TIME", help="latency between hosts (default: as measured)")
     parser.add_argument("--cores", type=whole(1), metavar="N", help="cores of each host (default: as in the run)")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--hook", choices=["none", *encoding.HOOKS], default="none", help="powersgd1: of rank 1")
-    how.add_argument("--wire", choices=encoding.WIRES, help="format in which gradients travel")
+    how.add_argument("--hook", choices=["none", *HOOKS], default="none", help="powersgd1: of rank 1")
+    how.add_argument("--wire", choices=WIRES, help="format in which gradients travel")
     parser.add_argument("--algorithm", default="auto", help="of the all-reduces (default: %(default)s)")
     parser.add_argument("--bucket-mb", type=positive, metavar="MB", help="size of a bucket (default: as in the run)")
     parser.add_argument("--strategy", choices=list(STRATEGIES.values()), help="default: as in the run")
@@ -204,7 +214,7 @@ def step_of(forecaster: Forecaster, found: Forecast) -> list[str]:
 
 @dataclass(frozen=True)
 class Asked:
-    """One question; `hook` is a name of `encoding.HOOKS` or "none"."""
+    """One question; `hook` is a name of `HOOKS` or "none"."""
 
     num_ranks: int
     per_host: int
@@ -224,11 +234,11 @@ def asked_of(profile: Profile) -> Asked:
     """
     if profile.strategy not in STRATEGIES:
         raise ConfigError(f"it was made by {profile.strategy}, and forecasts know {', '.join(STRATEGIES)}")
-    names = {repr(hook): name for name, hook in encoding.HOOKS.items()}
+    names = {repr(hook): name for name, hook in HOOKS.items()}
     if profile.hook is not None and profile.hook not in names:
         raise ConfigError(f"it used the hook {profile.hook}, and forecasts know {', '.join(names)}")
-    if profile.wire not in (None, "fp32", *encoding.WIRES):
-        raise ConfigError(f"its wire format was {profile.wire}, and forecasts know {', '.join(encoding.WIRES)}")
+    if profile.wire not in (None, "fp32", *WIRES):
+        raise ConfigError(f"its wire format was {profile.wire}, and forecasts know {', '.join(WIRES)}")
     routes = possible_routes(tuple(map(tuple, profile.hosts)), shared_memory=True).values()
     return Asked(
         profile.world_size,
@@ -293,8 +303,8 @@ class Forecaster:
 
     def setup(self, asked: Asked) -> Setup:
         """Returns the ranks that are asked about."""
-        adding_s = None if asked.wire is None else encoding.adding_s()
-        prices = Prices(self.measured(asked), asked.algorithm, adding_s=adding_s)
+        adding = None if asked.wire is None else adding_s()
+        prices = Prices(self.measured(asked), asked.algorithm, adding_s=adding)
         return Setup(
             prices=prices,
             batch=asked.batch,
@@ -320,5 +330,5 @@ class Forecaster:
     def _sent(self, work: Work, setup: Setup, asked: Asked) -> list[Dispatch] | None:
         if asked.hook == "none" or len(setup.prices.hosts) == 1:  # then nothing travels
             return None
-        shares, hook = setup.prices.measured.allocated is not None, encoding.HOOKS[asked.hook]
-        return encoding.dispatches(work.buckets, hook, setup.prices.hosts, shares_memory=shares)
+        shares, hook = setup.prices.measured.allocated is not None, HOOKS[asked.hook]
+        return dispatches(work.buckets, hook, setup.prices.hosts, shares_memory=shares)
