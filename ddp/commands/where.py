@@ -5,10 +5,11 @@
              ├──▶  python -m ddp where runs/mine --step 4711              the samples of a step, by rank and shard
              └──▶  python -m ddp where runs/mine --sample 123 --epoch 7   the step, rank and loader process of a sample
 
-Nothing that is read is logged for that: orders are pure functions, which know their inverse. A run that was resumed has
-several starts, perhaps with other settings; a step belongs to the last start before it. No code of the run is imported,
-because a question about somebody's folder must not run what is in it; of data of the user's own, each start has noted
-what a sampler asks of them.
+Nothing that is read is logged for that: orders are pure functions. To find a sample, all positions of the epoch are
+looked through, which takes a second for a million of them. A run that was resumed has several starts, perhaps with
+other settings; a step belongs to the last start before it. No code of the run is imported, because a question about
+somebody's folder must not run what is in it; of data of the user's own, each start has noted what a sampler asks of
+them.
 """
 
 from __future__ import annotations

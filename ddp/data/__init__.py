@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ddp.data.orders.token_budget import TokenBudget as TokenBudget
     from ddp.data.samples import OnInput as OnInput
     from ddp.data.samples import Transformed as Transformed
-    from ddp.data.sets.tokens import TokenSet as TokenSet
+    from ddp.data.sets.text_sets import TokenSet as TokenSet
     from ddp.errors import UnreadableSample as UnreadableSample
 
 _NAMES = {  # module → what a user finds in ddp.data
@@ -40,7 +40,7 @@ _NAMES = {  # module → what a user finds in ddp.data
     "ddp.data.orders.order": "Blocks FirstOf Fixed Order Permutation Stratified Weighted",
     "ddp.data.orders.token_budget": "TokenBudget",
     "ddp.data.samples": "OnInput Transformed",
-    "ddp.data.sets.tokens": "TokenSet",
+    "ddp.data.sets.text_sets": "TokenSet",
     "ddp.errors": "UnreadableSample",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

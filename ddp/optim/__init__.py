@@ -4,10 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddp.optim.groups import parameter_groups as parameter_groups
-    from ddp.optim.lamb import LAMB as LAMB
-    from ddp.optim.lars import LARC as LARC
-    from ddp.optim.lars import LARS as LARS
+    from ddp.optim.layerwise import parameter_groups as parameter_groups
     from ddp.optim.schedules import TorchSchedule as TorchSchedule
     from ddp.optim.schedules import constant as constant
     from ddp.optim.schedules import cosine as cosine
@@ -16,12 +13,14 @@ if TYPE_CHECKING:
     from ddp.optim.schedules import step as step
     from ddp.optim.schedules import with_warmup as with_warmup
     from ddp.optim.schedules import wsd as wsd
+    from ddp.optim.trust_ratio import LAMB as LAMB
+    from ddp.optim.trust_ratio import LARC as LARC
+    from ddp.optim.trust_ratio import LARS as LARS
 
 _NAMES = {
-    "groups": "parameter_groups",
-    "lamb": "LAMB",
-    "lars": "LARC LARS",
+    "layerwise": "parameter_groups",
     "schedules": "TorchSchedule constant cosine polynomial scaled_rate step with_warmup wsd",
+    "trust_ratio": "LAMB LARC LARS",
 }
 _HOMES = {name: f"ddp.optim.{module}" for module, names in _NAMES.items() for name in names.split()}
 __all__ = list(_HOMES)

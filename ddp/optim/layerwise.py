@@ -11,7 +11,7 @@ stretch by stretch. Much shorter stretches would lose more to Python calls than 
 together, as many as fit a stretch, by torch's multi-tensor ("foreach") functions, for the same reason. A *unit* is one
 large tensor, or such a batch of small ones. On a GPU all tensors are one unit.
 
-Gradients are never written to: they are views of buckets.
+Gradients are never written to: they are views of buckets. `parameter_groups` says which tensors have a ratio.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp.errors import ConfigError
@@ -76,12 +77,12 @@ def _check_kind(name: str, value: Any, like: Any) -> None:
         raise ConfigError(f"{name}={value!r}: must be {wanted}")
 
 
-def check_range(name: str, value: Any, *, least: float, below: float = math.inf) -> None:
-    """Raises ConfigError unless a number, or a tensor of one, is within its range."""
+def check_range(name: str, value: Any, *, below: float = math.inf) -> None:
+    """Raises ConfigError unless a number, or a tensor of one, is within its range, which begins at 0."""
     number = float(value) if isinstance(value, (int, float, Tensor)) and not isinstance(value, bool) else math.nan
-    if not least <= number < below:
+    if not 0 <= number < below:
         limit = "" if below == math.inf else f" and below {below:g}"
-        raise ConfigError(f"{name}={value!r}: must be a number from {least:g} up{limit}")
+        raise ConfigError(f"{name}={value!r}: must be a number from 0 up{limit}")
 
 
 STRETCH_NUMEL = 4 * BLOCK_NUMEL  # of float32: 2 MB, of which a few fit a cache
@@ -179,7 +180,7 @@ class Layerwise(Optimizer, ABC):
         self._check(chosen)
         defaults = {**chosen, "lr": lr, "maximize": maximize}
         for name in ("lr", "weight_decay", "eps"):
-            check_range(name, defaults[name], least=0)
+            check_range(name, defaults[name])
         if defaults["adapt"] not in get_args(Adapt):
             raise ConfigError(f"adapt={defaults['adapt']!r}: take one of {', '.join(get_args(Adapt))}")
         least, most = defaults["norm_bounds"]
@@ -392,3 +393,45 @@ def clipped_step(optimizer: Optimizer, parameters: Iterable[Tensor], norm: Tenso
     if clip_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
     optimizer.step()
+
+
+# --- Parameter groups: which parameters decay, and which get a trust ratio --------------------------------------------
+#
+# Biases and the weights of normalisation layers are left out of both. To decay them towards zero makes no function
+# smoother; and their norms say little about the step that they can take, so that ratios made of them hurt (LARS at
+# batch 8,192: 74.3 % with, 76.1 % without them, PaddlePaddle/Paddle#26733). They are found by their shape: they have
+# one dimension. What else is to be left out, such as position embeddings, is given by name.
+#
+# Only names and shapes are read, so it works for a model on the meta device.
+
+
+def parameter_groups(
+    module: nn.Module, *, weight_decay: float | None, exclude: Sequence[str] = (), **of_excluded: Any
+) -> list[dict[str, Any]]:
+    """Returns the parameters that need a gradient as groups for an optimizer: those that decay, then those left out.
+
+    Args:
+        weight_decay: of the first group; None: the optimizer's own.
+        exclude: names of parameters to be left out, too, such as "position.weight" or "encoder.embed.*".
+        of_excluded: further settings of the group that is left out.
+
+    Raises:
+        ConfigError: a name in `exclude` is no parameter's.
+    """
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    for pattern in exclude:
+        if not any(fnmatchcase(name, pattern) for name, _ in named):
+            some = ", ".join(name for name, _ in named[:5])
+            raise ConfigError(
+                f"optim.exclude: no trained parameter is called {pattern!r}; names are like {some}, and * stands for "
+                "any characters"
+            )
+    is_out = [p.dim() <= 1 or any(fnmatchcase(name, pattern) for pattern in exclude) for name, p in named]
+    decaying = [parameter for (_, parameter), out in zip(named, is_out, strict=True) if not out]
+    excluded = [parameter for (_, parameter), out in zip(named, is_out, strict=True) if out]
+    of_decaying = {} if weight_decay is None else {"weight_decay": weight_decay}
+    groups = [
+        {"params": decaying, **of_decaying},
+        {"params": excluded, "weight_decay": 0.0, **of_excluded},
+    ]
+    return [group for group in groups if group["params"]]

@@ -27,10 +27,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from ddp.comm.objects import all_gather_object
 from ddp.errors import ConfigError
 from ddp.gradients.layout import Layout
-from ddp.optim.lamb import LAMB
-from ddp.optim.lars import LARC, LARS
 from ddp.optim.layerwise import Layerwise, Measured, clipped_step
 from ddp.optim.norms import block_norms, total_norm, whole_norms, wide
+from ddp.optim.trust_ratio import LAMB, LARC, LARS
 from ddp.process import gpu
 from ddp.replica.sharded import ParameterSlices, Part, ShardedDataParallel, Slices, bounds_of, parts_in, share_of
 from ddp.strategies.replicated import Replicated

@@ -30,7 +30,7 @@ from study import Result, Study, carry_out, parser_of, trained
 from torch.utils.data import Subset
 
 import ddp
-from ddp.data.sets.standard_library import load_standard_library
+from ddp.data.sets.text_sets import load_standard_library
 from ddp.models.gpt import GPT
 from ddp.optim import cosine, parameter_groups, with_warmup
 from ddp.process.arguments import whole

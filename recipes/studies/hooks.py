@@ -45,8 +45,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from ddp.comm.communicator import Communicator
 from ddp.commands.command import respond
 from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
-from ddp.lab.bench.command import add_options, place_of, run_jobs
-from ddp.lab.bench.place import HERE, BenchSite, refuse_unknown, split
+from ddp.lab.bench.command import HERE, BenchSite, add_options, place_of, refuse_unknown, run_jobs, split
 from ddp.lab.bench.turns import PROGRESS, STEP, Cell, num_repetitions, session, slowest, take_turns, with_ours
 from ddp.lab.bench.variants import OPTIMIZERS, Training
 from ddp.lab.bench.workloads import add_models, loss_of, make, models_of
@@ -257,11 +256,11 @@ class Method(Training):
         work = Work(
             num_samples=1, before_s=compute_s - backward_s, update_s=update_s, other_s=0.0, buckets=tuple(ready)
         )
-        dispatches, shares = None, prices.measured.allocated is not None
+        sent, shares = None, prices.measured.allocated is not None
         if hook is not None:
-            dispatches = encoding.dispatches(work.buckets, hook, prices.hosts, shares_memory=shares)
+            sent = encoding.dispatches(work.buckets, hook, prices.hosts, shares_memory=shares)
         setup = Setup(prices=prices, batch=prices.num_ranks, wire=wire, cores=available_cores())
-        return forecast(work, setup, dispatches)
+        return forecast(work, setup, sent)
 
     def encoding_s(self) -> float | None:
         """Returns the processor time of a rank for encoding and decoding in a step, of the slowest rank."""

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import ddp
-from ddp.data.sets import standard_library
+from ddp.data.sets import text_sets
 from ddp.optim import LAMB, LARS, cosine, parameter_groups, scaled_rate, with_warmup
 from ddp.process.arguments import whole
 from ddp.setting import Scaling
@@ -196,7 +196,7 @@ class LargeBatch(Study):
 
 def samples(num_train: int) -> tuple[tuple[Tensor, Tensor], ...]:
     """Returns contexts and next bytes to train on, to tune on, and to test on."""
-    corpus = standard_library.corpus()
+    corpus = text_sets.corpus()
     seen, unseen = (
         torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, CONTEXT + 1, CONTEXT)
         for text in (corpus.train, corpus.held_out)

@@ -28,7 +28,8 @@ from study import Result, Study, carry_out, parser_of, trained
 from torch import nn
 
 import ddp
-from ddp.data.sets import digits, standard_library
+from ddp.data.sets.image_sets import load_digits
+from ddp.data.sets.text_sets import ByteWindows, load_standard_library
 from ddp.gradients import DenseStart, ErrorFeedback, PowerSGD, RandomK, Sign, TopK
 from ddp.models.gpt import GPT
 from ddp.models.images import CNN
@@ -94,15 +95,15 @@ class Job(NamedTuple):
 
 
 def _digits() -> tuple[Any, Any]:
-    splits = digits.load_digits()
+    splits = load_digits()
     return splits.train, splits.test
 
 
 def _texts() -> tuple[Any, Any]:
-    splits = standard_library.load_standard_library(context=CONTEXT)
+    splits = load_standard_library(context=CONTEXT)
     num = len(splits.test)
     some = list(range(0, num, max(1, num // NUM_JUDGED)))[:NUM_JUDGED]
-    return splits.train, standard_library.ByteWindows.batch(splits.test, some)  # type: ignore[arg-type]
+    return splits.train, ByteWindows.batch(splits.test, some)  # type: ignore[arg-type]
 
 
 JOBS = {

@@ -27,8 +27,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from ddp.lab.bench.turns import take_turns
-from ddp.optim.lamb import LAMB
-from ddp.optim.lars import LARS
+from ddp.optim.trust_ratio import LAMB, LARS
 from ddp.process.arguments import Parser, whole
 from ddp.process.clock import now_s
 from ddp.units import three_digits

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ddp
-from ddp.data.sets import digits
+from ddp.data.sets.image_sets import load_digits
 
 EPOCHS, SMALL, LARGE, WARMUP = 10, 32, 719, 0.1
 
@@ -24,7 +24,7 @@ EPOCHS, SMALL, LARGE, WARMUP = 10, 32, 719, 0.1
 
 def samples() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Returns inputs [n, 64] and classes [n], to train on and to test on."""
-    splits = digits.load_digits()
+    splits = load_digits()
     train, test = splits.train.batch(range(len(splits.train))), splits.test.batch(range(len(splits.test)))
     return (train[0].flatten(1), train[1]), (test[0].flatten(1), test[1])
 

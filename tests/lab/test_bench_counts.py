@@ -12,7 +12,7 @@ from ranks import run_ranks
 
 import ddp
 from ddp.comm.objects import all_gather_object
-from ddp.lab.bench.counts import bytes_in, sampling, spans_of
+from ddp.lab.bench.turns import bytes_in, sampling, spans_of
 from ddp.strategies.host_store import shared_by_host
 
 MIB = 1 << 20

@@ -22,8 +22,7 @@ from rich.console import Console
 from ddp.__main__ import main
 from ddp.errors import ConfigError
 from ddp.lab.bench.collectives import CollectiveCell, open_barrier
-from ddp.lab.bench.command import draw_plot, from_json, print_report, to_json
-from ddp.lab.bench.place import PAYLOAD, Bed, BenchSite, strangers
+from ddp.lab.bench.command import PAYLOAD, Bed, BenchSite, draw_plot, from_json, print_report, strangers, to_json
 from ddp.lab.bench.step import StepCell
 from ddp.lab.bench.turns import Cell, take_turns
 from ddp.process.memory import available_cores
@@ -178,7 +177,7 @@ def test_strangers_compute_until_the_block_ends() -> None:
 
 
 def test_strangers_end_with_a_parent_that_is_killed() -> None:
-    script = "from ddp.lab.bench.place import strangers\nwith strangers(1) as pids: print(*pids, flush=True), input()"
+    script = "from ddp.lab.bench.command import strangers\nwith strangers(1) as pids: print(*pids, flush=True), input()"
     with subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as parent:

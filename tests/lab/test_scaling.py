@@ -23,8 +23,8 @@ from ddp.__main__ import main
 from ddp.lab.scaling import report as page
 from ddp.lab.scaling.charts import COLOURS, PARTS
 from ddp.lab.scaling.figures import Series, compare, waited_for
+from ddp.lab.scaling.report import verdict
 from ddp.lab.scaling.runs import read_run, read_runs
-from ddp.lab.scaling.words import verdict
 from ddp.run.settings.config import Config
 from ddp.train.reports.profile import PARTS as OF_A_STEP
 from ddp.train.reports.profile import BucketTimes, ClockOffset, Profile, RankStep, Span
@@ -212,7 +212,7 @@ def test_a_busy_host_has_no_verdict(
 
 def found(sweep: Path) -> tuple[dict[str, list[str]], list[str]]:
     """Returns the names of runs of each series by its title, and the notes."""
-    from ddp.lab.scaling.words import title_of
+    from ddp.lab.scaling.report import title_of
 
     runs, notes = read_runs(sweep)
     series, more = compare(runs)

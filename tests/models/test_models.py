@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp.data.sets import digits
+from ddp.data.sets.image_sets import load_digits
 from ddp.errors import ConfigError
 from ddp.models.gpt import GPT, generate, rotary_angles, rotate
 from ddp.models.images import CNN, MLP, resnet
@@ -186,7 +186,7 @@ def test_gpt_refuses_what_cannot_work() -> None:
 
 def test_cnn_learns_digits_in_seconds() -> None:
     torch.manual_seed(0)
-    splits, task = digits.load_digits(), Classification()
+    splits, task = load_digits(), Classification()
     model = CNN(in_channels=1, image_size=8, num_classes=10)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     for start in range(0, 4 * len(splits.train), 64):

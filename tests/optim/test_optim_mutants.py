@@ -22,14 +22,13 @@ from mutants import Mutant, mutants, mutated
 from torch import nn
 from torch.optim import lr_scheduler
 
-from ddp.data.orders.steps import BatchSizes, BatchWarmup
+from ddp.data.orders.steps import BatchSizes, BatchWarmup, StepsLeft
 from ddp.errors import CheckpointError
 from ddp.gradients.bucket import Bucket, Slot, span
-from ddp.optim import groups, layerwise, norms, schedules
-from ddp.optim.lamb import LAMB
-from ddp.optim.lars import LARS
+from ddp.optim import layerwise, norms, schedules
 from ddp.optim.layerwise import Layerwise
 from ddp.optim.schedules import TorchSchedule
+from ddp.optim.trust_ratio import LAMB, LARS
 from ddp.replica import sharded
 from ddp.replica import sharded as parameter_slices
 from ddp.train.reports import meters
@@ -236,11 +235,14 @@ def counting_equals_walking() -> None:
             steps.add(sizes.size_at(walked))
             walked += sizes.size_at(walked)
         assert sizes.all() == steps
-        assert sizes.end(3, epochs=4, num_steps=None)[0] == sizes.num_steps(3, 4 * length)
+        assert StepsLeft(sizes).end(3, epochs=4, num_steps=None)[0] == sizes.num_steps(3, 4 * length)
         assert sizes.num_steps(69, 66) == 0
         for left in (0, -2):
-            assert sizes.end(3, epochs=4, num_steps=left) == (left, 3)
-        assert sizes.end(3, epochs=4, num_steps=1) == (min(1, sizes.num_steps(3, 4 * length)), sizes.after(3, 1))
+            assert StepsLeft(sizes).end(3, epochs=4, num_steps=left) == (left, 3)
+        assert StepsLeft(sizes).end(3, epochs=4, num_steps=1) == (
+            min(1, sizes.num_steps(3, 4 * length)),
+            sizes.after(3, 1),
+        )
 
 
 def batches_grow_evenly() -> None:
@@ -406,9 +408,9 @@ def schedulers_of_torch_step_at_their_moment() -> None:
 def parameters_are_parted_into_those_that_decay_and_others() -> None:
     optimizer_tests.test_groups()
     net = nn.Sequential(nn.Linear(4, 3), nn.Conv1d(1, 1, 3))
-    free = groups.parameter_groups(net, weight_decay=None)
+    free = layerwise.parameter_groups(net, weight_decay=None)
     assert "weight_decay" not in free[0] and len(free) == 2
-    only = groups.parameter_groups(nn.Linear(3, 3, bias=False), weight_decay=0.5)
+    only = layerwise.parameter_groups(nn.Linear(3, 3, bias=False), weight_decay=0.5)
     assert [each["weight_decay"] for each in only] == [0.5]
 
 
@@ -459,7 +461,7 @@ CASES: dict[FunctionType, Callable[[], None]] = {
     Layerwise._room: steps_in_all_layouts,
     Layerwise.is_large: large_tensors_are_those_of_several_blocks,
     inspect.unwrap(Layerwise.step): steps_and_their_closures,
-    groups.parameter_groups: parameters_are_parted_into_those_that_decay_and_others,
+    layerwise.parameter_groups: parameters_are_parted_into_those_that_decay_and_others,
     schedules.step: schedules_are_as_they_should_be,
     schedules.cosine: schedules_are_as_they_should_be,
     schedules.polynomial: schedules_are_as_they_should_be,
@@ -472,7 +474,7 @@ CASES: dict[FunctionType, Callable[[], None]] = {
     BatchSizes.size_at: counting_equals_walking,
     BatchSizes.num_steps: counting_equals_walking,
     BatchSizes.after: counting_equals_walking,
-    BatchSizes.end: counting_equals_walking,
+    StepsLeft.end: counting_equals_walking,
     BatchSizes.all: counting_equals_walking,
     BatchSizes._is_steady: counting_equals_walking,
     BatchSizes._stretch: counting_equals_walking,
@@ -543,7 +545,7 @@ SAME: dict[FunctionType, dict[str, str]] = {  # what a part of the line becomes,
     },
     layerwise._of_tensors: {"max(counts) == 0": "the norm of one norm is itself"},
     inspect.unwrap(Layerwise.step): {"reversed[": ANNOTATION, "strict=False": LENGTHS},
-    groups.parameter_groups: {
+    layerwise.parameter_groups: {
         "strict=False": LENGTHS,
         "named[:6]": "a message may show one name more",
         "named[:4]": "a message may show one name less",
@@ -557,6 +559,7 @@ SAME: dict[FunctionType, dict[str, str]] = {  # what a part of the line becomes,
         "self.length == -1": "all epochs are counted step by step",
     },
     BatchSizes._stretch: {"position > self.batch": "an epoch is counted step by step"},
+    StepsLeft.end: {"left < num_steps": "both limits end there"},
     NoiseScale.add: {"part_squares - square": "two infinities leave no number either"},
 }
 

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from ddp.errors import ConfigError
 from ddp.models.images import CNN
 from ddp.optim import LAMB, LARC, LARS, layerwise, norms, parameter_groups
-from ddp.optim.lamb import PRESETS
-from ddp.optim.lars import LARC_PRESETS, LARS_PRESETS
 from ddp.optim.norms import trust_ratios
+from ddp.optim.trust_ratio import LAMB_PRESETS, LARC_PRESETS, LARS_PRESETS
 
 KINDS = {"lamb": LAMB, "lars": LARS, "larc": LARC}
 SHAPES = [(7, 5), (5,), (40, 30), (3, 4, 2, 2), (), (0,), (300, 9), (16,)]  # with blocks of 512, two large ones
@@ -103,7 +102,11 @@ def test_maximizes_by_the_formulas(kind: str, option: dict[str, Any]) -> None:
 def equals_the_formulas(kind: str, option: dict[str, Any], *, maximize: bool, num_steps: int) -> None:
     params = parameters()
     weights = [p.detach().numpy().copy() for p in params]
-    presets: dict[str, Any] = {"lamb": PRESETS["paper"], "lars": LARS_PRESETS["paper"], "larc": LARC_PRESETS["apex"]}
+    presets: dict[str, Any] = {
+        "lamb": LAMB_PRESETS["paper"],
+        "lars": LARS_PRESETS["paper"],
+        "larc": LARC_PRESETS["apex"],
+    }
     choices = {**presets[kind], "weight_decay": 0.02, **option}
     decay = choices["weight_decay"]
     optimizer = KINDS[kind](in_groups(params, decay), lr=0.01, maximize=maximize, **choices)
@@ -162,7 +165,7 @@ def other_program(name: str) -> tuple[Any, dict[str, Any]]:
 
 
 ALL_PRESETS = [
-    *(f"lamb {preset}" for preset in PRESETS),
+    *(f"lamb {preset}" for preset in LAMB_PRESETS),
     *(f"lars {preset}" for preset in LARS_PRESETS),
     *(f"larc {preset}" for preset in LARC_PRESETS),
 ]
@@ -415,7 +418,8 @@ def test_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "rate", "presets"), [("lamb", 1e-3, PRESETS), ("lars", 1.0, LARS_PRESETS), ("larc", 1.0, LARC_PRESETS)]
+    ("kind", "rate", "presets"),
+    [("lamb", 1e-3, LAMB_PRESETS), ("lars", 1.0, LARS_PRESETS), ("larc", 1.0, LARC_PRESETS)],
 )
 def test_help_shows_the_defaults_and_every_preset(kind: str, rate: float, presets: dict[str, Any]) -> None:
     shown = inspect.signature(KINDS[kind]).parameters

@@ -16,7 +16,7 @@ from ranks import run_ranks
 import ddp
 from ddp.comm import connect
 from ddp.comm.transport.gloo import GlooTransport
-from ddp.lab.bench.counts import Span, bytes_in, spans_of
+from ddp.lab.bench.turns import Span, bytes_in, spans_of
 from ddp.optim import layerwise, norms
 from ddp.replica import sharded as replica_sharded
 from ddp.run.assembly import stages

@@ -132,8 +132,8 @@ SUBJECTS = {  # chapter → the functions that it is about
     ],
     "12_large_batches": [
         "optim/norms.py: trust_ratios",
-        "optim/lars.py: _measure, _apply",
-        "optim/groups.py: parameter_groups",
+        "optim/trust_ratio.py: LARS._measure, LARS._apply",
+        "optim/layerwise.py: parameter_groups",
     ],
     "13_less_traffic": [
         "gradients/hooks/hook.py: commit, add_to, ErrorFeedback.enter",
@@ -143,7 +143,7 @@ SUBJECTS = {  # chapter → the functions that it is about
     "14_every_sample_once": [
         "data/orders/sharding.py: Lanes.__init__, Lanes.samples",
         "data/orders/sharding.py: _equal_lanes",
-        "data/orders/order.py: Blocks.samples, _windows, Checksum.of",
+        "data/orders/order.py: Blocks.samples, Checksum.of",
     ],
     "15_who_starts_it": ["comm/meeting/place.py: _placed, _on_one_host, _port_of, _starter"],
     "16_central_storage": ["strategies/host_store.py: shared_by_host, _mapped"],

@@ -185,7 +185,7 @@ def check_unchanged(address: str, before: FileVersion, now: FileVersion) -> None
             how = f"from {before.size} to {now.size} bytes"
         raise ConfigError(
             f"{address} has changed {how} since it was indexed: restore the file, or start again, so that the parent "
-            "indexes it (ddp.data.files.file_index.index_files)"
+            "indexes it (ddp.data.files.file_set.index_files)"
         )
 
 

@@ -20,12 +20,11 @@ The first row that does not fit ends the run before workers start, with file, li
 pyarrow tells the row, and Python's `csv` or a second look at single lines finds its line. `csv` also reads files with
 quotes, because pyarrow accepts a quote that is never closed, and text behind a closing quote ("2"5 would be 25).
 
-Without `inputs`, a sample is a dict of a row: of strings for CSV, and of what a line says for JSON. The copy has it as
-JSON, so that a sample is one run of bytes here, too.
+With `text` in the place of inputs and target, a sample is the text of one column, in UTF-8.
 
-Cost: a core reads numbers at 40 MB/s, and CSV without `inputs` at 8; the copy takes 8 bytes a number. A sample is one
-read of the copy, 17 us, without pyarrow, which workers never import. The copy is not mapped into memory, because a file
-that is cut off while it is mapped ends the process with a SIGBUS.
+Cost: a core reads numbers at 40 MB/s; the copy takes 8 bytes a number. A sample is one read of the copy, 17 us, without
+pyarrow, which workers never import. The copy is not mapped into memory, because a file that is cut off while it is
+mapped ends the process with a SIGBUS.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ddp.data.files.file_index import CopiedFormat, IndexedFile, Layout
+from ddp.data.files.file_set import CopiedFormat, IndexedFile, Layout, Spans
 from ddp.data.files.readers import Reader, ReaderFile, check_not_compressed
 from ddp.errors import ConfigError, one_line
 
@@ -60,8 +59,9 @@ class _Rows(CopiedFormat):
     """A table with a row for each sample.
 
     Args:
-        inputs: names of the columns that become a float32 tensor, one after the other; None for a dict of all.
+        inputs: names of the columns that become a float32 tensor, one after the other.
         target: name of the column that becomes the target.
+        text: name of the column that is the sample, in the place of both.
         target_dtype: of the target; float32 for regression.
         num_classes: the target is one of 0 … num_classes - 1; None: any number.
         missing: number that an empty cell among the inputs counts as; None: an empty cell is refused.
@@ -74,26 +74,29 @@ class _Rows(CopiedFormat):
         *,
         inputs: Sequence[str] | None = None,
         target: str | None = None,
+        text: str | None = None,
         target_dtype: torch.dtype = torch.int64,
         num_classes: int | None = None,
         missing: float | None = None,
     ) -> None:
-        if (inputs is None) != (target is None):
+        if (text is None) == (inputs is None) or (inputs is None) != (target is None):
             raise ConfigError(
-                f"inputs={inputs!r} and target={target!r}: give both for pairs, or none of them for dicts"
+                f"inputs={inputs!r}, target={target!r} and text={text!r}: give inputs and target, or text alone"
             )
         if isinstance(inputs, str) or (inputs is not None and not inputs):
             raise ConfigError(f"inputs={inputs!r}: give a list of at least one column name, such as ['x', 'y']")
         if missing is not None and not math.isfinite(missing):
             raise ConfigError(f"missing={missing}: give a finite number, because the loss would not be one either")
         self.inputs, self.target, self.target_dtype, self.num_classes = inputs, target, target_dtype, num_classes
-        self.missing = missing
+        self.text, self.missing = text, missing
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings that the copies depend on."""
+        if self.text is not None:
+            return {"text": self.text, "version": 1}
         is_class = not self.target_dtype.is_floating_point
         return {
-            "inputs": None if self.inputs is None else list(self.inputs),
+            "inputs": list(self.inputs or ()),
             "target": self.target,
             "classes": self.num_classes if self.num_classes is not None else is_class,
             "missing": self.missing,
@@ -102,14 +105,19 @@ class _Rows(CopiedFormat):
 
     def copy(self, reader: Reader, file: IO[bytes]) -> Layout:
         """Writes the rows of a file as an Arrow file, and returns where each of them is there."""
-        arrow = _arrow(self.kind)
+        arrow, widths, first = _arrow(self.kind), dict[str, int](), 0
+
+        def blocks() -> Iterator[tuple[Any, NDArray[np.int64]]]:
+            nonlocal first
+            for batch in filter(len, self._batches(reader)):
+                if self.text is not None:
+                    yield _texts(arrow, self._text(reader, batch, self.text, first))
+                else:
+                    yield _lists(arrow, self._numbers(reader, batch, first, widths))
+                first += len(batch)
+
         try:
-            if self.inputs is None:
-                return _written(arrow, file, (_texts(arrow, each) for each in self._records(reader)), {})
-            widths: dict[str, int] = {}
-            rows = (_lists(arrow, each) for each in self._numbers(reader, widths))
-            layout = _written(arrow, file, rows, {"columns": ", ".join([*self.inputs, str(self.target)])})
-            return Layout(layout.spans, {"widths": widths})
+            return Layout(_written(arrow, file, blocks(), ", ".join(self._types())), {"widths": widths})
         except (arrow.ArrowException, OSError) as error:
             if getattr(error, "errno", None) is not None:  # the copy cannot be written
                 raise
@@ -130,9 +138,9 @@ class _Rows(CopiedFormat):
                     )
 
     def decode(self, data: bytes, notes: dict[str, Any]) -> Any:
-        """Returns the record of a row, or the pair that is made of it."""
-        if self.inputs is None:
-            return json.loads(data)
+        """Returns the pair that is made of a row, or its text."""
+        if self.text is not None:
+            return data.decode()
         row = np.frombuffer(data, dtype="<f8")
         return torch.from_numpy(row[:-1].astype(np.float32)), torch.tensor(row[-1], dtype=self.target_dtype)
 
@@ -140,58 +148,65 @@ class _Rows(CopiedFormat):
     def _batches(self, reader: Reader) -> Iterator[Any]:
         """Yields the chosen columns of the rows, in pyarrow's record batches."""
 
-    def _records(self, reader: Reader) -> Iterator[list[str]]:
-        """Yields lists of rows as JSON."""
-        for batch in self._batches(reader):
-            try:
-                yield [json.dumps(each, ensure_ascii=False) for each in batch.to_pylist()]
-            except TypeError as error:
-                raise ConfigError(
-                    f"{reader.address}: its rows cannot be dicts of JSON ({error}): choose columns by inputs and target"
-                ) from error
-
     def _place(self, reader: Reader, row: int) -> str:
         """Returns where in a file a row is, counted from 0, for errors."""
         return f"row {row + 1}"
 
     # ------------------------------------------------------------------------------------------------- chosen columns
 
-    def _chosen(self) -> list[str]:
-        """Returns the names of inputs and target, each once."""
-        return list(dict.fromkeys([*(self.inputs or ()), str(self.target)]))
-
     def _target_type(self) -> str:
         return "float64" if self.target_dtype.is_floating_point else "int64"
 
     def _types(self) -> dict[str, str]:
         """Returns pyarrow's type of each chosen column."""
-        return {str(self.target): self._target_type()} | dict.fromkeys(self.inputs or (), "float64")
+        if self.text is not None:
+            return {self.text: "string"}
+        inputs = dict.fromkeys(self.inputs or (), "float64")
+        return {**inputs, str(self.target): inputs.get(str(self.target), self._target_type())}
 
     def _columns(self, reader: Reader, names: Sequence[str]) -> list[str]:
         """Returns the names of the columns to read, of all that a file has."""
-        chosen = list(names) if self.inputs is None else self._chosen()
-        for name in chosen:
+        for name in self._types():
             if name not in names:
                 raise ConfigError(f"{reader.address} has no column {name!r}; its columns are {names}: correct the name")
         if len(set(names)) < len(names):
             raise ConfigError(f"{reader.address}: two columns have the same name in {names}; rename one")
-        return chosen
+        return list(self._types())
 
-    def _numbers(self, reader: Reader, widths: dict[str, int]) -> Iterator[NDArray[np.float64]]:
-        """Yields blocks [rows, numbers] of inputs and, as the last number, target.
+    def _text(self, reader: Reader, batch: Any, name: str, first: int) -> list[bytes]:
+        """Returns the texts of a column.
 
         Args:
+            first: number of the batch's first row.
+
+        Raises:
+            ConfigError: a cell is empty or no text.
+        """
+        column = batch.column(name)
+        if str(column.type) not in ("string", "large_string"):
+            raise self._refused(reader, first, name, f"has values of type {column.type}, no text")
+        texts: list[bytes] = column.cast("large_binary").to_pylist()
+        for row, text in enumerate(texts, first):
+            if text is None:
+                raise self._refused(reader, row, name, "is empty")
+            try:
+                text.decode()
+            except UnicodeDecodeError:
+                raise self._refused(reader, row, name, "is not in UTF-8") from None
+        return texts
+
+    def _numbers(self, reader: Reader, batch: Any, first: int, widths: dict[str, int]) -> NDArray[np.float64]:
+        """Returns inputs and, as the last number, target [rows, numbers].
+
+        Args:
+            first: number of the batch's first row.
             widths: receives how many numbers each input has.
 
         Raises:
             ConfigError: a cell is empty or no such number.
         """
-        num_rows = 0
-        for batch in filter(len, self._batches(reader)):
-            columns = [self._column(reader, batch, name, num_rows, widths) for name in self.inputs or ()]
-            columns.append(self._column(reader, batch, str(self.target), num_rows, None))
-            yield np.concatenate(columns, axis=1)
-            num_rows += len(batch)
+        columns = [self._column(reader, batch, name, first, widths) for name in self.inputs or ()]
+        return np.concatenate([*columns, self._column(reader, batch, str(self.target), first, None)], axis=1)
 
     def _column(
         self, reader: Reader, batch: Any, name: str, first: int, widths: dict[str, int] | None
@@ -249,7 +264,7 @@ class _Rows(CopiedFormat):
         """Returns the error of a cell."""
         if what == "is empty":
             remedy = "fill it in, leave the row out"
-            if name != self.target:
+            if self.text is None and name != self.target:
                 remedy += ", say which number an empty cell counts as (data.missing=0, or missing=0 in Python)"
         else:
             remedy = "correct the row, choose other columns"
@@ -278,6 +293,8 @@ def _can_be(cell: Any, wanted: str) -> bool:
 
 def _of_another_type(value: Any, wanted: str) -> str:
     """Returns as text why a value of a cell is none of the wanted type."""
+    if wanted == "string":
+        return f"is {_said(value)}, no text"
     if wanted == "int64":
         return f"is {_said(value)}, no whole number as a class is; leave num_classes out for a number"
     is_whole = isinstance(value, int) and not isinstance(value, bool)
@@ -316,19 +333,16 @@ def _lists(arrow: Any, block: NDArray[np.float64]) -> tuple[Any, NDArray[np.int6
     return array, 8 * width * np.arange(1, num_rows + 1, dtype=np.int64)
 
 
-def _texts(arrow: Any, texts: list[str]) -> tuple[Any, NDArray[np.int64]]:
+def _texts(arrow: Any, texts: list[bytes]) -> tuple[Any, NDArray[np.int64]]:
     """Returns texts as an array of pyarrow's, with the row ends in its bytes."""
-    data = [each.encode() for each in texts]
-    return arrow.array(data, arrow.large_binary()), np.cumsum([len(each) for each in data], dtype=np.int64)
+    return arrow.array(texts, arrow.large_binary()), np.cumsum([len(each) for each in texts], dtype=np.int64)
 
 
-def _written(
-    arrow: Any, file: IO[bytes], arrays: Iterator[tuple[Any, NDArray[np.int64]]], metadata: dict[str, str]
-) -> Layout:
+def _written(arrow: Any, file: IO[bytes], arrays: Iterator[tuple[Any, NDArray[np.int64]]], columns: str) -> Spans:
     """Writes an Arrow file with one column of these arrays, and returns where each row is there."""
     spans, writer = [np.empty((0, 2), dtype=np.int64)], None
     for array, ends in arrays:
-        batch = arrow.record_batch([array], names=["row"]).replace_schema_metadata(metadata)
+        batch = arrow.record_batch([array], names=["row"]).replace_schema_metadata({"columns": columns})
         if writer is None:
             writer = arrow.ipc.new_file(arrow.PythonFile(file, mode="w"), batch.schema)
         writer.write_batch(batch)
@@ -339,7 +353,7 @@ def _written(
         spans.append(start + np.stack([np.concatenate([[0], ends])[:-1], ends], axis=1))
     if writer is not None:
         writer.close()
-    return Layout(np.concatenate(spans), {})
+    return np.concatenate(spans)
 
 
 # ------------------------------------------------------------------------------------------------------------ CSV
@@ -373,9 +387,7 @@ class Csv(_Rows):
         names = self._names(reader)
         if not names:
             return
-        arrow = _arrow(self.kind)
-        types = dict.fromkeys(names, "string") if self.inputs is None else self._types()
-        file = _Quotes(reader)
+        arrow, types, file = _arrow(self.kind), self._types(), _Quotes(reader)
         try:
             yield from arrow.csv.open_csv(
                 arrow.PythonFile(file, mode="r"),
@@ -475,7 +487,7 @@ class _Quotes(ReaderFile):
 
 
 class JsonLines(_Rows):
-    """JSON lines: an object in each line, in UTF-8. Chosen columns hold numbers, or lists of numbers."""
+    """JSON lines: an object in each line, in UTF-8. Chosen columns hold numbers, or lists of numbers; or text."""
 
     kind = "jsonl"
     suffixes = (".jsonl", ".ndjson")
@@ -500,17 +512,6 @@ class JsonLines(_Rows):
         options = arrow.json.ParseOptions(explicit_schema=arrow.schema(types), unexpected_field_behavior="ignore")
         read = arrow.json.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES)
         return arrow.json.open_json(arrow.PythonFile(file, mode="r"), read_options=read, parse_options=options)
-
-    def _records(self, reader: Reader) -> Iterator[list[str]]:
-        check_not_compressed(reader)
-        texts: list[str] = []
-        for line, data in self._lines(reader):
-            self._object(reader, line, data)
-            texts.append(data.decode())
-            if len(texts) == _BLOCK_ROWS:
-                yield texts
-                texts = []
-        yield texts
 
     def _lines(self, reader: Reader) -> Iterator[tuple[int, bytes]]:
         """Yields each line that is not blank, with its number."""
@@ -565,7 +566,7 @@ def _nested(arrow: Any, value: Any, kind: str) -> Any:
 
 
 class Parquet(_Rows):
-    """Parquet files. Chosen columns hold numbers, or lists of numbers."""
+    """Parquet files. Chosen columns hold numbers, or lists of numbers; or text."""
 
     kind = "parquet"
     suffixes = (".parquet",)

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from ddp.data.files.file_index import Format, Layout
+from ddp.data.files.file_set import Format, Layout
 from ddp.data.files.readers import Reader, ReaderFile, check_not_compressed
 from ddp.errors import ConfigError
 from ddp.process.files import is_hidden

@@ -32,10 +32,9 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
+from ddp.data.loading.fetching import DeviceCopies
 from ddp.data.loading.loader import CPU, NO_LIMITS
-from ddp.data.loading.loader_watch import Limits, LoaderWatch
-from ddp.data.loading.processes import appear_as, data_loader, packed
-from ddp.data.loading.read_ahead import DeviceCopies
+from ddp.data.loading.processes import Limits, LoaderWatch, appear_as, data_loader, packed
 from ddp.data.loading.source import digest_of
 from ddp.data.orders.order import Checksum, Fixed, Order
 from ddp.data.orders.sampler import StepPlan, TrainSampler
@@ -272,7 +271,7 @@ class IterableLoader:
             Digests of the first samples that were read, equal where ranks read the same stream, as far as both have
             some; None: there is no batch.
         """
-        self._fetched, self.num_samples = self._watch.explained(self._watch.batches()), 0
+        self._fetched, self.num_samples = self._watch.batches(), 0
         self._ahead = self._next()
         return None if self._ahead is None else self._ahead.firsts
 

@@ -4,7 +4,7 @@
     TrainSampler → StepPlan → micro → (seed, epoch, indices)  →  KeyedBatches: read, collate
                                    ←           batch          ←
 
-Without loader processes a thread reads ahead (`read_ahead.py`) from data with `may_read_ahead`, and without a `collate`
+Without loader processes a thread reads ahead (`fetching.py`) from data with `may_read_ahead`, and without a `collate`
 of the user's own: others may draw from generators that the thread would share with the forward beside it, or be bound
 to the thread that has opened them, as SQLite is. Data in memory do not say so, because a thread that never waits would
 only take turns with the training, for the interpreter lock. On a GPU the training waits for the GPU instead. So there
@@ -25,10 +25,8 @@ from typing import Any
 
 import torch
 
-from ddp.data.loading.fetching import UNREADABLE, Fetched, KeyedBatches, Request
-from ddp.data.loading.loader_watch import Limits, LoaderWatch
-from ddp.data.loading.processes import data_loader
-from ddp.data.loading.read_ahead import DeviceCopies, ReadAhead
+from ddp.data.loading.fetching import UNREADABLE, DeviceCopies, Fetched, KeyedBatches, ReadAhead, Request
+from ddp.data.loading.processes import Limits, LoaderWatch, data_loader
 from ddp.data.orders.order import Checksum
 from ddp.data.orders.sampler import EvaluationSampler, Micro, StepPlan, TrainSampler
 from ddp.data.samples import Collate
@@ -54,7 +52,7 @@ class TrainLoader:
         sampler: says which samples, in which order and parts; the caller commits its plans.
         collate: makes a batch of samples; None for torch's `default_collate`.
         num_workers: loader processes; they stay from epoch to epoch. 0 loads in this process.
-        device: where batches are needed. To a GPU they are copied ahead (`read_ahead.py`); else this process's.
+        device: where batches are needed. To a GPU they are copied ahead (`fetching.py`); else this process's.
         max_unreadable: most samples that are left out because reading them fails (`UNREADABLE`); one more is an error.
         known_unreadable: samples that a run has left out before it was resumed. They do not count again.
         processes: the user's worker_init_fn, multiprocessing_context and prefetch_factor, as far as given.
@@ -127,7 +125,7 @@ class TrainLoader:
         """Returns an iterator over the batches of requests, which are taken ahead. Earlier ones must not be used."""
         self._ahead.end()  # because data need not bear two readers
         self._requests.source = requests
-        return self._readable(self._watch.explained(self._on_time(self._watch.batches())))
+        return self._readable(self._watch.batches(self._on_time))
 
     def read(self, plan: StepPlan, micro: Micro) -> Any:
         """Returns a batch of a step once more, or None if none of its samples can be read, beside the stream."""
@@ -237,7 +235,7 @@ class EvaluationLoader:
         watch = LoaderWatch(loader, self._limits)
         requests.asked = watch.asked if self._num_workers else None
         try:
-            for fetched in watch.explained(watch.batches()):
+            for fetched in watch.batches():
                 batch = fetched.batch
                 yield batch if self._copies is None else self._copies.finish(self._copies.begin(batch))
         finally:

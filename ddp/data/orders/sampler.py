@@ -36,8 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import Sampler
 
-from ddp.data.orders.order import Checksum, FirstOf, Order, Permutation, length_of
-from ddp.data.orders.permutation import Indices, indices
+from ddp.data.orders.order import Checksum, FirstOf, Order, Permutation, indices, length_of
 from ddp.data.orders.sharding import OwnSharding, shard_order
 from ddp.data.orders.steps import (
     BatchSizes,
@@ -46,9 +45,8 @@ from ddp.data.orders.steps import (
     RoundSizes,
     SamplerState,
     Skipped,
-    Skips,
     Steps,
-    StepsMadeEarly,
+    StepsLeft,
     checked_range,
     joined,
     read_state,
@@ -56,7 +54,6 @@ from ddp.data.orders.steps import (
 )
 from ddp.data.orders.token_budget import TokenBudget
 from ddp.errors import ConfigError
-from ddp.units import counted
 
 _LOOKED_UP = 4096  # samples that are looked up together
 _ADDED_UP = 1 << 16  # samples that are left out, and added up together
@@ -151,12 +148,12 @@ class TrainSampler:
             raise ConfigError(f"the training set has {length} samples; check its path and its split")
         replicas(world_size, rank)
         if isinstance(global_batch, Steps):
-            self._sizes: Steps = global_batch
+            self.sizes: Steps = global_batch
         else:
             of_rounds = rounds and RoundSizes(length, global_batch, rounds)
-            self._sizes = of_rounds or BatchSizes(length, global_batch)
-        if isinstance(self._sizes, BatchSizes):
-            _check_batch(self._sizes.batch, world_size, num_shards)
+            self.sizes = of_rounds or BatchSizes(length, global_batch)
+        if isinstance(self.sizes, BatchSizes):
+            _check_batch(self.sizes.batch, world_size, num_shards)
         if num_shards < world_size:
             raise ConfigError(
                 f"num_shards={num_shards} is less than {world_size} workers, so some would compute nothing: "
@@ -164,7 +161,7 @@ class TrainSampler:
             )
         if micro_size is not None and micro_size < 1:
             raise ConfigError(f"micro_size must be at least 1, got {micro_size}; leave it out for whole shards")
-        self.order, self.length, self.global_batch = order, length, self._sizes.usual
+        self.order, self.length, self.global_batch = order, length, self.sizes.usual
         self.num_shards, self.micro_size = num_shards, micro_size
         self.rank, self.world_size = rank, world_size
         self.seen: Checksum | None = Checksum()
@@ -184,19 +181,18 @@ class TrainSampler:
             ahead: ranges that were made before their turn.
         """
         position = state.epoch * self.length + state.consumed
-        self.sizes: Steps = StepsMadeEarly(self._sizes, ahead) if ahead else self._sizes
         last = ahead[-1].stop if ahead else position
-        self._skips = Skips(self.sizes, [each for each in skipped if each.stop <= last])
+        self._steps = StepsLeft(self.sizes, [each for each in skipped if each.stop <= last], ahead)
         if self._skip_steps is not None:
-            self._skips = self._skips.with_range(self._skip_steps, num_steps=num_steps, position=position)
-        self._seed, self._next = state.seed, self._skips.past(position)  # `length` positions an epoch
+            self._steps = self._steps.with_range(self._skip_steps, num_steps=num_steps, position=position)
+        self._seed, self._next = state.seed, self._steps.past(position)  # `length` positions an epoch
         self._num_steps, self._ahead = num_steps, list(ahead)
         self._origin = (num_steps, self._next, list(ahead))
 
     @property
-    def _left(self) -> Skips:
-        """Returns the steps that are left, without those that were made before their turn."""
-        return self._skips._replace(sizes=StepsMadeEarly(self.sizes, self._ahead)) if self._ahead else self._skips
+    def _left(self) -> StepsLeft:
+        """Returns the steps that are left, without those that were made before their turn since a state was loaded."""
+        return StepsLeft(self.sizes, self._steps.skipped, self._ahead) if self._ahead else self._steps
 
     @property
     def num_samples(self) -> int | None:
@@ -224,7 +220,7 @@ class TrainSampler:
         _, epoch, consumed = self.state
         if consumed == 0 or self._ahead:
             return not self._ahead
-        return any(each.stop == self._next and 0 < each.start <= epoch * self.length for each in self._skips.ranges)
+        return any(each.stop == self._next and 0 < each.start <= epoch * self.length for each in self._steps.skipped)
 
     def position_of(self, plan: StepPlan) -> int:
         """Returns how many samples the run has trained on before a step."""
@@ -235,42 +231,20 @@ class TrainSampler:
         return self._plans_from(self._next)  # the state at this call, not at the first next()
 
     def _plans_from(self, position: int) -> Iterator[StepPlan]:
-        epoch, steps = position // self.length, self._steps_from(position, self._left)
+        epoch, steps = position // self.length, self._left.of_epoch(position)
         while ahead := list(islice(steps, max(1, _LOOKED_UP * self.world_size // self.global_batch))):
-            micros = [self.micros(step) for step in ahead]
-            positions = indices(each for those in micros for micro in those for each in micro.positions)
-            samples = iter(self._samples(positions, epoch).tolist())
-            for step, those in zip(ahead, micros, strict=True):
-                found = tuple(micro._replace(indices=tuple(islice(samples, len(micro.positions)))) for micro in those)
-                yield StepPlan(epoch, step.start, len(step), found, num_inner=self._num_inner(step, epoch))
+            micros = self._looked_up([self.micros(step) for step in ahead], epoch)
+            for step, mine in zip(ahead, micros, strict=True):
+                yield StepPlan(epoch, step.start, len(step), mine, num_inner=self._num_inner(step, epoch))
 
-    def _samples(self, positions: Indices, epoch: int) -> Indices:
-        """Returns the samples at positions of an epoch.
-
-        Raises:
-            ConfigError: an order of the user's own returned something else.
-        """
-        found = np.asarray(self.order.samples(positions, seed=self._seed, epoch=epoch))
-        if found.shape != positions.shape or found.dtype.kind not in "iu":
-            raise ConfigError(
-                f"the order ({self.order.in_words()}) returned {found.dtype.name} {list(found.shape)} for "
-                f"{counted(len(positions), 'position')}: return one whole number for each"
-            )
-        if len(found) and not 0 <= found.min() <= found.max() < self.order.num_samples:
-            wrong = found.min() if found.min() < 0 else found.max()
-            raise ConfigError(
-                f"the order ({self.order.in_words()}) returned sample {wrong}, and the data have samples 0 … "
-                f"{self.order.num_samples - 1}"
-            )
-        return indices(found)
-
-    def _steps_from(self, position: int, steps: Skips) -> Iterator[range]:
-        """Yields the positions in their epoch of all steps that are left of it."""
-        epoch = position // self.length
-        while position // self.length == epoch:
-            start, size = position % self.length, steps.sizes.size_at(position)
-            yield range(start, start + size)
-            position = steps.past(position + size)
+    def _looked_up(self, steps: Sequence[Sequence[Micro]], epoch: int) -> list[tuple[Micro, ...]]:
+        """Returns the micro-batches of steps with the samples at their positions."""
+        positions = indices(each for micros in steps for micro in micros for each in micro.positions)
+        samples = iter(self.order.checked_samples(positions, seed=self._seed, epoch=epoch).tolist())
+        return [
+            tuple(micro._replace(indices=tuple(islice(samples, len(micro.positions)))) for micro in micros)
+            for micros in steps
+        ]
 
     def end(self, *, epochs: int | None, num_steps: int | None) -> tuple[int, int]:
         """Returns the steps that are left of the run, and the position after them.
@@ -283,13 +257,13 @@ class TrainSampler:
 
     def left_out_from(self, position: int) -> int | None:
         """Returns the first step of the range in which the sample at a position is skipped, if that lies ahead."""
-        ahead = (each for each in self._skips.ranges if each.first > self._origin[0])
+        ahead = (each for each in self._steps.skipped if each.first > self._origin[0])
         return next((each.first for each in ahead if each.start <= position < each.stop), None)
 
     def step_at(self, position: int) -> int:
         """Returns the number of the run's step that has the sample at a position, not before the state loaded."""
         num_steps, begin, _ = self._origin
-        return num_steps + self._skips.num_steps(begin, position + 1)
+        return num_steps + self._steps.num_steps(begin, position + 1)
 
     def was_made(self, position: int) -> bool:
         """Returns True if the step that has the sample at a position was made before the state loaded."""
@@ -298,14 +272,13 @@ class TrainSampler:
 
     def steps_before(self, plan: StepPlan) -> list[range]:
         """Returns the steps of an epoch that come before one of its steps, since the state that was loaded."""
-        begin = max(self._origin[1], self._skips.past(plan.epoch * self.length))
-        return list(takewhile(lambda step: step.start < plan.position, self._steps_from(begin, self._skips)))
+        begin = max(self._origin[1], self._steps.past(plan.epoch * self.length))
+        return list(takewhile(lambda step: step.start < plan.position, self._steps.of_epoch(begin)))
 
     def seek(self, step: int) -> None:
         """Moves the state to where the run's step with this number begins, counted from 1; not before one loaded."""
-        num_steps, self._next, self._ahead = self._origin
-        _, position = self.end(epochs=None, num_steps=step - 1 - num_steps)
-        self._next = self._skips.past(position)
+        num_steps, begin, self._ahead = self._origin
+        self._next = self._steps.past(self._steps.after(begin, max(0, step - 1 - num_steps)))
 
     def parts(self, step: Sequence[int]) -> Iterator[Micro]:
         """Yields this rank's parts of a step, with their positions, which `step` has."""
@@ -323,32 +296,24 @@ class TrainSampler:
         """Returns the share of rank `part` of `num_parts` ranks in a step, whatever this sampler's own rank is."""
         other = copy.copy(self)
         other.rank, other.world_size = part, num_parts
-        micros = list(other.parts(range(plan.position, plan.position + plan.size)))
-        positions = indices(each for micro in micros for each in micro.positions)
-        samples = iter(self._samples(positions, plan.epoch).tolist())
-        return plan._replace(
-            micros=tuple(micro._replace(indices=tuple(islice(samples, len(micro.positions)))) for micro in micros)
-        )
+        [micros] = other._looked_up([list(other.parts(range(plan.position, plan.position + plan.size)))], plan.epoch)
+        return plan._replace(micros=micros)
 
     def micros(self, step: Sequence[int]) -> list[Micro]:
         """Returns this rank's micro-batches of a step; of a round, the parts of its inner steps."""
-        if not isinstance(self._sizes, RoundSizes):
+        if not isinstance(self.sizes, RoundSizes):
             return list(self.parts(step))
-        size, number = len(step), self._in_round(len(step))
+        size, number = len(step), self.sizes.num_inner(len(step), self.world_size)
         cuts = [inner * size // number for inner in range(number + 1)]
         pieces = [step[begin:end] for begin, end in pairwise(cuts)]
         return [micro._replace(part=inner) for inner, piece in enumerate(pieces) for micro in self.parts(piece)]
 
-    def _in_round(self, size: int) -> int:
-        """Returns the inner steps of a round; fewer where a rank would have no sample in one."""
-        assert isinstance(self._sizes, RoundSizes)
-        return max(1, min(self._sizes.num_inner(size), size // self.world_size))
-
     def _num_inner(self, step: Sequence[int], epoch: int) -> int:
         """Returns the inner steps of a step; 0 if gradients are averaged in it."""
-        sizes, position = self._sizes, epoch * self.length + step[0]
-        is_round = isinstance(sizes, RoundSizes) and position >= sizes.batch.num_samples
-        return self._in_round(len(step)) if is_round else 0
+        sizes, position = self.sizes, epoch * self.length + step[0]
+        if not isinstance(sizes, RoundSizes) or position < sizes.batch.num_samples:
+            return 0
+        return sizes.num_inner(len(step), self.world_size)
 
     def num_micros(self, size: int) -> int:
         """Returns this rank's number of micro-batches in a step of this size."""
@@ -379,7 +344,8 @@ class TrainSampler:
             size: of the step, in samples.
         """
         left_out = Skipped(number, number, position, position + size)
-        self._skips, self._left_out = self._skips.with_skipped(left_out), [*self._left_out, left_out]
+        skipped = sorted([*self._steps.skipped, left_out], key=lambda each: each.start)
+        self._steps, self._left_out = StepsLeft(self.sizes, skipped, self._steps.made), [*self._left_out, left_out]
         self._next = self._left.past(self._next)
 
     def commit_leased(self, plan: StepPlan) -> None:
@@ -412,10 +378,11 @@ class TrainSampler:
         expected, first = self.order.checksum(), epoch * self.length
         if expected is None:
             return None
-        for left_out in self._skips.within(first, first + self.length):
+        for left_out in self._steps.within(first, first + self.length):
             for begin in range(left_out.start, left_out.stop, _ADDED_UP):
                 positions = np.arange(begin, min(begin + _ADDED_UP, left_out.stop)) - first
-                expected = expected.without(Checksum.of(self._samples(positions, epoch)))
+                samples = self.order.checked_samples(positions, seed=self._seed, epoch=epoch)
+                expected = expected.without(Checksum.of(samples))
         return expected
 
     def state_dict(self) -> dict[str, Any]:
@@ -423,16 +390,17 @@ class TrainSampler:
 
         Steps that were to be left out next are not yet: who goes on may leave out others.
         """
-        position, skips = self._next, self._skips.before(self._ahead[-1].stop if self._ahead else self._next)
-        is_planned = skips and skips[-1][:2] == self._skip_steps and skips[-1] not in self._left_out
-        if is_planned and skips[-1].stop == position and not self._ahead:
-            position = skips.pop().start
+        position, last = self._next, self._ahead[-1].stop if self._ahead else self._next
+        skipped = [each for each in self._steps.skipped if each.stop <= last]
+        is_planned = skipped and skipped[-1][:2] == self._skip_steps and skipped[-1] not in self._left_out
+        if is_planned and skipped[-1].stop == position and not self._ahead:
+            position = skipped.pop().start
         state = SamplerState(self._seed, *divmod(position, self.length))
         about = {"order": self.order.identity, "length": self.length, "num_steps": self._num_steps}
         about |= {"set_apart": self.set_apart} if self.set_apart else {}
         first = state.epoch * self.length
         about |= {"ahead": [[each.start - first, each.stop - first] for each in self._ahead]} if self._ahead else {}
-        return {**state._asdict(), **about, "skipped": [list(each) for each in skips]}
+        return {**state._asdict(), **about, "skipped": [list(each) for each in skipped]}
 
     def places(self) -> Any:
         """Returns this rank's part of a state: None, but for data that are a stream."""

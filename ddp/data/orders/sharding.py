@@ -19,8 +19,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ddp.data.orders.order import Blocks, Checksum, Order, Permutation, key_of, starts_of
-from ddp.data.orders.permutation import Indices, Permutations, indices
+from ddp.data.orders.order import (
+    Blocks,
+    Checksum,
+    Indices,
+    Order,
+    Permutation,
+    Permutations,
+    indices,
+    key_of,
+    starts_of,
+)
 from ddp.errors import ConfigError, did_you_mean
 from ddp.units import counted
 
@@ -82,17 +91,6 @@ class Lanes(Order):
         of_last = self._starts[lane] + self._num_whole * self._taken[lane] + slot - self._left_starts[lane]
         return self.places.samples(np.where(last, of_last, place), seed=seed, epoch=epoch)
 
-    def positions(self, sample: int, *, seed: int, epoch: int) -> list[int]:
-        """Returns the positions of a sample."""
-        return sorted(map(self._position, self.places.positions(sample, seed=seed, epoch=epoch)))
-
-    def _position(self, place: int) -> int:
-        lane = int(np.searchsorted(self._starts, place, side="right")) - 1
-        offset, taken = place - int(self._starts[lane]), int(self._taken[lane])
-        if offset >= self._num_whole * taken:
-            return self._num_whole * self.batch + int(self._left_starts[lane]) + offset - self._num_whole * taken
-        return offset // taken * self.batch + int(self._edges[lane]) + offset % taken
-
     def checksum(self) -> Checksum | None:
         """Returns the checksum of a whole epoch."""
         return self.places.checksum()
@@ -119,11 +117,6 @@ class Copies(Order):
     def samples(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
         """Returns the samples at `positions`."""
         return self.order.samples(positions % self.order.length, seed=seed, epoch=epoch)
-
-    def positions(self, sample: int, *, seed: int, epoch: int) -> list[int]:
-        """Returns the positions of a sample, one in each copy."""
-        first = self.order.positions(sample, seed=seed, epoch=epoch)
-        return [copy * self.order.length + position for copy in range(self.number) for position in first]
 
     def checksum(self) -> Checksum | None:
         """Returns the checksum of a whole epoch."""
@@ -188,17 +181,8 @@ class Shuffles(Order):
     def samples(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
         """Returns the samples at `positions`."""
         lane, offset = np.divmod(positions, self.num_samples)
-        return self._permutations(seed, epoch).places(offset, size=self.num_samples, group=lane)
-
-    def positions(self, sample: int, *, seed: int, epoch: int) -> list[int]:
-        """Returns the positions of a sample, one in each shuffle."""
-        lanes, all_alike = np.arange(self.number), np.full(self.number, sample)
-        offset = self._permutations(seed, epoch).numbers(all_alike, size=self.num_samples, group=lanes)
-        found: list[int] = (lanes * self.num_samples + offset).tolist()
-        return found
-
-    def _permutations(self, seed: int, epoch: int) -> Permutations:
-        return Permutations(key_of(seed, epoch), largest=self.num_samples)
+        shuffle = Permutations(key_of(seed, epoch), largest=self.num_samples)
+        return shuffle.places(offset, size=self.num_samples, group=lane)
 
     def checksum(self) -> Checksum:
         """Returns the checksum of a whole epoch."""

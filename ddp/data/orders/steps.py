@@ -134,22 +134,6 @@ class Steps(ABC):
     def setting(self) -> Any:
         """Returns the settings that the sizes follow from, as JSON can hold it."""
 
-    def past(self, position: int) -> int:
-        """Returns where the next step begins, from a position on: there, unless that step was made already."""
-        return position
-
-    def end(self, begin: int, *, epochs: int | None, num_steps: int | None) -> tuple[int, int]:
-        """Returns the steps that are left after `begin` samples, and the position after them.
-
-        Args:
-            epochs: of the whole run; None for no limit.
-            num_steps: most steps from now on; None for no limit.
-        """
-        limits = [] if num_steps is None else [num_steps]
-        if epochs is not None:
-            limits.append(self.num_steps(begin, epochs * self.length))
-        return min(limits), self.after(begin, max(0, min(limits)))
-
 
 class BatchSizes(Steps):
     """Steps of a number of samples.
@@ -236,75 +220,6 @@ class BatchSizes(Steps):
         return math.ceil(samples / size), samples, size
 
 
-# --- Steps that were made before their turn --------------------------------------------------------------------------
-#
-#     positions    0     8    16    24    32    40 …      steps that workers lease are made in any order: a state at
-#     made         ✓           ✓     ✓                    position 8 has [16, 32) ahead, and steps 1 and 2 come next
-#     to come            1                 2     3
-#
-# With another batch than then, a step ends where those that were made begin.
-
-
-class StepsMadeEarly(Steps):
-    """Remaining steps of a run, some of whose steps were made before their turn.
-
-    Args:
-        sizes: of all steps.
-        ranges: positions of the run that were made, in rising order and apart from each other.
-    """
-
-    def __init__(self, sizes: Steps, ranges: Sequence[range]) -> None:
-        self.length, self._sizes, self.ranges = sizes.length, sizes, ranges
-
-    @property
-    def stop(self) -> int:
-        """Returns the position from which on no step was made."""
-        return self.ranges[-1].stop
-
-    def past(self, position: int) -> int:
-        """Returns where the next step begins that was not made."""
-        for each in self.ranges:
-            position = each.stop if position in each else position
-        return position
-
-    def size_at(self, position: int) -> int:
-        """Returns the size of the step that begins after `position` samples of the run."""
-        rooms = (each.start - position for each in self.ranges if each.start > position)
-        return min(self._sizes.size_at(position), *rooms, self.length)
-
-    def num_steps(self, begin: int, end: int) -> int:
-        """Returns the number of steps that lead from one position to another, or just beyond it."""
-        begin, num_steps = self.past(begin), 0
-        while begin < min(end, self.stop):
-            begin, num_steps = self.past(begin + self.size_at(begin)), num_steps + 1
-        return num_steps + self._sizes.num_steps(begin, end)
-
-    def after(self, begin: int, num_steps: int) -> int:
-        """Returns the position after some steps."""
-        begin = self.past(begin)
-        while num_steps and begin < self.stop:
-            begin, num_steps = self.past(begin + self.size_at(begin)), num_steps - 1
-        return self._sizes.after(begin, num_steps)
-
-    def all(self) -> set[int]:
-        """Returns the sizes that the steps of a run may have, as long as the batch stays."""
-        return self._sizes.all()
-
-    @property
-    def usual(self) -> int:
-        """Returns the samples of a step, but for exceptions."""
-        return self._sizes.usual
-
-    @property
-    def setting(self) -> Any:
-        """Returns the settings that the sizes follow from."""
-        return self._sizes.setting
-
-    def in_words(self) -> str:
-        """Returns how large a step is."""
-        return self._sizes.in_words()
-
-
 def joined(ranges: Sequence[range], more: range) -> list[range]:
     """Returns ranges of positions and one more, in rising order; those that touch become one."""
     found: list[range] = []
@@ -380,17 +295,22 @@ class RoundSizes(BatchSizes):
         later = f" after {num_samples:,} samples" if num_samples else ""
         return f"{first} in rounds of {counted(last // first, 'inner step')}{later},"
 
-    def num_inner(self, size: int) -> int:
-        """Returns the inner steps of a round of this size."""
-        return math.ceil(size / self.batch.first)
+    def num_inner(self, size: int, world_size: int) -> int:
+        """Returns the inner steps of a round of this size; fewer where a rank would have no sample in one."""
+        return max(1, min(math.ceil(size / self.batch.first), size // world_size))
 
 
-# --- Steps that are left out -----------------------------------------------------------------------------------------
+# --- The steps that are left: without those that are left out, and those that were made before their turn ------------
 #
 #     steps        1  2  3  4  5 …       skip_steps=(3, 4)
 #     positions    0  8 16 ──→ 32 …      a range of steps is a range of positions, and all other steps stay as they are
 #
-# The settings name one range, which lies ahead of where a run begins or resumes. Those of earlier starts lie behind it.
+#     positions    0     8    16    24    32    40 …      steps that workers lease are made in any order: a state at
+#     made         ✓           ✓     ✓                    position 8 has [16, 32) ahead, and steps 1 and 2 come next
+#     to come            1                 2     3
+#
+# The settings name one range to be left out, which lies ahead of where a run begins or resumes. Those of earlier starts
+# lie behind it. With another batch than then, a step ends where those that were made begin.
 
 
 class Skipped(NamedTuple):
@@ -402,19 +322,22 @@ class Skipped(NamedTuple):
     stop: int
 
 
-class Skips(NamedTuple):
-    """The steps of a run without those that are left out.
+class StepsLeft:
+    """The steps of a run without some ranges of positions.
 
-    Attributes:
+    Args:
         sizes: of all steps.
-        ranges: in rising order.
+        skipped: what is left out, in rising order.
+        made: what was made before its turn, in rising order.
     """
 
-    sizes: Steps
-    ranges: Sequence[Skipped]
+    def __init__(self, sizes: Steps, skipped: Sequence[Skipped] = (), made: Sequence[range] = ()) -> None:
+        self.sizes, self.skipped, self.made = sizes, skipped, made
+        gaps = [*made, *(range(each.start, each.stop) for each in skipped)]
+        self._gaps = sorted(gaps, key=lambda each: each.start)
 
-    def with_range(self, steps: tuple[int, int], *, num_steps: int, position: int) -> Skips:
-        """Returns these and another range, unless it is one of these.
+    def with_range(self, steps: tuple[int, int], *, num_steps: int, position: int) -> StepsLeft:
+        """Returns these steps without another range, unless that is left out already.
 
         Args:
             num_steps, position: steps that the run has made, and where it resumes.
@@ -422,7 +345,7 @@ class Skips(NamedTuple):
         Raises:
             ConfigError: the range has begun already.
         """
-        if steps in [each[:2] for each in self.ranges]:
+        if steps in [each[:2] for each in self.skipped]:
             return self
         first, last = steps
         if first <= num_steps:
@@ -430,52 +353,71 @@ class Skips(NamedTuple):
                 f"skip_steps=[{first},{last}]: the run resumes after step {num_steps}, so that it is too late for "
                 f"step {first}; name later steps, or go back to a checkpoint before them"
             )
-        start, stop = (self.sizes.after(position, step - num_steps) for step in (first - 1, last))
-        if isinstance(self.sizes, StepsMadeEarly) and start < self.sizes.stop:
-            least = num_steps + self.sizes.num_steps(position, self.sizes.stop) + 1
+        start, stop = (self.past(self.after(position, step - num_steps)) for step in (first - 1, last))
+        if self.made and start < self.made[-1].stop:
+            least = num_steps + self.num_steps(position, self.made[-1].stop) + 1
             raise ConfigError(
                 f"skip_steps=[{first},{last}]: the run resumes after step {num_steps}, of which some were made before "
                 f"their turn; name steps from {least} on, or go back to an earlier checkpoint"
             )
-        return self._replace(ranges=[*self.ranges, Skipped(first, last, start, stop)])
-
-    def with_skipped(self, one: Skipped) -> Skips:
-        """Returns these and another range, which has not begun."""
-        return self._replace(ranges=sorted([*self.ranges, one], key=lambda each: each.start))
-
-    def before(self, position: int) -> list[Skipped]:
-        """Returns the ranges that end at a position or before it."""
-        return [each for each in self.ranges if each.stop <= position]
+        return StepsLeft(self.sizes, [*self.skipped, Skipped(first, last, start, stop)], self.made)
 
     def past(self, position: int) -> int:
-        """Returns where the next step begins."""
-        found = self.sizes.past(position)
-        for each in self.ranges:
-            found = each.stop if each.start <= found < each.stop else found
-        return found if found == position else self.past(found)
+        """Returns where the next step begins, from a position on."""
+        for gap in self._gaps:
+            position = gap.stop if position in gap else position
+        return position
 
-    def within(self, begin: int, end: int) -> Iterator[range]:
-        """Yields the positions that are left out, range by range."""
-        for each in self.ranges:
-            yield range(max(begin, each.start), min(end, each.stop))
+    def size_at(self, position: int) -> int:
+        """Returns the size of the step that begins after `position` samples of the run."""
+        rooms = [gap.start - position for gap in self._gaps if gap.start > position]
+        return min([self.sizes.size_at(position), *rooms])
+
+    def of_epoch(self, position: int) -> Iterator[range]:
+        """Yields the steps from a position on to the end of its epoch, as positions in the epoch."""
+        epoch, length = position // self.sizes.length, self.sizes.length
+        while position // length == epoch:
+            start, size = position % length, self.size_at(position)
+            yield range(start, start + size)
+            position = self.past(position + size)
 
     def num_steps(self, begin: int, end: int) -> int:
         """Returns the number of steps that lead from one position to another, or just beyond it."""
-        left_out = [each for each in self.ranges if begin <= each.start and each.stop < end]
-        return self.sizes.num_steps(begin, end) - sum(self.sizes.num_steps(each.start, each.stop) for each in left_out)
+        begin, num_steps = self.past(begin), 0
+        for gap in self._gaps:
+            if begin <= gap.start < end:
+                num_steps += self.sizes.num_steps(begin, gap.start)
+                begin = self.past(gap.start)
+        return num_steps + self.sizes.num_steps(begin, end)
+
+    def after(self, begin: int, num_steps: int) -> int:
+        """Returns the position after some steps."""
+        begin = self.past(begin)
+        for gap in self._gaps:
+            if begin <= gap.start:
+                if (before := self.sizes.num_steps(begin, gap.start)) >= num_steps:
+                    break
+                num_steps, begin = num_steps - before, self.past(gap.start)
+        return self.sizes.after(begin, num_steps)
 
     def end(self, begin: int, *, epochs: int | None, num_steps: int | None) -> tuple[int, int]:
-        """Returns the steps that are left after `begin` samples, and the position after them; as `Steps.end`."""
-        total = 0
-        for ahead in (each for each in self.ranges if each.stop > begin):
-            left, end = self.sizes.end(begin, epochs=epochs, num_steps=num_steps)
-            before = self.sizes.num_steps(begin, ahead.start)
-            if left <= before:
-                return total + left, end
-            total, begin = total + before, ahead.stop
-            num_steps = None if num_steps is None else num_steps - before
-        left, end = self.sizes.end(begin, epochs=epochs, num_steps=num_steps)
-        return total + left, end
+        """Returns the steps that are left after `begin` samples, and the position after them.
+
+        Args:
+            epochs: of the whole run; None for no limit.
+            num_steps: most steps from now on; None for no limit.
+        """
+        if epochs is not None:
+            left, end = self.num_steps(begin, epochs * self.sizes.length), epochs * self.sizes.length
+            if num_steps is None or left <= num_steps:
+                return left, max(begin, end)
+        assert num_steps is not None
+        return num_steps, self.after(begin, max(0, num_steps))
+
+    def within(self, begin: int, end: int) -> Iterator[range]:
+        """Yields the positions that are left out, range by range."""
+        for each in self.skipped:
+            yield range(max(begin, each.start), min(end, each.stop))
 
 
 def checked_range(steps: Any) -> tuple[int, int]:

@@ -26,8 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ddp.data.orders.order import Order, key_of, length_of, numbers_of, starts_of
-from ddp.data.orders.permutation import Indices, Permutations
+from ddp.data.orders.order import Indices, Order, Permutations, key_of, length_of, numbers_of, starts_of
 from ddp.data.orders.steps import Steps
 from ddp.errors import ConfigError
 from ddp.process.streams import stream_seed

@@ -4,7 +4,7 @@
     load_rows     CSV, JSON lines, Parquet, Arrow: a target       float32 [number of inputs], class or number
     load_tokens   flat files of tokens                            windows of `context` tokens
 
-Addresses are what `files/listing.py` takes: a file, a pattern such as train-{000..099}.tar, or a folder; local, or s3://…
+Addresses are what `files/storage.py` takes: a file, a pattern such as train-{000..099}.tar, or a folder; local, or s3://…
 """
 
 from __future__ import annotations
@@ -19,16 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp.data.files.file_index import AnyFormat
-from ddp.data.files.file_set import FileSet
-from ddp.data.files.listing import identity_of
+from ddp.data.files.file_set import AnyFormat, FileSet
 from ddp.data.files.rows import Arrow, Csv, JsonLines, Parquet
-from ddp.data.files.storage import Storage
+from ddp.data.files.storage import Storage, identity_of
 from ddp.data.files.tar_files import ImageAndClass, TarSamples
 from ddp.data.samples import OnInput, Splits, Transformed, as_it_is
 from ddp.data.sets.image_sets import Augment, folder_transforms
-from ddp.data.sets.standard_library import Windows
-from ddp.data.sets.tokens import Tokenizer, TokenSet
+from ddp.data.sets.text_sets import Tokenizer, TokenSet, Windows
 from ddp.errors import ConfigError, UnreadableSample
 
 ROWS: dict[str, Any] = {"csv": Csv, "jsonl": JsonLines, "parquet": Parquet, "arrow": Arrow}
@@ -103,9 +100,9 @@ def load_rows(
 def load_text(files: Files, *, kind: str, field: str, tokenizer: str, context: int) -> Splits:
     """Returns windows of tokens of the texts in a field of rows."""
     tokens = Tokenizer(tokenizer)
-    sides = [FileSet(path, ROWS[kind](), **options) for path, options in files.sides()]
+    sides = [FileSet(path, ROWS[kind](text=field), **options) for path, options in files.sides()]
     splits = _of_sides(files, sides, sample_shape=(context,), num_classes=tokens.vocab_size)
-    windows: list[Any] = [Windows(tokens.joined(side, field), context=context) for side in sides]
+    windows: list[Any] = [Windows(tokens.joined(side), context=context) for side in sides]
     return replace(splits, **_by_side(files, windows))
 
 

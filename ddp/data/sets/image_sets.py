@@ -1,18 +1,20 @@
-"""Images from files, through torchvision: MNIST, CIFAR-10, and folders in ImageNet's layout.
+"""Images: MNIST, CIFAR-10, folders in ImageNet's layout, digits that need no download, and made-up images.
 
     set        download      files under root                          training images are
     MNIST       12 MB        MNIST/raw/train-images-idx3-ubyte …       as they are, [1, 28, 28]
     CIFAR10    170 MB        cifar-10-batches-py/data_batch_1 …        shifted and mirrored, [3, 32, 32]
     FOLDER     none          train/CLASS/*.jpg, val/CLASS/*.jpg        cut out and mirrored, [3, s, s]
+    digits     none          scikit-learn's own                        as they are, [1, 8, 8]
+    synthetic  none          none                                      made up, [3, s, s]
 
 The images of a folder are listed once, by the parent, for every process. Hidden folders, such as .ipynb_checkpoints,
 are no classes, and hidden files no images.
 
 An augmentation of the user's own takes the place of "shifted and mirrored", "cut out and mirrored".
 
-Every image becomes float32 and is normalised per channel with the statistics of the training images. Augmentation draws
-from torch's global generator, as torchvision's transforms do; `loading/fetching.py` seeds it for each sample. Images
-that are not augmented lie in memory as bytes and are read in whole batches.
+An image from a file becomes float32 and is normalised per channel with the statistics of the training images.
+Augmentation draws from torch's global generator, as torchvision's transforms do; `loading/fetching.py` seeds it for
+each sample. Images that are not augmented lie in memory as bytes and are read in whole batches.
 """
 
 from __future__ import annotations
@@ -26,14 +28,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
-from ddp.data.files.file_index import index_place, write_index
-from ddp.data.files.listing import identity_of
+from ddp.data.files.storage import identity_of, index_place, write_index
 from ddp.data.samples import OnInput, Splits, TensorSet, Transformed
 from ddp.errors import ConfigError
 from ddp.process.files import is_hidden, read_own
@@ -311,3 +316,108 @@ def _missing_files_explained(root: str | Path, name: str, folder: str, files: li
         ) from error
     finally:
         socket.setdefaulttimeout(before)
+
+
+# --- Made-up images of any size and number ----------------------------------------------------------------------------
+#
+# They are there to measure speed without a disk, and to see a model learn something.
+#
+#     image = pattern[class] + noise       pattern: 4×4 random colours per class, enlarged;  noise: normal, deviation 2
+#
+# Sample k is a function of (side, k) alone. Nothing is stored, so a million images of 224×224 take no memory. The
+# classes are easy to tell apart by their patterns: a linear model gets nearly all test images right.
+
+
+_SEED = 0  # of the data, not of the run
+_NOISE = 2.0
+
+
+class SyntheticImages:
+    """A data set of `num_samples` pairs (image [3, image_size, image_size], class).
+
+    Args:
+        patterns: by class, [num_classes, 3, image_size, image_size].
+        side: "train" or "test"; the samples of the two have nothing in common but the patterns.
+    """
+
+    def __init__(self, *, num_samples: int, patterns: Tensor, side: str) -> None:
+        self.num_samples = num_samples
+        self.patterns = patterns
+        self.side = side
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"image {index} of {self.num_samples}")
+        random = _generator(self.side, index)
+        label = int(torch.randint(len(self.patterns), (), generator=random))
+        return self.patterns[label] + _NOISE * torch.randn(
+            self.patterns.shape[1:], generator=random, device="cpu"
+        ), label
+
+
+def load_synthetic(
+    *, image_size: int = 32, num_classes: int = 10, num_train: int = 4096, num_test: int = 512
+) -> Splits:
+    """Returns made-up images in colour."""
+    colours = torch.randn(num_classes, 3, 4, 4, generator=_generator("patterns", 0), device="cpu")
+    patterns = F.interpolate(colours, size=(image_size, image_size), mode="nearest")
+    return Splits(
+        train=SyntheticImages(num_samples=num_train, patterns=patterns, side="train"),
+        test=SyntheticImages(num_samples=num_test, patterns=patterns, side="test"),
+        sample_shape=(3, image_size, image_size),
+        num_classes=num_classes,
+        name=f"synthetic images, seed {_SEED}",
+    )
+
+
+def _generator(side: str, index: int) -> torch.Generator:
+    digest = hashlib.blake2b(f"{_SEED} {side} {index}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
+
+
+# --- Digits: 1,797 scanned ones of 8×8 grey pixels, which come with scikit-learn --------------------------------------
+#
+#     0 … 16 per pixel  →  (pixel − mean) / deviation  →  [1, 8, 8] float32, class 0 … 9
+#
+# A fifth of *each class* is held out, chosen once and for all: the choice depends on no run's seed, so accuracies of
+# different runs are about the same 359 images. Source: UCI, "Optical Recognition of Handwritten Digits" (test part).
+
+
+_HELD_OUT_SHARE = 0.2
+_MEAN, _DEVIATION = 4.884, 6.017  # of all pixels
+
+
+def load_digits() -> Splits:
+    """Returns 1,438 images to train on and 359 held out."""
+    table = np.loadtxt(_file(), delimiter=",")  # [1797, 65]: pixels, and the class
+    pixels, classes = table[:, :-1], table[:, -1].astype(np.int64)
+    images = torch.as_tensor((pixels - _MEAN) / _DEVIATION, dtype=torch.float32, device="cpu").view(-1, 1, 8, 8)
+    labels = torch.as_tensor(classes, dtype=torch.int64, device="cpu")
+    is_test = torch.as_tensor(_held_out(classes), device="cpu")
+    return Splits(
+        train=TensorSet(images[~is_test], labels[~is_test]),
+        test=TensorSet(images[is_test], labels[is_test]),
+        sample_shape=(1, 8, 8),
+        num_classes=10,
+        name="digits (scikit-learn)",
+    )
+
+
+def _file() -> Path:
+    """Finds the file without importing scikit-learn, which imports scipy.stats: a second for each process."""
+    package = find_spec("sklearn")
+    assert package is not None and package.origin is not None  # it is one of our dependencies
+    return Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+
+
+def _held_out(classes: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Marks a fifth of each class."""
+    random = np.random.RandomState(0)  # numpy promises never to change its stream; of newer generators it does not
+    chosen = np.zeros(len(classes), dtype=np.bool_)
+    for digit in np.unique(classes):
+        members = random.permutation(np.flatnonzero(classes == digit))
+        chosen[members[: round(_HELD_OUT_SHARE * len(members))]] = True
+    return chosen

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ddp.data.orders.permutation import Indices, Permutations
+from ddp.data.orders.order import Indices, Permutations
 from ddp.data.samples import Splits, Transformed, WholeBatches, Wrapped, behind_transforms
 from ddp.errors import ConfigError
 from ddp.process.streams import stream_seed

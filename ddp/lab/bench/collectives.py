@@ -56,8 +56,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.session import init, shutdown
 from ddp.commands.command import parser_of, respond
 from ddp.errors import ConfigError
-from ddp.lab.bench.command import add_options, place_of, run_jobs
-from ddp.lab.bench.place import HERE, BenchSite, refuse_unknown, split
+from ddp.lab.bench.command import HERE, BenchSite, add_options, place_of, refuse_unknown, run_jobs, split
 from ddp.lab.bench.turns import (
     ABORT_S,
     COLOURS,

@@ -18,7 +18,7 @@ Memory is measured in a separate launch for each variant, so that no other's cou
     import everything, join torch.distributed               ── before
     build the model, wrap it, make its batch, some steps    ── peak − before
 
-A host's peak is sampled (ddp/lab/bench/counts.py), and shared memory counts once. A worker's is the kernel's high-water
+A host's peak is sampled (ddp/lab/bench/turns.py), and shared memory counts once. A worker's is the kernel's high-water
 mark of the resident set, because samples miss short peaks on a busy machine; shared memory counts in full for each.
 
 Note "free blocks". A worker keeps large blocks that are free (`process/memory.py`). What it keeps depends on the order
@@ -48,10 +48,22 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.commands.command import parser_of, respond
 from ddp.errors import ConfigError
-from ddp.lab.bench.command import Job, add_options, place_of, run_jobs
-from ddp.lab.bench.counts import bytes_in, can_count_memory, sampling, spans_of
-from ddp.lab.bench.place import HERE, BenchSite, refuse_unknown, split
-from ddp.lab.bench.turns import COLOURS, STEP, TimedCell, announce, paired, session, slowest, torch_alone, with_ours
+from ddp.lab.bench.command import HERE, BenchSite, Job, add_options, place_of, refuse_unknown, run_jobs, split
+from ddp.lab.bench.turns import (
+    COLOURS,
+    STEP,
+    TimedCell,
+    announce,
+    bytes_in,
+    can_count_memory,
+    paired,
+    sampling,
+    session,
+    slowest,
+    spans_of,
+    torch_alone,
+    with_ours,
+)
 from ddp.lab.bench.variants import OPTIMIZERS, VARIANTS
 from ddp.lab.bench.workloads import add_models, make, models_of, workload
 from ddp.process.memory import resident_bytes

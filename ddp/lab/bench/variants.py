@@ -47,10 +47,9 @@ from ddp.collectives.shards import shards_of_rank
 from ddp.comm.session import current
 from ddp.data.samples import TensorSet
 from ddp.errors import ConfigError
-from ddp.lab.bench.counts import bytes_sent
-from ddp.lab.bench.turns import num_repetitions, slowest
+from ddp.lab.bench.turns import bytes_sent, num_repetitions, slowest
 from ddp.lab.bench.workloads import Batch, loss_of
-from ddp.optim.lamb import LAMB
+from ddp.optim.trust_ratio import LAMB
 from ddp.policies import NUM_SHARDS, Folder
 from ddp.process.clock import now_s
 from ddp.replica.bucketed import BucketedDataParallel

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddp.errors import ConfigError
-from ddp.lab.bench.place import refuse_unknown, split
+from ddp.lab.bench.command import refuse_unknown, split
 from ddp.models.gpt import GPT
 from ddp.models.images import CNN, MLP, resnet
 from ddp.process.arguments import Parser

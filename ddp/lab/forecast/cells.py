@@ -32,8 +32,7 @@ from torch import nn
 
 from ddp.comm.communicator import Communicator
 from ddp.commands.command import parser_of, respond
-from ddp.lab.bench.command import add_options, place_of, run_jobs
-from ddp.lab.bench.place import HERE, BenchSite, refuse_unknown, split
+from ddp.lab.bench.command import HERE, BenchSite, add_options, place_of, refuse_unknown, run_jobs, split
 from ddp.lab.bench.turns import PROGRESS, Cell, session, slowest, take_turns, with_ours
 from ddp.lab.bench.variants import OPTIMIZERS, Training
 from ddp.lab.bench.workloads import Batch, add_models, loss_of, make, models_of

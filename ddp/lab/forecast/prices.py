@@ -25,7 +25,7 @@ from ddp.comm.objects import all_gather_object
 from ddp.comm.plan import IN_A_ROW, agreed, timed
 from ddp.comm.reduction import wire_format
 from ddp.errors import ConfigError, did_you_mean
-from ddp.lab.bench.place import PAYLOAD
+from ddp.lab.bench.command import PAYLOAD
 from ddp.run.launch.from_python import launch
 from ddp.setting import Narrow
 

@@ -243,9 +243,7 @@ _DERIVED = ("cluster.threads_per_worker", "cluster.local_workers", "batch.num_sh
 """Settings that follow from the number of workers, unless they were given."""
 
 
-def compare(
-    runs: Sequence[Run], *, target: float | None = None, goal: float = 0.8
-) -> tuple[list[Series], list[str]]:
+def compare(runs: Sequence[Run], *, target: float | None = None, goal: float = 0.8) -> tuple[list[Series], list[str]]:
     """Returns the series of a sweep, the strong ones first, and a sentence about runs that are in none.
 
     Args:

@@ -22,8 +22,8 @@ from ddp.commands.command import parser_of
 from ddp.errors import ConfigError
 from ddp.lab.scaling import report
 from ddp.lab.scaling.figures import Series, compare
+from ddp.lab.scaling.report import tables_of
 from ddp.lab.scaling.runs import read_runs
-from ddp.lab.scaling.words import tables_of
 from ddp.process.arguments import listed, positive, program, quoted, relative_path, whole
 from ddp.process.files import hold, make_folder
 from ddp.process.memory import available_cores

@@ -15,12 +15,12 @@ from typing import cast
 from torch import nn
 from torch.optim import Optimizer
 
-from ddp.data.orders.steps import BatchWarmup, Steps
+from ddp.data.orders.steps import BatchWarmup, Steps, StepsLeft
 from ddp.data.orders.token_budget import TokenBudget
 from ddp.data.samples import Samples
 from ddp.errors import ConfigError
 from ddp.optim import schedules
-from ddp.optim.groups import parameter_groups
+from ddp.optim.layerwise import parameter_groups
 from ddp.run.settings.config import Config
 from ddp.units import counted
 
@@ -100,7 +100,7 @@ def warmup_samples(config: Config, sizes: Steps) -> float:
 
 
 def _samples_of_run(config: Config, sizes: Steps) -> int:
-    _, num_samples = sizes.end(0, epochs=config.epochs, num_steps=config.max_steps)
+    _, num_samples = StepsLeft(sizes).end(0, epochs=config.epochs, num_steps=config.max_steps)
     return num_samples
 
 

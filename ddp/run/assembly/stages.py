@@ -24,7 +24,7 @@ from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.opening import show_only
 from ddp.comm.session import init, shutdown
 from ddp.data.samples import Splits
-from ddp.data.sets import standard_library
+from ddp.data.sets.text_sets import corpus
 from ddp.errors import CheckpointError, ConfigError, safe_str
 from ddp.models.gpt import GPT, generate
 from ddp.process import gpu, streams
@@ -242,7 +242,7 @@ def _load_given_weights(config: Config, module: nn.Module) -> None:
 
 def _yardsticks() -> Mapping[str, float]:
     """Returns the bits per byte of simple models on the same held-out text."""
-    text = standard_library.corpus()
+    text = corpus()
     orders = {"bigram": 2, "trigram": 3, "5-gram": 5}
     found = {
         f"yardstick_{name}": ngram.ngram_bits_per_byte(text.train, text.held_out, order=order)

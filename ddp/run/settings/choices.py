@@ -118,8 +118,7 @@ NO_COLUMNS: list[str] = []
 
 @choice("data", "digits", "1,797 scanned digits of 8×8 pixels; scikit-learn brings them")
 def digits(load: Loading, *, transform: Transform = None) -> Splits:
-    from ddp.data.sets.digits import load_digits
-    from ddp.data.sets.image_sets import augmented
+    from ddp.data.sets.image_sets import augmented, load_digits
 
     return augmented(load_digits(), load.own(transform))
 
@@ -210,7 +209,7 @@ def tokens(
 def standard_library(
     load: Loading, *, context: Annotated[int, COUNT, "length of a sample, in bytes"] = 256
 ) -> Splits:
-    from ddp.data.sets.standard_library import load_standard_library
+    from ddp.data.sets.text_sets import load_standard_library
 
     return load_standard_library(context=context)
 
@@ -224,8 +223,7 @@ def synthetic(
     image_size: Annotated[int, COUNT, "height and width of the images, in pixels"] = 32,
     num_classes: Classes = 10,
 ) -> Splits:
-    from ddp.data.sets.image_sets import augmented
-    from ddp.data.sets.synthetic import load_synthetic
+    from ddp.data.sets.image_sets import augmented, load_synthetic
 
     sizes = {"num_train": num_samples, "num_test": max(1, num_samples // 8)}
     splits = load_synthetic(image_size=image_size, num_classes=num_classes, **sizes)
@@ -289,7 +287,7 @@ def gpt(
 # ------------------------------------------------------------------------------------------------------- optimizers
 
 Groups = Callable[..., Any]
-"""`ddp/optim/groups.py::parameter_groups` of the model: takes the weight decay, and what else the excluded have."""
+"""`ddp/optim/layerwise.py::parameter_groups` of the model: takes the weight decay, and what else the excluded have."""
 
 
 @choice("optim", "sgd", "stochastic gradient descent with momentum", lr=0.05, weight_decay=5e-4)

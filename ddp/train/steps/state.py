@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.role import current_role
 from ddp.comm.objects import all_gather_object
-from ddp.data.loading.loader_watch import Limits
+from ddp.data.loading.processes import Limits
 from ddp.data.loading.source import Source
 from ddp.data.orders.sampler import Micro, TrainSampler
 from ddp.errors import ConfigError

@@ -8,7 +8,7 @@ c(h) their sum over w, and t(h) the number of *different* bytes that followed h:
 t(h)/(c(h) + t(h)) is the chance that something new follows h; it goes to the shorter history. If h was never seen, all
 of it does. The first bytes of the held-out text have as much history as there is.
 
-On `ddp.data.sets.standard_library` (9.4 MB to count, 0.5 MB to score), in bits per byte, and seconds on one core:
+On `ddp.data.sets.text_sets` (9.4 MB to count, 0.5 MB to score), in bits per byte, and seconds on one core:
 
     order 1     4.50   0.6 s          order 3     2.60   1.2 s          order 6     1.89   3.5 s
     order 2     3.48   0.7 s          order 5     1.91   2.6 s          xz          1.45   9.7 s

@@ -21,14 +21,12 @@ from file_systems import EveryFifthFails, Odd
 from torch.utils.data import DataLoader
 
 from ddp.data.files import file_set
-from ddp.data.files.file_index import Format, Layout, index_files, index_path, open_index
-from ddp.data.files.file_set import FileSet
-from ddp.data.files.listing import listed
+from ddp.data.files.file_set import FileSet, Format, Layout, index_files, index_path, open_index
 from ddp.data.files.readers import Reader, Retries
 from ddp.data.files.rows import Csv, JsonLines
-from ddp.data.files.storage import DIRECT, Storage
+from ddp.data.files.storage import DIRECT, Storage, listed
 from ddp.data.files.tar_files import ImageAndClass, TarSamples
-from ddp.data.sets.tokens import TokenFiles
+from ddp.data.sets.text_sets import TokenFiles
 from ddp.errors import ConfigError, UnreadableSample
 
 FORK = multiprocessing.get_context("fork")
@@ -286,8 +284,8 @@ def test_a_disk_that_fails_makes_one_sample_unreadable(words: FileSet, monkeypat
 @pytest.mark.parametrize(
     ("format", "draws_nothing"),
     [
-        (JsonLines(), True),
-        (Csv(), True),
+        (JsonLines(text="x"), True),
+        (Csv(text="x"), True),
         (TokenFiles(context=1), True),
         (TarSamples(), True),
         (TarSamples(decode=ImageAndClass()), False),
@@ -299,8 +297,8 @@ def test_formats_say_if_another_thread_may_read_ahead(format: Format, draws_noth
 
 
 def test_a_set_says_if_another_thread_may_read_ahead(words: FileSet, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("{}\n")
-    lines = FileSet(tmp_path, JsonLines(), index_dir=tmp_path / "index")
+    (tmp_path / "a.jsonl").write_text('{"x": ""}\n')
+    lines = FileSet(tmp_path, JsonLines(text="x"), index_dir=tmp_path / "index")
     assert (words.may_read_ahead, lines.may_read_ahead) == (False, True)
 
 

@@ -18,9 +18,8 @@ import pytest
 from file_systems import EveryFifthFails, Hangs, Odd
 
 from ddp.data.files import readers as remote
-from ddp.data.files.listing import listed
 from ddp.data.files.readers import FileVersion, ReadFailed, RemoteReader, Retries, patiently, remote_facts
-from ddp.data.files.storage import DIRECT, Storage, local_copy
+from ddp.data.files.storage import DIRECT, Storage, listed, local_copy
 from ddp.errors import ConfigError
 from ddp.process import helper_thread
 

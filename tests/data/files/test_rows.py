@@ -212,10 +212,15 @@ def test_columns_of_other_types_are_numbers_or_named(name: str, tmp_path: Path) 
             ConfigError, match=r"a\.\w+ (cannot be read as \w+ \(.+\)|is no Arrow file, .*): check its f"
         ):
             open_rows(tmp_path, damaged, format(**PAIRS))
-    records = [{"x": 1, "n": "ü", "l": [1, 2]}, {"x": 2, "n": None, "l": []}]
-    assert list(open_rows(tmp_path, write(pa.Table.from_pylist(records)), format())) == records  # type: ignore[call-overload]
-    with pytest.raises(ConfigError, match=r"cannot be dicts of JSON .*datetime.*: choose columns by inputs and target"):
-        open_rows(tmp_path, write(pa.table({"x": pa.array([0], pa.timestamp("s"))})), format())
+    texts = ["", "ü\n" * 9, "a,b"]
+    assert list(open_rows(tmp_path, write(pa.table({"x": texts, "n": [1, 2, 3]})), format(text="x"))) == texts  # type: ignore[call-overload]
+    for x, what in (
+        (pa.array(["a", None]), "row 2: x is empty: fill it in, leave the row out, or encode it"),
+        (pa.array([0]), "row 1: x has values of type int64, no text"),
+        (pa.array([b"a", b"\xff"]).view("string"), "row 2: x is not in UTF-8"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            open_rows(tmp_path, write(pa.table({"x": x})), format(text="x"))
 
 
 # JSON lines
@@ -232,8 +237,12 @@ def test_json_lines_are_those_of_json(
     written = [
         json.dumps(each, ensure_ascii=bool(i % 2)) + end * draw.choice([0, 0, 1, 2]) for i, each in enumerate(records)
     ]
-    rows = open_rows(tmp_path, start + end + end.join(written).rstrip() + end * has_last_end, JsonLines())
-    assert list(rows) == records  # type: ignore[call-overload]
+    content = start + end + end.join(written).rstrip() + end * has_last_end
+    rows = open_rows(tmp_path, content, JsonLines(text="text"))
+    assert list(rows) == [each["text"] for each in records]  # type: ignore[call-overload]
+    assert pairs_of(open_rows(tmp_path, content, JsonLines(inputs=["x"], target="i"))) == [
+        ([float(np.float32(each["x"][0]))], each["i"]) for each in records
+    ]
     assert rows.lengths is None  # bytes are no tokens
 
 
@@ -289,17 +298,19 @@ def test_csv_is_that_of_csv(rows: list[list[str]], dialect: tuple[str, int], tmp
     file = io.StringIO()
     csv.writer(file, lineterminator=dialect[0], quoting=dialect[1]).writerows([["x", "y"], *rows])  # type: ignore[arg-type]
     folder = tmp_path_factory.mktemp("csv")
-    found = open_rows(folder, file.getvalue(), Csv())
     expected = list(csv.DictReader(io.StringIO(file.getvalue(), newline="")))
-    assert list(found) == expected == [{"x": x, "y": y} for x, y in rows]  # type: ignore[call-overload]
+    assert expected == [{"x": x, "y": y} for x, y in rows]
+    for name in "xy":
+        found = open_rows(folder, file.getvalue(), Csv(text=name))
+        assert list(found) == [each[name] for each in expected]  # type: ignore[call-overload]
 
 
 def test_csv_may_have_a_mark_blank_lines_and_other_separators(tmp_path: Path) -> None:
     rows = open_rows(tmp_path, '\ufefft;ignored;y;x\r\n3;z;0.5;-1e2\r\n\r\n4;z;7;" 8"', Csv(separator=";", **PAIRS))
     assert pairs_of(rows) == [([-100, 0.5], 3), ([8, 7], 4)]
     assert pairs_of(open_rows(tmp_path, "x,y,t\r00123,+2,007\r", Csv(**PAIRS))) == [([123, 2], 7)]
-    words = open_rows(tmp_path, "x,y\n00123,NA\n,nan\n", Csv())
-    assert list(words) == [{"x": "00123", "y": "NA"}, {"x": "", "y": "nan"}]  # type: ignore[call-overload]
+    for name, texts in (("x", ["00123", ""]), ("y", ["NA", "nan"])):
+        assert list(open_rows(tmp_path, "x,y\n00123,NA\n,nan\n", Csv(text=name))) == texts  # type: ignore[call-overload]
 
 
 def test_files_may_have_their_columns_in_any_order(tmp_path: Path) -> None:
@@ -365,7 +376,22 @@ def test_csv_that_cannot_be_used_is_named(
 
 def test_words_that_are_not_in_utf_8_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"a.csv, line 2: y is not in UTF-8"):
-        open_rows(tmp_path, b"x,y\n1,\xff\n", Csv())
+        open_rows(tmp_path, b"x,y\n1,\xff\n", Csv(text="y"))
+    with pytest.raises(ConfigError, match=r"a.jsonl, line 3: y is not in UTF-8"):
+        open_rows(tmp_path, b'{"y": "a"}\n\n{"y": "\xff"}\n', JsonLines(text="y"))
+
+
+@pytest.mark.parametrize(
+    ("value", "cause"),
+    [
+        ("7", "is 7, no text"),
+        ("null", "is empty: fill it in, leave"),
+        ('["a"]', r"is \['a'\], unlike in the first line"),
+    ],
+)
+def test_a_line_without_text_is_named(value: str, cause: str, tmp_path: Path, small_blocks: None) -> None:
+    with pytest.raises(ConfigError, match=rf"^\S+/a.jsonl, line 32: y {cause}"):
+        open_rows(tmp_path, '{"y": "a"}\n' * 30 + f'\n{{"y": {value}}}\n', JsonLines(text="y"))
 
 
 def test_fields_may_be_long(tmp_path: Path) -> None:
@@ -373,8 +399,10 @@ def test_fields_may_be_long(tmp_path: Path) -> None:
     try:
         for text in (f"{'n' * 200_000},y\n1,2\n", f"x,y\n1,{'f' * 200_000}\n", f'x,y\n1,2\n1,"{"q" * 200_000}"'):
             csv.field_size_limit(limit)
-            found = [[*row, *row.values()] for row in open_rows(tmp_path, text, Csv())]  # type: ignore[attr-defined]
-            assert max(len(field) for row in found for field in row) == 200_000
+            rows = [
+                row for name in text[: text.index("\n")].split(",") for row in open_rows(tmp_path, text, Csv(text=name))
+            ]  # type: ignore[attr-defined]
+            assert max(map(len, [*rows, *text.partition("\n")[0].split(",")])) == 200_000
     finally:
         csv.field_size_limit(limit)
 
@@ -382,18 +410,22 @@ def test_fields_may_be_long(tmp_path: Path) -> None:
 @pytest.mark.parametrize("separator", ["", "ab", '"', "\n", "¦", None])
 def test_a_separator_is_one_character(separator: Any) -> None:
     with pytest.raises(ConfigError, match=r"^separator=.*: give one ASCII character"):
-        Csv(separator=separator)
+        Csv(separator=separator, text="x")
 
 
 @pytest.mark.parametrize(
-    "columns", [{"inputs": ["x"]}, {"target": "t"}, {"inputs": "x", "target": "t"}, {"inputs": [], "target": "t"}]
+    "columns",
+    [
+        *({"inputs": ["x"]}, {"target": "t"}, {"inputs": "x", "target": "t"}, {"inputs": [], "target": "t"}, {}),
+        *({"text": "x", **PAIRS}, {"text": "x", "target": "t"}),
+    ],
 )
 def test_columns_that_make_no_pair_are_named(columns: Any) -> None:
     with pytest.raises(ConfigError, match="inputs="):
         JsonLines(**columns)
 
 
-@pytest.mark.parametrize("format", [JsonLines(), Csv()])
+@pytest.mark.parametrize("format", [JsonLines(text="x"), Csv(text="x"), JsonLines(**PAIRS)])
 def test_text_without_rows_and_compressed_text_are_named(format: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^\S+ holds no sample"):
         open_rows(tmp_path, "\ufeff", format)
@@ -426,6 +458,16 @@ def test_a_file_that_changes_gets_another_copy_and_a_run_that_goes_on_keeps_its_
     assert pairs_of(FileSet(tmp_path / "a.csv", Csv(**PAIRS), index_dir=tmp_path / "index", build=False)) == pairs_of(
         now
     )
+
+
+def test_what_a_killed_indexer_has_left_is_removed_once_it_is_old(tmp_path: Path) -> None:
+    open_rows(tmp_path, "x,y,t\n1,2,3\n", Csv(**PAIRS))
+    (copy,) = copies_in(tmp_path / "index")
+    old, new = (tmp_path / "index" / f".tmp-{letter}-{copy}" for letter in "ab")
+    old.touch(), new.touch()
+    os.utime(old, (0, 0))
+    open_rows(tmp_path, "x,y,t\n4,5,6\n", Csv(**PAIRS))
+    assert not old.exists() and new.exists()
 
 
 @pytest.mark.parametrize("damage", [lambda copy: copy.unlink(), lambda copy: os.truncate(copy, 100)])

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from ddp.data.loading import loader_watch
+from ddp.data.loading import processes
 from ddp.data.loading.iterable import IterableLoader, IterableSampler
 from ddp.data.loading.loader import EvaluationLoader, TrainLoader
-from ddp.data.loading.loader_watch import Limits, LoaderWatch
+from ddp.data.loading.processes import Limits, LoaderWatch
 from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import ConfigError, LoaderLost
 
@@ -117,14 +117,14 @@ class Stuck:
 
 
 def test_a_process_that_does_not_start_is_given_up(monkeypatch, caplog):
-    monkeypatch.setattr(loader_watch, "CHECK_S", 0.01)
+    monkeypatch.setattr(processes, "CHECK_S", 0.01)
     with subprocess.Popen(["sleep", "600"]) as other:
         stuck = Stuck()
         watch = LoaderWatch(stuck, Limits(rank=2, warn_s=0.02, abort_s=0.1))
         with pytest.raises(
             LoaderLost, match=r"^a loader process of rank 2 is starting and has not sent its next batch f"
         ):
-            next(watch.explained(watch.batches()))
+            next(watch.batches())
         watch.close()
         assert stuck.child.returncode == -signal.SIGKILL and other.poll() is None
         other.kill()
@@ -142,7 +142,7 @@ def test_memory_is_named_where_it_has_run_out():
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(loader_watch, "CHECK_S", 0.02)
+    monkeypatch.setattr(processes, "CHECK_S", 0.02)
 
 
 def stopped(batches: Any) -> int:
@@ -150,7 +150,7 @@ def stopped(batches: Any) -> int:
     next(batches)
     (pid,) = (child.pid for child in active_children())
     os.kill(pid, signal.SIGSTOP)
-    while loader_watch._state(pid) != "stopped":
+    while processes._state(pid) != "stopped":
         pass
     return pid
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from ddp.data.loading.fetching import AHEAD, DeviceCopies, ReadAhead
 from ddp.data.loading.loader import TrainLoader, _two_readers
-from ddp.data.loading.read_ahead import AHEAD, DeviceCopies, ReadAhead
 from ddp.data.orders.sampler import TrainSampler
 from ddp.data.samples import WholeBatches
 from ddp.errors import UnreadableSample

@@ -24,7 +24,7 @@ from ddp.data.loading.loader import TrainLoader
 from ddp.data.orders.order import Blocks, Checksum, Fixed, Order, Stratified, key_of
 from ddp.data.orders.sampler import TrainSampler, sampler_of
 from ddp.data.orders.sharding import Lanes, _equal_lanes
-from ddp.data.orders.steps import SamplerState, Skips, StepsMadeEarly, joined
+from ddp.data.orders.steps import SamplerState, StepsLeft, joined
 from ddp.data.orders.token_budget import TokenBudget
 from ddp.errors import ConfigError
 from tests.mutants import mutants, mutated
@@ -155,7 +155,7 @@ def test_what_loaders_read_is_what_was_promised(files, order, sharding, world_si
 
 
 def promises() -> None:
-    """A few epochs in which every line matters: multisets, the same steps at any world size, lanes, inverses, keys."""
+    """A few epochs in which every line matters: multisets, the same steps at any world size, lanes, keys."""
     for sizes, shards, batch in (([5, 0, 4, 7, 3, 6], 3, 7), ([4, 4, 4, 4], 2, 4), ([9, 1, 1, 8, 2], 4, 5)):
         data, seen = Sizes(sizes), set()
         choices = choices_of(data, "blocks", "file", batch, shards)
@@ -211,7 +211,7 @@ def in_any_order(seed: int) -> None:
             sampler.load_state_dict(state or {**sampler.state_dict(), "epoch": epoch, "num_steps": 0})
         first = samplers[0]
         lowest = epoch * length + first.state.consumed
-        assert first.position == epoch * length + len(made) + sum(map(len, first._skips.within(0, lowest)))
+        assert first.position == epoch * length + len(made) + sum(map(len, first._steps.within(0, lowest)))
         plans = list(zip(*(sampler.plans() for sampler in samplers), strict=True))
         before = [range(plan.position, plan.position + plan.size) for plan, *_ in plans]
         for number, (plan, *others) in enumerate(plans):
@@ -224,7 +224,7 @@ def in_any_order(seed: int) -> None:
         assert first.end(epochs=epoch + 2, num_steps=len(plans) + 1)[0] == len(plans) + 1
         for number in range(len(plans)):
             left, end = first.end(epochs=None, num_steps=number)
-            assert left == number and first._skips.past(end) == first.position_of(plans[number][0])
+            assert left == number and first._steps.past(end) == first.position_of(plans[number][0])
         assert len(plans) < 2 or "commit each plan once" in refusal(first.commit, plans[-1][0])
         draw.shuffle(plans)
         for done in plans[: draw.randint(0, len(plans))]:
@@ -244,7 +244,7 @@ def in_any_order(seed: int) -> None:
         assert all(sampler.state_dict() == first.state_dict() for sampler in samplers)
         batch = batch if skip is not None or seed % 2 else draw.randint(3, 8)
     assert first.at_epoch_end and "ahead" not in first.state_dict() and first.state.consumed == 0
-    left_out = [p for each in first._skips.within(epoch * length, (epoch + 1) * length) for p in each]
+    left_out = [p for each in first._steps.within(epoch * length, (epoch + 1) * length) for p in each]
     order = first.order.samples(np.arange(length), seed=0, epoch=epoch)
     expected = [(p, int(order[p])) for p in range(length) if p + epoch * length not in left_out]
     assert sorted(made) == expected
@@ -261,7 +261,9 @@ def refusal(commit: Callable[[Any], None], plan: Any) -> str:
 
 HARMLESS = {
     "found: list[range]": "an annotation",
-    "if each.start > position": "no step begins in a range that was made",
+    "if gap.start > position": "no step begins in a range that was made",
+    "if begin <= gap.start": "the same",
+    ">= num_steps": "a range after the last step is not passed, or passed with 0 steps left",
     "found[0] != (seed, epoch)": "the sequence is made again",
     "self._files = found": "the sequence is made again",
     "largest=min(self.window, self.length)": "more rounds",
@@ -273,11 +275,19 @@ HARMLESS = {
     "f'": "words",
 }
 MUTATED: list[Any] = [
-    *(Lanes.__init__, Lanes.samples, Blocks.samples, Blocks._windows, Blocks._sequence),
-    *(_equal_lanes, key_of, TrainSampler._steps_from, Skips.past),
+    *(Lanes.__init__, Lanes.samples, Blocks.samples, Blocks._sequence),
+    *(_equal_lanes, key_of, StepsLeft.of_epoch),
 ]
 OF_LEASES: list[Any] = [
-    *(StepsMadeEarly.past, StepsMadeEarly.size_at, joined, TrainSampler.was_made, TrainSampler.commit_leased),
+    *(
+        StepsLeft.past,
+        StepsLeft.size_at,
+        StepsLeft.num_steps,
+        StepsLeft.after,
+        joined,
+        TrainSampler.was_made,
+        TrainSampler.commit_leased,
+    ),
     *(TrainSampler.commit, TrainSampler._note),
 ]
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp.data.orders.sampler import TrainSampler
-from ddp.data.orders.steps import BatchSizes, BatchWarmup, Skipped, Skips
+from ddp.data.orders.steps import BatchSizes, BatchWarmup, Skipped, StepsLeft
 
 
 def steps_of(sizes: BatchSizes, epochs: int) -> list[tuple[int, int]]:
@@ -31,18 +31,18 @@ def test_the_end_with_several_ranges_ahead(length, batch, epochs, draw):
     steps = steps_of(sizes, epochs)
     left_out = sorted(draw.draw(st.sets(st.integers(0, len(steps) - 1), max_size=6)))
     ranges = [Skipped(number + 1, number + 1, *steps[number]) for number in left_out]
-    skips = Skips(sizes, ranges)
+    left_over = StepsLeft(sizes, ranges)
     kept = [step for number, step in enumerate(steps) if number not in left_out]
     at = draw.draw(st.integers(0, len(kept)))
-    begin = kept[at][0] if at < len(kept) else skips.past(steps[-1][1])
+    begin = kept[at][0] if at < len(kept) else left_over.past(steps[-1][1])
     rest = kept[at:]
     most = draw.draw(st.none() | st.integers(0, len(steps) + 2))
-    left, end = skips.end(begin, epochs=epochs, num_steps=most)
+    left, end = left_over.end(begin, epochs=epochs, num_steps=most)
     assert left == min(len(rest), len(steps) + 2 if most is None else most)
     if left:
-        assert skips.past(end) == skips.past(rest[left - 1][1])
+        assert left_over.past(end) == left_over.past(rest[left - 1][1])
     for number, (start, stop) in enumerate(rest):
-        assert {skips.num_steps(begin, position + 1) for position in range(start, stop)} == {number + 1}
+        assert {left_over.num_steps(begin, position + 1) for position in range(start, stop)} == {number + 1}
 
 
 @settings(deadline=None, max_examples=40)

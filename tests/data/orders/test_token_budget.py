@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ddp.data.orders.order import Fixed
 from ddp.data.orders.sampler import TrainSampler, sampler_of
+from ddp.data.orders.steps import StepsLeft
 from ddp.data.orders.token_budget import TokenBudget
 from ddp.errors import ConfigError
 
@@ -53,7 +54,10 @@ def test_counting_equals_walking(lengths, more, choice):
             inside = starts[first + 1] - 1
             assert budget.size_at(inside) == 1 and budget.num_steps(inside, starts[last]) == last - first
             assert budget.after(inside, last - first) == starts[last]
-    assert budget.end(starts[1], epochs=2, num_steps=None) == (2 * starts.index(budget.length) - 1, 2 * budget.length)
+    assert StepsLeft(budget).end(starts[1], epochs=2, num_steps=None) == (
+        2 * starts.index(budget.length) - 1,
+        2 * budget.length,
+    )
 
 
 def test_batches_have_little_padding_and_all_lengths_come_at_any_time():

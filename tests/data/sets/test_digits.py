@@ -5,11 +5,11 @@ import torch
 from sklearn.datasets import load_digits
 
 from ddp.data.samples import TensorSet
-from ddp.data.sets import digits
+from ddp.data.sets import image_sets
 
 
 def sides() -> tuple[TensorSet, TensorSet]:
-    splits = digits.load_digits()
+    splits = image_sets.load_digits()
     assert isinstance(splits.train, TensorSet)
     assert isinstance(splits.test, TensorSet)
     return splits.train, splits.test

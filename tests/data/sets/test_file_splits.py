@@ -92,8 +92,8 @@ def test_text_in_lines_is_packed_into_windows(tmp_path: Path) -> None:
     assert windows == [b"to b", b"e\nor", b" not"] and len(splits.train) == 3 and splits.num_classes == 256
     assert bytes(splits.test[0][1].tolist()) == b"hat " and make_task(config).main_metric == "bits_per_byte"
     config.data.text = "words"  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"data.text=words: line 0 of the data has None there"):
-        load_data(config)
+    with pytest.raises(ConfigError, match=r"train-0.jsonl, line 1: words is empty: fill it in"):
+        load_data(config, download=True)
     config.model = choose("model", "mlp")
     with pytest.raises(ConfigError, match="does not read the text of data=jsonl; take model=gpt"):
         validate(config)

@@ -9,15 +9,15 @@ import torch
 from torch.utils.data import default_collate
 
 from ddp.data.samples import Splits, TensorSet
-from ddp.data.sets import digits, standard_library, synthetic
+from ddp.data.sets import image_sets, text_sets
 from ddp.errors import ConfigError
 from ddp.run.assembly import stages as build
 from ddp.run.settings.config import Config
 
 MEMBERS: dict[str, Callable[[], Splits]] = {
-    "digits": lambda: digits.load_digits(),
-    "standard library": lambda: standard_library.load_standard_library(context=64),
-    "synthetic": lambda: synthetic.load_synthetic(image_size=12, num_classes=3, num_train=20, num_test=10),
+    "digits": lambda: image_sets.load_digits(),
+    "standard library": lambda: text_sets.load_standard_library(context=64),
+    "synthetic": lambda: image_sets.load_synthetic(image_size=12, num_classes=3, num_train=20, num_test=10),
 }
 
 

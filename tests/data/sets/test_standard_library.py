@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp.data.sets.standard_library import ByteWindows, corpus, is_held_out, load_standard_library
+from ddp.data.sets.text_sets import ByteWindows, corpus, is_held_out, load_standard_library
 from ddp.errors import ConfigError
 
 

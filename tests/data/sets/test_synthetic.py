@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from ddp.data.samples import Samples
-from ddp.data.sets import synthetic
+from ddp.data.sets.image_sets import load_synthetic
 
 
 def stacked(side: Samples) -> tuple[Tensor, Tensor]:
@@ -16,7 +16,7 @@ def stacked(side: Samples) -> tuple[Tensor, Tensor]:
 
 def test_the_rule_can_be_learned() -> None:
     """The class whose mean training image is nearest: the textbook's answer for patterns in white noise."""
-    splits = synthetic.load_synthetic(image_size=16, num_train=400, num_test=200)
+    splits = load_synthetic(image_size=16, num_train=400, num_test=200)
     images, classes = stacked(splits.train)
     means = torch.stack([images[classes == label].mean(0) for label in range(10)])
     test_images, test_classes = stacked(splits.test)
@@ -26,7 +26,7 @@ def test_the_rule_can_be_learned() -> None:
 
 
 def test_a_sample_does_not_depend_on_what_was_read_before() -> None:
-    side = synthetic.load_synthetic(num_train=8).train
+    side = load_synthetic(num_train=8).train
     forwards = [side[i][0] for i in range(8)]
     backwards = [side[i][0] for i in reversed(range(8))][::-1]
     assert all(torch.equal(a, b) for a, b in zip(forwards, backwards, strict=True))
@@ -34,11 +34,11 @@ def test_a_sample_does_not_depend_on_what_was_read_before() -> None:
 
 
 def test_sides_differ() -> None:
-    splits = synthetic.load_synthetic()
+    splits = load_synthetic()
     assert not torch.equal(splits.train[0][0], splits.test[0][0])
 
 
 @pytest.mark.parametrize("size", [1, 3, 224])
 def test_any_size(size: int) -> None:
-    image, _ = synthetic.load_synthetic(image_size=size).train[4095]
+    image, _ = load_synthetic(image_size=size).train[4095]
     assert image.shape == (3, size, size)

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader
 from ddp.data.loading.loader import TrainLoader
 from ddp.data.orders.sampler import TrainSampler
 from ddp.data.samples import WholeBatches
-from ddp.data.sets.standard_library import ByteWindows
-from ddp.data.sets.tokens import TokenSet
+from ddp.data.sets.text_sets import ByteWindows, TokenSet
 from ddp.errors import ConfigError, UnreadableSample
 
 DTYPES = ["uint8", "uint16", "int32", "uint32"]

@@ -12,8 +12,7 @@ from ddp.comm.session import init, shutdown
 from ddp.data.orders.steps import BatchWarmup, Steps
 from ddp.data.samples import Splits
 from ddp.errors import ConfigError
-from ddp.optim.lamb import PRESETS
-from ddp.optim.lars import LARC_PRESETS, LARS_PRESETS
+from ddp.optim.trust_ratio import LAMB_PRESETS, LARC_PRESETS, LARS_PRESETS
 from ddp.replica.sync_batchnorm import SyncBatchNorm
 from ddp.run.assembly.components import load_data, make_model, make_model_without_memory, make_replica, make_task
 from ddp.run.assembly.optimizer import batch_of, derived, make_optimizer, warmup_samples
@@ -55,12 +54,12 @@ def test_every_optimizer_is_made_without_memory_and_spares_biases_and_norms(opti
     ("name", "preset"),
     [
         (name, preset)
-        for name, presets in (("lamb", PRESETS), ("lars", LARS_PRESETS), ("larc", LARC_PRESETS))
+        for name, presets in (("lamb", LAMB_PRESETS), ("lars", LARS_PRESETS), ("larc", LARC_PRESETS))
         for preset in presets
     ],
 )
 def test_every_preset_has_its_word(name: str, preset: str) -> None:
-    presets: dict[str, Any] = {"lamb": PRESETS, "lars": LARS_PRESETS, "larc": LARC_PRESETS}[name]
+    presets: dict[str, Any] = {"lamb": LAMB_PRESETS, "lars": LARS_PRESETS, "larc": LARC_PRESETS}[name]
     plain = {"name": name, "preset": preset, "args": {"eps": 0.25}}
     decaying, excluded = optimizer_of(optim=plain).param_groups
     assert excluded["eps"] == 0.25

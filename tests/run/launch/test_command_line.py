@@ -27,7 +27,7 @@ import yaml
 from ranks import without_gloo
 
 import ddp
-from ddp.data.files.listing import as_given
+from ddp.data.files.storage import as_given
 from ddp.errors import CheckpointError, ConfigError, PeerLost, WorkersFailed
 from ddp.process.arguments import Parser, quoted
 from ddp.run.launch import command_line, worker

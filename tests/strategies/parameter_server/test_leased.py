@@ -9,8 +9,8 @@ import threading
 import pytest
 import torch
 
+from ddp.data.loading.fetching import THREAD
 from ddp.data.loading.loader import TrainLoader
-from ddp.data.loading.read_ahead import THREAD
 from ddp.data.orders.sampler import StepPlan, TrainSampler
 from ddp.errors import LoaderLost, UnreadableSample
 from ddp.strategies.parameter_server.leased import LeasedLoader
