@@ -36,7 +36,6 @@ from ddp.optim.layerwise import Layerwise
 from ddp.optim.schedules import RateSchedule, TorchSchedule
 from ddp.policies import (
     NUM_SHARDS,
-    ONE_EVALUATION,
     Averaging,
     Evaluation,
     Folder,
@@ -46,14 +45,13 @@ from ddp.policies import (
     SameBits,
     Training,
     averaging_named,
-    same_bits_problems,
 )
-from ddp.process import gpu
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import waits
+from ddp.rules import Setup, refuse
 from ddp.setting import check_values
-from ddp.strategies.choice import replica_of, strategy_for
+from ddp.strategies.choice import check_model, has_sparse_gradients, replica_of, strategy_for
 from ddp.strategies.strategy import Strategy
 from ddp.train.checkpoints.checkpoint import flat
 from ddp.train.checkpoints.checkpoint_store import identity_of, resume_from
@@ -69,7 +67,6 @@ from ddp.train.tasks.task import Task, as_task, name_of
 
 NEEDED: Any = ...
 """The default of an argument without a default, so that a mistyped name is told before a missing one."""
-
 
 
 @dataclass(kw_only=True)
@@ -120,10 +117,6 @@ class FitArguments(Training):
             self.same_bits = SameBits(on=self.same_bits)
         if not isinstance(self.same_bits, SameBits):
             raise ConfigError(f"same_bits={self.same_bits!r:.60}: give True, or a ddp.SameBits")
-        if self.same_bits.audit_every and not self.same_bits.on:
-            raise ConfigError(
-                f"audit_every={self.same_bits.audit_every}: audits compare workers that have the same bits; set on=True"
-            )
         if not isinstance(self.strategy, Averaging):  # but a word
             self.strategy = averaging_named(self.strategy)
         if not isinstance(self.folder, Folder):  # but a path
@@ -133,12 +126,33 @@ class FitArguments(Training):
                 f"hash_every={self.same_bits.hash_every}: folder=None keeps no hashes.jsonl; leave one of them out"
             )
         _check_callbacks(self)
-        own = self.optimizer.clip_norm if isinstance(self.optimizer, Layerwise) else None
-        if None not in (self.clip_norm, own):
-            raise ConfigError(
-                f"clip_norm={self.clip_norm!r}: {type(self.optimizer).__name__} clips by itself, at {own:g}; leave "
-                "clip_norm out, or make the optimizer with clip_norm=None"
-            )
+        refuse(self.setup())
+
+    def setup(self, **facts: Any) -> Setup:
+        """Returns what rules between arguments look at.
+
+        Args:
+            facts: of the processes, and of the samples.
+        """
+        size, policy, model, callbacks = self.global_batch, self.strategy, self.model, self.callbacks
+        known: dict[str, Any] = {
+            "is_whole": True,
+            "hook_momentum": getattr(policy.hook, "momentum", 0),
+            "own_clip_norm": self.optimizer.clip_norm if isinstance(self.optimizer, Layerwise) else None,
+            "global_batch": size if isinstance(size, int) else None,
+            "warmup_size": size.first if isinstance(size, BatchWarmup) else None,
+            "tokens": size if isinstance(size, TokenBudget) else None,
+            "same_bits": self.same_bits.on,
+            "decay": next((each for each in callbacks if isinstance(each, EMA)), None),
+            "patience": next((each.patience for each in callbacks if isinstance(each, EarlyStopping)), None),
+            "guard": next((each.action for each in callbacks if isinstance(each, Guard)), None),
+            "has_folder": self.folder.path is not None,
+        }
+        if isinstance(model, Replica):
+            hook = policy.hook if model.compression is None else model.compression.hook
+            known |= {"wire": policy.wire or model.wire, "hook": hook}
+            known["kind"] = "naive" if isinstance(model, NaiveDataParallel) else "bucketed"
+        return Setup.of(self, policy, self.batches, self.reading, self.evaluation, self.same_bits, **known | facts)
 
 
 def _check_callbacks(given: FitArguments) -> None:
@@ -146,16 +160,13 @@ def _check_callbacks(given: FitArguments) -> None:
     callbacks = given.callbacks
     if not isinstance(callbacks, (tuple, list)) or not all(isinstance(each, Callback) for each in callbacks):
         raise ConfigError(f"callbacks={callbacks!r:.60}: give a list of objects of classes derived from ddp.Callback")
-    if any(isinstance(each, EarlyStopping) for each in callbacks):
-        if given.validation_data is None and given.test_data is None:
-            raise ConfigError("EarlyStopping goes by evaluations: give validation_data, or test_data")
-        if not given.evaluation.is_meanwhile:
-            raise ConfigError(f"EarlyStopping: {ONE_EVALUATION}; give ddp.Evaluation every_epochs or every_steps")
+    is_evaluated = given.validation_data is not None or given.test_data is not None
+    if not is_evaluated and any(isinstance(each, EarlyStopping) for each in callbacks):
+        raise ConfigError("EarlyStopping goes by evaluations: give validation_data, or test_data")
     if sum(isinstance(each, EMA) for each in callbacks) > 1:
         raise ConfigError("callbacks has two EMA: evaluations and ddp.load use the averages of one; leave one out")
-    policy = given.strategy
-    if isinstance(policy, Rounds) and policy.delay and any(isinstance(each, EMA) for each in callbacks):
-        raise ConfigError(f"EMA with delay={policy.delay}: workers differ between rounds; leave one out")
+    if sum(isinstance(each, Guard) for each in callbacks) > 1:
+        raise ConfigError("callbacks has two Guard: one says what becomes of a bad step; leave one out")
     refuse_twice(callbacks)
 
 
@@ -181,18 +192,30 @@ def inputs_of(given: FitArguments, comm: Communicator) -> Inputs:
     Raises:
         ConfigError: something cannot be trained, or not with the rest.
     """
+    check_model(given.model, given.optimizer, comm)
     task, collate = as_task(given.loss), given.batches.collate
     source = source_of(given.data, what="data", collate=collate, num_workers=given.reading.num_workers, trains=True)
     source, held_out = held_out_of(
         source, given.validation_data, given.test_data, collate=collate, seed=given.batches.seed
     )
     held_out = held_out.with_training(source, given.evaluation.training)
-    num_shards = given.batches.num_shards if given.same_bits.on else None
-    if num_shards is not None:
-        _check_same_bits(given, source, comm)
-    how: dict[str, Any] = {"precision": given.precision, "num_shards": num_shards}
-    replica = replica_of(given.model, given.optimizer, comm, given.strategy, **how)
     schedule, scheduler = schedules_of(given.schedule, given.optimizer, task=task, is_evaluated=held_out.is_evaluated)
+    setup = given.setup(
+        workers=comm.world_size,
+        num_hosts=len(comm.hosts),
+        device=comm.device.type,
+        shared_memory=comm.host_partition.num_hosts == len(comm.hosts),  # else each rank counts as a host there
+        algorithm=comm.plan.algorithm,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        is_sparse=has_sparse_gradients(given.model),
+        is_wide=all(parameter.dtype.itemsize >= 4 for parameter in given.model.parameters()),
+        waits=waits(given.model),
+        is_stream=source.is_stream,
+        has_scheduler=scheduler is not None,
+    )
+    refuse(setup)
+    num_shards = given.batches.num_shards if given.same_bits.on else None
+    replica = replica_of(given.model, given.optimizer, comm, given.strategy, num_shards=num_shards)
     return Inputs(task, source, held_out, replica, schedule, scheduler)
 
 
@@ -210,34 +233,6 @@ def with_shards(given: FitArguments, comm: Communicator) -> FitArguments:
     return replace(given, batches=replace(given.batches, num_shards=num_shards))
 
 
-def _check_same_bits(given: FitArguments, source: Source, comm: Communicator) -> None:
-    """Raises ConfigError if the run cannot have the same bits at any number of workers."""
-    hook, model = given.strategy.hook, given.model
-    problems = same_bits_problems(
-        strategy=given.strategy.strategy,
-        hook="" if hook is None else repr(hook),
-        wire=given.strategy.wire,
-        algorithm=comm.plan.algorithm,
-        is_naive=isinstance(model, NaiveDataParallel),
-        waits=waits(model),
-    )
-    for problem in problems:
-        raise ConfigError(f"same_bits with {problem}")
-    if given.same_bits.audit_every and comm.world_size == 1:
-        raise ConfigError(
-            f"audit_every={given.same_bits.audit_every} with one worker: a second audits; leave it out, or take more"
-        )
-    if source.is_stream:
-        raise ConfigError(
-            "same_bits with a stream of samples, which ranks share out by their number; give a data set with a length"
-        )
-    if comm.device.type == gpu.KIND and not torch.are_deterministic_algorithms_enabled():
-        raise ConfigError(
-            "same_bits on a GPU: takes deterministic kernels; call torch.use_deterministic_algorithms(True), or set "
-            "deterministic=true"
-        )
-
-
 def sampler_for(given: FitArguments, inputs: Inputs, comm: Communicator) -> tuple[TrainSampler, str]:
     """Returns the sampler, and a note of how samples are dealt, if that is not as usual. Collective.
 
@@ -248,8 +243,6 @@ def sampler_for(given: FitArguments, inputs: Inputs, comm: Communicator) -> tupl
     sampler_arguments = {**given.batches.sampler_arguments, "order": order, "global_batch": given.global_batch}
     sampler_arguments |= {"rank": comm.rank, "world_size": comm.world_size, "num_shards": _num_shards(given, comm)}
     if isinstance(policy := given.strategy, ParameterServer):
-        if inputs.source.is_stream:
-            raise ConfigError("strategy='parameter_server': data is a stream, of which no part can be leased")
         part = current_role()
         assert part is not None
         # A server plans whole steps, and a worker the part that it leases.
@@ -258,20 +251,12 @@ def sampler_for(given: FitArguments, inputs: Inputs, comm: Communicator) -> tupl
     rounds = round_length(given.strategy)
     if not inputs.source.is_stream:
         return sampler_of(inputs.source.samples, drop_last=inputs.source.drop_last, rounds=rounds, **sampler_arguments)
-    if rounds is not None:
-        raise ConfigError(
-            "strategy=local_sgd: data is a stream, whose rounds have no known end; give a data set with a "
-            "length, or take strategy=auto"
-        )
-    if most := given.reading.max_unreadable:
-        raise ConfigError(f"max_unreadable={most}: data is a stream, which must leave samples out itself")
-    limits = {"epochs": given.epochs, "max_steps": given.max_steps}
     processes = max(1, inputs.source.num_workers)
     told = None
     if inputs.schedule is not None and given.max_steps is None:
         told = _told_length(inputs.source.samples, comm, is_sum=given.batches.sharding == "off")
     sampler_arguments |= {"num_processes": processes, "told": told}
-    return sampler_of_stream(limits=limits, schedule=inputs.schedule, **sampler_arguments), ""
+    return sampler_of_stream(max_steps=given.max_steps, schedule=inputs.schedule, **sampler_arguments), ""
 
 
 def round_length(policy: Any) -> RoundLength | None:

@@ -62,7 +62,6 @@ from ddp.train.checkpoints.checkpoint_store import CheckpointStore, best_of, res
 from ddp.train.checkpoints.extra_state import ExtraState, plain
 from ddp.train.checks.batch_checks import EqualBatches
 from ddp.train.checks.guard import Guard
-from ddp.train.checks.supervision import check_guard
 from ddp.train.evaluation.evaluate import modes_kept
 from ddp.train.evaluation.held_out import note_of_choice
 from ddp.train.loop import end_of_run, train_loop
@@ -232,14 +231,6 @@ def _trained(given: FitArguments, comm: Communicator, stop: StopFlag) -> TrainSt
     # 1  what is given
     given = arguments.with_shards(given, comm)
     inputs = arguments.inputs_of(given, comm)
-
-    check_guard(
-        [each for each in given.callbacks if isinstance(each, Guard)],
-        is_stream=inputs.source.is_stream,
-        has_folder=given.folder.path is not None,
-        has_scheduler=inputs.scheduler is not None,
-        strategy=given.strategy.strategy,
-    )
 
     # 2  the state
     run = open_run(given, inputs, comm)

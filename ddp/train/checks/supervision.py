@@ -1,9 +1,9 @@
 """Wraps the supply of steps, so that each is looked at before its update is made, and the run recovers from a bad one.
 
-    begin        a step begins: the shard to be audited, if one is; what a step that is left out must give back
-    check        all ranks have computed it: the audit, and whether its loss is a spike
-    explained    it was taken back: computed again without communication, it names module, rank and samples
-    recover      what the run's guard says: leave the step out, go back to the last checkpoint, or stop
+begin        a step begins: the shard to be audited, if one is; what a step that is left out must give back
+check        all ranks have computed it: the audit, and whether its loss is a spike
+explained    it was taken back: computed again without communication, it names module, rank and samples
+recover      what the run's guard says: leave the step out, go back to the last checkpoint, or stop
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from ddp.comm.objects import on_rank_zero
 from ddp.data.orders.sampler import StepPlan
-from ddp.errors import CheckpointError, ConfigError, Diverged
+from ddp.errors import CheckpointError, Diverged
 from ddp.optim.precision import LossScale
 from ddp.process.log import log
 from ddp.strategies.replicated import ADVICE, Replicated
@@ -166,25 +166,3 @@ def _scale_of(state: TrainState) -> LossScale | None:
 def no_checkpoint(guard: Guard) -> None:
     """Goes back nowhere: of a run that keeps no checkpoint."""
     raise CheckpointError("this run keeps no checkpoint")
-
-
-def check_guard(
-    guards: Sequence[Guard], *, is_stream: bool, has_folder: bool, has_scheduler: bool, strategy: str
-) -> None:
-    """Raises ConfigError if the run cannot do what its guard says."""
-    if len(guards) > 1:
-        raise ConfigError("callbacks has two Guard: one says what becomes of a bad step; leave one out")
-    for guard in guards:
-        action = f"guard.action={guard.action}"
-        if strategy in ("local_sgd", "parameter_server"):
-            raise ConfigError(
-                f"ddp.Guard with strategy={strategy}: guards steps that all ranks make together; take strategy=auto"
-            )
-        if is_stream:
-            raise ConfigError("ddp.Guard with a stream of samples, which cannot be read again; give a data set")
-        if guard.action == "go_back" and not has_folder:
-            raise ConfigError(f"{action}: goes back to a checkpoint, and folder=None keeps none; give a folder")
-        if guard.action == "go_back" and has_scheduler:
-            raise ConfigError(
-                f"{action}: lowers the learning rate, which a scheduler of torch's sets; give a function as schedule"
-            )
