@@ -51,16 +51,14 @@ from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import waits
 from ddp.rules import Setup, refuse
 from ddp.setting import check_values
-from ddp.strategies.choice import check_model, has_sparse_gradients, replica_of, strategy_for
-from ddp.strategies.strategy import Strategy
+from ddp.strategies.choice import check_model, has_sparse_gradients, replica_of
 from ddp.train.checkpoints.checkpoint import flat
 from ddp.train.checkpoints.checkpoint_store import identity_of, resume_from
 from ddp.train.checkpoints.moved import meaning, moved_argument
 from ddp.train.checks.guard import Guard
-from ddp.train.checks.watcher import Watch
 from ddp.train.evaluation.evaluate import warn_of_other_samples
 from ddp.train.evaluation.held_out import HeldOut, held_out_of
-from ddp.train.reports.tracker import Tracker, refuse_twice
+from ddp.train.reports.tracker import refuse_twice
 from ddp.train.steps.callbacks import EMA, Callback, EarlyStopping
 from ddp.train.steps.stopping import StopFlag
 from ddp.train.tasks.task import Task, as_task, name_of
@@ -297,20 +295,6 @@ def _num_shards(given: FitArguments, comm: Communicator) -> int | None:
     return then if fits and not (isinstance(size, int) and size < then) else None
 
 
-def strategy_of(given: FitArguments, replica: Replica) -> Strategy:
-    """Returns the strategy that trains the replica.
-
-    Raises:
-        ConfigError: precision, wire format, optimizer and replica do not go together.
-    """
-    # The user's own callbacks may write to weights by any way; ours give back what they write, and show it.
-    ours = (EMA, EarlyStopping, Guard, Watch)
-    watched = any(type(each) not in ours for each in given.callbacks if not isinstance(each, Tracker))
-    precision, clip_norm = given.precision, given.clip_norm
-    how: dict[str, Any] = {"precision": precision, "clip_norm": clip_norm, "watched": watched}
-    return strategy_for(replica, given.optimizer, averaging=given.strategy, **how)
-
-
 def idle_notes(replica: Replica) -> list[str]:
     """Returns a line that says so where a hook or a wire format has nothing to do, because no gradient travels."""
     hook = None if replica.compression is None else replica.compression.hook
@@ -424,7 +408,9 @@ def settings_of(given: FitArguments, inputs: Inputs, sampler: TrainSampler) -> d
     before = "initial_lr" if inputs.scheduler is not None else "lr"  # a scheduler may have begun by itself
     groups = [{**group, "lr": group.get(before, group["lr"])} for group in given.optimizer.param_groups]
     hidden, kind = ("params", "initial_lr"), type(given.optimizer).__name__
-    hook, evaluation = given.strategy.hook, given.evaluation
+    hook, evaluation, rounds = given.strategy.hook, given.evaluation, None
+    if isinstance(given.strategy, Rounds):
+        rounds = {"name": "local_sgd", **{item.name: getattr(given.strategy, item.name) for item in fields(Rounds)}}
     return {
         "loss": _task_in_words(inputs.task),
         "optimizer": [
@@ -444,17 +430,12 @@ def settings_of(given: FitArguments, inputs: Inputs, sampler: TrainSampler) -> d
         "clip_norm": given.clip_norm,
         "skip_steps": given.batches.skip_steps,
         "wire": given.strategy.wire,
-        **({"strategy": rounds_of(given.strategy)} if isinstance(given.strategy, Rounds) else {}),
+        **({"strategy": rounds} if rounds is not None else {}),
         "hook": None if hook is None else repr(corrected(hook)),
         "evaluation": {"every_epochs": evaluation.every_epochs, "every_steps": evaluation.every_steps},
         "chooses by": None if inputs.held_out.validation is None else "validation_data",
         **({"same_bits": True} if given.same_bits.on else {}),
     }
-
-
-def rounds_of(policy: Rounds) -> dict[str, Any]:
-    """Returns the settings of rounds by name."""
-    return {"name": "local_sgd", **{item.name: getattr(policy, item.name) for item in fields(Rounds)}}
 
 
 def _task_in_words(task: Task) -> str:
