@@ -30,7 +30,7 @@ from ddp.data.orders.sampler import TrainSampler, sampler_of
 from ddp.data.orders.steps import Batches, BatchWarmup, RoundLength
 from ddp.data.orders.token_budget import TokenBudget
 from ddp.data.sets.validation import selection_in
-from ddp.errors import CheckpointError, ConfigError, nearest
+from ddp.errors import CheckpointError, ConfigError, meant, nearest
 from ddp.gradients.hooks.hook import corrected
 from ddp.optim.layerwise import Layerwise
 from ddp.optim.schedules import RateSchedule, TorchSchedule
@@ -54,7 +54,7 @@ from ddp.setting import check_values
 from ddp.strategies.choice import check_model, has_sparse_gradients, replica_of
 from ddp.train.checkpoints.checkpoint import flat
 from ddp.train.checkpoints.checkpoint_store import identity_of, resume_from
-from ddp.train.checkpoints.moved import meaning, moved_argument
+from ddp.train.checkpoints.moved import meant_for_fit
 from ddp.train.checks.guard import Guard
 from ddp.train.evaluation.evaluate import warn_of_other_samples
 from ddp.train.evaluation.held_out import HeldOut, held_out_of
@@ -325,16 +325,6 @@ def one_thread(given: FitArguments) -> Iterator[None]:
             torch.set_num_threads(threads)
 
 
-def round_notes(policy: Averaging) -> list[str]:
-    """Returns a line on what outer momentum costs in a small run, if there is any."""
-    if not (isinstance(policy, Rounds) and policy.outer_momentum):
-        return []
-    return [
-        f"outer_momentum={policy.outer_momentum:g}: pays in long runs; in one of 640 steps on 4 workers loss was 32 % "
-        "above synchronous with every=8, and 20 % with 32; without it, 7 % and 10 %"
-    ]
-
-
 def order_of(order: Order | None, source: Source) -> Order | None:
     """Returns the order that the user gives, or that their DataLoader stands for; None for the usual one.
 
@@ -393,14 +383,12 @@ def schedules_of(
 def refuse_unknown(mistyped: Iterable[str], known: Iterable[str]) -> None:
     """Raises ConfigError for the first argument that `fit` does not have, with the one that is probably meant."""
     for name in mistyped:
-        here = meaning(name)
-        if now := moved_argument(name) or moved_argument(here.fit):
-            raise ConfigError(f"fit() has no argument {name!r}: say {now}")
-        if here.instead:
-            raise ConfigError(f"fit() has no argument {name!r}: {here.instead}")
-        near = here.fit or nearest(name, known)
-        hint = f"Did you mean {near!r}?" if near else f"It has {', '.join(known)}"
-        raise ConfigError(f"fit() has no argument {name!r}. {hint}")
+        remedy = meant_for_fit(name)
+        if remedy and not remedy.isidentifier():
+            raise ConfigError(f"fit() has no argument {name!r}: {remedy}")
+        near = remedy or nearest(name, known)
+        hint = meant(name, ()) or (f" Did you mean {near!r}?" if near else f" It has {', '.join(known)}")
+        raise ConfigError(f"fit() has no argument {name!r}.{hint}")
 
 
 def settings_of(given: FitArguments, inputs: Inputs, sampler: TrainSampler) -> dict[str, Any]:

@@ -393,7 +393,7 @@ def open_run(given: FitArguments, inputs: Inputs, comm: Communicator) -> OpenRun
     notes = [*_headline(state, num_steps, given.strategy), *([sampler_note] if sampler_note else [])]
     if not inputs.replica.module.training:
         notes.append("the model was in evaluation mode as a whole: all of its layers are trained")
-    notes += [*arguments.idle_notes(inputs.replica), *arguments.round_notes(given.strategy)]
+    notes += arguments.idle_notes(inputs.replica)
     begins_anew = given.folder.resume is not None and start is None
     if folder is not None and given.folder.is_unnamed:
         notes.append(f"the run is in {os.path.relpath(folder)}")
