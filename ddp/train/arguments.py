@@ -1,14 +1,14 @@
 """The arguments of `fit`: each is checked, and brought into the form that the loop takes.
 
 A mistake is one sentence, before the first step. What differs between ranks is refused, too: every rank would go on
-with its own, and the replicas would drift apart.
+with its own, and the replicas would drift apart. A trial has the same arguments, but for its length.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from numbers import Integral
 from pathlib import Path
@@ -46,6 +46,8 @@ from ddp.policies import (
     Training,
     averaging_named,
 )
+from ddp.process.files import scratch_folder
+from ddp.process.terminal import say
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import waits
@@ -58,8 +60,10 @@ from ddp.train.checkpoints.moved import meant_for_fit
 from ddp.train.checks.guard import Guard
 from ddp.train.evaluation.evaluate import warn_of_other_samples
 from ddp.train.evaluation.held_out import HeldOut, held_out_of
-from ddp.train.reports.tracker import refuse_twice
+from ddp.train.reports.profiler import Profiler
+from ddp.train.reports.tracker import Tracker, refuse_twice
 from ddp.train.steps.callbacks import EMA, Callback, EarlyStopping
+from ddp.train.steps.state import TrainState
 from ddp.train.steps.stopping import StopFlag
 from ddp.train.tasks.task import Task, as_task, name_of
 
@@ -464,3 +468,50 @@ def refuse_disagreement(comm: Communicator, given: FitArguments, inputs: Inputs,
             warn_of_other_samples(comm, source, what="data")
         for name, each in held_out.items():
             warn_of_other_samples(comm, each, what=name)
+
+
+# --- A trial ---------------------------------------------------------------------------------------------------------
+#
+# A trial is a fit with other arguments: three steps, one evaluation, one save, as quickly as they go, of which no file
+# is kept. It finds out in a minute what would else show after hours: a batch that does not fit into memory, an
+# evaluation that fails, a disk that is full, a state that cannot be saved.
+
+NUM_STEPS = 3
+_NAME = ".ddp-trial-"  # begins the name of a trial's folder, and of no other, because it is removed
+
+
+def tried(
+    train: Callable[[FitArguments, Communicator], TrainState], given: FitArguments, comm: Communicator
+) -> TrainState:
+    """Returns the state after a trial of what is given. Model and optimizer have made its steps.
+
+    Its files lie beside the run's folder, on the same disk, until it is over.
+    """
+    keeps, folder, until_end = given.folder, None, contextlib.ExitStack()
+    if keeps.path is not None:
+        run_dir = Path(keeps.path)
+        folder = on_rank_zero(comm, lambda: _folder_beside(run_dir, until_end), label="making a folder")
+    num_steps = min(NUM_STEPS, given.max_steps or NUM_STEPS)
+    short = replace(
+        given,
+        max_steps=num_steps,
+        evaluation=replace(given.evaluation, every_epochs=None, every_steps=num_steps),
+        folder=replace(keeps, path=folder, every_steps=NUM_STEPS, trial=False),
+        callbacks=[each for each in given.callbacks if not isinstance(each, (Tracker, Profiler))],
+    )
+    with until_end:
+        state = train(short, comm)
+    if keeps.progress and comm.rank == 0:
+        more = {"an evaluation": bool(state.evaluation), "a save": folder is not None}
+        done = ", ".join([f"{state.step} steps", *(what for what, was_made in more.items() if was_made)])
+        say(f"the trial went well: {done}; no file of it is kept")
+    return state
+
+
+def _folder_beside(run_dir: Path, until_end: contextlib.ExitStack) -> Path:
+    """Returns a new folder, which is removed at the end. On rank 0 only."""
+    try:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        return until_end.enter_context(scratch_folder(run_dir.parent, _NAME))
+    except OSError as error:
+        raise ConfigError(f"folder={run_dir}: {error.strerror}; take another folder") from error

@@ -49,7 +49,7 @@ from ddp.strategies.choice import ranks_of, strategy_for
 from ddp.strategies.parameter_server.edge import failure_told
 from ddp.strategies.parameter_server.server import Service
 from ddp.train import arguments
-from ddp.train.arguments import NEEDED, FitArguments, Inputs
+from ddp.train.arguments import NEEDED, FitArguments, Inputs, tried
 from ddp.train.checkpoints.checkpoint import (
     AfterEvaluation,
     Checkpointer,
@@ -90,7 +90,6 @@ from ddp.train.steps.callbacks import (
 from ddp.train.steps.state import TrainState
 from ddp.train.steps.stopping import StopFlag, flag_of_a_new_fit, hears_signals
 from ddp.train.tasks.task import Task
-from ddp.train.trial import tried
 from ddp.units import counted
 
 OURS = (EMA, EarlyStopping, Guard, Watch)
