@@ -79,11 +79,6 @@ class Evaluation(Policy):
         at_least=0,
     )
 
-    @property
-    def is_meanwhile(self) -> bool:
-        """Returns True if there are evaluations before the last one."""
-        return (self.every_epochs, self.every_steps) != (None, None)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Reading(Policy):
