@@ -106,7 +106,7 @@ class BucketedDataParallel(Replica):
         super().__init__(module, comm, BufferSync(comm, module, "broadcast" if broadcasts else "none"))
         usage = Usage(comm, finds_unused=find_unused_parameters)
         if num_shards is not None:
-            check_shards(module, comm, wire, hook)
+            check_shards(module, comm, num_shards, wire, hook)
             given = self._buffer_sync, num_shards, None if wire == "fp32" else wire
             by_shards = self.accumulation = ByShards(comm, *given, finds_unused=find_unused_parameters)
             usage, self.gradient_as_bucket_view = by_shards.usage, True

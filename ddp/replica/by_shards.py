@@ -43,6 +43,7 @@ from ddp.replica.settlement import Share, Usage
 from ddp.replica.shard_buffers import ShardBuffers
 from ddp.replica.sync_batchnorm import waits
 from ddp.replica.tied import check_untied
+from ddp.rules import Setup, refuse
 from ddp.setting import Narrow, WireName
 
 Prepare = Callable[[Slot, Tensor], Tensor]
@@ -431,18 +432,12 @@ def rounded(gradient: Tensor, form: WireFormat) -> Tensor:
     return flat.mul_(form.shrink).view(gradient.shape)
 
 
-def check_shards(module: nn.Module, comm: Communicator, wire: WireName | None, hook: object | None) -> None:
+def check_shards(
+    module: nn.Module, comm: Communicator, num_shards: int, wire: WireName | None, hook: object | None
+) -> None:
     """Raises ConfigError if the gradients of a module cannot be added up by shards."""
-    if waits(module):
-        raise ConfigError("num_shards with SyncBatchNorm: its statistics are sums over workers; take BatchNorm")
+    refuse(Setup(same_bits=num_shards, waits=waits(module), wire=wire, hook=hook))
     check_untied(module, "num_shards", instead="no num_shards", buffers_alone=True)
-    if wire == "fp32":
-        raise ConfigError("num_shards with wire='fp32': gradients are added up in their own type; leave it out")
-    if hook is not None:
-        raise ConfigError(
-            f"num_shards with hook={hook!r}: what a hook remembers is of a host, and changes with the number of hosts; "
-            "leave one out"
-        )
     for name, parameter in module.named_parameters():
         if parameter.device != comm.device:
             raise ConfigError(

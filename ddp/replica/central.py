@@ -11,11 +11,10 @@ from typing import Any
 from torch import nn
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.host_links import CPU
-from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket
 from ddp.gradients.reducer import AllReduce, Reducer
 from ddp.replica.sharded import ReduceScatter, ShardedDataParallel, bounds_of, slice_bounds
+from ddp.rules import Setup, refuse
 
 
 class CentralDataParallel(ShardedDataParallel):
@@ -58,19 +57,7 @@ def are_alike(comm: Communicator) -> bool:
     return len({len(host) for host in comm.hosts}) == 1
 
 
-PRIVATE_MEMORY = (
-    "needs memory that the workers of a host share, and here they share none (comm.shared_memory=false, or the log "
-    "says why); take strategy=sharded"
-)
-ON_GPU = (
-    "keeps parameters in the host's memory, which a GPU would read over its bus in every forward; take device=cpu, or "
-    "strategy=sharded"
-)
-
-
 def check_memory(comm: Communicator) -> None:
     """Raises ConfigError unless the ranks of each host share memory, in which their tensors are."""
-    if comm.device != CPU:
-        raise ConfigError(f"strategy=central_storage: {ON_GPU}")
-    if comm.host_partition.num_hosts != len(comm.hosts):
-        raise ConfigError(f"strategy=central_storage: {PRIVATE_MEMORY}")
+    shares_memory = comm.host_partition.num_hosts == len(comm.hosts)  # else each rank counts as a host there
+    refuse(Setup(strategy="central_storage", device=comm.device.type, shared_memory=shares_memory))

@@ -41,6 +41,7 @@ from ddp.optim.norms import gradient_norm
 from ddp.policies import LocalSGD, Rounds
 from ddp.replica.broadcast import BufferSnapshot
 from ddp.replica.local import LocalDataParallel
+from ddp.rules import Setup, refuse
 from ddp.strategies.replicated import Replicated
 from ddp.strategies.strategy import Agreement
 
@@ -238,13 +239,9 @@ def island_of(comm: Communicator) -> Communicator:
     """Returns the ranks of this host. Collective.
 
     Raises:
-        ConfigError: there is one host, or each has one rank.
+        ConfigError: there is one host.
     """
-    if len(comm.hosts) == 1:
-        raise ConfigError(
-            "island='host': all workers are on one host, so that none would train alone; take island='worker', or "
-            "strategy='mirrored'"
-        )
+    refuse(Setup(island="host", num_hosts=len(comm.hosts)))
     groups = [comm.subgroup(ranks) for ranks in comm.hosts]
     return next(group for group in groups if group is not None)
 

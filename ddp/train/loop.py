@@ -12,7 +12,6 @@ from torch import nn
 from ddp.comm.objects import all_gather_object
 from ddp.data.loading.iterable import IterableSampler
 from ddp.data.loading.source import Source
-from ddp.errors import ConfigError
 from ddp.optim.schedules import constant
 from ddp.policies import Rounds
 from ddp.strategies.parameter_server.server import Service
@@ -198,8 +197,6 @@ def _start(state: TrainState, callbacks: Sequence[Callback]) -> None:
 
 def end_of_run(state: TrainState, *, epochs: int | None, max_steps: int | None) -> tuple[int, int]:
     """Returns steps and samples of the whole run: what was made, and what is left."""
-    if epochs is None and max_steps is None:
-        raise ConfigError("neither epochs nor max_steps is given: the run would never end")
     num_steps = None if max_steps is None else max_steps - state.step
     left, num_samples = state.sampler.end(epochs=epochs, num_steps=num_steps)
     return state.step + left, num_samples

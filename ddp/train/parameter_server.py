@@ -32,11 +32,11 @@ from ddp.comm.opening import WARN_S
 from ddp.comm.session import ABORT_S
 from ddp.data.loading.source import Source
 from ddp.data.orders.sampler import StepPlan, TrainSampler
-from ddp.data.orders.steps import BatchWarmup
 from ddp.errors import ConfigError
 from ddp.policies import ParameterServer
 from ddp.process.clock import Stopwatch, now_s
 from ddp.process.log import log
+from ddp.rules import refuse
 from ddp.strategies.choice import strategy_for
 from ddp.strategies.parameter_server.edge import LOST
 from ddp.strategies.parameter_server.leased import LeasedLoader
@@ -73,10 +73,7 @@ def check_role(given: FitArguments) -> Role | None:
     part = join_role(warn_s=WARN_S, abort_s=ABORT_S)
     if not isinstance(policy, ParameterServer):
         if part is not None:
-            raise ConfigError(
-                f"strategy={policy.strategy!r} in {part} of a launch with servers: take strategy='parameter_server', "
-                "or leave servers out"
-            )
+            refuse(given.setup(servers=part.num_servers))
         return None
     if part is None:
         raise ConfigError(
@@ -84,15 +81,8 @@ def check_role(given: FitArguments) -> Role | None:
             "cluster.servers=1 on the command line, or start each process with DDP_ROLE=server or DDP_ROLE=worker, or "
             "with TF_CONFIG, whose cluster lists them as the job ps"
         )
-    for problem in policy.problems(
-        workers=part.num_workers,
-        servers=part.num_servers,
-        clip_norm=given.clip_norm,
-        grows=isinstance(given.global_batch, BatchWarmup),
-        has_hook=policy.hook is not None,
-        max_unreadable=given.reading.max_unreadable,
-    ):
-        raise ConfigError(f"strategy='parameter_server': {problem}")
+    policy.num_parts(part.num_workers)
+    refuse(given.setup(workers=part.num_workers, servers=part.num_servers))
     return part
 
 

@@ -191,9 +191,7 @@ def test_each_sample_counts_once_though_a_worker_is_killed(mode: str, tmp_path: 
 
 @pytest.mark.parametrize("mode", ["sync", "bounded"])
 @pytest.mark.quick(1)
-def test_a_stopped_worker_is_not_waited_for(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_worker_is_not_waited_for(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "LEAVE_S", 0.5)
     monkeypatch.setattr(supervisor, "START_S", 0.5)
     found = ddp.launch(counted, tmp_path, MODES[mode], STOPPED, workers=3, servers=2)
@@ -503,13 +501,17 @@ def refused(how: Mapping[str, Any], strategy: Any) -> str:
 
 GROWS = ddp.BatchWarmup(2, 4, 4)
 BAD: list[tuple[dict[str, Any], Any, str]] = [
-    ({}, "auto", "strategy='auto' in server 0 of a launch with servers: take strategy='parameter_server', or leave"),
-    ({"clip_norm": 1.0}, ASYNC, "clip_norm=1: would clip the gradients of one worker at a time; take mode=sync"),
-    ({"global_batch": GROWS}, ASYNC, "a growing batch with mode=async: batches of several sizes would overtake"),
+    ({}, "auto", "servers=1: is for strategy='parameter_server', and with strategy='auto' the workers keep the param"),
+    ({"clip_norm": 1.0}, ASYNC, "clip_norm=1.0: with mode='async' it would clip the gradients of one worker at a"),
+    ({"global_batch": GROWS}, ASYNC, "a batch that grows from 2: with mode='async' batches of several sizes"),
     ({"norm": 1}, ASYNC, "SyncBatchNorm waits for the other workers, which do not wait here; take BatchNorm"),
-    ({"precision": "fp16"}, "parameter_server", "precision=fp16 repeats steps with another loss scale"),
+    ({"precision": "fp16"}, "parameter_server", "precision='fp16' repeats steps with another loss scale"),
     ({}, ddp.ParameterServer(backup_workers=3), "backup_workers=3: leaves none of 3 worker(s) to compute the step"),
-    ({"reading": ddp.Reading(max_unreadable=1)}, ASYNC, "max_unreadable=1: a worker cannot tell the others what it"),
+    (
+        {"reading": ddp.Reading(max_unreadable=1)},
+        ASYNC,
+        "max_unreadable=1: with strategy='parameter_server' a worker cannot",
+    ),
 ]
 
 

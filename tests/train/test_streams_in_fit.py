@@ -330,7 +330,7 @@ def test_a_wrong_sharding_is_told_from_the_first_samples() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"max_steps": None}, "give max_steps, or epochs if it has an end"),
+        ({"max_steps": None}, "epochs=None: with max_steps=None, too, the run would never end; set one"),
         (
             {"max_steps": None, "epochs": 1, "schedule": ddp.optim.cosine()},
             "schedule: goes by the samples of the whole",

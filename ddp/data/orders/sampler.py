@@ -138,8 +138,6 @@ class TrainSampler:
         rounds: RoundLength | None = None,
     ) -> None:
         num_shards = world_size if num_shards is None else num_shards
-        if rounds is not None:
-            _check_rounds(global_batch, micro_size, num_shards, world_size)
         if isinstance(global_batch, TokenBudget):
             order = _only_order(order, global_batch)
         order = _checked_order(order) if isinstance(order, Order) else Permutation(order)
@@ -548,23 +546,6 @@ def _whole_steps(order: Order, batch: int | None) -> Order:
             f"global_batch={batch}; leave it out"
         )
     return order if length == order.length else FirstOf(order, length)
-
-
-def _check_rounds(
-    batch: int | BatchWarmup | TokenBudget, micro_size: int | None, num_shards: int, world_size: int
-) -> None:
-    """Raises ConfigError for what cannot be said beside rounds."""
-    if isinstance(batch, TokenBudget):
-        raise ConfigError("strategy=local_sgd with a budget of tokens: give a number of samples, or take strategy=auto")
-    if micro_size is not None:
-        raise ConfigError(
-            f"strategy=local_sgd with micro_size={micro_size}: a micro-batch is an inner step; leave micro_size out"
-        )
-    if num_shards != world_size:
-        raise ConfigError(
-            f"strategy=local_sgd with num_shards={num_shards}: each of the {world_size} workers has one share; leave "
-            "num_shards out"
-        )
 
 
 def _check_batch(batch: BatchWarmup, world_size: int, num_shards: int) -> None:

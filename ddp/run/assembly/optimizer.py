@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from typing import cast
 
@@ -21,6 +20,8 @@ from ddp.data.samples import Samples
 from ddp.errors import ConfigError
 from ddp.optim import schedules
 from ddp.optim.layerwise import parameter_groups
+from ddp.rules import refuse
+from ddp.run.settings.checks import setup_of
 from ddp.run.settings.config import Config
 from ddp.units import counted
 
@@ -40,11 +41,7 @@ def make_optimizer(config: Config, module: nn.Module) -> Optimizer:
     groups = partial(parameter_groups, module, exclude=config.optim.exclude)
     optimizer: Optimizer = config.optim.make(groups, lr=learning_rate(config))
     clips_at = getattr(optimizer, "clip_norm", None)
-    if config.clip_norm is not None and clips_at is not None:
-        raise ConfigError(
-            f"clip_norm={config.clip_norm:g}: optim.preset={asdict(config.optim)['preset']} clips by itself, at "
-            f"{clips_at:g}; leave clip_norm out, or set optim.args.clip_norm=null"
-        )
+    refuse(setup_of(config, own_clip_norm=clips_at))
     return optimizer
 
 

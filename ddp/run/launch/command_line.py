@@ -60,8 +60,7 @@ from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prep
 from ddp.run.launch.supervisor import run_roles
 from ddp.run.settings.address import is_address
 from ddp.run.settings.checks import check_gpus, check_strategy, name_problems
-from ddp.run.settings.config import CHOICES, OWN, Config, choose, plain_defaults
-from ddp.run.settings.page import page
+from ddp.run.settings.config import CHOICES, OWN, Config, choose, page, plain_defaults
 from ddp.run.settings.reader import (
     chosen_in,
     from_plain,

@@ -111,28 +111,6 @@ class Guard(Callback):
         self._went_back_to = [*state["went_back_to"]]
 
 
-def check_guard(
-    guards: Sequence[Guard], *, is_stream: bool, has_folder: bool, has_scheduler: bool, strategy: str
-) -> None:
-    """Raises ConfigError if the run cannot do what its guard says."""
-    if len(guards) > 1:
-        raise ConfigError("callbacks has two Guard: one says what becomes of a bad step; leave one out")
-    for guard in guards:
-        action = f"guard.action={guard.action}"
-        if strategy in ("local_sgd", "parameter_server"):
-            raise ConfigError(
-                f"ddp.Guard with strategy={strategy}: guards steps that all ranks make together; take strategy=auto"
-            )
-        if is_stream:
-            raise ConfigError("ddp.Guard with a stream of samples, which cannot be read again; give a data set")
-        if guard.action == "go_back" and not has_folder:
-            raise ConfigError(f"{action}: goes back to a checkpoint, and folder=None keeps none; give a folder")
-        if guard.action == "go_back" and has_scheduler:
-            raise ConfigError(
-                f"{action}: lowers the learning rate, which a scheduler of torch's sets; give a function as schedule"
-            )
-
-
 # --- The supply of steps is wrapped -----------------------------------------------------------------------------------
 
 

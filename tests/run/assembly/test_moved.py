@@ -23,7 +23,7 @@ from ddp.run.settings.config import CHOICES, Config, choose
 from ddp.run.settings.reader import _homes, from_plain
 from ddp.train.arguments import FitArguments, inputs_of, sampler_for, settings_of
 from ddp.train.checkpoints.checkpoint import changes
-from ddp.train.checkpoints.moved import KEYS, moved_argument, translated
+from ddp.train.checkpoints.moved import KEYS, meant_for_fit, translated
 from ddp.train.steps.state import StepReport, TrainState
 
 OLD: dict[str, Any] = json.loads(Path(__file__).with_name("old_run.json").read_text())
@@ -118,7 +118,7 @@ def test_a_key_that_has_gone_is_dropped_in_files_and_told_elsewhere() -> None:
     with pytest.raises(ConfigError, match=rf"^unknown key loader.cache. S{said}. Valid in loader: "):
         raise unknown("loader.cache")
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match=rf"^fit\(\) has no argument 'cache': s{said}$"):
+    with pytest.raises(ConfigError, match=rf"^fit\(\) has no argument 'cache'. S{said}.$"):
         ddp.fit(model, (), torch.optim.SGD(model.parameters()), cache=True)  # type: ignore[arg-type]
 
 
@@ -142,10 +142,11 @@ ARGUMENTS = [
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_an_argument_that_fit_had_once_is_told_where_it_has_gone(name: str) -> None:
     model = torch.nn.Linear(2, 2)
-    now = moved_argument(name)
+    now = meant_for_fit(name)
     with pytest.raises(ConfigError) as error:
         ddp.fit(model, (), torch.optim.SGD(model.parameters()), **{name: 1})  # type: ignore[arg-type]
-    assert now and str(error.value) == f"fit() has no argument {name!r}: say {now}"
+    hint = f". Did you mean {now!r}?" if now.isidentifier() else f": {now}"
+    assert now and str(error.value) == f"fit() has no argument {name!r}{hint}"
 
 
 class Stated(ddp.Callback):
