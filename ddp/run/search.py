@@ -23,7 +23,7 @@ from typing import Any
 
 from ddp.errors import ConfigError
 from ddp.process.arguments import relative_path
-from ddp.process.files import hold, make_folder, to_read
+from ddp.process.files import to_read
 from ddp.run.launch import jobs, sweep
 from ddp.run.launch.sweep import Job
 from ddp.train.reports.results import METRICS, entry_of
@@ -276,17 +276,7 @@ class Search:
 
 def run(search: Search, *, parallel: int, typed: str) -> int:
     """Makes the trials that are left, and prints the table; returns the status: 0 if there is a best trial."""
-    make_folder(search.folder)
-    with contextlib.closing(hold(search.folder)):
-        try:
-            trials = jobs.run(
-                search.jobs(), parallel=parallel, typed=typed, in_view=False, is_hopeless=search.is_hopeless
-            )
-            with contextlib.closing(trials):
-                for job in trials:
-                    search.tell(job)
-                    sweep.write(sweep.gather(search.folder), search.folder)
-        finally:
-            status = sweep.conclude(search.folder)
-    best = sweep.gather(search.folder).jobs[0]
-    return 0 if best.objective is not None else status
+    how: dict[str, Any] = {"parallel": parallel, "typed": typed, "in_view": False}
+    stopped = jobs.run(search.jobs(), search.folder, is_hopeless=search.is_hopeless, ended=search.tell, **how)
+    status, best = sweep.conclude(search.folder), sweep.gather(search.folder).jobs[0]
+    return stopped or (0 if best.objective is not None else status)

@@ -168,7 +168,8 @@ def test_a_disk_without_room_is_one_line(
 ) -> None:
     pytest.importorskip("optuna", reason="pip install optuna")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ddp.run.search.make_folder", lambda _: (_ for _ in ()).throw(OSError(28, "No space left")))
+    full = OSError(28, "No space left")
+    monkeypatch.setattr(jobs, "make_folder", lambda _: (_ for _ in ()).throw(full))
     with pytest.raises(SystemExit, match="2"):
         main(["optim.lr=0.1,0.2", "sweep.name=s"])
     assert capsys.readouterr().err.startswith("error: run directory runs/s: No space left; make room there, or take ")

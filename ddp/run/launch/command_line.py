@@ -144,8 +144,12 @@ class HydraMain:
                 f"sweep.parallel={composed.sweep.parallel}: is for hydra/launcher=jobs; another launcher has settings "
                 "of its own"
             )
-        (job,) = jobs.run(iter([of_sweep(overrides, run_dir)]), parallel=1, typed=typed_command(), options=self.options)
-        return objective(job, settings.sweeper)
+        ended: list[sweep.Job] = []
+        todo = iter([of_sweep(overrides, run_dir)])
+        stopped = jobs.run(todo, typed=typed_command(), options=self.options, ended=ended.append)
+        if stopped is not None:
+            sys.exit(stopped)
+        return objective(ended[0], settings.sweeper)
 
     def job_folder(self, overrides: Sequence[str], number: int, *, _root_: Any) -> str:
         """Names a job's folder; `hydra.sweep.subdir` in ddp/run/settings/conf/train.yaml asks for it."""

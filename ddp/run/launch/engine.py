@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from ddp.errors import ConfigError
 from ddp.process.memory import available_cores
 from ddp.process.memory import variables as memory_variables
 from ddp.run.launch.report import Failure
-from ddp.train.steps.stopping import stop_signals
+from ddp.train.steps.stopping import hears_signals, stop_signals
 
 CUBLAS_WORKSPACE = ":4096:8"  # deterministic=true needs it on a GPU, before the first matrix product
 SHUTDOWN_S = 60
@@ -138,19 +138,36 @@ def _unchanged_process(signals: Sequence[signal.Signals]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def paused_together() -> Iterator[None]:
+def heard(tell: Callable[[signal.Signals], object]) -> Iterator[None]:
+    """Gives `tell` each signal that asks this process to stop, for the duration of the block."""
+    signals = stop_signals() if hears_signals() else []
+    if signals and signal.getsignal(signal.SIGQUIT) is not signal.SIG_IGN:
+        signals.append(signal.SIGQUIT)  # it ends the workers, too, but they save nothing
+    before = {number: signal.signal(number, lambda got, _: tell(signal.Signals(got))) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def paused_together(by: signal.Signals = signal.SIGSTOP) -> Iterator[None]:
     """Lets Ctrl-Z pause the workers, too, and `fg` continue them, for the duration of the block.
 
-    The engine gives every worker its own session, which the terminal does not reach. Without this the workers
-    would go on until they need the store of the launcher that is paused.
+    Every worker has its own session, which the terminal does not reach. Without this the workers would go on until
+    they need the store of the launcher that is paused.
+
+    Args:
+        by: SIGTSTP for children that pause workers of their own.
     """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTSTP) != signal.SIG_DFL:
+    if not hears_signals() or signal.getsignal(signal.SIGTSTP) != signal.SIG_DFL:
         yield
         return
 
     def pause(*_: Any) -> None:
         workers = [child for child in _children() if os.getsid(child) == child]
-        _signal_sessions(workers, signal.SIGSTOP)
+        _signal_sessions(workers, by)
         os.kill(os.getpid(), signal.SIGSTOP)  # returns when this process is continued
         _signal_sessions(workers, signal.SIGCONT)
 

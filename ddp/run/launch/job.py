@@ -1,6 +1,6 @@
 """The process of one job of a sweep or a search: takes its cores, follows its parent, and runs one command line.
 
-    python -P …/bootstrap.py ddp.run.launch.job --parent PID --cores 0,1 --typed COMMAND RUN_DIR -- SETTING …
+python -P …/bootstrap.py ddp.run.launch.job --parent PID --cores 0,1 --typed COMMAND RUN_DIR -- SETTING …
 """
 
 from __future__ import annotations

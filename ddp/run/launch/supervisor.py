@@ -26,7 +26,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -37,9 +37,9 @@ from ddp.comm.meeting.secret import private_folder
 from ddp.process.clock import Patience, now_s
 from ddp.process.log import log
 from ddp.process.memory import available_cores
-from ddp.run.launch.engine import SHUTDOWN_S, Ended, paused_together, worker_command
+from ddp.run.launch.engine import SHUTDOWN_S, Ended, heard, paused_together, worker_command
 from ddp.run.launch.report import Failure, Report, in_words
-from ddp.train.steps.stopping import ECHO_S, hears_signals, stop_signals
+from ddp.train.steps.stopping import ECHO_S, stop_signals
 
 LEAVE_S, START_S = 10.0, 60.0
 """Once the servers have ended, workers have this long to end, too; at least until so long after their start, because on
@@ -80,7 +80,8 @@ def run_roles(
     from ddp.comm.meeting.private_store import Folder
 
     threads = threads or max(1, available_cores() // (workers + servers))
-    with private_folder() as private, _heard() as events, paused_together():
+    events: Events = SimpleQueue()
+    with private_folder() as private, heard(events.put), paused_together():
         launch = ["--parent", str(os.getpid()), "--private", str(private), *arguments]
         launch += ["--servers", str(servers), "--workers", str(workers)]
         command = worker_command("ddp.run.launch.worker", launch, threads=threads)
@@ -97,21 +98,6 @@ class _End(NamedTuple):
 
 
 Events = SimpleQueue[_End | signal.Signals]
-
-
-@contextlib.contextmanager
-def _heard() -> Iterator[Events]:
-    """Yields the queue to which each signal goes that asks this process to stop, for the duration of the block."""
-    events: Events = SimpleQueue()
-    signals = stop_signals() if hears_signals() else []
-    if signals and signal.getsignal(signal.SIGQUIT) is not signal.SIG_IGN:
-        signals.append(signal.SIGQUIT)
-    before = {number: signal.signal(number, lambda got, _: events.put(signal.Signals(got))) for number in signals}
-    try:
-        yield events
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Running(NamedTuple):
