@@ -57,7 +57,7 @@ examples:
   python -m ddp doctor                                                 is all here as training needs it?
   python -m ddp same_bits runs/one runs/three                          of runs that had same_bits.hash_every=10
   python -m ddp where runs/mine --step 47                              the samples of a step, rank by rank
-  python -m ddp where runs/mine --sample 123 --epoch 7                 its step, rank and loader process
+  python -m ddp where runs/mine --sample 123 --epoch 7                 its step, rank and shard
   python -m ddp evaluate runs/mine data.test_path=other.csv            the metrics of a finished run, on other data
   python -m ddp evaluate region=mine                                   of a run with strategy.region=mine, now
   python -m ddp sidecar runs/mine                                      evaluates each checkpoint as it is saved
