@@ -38,7 +38,7 @@ def main(me: RoleSettings) -> NoReturn:
         from ddp.comm.meeting.rendezvous import arrive, is_on_loopback
         from ddp.comm.opening import WARN_S
         from ddp.comm.session import ABORT_S
-        from ddp.run.launch.loopback import ON_LOOPBACK
+        from ddp.run.launch.engine import ON_LOOPBACK
 
         alone = is_on_loopback(me.address)  # then no process outside of this host has to reach the others
         for name, interface in ON_LOOPBACK.items() if alone else ():

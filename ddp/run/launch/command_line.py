@@ -7,11 +7,10 @@
     run_folder.prepare: validate, run directory, data, config.yaml                    │
          │ train                               │ store: rank 0 ──config──▶ all        │
          ▼                                     ▼                                      ▼
-    torchrun's engine ── worker      worker.train in this process                     torchrun's engine ── worker --call
+    supervisor.py ── worker          worker.train in this process                     supervisor.py ── worker --call
 
-With servers (`cluster.servers`), `supervisor.py` is in the place of torchrun's engine, which all other strategies have.
-A worker that fails takes its neighbours with it. So the parent reads the reports of all workers and prints the root
-cause last.
+A worker that fails takes its neighbours with it, unless there are servers. So the parent reads the reports of all
+workers and prints the root cause last.
 
 | how a run ends                         | status | where it is decided                    |
 |----------------------------------------|--------|----------------------------------------|
@@ -54,10 +53,9 @@ from ddp.process.files import at_home
 from ddp.process.memory import leave_out, skip_at_exit
 from ddp.process.terminal import console, ended_by_ctrl_c, keep_writing, say
 from ddp.run.launch import jobs, sidecar, sweep
-from ddp.run.launch.engine import Ended, run_workers
 from ddp.run.launch.report import Report, describe_failures
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare, settings_text, unwritable
-from ddp.run.launch.supervisor import run_roles
+from ddp.run.launch.supervisor import run_workers
 from ddp.run.settings.address import is_address
 from ddp.run.settings.checks import check_gpus, check_strategy, name_problems
 from ddp.run.settings.config import CHOICES, OWN, Config, choose, plain_defaults
@@ -501,11 +499,8 @@ def train(config: Config, run_dir: Path) -> int:
     arguments = ["--settings", digest, str(run_dir.resolve())]
     try:
         with sidecar.started(config, run_dir) as is_there:
-            run: Callable[..., Ended] = run_workers
-            if cluster.servers:
-                logs = run_dir / "logs"
-                run = partial(run_roles, servers=cluster.servers, restarts=cluster.restarts, logs=logs)
-            ended = run(arguments, workers=cluster.workers, threads=cluster.threads_per_worker)
+            counts = {"workers": cluster.workers, "servers": cluster.servers, "restarts": cluster.restarts}
+            ended = run_workers(arguments, threads=cluster.threads_per_worker, logs=run_dir / "logs", **counts)
             if is_there is not None and has_ended(run_dir):
                 wait_for(run_dir, is_there, within_s=config.evaluate.wait_s)
     finally:

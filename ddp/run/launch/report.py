@@ -135,15 +135,15 @@ def _is_consequence(error: BaseException) -> bool:
 #     rank 1 on host h failed at step 7:
 #     Traceback …
 #
-# Once one worker has failed, torchrun's engine ends its neighbours. So nearly every rank of a failed run has failed,
+# Once one worker has failed, the launcher ends its neighbours. So nearly every rank of a failed run has failed,
 # and the first traceback on the screen is seldom the one that matters.
 
 
-SOON_S = 10.0  # less than what the engine grants from SIGTERM to SIGKILL
+SOON_S = 10.0  # less than what the launcher grants from SIGTERM to SIGKILL
 
 
 class Failure(NamedTuple):
-    """Says how one worker ended: negative statuses are signals; seconds since 1970, as the engine rounds them down."""
+    """Says how one worker ended: negative statuses are signals; seconds since 1970."""
 
     status: int
     time_s: float
@@ -195,8 +195,8 @@ def _aside(report: Report | None, root: str, root_report: Report | None) -> str:
 def _root_cause(failures: Mapping[int, Failure], reports: Mapping[int, Report]) -> int:
     """Returns the rank that failed first.
 
-    Note "who killed whom". Once one worker has failed, the engine sends SIGTERM to the others, and SIGKILL 30 s later.
-    So a death by a signal other than SIGTERM is a cause only if it was seen soon after the first failure.
+    Note "who killed whom". Once one worker has failed, the launcher sends SIGTERM to the others, and SIGKILL a minute
+    later. So a death by a signal other than SIGTERM is a cause only if it was seen soon after the first failure.
     """
     first_s = min([failure.time_s for failure in failures.values()] + [report.time_s for report in reports.values()])
     for rank, (status, time_s) in failures.items():

@@ -153,7 +153,7 @@ def _received(here: RankPlace, launched: RankPlace, servers: int) -> tuple[dict[
     from ddp.comm.session import ABORT_S
     from ddp.comm.watch.call import Call
     from ddp.comm.watch.watchdog import Watchdog
-    from ddp.run.launch.loopback import ON_LOOPBACK
+    from ddp.run.launch.engine import ON_LOOPBACK
 
     rank, world_size, has_said = here.rank, here.world_size, False
     try:

@@ -275,7 +275,7 @@ def guarded(
 
 
 def _tell_the_others(error: BaseException) -> None:
-    """Lets the ranks that wait for this one hear why it ends: after the report, because then the engine ends them."""
+    """Lets the ranks that wait for this one hear why it ends: after the report, because then the launcher ends them."""
     if (session := sys.modules.get("ddp.comm.session")) is not None:  # else it has not joined them
         with contextlib.suppress(Exception):
             session.shutdown(failed=f"{type(error).__name__}: {safe_str(error)}")
