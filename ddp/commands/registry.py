@@ -87,6 +87,8 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if argv and not argv[0].startswith("-"):
+        if several := [name for name in COMMANDS if name.startswith(f"{argv[0]} ")]:
+            parser.error(f"{argv[0]} alone is no command; give one of {', '.join(several)}")
         hint = did_you_mean(argv[0], COMMANDS)
         parser.error(f"there is no command {argv[0]}.{hint} The commands are {', '.join(COMMANDS)}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")

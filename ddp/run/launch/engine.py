@@ -1,4 +1,4 @@
-"""What every launcher of processes shares: the command of one that computes, the signals to it, and Ctrl-Z.
+"""The command of a process that computes, the signals to those that have started some, and Ctrl-Z.
 
 A worker is a *command*, because a process that multiprocessing makes would import the parent's main module, and Hydra
 with it. The command is `env NAME=VALUE … python`, which changes nothing in this process. Every user of the host can

@@ -34,7 +34,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -208,13 +207,6 @@ class _Terminal(logging.StreamHandler[Any]):
         return sys.stderr
 
 
-class _LogFile(logging.FileHandler):
-    """Appends to a file of a run's folder."""
-
-    def _open(self) -> TextIOWrapper:
-        return to_append(Path(self.baseFilename))
-
-
 def take_log(logs: Path, *, rank: int, world_size: int, role: str = "", servers: int = 0) -> None:
     """Sends this process's output to `logs`/rank-R.log; rank 0 keeps the terminal and logs to both.
 
@@ -233,7 +225,7 @@ def take_log(logs: Path, *, rank: int, world_size: int, role: str = "", servers:
             os.dup2(file.fileno(), 2)
     faulthandler.enable()  # a crash in C++ leaves its Python stack in the log
     follow_rank(rank, world_size, role)
-    add_handler(_LogFile(path))
+    add_handler(logging.StreamHandler(to_append(path)))
     if rank == 0:
         add_handler(_Terminal(), logging.WARNING)
 
