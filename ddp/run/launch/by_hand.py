@@ -22,7 +22,7 @@ from ddp.errors import ConfigError, PeerLost, first_line
 from ddp.process.arguments import relative_path
 from ddp.process.terminal import say
 from ddp.run.launch.command_line import bad_input_to, exit_with_error
-from ddp.run.launch.report import log_file
+from ddp.run.launch.report import Seat
 from ddp.run.launch.torchrun import become_worker, prepare_host, prepared, train_as, typed
 from ddp.run.launch.worker import leave
 from ddp.run.settings.reader import from_plain
@@ -55,7 +55,7 @@ def main(me: RoleSettings) -> NoReturn:
     config, run_dir = from_plain(run["config"]), Path(run["run_dir"])
     number = mine.index + (mine.num_servers if mine.job == "worker" else 0)
     if number:
-        log = relative_path(log_file(run_dir / "logs", number, mine.num_servers))
+        log = relative_path(Seat(run_dir / "logs", number, mine.num_servers).log)
         say(f"{mine} of {relative_path(run_dir)}/; it writes to {log}")
     train_as(number, config, run_dir, play=partial(set_role, mine))
 

@@ -53,7 +53,7 @@ from ddp.process.files import at_home
 from ddp.process.memory import leave_out, skip_at_exit
 from ddp.process.terminal import console, ended_by_ctrl_c, keep_writing, say
 from ddp.run.launch import jobs, sidecar, sweep
-from ddp.run.launch.report import Report, describe_failures
+from ddp.run.launch.report import Report, Seat, describe_failures
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare, settings_text, unwritable
 from ddp.run.launch.supervisor import run_workers
 from ddp.run.settings.address import is_address
@@ -521,7 +521,7 @@ def train(config: Config, run_dir: Path) -> int:
     else:
         outcome = "nothing was saved at the stop"
         ranks = range(cluster.servers + cluster.workers)
-        reports = [Report.read(run_dir / "logs", rank=rank, servers=cluster.servers) for rank in ranks]
+        reports = [Report.read(Seat(run_dir / "logs", rank, cluster.servers)) for rank in ranks]
         failed = [report for report in reports if report is not None]
         if failed:  # the stop itself went wrong
             say(min(failed, key=lambda r: (r.is_secondary, r.time_s)).block(), to=sys.stderr)

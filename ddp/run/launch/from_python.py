@@ -22,7 +22,7 @@ from ddp.errors import ConfigError, WorkersFailed, nearest, workers_failed
 from ddp.process.log import log
 from ddp.process.memory import available_cores
 from ddp.process.terminal import say
-from ddp.run.launch.report import Failure, called, describe_failures
+from ddp.run.launch.report import Failure, Seat, describe_failures
 from ddp.run.launch.supervisor import run_workers
 from ddp.run.settings.checks import most_workers
 from ddp.train.checkpoints.moved import meaning
@@ -83,7 +83,7 @@ def launch(
         results = [result_file(folder, rank) for rank in range(servers + workers)]
         for rank, path in enumerate(results[: servers or workers]):
             if not path.exists():
-                who = called(rank, servers)
+                who = Seat(folder, rank, servers)
                 raise workers_failed(f"{who} ended without a result: let the function return, not call sys.exit", rank)
         return [pickle.loads(path.read_bytes()) if path.exists() else None for path in results]
 

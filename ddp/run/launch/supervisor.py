@@ -43,7 +43,7 @@ from ddp.process.clock import Patience, now_s
 from ddp.process.log import log
 from ddp.process.memory import available_cores
 from ddp.run.launch.engine import ADDRESS, SHUTDOWN_S, heard, paused_together, worker_command
-from ddp.run.launch.report import Failure, Report, in_words
+from ddp.run.launch.report import Failure, Report, Seat, in_words
 from ddp.train.steps.stopping import ECHO_S, stop_signals
 
 LEAVE_S, START_S = 10.0, 60.0
@@ -89,7 +89,7 @@ def run_workers(
         restarts: most times that a worker is started again beside servers; and all servers.
 
     Returns:
-        How they ended, by number: first the servers, then the workers (`report.called`).
+        How they ended, by number: first the servers, then the workers (`report.Seat`).
     """
     from ddp.comm.meeting.private_store import Folder
 
@@ -204,7 +204,7 @@ class _Supervisor:
         threading.Thread(target=wait, name=f"ddp-waits-for-{part.job}-{part.index}", daemon=True).start()
 
     def _start_again(self, rank: int, incarnation: int) -> None:
-        Report.forget(self._logs, rank=rank, servers=self._num_servers)
+        Seat(self._logs, rank, self._num_servers).report.unlink(missing_ok=True)
         self._start(rank, incarnation)
 
     def _of(self, job: Job) -> list[int]:
@@ -227,7 +227,7 @@ class _Supervisor:
             self._answer_rank(rank, status)
             return
         publish_end(part, in_words(status) if status else "")
-        report = Report.read(self._logs, rank=rank, servers=self._num_servers) if status else None
+        report = Report.read(Seat(self._logs, rank, self._num_servers)) if status else None
         if report is not None and not report.is_secondary:
             self._fail({rank: Failure(status, time.time())})
         elif part.job == "server":

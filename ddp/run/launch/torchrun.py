@@ -6,7 +6,7 @@
     all ranks  train in this process
 
 With servers (`cluster.servers`), these are the last ranks of a launcher, and the tasks `ps` where the cluster is
-described. Here they have the first numbers (`report.called`), so that server 0 prepares the run, and shows it.
+described. Here they have the first numbers (`report.Seat`), so that server 0 prepares the run, and shows it.
 
 The words travel through the store that torchrun keeps, so that an error at one rank ends all ranks at once and one
 message is seen. After a restart by torchrun, rank 0 finds the run of the first attempt in the store and continues it.
@@ -44,7 +44,7 @@ from ddp.run.launch.command_line import (
     print_error,
 )
 from ddp.run.launch.engine import CUBLAS_WORKSPACE
-from ddp.run.launch.report import Report, called
+from ddp.run.launch.report import Report, Seat
 from ddp.run.launch.run_folder import forget_trial, only_writer, prepare
 from ddp.run.launch.worker import ORPHAN_GRACE_S, follow_parent, leave
 from ddp.run.launch.worker import train as train_in_this_process
@@ -94,17 +94,16 @@ def train_as(
     """
     import torch
 
-    servers = config.cluster.servers
+    seat = Seat(run_dir / "logs", rank, config.cluster.servers)
     assert config.cluster.threads_per_worker is not None
     torch.set_num_threads(config.cluster.threads_per_worker)  # torchrun has set OMP_NUM_THREADS=1
     terminal = tolerant(os.dup(2), like=sys.stderr)
     status = train_in_this_process(config, run_dir, rank=rank, role=role, play=play)
     if config.trial and rank == 0:
         forget_trial(run_dir)
-    report = Report.read(run_dir / "logs", rank=rank, servers=servers) if status else None
+    report = Report.read(seat) if status else None
     if report is not None and report.is_secondary:
-        who = called(rank, servers)
-        say(f"{who} stopped because another rank failed: {report.message}", to=terminal)
+        say(f"{seat} stopped because another rank failed: {report.message}", to=terminal)
     elif report is not None:
         say(report.block(), to=terminal)
         _tell_torchrun(report.block())

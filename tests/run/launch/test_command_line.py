@@ -33,7 +33,7 @@ from ddp.process.arguments import Parser, quoted
 from ddp.run.launch import command_line, worker
 from ddp.run.launch.command_line import _quoted_texts, composed, main, options_first, translated
 from ddp.run.launch.from_python import launch
-from ddp.run.launch.report import Failure, Report, describe_failures
+from ddp.run.launch.report import Failure, Report, Seat, describe_failures
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare
 from ddp.run.launch.torchrun import _asked_for, prepared
 from ddp.run.settings.checks import check_gpus, name_problems
@@ -882,10 +882,10 @@ def test_ctrl_c_is_no_exception_while_a_launcher_or_a_worker_imports(
     monkeypatch.setattr(command_line, "train", note_of("launcher"))
     command_line._trained(Config(), tmp_path)
     monkeypatch.setattr(worker, "take_log", lambda *_, **__: None)
-    monkeypatch.setattr(worker, "guarded", lambda work, **_: work())
+    monkeypatch.setattr(worker, "guarded", lambda work, *_, **__: work())
     monkeypatch.setattr(worker, "write_result", lambda *_: None)
     (tmp_path / "call").write_bytes(pickle.dumps((1, sys.path)) + pickle.dumps((Function(), (), {}, {})))
-    worker._call(tmp_path / "call", rank=0, timeout_s=None)
+    worker._call(tmp_path / "call", Seat(tmp_path, 0), timeout_s=None, play=lambda: None)
     monkeypatch.setitem(sys.modules, "ddp.run.assembly.stages", Stages("stages"))
     worker.train(Config(), tmp_path, rank=0)
     for name in ("launcher", "function", "worker"):
