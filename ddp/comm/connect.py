@@ -22,7 +22,7 @@ from ddp.comm.transport.edge import Gather, GiveUpCheck, gathered, never_hopeles
 from ddp.comm.transport.shared_memory import KINDS, Barrier, Kind, SharedMemory, why_unsupported
 from ddp.comm.transport.topology import discover
 from ddp.comm.watch.watchdog import Watchdog
-from ddp.process.log import log
+from ddp.process.terminal import log
 
 
 class Channels:

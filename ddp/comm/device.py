@@ -29,7 +29,7 @@ from ddp.comm.transport.topology import boot_id
 from ddp.errors import ConfigError, first_line
 from ddp.process import gpu
 from ddp.process.host import VISIBLE_GPUS
-from ddp.process.log import log
+from ddp.process.terminal import log
 from ddp.units import counted
 
 Value = TypeVar("Value", bound=Hashable)

@@ -47,7 +47,7 @@ from ddp.comm.host_memory import NoSharedMemory
 from ddp.comm.host_reduce import HostGroup
 from ddp.comm.reduction import SUM, Reduction, bounds_of, divided_, is_identity, scaled_
 from ddp.errors import ConfigError
-from ddp.process.log import log
+from ddp.process.terminal import log
 
 IN_MEMORY = "shared_memory"
 

@@ -15,7 +15,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.host_memory import tried
 from ddp.comm.objects import all_gather_object
 from ddp.comm.transport.shared_memory import KINDS, Kind, SharedMemory
-from ddp.process.log import log
+from ddp.process.terminal import log
 
 
 def shared_by_host(comm: Communicator, num_bytes: int) -> Tensor:

@@ -36,9 +36,8 @@ from ddp.comm.watch.watchdog import Watchdog
 from ddp.comm.work import Work, done, hold_current_stream
 from ddp.errors import CommunicatorBroken, PeerLost, first_line
 from ddp.process import gpu
-from ddp.process.clock import Patience, now_s
-from ddp.process.helper_thread import within
-from ddp.process.log import log
+from ddp.process.clock import Patience, now_s, within
+from ddp.process.terminal import log
 
 POLL_S = 0.002
 ABORT_S = 60.0  # longest wait for NCCL to end

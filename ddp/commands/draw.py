@@ -68,7 +68,7 @@ def step_answer(options: argparse.Namespace) -> str:
     """Returns the drawing, or what was written."""
     from dataclasses import asdict
 
-    from ddp.pictures.step import step_figure, step_text
+    from ddp.pictures.timeline import step_figure, step_text
     from ddp.train.monitor.profile import read_profile
 
     profile = read_profile(options.run)

@@ -20,7 +20,7 @@ from ddp.errors import CheckpointError, ConfigError, printable
 from ddp.lab.scaling.figures import compare
 from ddp.lab.scaling.runs import _memory, _pairs, read_runs
 from ddp.run.assembly.load import load
-from ddp.run.launch.report import Report, Seat
+from ddp.run.launch.failures import Report, Seat
 from ddp.run.launch.run_folder import settings_text
 from ddp.run.launch.sweep import conclude
 from ddp.run.settings.config import Config

@@ -25,7 +25,7 @@ from ddp.comm.meeting.private_store import for_torch, part_of
 from ddp.comm.transport.edge import NO_DEADLINE, GiveUpCheck, Pending, Transfer, Transport, TransportError
 from ddp.errors import first_line
 from ddp.process import gpu
-from ddp.process.environment import variable_set
+from ddp.process.memory import variable_set
 
 ProcessGroupNCCL: Any = getattr(dist, "ProcessGroupNCCL", None)  # None: a build of torch without NCCL
 ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # note "errors"

@@ -33,8 +33,8 @@ from ddp.comm.transport.shared_memory import Life
 from ddp.comm.watch.call import Call, Envelope
 from ddp.comm.watch.status import Status, StatusSnapshot
 from ddp.process.clock import PAUSED_S, now_s
-from ddp.process.log import log
 from ddp.process.stack import stack_of
+from ddp.process.terminal import log
 
 LOCK_S = 1.25  # longest wait of a last status for another thread, which may wait for a store that does not answer
 STACK_FRAMES = 6

@@ -26,9 +26,8 @@ from ddp.comm.watch.board import Board, Wait
 from ddp.comm.watch.call import Call, Envelope
 from ddp.comm.watch.status import STALE_S, Culprit, StatusSnapshot
 from ddp.errors import PeerLost
-from ddp.process.clock import Patience, now_s
-from ddp.process.helper_thread import HelperThread, within
-from ddp.process.log import log
+from ddp.process.clock import HelperThread, Patience, now_s, within
+from ddp.process.terminal import log
 
 Result = TypeVar("Result")
 

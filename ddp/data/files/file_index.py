@@ -42,8 +42,9 @@ from ddp.data.files.listing import Addresses, as_given, listed
 from ddp.data.files.readers import FileVersion, LocalReader, Reader, is_remote
 from ddp.data.files.storage import DIRECT, Storage
 from ddp.errors import ConfigError
-from ddp.process.files import at_home, make_folder, to_read, whole_file, why_shared
-from ddp.process.log import log
+from ddp.process.files import at_home, make_folder, to_read, whole_file
+from ddp.process.owners import why_shared
+from ddp.process.terminal import log
 
 # --- The folder of indexes -------------------------------------------------------------------------------------------
 #

@@ -30,7 +30,7 @@ from torch.utils.data._utils.signal_handling import _remove_worker_pids  # type:
 from ddp.data.loading.processes import in_words, is_about_memory, received
 from ddp.errors import ConfigError, LoaderLost
 from ddp.process.clock import Patience
-from ddp.process.log import log
+from ddp.process.terminal import log
 
 CHECK_S = 0.5
 STOP_S = 10.0  # a run that shall stop waits so long for a batch

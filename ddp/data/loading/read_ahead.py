@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ddp.process import gpu
-from ddp.process.helper_thread import HelperThread
+from ddp.process.clock import HelperThread
 
 Result = TypeVar("Result")
 

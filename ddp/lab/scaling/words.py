@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ddp.lab.scaling.charts import Panel, in_seconds, panels_of, parts_in
 from ddp.lab.scaling.figures import Point, Series
-from ddp.pictures.step import IN_WORDS
+from ddp.pictures.timeline import IN_WORDS
 from ddp.train.reports.results import metric_in_words, words_of
 from ddp.units import counted, milliseconds, written
 

@@ -52,8 +52,9 @@ from ddp.process.arguments import program, quoted, relative_path, setting_for, t
 from ddp.process.files import at_home
 from ddp.process.memory import leave_out, skip_at_exit
 from ddp.process.terminal import console, ended_by_ctrl_c, keep_writing, say
-from ddp.run.launch import jobs, sidecar, sweep
-from ddp.run.launch.report import Report, Seat, describe_failures
+from ddp.run.launch import jobs, sweep
+from ddp.run.launch.failures import Report, Seat, describe_failures
+from ddp.run.launch.processes import with_sidecar
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare, settings_text, unwritable
 from ddp.run.launch.supervisor import run_workers
 from ddp.run.settings.address import is_address
@@ -498,7 +499,7 @@ def train(config: Config, run_dir: Path) -> int:
     digest = hashlib.sha256(settings_text(config).encode()).hexdigest()
     arguments = ["--settings", digest, str(run_dir.resolve())]
     try:
-        with sidecar.started(config, run_dir) as is_there:
+        with with_sidecar(config, run_dir) as is_there:
             counts = {"workers": cluster.workers, "servers": cluster.servers, "restarts": cluster.restarts}
             ended = run_workers(arguments, threads=cluster.threads_per_worker, logs=run_dir / "logs", **counts)
             if is_there is not None and has_ended(run_dir):

@@ -19,10 +19,9 @@ from typing import Any
 
 from ddp.comm.meeting.place import refuse_workers
 from ddp.errors import ConfigError, WorkersFailed, nearest, workers_failed
-from ddp.process.log import log
 from ddp.process.memory import available_cores
-from ddp.process.terminal import say
-from ddp.run.launch.report import Failure, Seat, describe_failures
+from ddp.process.terminal import log, say
+from ddp.run.launch.failures import Failure, Seat, describe_failures
 from ddp.run.launch.supervisor import run_workers
 from ddp.run.settings.checks import most_workers
 from ddp.train.checkpoints.moved import meaning

@@ -1,6 +1,6 @@
 """Jobs of a sweep, a search or a measurement: each a process on its own cores, the next one as soon as one has ended.
 
-    run                     job.py, in its own session
+    run                     main, in its own session
      │  starts               └─ the command line of one run: launcher and workers, as without a sweep
      │  waits, writes RUN_DIR/job.json, and the table after each job
      ▼
@@ -13,16 +13,19 @@ that is still there `STOP_S` after it was asked to stop is killed, such as one t
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from ddp.errors import ConfigError
 from ddp.process.arguments import quoted, relative_path
@@ -30,10 +33,11 @@ from ddp.process.clock import Patience
 from ddp.process.files import hold, make_folder, to_append
 from ddp.process.host import VISIBLE_GPUS, visible_gpus
 from ddp.process.memory import available_cores
-from ddp.process.terminal import say
+from ddp.process.terminal import ended_by_ctrl_c, say
 from ddp.run.launch import sweep
-from ddp.run.launch.engine import SHUTDOWN_S, heard, paused_together
+from ddp.run.launch.processes import SHUTDOWN_S, heard, paused_together
 from ddp.run.launch.sweep import Job
+from ddp.run.launch.worker import ORPHAN_GRACE_S, follow_parent
 from ddp.units import counted
 
 Item = TypeVar("Item")
@@ -172,12 +176,12 @@ def _start(
     Args:
         cores, gpus: that it may use; empty: all.
     """
-    bootstrap = [sys.executable, "-P", str(Path(__file__).parent / "bootstrap.py"), "ddp.run.launch.job"]
+    bootstrap = [sys.executable, "-P", str(Path(__file__).parent / "bootstrap.py"), "ddp.run.launch.jobs"]
     about = ["--parent", str(os.getpid()), "--cores", ",".join(map(str, cores)), "--typed", typed]
     command = [*bootstrap, *about, str(job.run_dir), "--", *words]
     if gpus:
         command = ["env", f"{VISIBLE_GPUS}={','.join(gpus)}", *command]
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until the job hears it: job.py
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until the job hears it: see `main`
     try:
         if is_seen:
             sys.stdout.flush()
@@ -233,3 +237,45 @@ def _tell(job: Job) -> None:
     if job.status in (1, 2) and log.is_file():
         lines = log.read_text(errors="replace").splitlines()[-_TAIL if job.status == 1 else -1 :]
         say("\n".join([f"the end of {relative_path(log)}:", *lines]), to=sys.stderr)
+
+
+# --- The process of a job --------------------------------------------------------------------------------------------
+#
+#     python -P …/bootstrap.py ddp.run.launch.jobs --parent PID --cores 0,1 --typed COMMAND RUN_DIR -- SETTING …
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    """Takes the cores of a job, follows its parent, and runs one command line; ends with its status."""
+    parser = argparse.ArgumentParser(prog="ddp.run.launch.jobs")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the sweep")
+    parser.add_argument("--cores", default="", help="numbers of the cores to use; none: all")
+    parser.add_argument("--typed", required=True, help="what the user would type before the settings")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("words", nargs="*", help="settings, and Hydra's own options")
+    options = parser.parse_args(argv)
+
+    with ended_by_ctrl_c():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # which the sweep has kept from the interpreter
+    follow_parent(options.parent, grace_s=ORPHAN_GRACE_S + SHUTDOWN_S)
+    if options.cores:
+        os.sched_setaffinity(0, map(int, options.cores.split(",")))
+    sys.orig_argv[:] = [*shlex.split(options.typed), *options.words]
+    sys.argv[1:] = options.words
+    with paused_together():  # from the beginning, because the kernel pauses no session that has no terminal
+        _wait_for_orphans(options.run_dir)
+        import_module("ddp.run.launch.command_line").main()  # by name, because that starts jobs
+    raise AssertionError("training ends the process")
+
+
+def _wait_for_orphans(run_dir: Path) -> None:
+    """Waits for the workers of a sweep that was killed: they agree to stop, save, and then give the folder back."""
+    deadline_s = time.monotonic() + ORPHAN_GRACE_S + SHUTDOWN_S
+    for folder in (run_dir, run_dir / "checkpoints"):
+        while folder.is_dir():
+            try:
+                hold(folder).close()
+                break
+            except (ConfigError, OSError):  # the run itself will say what is wrong
+                if time.monotonic() > deadline_s:
+                    break
+                time.sleep(0.2)

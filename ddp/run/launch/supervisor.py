@@ -40,10 +40,10 @@ from typing import Any, NamedTuple, Protocol
 from ddp.comm.meeting.role import STORE, Job, Role, publish_end
 from ddp.comm.meeting.secret import private_folder
 from ddp.process.clock import Patience, now_s
-from ddp.process.log import log
 from ddp.process.memory import available_cores
-from ddp.run.launch.engine import ADDRESS, SHUTDOWN_S, heard, paused_together, worker_command
-from ddp.run.launch.report import Failure, Report, Seat, in_words
+from ddp.process.terminal import log
+from ddp.run.launch.failures import Failure, Report, Seat, in_words
+from ddp.run.launch.processes import ADDRESS, SHUTDOWN_S, heard, paused_together, worker_command
 from ddp.train.steps.stopping import ECHO_S, stop_signals
 
 LEAVE_S, START_S = 10.0, 60.0
@@ -89,7 +89,7 @@ def run_workers(
         restarts: most times that a worker is started again beside servers; and all servers.
 
     Returns:
-        How they ended, by number: first the servers, then the workers (`report.Seat`).
+        How they ended, by number: first the servers, then the workers (`failures.Seat`).
     """
     from ddp.comm.meeting.private_store import Folder
 

@@ -42,12 +42,11 @@ from ddp.comm.meeting.role import STORE, Role, set_role
 from ddp.comm.meeting.secret import take_secret
 from ddp.errors import ConfigError, safe_str
 from ddp.process.files import make_folder, to_append
-from ddp.process.log import add_handler, follow_rank
 from ddp.process.memory import ask_for_signal, collect_from_now_on, collect_later
 from ddp.process.stack import stack_of
-from ddp.process.terminal import ended_by_ctrl_c, keep_writing, say
+from ddp.process.terminal import add_handler, ended_by_ctrl_c, follow_rank, keep_writing, say
+from ddp.run.launch.failures import Report, Seat
 from ddp.run.launch.from_python import adopt, write_exception, write_result
-from ddp.run.launch.report import Report, Seat
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
 

@@ -33,8 +33,8 @@ from ddp.comm.objects import all_gather_object
 from ddp.data.loading.source import digest_of
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
 from ddp.gradients.totals import count_of
-from ddp.process.log import log
 from ddp.process.streams import preserved
+from ddp.process.terminal import log
 from ddp.replica.autograd import leaves_of
 from ddp.replica.sync_batchnorm import waits
 from ddp.train.checkpoints.extra_state import loss_modules

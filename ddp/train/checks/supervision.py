@@ -16,7 +16,7 @@ from ddp.comm.objects import on_rank_zero
 from ddp.data.orders.sampler import StepPlan
 from ddp.errors import CheckpointError, ConfigError, Diverged
 from ddp.optim.precision import LossScale
-from ddp.process.log import log
+from ddp.process.terminal import log
 from ddp.strategies.replicated import ADVICE, Replicated
 from ddp.strategies.strategy import Agreement
 from ddp.train.checks.audit import Audit

@@ -35,7 +35,7 @@ from ddp.data.samples import Collate
 from ddp.errors import ConfigError
 from ddp.optim.precision import forward_precision
 from ddp.process import gpu
-from ddp.process.log import log
+from ddp.process.terminal import log
 from ddp.replica.replica import Replica, replicas_in
 from ddp.setting import Precision
 from ddp.train.checkpoints.extra_state import loss_modules

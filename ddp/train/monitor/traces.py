@@ -22,10 +22,10 @@ from torch.autograd import profiler
 
 from ddp.errors import ConfigError
 from ddp.process.clock import now_s
-from ddp.process.environment import variable_set
 from ddp.process.files import if_possible, make_folder, read_own, scratch_folder, write_whole
-from ddp.process.log import log
+from ddp.process.memory import variable_set
 from ddp.process.records import damage_told, json_object, to_json
+from ddp.process.terminal import log
 from ddp.train.monitor.profile import ClockOffset
 from ddp.train.monitor.recording import STEP_RANGE
 from ddp.units import format_time

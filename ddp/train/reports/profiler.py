@@ -25,8 +25,8 @@ from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.errors import ConfigError
 from ddp.process.clock import now_s
 from ddp.process.files import if_possible
-from ddp.process.log import log
 from ddp.process.memory import available_cores
+from ddp.process.terminal import log
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.train.monitor.clock import between, compare_clocks
 from ddp.train.monitor.parts import RawStep, last_begun, spans_of

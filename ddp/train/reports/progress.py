@@ -12,9 +12,8 @@ from rich.text import Text
 
 from ddp.data.loading.iterable import ENDLESS
 from ddp.process.clock import now_s
-from ddp.process.log import log
 from ddp.process.terminal import console as terminal_console
-from ddp.process.terminal import say
+from ddp.process.terminal import log, say
 from ddp.train.steps.callbacks import Callback, ThroughputMeter
 from ddp.train.steps.state import StepReport, TrainState, agreed_reason
 from ddp.train.steps.stopping import has_obeyed, is_signal

@@ -25,8 +25,8 @@ from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.data.orders.order import Checksum
 from ddp.errors import ConfigError
 from ddp.process.files import lines_of, to_append, write_whole
-from ddp.process.log import log
 from ddp.process.records import json_object, to_json
+from ddp.process.terminal import log
 from ddp.replica.tied import check_untied
 from ddp.train.monitor.noise_scale import NoiseScale
 from ddp.train.monitor.usage import Usage

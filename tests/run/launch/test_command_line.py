@@ -32,8 +32,8 @@ from ddp.errors import CheckpointError, ConfigError, PeerLost, WorkersFailed
 from ddp.process.arguments import Parser, quoted
 from ddp.run.launch import command_line, worker
 from ddp.run.launch.command_line import _quoted_texts, composed, main, options_first, translated
+from ddp.run.launch.failures import Failure, Report, Seat, describe_failures
 from ddp.run.launch.from_python import launch
-from ddp.run.launch.report import Failure, Report, Seat, describe_failures
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare
 from ddp.run.launch.torchrun import _asked_for, prepared
 from ddp.run.settings.checks import check_gpus, name_problems
@@ -820,13 +820,14 @@ def test_a_launch_that_is_paused_at_the_terminal_pauses_its_workers_and_goes_on_
 
 JOB = """
 import subprocess, sys
-from ddp.run.launch import command_line, job
+from ddp.run.launch import command_line, jobs
 def main():
     child = subprocess.Popen([sys.executable, "-IS", "-c", "input()"], start_new_session=True, stdin=subprocess.PIPE)
     print(child.pid, flush=True)
     child.communicate(sys.stdin.buffer.readline())
+    sys.exit()
 command_line.main = main
-job.main(["--parent", sys.argv[1], "--typed", "train", "none"])
+jobs.main(["--parent", sys.argv[1], "--typed", "train", "none"])
 """
 
 

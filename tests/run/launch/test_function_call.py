@@ -22,8 +22,8 @@ import torch
 
 import ddp
 from ddp.errors import ConfigError, safe_str, workers_failed
+from ddp.run.launch.failures import Failure, Report, Seat, describe_failures
 from ddp.run.launch.from_python import CALL, _failed, _left_by, folder_for_call, write_exception, write_result
-from ddp.run.launch.report import Failure, Report, Seat, describe_failures
 from ddp.train.steps.state import TrainState
 
 LOCK = threading.Lock()

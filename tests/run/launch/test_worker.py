@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddp.errors import CheckpointError, CommunicatorBroken, ConfigError, PeerLost
-from ddp.run.launch.report import Report, Seat
+from ddp.run.launch.failures import Report, Seat
 from ddp.run.launch.worker import guarded
 
 LOST = PeerLost(1, "here", 0, 3, "all_reduce")
@@ -105,7 +105,7 @@ def test_only_rank_0_keeps_the_terminal(tmp_path: Path) -> None:
     code = """
 import os, sys, logging
 from pathlib import Path
-from ddp.run.launch.report import Seat
+from ddp.run.launch.failures import Seat
 from ddp.run.launch.worker import take_log
 rank = int(sys.argv[2])
 take_log(Seat(Path(sys.argv[1]), rank), world_size=2)
