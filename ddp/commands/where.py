@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from ddp.commands.command import parser_of, respond
+from ddp.commands.registry import parser_of, respond
 from ddp.data.orders.sampler import Micro, StepPlan, TrainSampler
 from ddp.data.samples import Samples, Splits
 from ddp.data.sets.validation import selection_in, with_share

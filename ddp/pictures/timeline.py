@@ -22,6 +22,7 @@ RUN_DIR/profile.json has of each rank, all on one clock; there zero is the momen
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -290,9 +291,13 @@ def _table(steps: Sequence[Ranks]) -> Iterator[str]:
     yield f"{'median, in ms':14}" + "".join(f"{IN_WORDS.get(part, part):>10}" for part in PARTS) + f"{'step':>10}"
     for rank in range(len(steps[0])):
         mine = [step[rank] for step in steps]
-        cells = [median(each[f"{part}_s"] for each in mine) for part in PARTS]
+        cells = [median(_seconds_of(part, each) for each in mine) for part in PARTS]
         cells.append(median(each["spans"][-1][2] for each in mine))
         yield f"rank {rank:<9}" + "".join(f"{milliseconds(cell):>10}" for cell in cells)
+
+
+def _seconds_of(part: str, mine: Mapping[str, Any]) -> float:
+    return math.fsum(ended_s - began_s for name, began_s, ended_s in mine["spans"] if name == part)
 
 
 def _extent(ranks: Ranks) -> tuple[float, float]:

@@ -43,7 +43,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from ddp.comm.communicator import Communicator
-from ddp.commands.command import respond
+from ddp.commands.registry import respond
 from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
 from ddp.lab.bench.command import add_options, place_of, run_jobs
 from ddp.lab.bench.place import HERE, BenchSite, refuse_unknown, split

@@ -38,7 +38,7 @@ def test_ctrl_c_ends_a_command_in_a_sentence(
         raise KeyboardInterrupt("it has ended the workers")
 
     monkeypatch.setattr("ddp.run.launch.from_python.launch", interrupted)
-    monkeypatch.setattr("ddp.commands.simulate.simulate", interrupted)
+    monkeypatch.setattr("ddp.commands.schedules.simulate", interrupted)
     for words in (["draw", "overlap"], ["explain", "25MB"], ["simulate", "ring", "4"]):
         assert main(words) == 130
         assert capsys.readouterr().err == "stopped by SIGINT before there was an answer\n"
@@ -136,7 +136,7 @@ def test_every_command_has_a_module_a_line_and_an_example(capsys: pytest.Capture
     assert ended.value.code == 0 and capsys.readouterr().out == text
     listed, _, examples = text.partition("examples:")
     for command, (module, _) in COMMANDS.items():
-        assert find_spec(f"ddp.{module}")
+        assert find_spec(f"ddp.{module.rpartition('.')[0]}")
         assert f"\n    {command}" in listed and f"\n  python -m ddp {command} " in examples
 
 

@@ -55,7 +55,7 @@ from torch import Tensor
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.session import init, shutdown
-from ddp.commands.command import parser_of, respond
+from ddp.commands.registry import parser_of, respond
 from ddp.errors import ConfigError
 from ddp.lab.bench.command import add_options, place_of, run_jobs
 from ddp.lab.bench.place import HERE, BenchSite, refuse_unknown, split

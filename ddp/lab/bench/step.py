@@ -46,7 +46,7 @@ from torch import Tensor
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
-from ddp.commands.command import parser_of, respond
+from ddp.commands.registry import parser_of, respond
 from ddp.errors import ConfigError
 from ddp.lab.bench.command import Job, add_options, place_of, run_jobs
 from ddp.lab.bench.counts import bytes_in, can_count_memory, sampling, spans_of

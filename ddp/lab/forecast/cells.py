@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp.comm.communicator import Communicator
-from ddp.commands.command import parser_of, respond
+from ddp.commands.registry import parser_of, respond
 from ddp.lab.bench.command import add_options, place_of, run_jobs
 from ddp.lab.bench.place import HERE, BenchSite, refuse_unknown, split
 from ddp.lab.bench.turns import PROGRESS, Cell, session, slowest, take_turns, with_ours

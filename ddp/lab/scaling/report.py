@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from ddp.commands.command import parser_of, respond
+from ddp.commands.registry import parser_of, respond
 from ddp.errors import ConfigError
 from ddp.lab.scaling.charts import COLOURS, svg, themed
 from ddp.lab.scaling.figures import compare

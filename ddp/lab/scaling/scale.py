@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddp.comm.meeting.place import refuse_workers
-from ddp.commands.command import parser_of
+from ddp.commands.registry import parser_of
 from ddp.errors import ConfigError
 from ddp.lab.scaling import report
 from ddp.lab.scaling.figures import Series, compare
