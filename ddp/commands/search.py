@@ -344,7 +344,7 @@ class Search:
 
 def run(search: Search) -> int:
     """Makes the trials that are left, and prints the table; returns the status: 0 if there is a best trial."""
-    how: dict[str, Any] = {"parallel": search.parallel, "typed": f"{program()} train", "in_view": False}
-    stopped = jobs.run(search.jobs(), search.folder, is_hopeless=search.is_hopeless, ended=search.tell, **how)
+    how: dict[str, Any] = {"is_hopeless": search.is_hopeless, "ended": search.tell}
+    stopped = jobs.run(search.jobs(), search.folder, parallel=search.parallel, in_view=False, **how)
     status, best = sweep.conclude(search.folder), sweep.gather(search.folder).jobs[0]
     return stopped or (0 if best.objective is not None else status)

@@ -84,7 +84,7 @@ def main(words: Sequence[str]) -> int:
         try:
             numbers = ", ".join(job.settings["cluster.workers"] for job in todo)
             say(f"measuring {numbers} workers, for {options.seconds:g} s each, in {relative_path(folder)}/")
-            stopped = jobs.run(iter(todo), folder, typed=f"{program()} train", in_view=False)
+            stopped = jobs.run(iter(todo), folder, in_view=False)
         except OSError as error:
             raise unwritable(error.filename or folder, error) from error
         status = tell(folder, given)

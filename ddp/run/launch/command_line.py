@@ -48,7 +48,7 @@ from yaml import YAMLError
 from ddp.comm.meeting.cluster_spec import allow_servers, take_cluster
 from ddp.comm.meeting.role import ROLE, SERVERS, WORKERS, Job, RoleSettings, role_from_env
 from ddp.errors import USER_ERRORS, ConfigError, first_line, with_causes
-from ddp.process.arguments import program, quoted, relative_path, setting_for, train_command, typed_command
+from ddp.process.arguments import program, quoted, relative_path, setting_for, train_command
 from ddp.process.files import at_home
 from ddp.process.memory import leave_out, skip_at_exit
 from ddp.process.terminal import console, ended_by_ctrl_c, keep_writing, say
@@ -145,7 +145,7 @@ class HydraMain:
             )
         ended: list[sweep.Job] = []
         todo = iter([of_sweep(overrides, run_dir)])
-        stopped = jobs.run(todo, typed=typed_command(), options=self.options, ended=ended.append)
+        stopped = jobs.run(todo, options=self.options, ended=ended.append)
         if stopped is not None:
             sys.exit(stopped)
         return objective(ended[0], settings.sweeper)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -90,7 +89,6 @@ def run(
     folder: Path | None = None,
     *,
     parallel: int = 1,
-    typed: str,
     options: Sequence[str] = (),
     in_view: bool | None = None,
     is_hopeless: Callable[[Job], bool] = lambda _: False,
@@ -101,7 +99,6 @@ def run(
     Args:
         todo: the next one is taken when there are cores for it.
         folder: the sweep's, in which the table is written anew after each job; None: another process does that.
-        typed: the command that one job alone would be typed as, without its settings.
         options: Hydra's own, for each job.
         in_view: the jobs print to this process's output; None: if there is one at a time.
         is_hopeless: is asked again and again while a job runs; if it returns True, the job is asked to stop.
@@ -138,7 +135,7 @@ def run(
                 gpus = _share_of_gpus(share, parallel) if parallel > 1 else []
                 words = _words(job, goes_on=before is not None and (job.run_dir / "config.yaml").exists())
                 job = job.begun()
-                running.append(_Running(job, _start(job, [*options, *words], typed, cores, gpus, is_seen), share))
+                running.append(_Running(job, _start(job, [*options, *words], cores, gpus, is_seen), share))
             if not running:
                 return 128 + signals[0] if signals else None
             for each in [each for each in running if each.has_ended()]:
@@ -169,7 +166,7 @@ def _end(running: Sequence[_Running]) -> None:
 
 
 def _start(
-    job: Job, words: Sequence[str], typed: str, cores: Sequence[int], gpus: Sequence[str], is_seen: bool
+    job: Job, words: Sequence[str], cores: Sequence[int], gpus: Sequence[str], is_seen: bool
 ) -> subprocess.Popen[bytes]:
     """Starts a job's process, in its own session, so that signals of the terminal reach it through this one.
 
@@ -177,7 +174,7 @@ def _start(
         cores, gpus: that it may use; empty: all.
     """
     bootstrap = [sys.executable, "-P", str(Path(__file__).parent / "bootstrap.py"), "ddp.run.launch.jobs"]
-    about = ["--parent", str(os.getpid()), "--cores", ",".join(map(str, cores)), "--typed", typed]
+    about = ["--parent", str(os.getpid()), "--cores", ",".join(map(str, cores))]
     command = [*bootstrap, *about, str(job.run_dir), "--", *words]
     if gpus:
         command = ["env", f"{VISIBLE_GPUS}={','.join(gpus)}", *command]
@@ -241,7 +238,7 @@ def _tell(job: Job) -> None:
 
 # --- The process of a job --------------------------------------------------------------------------------------------
 #
-#     python -P …/bootstrap.py ddp.run.launch.jobs --parent PID --cores 0,1 --typed COMMAND RUN_DIR -- SETTING …
+#     python -P …/bootstrap.py ddp.run.launch.jobs --parent PID --cores 0,1 RUN_DIR -- SETTING …
 
 
 def main(argv: Sequence[str]) -> NoReturn:
@@ -249,7 +246,6 @@ def main(argv: Sequence[str]) -> NoReturn:
     parser = argparse.ArgumentParser(prog="ddp.run.launch.jobs")
     parser.add_argument("--parent", type=int, required=True, help="process id of the sweep")
     parser.add_argument("--cores", default="", help="numbers of the cores to use; none: all")
-    parser.add_argument("--typed", required=True, help="what the user would type before the settings")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("words", nargs="*", help="settings, and Hydra's own options")
     options = parser.parse_args(argv)
@@ -259,7 +255,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     follow_parent(options.parent, grace_s=ORPHAN_GRACE_S + SHUTDOWN_S)
     if options.cores:
         os.sched_setaffinity(0, map(int, options.cores.split(",")))
-    sys.orig_argv[:] = [*shlex.split(options.typed), *options.words]
+    sys.orig_argv.clear()  # which nobody has typed, so that what this prints for typing begins as any command does
     sys.argv[1:] = options.words
     with paused_together():  # from the beginning, because the kernel pauses no session that has no terminal
         _wait_for_orphans(options.run_dir)

@@ -24,7 +24,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddp.errors import ConfigError
-from ddp.process.arguments import quoted, relative_path, train_command, typed_command
+from ddp.process.arguments import quoted, relative_path, train_command
 from ddp.process.terminal import say
 from ddp.run.launch import jobs, sweep
 from ddp.run.launch.sweep import Job
@@ -69,7 +69,6 @@ class Jobs(Launcher):
             iter([*found.values()]),
             folder,
             parallel=self.settings.parallel,
-            typed=typed_command(),
             options=self.options,
             ended=lambda job: found.update({job.run_dir: job}),
         )

@@ -827,7 +827,7 @@ def main():
     child.communicate(sys.stdin.buffer.readline())
     sys.exit()
 command_line.main = main
-jobs.main(["--parent", sys.argv[1], "--typed", "train", "none"])
+jobs.main(["--parent", sys.argv[1], "none"])
 """
 
 
