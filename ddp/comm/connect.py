@@ -39,7 +39,7 @@ from ddp.comm.meeting.place import host_name
 from ddp.comm.transport.edge import Gather, GiveUpCheck, gathered, never_hopeless
 from ddp.comm.transport.shared_memory import KINDS, Barrier, Kind, SharedMemory, why_unsupported
 from ddp.comm.watch.watchdog import Watchdog
-from ddp.process.log import log
+from ddp.process.terminal import log
 
 Reached = Mapping[int, Sequence[Kind]]  # rank → the kinds of memory through which it was reached
 PROBE_BYTES = 64

@@ -59,7 +59,7 @@ from ddp.comm.reduction import (
 )
 from ddp.comm.transport.edge import gathered
 from ddp.errors import ConfigError
-from ddp.process.log import log
+from ddp.process.terminal import log
 
 IN_MEMORY = "shared_memory"
 

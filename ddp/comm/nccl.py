@@ -50,10 +50,9 @@ from ddp.comm.watch.call import Call, History, Noted
 from ddp.comm.watch.watchdog import Watchdog
 from ddp.errors import CommunicatorBroken, PeerLost, first_line
 from ddp.process import gpu
-from ddp.process.clock import Patience, now_s
-from ddp.process.environment import variable_set
-from ddp.process.helper_thread import within
-from ddp.process.log import log
+from ddp.process.clock import Patience, now_s, within
+from ddp.process.memory import variable_set
+from ddp.process.terminal import log
 
 ProcessGroupNCCL: Any = getattr(dist, "ProcessGroupNCCL", None)  # None: a build of torch without NCCL
 ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # note "errors"

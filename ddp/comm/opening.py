@@ -56,7 +56,7 @@ from ddp.comm.watch.watchdog import SILENCE_S, Watchdog
 from ddp.errors import ConfigError, PeerLost, first_line, safe_str
 from ddp.process import gpu
 from ddp.process.host import VISIBLE_GPUS
-from ddp.process.log import log
+from ddp.process.terminal import log
 from ddp.units import counted
 
 Value = TypeVar("Value", bound=Hashable)

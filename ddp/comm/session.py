@@ -32,8 +32,8 @@ from ddp.comm.opening import WARN_S, chosen_device, device_named, open_communica
 from ddp.errors import CommunicatorBroken, ConfigError, PeerLost, first_line, safe_str
 from ddp.process import gpu
 from ddp.process.clock import LONGEST_S, Patience
-from ddp.process.log import follow_rank, log
 from ddp.process.memory import keep_large_blocks
+from ddp.process.terminal import follow_rank, log
 from ddp.setting import Additions
 
 ABORT_S = 600.0

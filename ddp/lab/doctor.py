@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ddp.collectives.cost import Link
 from ddp.comm.meeting.place import is_rank, place
-from ddp.commands.command import add_workers, parser_of, respond
+from ddp.commands.registry import add_workers, parser_of, respond
 from ddp.errors import ConfigError, WorkersFailed, first_line
 from ddp.lab.doctor_findings import Clock, Figures, Finding, ahead, findings, named, rate, usable_cores
 from ddp.process.clock import now_s

@@ -41,8 +41,8 @@ from ddp.errors import CommunicatorBroken, ConfigError
 from ddp.gradients.layout import Layout
 from ddp.optim.layerwise import Layerwise, clipped_step
 from ddp.optim.norms import BLOCK_NUMEL
-from ddp.process.log import log
 from ddp.process.memory import give_back_free_blocks
+from ddp.process.terminal import log
 from ddp.replica.central import CentralDataParallel
 from ddp.replica.sharded import Part, Slices, share_of
 from ddp.strategies.host_store import PARAMETERS, HostStore

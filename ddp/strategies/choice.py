@@ -16,7 +16,7 @@ from ddp.errors import ConfigError
 from ddp.gradients.hooks.hook import Hook
 from ddp.policies import Averaging, Rounds
 from ddp.process import gpu
-from ddp.process.log import log
+from ddp.process.terminal import log
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.central import CentralDataParallel
 from ddp.replica.drop_in.data_parallel import DistributedDataParallel

@@ -33,8 +33,8 @@ from ddp.comm.objects import all_gather_object
 from ddp.comm.transport.shared_memory import KINDS, Kind, SharedMemory
 from ddp.errors import ConfigError
 from ddp.gradients.bucket import ALIGNMENT_BYTES, strides_in_bucket
-from ddp.process.log import log
 from ddp.process.memory import give_back_free_blocks
+from ddp.process.terminal import log
 
 PARAMETERS = "parameters"
 

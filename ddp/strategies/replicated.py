@@ -21,7 +21,7 @@ from ddp.errors import CheckpointError, ConfigError, Diverged, UnusedParameters
 from ddp.optim.layerwise import clipped_step
 from ddp.optim.norms import gradient_norm
 from ddp.optim.precision import LossScale, MasterWeights, narrowed
-from ddp.process.log import log
+from ddp.process.terminal import log
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.tied import check_untied

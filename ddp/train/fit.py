@@ -39,9 +39,8 @@ from ddp.policies import Averaging, Evaluation, Folder, ParameterServer, Reading
 from ddp.process import gpu
 from ddp.process.clock import now_s
 from ddp.process.files import make_folder, refuse_unwritable_name
-from ddp.process.log import log
 from ddp.process.streams import preserved
-from ddp.process.terminal import say
+from ddp.process.terminal import log, say
 from ddp.replica.autograd import without_compile_wrappers
 from ddp.setting import Precision, StrategyName
 from ddp.strategies.central_storage import CentralStorage

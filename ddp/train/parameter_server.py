@@ -35,7 +35,7 @@ from ddp.data.orders.sampler import StepPlan, TrainSampler
 from ddp.errors import ConfigError
 from ddp.policies import ParameterServer
 from ddp.process.clock import Stopwatch, now_s
-from ddp.process.log import log
+from ddp.process.terminal import log
 from ddp.rules import refuse
 from ddp.strategies.choice import strategy_for
 from ddp.strategies.parameter_server.edge import LOST

@@ -43,7 +43,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from ddp.comm.communicator import Communicator
-from ddp.commands.command import respond
+from ddp.commands.registry import respond
 from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
 from ddp.lab.bench.command import HERE, BenchSite, add_options, place_of, refuse_unknown, run_jobs, split
 from ddp.lab.bench.turns import PROGRESS, STEP, Cell, num_repetitions, session, slowest, take_turns, with_ours

@@ -20,7 +20,7 @@ from ddp.errors import CheckpointError, ConfigError, printable
 from ddp.lab.scaling.figures import compare
 from ddp.lab.scaling.runs import _memory, _pairs, read_runs
 from ddp.run.assembly.load import load
-from ddp.run.launch.report import Report
+from ddp.run.launch.failures import Report, Seat
 from ddp.run.launch.run_folder import settings_text
 from ddp.run.launch.sweep import conclude
 from ddp.run.settings.config import Config
@@ -105,7 +105,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {  # file of a sweep 
     ),
     "a/logs/error-rank-0.json": (
         json.dumps({"rank": 0, "type": "ValueError", "message": "x", "traceback": "x"}),
-        lambda sweep: (found := Report.read(sweep / "a/logs", rank=0)) and found.block(),
+        lambda sweep: (found := Report.read(Seat(sweep / "a/logs", 0))) and found.block(),
     ),
     "a/traces/rank-0.json": (json.dumps(TRACE), lambda sweep: merged(sweep / "a/traces")),
     "a/checkpoints/best": ("step-00000001\n", lambda sweep: load(sweep / "a")),

@@ -30,8 +30,8 @@ import ddp
 from ddp.comm import connect
 from ddp.data.orders.steps import RoundLength, RoundSizes
 from ddp.errors import ConfigError, Diverged
-from ddp.process.log import log
 from ddp.process.streams import dropout_stream
+from ddp.process.terminal import log
 from ddp.run.settings.reader import from_plain
 from ddp.train.tasks.task import Task
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import ddp
 from ddp.errors import ConfigError
-from ddp.process.log import log
+from ddp.process.terminal import log
 
 INPUTS = torch.randn(1000, 3, generator=torch.Generator().manual_seed(0))
 SEEN: list[list[float]] = []  # samples that this process has trained on

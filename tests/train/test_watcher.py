@@ -18,7 +18,7 @@ import ddp
 from ddp.errors import ConfigError
 from ddp.process.memory import resident_bytes
 from ddp.run.launch import command_line
-from ddp.run.launch.engine import Ended
+from ddp.run.launch.supervisor import Ended
 from ddp.run.settings.config import Config
 from ddp.train.checks import watcher as watch
 from ddp.train.checks.watcher import WATCH, Learning, Pace, Watch, guess_of

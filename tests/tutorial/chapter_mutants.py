@@ -128,7 +128,7 @@ SUBJECTS = {  # chapter → the functions that it is about
         "train/checkpoints/checkpoint.py: save_checkpoint, restore, step_end",
         "train/steps/state.py: load_position",
         "comm/transport/shared_memory.py: Life.__init__, goes_on",
-        "run/launch/report.py: describe_failures, _aside, _death",
+        "run/launch/failures.py: describe_failures, _aside, _death",
     ],
     "12_large_batches": [
         "optim/norms.py: trust_ratios",

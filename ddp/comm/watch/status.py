@@ -42,8 +42,8 @@ from ddp.comm.meeting.place import host_name
 from ddp.comm.transport.shared_memory import Life
 from ddp.comm.watch.call import Call, Envelope
 from ddp.process.clock import PAUSED_S, now_s
-from ddp.process.log import log
 from ddp.process.stack import stack_of
+from ddp.process.terminal import log
 
 STALE_S = 3.0  # after a wait has failed, a tick that has stood still for this long means a dead or stopped process
 QUIET_S = 1.5  # so long a silence is suspicious where nothing is certain

@@ -25,9 +25,8 @@ from ddp.comm.transport.shared_memory import Life
 from ddp.comm.watch.call import Call, Envelope
 from ddp.comm.watch.status import STALE_S, Board, Culprit, StatusSnapshot, Wait
 from ddp.errors import PeerLost
-from ddp.process.clock import Patience, now_s
-from ddp.process.helper_thread import HelperThread, within
-from ddp.process.log import log
+from ddp.process.clock import HelperThread, Patience, now_s, within
+from ddp.process.terminal import log
 
 Result = TypeVar("Result")
 

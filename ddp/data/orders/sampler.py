@@ -30,7 +30,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from itertools import chain, islice, pairwise, takewhile
+from itertools import chain, islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -267,11 +267,6 @@ class TrainSampler:
         """Returns True if the step that has the sample at a position was made before the state loaded."""
         _, begin, ahead = self._origin
         return position < begin or any(position in each for each in ahead)
-
-    def steps_before(self, plan: StepPlan) -> list[range]:
-        """Returns the steps of an epoch that come before one of its steps, since the state that was loaded."""
-        begin = max(self._origin[1], self._steps.past(plan.epoch * self.length))
-        return list(takewhile(lambda step: step.start < plan.position, self._steps.of_epoch(begin)))
 
     def seek(self, step: int) -> None:
         """Moves the state to where the run's step with this number begins, counted from 1; not before one loaded."""

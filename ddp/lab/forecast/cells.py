@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp.comm.communicator import Communicator
-from ddp.commands.command import parser_of, respond
+from ddp.commands.registry import parser_of, respond
 from ddp.lab.bench.command import HERE, BenchSite, add_options, place_of, refuse_unknown, run_jobs, split
 from ddp.lab.bench.turns import PROGRESS, Cell, session, slowest, take_turns, with_ours
 from ddp.lab.bench.variants import OPTIMIZERS, Training

@@ -20,7 +20,7 @@ import torch
 
 from ddp.collectives.cost import equal_hosts
 from ddp.comm.flat_collectives import possible_routes
-from ddp.commands.command import parser_of, rate_of, respond, time_of
+from ddp.commands.registry import parser_of, rate_of, respond, time_of
 from ddp.errors import ConfigError
 from ddp.lab.forecast import encoding
 from ddp.lab.forecast.prices import (

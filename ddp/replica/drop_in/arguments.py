@@ -34,7 +34,7 @@ from ddp.comm.opening import device_of
 from ddp.comm.session import communicator_of, current
 from ddp.errors import ConfigError
 from ddp.process import gpu
-from ddp.process.log import log
+from ddp.process.terminal import log
 from ddp.replica.autograd import uncompiled
 
 ACCEPTED = frozenset({"batched_grad_copy", "check_reduction", "lazy_bucket_allocation"})

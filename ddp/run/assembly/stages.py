@@ -34,7 +34,6 @@ from ddp.process.records import damage_told
 from ddp.process.terminal import say
 from ddp.replica.tied import move
 from ddp.run.assembly import components
-from ddp.run.assembly import optimizer as optimization
 from ddp.run.assembly.load import load as load_trained
 from ddp.run.assembly.load import load_initial_weights
 from ddp.run.assembly.sampling import batches_of, check_dealing, sampler_facts, sampler_for
@@ -81,8 +80,8 @@ def check(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
     check_servers(config, model)
     if (region := components.averaging_of(config).region) is not None:
         refuse_kept(region)
-    with optimization.without_compiler():
-        optimizer = optimization.make_optimizer(config, model)
+    with components.without_compiler():
+        optimizer = components.make_optimizer(config, model)
     if (which := _start_of(config, Path(config.run.dir))) is not None:
         checkpoint = load(which, names=["model", "position"])
         with damage_told(checkpoint.path, ANOTHER, CheckpointError):
@@ -163,9 +162,9 @@ def given_of(config: Config, comm: Communicator, stop: StopFlag, *, is_resumed: 
     if config.init_from.path and not is_resumed and comm.rank == 0:  # the replicas' first broadcast does the rest
         _load_given_weights(config, module)
     model = components.make_replica(config, module, comm)
-    optimizer = optimization.make_optimizer(config, module)
+    optimizer = components.make_optimizer(config, module)
     sizes = sampler_for(config, splits, rank=0).sizes  # those of all: a server of several has no share of its own
-    if comm.rank == 0 and (notes := [*origins(), *optimization.derived(config, sizes)]):
+    if comm.rank == 0 and (notes := [*origins(), *components.derived(config, sizes)]):
         say("\n".join(notes))
     collect_from_now_on()  # the optimizer has imported the last of torch
     return FitArguments(
@@ -173,7 +172,7 @@ def given_of(config: Config, comm: Communicator, stop: StopFlag, *, is_resumed: 
         data=splits.train,
         optimizer=optimizer,
         loss=task,
-        global_batch=optimization.batch_of(config, splits.train),
+        global_batch=components.batch_of(config, splits.train),
         epochs=config.epochs,
         max_steps=config.max_steps,
         validation_data=held_out and held_out.validation,
@@ -181,7 +180,7 @@ def given_of(config: Config, comm: Communicator, stop: StopFlag, *, is_resumed: 
         evaluation=config.evaluate,
         batches=batches_of(config, splits),
         reading=config.loader,
-        schedule=optimization.make_schedule(config, sizes),
+        schedule=components.make_schedule(config, sizes),
         clip_norm=config.clip_norm,
         precision=config.precision,
         strategy=components.averaging_of(config),

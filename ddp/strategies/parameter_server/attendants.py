@@ -29,7 +29,7 @@ from ddp.comm.objects import broadcast_object
 from ddp.errors import PeerLost, first_line, one_line, safe_str
 from ddp.policies import ParameterServer
 from ddp.process.clock import Patience, now_s
-from ddp.process.log import log
+from ddp.process.terminal import log
 from ddp.strategies.parameter_server.edge import LOST, SERVER, WORKER, Edge, Piece, connected
 from ddp.strategies.parameter_server.ledger import Lease, as_lease, as_plain
 from ddp.strategies.parameter_server.served import ServedDataParallel

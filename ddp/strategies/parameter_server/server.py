@@ -28,7 +28,7 @@ from ddp.errors import ConfigError
 from ddp.gradients.totals import Totals, count_of
 from ddp.policies import ParameterServer
 from ddp.process.clock import Patience, now_s
-from ddp.process.log import log
+from ddp.process.terminal import log
 from ddp.replica.sharded import Part
 from ddp.strategies.parameter_server.attendants import WorkerThreads
 from ddp.strategies.parameter_server.edge import Piece, by_dtype, failure_of, places_of

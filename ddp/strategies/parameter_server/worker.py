@@ -29,7 +29,7 @@ from ddp.errors import ConfigError, PeerLost
 from ddp.gradients.totals import Totals
 from ddp.policies import ParameterServer
 from ddp.process.clock import Patience
-from ddp.process.log import log
+from ddp.process.terminal import log
 from ddp.strategies.parameter_server.edge import LOST, SERVER, WORKER, Edge, Piece, connected, failure_of
 from ddp.strategies.parameter_server.ledger import Lease, as_lease, as_plain
 

@@ -45,8 +45,8 @@ from ddp.data.orders.order import Checksum
 from ddp.errors import CheckpointError
 from ddp.optim.schedules import Rates
 from ddp.process import gpu
-from ddp.process.log import log
 from ddp.process.records import damage_told, json_object, made, to_json
+from ddp.process.terminal import log
 from ddp.replica.replica import Replica
 from ddp.train.checkpoints.checkpoint_store import (
     ANOTHER,

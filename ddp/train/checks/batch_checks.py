@@ -36,8 +36,8 @@ from ddp.data.loading.source import digest_of
 from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
 from ddp.gradients.totals import count_of
-from ddp.process.log import log
 from ddp.process.streams import preserved
+from ddp.process.terminal import log
 from ddp.replica.autograd import leaves_of
 from ddp.replica.sync_batchnorm import waits
 from ddp.setting import Uneven

@@ -21,7 +21,7 @@ from ddp.errors import CheckpointError, ConfigError, Diverged
 from ddp.optim.precision import LossScale
 from ddp.optim.schedules import Rates
 from ddp.policies import GuardAction
-from ddp.process.log import log
+from ddp.process.terminal import log
 from ddp.strategies.replicated import ADVICE, Replicated
 from ddp.strategies.strategy import Agreement
 from ddp.train.checks.replay import Audit, Replay, explain_divergence, explain_spike

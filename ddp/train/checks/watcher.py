@@ -26,7 +26,7 @@ from ddp.data.loading.iterable import ENDLESS
 from ddp.errors import ConfigError
 from ddp.policies import WatchAction
 from ddp.process.clock import now_s
-from ddp.process.log import log
+from ddp.process.terminal import log
 from ddp.train.steps.callbacks import BatchCallback
 from ddp.train.steps.state import StepReport, TrainState
 from ddp.train.tasks.task import IGNORE, Classification, LanguageModel, LossFunction, Regression, Task

@@ -35,7 +35,7 @@ from ddp.data.samples import Collate
 from ddp.errors import ConfigError
 from ddp.optim.precision import forward_precision
 from ddp.process import gpu
-from ddp.process.log import log
+from ddp.process.terminal import log
 from ddp.replica.replica import Replica, replicas_in
 from ddp.replica.sync_batchnorm import waits
 from ddp.setting import Precision

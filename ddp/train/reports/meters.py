@@ -27,9 +27,9 @@ from ddp.data.orders.order import Checksum
 from ddp.process import gpu
 from ddp.process.clock import now_s
 from ddp.process.files import lines_of, to_append, write_whole
-from ddp.process.log import log
 from ddp.process.memory import resident_bytes
 from ddp.process.records import json_object, to_json
+from ddp.process.terminal import log
 from ddp.train.steps.callbacks import Callback
 from ddp.train.steps.state import StepReport, TrainState
 

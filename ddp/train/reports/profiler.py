@@ -28,8 +28,8 @@ from ddp.errors import ConfigError
 from ddp.process import gpu
 from ddp.process.clock import now_s
 from ddp.process.files import if_possible
-from ddp.process.log import log
 from ddp.process.memory import available_cores
+from ddp.process.terminal import log
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.train.reports.profile import (
     FILE,

@@ -21,9 +21,8 @@ from ddp.policies import Training
 from ddp.process.arguments import program, relative_path
 from ddp.process.clock import now_s
 from ddp.process.files import whole_file
-from ddp.process.log import log
 from ddp.process.terminal import console as terminal_console
-from ddp.process.terminal import say
+from ddp.process.terminal import log, say
 from ddp.train.reports.meters import Meters, Throughput
 from ddp.train.reports.results import evaluations_in, is_metric, metric_in_words, read_metrics, words_of
 from ddp.train.steps.callbacks import EARLY, MEASURED, Callback

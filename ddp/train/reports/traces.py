@@ -25,10 +25,10 @@ from ddp.comm.connect import boot_id
 from ddp.comm.objects import all_gather_object, broadcast_object
 from ddp.errors import ConfigError
 from ddp.process.clock import now_s
-from ddp.process.environment import variable_set
 from ddp.process.files import if_possible, make_folder, read_own, scratch_folder, write_whole
-from ddp.process.log import log
+from ddp.process.memory import variable_set
 from ddp.process.records import damage_told, json_object, to_json
+from ddp.process.terminal import log
 from ddp.train.reports.profile import ClockOffset
 from ddp.units import format_time
 

@@ -28,11 +28,11 @@ import numpy as np
 
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.errors import ConfigError, PeerLost, one_line, with_causes
+from ddp.process.clock import HelperThread
 from ddp.process.files import lines_of, read_own, to_append, write_whole
-from ddp.process.helper_thread import HelperThread
-from ddp.process.log import log
 from ddp.process.records import json_object, to_json
 from ddp.process.streams import preserved
+from ddp.process.terminal import log
 from ddp.train.checkpoints.checkpoint import flat
 from ddp.train.reports.results import METRICS, read_metrics
 from ddp.train.steps.callbacks import Callback

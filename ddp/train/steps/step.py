@@ -37,8 +37,8 @@ from ddp.optim.precision import forward_precision
 from ddp.optim.schedules import TorchSchedule
 from ddp.process import gpu
 from ddp.process.clock import Stopwatch, now_s
-from ddp.process.log import log
 from ddp.process.streams import dropout_stream
+from ddp.process.terminal import log
 from ddp.replica.broadcast import BufferSnapshot
 from ddp.setting import Precision
 from ddp.strategies.strategy import Agreement

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import ddp
 from ddp.comm import connect
 from ddp.errors import WorkersFailed
-from ddp.process.log import log
+from ddp.process.terminal import log
 from ddp.run.launch.from_python import launch
 from ddp.run.settings.address import from_address, is_address
 from recipes.tutorial.tools.mistake import Mistake, in_words, raise_first

@@ -14,8 +14,17 @@ from ddp.data.samples import Splits
 from ddp.errors import ConfigError
 from ddp.optim.trust_ratio import LAMB_PRESETS, LARC_PRESETS, LARS_PRESETS
 from ddp.replica.sync_batchnorm import SyncBatchNorm
-from ddp.run.assembly.components import load_data, make_model, make_model_without_memory, make_replica, make_task
-from ddp.run.assembly.optimizer import batch_of, derived, make_optimizer, warmup_samples
+from ddp.run.assembly.components import (
+    batch_of,
+    derived,
+    load_data,
+    make_model,
+    make_model_without_memory,
+    make_optimizer,
+    make_replica,
+    make_task,
+    warmup_samples,
+)
 from ddp.run.assembly.sampling import sampler_for
 from ddp.run.assembly.stages import bits_depend_on, check
 from ddp.run.settings.checks import resolve

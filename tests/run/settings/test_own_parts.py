@@ -26,6 +26,7 @@ from ddp.collectives import Recv, Send, register
 from ddp.collectives.catalog import ALL_REDUCE, SCHEDULES, all_reduce_schedules
 from ddp.collectives.schedule import Schedule, canonical
 from ddp.commands.finished import settings_for
+from ddp.commands.same_bits import traced
 from ddp.commands.where import Start, samples_of_step, where
 from ddp.data.loading.source import whole_splits
 from ddp.data.samples import TensorSet
@@ -41,7 +42,6 @@ from ddp.run.assembly.components import (
     make_model_without_memory,
     make_task,
 )
-from ddp.run.assembly.traced import traced
 from ddp.run.launch import torchrun
 from ddp.run.launch.command_line import composed, main, translated
 from ddp.run.launch.run_folder import continued, prepare, settings_text

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from ddp.commands.search import main
+from ddp.commands.search import Search, Space, _Trial, main, run
 from ddp.errors import ConfigError
 from ddp.process.files import write_whole
 from ddp.run.launch import jobs
 from ddp.run.launch.sweep import Job, jobs_in
-from ddp.run.search import Search, Space, _Trial, run
 
 SCRIPT = """
 import json, pathlib, signal, sys, time
@@ -68,7 +67,7 @@ def test_a_search_goes_on_past_trials_that_fail_and_stops_one_without_hope(
             (job.run_dir / "summary.json").write_text(json.dumps(about | figures))
             job.done(0)
 
-    assert run(search_of(tmp_path, *good, *left, trials=10), parallel=2, typed="") == 0
+    assert run(search_of(tmp_path, *good, *left, trials=10, parallel=2)) == 0
     assert len(sham) == 5 and all(process.poll() is not None for process in sham), "no process is left"
     found = {job.run_dir.name.partition("=")[2]: job for job in jobs_in(tmp_path)}
     assert {word: (found[word].status, found[word].objective, found[word].pruned) for word in left} == {
@@ -86,7 +85,7 @@ def test_a_search_goes_on_past_trials_that_fail_and_stops_one_without_hope(
     states = [trial.state.name for trial in again.study.trials]
     assert {name: states.count(name) for name in states} == {"COMPLETE": 6, "FAIL": 3, "PRUNED": 1}
     assert (again.study.best_value, again.study.best_params) == (0.9, {"model": "best"})
-    assert run(again, parallel=1, typed="") == 0
+    assert run(again) == 0
     assert len(sham) == 5 and len(again.study.trials) == 12, "what is proposed again is not run again"
     with pytest.raises(ConfigError, match="holds a job with epochs=1, and this one has epochs=2; take another"):
         Search(Space.of(["model=a,b", "epochs=2"]), tmp_path, metric="", higher_is_better=True, num_trials=1)
@@ -111,7 +110,7 @@ def test_a_trial_that_goes_on_has_each_evaluation_read_once(tmp_path: Path) -> N
 def test_a_search_without_an_objective_is_refused(tmp_path: Path, sham: list[subprocess.Popen[bytes]]) -> None:
     pytest.importorskip("optuna", reason="pip install optuna")
     with pytest.raises(ConfigError, match="no accuracy of held-out samples, so the search has no objective; give"):
-        run(search_of(tmp_path, "silent", "silent2", trials=9, seed=1), parallel=1, typed="")
+        run(search_of(tmp_path, "silent", "silent2", trials=9, seed=1))
     assert all(process.poll() is not None for process in sham)
 
 
@@ -168,7 +167,8 @@ def test_a_disk_without_room_is_one_line(
 ) -> None:
     pytest.importorskip("optuna", reason="pip install optuna")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ddp.run.search.make_folder", lambda _: (_ for _ in ()).throw(OSError(28, "No space left")))
+    full = OSError(28, "No space left")
+    monkeypatch.setattr(jobs, "make_folder", lambda _: (_ for _ in ()).throw(full))
     with pytest.raises(SystemExit, match="2"):
         main(["optim.lr=0.1,0.2", "sweep.name=s"])
     assert capsys.readouterr().err.startswith("error: run directory runs/s: No space left; make room there, or take ")

@@ -19,25 +19,31 @@ from ddp.process.records import json_object, made, to_json
 from ddp.process.stack import users_frame
 
 
-def called(rank: int, servers: int = 0) -> str:
-    """Returns the name of a process of a launch, for people and files: "rank 1", or "server 0", or "worker 1".
+class Seat(NamedTuple):
+    """A process of a launch; as text "rank 1", or "server 0", or "worker 1".
 
-    Args:
+    Attributes:
+        logs: the folder of the launch's logs and reports.
         rank: its number in the launch.
         servers: the number of servers, which have the first numbers; 0: all are ranks.
     """
-    if not servers:
-        return f"rank {rank}"
-    return f"server {rank}" if rank < servers else f"worker {rank - servers}"
 
+    logs: Path
+    rank: int
+    servers: int = 0
 
-def log_file(logs: Path, rank: int, servers: int = 0) -> Path:
-    """Returns the file of a process's log."""
-    return logs / f"{called(rank, servers).replace(' ', '-')}.log"
+    def __str__(self) -> str:
+        if not self.servers:
+            return f"rank {self.rank}"
+        return f"server {self.rank}" if self.rank < self.servers else f"worker {self.rank - self.servers}"
 
+    @property
+    def log(self) -> Path:
+        return self.logs / f"{str(self).replace(' ', '-')}.log"
 
-def _report_file(logs: Path, rank: int, servers: int) -> Path:
-    return logs / f"error-{called(rank, servers).replace(' ', '-')}.json"
+    @property
+    def report(self) -> Path:
+        return self.logs / f"error-{str(self).replace(' ', '-')}.json"
 
 
 def in_words(status: int) -> str:
@@ -52,7 +58,7 @@ class Report:
     """A failed worker's message to its launcher.
 
     Attributes:
-        rank, servers: see `called`.
+        rank, servers: see `Seat`.
         step: the step that training was in; None outside of it.
         is_secondary: this rank failed only because another one did.
         is_user_error: the message explains the error, so that no traceback is shown.
@@ -73,12 +79,12 @@ class Report:
     time_s: float = field(default_factory=time.time)
 
     @classmethod
-    def of(cls, error: BaseException, *, rank: int, servers: int = 0) -> Report:
+    def of(cls, error: BaseException, seat: Seat) -> Report:
         """Describes an exception; the training loop gives it an attribute `ddp_step`."""
         step = getattr(error, "ddp_step", None)
         return cls(
-            rank=rank,
-            servers=servers,
+            rank=seat.rank,
+            servers=seat.servers,
             type=type(error).__name__,
             message=safe_str(error),
             traceback="".join(traceback.format_exception(error)),
@@ -89,26 +95,21 @@ class Report:
         )
 
     @classmethod
-    def read(cls, logs: Path, *, rank: int, servers: int = 0) -> Report | None:
-        """Returns the report of `rank`, or None if it wrote none, or died while it wrote."""
+    def read(cls, seat: Seat) -> Report | None:
+        """Returns the report of a process, or None if it wrote none, or died while it wrote."""
         with contextlib.suppress(OSError, ValueError):
-            return made(cls, json_object(read_own(_report_file(logs, rank, servers))))
+            return made(cls, json_object(read_own(seat.report)))
         return None
-
-    @staticmethod
-    def forget(logs: Path, *, rank: int, servers: int = 0) -> None:
-        """Removes the report of `rank`, if there is one, because its process is started again."""
-        _report_file(logs, rank, servers).unlink(missing_ok=True)
 
     def write(self, logs: Path) -> None:
         make_folder(logs)
-        write_whole(_report_file(logs, self.rank, self.servers), to_json(asdict(self), indent=1))
+        write_whole(Seat(logs, self.rank, self.servers).report, to_json(asdict(self), indent=1))
 
     def block(self) -> str:
         """Returns rank, host and step; the traceback, or the message where that explains the error; the user's line."""
         step = "" if self.step is None else f" at step {self.step}"
         body = f"{self.type}: {self.message}" if self.is_user_error else self.traceback.rstrip()
-        who = called(self.rank, self.servers)
+        who = str(Seat(Path(), self.rank, self.servers))
         host = self.host.removesuffix(f" as {who}")
         return "\n".join(filter(None, [f"{who} on host {host} failed{step}:", body, self.user_line]))
 
@@ -135,15 +136,15 @@ def _is_consequence(error: BaseException) -> bool:
 #     rank 1 on host h failed at step 7:
 #     Traceback …
 #
-# Once one worker has failed, torchrun's engine ends its neighbours. So nearly every rank of a failed run has failed,
+# Once one worker has failed, the launcher ends its neighbours. So nearly every rank of a failed run has failed,
 # and the first traceback on the screen is seldom the one that matters.
 
 
-SOON_S = 10.0  # less than what the engine grants from SIGTERM to SIGKILL
+SOON_S = 10.0  # less than what the launcher grants from SIGTERM to SIGKILL
 
 
 class Failure(NamedTuple):
-    """Says how one worker ended: negative statuses are signals; seconds since 1970, as the engine rounds them down."""
+    """Says how one worker ended: negative statuses are signals; seconds since 1970."""
 
     status: int
     time_s: float
@@ -168,22 +169,21 @@ def describe_failures(failures: Mapping[int, Failure], logs: Path, servers: int 
     Args:
         failures: by rank, in the order of discovery; not empty.
         logs: the folder of the workers' reports and logs.
-        servers: see `called`.
+        servers: see `Seat`.
     """
-    found = ((rank, Report.read(logs, rank=rank, servers=servers)) for rank in failures)
-    reports = {rank: report for rank, report in found if report is not None}
-    root, names = _root_cause(failures, reports), {rank: called(rank, servers) for rank in sorted(failures)}
+    seats = {rank: Seat(logs, rank, servers) for rank in sorted(failures)}
+    reports = {rank: report for rank, seat in seats.items() if (report := Report.read(seat)) is not None}
+    root = _root_cause(failures, reports)
     asides = [
-        f"{name} {_aside(reports.get(rank), names[root], reports.get(root))}"
-        for rank, name in names.items()
+        f"{seat} {_aside(reports.get(rank), seats[root], reports.get(root))}"
+        for rank, seat in seats.items()
         if rank != root
     ]
-    path = log_file(logs, root, servers)
-    block = reports[root].block() if root in reports else _death(names[root], failures[root].status, path)
+    block = reports[root].block() if root in reports else _death(seats[root], failures[root].status)
     return RootCause(root, reports.get(root), "\n".join([*asides, block]))
 
 
-def _aside(report: Report | None, root: str, root_report: Report | None) -> str:
+def _aside(report: Report | None, root: Seat, root_report: Report | None) -> str:
     """Returns the text on a rank that is not the root cause."""
     if report is not None and not report.is_secondary:
         return f"failed too, {report.type}: {report.message.strip().partition(chr(10))[0]}"
@@ -195,8 +195,8 @@ def _aside(report: Report | None, root: str, root_report: Report | None) -> str:
 def _root_cause(failures: Mapping[int, Failure], reports: Mapping[int, Report]) -> int:
     """Returns the rank that failed first.
 
-    Note "who killed whom". Once one worker has failed, the engine sends SIGTERM to the others, and SIGKILL 30 s later.
-    So a death by a signal other than SIGTERM is a cause only if it was seen soon after the first failure.
+    Note "who killed whom". Once one worker has failed, the launcher sends SIGTERM to the others, and SIGKILL a minute
+    later. So a death by a signal other than SIGTERM is a cause only if it was seen soon after the first failure.
     """
     first_s = min([failure.time_s for failure in failures.values()] + [report.time_s for report in reports.values()])
     for rank, (status, time_s) in failures.items():
@@ -208,8 +208,8 @@ def _root_cause(failures: Mapping[int, Failure], reports: Mapping[int, Report]) 
     return next(iter(failures))
 
 
-def _death(name: str, status: int, log: Path) -> str:
+def _death(seat: Seat, status: int) -> str:
     """Returns the block of a worker that could not report: its signal or status, and the end of its log."""
-    how = f"{name} {in_words(status)}{' (out of memory?)' if -status == signal.SIGKILL else ''}"
+    log, how = seat.log, f"{seat} {in_words(status)}{' (out of memory?)' if -status == signal.SIGKILL else ''}"
     tail = log.read_text(errors="replace").splitlines()[-15:] if log.is_file() else []
     return "\n".join([how, *([f"the end of {log}:", *tail] if tail else [])])
