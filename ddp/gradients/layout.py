@@ -117,7 +117,9 @@ class Layout:
         self.index_of = {each: bucket.index for bucket in self.buckets for each in bucket.ids}
 
     def allocate(self) -> None:
-        """Allocates the buckets' memory. Collective."""
+        """Allocates the buckets' memory, unless they have it. Collective, where they have not."""
+        if self.has_memory:
+            return
         for bucket in self.buckets:
             like = bucket.slots[0].parameter
             if like.device != self._comm.device or self.is_for_hook:

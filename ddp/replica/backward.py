@@ -249,8 +249,7 @@ class Backward:
     def _set_up(self) -> None:
         """Allocates the buckets, if need be; writes the totals, and sends them if they travel apart. Collective."""
         layout, share = self.layout, self._share
-        if not layout.has_memory:
-            layout.allocate()
+        layout.allocate()
         if share.totals is not None:
             self._accumulation.write_totals(layout, share.totals)
             count = global_count(self.comm, layout.totals, share.totals.loss_scale)

@@ -36,7 +36,7 @@ from ddp.gradients.bucket import Bucket
 from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.hooks.hook import Hook
 from ddp.gradients.layout import Layout, bucket_limits
-from ddp.gradients.reducer import AllReduce, Reducer
+from ddp.gradients.reducer import AllReduce, Collective, Reducer
 from ddp.gradients.totals import Totals
 from ddp.replica.autograd import accumulates, adds_to_all, hand_out_differentiable, uncompiled, watch_backward
 from ddp.replica.backward import Accumulation, Backward, BucketReduction, Observers, State, Stepper
@@ -63,6 +63,8 @@ class BucketedDataParallel(Replica):
         hook: sends less than all of the gradients between hosts (`gradients/hooks/hook.py`); the replica takes a copy.
         num_shards: gradients are added up by this number of shards of the batch, each in its own block (`shard`). Then
             the result has the same bits at any world size.
+        reducer: averages a bucket, unless a hook does: each rank gets the mean of all of it, by an all-reduce; or of a
+            slice, as a strategy needs it (`ddp.strategies.Sharded.reducer`).
         find_unused_parameters: parameters may go without a gradient; each backward finds those that it will reach.
         broadcast_buffers: before each forward in training mode, buffers become rank 0's; not by shards, of which they
             become the mean at the end of the step.
@@ -79,6 +81,7 @@ class BucketedDataParallel(Replica):
     """
 
     gradient_as_bucket_view = False  # gradients that a program keeps are its own (`gradients/bucket.py`, note "kept")
+    collective: Collective
     waiting: Layout | None = None
     _is_in_forward = False  # a forward is running that may run backward itself (`drop_in/`)
     accumulation = Accumulation()
@@ -93,6 +96,7 @@ class BucketedDataParallel(Replica):
         wire: WireName | None = None,
         hook: Hook | None = None,
         num_shards: int | None = None,
+        reducer: type[Collective] = AllReduce,
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
         comm: Communicator | None = None,
@@ -109,18 +113,22 @@ class BucketedDataParallel(Replica):
             check_shards(module, comm, wire, hook)
             given = self._buffer_sync, num_shards, None if wire == "fp32" else wire
             by_shards = self.accumulation = ByShards(comm, *given, finds_unused=find_unused_parameters)
-            usage, self.gradient_as_bucket_view = by_shards.usage, True
+            usage = by_shards.usage
             self.register_forward_pre_hook(by_shards.before_forward)
         self._limits = bucket_limits(bucket_cap_mb, first_bucket_mb=first_bucket_mb)
         self._overlap, self.wire = overlap, wire
         self.compression = None if hook is None else Compression(hook, comm, self._replicated_parameters())
-        self._start(usage, Stepper())
+        self._start(usage, Stepper(), reducer)
+        self.gradient_as_bucket_view = num_shards is not None or self.collective.is_sliced
 
-    def _start(self, usage: Usage, stepper: Stepper, *, allows_borrowing: bool = False) -> None:
+    def _start(
+        self, usage: Usage, stepper: Stepper, reducer: type[Collective] = AllReduce, *, allows_borrowing: bool = False
+    ) -> None:
         """Plans the first layout, and registers the observers by which autograd reports each gradient."""
         if waits(self.module):
             self._overlap = True  # its layers wait in backward, too: a rank must be able to wait for both at once
-        self._reducer: Reducer = self.compression or self._plain_reducer()
+        self.collective = reducer(self.comm, self.wire, self.num_shards)
+        self._reducer: Reducer = self.compression or self.collective
         self._usage, self._stepper = usage, stepper
         self._watch = ParameterWatch(self.module, allows_borrowing=allows_borrowing)
         self._has_layout = True
@@ -128,9 +136,6 @@ class BucketedDataParallel(Replica):
         self.backward = self._new_backward()
         self._last = self.backward  # the last one that has ended, once there is one
         self._observers = Observers(self, (parameter for _, parameter in self._replicated_parameters()))
-
-    def _plain_reducer(self) -> Reducer:
-        return AllReduce(self.comm, self.wire, self.num_shards)
 
     # --- shards ------------------------------------------------------------------------------------------------------
 
@@ -220,7 +225,7 @@ class BucketedDataParallel(Replica):
         return self.waiting is not None or self.backward.state is State.RUNNING
 
     def _watch_outputs(self, outputs: Any) -> None:
-        layout = self._layouts.current
+        layout = self.layout
         has_outputs = watch_backward(outputs, partial(self._begin, layout), self._finish)
         self.waiting = layout if self.training or not has_outputs else None
 
@@ -242,12 +247,12 @@ class BucketedDataParallel(Replica):
             layout.spare_kept()
         if self.compression is not None:
             self.compression.begin()
-        mine, self._mine = self._mine, None
+        mine, self.riding = self.riding, None
         share = self.accumulation.begin(layout, Share(mine, self.inputs.divisor, has_samples))
         self.backward.begin(layout, self.num_steps + 1, share)
 
     def _begin_without_samples(self) -> None:
-        self._begin_step(self._layouts.current, has_samples=False)
+        self._begin_step(self.layout, has_samples=False)
 
     def _report_unobserved(self) -> None:
         """Reports gradients that no observer has, because their parameters were converted and back."""
@@ -285,9 +290,27 @@ class BucketedDataParallel(Replica):
                 former.read_flags(is_late=True)
                 ended.error = ended.error or former.error
         self._last, self.backward = ended, ended.next()
-        self.waiting = self._layouts.current if self._is_in_forward else None
+        self.waiting = self.layout if self._is_in_forward else None
         if ended.creates_graph:
             hand_out_differentiable(ended.layout.slots, partial(self._begin, ended.layout), self._finish)
+        self._end_step(totals)
+
+    def average_gradients(self) -> None:
+        """Averages the gradients that parameters have, whatever has written them, and ends the step. Collective."""
+        self.prepare()
+        for parameter in self.layout.parameters:
+            self.backward.note_other(parameter)
+        self._begin_step(self.layout)
+        self._finish()
+
+    def end_step(self, totals: Totals) -> None:
+        """Ends a step whose gradients were averaged by other means, or used by this rank alone.
+
+        Args:
+            totals: of all ranks.
+        """
+        self.riding = None
+        self.backward.early.clear()
         self._end_step(totals)
 
     def _new_backward(self) -> Backward:
@@ -341,9 +364,14 @@ class BucketedDataParallel(Replica):
         return self.comm.plan.overlaps if self._overlap is None else self._overlap
 
     @property
+    def layout(self) -> Layout:
+        """The buckets of the parameters that needed a gradient when the last step was prepared."""
+        return self._layouts.current
+
+    @property
     def buckets(self) -> list[Bucket]:
         """The buckets of the next step, in the order of reduction."""
-        return self._layouts.current.buckets
+        return self.layout.buckets
 
     @property
     def measures_parts(self) -> bool:
@@ -352,14 +380,14 @@ class BucketedDataParallel(Replica):
     @property
     def gradient_order(self) -> list[str] | None:
         """Names in the order in which gradients become ready; None as long as that is not known."""
-        return self._layouts.current.order
+        return self.layout.order
 
     def adopt_gradient_order(self, names: Sequence[str]) -> None:
         self._layouts.adopt_order(list(names))
 
     def logging_data(self) -> dict[str, Any]:
         """Returns how long the last step's reductions took, bucket by bucket (`describe`)."""
-        return describe(self._last, self.num_steps, self._layouts.current)
+        return describe(self._last, self.num_steps, self.layout)
 
 
 # --- The times of the last step --------------------------------------------------------------------------------------

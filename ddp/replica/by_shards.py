@@ -122,7 +122,7 @@ class ByShards(Accumulation):
         try:
             yield
             if not is_last:
-                self._of_shard, replica._mine = replica._mine, None
+                self._of_shard, replica.riding = replica.riding, None
                 self._end_shard(shard)
             elif not self._is_over(replica):  # no backward has ended the step
                 self._check_backward()

@@ -36,6 +36,7 @@ from ddp.setting import WireName
 if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator
     from ddp.gradients.hooks.compression import Compression
+    from ddp.gradients.reducer import Collective
 
 PREFIX = "module."
 
@@ -66,8 +67,11 @@ class Replica(nn.Module, ABC):
         module: the model.
         comm: the ranks that have a copy.
         inputs: says which ranks have inputs.
+        collective: averages a bucket where no hook does; None: gradients are averaged one by one.
         wire: the format in which gradients travel between hosts, if not their own.
         compression: the hook that averages gradients, if there is one.
+        riding: this rank's part of the running step's totals, as `ride_along` was given it.
+        settled: makes the ranks' parameters equal for a block, if a strategy lets them differ. Collective.
         waited: time that backward's thread has spent on averaging, or waiting for it.
         num_steps: number of backwards that have synchronised; those before a checkpoint that the run continued from
             count.
@@ -76,8 +80,10 @@ class Replica(nn.Module, ABC):
         require_forward_param_sync: the next forward synchronises buffers (`broadcast.py`).
     """
 
+    collective: Collective | None = None
     wire: WireName | None = None
     compression: Compression | None = None
+    settled: Callable[[], AbstractContextManager[Any]] = nullcontext
     inputs: Inputs
 
     def __init__(self, module: nn.Module, comm: Communicator, buffers: BufferSync) -> None:
@@ -86,7 +92,7 @@ class Replica(nn.Module, ABC):
         self._totals, self.waited, self.num_steps, self.num_verified = Totals(), Stopwatch(), 0, 0
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self._buffer_sync = buffers
-        self._mine: Totals | None = None
+        self.riding: Totals | None = None
         self.waiting: object = None  # of a forward that waits for its backward, where that must be known
         self._verification: Verification | None = None
         self.register_load_state_dict_pre_hook(_accept_plain_keys)  # type: ignore[no-untyped-call]
@@ -213,7 +219,7 @@ class Replica(nn.Module, ABC):
 
         Call it between a forward and its backward; in several micro-batches the last call counts.
         """
-        self._mine = totals
+        self.riding = totals
 
     @property
     def measures_parts(self) -> bool:
@@ -293,8 +299,10 @@ class Replica(nn.Module, ABC):
     def reduce_without_backward(self) -> None:
         """Takes part in a step for which this rank has no samples (or none that needed a backward).
 
-        It runs the same collectives as a forward and a backward on the other ranks.
+        It runs the same collectives as a forward and a backward on the other ranks: none inside `no_sync`.
         """
+        if not self.require_backward_grad_sync:
+            return
         self.prepare()
         if self.require_forward_param_sync and self._buffer_sync.is_active:
             self._buffer_sync.before_forward(self.inputs.root)
@@ -334,9 +342,11 @@ class Replica(nn.Module, ABC):
         finally:
             own.restore()
 
-    def for_evaluation(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def for_evaluation(self) -> Iterator[None]:
         """Makes all ranks equal for a block, and what they were again afterwards. Collective."""
-        return self.buffers_of_rank_zero()
+        with self.settled(), self.buffers_of_rank_zero():
+            yield
 
     def broadcast_from(self, root: int) -> None:
         """Gives every rank the root's parameters, and its buffers where they are kept equal. Collective."""

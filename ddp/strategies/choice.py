@@ -20,22 +20,17 @@ from ddp.gradients.hooks.hook import Hook
 from ddp.policies import Averaging, Rounds
 from ddp.process import gpu
 from ddp.process.log import log
-from ddp.replica import central
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.replica.central import CentralDataParallel
 from ddp.replica.drop_in.data_parallel import DistributedDataParallel
 from ddp.replica.drop_in.in_backward import refusal
-from ddp.replica.local import LocalDataParallel
-from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.settlement import produces_sparse_gradient
-from ddp.replica.sharded import ShardedDataParallel
 from ddp.replica.sync_batchnorm import waits
 from ddp.replica.tied import move
 from ddp.setting import Precision, StrategyName
+from ddp.strategies import central_storage
 from ddp.strategies.central_storage import CentralStorage
 from ddp.strategies.local_sgd import LocalSteps
-from ddp.strategies.parameter_server.served import ServedDataParallel
 from ddp.strategies.replicated import Replicated
 from ddp.strategies.sharded import Served, Sharded
 from ddp.strategies.strategy import Strategy
@@ -96,8 +91,8 @@ MASTER_WEIGHTS = Refusal(
 SPARSE_GRADIENTS = Refusal(
     lambda setup: setup.is_sparse, "a layer has sparse gradients, which no slice can hold; take strategy=auto"
 )
-PRIVATE_MEMORY = Refusal(lambda setup: not setup.shares_memory, central.PRIVATE_MEMORY)
-ON_GPU = Refusal(lambda setup: setup.device != "cpu", central.ON_GPU)
+PRIVATE_MEMORY = Refusal(lambda setup: not setup.shares_memory, central_storage.PRIVATE_MEMORY)
+ON_GPU = Refusal(lambda setup: setup.device != "cpu", central_storage.ON_GPU)
 LOSS_SCALE = Refusal(
     lambda setup: setup.precision == "fp16",
     "precision=fp16 repeats steps with another loss scale, which workers do not agree on; take precision=bf16",
@@ -132,26 +127,24 @@ class Row(NamedTuple):
     """Says what a word of `strategy` stands for.
 
     Attributes:
-        replica: what a module is wrapped in: which gradients a rank gets.
-        strategy: its class: what a rank updates, and which state it holds.
+        strategy: its class: which gradients a rank gets, what it updates, and which state it holds.
         refuses: setups that it cannot train.
     """
 
-    replica: type[BucketedDataParallel]
     strategy: type[Replicated]
     refuses: Sequence[Refusal] = ()
 
 
 # fmt: off
 STRATEGIES: dict[StrategyName, Row] = {
-    "auto":            Row(BucketedDataParallel, Replicated),
-    "one_device":      Row(BucketedDataParallel, Replicated, (SEVERAL_RANKS,)),
-    "mirrored":        Row(BucketedDataParallel, Replicated, (SEVERAL_HOSTS,)),
-    "multi_worker":    Row(BucketedDataParallel, Replicated),
-    "sharded":         Row(ShardedDataParallel, Sharded, OF_SLICES),
-    "central_storage": Row(CentralDataParallel, CentralStorage, (*OF_SLICES, PRIVATE_MEMORY, ON_GPU)),
-    "parameter_server": Row(ServedDataParallel, Served, (*OF_SLICES, LOSS_SCALE, NO_FELLOWS, SERVED_ON_CPU)),
-    "local_sgd":       Row(LocalDataParallel, LocalSteps, NO_ROUNDS),
+    "auto":            Row(Replicated),
+    "one_device":      Row(Replicated, (SEVERAL_RANKS,)),
+    "mirrored":        Row(Replicated, (SEVERAL_HOSTS,)),
+    "multi_worker":    Row(Replicated),
+    "sharded":         Row(Sharded, OF_SLICES),
+    "central_storage": Row(CentralStorage, (*OF_SLICES, PRIVATE_MEMORY, ON_GPU)),
+    "parameter_server": Row(Served, (*OF_SLICES, LOSS_SCALE, NO_FELLOWS, SERVED_ON_CPU)),
+    "local_sgd":       Row(LocalSteps, NO_ROUNDS),
 }
 # fmt: on
 
@@ -163,11 +156,11 @@ def refuse(word: StrategyName, setup: Setup) -> None:
             raise ConfigError(f"strategy={word}: {each.reason.format(setup)}")
 
 
-def strategy_of(replica: Replica) -> type[Replicated]:
-    """Returns the class of the strategy for a replica: the last row's of the table that has a replica of this kind."""
-    rows = reversed(STRATEGIES.values())
-    of_kind = (row.strategy for row in rows if isinstance(replica, row.replica))
-    return next(of_kind, Replicated)  # the latter: a naive one
+def strategy_of(replica: Replica, word: StrategyName) -> type[Replicated]:
+    """Returns the class of the strategy for a replica: the word's, or of "auto" the first one that takes it."""
+    if word != "auto":
+        return STRATEGIES[word].strategy
+    return next(row.strategy for row in STRATEGIES.values() if row.strategy.takes(replica))
 
 
 def same_bits_as(word: StrategyName) -> StrategyName:
@@ -218,10 +211,12 @@ def replica_of(
     _check(model, optimizer, comm)
     asked, averaging = averaging.strategy, of_this_process(averaging)
     word, row = averaging.strategy, STRATEGIES[averaging.strategy]
-    if isinstance(model, Replica) and word != "auto" and strategy_of(model) is not row.strategy:
+    if isinstance(model, Replica) and word != "auto" and not row.strategy.takes(model):
+        reducer = row.strategy.reducer
         raise ConfigError(
             f"strategy={word} with a model in a {type(model).__name__}: give ddp.fit the bare module; or, for some of "
-            f"the ranks, a {row.replica.__name__}(module, comm=…) of {row.replica.__module__}"
+            f"the ranks, a ddp.BucketedDataParallel(module, comm=…, reducer={reducer.__name__}), of "
+            f"{reducer.__module__}"
         )
     refuse(asked, setup_of(model, comm, precision))
     if isinstance(model, Replica):
@@ -296,7 +291,7 @@ def setup_of(model: nn.Module, comm: Communicator, precision: Precision) -> Setu
         shares_memory=comm.host_partition.num_hosts == len(comm.hosts),  # else each rank counts as a host there
         device=comm.device.type,
         precision=precision,
-        is_naive=isinstance(model, NaiveDataParallel),
+        is_naive=isinstance(model, Replica) and model.collective is None,
         is_sparse=has_sparse_gradients(model),
         waits=waits(model),
     )
@@ -329,12 +324,12 @@ def wrapped(
         how: further arguments of the replica.
     """
     averaging = of_this_process(averaging)
-    kind = DistributedDataParallel if has_sparse_gradients(module) else STRATEGIES[averaging.strategy].replica
-    if num_shards is not None:
-        if kind is DistributedDataParallel:
-            raise ConfigError("same_bits with sparse gradients: they are added up by workers; take sparse=False")
-        how["num_shards"] = num_shards
-    replica: BucketedDataParallel = kind(
+    is_sparse = has_sparse_gradients(module)
+    if is_sparse and num_shards is not None:
+        raise ConfigError("same_bits with sparse gradients: they are added up by workers; take sparse=False")
+    if not is_sparse:
+        how |= {"num_shards": num_shards, "reducer": STRATEGIES[averaging.strategy].strategy.reducer}
+    replica = (DistributedDataParallel if is_sparse else BucketedDataParallel)(
         module,
         comm=comm,
         wire=averaging.wire,
@@ -366,7 +361,7 @@ def strategy_for(
     Raises:
         ConfigError: precision, wire format, optimizer and replica do not go together.
     """
-    chosen = strategy_of(replica)
+    chosen = strategy_of(replica, "auto" if averaging is None else averaging.strategy)
     if precision != "bf16_pure":
         if replica.wire == "fp32" and all(parameter.dtype.itemsize >= 4 for parameter in replica.parameters()):
             raise ConfigError("wire='fp32': all gradients are float32 already; leave it out")

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ddp.comm.objects import gather_object, scatter_object
 from ddp.errors import CheckpointError, ConfigError, Diverged, UnusedParameters
+from ddp.gradients.reducer import AllReduce, Collective
 from ddp.optim.layerwise import clipped_step
 from ddp.optim.norms import gradient_norm
 from ddp.optim.precision import LossScale, MasterWeights, narrowed
@@ -32,21 +33,22 @@ from ddp.strategies.strategy import Agreement
 class Replicated:
     """Makes the same update on every rank. Collective to make.
 
-    A class derived from it may take (`takes`) and make (`wraps`) other replicas, and give parameters other memory
-    (`unties`).
-
     Args:
-        model: a module, which is wrapped in a `BucketedDataParallel`; or a replica.
+        model: a module; or a replica of it, with this strategy's reducer.
         optimizer: over its parameters. Groups and state hold in every step as they are then.
         precision: "fp16" scales the loss; "bf16_pure" makes the parameters bfloat16, with master weights. Autocast is
             the loop's.
         clip_norm: largest norm of the global mean gradient; None for no clipping.
         watched: somebody may write to `parameter.data` between steps (`MasterWeights`).
+
+    Attributes:
+        reducer: what each rank gets of the mean gradients, to be given to the replica.
+        needs_buckets: gradients that are averaged one by one will not do.
+        unties: gives parameters other memory.
     """
 
-    takes: type[nn.Module] = Replica
-    wraps: type[BucketedDataParallel] = BucketedDataParallel
-    unties = False
+    reducer: type[Collective] = AllReduce
+    needs_buckets = unties = False
 
     def __init__(
         self,
@@ -58,9 +60,9 @@ class Replicated:
         watched: bool = True,
     ) -> None:
         name = type(self).__name__
-        if isinstance(model, Replica) and not isinstance(model, self.takes):
+        if isinstance(model, Replica) and not self.takes(model):
             raise ConfigError(f"{name} with a model in a {type(model).__name__}: give the bare module")
-        self.model = model if isinstance(model, Replica) else self.wraps(model)
+        self.model = model if isinstance(model, Replica) else BucketedDataParallel(model, reducer=self.reducer)
         if self.unties:
             check_untied(self.model.module, name, instead="Replicated (strategy='auto')")
         self.optimizer, self._clip_norm = optimizer, clip_norm
@@ -69,6 +71,11 @@ class Replicated:
             check_untied(self.model.module, "precision='bf16_pure'", instead="precision='bf16'")
         narrow = narrowed(self.model.module) if precision == "bf16_pure" else ()
         self.masters = MasterWeights(self.model.module, narrow, watched=watched)
+
+    @classmethod
+    def takes(cls, replica: Replica) -> bool:
+        """Returns True if a replica gives each rank the gradients that this strategy needs."""
+        return type(replica.collective) is cls.reducer or (replica.collective is None and not cls.needs_buckets)
 
     @contextmanager
     def micro_batch(self, *, is_last: bool = True, synchronous: bool = False) -> Iterator[int]:
@@ -139,17 +146,23 @@ class Replicated:
             self.loss_scale.load_state_dict(state["loss_scale"])
         self._load_own_state(scatter_object(comm, own if len(own) == comm.world_size else None) or {})
 
+    @property
+    def _keeps_own_buffers(self) -> bool:
+        """Returns True if buffers of other ranks than 0 count in training."""
+        return self.model.keeps_own_buffers
+
     def _own_state(self) -> dict[str, Any]:
         """Returns this rank's own state: saved buffers that are not rank 0's, if these count. Collective."""
-        if not (model := self.model).keeps_own_buffers:
+        if not self._keeps_own_buffers:
             return {}
+        model = self.model
         with model.buffers_of_rank_zero() as own:
             first, saved = dict(model.module.named_buffers()), own.values.keys() & model.module.state_dict()
             mine = {name: own.values[name] for name in saved if not torch.equal(own.values[name], first[name])}
         return {"buffers": mine} if mine else {}
 
     def _load_own_state(self, own: Mapping[str, Any]) -> None:
-        for name, value in own.get("buffers", {}).items() if self.model.keeps_own_buffers else ():
+        for name, value in own.get("buffers", {}).items() if self._keeps_own_buffers else ():
             self.model.module.get_buffer(name).data.copy_(value)
 
     def finish(self, *, alone: bool = False) -> None:

@@ -31,16 +31,16 @@ BACKWARD, FINALIZER = "replica.backward", "replica.settlement.StepFinalizer"
 DROP_IN = "replica.drop_in.data_parallel.DistributedDataParallel"
 MUTANTS = {
     "gradients are not synchronised": Mutant(
-        "gradients.reducer.AllReduce.reduce",
-        "work = comm.all_reduce(flat, async_op=async_op, **how)",
-        "work = None",
+        "gradients.reducer.AllReduce._launch",
+        "return comm.all_reduce(memory, async_op=async_op, **terms)",
+        "return memory",
         LIKE_TORCH,
         "outputs_of_many_kinds",
     ),
     "gradients are not synchronised in the background": Mutant(
-        "gradients.reducer.AllReduce.reduce",
-        "work = comm.all_reduce(flat, async_op=async_op, **how)",
-        "return None",
+        "gradients.reducer.AllReduce._launch",
+        "return comm.all_reduce(memory, async_op=async_op, **terms)",
+        "return memory",
         LIKE_TORCH,
         "saved_loaded_and_copied",
         overlap=True,

@@ -641,7 +641,7 @@ def test_pushes_that_do_not_count_end_with_their_step() -> None:
     """Those of workers that have gone before server 0 has heard of them, and that no other server is told of."""
     service, (_, shared) = object.__new__(served.Service), attending()
     service._shared, service._parts, service._parameters = shared, {}, {}
-    service._model = types.SimpleNamespace(module=Counts())  # type: ignore[assignment]
+    service._strategy = types.SimpleNamespace(model=types.SimpleNamespace(module=Counts()))  # type: ignore[assignment]
     for key in ((3, 0, 1), (3, 0, 2), (4, 0, 1)):
         shared.pushed[key] = Push([], 1.0, 2.0, {}, [])
     assert service._received([(3, 0, 2)], [(1.0, 2.0, 4)], {}).num_items == 2

@@ -63,8 +63,9 @@ from ddp.setting import WireName
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's name for it, on the module
 OF_THIS_PROCESS = frozenset(  # attributes that pickles and copies leave out
-    {"backward", "comm", "device_mesh", "inputs", "_buffer_sync", "_join_config", "_last", "_layouts"}
-    | {"_mine", "_observers", "_process_group", "_reducer", "_stepper", "_usage", "_verification", "waiting", "_watch"}
+    {"backward", "collective", "comm", "device_mesh", "inputs", "riding", "settled", "waiting", "_buffer_sync"}
+    | {"_join_config", "_last", "_layouts", "_observers", "_process_group", "_reducer", "_stepper", "_usage"}
+    | {"_verification", "_watch"}
 )
 TORCH_CLASS: Any = nn.parallel.DistributedDataParallel
 
@@ -196,13 +197,13 @@ class DistributedDataParallel(BucketedDataParallel):
         synchronises, syncs_buffers = super()._before_forward()
         if torch.is_grad_enabled():
             self._is_in_forward = synchronises and not self._watch.is_borrowed
-            self.waiting = self._layouts.current if self._is_in_forward else None
+            self.waiting = self.layout if self._is_in_forward else None
         return synchronises, syncs_buffers
 
     def _watch_outputs(self, outputs: Any) -> None:
         self._check_inside_forward()
         self._is_in_forward, is_borrowed = False, self._watch.is_borrowed
-        layout = self._layouts.current
+        layout = self.layout
         has_outputs = watch_backward(outputs, partial(self._begin, layout, if_reached=is_borrowed), self._finish)
         self.waiting = layout if (self.training or not has_outputs) and not is_borrowed else None
 
@@ -236,12 +237,12 @@ class DistributedDataParallel(BucketedDataParallel):
     def on_other_gradient(self, parameter: Tensor) -> None:
         """Handles a gradient that no bucket is waiting for."""
         is_running = self.backward.state is State.RUNNING
-        layout = self.backward.layout if is_running else self._layouts.current
+        layout = self.backward.layout if is_running else self.layout
         is_in_step = is_running or (self._is_in_forward and self.require_backward_grad_sync)
         if is_in_step and parameter.requires_grad and id(parameter) not in layout.slot_of:
             self._watch.check_inside()  # it was frozen when the forward began
             self._choose_layout()
-            self.waiting = self._layouts.current
+            self.waiting = self.layout
             if is_running:
                 self.backward.widen(self.waiting)
         super().on_other_gradient(parameter)
@@ -336,7 +337,7 @@ class DistributedDataParallel(BucketedDataParallel):
             raise refusal("another optimizer")
         if self.find_unused_parameters or self.static_graph:
             raise refusal("find_unused_parameters or static_graph")
-        if self._layouts.current.sparse:
+        if self.layout.sparse:
             raise refusal("a sparse gradient")
         if self.compression is not None:
             raise refusal(f"hook={self.compression.hook!r}")
@@ -418,7 +419,7 @@ class DistributedDataParallel(BucketedDataParallel):
         self._buffer_sync = BufferSync(comm, self.module, mode, self.parameters_to_ignore)
         if self.compression is not None:
             self.compression.comm = comm
-        self.inputs, self._mine = Inputs(comm), None
+        self.inputs, self.riding = Inputs(comm), None
         self._begin_in_this_process()
 
 

@@ -55,7 +55,7 @@ class ReducerNames:
         """
         replica = self._replica
         replica._check_inside_forward()
-        replica.waiting = replica._layouts.current
+        replica.waiting = replica.layout
         watch_backward(list(outputs), partial(replica._begin, replica.waiting), replica._finish)
 
     def _rebuild_buckets(self) -> bool:
@@ -95,7 +95,7 @@ class TorchNames:
         """Describes the replica in the words of torch's class; `logging_data` has times."""
         replica = self._replica
         parameters = [slot.parameter for bucket in replica.buckets for slot in bucket.slots]
-        parameters += [slot.parameter for slot in replica._layouts.current.sparse]
+        parameters += [slot.parameter for slot in replica.layout.sparse]
         return {
             "module_name": type(replica.module).__name__,
             "backend_name": dist.get_backend(replica.process_group),

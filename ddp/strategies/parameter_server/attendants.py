@@ -30,9 +30,9 @@ from ddp.errors import PeerLost, first_line, one_line, safe_str
 from ddp.policies import ParameterServer
 from ddp.process.clock import Patience, now_s
 from ddp.process.log import log
+from ddp.replica.replica import Replica
 from ddp.strategies.parameter_server.edge import LOST, SERVER, WORKER, Edge, Piece, connected
 from ddp.strategies.parameter_server.ledger import Lease, as_lease, as_plain
-from ddp.strategies.parameter_server.served import ServedDataParallel
 from ddp.strategies.parameter_server.shared import Push, Shared
 
 ANSWER_S = 2.0  # unless deadlines are short
@@ -58,7 +58,7 @@ class WorkerThreads:
         self,
         part: Role,
         home: Store,
-        model: ServedDataParallel,
+        model: Replica,
         pieces: Sequence[Piece],
         policy: ParameterServer,
         facts: Mapping[str, Any],

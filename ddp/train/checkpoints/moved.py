@@ -47,8 +47,8 @@ _ARGUMENTS = {
     "checkpoint_every_steps": "folder=ddp.Folder(every_steps=…)",
     "reduction": 'loss=ddp.LossFunction(loss, reduction="sum")',
     "schedule_every": 'schedule=ddp.optim.TorchSchedule(scheduler, every="epoch")',
-    "comm": "ddp.BucketedDataParallel(model, comm=…) as the model; with strategy=\"sharded\", ddp.replica.sharded's "
-    "ShardedDataParallel(model, comm=…)",
+    "comm": 'ddp.BucketedDataParallel(model, comm=…) as the model; with strategy="sharded", '
+    "reducer=ddp.strategies.Sharded.reducer beside it",
     "stop": "callbacks=[…] with a ddp.Callback that calls state.stop(reason), on any rank",
     "settings": "callbacks=[…] with a ddp.Callback that returns them in state_dict, and compares them in "
     "load_state_dict, which a resumed run calls",
