@@ -54,9 +54,9 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.errors import CommunicatorBroken, ConfigError, UnusedParameters
 from ddp.gradients.bucket import Bucket, Slot
-from ddp.gradients.layout import Layout
+from ddp.gradients.layout import Division, Layout
 from ddp.gradients.reducer import InFlight, Reducer
-from ddp.gradients.totals import Totals, global_count
+from ddp.gradients.totals import Totals
 from ddp.process import gpu
 from ddp.process.clock import Stopwatch, now_s
 from ddp.replica.autograd import is_in_backward, uncompiled
@@ -146,7 +146,7 @@ class Accumulation:
 
     def write_totals(self, layout: Layout, totals: Totals) -> None:
         """Writes this rank's totals to where they travel."""
-        totals.write(layout.totals)
+        totals.write(layout.totals.numbers)
 
     def has_gradient(self, parameter: Tensor) -> bool:
         """Returns True if this rank has a gradient of a parameter in this step."""
@@ -252,17 +252,16 @@ class Backward:
         layout.allocate()
         if share.totals is not None:
             self._accumulation.write_totals(layout, share.totals)
-            count = global_count(self.comm, layout.totals, share.totals.loss_scale)
-            share = share._replace(divide_by=count)
-            if not layout.totals_ride:
-                with self._waited.running():
-                    layout.add_up(layout.rows_of_totals, label=f"step {self.step}, totals")
+            with self._waited.running():
+                layout.totals.send(label=f"step {self.step}, totals")
+        given = share.totals, share.divide_by
+        self._division = Division(self.comm, layout, *given, averages=self.reducer.averages)
         self.reductions = [BucketReduction(bucket, self.early.values()) for bucket in layout.buckets]
         self.index_of = layout.index_of
         for parameter in self._seen:
             self.reductions[self.index_of[id(parameter)]].ready.append(parameter)
-        self._seen, self._share = [], share
-        self._settlement = StepFinalizer(self.comm, layout, share, self.reducer, self.usage)
+        self._seen = []
+        self._settlement = StepFinalizer(self.comm, layout, share, self._division, self.reducer, self.usage)
 
     def note(self, parameter: Tensor) -> bool:
         """Notes that a gradient is ready. Returns False if no bucket waits for it; then `note_other` takes it."""
@@ -315,8 +314,7 @@ class Backward:
         """Launches every full bucket whose turn it is; the one that carries the verdicts waits for the end."""
         # exercise 07: fill and launch one bucket after another, from the first not launched to the first not full
         for reduction in self.reductions[self._num_launched :]:
-            waits_for_end = self.layout.verdicts_ride and reduction is self.reductions[-1]
-            if waits_for_end or not reduction.is_full:
+            if reduction.bucket is self.layout.verdicts.carrier or not reduction.is_full:
                 return
             self._fill(reduction)
             self.launch(reduction)
@@ -344,13 +342,13 @@ class Backward:
         self._num_launched += 1
         reduction.launched_s = now_s()
         reduction.ready_s = reduction.ready_s or reduction.launched_s
-        carries_divisor = self._share.totals is not None and self.layout.totals_ride and bucket.index == 0
-        divide_by = 1 if carries_divisor else self._share.divide_by
         in_background = self.overlap and (not bucket.is_last or bool(self._in_flight))
         label = f"step {self.step}, {bucket.label}"
         try:
             with self._waited.running():
-                work = self.reducer.reduce(bucket, divide_by=divide_by, async_op=in_background, label=label)
+                work = self.reducer.reduce(
+                    bucket, divide_by=self._division.of(bucket), async_op=in_background, label=label
+                )
         except CommunicatorBroken:
             self._collect(wait=True)  # a bucket in flight has failed, and its error names the rank that it waited for
             raise
@@ -405,10 +403,9 @@ class Backward:
         """
         if self._in_flight:
             self._collect(wait=True)
-        if not self.layout.verdicts_ride:
-            self._settlement.write_hidden_flags()
-            with self._waited.running():
-                self.layout.add_up(self.layout.rows_of_verdicts, label=f"step {self.step}, verdicts")
+        self._settlement.write_hidden_flags()
+        with self._waited.running():
+            self.layout.verdicts.send(label=f"step {self.step}, verdicts")
         self.stepper.check(self._settlement.gone)
         totals = self._settlement.settle(creates_graph=self.creates_graph)
         self.state, self.is_unread, self.error = State.DONE, totals is None, self._settlement.error

@@ -280,7 +280,7 @@ class ByShards(Accumulation):
 
     def write_totals(self, layout: Layout, totals: Totals) -> None:
         """Writes the totals of this rank's nodes to their rows."""
-        for row, node in zip(layout.rows_of_totals, self._totals.nodes, strict=False):
+        for row, node in zip(layout.totals.rows, self._totals.nodes, strict=False):
             row.copy_(node)
 
     def has_gradient(self, parameter: Tensor) -> bool:
@@ -294,8 +294,8 @@ class ByShards(Accumulation):
     def write_parts(self, layout: Layout) -> None:
         """Writes what was measured of this rank's nodes to the rows of verdicts; row 0 has the rank's verdicts."""
         self._take_square()
-        layout.rows_of_verdicts[1:] = 0
-        for row, node in zip(layout.rows_of_verdicts, self._parts.nodes, strict=False):
+        layout.verdicts.rows[1:] = 0
+        for row, node in zip(layout.verdicts.rows, self._parts.nodes, strict=False):
             squares, *counts = node.unbind()
             row[-3:] = torch.stack([*counts, squares])
 

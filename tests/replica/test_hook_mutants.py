@@ -29,7 +29,7 @@ MUTANTS = {
         "counts",
     ),
     "ranks keep their own totals": Mutant(
-        f"{BACKWARD}._set_up", "if not layout.totals_ride:", "if False:", HOOKED, "last_batch"
+        "gradients.totals.Rider.send", "if self.carrier is None:", "if False:", HOOKED, "last_batch"
     ),
     "a hook sees the sum": Mutant(
         f"{COMPRESSION}._reduce",

@@ -22,7 +22,8 @@ from ddp.comm.objects import all_gather_object
 from ddp.errors import UnusedParameters
 from ddp.gradients.bucket import Slot
 from ddp.gradients.layout import Layout
-from ddp.replica.settlement import StepFlags, Usage, Use
+from ddp.gradients.totals import StepFlags
+from ddp.replica.settlement import Usage, Use
 
 
 @dataclass
