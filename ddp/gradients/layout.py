@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, SupportsInt
+from typing import TYPE_CHECKING, SupportsInt, TypedDict
 
 import torch
 from torch import nn
@@ -28,6 +28,14 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 Named = Sequence[tuple[str, nn.Parameter]]
+
+
+class LayoutTerms(TypedDict):
+    """The keywords that all layouts of a replica have in common, for the type checker."""
+
+    limits: Sequence[int]
+    tails_ride: bool
+    num_shards: int | None
 
 
 class Layout:

@@ -133,11 +133,13 @@ class Accumulation:
     Attributes:
         num_shards: the number of shards of a batch by which gradients are added up; None: they are added up by ranks.
         shards: this rank's shards of each batch.
+        may_unfreeze: a forward may unfreeze parameters.
         buffers_at_start: those with which the running step has begun, or the last one, if they may have changed.
     """
 
     num_shards: int | None = None
     shards = range(0)
+    may_unfreeze = True
     buffers_at_start: Mapping[str, Tensor] = MappingProxyType({})
 
     def begin(self, layout: Layout, share: Share) -> Share:

@@ -6,6 +6,9 @@
                  calls the current `Backward`, which does the work (`backward.py`)
     step         the optimizer finds the mean in `p.grad`, which is a view of a bucket
 
+A program may freeze and unfreeze parameters inside a forward, run backward in there, or borrow other tensors for it
+(`torch.func.functional_call`).
+
 Note "begin". A backward normally enters the model through the outputs of its forward. A loss that is made of gradients
 with respect to inputs (`autograd.grad(…, create_graph=True)`) can bypass them. So while a forward in training mode, or
 one whose outputs hold no tensor with a graph, still waits for its backward, the first gradient of a parameter begins
@@ -38,13 +41,20 @@ from ddp.gradients.hooks.hook import Hook
 from ddp.gradients.layout import Layout, bucket_limits
 from ddp.gradients.reducer import AllReduce, Collective, Reducer
 from ddp.gradients.totals import Totals
-from ddp.replica.autograd import accumulates, adds_to_all, hand_out_differentiable, uncompiled, watch_backward
+from ddp.replica.autograd import (
+    accumulates,
+    adds_to_all,
+    hand_out_differentiable,
+    uncompiled,
+    watch_backward,
+    will_accumulate,
+)
 from ddp.replica.backward import Accumulation, Backward, BucketReduction, Observers, State, Stepper
 from ddp.replica.broadcast import BufferSync, broadcast_state, sending
 from ddp.replica.by_shards import ByShards, check_shards
 from ddp.replica.parameters import Change, Layouts, ParameterWatch, check_trainable, check_wire, managed
 from ddp.replica.replica import Replica
-from ddp.replica.settlement import Share, Usage
+from ddp.replica.settlement import Share, Usage, sparse_weights
 from ddp.replica.sync_batchnorm import waits
 from ddp.setting import WireName
 
@@ -83,7 +93,7 @@ class BucketedDataParallel(Replica):
     gradient_as_bucket_view = False  # gradients that a program keeps are its own (`gradients/bucket.py`, note "kept")
     collective: Collective
     waiting: Layout | None = None
-    _is_in_forward = False  # a forward is running that may run backward itself (`drop_in/`)
+    _is_in_forward = False  # a forward is running that may run backward itself
     accumulation = Accumulation()
 
     def __init__(
@@ -113,26 +123,32 @@ class BucketedDataParallel(Replica):
             check_shards(module, comm, wire, hook)
             given = self._buffer_sync, num_shards, None if wire == "fp32" else wire
             by_shards = self.accumulation = ByShards(comm, *given, finds_unused=find_unused_parameters)
-            usage = by_shards.usage
+            usage, self.gradient_as_bucket_view = by_shards.usage, True
             self.register_forward_pre_hook(by_shards.before_forward)
         self._limits = bucket_limits(bucket_cap_mb, first_bucket_mb=first_bucket_mb)
         self._overlap, self.wire = overlap, wire
         self.compression = None if hook is None else Compression(hook, comm, self._replicated_parameters())
         self._start(usage, Stepper(), reducer)
-        self.gradient_as_bucket_view = num_shards is not None or self.collective.is_sliced
+        self.gradient_as_bucket_view |= self.collective.is_sliced
 
-    def _start(
-        self, usage: Usage, stepper: Stepper, reducer: type[Collective] = AllReduce, *, allows_borrowing: bool = False
-    ) -> None:
+    def _start(self, usage: Usage, stepper: Stepper, reducer: type[Collective] = AllReduce) -> None:
         """Plans the first layout, and registers the observers by which autograd reports each gradient."""
         if waits(self.module):
             self._overlap = True  # its layers wait in backward, too: a rank must be able to wait for both at once
         self.collective = reducer(self.comm, self.wire, self.num_shards)
         self._reducer: Reducer = self.compression or self.collective
         self._usage, self._stepper = usage, stepper
-        self._watch = ParameterWatch(self.module, allows_borrowing=allows_borrowing)
+        self._watch = ParameterWatch(self.module)
         self._has_layout = True
-        self._layouts = Layouts(self.comm, self._watch, self._make_layout())
+        self._layouts = Layouts(
+            self.comm,
+            self._watch,
+            self._replicated_parameters(),
+            limits=self._limits,
+            for_hook=self._reducer.may_resize,
+            tails_ride=self._reducer.tails_ride,
+            num_shards=self.num_shards,
+        )
         self.backward = self._new_backward()
         self._last = self.backward  # the last one that has ended, once there is one
         self._observers = Observers(self, (parameter for _, parameter in self._replicated_parameters()))
@@ -224,20 +240,51 @@ class BucketedDataParallel(Replica):
     def _awaits_backward(self) -> bool:
         return self.waiting is not None or self.backward.state is State.RUNNING
 
-    def _watch_outputs(self, outputs: Any) -> None:
-        layout = self.layout
-        has_outputs = watch_backward(outputs, partial(self._begin, layout), self._finish)
-        self.waiting = layout if self.training or not has_outputs else None
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's forward; a backward through what it returns ends with equal gradients on all ranks."""
+        try:
+            return super().forward(*args, **kwargs)
+        except BaseException:
+            self._is_in_forward, self.waiting = False, None
+            raise
 
     @uncompiled
-    def _begin(self, layout: Layout, adds_to_all: bool) -> bool:
+    def _before_forward(self) -> tuple[bool, bool]:
+        synchronises, syncs_buffers = super()._before_forward()
+        if torch.is_grad_enabled():
+            self._is_in_forward = synchronises and not self._watch.is_borrowed and self.accumulation.may_unfreeze
+            self.waiting = self.layout if self._is_in_forward else None
+        return synchronises, syncs_buffers
+
+    def _watch_outputs(self, outputs: Any) -> None:
+        self._check_inside_forward()
+        self._is_in_forward, is_borrowed, layout = False, self._watch.is_borrowed, self.layout
+        has_outputs = watch_backward(outputs, partial(self._begin, layout, if_reached=is_borrowed), self._finish)
+        self.waiting = layout if (self.training or not has_outputs) and not is_borrowed else None
+
+    def _check_inside_forward(self) -> None:
+        """Takes another layout if the forward that is running, or has just ended, has unfrozen parameters."""
+        if self._is_in_forward and self._watch.check_inside():
+            self._choose_layout()
+
+    @uncompiled
+    def _begin(self, layout: Layout, adds_to_all: bool, *, if_reached: bool = False) -> bool:
         """Begins the step when backward first reaches an output or a parameter. Returns True if it did.
 
         Args:
             layout: for the parameters that needed a gradient in the forward that backward goes through.
             adds_to_all: as the function of this name returns it.
+            if_reached: begin only if backward will reach one of the parameters.
         """
-        if self.backward.state is State.RUNNING or not (adds_to_all or accumulates(layout.parameters)):
+        is_running = self.backward.state is State.RUNNING
+        if is_running and layout is self.backward.layout:
+            return False
+        if not (will_accumulate(layout.parameters) if if_reached else adds_to_all or accumulates(layout.parameters)):
+            return False
+        if self._is_in_forward and not self.require_backward_grad_sync:
+            return False  # no_sync inside a forward that runs backward itself
+        if is_running:
+            self.backward.widen(layout)
             return False
         self._begin_step(layout)
         return True
@@ -262,8 +309,18 @@ class BucketedDataParallel(Replica):
 
     def on_other_gradient(self, parameter: Tensor) -> None:
         """Handles a gradient that no bucket is waiting for."""
-        is_expected, layout = self.backward.state is State.EXPECTED, self.waiting
-        if layout is not None and is_expected and self._begin(layout, adds_to_all()):
+        is_running = self.backward.state is State.RUNNING
+        layout = self.backward.layout if is_running else self.layout
+        is_in_step = is_running or (self._is_in_forward and self.require_backward_grad_sync)
+        is_unknown = parameter.requires_grad and id(parameter) not in layout.slot_of
+        if is_in_step and is_unknown and self.accumulation.may_unfreeze:
+            self._watch.check_inside()  # it was frozen when the forward began
+            self._choose_layout()
+            self.waiting = self.layout
+            if is_running:
+                self.backward.widen(self.waiting)
+        is_expected, waiting = self.backward.state is State.EXPECTED, self.waiting
+        if waiting is not None and is_expected and self._begin(waiting, adds_to_all()):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         # once more, because the backward that has just begun may have a bucket for it
         is_known = self.backward.note(parameter) or self.backward.note_other(parameter)
@@ -271,8 +328,7 @@ class BucketedDataParallel(Replica):
             name = self._watch.names_of({id(parameter)})[0]
             raise RuntimeError(
                 f"{name} was unfrozen after its forward began, or one backward goes through two forwards with other "
-                "frozen parameters, so no bucket has a place for its gradient: unfreeze before the forward, or use "
-                "ddp.DistributedDataParallel"
+                "frozen parameters, so no bucket has a place for its gradient: unfreeze before the forward"
             )
 
     @uncompiled
@@ -333,25 +389,7 @@ class BucketedDataParallel(Replica):
     # --- which gradients live where ----------------------------------------------------------------------------------
 
     def _choose_layout(self) -> None:
-        self._layouts.choose(self._make_layout, early=self.backward.early)
-
-    def _make_layout(self) -> Layout:
-        """Returns a layout of the parameters that need a gradient now."""
-        needed = self._watch.needed_ids
-        named = [(name, parameter) for name, parameter in self._replicated_parameters() if id(parameter) in needed]
-        return Layout(
-            self.comm,
-            named,
-            limits=self._limits,
-            sparse=self._sparse_among(named),
-            for_hook=self._reducer.may_resize,
-            tails_ride=self._reducer.tails_ride,
-            num_shards=self.num_shards,
-        )
-
-    def _sparse_among(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
-        """Returns the names of the parameters whose gradients are sparse tensors."""
-        return []
+        self._layouts.choose(early=self.backward.early)
 
     def _replicated_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return managed(self.module, inner=Replica)
@@ -375,7 +413,8 @@ class BucketedDataParallel(Replica):
 
     @property
     def measures_parts(self) -> bool:
-        return self.compression is None
+        # asked before the forward, which alone would find out that a sparse layer was unfrozen
+        return self.compression is None and not any(weight.requires_grad for weight in sparse_weights(self.module))
 
     @property
     def gradient_order(self) -> list[str] | None:

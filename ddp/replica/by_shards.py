@@ -40,7 +40,7 @@ from ddp.replica.backward import Accumulation
 from ddp.replica.broadcast import BufferSync, checksum
 from ddp.replica.parameters import Layouts
 from ddp.replica.replica import Replica
-from ddp.replica.settlement import Share, Usage
+from ddp.replica.settlement import Share, Usage, sparse_weights
 from ddp.replica.shard_buffers import ShardBuffers
 from ddp.replica.sync_batchnorm import waits
 from ddp.replica.tied import check_untied
@@ -72,6 +72,7 @@ class ByShards(Accumulation):
     """
 
     num_shards: int
+    may_unfreeze = False
 
     def __init__(
         self, comm: Communicator, buffers: BufferSync, num_shards: int, wire: Narrow | None, *, finds_unused: bool
@@ -437,6 +438,8 @@ def check_shards(module: nn.Module, comm: Communicator, wire: WireName | None, h
     if waits(module):
         raise ConfigError("num_shards with SyncBatchNorm: its statistics are sums over workers; take BatchNorm")
     check_untied(module, "num_shards", instead="no num_shards", buffers_alone=True)
+    if sparse_weights(module):
+        raise ConfigError("same_bits with sparse gradients: they are added up by workers; take sparse=False")
     if wire == "fp32":
         raise ConfigError("num_shards with wire='fp32': gradients are added up in their own type; leave it out")
     if hook is not None:

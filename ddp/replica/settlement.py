@@ -309,9 +309,10 @@ class StepFinalizer:
 # ranks.
 
 
-def produces_sparse_gradient(module: nn.Module) -> bool:
-    """Returns True if the gradient of the module's weight is a sparse tensor."""
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+def sparse_weights(module: nn.Module) -> list[Tensor]:
+    """Returns the parameters of a module whose gradients are sparse tensors."""
+    layers = (each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
+    return [layer.weight for layer in layers if layer.sparse]
 
 
 def reduce_sparse(comm: Communicator, slot: Slot, *, divide_by: float) -> None:

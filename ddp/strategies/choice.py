@@ -24,7 +24,7 @@ from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.drop_in.data_parallel import DistributedDataParallel
 from ddp.replica.drop_in.in_backward import refusal
 from ddp.replica.replica import Replica
-from ddp.replica.settlement import produces_sparse_gradient
+from ddp.replica.settlement import sparse_weights
 from ddp.replica.sync_batchnorm import waits
 from ddp.replica.tied import move
 from ddp.setting import Precision, StrategyName
@@ -311,25 +311,20 @@ def of_this_process(averaging: Averaging) -> Averaging:
 
 def has_sparse_gradients(model: nn.Module) -> bool:
     """Returns True if a layer of the model has sparse gradients."""
-    return any(produces_sparse_gradient(layer) for layer in model.modules())
+    return bool(sparse_weights(model))
 
 
 def wrapped(
     module: nn.Module, comm: Communicator, averaging: Averaging, *, num_shards: int | None = None, **how: Any
 ) -> BucketedDataParallel:
-    """Returns a module of this device as the strategy's replica; of the drop-in class where gradients are sparse.
+    """Returns a module of this device as the strategy's replica.
 
     Args:
         num_shards: as in `replica_of`.
         how: further arguments of the replica.
     """
     averaging = of_this_process(averaging)
-    is_sparse = has_sparse_gradients(module)
-    if is_sparse and num_shards is not None:
-        raise ConfigError("same_bits with sparse gradients: they are added up by workers; take sparse=False")
-    if not is_sparse:
-        how |= {"num_shards": num_shards, "reducer": STRATEGIES[averaging.strategy].strategy.reducer}
-    replica = (DistributedDataParallel if is_sparse else BucketedDataParallel)(
+    replica = BucketedDataParallel(
         module,
         comm=comm,
         wire=averaging.wire,
@@ -337,6 +332,8 @@ def wrapped(
         bucket_cap_mb=averaging.bucket_cap_mb,
         first_bucket_mb=averaging.first_bucket_mb,
         find_unused_parameters=averaging.find_unused_parameters,
+        num_shards=num_shards,
+        reducer=STRATEGIES[averaging.strategy].strategy.reducer,
         **how,
     )
     replica.verify_replicas(every=averaging.verify_every)

@@ -171,6 +171,10 @@ class Sharded(Replicated):
         if self._slices is not None and self._slices.buckets is layout.buckets and self._groups == groups:
             self._slices.take_in()
             return self._slices
+        if layout.sparse:
+            raise ConfigError(
+                f"{layout.sparse[0].name} has a sparse gradient, which no slice can hold: take Replicated"
+            )
         whole = self.optimizer.state if self._slices is None else self._gathered(keep=True)
         self._slices, self._groups = self._slices_of(layout), groups
         self._of_parts = self._optimizer_of(self._slices.parts)

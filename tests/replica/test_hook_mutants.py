@@ -22,7 +22,7 @@ BACKWARD, FINALIZER = "replica.backward.Backward", "replica.settlement.StepFinal
 COMPRESSION = "gradients.hooks.compression.Compression"
 MUTANTS = {
     "the count travels in the wire format": Mutant(
-        "replica.bucketed.BucketedDataParallel._make_layout",
+        "replica.bucketed.BucketedDataParallel._start",
         "tails_ride=self._reducer.tails_ride",
         "tails_ride=True",
         WIRED,

@@ -112,7 +112,7 @@ MUTANTS = {
         "buffers_around_every_kind_of_forward",
     ),
     "a backward goes by the layout of the last forward": Mutant(
-        f"{DROP_IN}._begin",
+        "replica.bucketed.BucketedDataParallel._begin",
         "self._begin_step(layout)",
         "self._begin_step(self._layouts.current)",
         LIKE_TORCH,

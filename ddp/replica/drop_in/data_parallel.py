@@ -13,9 +13,6 @@ It has the same keywords (`arguments.py` has the table), the same `state_dict` a
     stepper      optimizers inside backward (`in_backward.py`)
     inputs       `join`: which ranks still have inputs (`join.py`)
 
-What it adds to a step are programs that freeze and unfreeze parameters inside a forward, run backward in there, or
-borrow parameters for it (`torch.func.functional_call`).
-
 Other people's programs ask `isinstance(model, torch.nn.parallel.DistributedDataParallel)`, in order to unwrap the
 model, to remove "module." from the keys of a checkpoint, or to use `no_sync`. The answer is True: this class is a
 virtual subclass of torch's (as `abc` calls it), which inherits nothing. Undocumented names that they use are in
@@ -25,14 +22,12 @@ virtual subclass of torch's (as `abc` calls it), which inherits nothing. Undocum
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.optim import Optimizer
@@ -46,7 +41,7 @@ from ddp.gradients.hooks.compression import Compression
 from ddp.gradients.hooks.hook import Hook
 from ddp.gradients.layout import Layout, bucket_limits
 from ddp.gradients.totals import Totals
-from ddp.replica.autograd import accumulates, uncompiled, watch_backward, will_accumulate
+from ddp.replica.autograd import uncompiled
 from ddp.replica.backward import State
 from ddp.replica.broadcast import BufferSync, Mode, broadcast_state, sending
 from ddp.replica.bucketed import BucketedDataParallel
@@ -58,7 +53,7 @@ from ddp.replica.drop_in.torch_names import NAMES, VALUES, TorchNames
 from ddp.replica.drop_in.usage import StaticGraph
 from ddp.replica.parameters import check_trainable, check_wire, managed
 from ddp.replica.replica import Inputs, Replica
-from ddp.replica.settlement import Usage, produces_sparse_gradient
+from ddp.replica.settlement import Usage
 from ddp.setting import WireName
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's name for it, on the module
@@ -167,7 +162,7 @@ class DistributedDataParallel(BucketedDataParallel):
         """Makes everything that pickles and copies leave out."""
         self._join_config = _JoinConfig.construct_disabled_join_config()  # torch's `Join` sets it
         usual = Usage(self.comm, finds_unused=self.find_unused_parameters)
-        self._start(StaticGraph(self.comm) if self.static_graph else usual, StepsOfOthers(), allows_borrowing=True)
+        self._start(StaticGraph(self.comm) if self.static_graph else usual, StepsOfOthers())
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -178,74 +173,18 @@ class DistributedDataParallel(BucketedDataParallel):
             UnusedParameters: the last step left some without a gradient, and that is not allowed.
             ConfigError: parameters were added, removed or replaced.
         """
-        module = self.module
         arguments.check_engine()
         if self.input_device is not None:
             args, kwargs = arguments.moved((args, kwargs), self.input_device)
-        if self._is_no_step():
-            return module(*args, **kwargs)
-        try:
-            with record_function("DistributedDataParallel.forward") if _profiler_enabled() else nullcontext():
-                moment = self._before_forward()
-                return self._after_forward(module(*args, **kwargs), *moment)
-        except BaseException:
-            self._is_in_forward, self.waiting = False, None
-            raise
-
-    @uncompiled
-    def _before_forward(self) -> tuple[bool, bool]:
-        synchronises, syncs_buffers = super()._before_forward()
-        if torch.is_grad_enabled():
-            self._is_in_forward = synchronises and not self._watch.is_borrowed
-            self.waiting = self.layout if self._is_in_forward else None
-        return synchronises, syncs_buffers
-
-    def _watch_outputs(self, outputs: Any) -> None:
-        self._check_inside_forward()
-        self._is_in_forward, is_borrowed = False, self._watch.is_borrowed
-        layout = self.layout
-        has_outputs = watch_backward(outputs, partial(self._begin, layout, if_reached=is_borrowed), self._finish)
-        self.waiting = layout if (self.training or not has_outputs) and not is_borrowed else None
-
-    def _check_inside_forward(self) -> None:
-        """Takes another layout if the forward that is running, or has just ended, has unfrozen parameters."""
-        if self._is_in_forward and self._watch.check_inside():
-            self._choose_layout()
+        with record_function("DistributedDataParallel.forward") if _profiler_enabled() else nullcontext():
+            return super().forward(*args, **kwargs)
 
     @uncompiled
     def _begin(self, layout: Layout, adds_to_all: bool, *, if_reached: bool = False) -> bool:
-        """Begins the step when backward first reaches an output or a parameter. Returns True if it did.
-
-        Args:
-            layout, adds_to_all: as in the base class.
-            if_reached: begin only if backward will reach one of the parameters.
-        """
-        is_running = self.backward.state is State.RUNNING
-        if is_running and layout is self.backward.layout:
-            return False
-        if not (will_accumulate(layout.parameters) if if_reached else adds_to_all or accumulates(layout.parameters)):
+        has_begun = super()._begin(layout, adds_to_all, if_reached=if_reached)
+        if not has_begun and self.backward.state is not State.RUNNING:
             arguments.check_engine(in_backward=True)
-            return False
-        if self._is_in_forward and not self.require_backward_grad_sync:
-            return False  # no_sync inside a forward that runs backward itself
-        if is_running:
-            self.backward.widen(layout)
-            return False
-        self._begin_step(layout)
-        return True
-
-    def on_other_gradient(self, parameter: Tensor) -> None:
-        """Handles a gradient that no bucket is waiting for."""
-        is_running = self.backward.state is State.RUNNING
-        layout = self.backward.layout if is_running else self.layout
-        is_in_step = is_running or (self._is_in_forward and self.require_backward_grad_sync)
-        if is_in_step and parameter.requires_grad and id(parameter) not in layout.slot_of:
-            self._watch.check_inside()  # it was frozen when the forward began
-            self._choose_layout()
-            self.waiting = self.layout
-            if is_running:
-                self.backward.widen(self.waiting)
-        super().on_other_gradient(parameter)
+        return has_begun
 
     def _choose_layout(self) -> None:
         if self.steps_in_backward and not self._layouts.is_current:
@@ -254,16 +193,6 @@ class DistributedDataParallel(BucketedDataParallel):
 
     def _replicated_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return _not_ignored(self.module, self.parameters_to_ignore)
-
-    def _sparse_among(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
-        sparse = {id(child.weight) for child in self.module.modules() if produces_sparse_gradient(child)}
-        return [name for name, parameter in named if id(parameter) in sparse]
-
-    @property
-    def measures_parts(self) -> bool:
-        # asked before the forward, which alone would find out that a sparse layer was unfrozen
-        sparse = (child.weight for child in self.module.modules() if produces_sparse_gradient(child))
-        return self.compression is None and not any(weight.requires_grad for weight in sparse)
 
     def ride_along(self, totals: Totals) -> None:
         """Sends this rank's part of the step's totals with the gradients (see `Replica`)."""

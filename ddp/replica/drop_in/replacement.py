@@ -1,7 +1,7 @@
 """Puts our class in the place of torch's, for libraries that wrap models by torch's class themselves.
 
-    ddp.drop_in.take_over()
-    model = ray.train.torch.prepare_model(model)        # a ddp.DistributedDataParallel
+ddp.drop_in.take_over()
+model = ray.train.torch.prepare_model(model)        # a ddp.DistributedDataParallel
 """
 
 from __future__ import annotations
