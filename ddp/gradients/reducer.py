@@ -61,6 +61,9 @@ class Reducer(ABC):
     may_hide = False
     is_finite: bool | Tensor = True
 
+    def begin(self) -> None:  # noqa: B027 (nothing is remembered)
+        """Begins a step."""
+
     @abstractmethod
     def reduce(self, bucket: Bucket, *, divide_by: SupportsInt, async_op: bool, label: str) -> InFlight | None:
         """Sums a bucket over the ranks and divides it. Returns the work if it is still in flight."""

@@ -42,7 +42,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
-from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -61,6 +60,7 @@ from ddp.process import gpu
 from ddp.process.clock import Stopwatch, now_s
 from ddp.replica.autograd import is_in_backward, uncompiled
 from ddp.replica.broadcast import check_same_layout
+from ddp.replica.replica import Accumulation
 from ddp.replica.settlement import Share, StepFinalizer, Usage
 
 
@@ -125,41 +125,6 @@ class BucketReduction:
         """Returns the slots whose gradient has not become ready since the last reduction."""
         ready, slots = set(map(id, self.ready)), self.bucket.slots
         return [slot for slot in slots if id(slot.parameter) not in ready] if len(ready) < len(slots) else []
-
-
-class Accumulation:
-    """Adds up a rank's micro-batches in `p.grad`, as autograd does. Its methods stand in the order of a backward.
-
-    Attributes:
-        num_shards: the number of shards of a batch by which gradients are added up; None: they are added up by ranks.
-        shards: this rank's shards of each batch.
-        may_unfreeze: a forward may unfreeze parameters.
-        buffers_at_start: those with which the running step has begun, or the last one, if they may have changed.
-    """
-
-    num_shards: int | None = None
-    shards = range(0)
-    may_unfreeze = True
-    buffers_at_start: Mapping[str, Tensor] = MappingProxyType({})
-
-    def begin(self, layout: Layout, share: Share) -> Share:
-        """Begins the backward that ends a step. Returns the rank's contribution to that step."""
-        return share
-
-    def write_totals(self, layout: Layout, totals: Totals) -> None:
-        """Writes this rank's totals to where they travel."""
-        totals.write(layout.totals.numbers)
-
-    def has_gradient(self, parameter: Tensor) -> bool:
-        """Returns True if this rank has a gradient of a parameter in this step."""
-        return parameter.grad is not None
-
-    def fill(self, bucket: Bucket) -> list[Slot]:
-        """Puts the gradients of a bucket in their places. Returns the slots without one, which hold zeros."""
-        return bucket.fill()
-
-    def write_parts(self, layout: Layout) -> None:
-        """Writes what was measured of parts of the batch to where verdicts travel."""
 
 
 class Stepper:

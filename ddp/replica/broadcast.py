@@ -22,13 +22,31 @@ import torch
 from torch import Tensor, nn
 
 from ddp.comm.objects import all_gather_object
-from ddp.errors import CollectiveMismatch, ReplicaMismatch
+from ddp.errors import CollectiveMismatch, ConfigError, ReplicaMismatch
 from ddp.replica.tied import in_memory_of
 
 if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator
 
 PACK_BYTES = 32 << 20
+
+
+def check_trainable(named: list[tuple[str, nn.Parameter]], *, has_inner: bool = False) -> None:
+    """Raises ConfigError if no parameter needs a gradient, or if one has no shape yet, or is split among ranks.
+
+    Args:
+        has_inner: an inner replica keeps other parameters of the module equal, and those need one.
+    """
+    for name, parameter in named:
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ConfigError(f"{name} of a lazy module has no shape yet: run one forward before making the replica")
+        if hasattr(parameter, "placements") or hasattr(parameter, "_st_info"):  # as parallelize_module leaves them
+            raise ConfigError(
+                f"{name} is one part of a parameter: a replica does not go above tensor parallelism, which makes new "
+                "parameters in each forward; leave parallelize_module out, or keep torch's DistributedDataParallel"
+            )
+    if not has_inner and not any(parameter.requires_grad for _, parameter in named):
+        raise ConfigError("no parameter of the module needs a gradient: there is nothing to average; use it as it is")
 
 
 def sending(wire: str | None, hook: object | None, num_shards: int | None = None) -> str:
@@ -180,11 +198,7 @@ class BufferSync:
     Args:
         ignored: names of buffers that are left alone.
 
-    Attributes:
-        is_hooked: a function of the user's keeps them equal (`replica/drop_in/comm_hook.py`).
     """
-
-    is_hooked = False
 
     def __init__(self, comm: Communicator, module: nn.Module, mode: Mode, ignored: Collection[str] = ()) -> None:
         if mode not in get_args(Mode):
@@ -230,10 +244,10 @@ class BufferSync:
             self.broadcast(root, label=BEFORE_FORWARD)
 
     def after_forward(self) -> None:
-        """Is called where `is_hooked`."""
+        """Does nothing; a function of the user's may keep buffers equal here (`drop_in/comm_hook.py`)."""
 
     def after_backward(self) -> None:
-        """Is called where `is_hooked`."""
+        """Does nothing; a function of the user's may still be at it (`drop_in/comm_hook.py`)."""
 
     def broadcast(self, root: int = 0, *, label: str = "buffers") -> None:
         """Gives every rank the root's buffers."""

@@ -24,7 +24,7 @@ RuntimeError. If parameters were added, or frozen or converted in a wrong way, i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -49,12 +49,12 @@ from ddp.replica.autograd import (
     watch_backward,
     will_accumulate,
 )
-from ddp.replica.backward import Accumulation, Backward, BucketReduction, Observers, State, Stepper
-from ddp.replica.broadcast import BufferSync, broadcast_state, sending
+from ddp.replica.backward import Backward, BucketReduction, Observers, State, Stepper
+from ddp.replica.broadcast import BufferSync, broadcast_state, check_trainable, sending
 from ddp.replica.by_shards import ByShards, check_shards
-from ddp.replica.parameters import Change, Layouts, ParameterWatch, check_trainable, check_wire, managed
-from ddp.replica.replica import Replica
-from ddp.replica.settlement import Share, Usage, sparse_weights
+from ddp.replica.parameters import Change, Layouts, ParameterWatch, check_wire, managed, sparse_weights
+from ddp.replica.replica import Accumulation, Replica
+from ddp.replica.settlement import Share, Usage
 from ddp.replica.sync_batchnorm import waits
 from ddp.setting import WireName
 
@@ -81,7 +81,6 @@ class BucketedDataParallel(Replica):
         comm: the ranks that take part; all by default.
 
     Attributes:
-        accumulation: adds up this rank's micro-batches.
         waiting: the layout of a forward that waits for its backward (note "begin").
 
     Raises:
@@ -94,7 +93,6 @@ class BucketedDataParallel(Replica):
     collective: Collective
     waiting: Layout | None = None
     _is_in_forward = False  # a forward is running that may run backward itself
-    accumulation = Accumulation()
 
     def __init__(
         self,
@@ -159,14 +157,6 @@ class BucketedDataParallel(Replica):
     def by_shards(self) -> ByShards | None:
         """The running step, if gradients are added up by shards."""
         return self.accumulation if isinstance(self.accumulation, ByShards) else None
-
-    @property
-    def num_shards(self) -> int | None:
-        return self.accumulation.num_shards
-
-    @property
-    def shards(self) -> range:
-        return self.accumulation.shards
 
     def shard(self, number: int) -> AbstractContextManager[None]:
         """Makes forward and backward inside those of one shard. The last block of a rank ends the step. Collective.
@@ -292,20 +282,13 @@ class BucketedDataParallel(Replica):
     def _begin_step(self, layout: Layout, *, has_samples: bool = True) -> None:
         if not self.gradient_as_bucket_view:
             layout.spare_kept()
-        if self.compression is not None:
-            self.compression.begin()
+        self._reducer.begin()
         mine, self.riding = self.riding, None
         share = self.accumulation.begin(layout, Share(mine, self.inputs.divisor, has_samples))
         self.backward.begin(layout, self.num_steps + 1, share)
 
     def _begin_without_samples(self) -> None:
         self._begin_step(self.layout, has_samples=False)
-
-    def _report_unobserved(self) -> None:
-        """Reports gradients that no observer has, because their parameters were converted and back."""
-        for parameter in self._observers.renew():
-            if self.accumulation.has_gradient(parameter):
-                self.on_other_gradient(parameter)
 
     def on_other_gradient(self, parameter: Tensor) -> None:
         """Handles a gradient that no bucket is waiting for."""
@@ -334,8 +317,9 @@ class BucketedDataParallel(Replica):
     @uncompiled
     def _finish(self) -> None:
         ended, former = self.backward, self._last
-        if not ended.is_complete:
-            self._report_unobserved()
+        for parameter in () if ended.is_complete else self._observers.renew():  # converted and back, unobserved
+            if self.accumulation.has_gradient(parameter):
+                self.on_other_gradient(parameter)
         with torch.no_grad():
             for reduction in ended.end():
                 ended.launch(reduction)
@@ -372,9 +356,6 @@ class BucketedDataParallel(Replica):
     def _new_backward(self) -> Backward:
         given = self._reducer, self._usage, self._stepper, self.accumulation
         return Backward(self.comm, *given, overlap=self._overlap, waited=self.waited)
-
-    def _buffers_at_start(self) -> Mapping[str, Tensor]:
-        return self.accumulation.buffers_at_start
 
     @contextmanager
     def _unobserved(self) -> Iterator[None]:

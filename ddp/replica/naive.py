@@ -18,8 +18,7 @@ from torch import nn
 
 from ddp.gradients.totals import Totals, count_of
 from ddp.replica.autograd import accumulates, uncompiled, watch_backward
-from ddp.replica.broadcast import BufferSync, broadcast_state
-from ddp.replica.parameters import check_trainable
+from ddp.replica.broadcast import BufferSync, broadcast_state, check_trainable
 from ddp.replica.replica import Replica
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from ddp.comm import checks
 from ddp.errors import CollectiveMismatch, ConfigError, ReplicaMismatch
 from ddp.gradients.layout import Layout, LayoutTerms
 from ddp.replica.broadcast import check_same_layout
-from ddp.replica.settlement import sparse_weights
 from ddp.setting import WireName
 
 if TYPE_CHECKING:
@@ -40,30 +39,18 @@ def managed(module: nn.Module, *, inner: type[nn.Module]) -> list[tuple[str, nn.
     return [(name, p) for name, p in module.named_parameters() if id(p) not in others]
 
 
-def check_trainable(named: list[tuple[str, nn.Parameter]], *, has_inner: bool = False) -> None:
-    """Raises ConfigError if no parameter needs a gradient, or if one has no shape yet, or is split among ranks.
-
-    Args:
-        has_inner: an inner replica keeps other parameters of the module equal, and those need one.
-    """
-    for name, parameter in named:
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ConfigError(f"{name} of a lazy module has no shape yet: run one forward before making the replica")
-        if hasattr(parameter, "placements") or hasattr(parameter, "_st_info"):  # as parallelize_module leaves them
-            raise ConfigError(
-                f"{name} is one part of a parameter: a replica does not go above tensor parallelism, which makes new "
-                "parameters in each forward; leave parallelize_module out, or keep torch's DistributedDataParallel"
-            )
-    if not has_inner and not any(parameter.requires_grad for _, parameter in named):
-        raise ConfigError("no parameter of the module needs a gradient: there is nothing to average; use it as it is")
-
-
 def check_wire(named: Iterable[tuple[str, Tensor]], wire: WireName | None, hook: object | None = None) -> None:
     """Raises ConfigError unless all gradients can travel in this format."""
     if wire is not None and hook is not None:
         raise ConfigError(f"wire={wire!r} beside hook={hook!r}, which does the sending: leave one out")
     for dtype in {parameter.dtype for _, parameter in named if parameter.requires_grad}:
         checks.wire(wire, "mean", dtype)
+
+
+def sparse_weights(module: nn.Module) -> list[Tensor]:
+    """Returns the parameters of a module whose gradients are sparse tensors."""
+    layers = (each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
+    return [layer.weight for layer in layers if layer.sparse]
 
 
 class Change(Enum):

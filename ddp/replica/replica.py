@@ -19,13 +19,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ddp.errors import ConfigError
-from ddp.gradients.bucket import Bucket
+from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.totals import Totals
 from ddp.process.clock import Stopwatch
 from ddp.process.streams import preserved
@@ -36,7 +37,9 @@ from ddp.setting import WireName
 if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator
     from ddp.gradients.hooks.compression import Compression
+    from ddp.gradients.layout import Layout
     from ddp.gradients.reducer import Collective
+    from ddp.replica.settlement import Share
 
 PREFIX = "module."
 
@@ -60,6 +63,41 @@ class Inputs:
         """Tells the others, before a forward that synchronises, that this rank has inputs."""
 
 
+class Accumulation:
+    """Adds up a rank's micro-batches in `p.grad`, as autograd does. Its methods stand in the order of a backward.
+
+    Attributes:
+        num_shards: the number of shards of a batch by which gradients are added up; None: they are added up by ranks.
+        shards: this rank's shards of each batch.
+        may_unfreeze: a forward may unfreeze parameters.
+        buffers_at_start: those with which the running step has begun, or the last one, if they may have changed.
+    """
+
+    num_shards: int | None = None
+    shards = range(0)
+    may_unfreeze = True
+    buffers_at_start: Mapping[str, Tensor] = MappingProxyType({})
+
+    def begin(self, layout: Layout, share: Share) -> Share:
+        """Begins the backward that ends a step. Returns the rank's contribution to that step."""
+        return share
+
+    def write_totals(self, layout: Layout, totals: Totals) -> None:
+        """Writes this rank's totals to where they travel."""
+        totals.write(layout.totals.numbers)
+
+    def has_gradient(self, parameter: Tensor) -> bool:
+        """Returns True if this rank has a gradient of a parameter in this step."""
+        return parameter.grad is not None
+
+    def fill(self, bucket: Bucket) -> list[Slot]:
+        """Puts the gradients of a bucket in their places. Returns the slots without one, which hold zeros."""
+        return bucket.fill()
+
+    def write_parts(self, layout: Layout) -> None:
+        """Writes what was measured of parts of the batch to where verdicts travel."""
+
+
 class Replica(nn.Module, ABC):
     """One worker's copy of a model, kept equal to the others.
 
@@ -67,6 +105,7 @@ class Replica(nn.Module, ABC):
         module: the model.
         comm: the ranks that have a copy.
         inputs: says which ranks have inputs.
+        accumulation: adds up this rank's micro-batches.
         collective: averages a bucket where no hook does; None: gradients are averaged one by one.
         wire: the format in which gradients travel between hosts, if not their own.
         compression: the hook that averages gradients, if there is one.
@@ -85,6 +124,7 @@ class Replica(nn.Module, ABC):
     compression: Compression | None = None
     settled: Callable[[], AbstractContextManager[Any]] = nullcontext
     inputs: Inputs
+    accumulation = Accumulation()
 
     def __init__(self, module: nn.Module, comm: Communicator, buffers: BufferSync) -> None:
         super().__init__()
@@ -127,7 +167,7 @@ class Replica(nn.Module, ABC):
 
     @uncompiled
     def _after_forward(self, outputs: Any, synchronises: bool, syncs_buffers: bool) -> Any:
-        if syncs_buffers and self._buffer_sync.is_hooked:
+        if syncs_buffers:
             self._buffer_sync.after_forward()
         if synchronises or not self.inputs.may_end:
             # looked up again, because Lightning's manual optimization switches it off inside the forward
@@ -143,8 +183,7 @@ class Replica(nn.Module, ABC):
             totals: of all ranks; None if they are to be read later.
         """
         self._totals = totals or self._totals
-        if self._buffer_sync.is_hooked:
-            self._buffer_sync.after_backward()
+        self._buffer_sync.after_backward()
         self.num_steps += 1
         due = self._verification
         if due is not None and self.num_steps % due.every == 0 and self.inputs.all_step:
@@ -166,12 +205,12 @@ class Replica(nn.Module, ABC):
     @property
     def num_shards(self) -> int | None:
         """The number of shards of a batch by which gradients are added up; None: they are added up by ranks."""
-        return None
+        return self.accumulation.num_shards
 
     @property
     def shards(self) -> range:
         """This rank's shards of each batch; none if gradients are added up by ranks."""
-        return range(0)
+        return self.accumulation.shards
 
     def shard(self, number: int) -> AbstractContextManager[None]:
         """Begins a block for forward and backward of one shard.
@@ -275,7 +314,7 @@ class Replica(nn.Module, ABC):
         gradients, waiting = [parameter.grad for parameter in parameters], self.waiting
         before = BufferSnapshot(self.module)
         with torch.no_grad():
-            for name, start in self._buffers_at_start().items():
+            for name, start in self.accumulation.buffers_at_start.items():
                 self.module.get_buffer(name).copy_(start)
         for parameter in parameters:
             parameter.grad = None
@@ -287,10 +326,6 @@ class Replica(nn.Module, ABC):
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             self.waiting = waiting
-
-    def _buffers_at_start(self) -> Mapping[str, Tensor]:
-        """Returns the buffers with which the running step, or the last one, has begun, if they may have changed."""
-        return {}
 
     def _unobserved(self) -> AbstractContextManager[None]:
         """Lets no observer of a gradient act inside."""

@@ -35,7 +35,7 @@ from enum import IntEnum
 from typing import NamedTuple, SupportsInt
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
@@ -307,12 +307,6 @@ class StepFinalizer:
 # They live outside buckets. Each rank sends its indices and values to all; everyone puts them side by side in the order
 # of the ranks and adds up equal indices, so that all get the same bits. Cost: every rank receives the rows of all
 # ranks.
-
-
-def sparse_weights(module: nn.Module) -> list[Tensor]:
-    """Returns the parameters of a module whose gradients are sparse tensors."""
-    layers = (each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
-    return [layer.weight for layer in layers if layer.sparse]
 
 
 def reduce_sparse(comm: Communicator, slot: Slot, *, divide_by: float) -> None:

@@ -23,8 +23,8 @@ from ddp.process.log import log
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.drop_in.data_parallel import DistributedDataParallel
 from ddp.replica.drop_in.in_backward import refusal
+from ddp.replica.parameters import sparse_weights
 from ddp.replica.replica import Replica
-from ddp.replica.settlement import sparse_weights
 from ddp.replica.sync_batchnorm import waits
 from ddp.replica.tied import move
 from ddp.setting import Precision, StrategyName

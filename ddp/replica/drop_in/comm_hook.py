@@ -160,8 +160,6 @@ class HookedBuffers(BufferSync):
         of: the same buffers, without the hook.
     """
 
-    is_hooked = True
-
     def __init__(self, of: BufferSync, hook: BufferHook, state: Any, when: When) -> None:
         super().__init__(of.comm, of.module, of.mode, of.ignored)
         check_hook(hook)

@@ -43,7 +43,7 @@ from ddp.gradients.layout import Layout, bucket_limits
 from ddp.gradients.totals import Totals
 from ddp.replica.autograd import uncompiled
 from ddp.replica.backward import State
-from ddp.replica.broadcast import BufferSync, Mode, broadcast_state, sending
+from ddp.replica.broadcast import BufferSync, Mode, broadcast_state, check_trainable, sending
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.drop_in import arguments
 from ddp.replica.drop_in.comm_hook import BufferHook, CommHook, HookedBuffers, HookFunction, When, check_hook
@@ -51,7 +51,7 @@ from ddp.replica.drop_in.in_backward import MakeOptimizer, StepInBackward, Steps
 from ddp.replica.drop_in.join import Joining, TorchJoinHook
 from ddp.replica.drop_in.torch_names import NAMES, VALUES, TorchNames
 from ddp.replica.drop_in.usage import StaticGraph
-from ddp.replica.parameters import check_trainable, check_wire, managed
+from ddp.replica.parameters import check_wire, managed
 from ddp.replica.replica import Inputs, Replica
 from ddp.replica.settlement import Usage
 from ddp.setting import WireName
