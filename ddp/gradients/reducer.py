@@ -3,8 +3,8 @@
 AllReduce         every rank gets the mean of the whole bucket
 ReduceScatter     every rank gets the mean of its slice
 HostReduceScatter every rank gets the mean of the slice that its place on its host stands for
-Compression       a hook of this package sends less than all of it (`hooks/compression.py`)
-CommHook          a user's function does what it likes (`replica/drop_in/comm_hook.py`)
+Compression       a hook of this package sends less than all of it (`compression.py`)
+CommHook          a user's function does what it likes (`replica/drop_in/in_backward.py`)
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.device import device_of
 from ddp.comm.session import current
 from ddp.gradients.bucket import Bucket
-from ddp.gradients.hooks.compression import Compression
-from ddp.gradients.hooks.hook import Hook
+from ddp.gradients.compression import Compression
+from ddp.gradients.hook import Hook
 from ddp.gradients.layout import Layout, bucket_limits
 from ddp.gradients.reducer import AllReduce, Collective, Reducer
 from ddp.gradients.totals import Totals
@@ -70,7 +70,7 @@ class BucketedDataParallel(Replica):
             "foreground").
         wire: "bf16", "fp16", "int8" or "int8_stochastic": the format in which gradients travel between hosts
             (`comm/wire_format.py`). "fp32": those of a narrower type are added up as float32.
-        hook: sends less than all of the gradients between hosts (`gradients/hooks/hook.py`); the replica takes a copy.
+        hook: sends less than all of the gradients between hosts (`gradients/hook.py`); the replica takes a copy.
         num_shards: gradients are added up by this number of shards of the batch, each in its own block (`shard`). Then
             the result has the same bits at any world size.
         reducer: averages a bucket, unless a hook does: each rank gets the mean of all of it, by an all-reduce; or of a

@@ -36,13 +36,12 @@ from ddp.gradients.totals import NUM_TOTALS, Parts, Totals
 from ddp.optim.norms import block_norms, total_norm
 from ddp.process.streams import seed_generators, stream_seed
 from ddp.replica.autograd import is_in_backward, uncompiled
-from ddp.replica.broadcast import BufferSync, checksum
+from ddp.replica.broadcast import BufferSync, check_untied, checksum
 from ddp.replica.parameters import Layouts, sparse_weights
 from ddp.replica.replica import Accumulation, Replica
 from ddp.replica.settlement import Share, Usage
 from ddp.replica.shard_buffers import ShardBuffers
 from ddp.replica.sync_batchnorm import waits
-from ddp.replica.tied import check_untied
 from ddp.setting import Narrow, WireName
 
 Prepare = Callable[[Slot, Tensor], Tensor]

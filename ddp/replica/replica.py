@@ -36,7 +36,7 @@ from ddp.setting import WireName
 
 if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator
-    from ddp.gradients.hooks.compression import Compression
+    from ddp.gradients.compression import Compression
     from ddp.gradients.layout import Layout
     from ddp.gradients.reducer import Collective
     from ddp.replica.settlement import Share

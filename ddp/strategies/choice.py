@@ -16,24 +16,23 @@ from ddp.comm.device import device_of
 from ddp.comm.meeting.role import current_role
 from ddp.comm.session import init
 from ddp.errors import ConfigError
-from ddp.gradients.hooks.hook import Hook
+from ddp.gradients.hook import Hook
 from ddp.policies import Averaging, Rounds
 from ddp.process import gpu
 from ddp.process.log import log
+from ddp.replica.broadcast import move
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.drop_in.data_parallel import DistributedDataParallel
 from ddp.replica.drop_in.in_backward import refusal
 from ddp.replica.parameters import sparse_weights
 from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import waits
-from ddp.replica.tied import move
 from ddp.setting import Precision, StrategyName
 from ddp.strategies import central_storage
 from ddp.strategies.central_storage import CentralStorage
 from ddp.strategies.local_sgd import LocalSteps
-from ddp.strategies.replicated import Replicated
 from ddp.strategies.sharded import Served, Sharded
-from ddp.strategies.strategy import Strategy
+from ddp.strategies.strategy import Replicated, Strategy
 from ddp.strategies.streaming import Streaming
 
 # --- The words -------------------------------------------------------------------------------------------------------

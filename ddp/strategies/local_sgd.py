@@ -41,8 +41,7 @@ from ddp.optim.norms import gradient_norm
 from ddp.policies import LocalSGD, Rounds
 from ddp.replica.broadcast import BufferSnapshot
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.strategies.replicated import Replicated
-from ddp.strategies.strategy import Agreement
+from ddp.strategies.strategy import Agreement, Replicated
 
 
 class LocalSteps(Replicated):

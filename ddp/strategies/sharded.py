@@ -38,7 +38,7 @@ from ddp.optim.layerwise import Layerwise, Measured, clipped_step, laid_out_like
 from ddp.optim.norms import BLOCK_NUMEL, block_norms, in_memory_order, num_blocks, total_norm, whole_norms, wide
 from ddp.process import gpu
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.strategies.replicated import Replicated
+from ddp.strategies.strategy import Replicated
 
 ELEMENTWISE = (SGD, Adam, AdamW, LARS, LARC, LAMB)
 """Optimizers that update each element by itself, but for norms that they ask for; a class derived from one may not."""

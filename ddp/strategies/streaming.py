@@ -41,8 +41,7 @@ from ddp.gradients.totals import NUM_TOTALS, Totals, global_count
 from ddp.policies import Rounds
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.strategies.local_sgd import LocalSteps
-from ddp.strategies.replicated import diverged
-from ddp.strategies.strategy import Agreement
+from ddp.strategies.strategy import Agreement, diverged
 
 
 class Fragment:

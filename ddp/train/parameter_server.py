@@ -39,10 +39,9 @@ from ddp.process.clock import Stopwatch, now_s
 from ddp.process.log import log
 from ddp.strategies.choice import strategy_for
 from ddp.strategies.parameter_server.edge import LOST
-from ddp.strategies.parameter_server.leased import LeasedLoader
 from ddp.strategies.parameter_server.ledger import Lease, Plan
 from ddp.strategies.parameter_server.server import Received, Service
-from ddp.strategies.parameter_server.worker import Over, Servers
+from ddp.strategies.parameter_server.worker import LeasedLoader, Over, Servers
 from ddp.strategies.sharded import Served
 from ddp.train import arguments
 from ddp.train.arguments import FitArguments

@@ -17,10 +17,8 @@ from ddp.collectives.catalog import ALL_REDUCE
 from ddp.comm.communicator import Communicator
 from ddp.data.loading.loader import TrainLoader
 from ddp.data.orders.sampler import TrainSampler
-from ddp.gradients.hooks.hook import ErrorFeedback
-from ddp.gradients.hooks.powersgd import PowerSGD
-from ddp.gradients.hooks.sign import Sign
-from ddp.gradients.hooks.sparsification import RandomK, TopK
+from ddp.gradients.encodings import PowerSGD, RandomK, Sign, TopK
+from ddp.gradients.hook import ErrorFeedback
 from ddp.gradients.reducer import ReduceScatter
 from ddp.gradients.totals import Totals
 

@@ -140,7 +140,7 @@ MUTANTS = {
         "what_a_hook_sees",
     ),
     "hooks do not wait for each other": Mutant(
-        "replica.drop_in.comm_hook.CommHook.reduce",
+        "replica.drop_in.in_backward.CommHook.reduce",
         "self._last.wait()",
         "pass",
         JOIN_AND_HOOKS,

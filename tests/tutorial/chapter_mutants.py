@@ -137,9 +137,9 @@ SUBJECTS = {  # chapter → the functions that it is about
         "optim/groups.py: parameter_groups",
     ],
     "13_less_traffic": [
-        "gradients/hooks/hook.py: commit, add_to, ErrorFeedback.enter",
-        "gradients/hooks/sign.py: encode, add",
-        "gradients/hooks/sparsification.py: TopK.reduce",
+        "gradients/hook.py: commit, add_to, ErrorFeedback.enter",
+        "gradients/encodings.py: encode_signs, add_signs",
+        "gradients/encodings.py: TopK.reduce",
     ],
     "14_every_sample_once": [
         "data/orders/sharding.py: Lanes.__init__, Lanes.samples",

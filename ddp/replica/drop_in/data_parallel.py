@@ -5,12 +5,12 @@
     loss.backward()                                 # gradients are averaged over all ranks meanwhile
     optimizer.step()                                # the same on every rank, so replicas stay bitwise equal
 
-It has the same keywords (`arguments.py` has the table), the same `state_dict` and the same errors. It is a
+It has the same keywords (`torch_names.py` has the table), the same `state_dict` and the same errors. It is a
 `BucketedDataParallel` that gives other objects to the same backward:
 
-    usage        which parameters a backward uses: `find_unused_parameters`, `static_graph` (`usage.py`)
-    reducer      a communication hook (`comm_hook.py`)
-    stepper      optimizers inside backward (`in_backward.py`)
+    usage        which parameters a backward uses: `find_unused_parameters`, `static_graph` (`settlement.py`)
+    reducer      a communication hook
+    stepper      optimizers inside backward; as hooks, functions of the user (`in_backward.py`)
     inputs       `join`: which ranks still have inputs (`join.py`)
 
 Other people's programs ask `isinstance(model, torch.nn.parallel.DistributedDataParallel)`, in order to unwrap the
@@ -22,7 +22,9 @@ virtual subclass of torch's (as `abc` calls it), which inherits nothing. Undocum
 from __future__ import annotations
 
 import copy
+import sys
 from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
+from torch.nn.parallel import distributed
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
@@ -37,23 +40,19 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.device import device_of
 from ddp.comm.session import current
 from ddp.errors import ConfigError
-from ddp.gradients.hooks.compression import Compression
-from ddp.gradients.hooks.hook import Hook
+from ddp.gradients.compression import Compression
+from ddp.gradients.hook import Hook
 from ddp.gradients.layout import Layout, bucket_limits
 from ddp.gradients.totals import Totals
 from ddp.replica.autograd import uncompiled
 from ddp.replica.backward import State
 from ddp.replica.broadcast import BufferSync, Mode, broadcast_state, check_trainable, sending
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.replica.drop_in import arguments
-from ddp.replica.drop_in.comm_hook import BufferHook, CommHook, HookedBuffers, HookFunction, When, check_hook
-from ddp.replica.drop_in.in_backward import MakeOptimizer, StepInBackward, StepsOfOthers, check_own_optimizers, refusal
+from ddp.replica.drop_in import in_backward, torch_names
 from ddp.replica.drop_in.join import Joining, TorchJoinHook
-from ddp.replica.drop_in.torch_names import NAMES, VALUES, TorchNames
-from ddp.replica.drop_in.usage import StaticGraph
 from ddp.replica.parameters import check_wire, managed
 from ddp.replica.replica import Inputs, Replica
-from ddp.replica.settlement import Usage
+from ddp.replica.settlement import StaticGraph, Usage
 from ddp.setting import WireName
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's name for it, on the module
@@ -88,7 +87,7 @@ class DistributedDataParallel(BucketedDataParallel):
         overlap: reduce in the background of backward; None: where that pays (`backward.py`, note "foreground").
         wire, hook: as in `ddp.BucketedDataParallel`.
         comm: the ranks that take part, as `ddp.init` or `subgroup` gave them.
-        others: further keywords of torch's class (`arguments.py`).
+        others: further keywords of torch's class (`torch_names.py`).
 
     Raises:
         ReplicaMismatch: the ranks' models differ in a name, shape, dtype, memory format, or in what is frozen.
@@ -103,7 +102,7 @@ class DistributedDataParallel(BucketedDataParallel):
     _get_data_parallel_params = staticmethod(TORCH_CLASS._get_data_parallel_params)
     _set_params_and_buffers_to_ignore_for_model = staticmethod(TORCH_CLASS._set_params_and_buffers_to_ignore_for_model)
 
-    _active_ddp_module = None  # torch's own class sets it at the name that ours may have (`replacement.py`)
+    _active_ddp_module = None  # torch's own class sets it at the name that ours may have (`take_over`)
 
     def __init__(
         self,
@@ -130,16 +129,16 @@ class DistributedDataParallel(BucketedDataParallel):
         comm: Communicator | None = None,
         **others: Any,
     ) -> None:
-        arguments.check_keywords(others)
-        arguments.warn_of_deprecated(broadcast_buffers, forward_sync_buffers)
+        torch_names.check_keywords(others)
+        torch_names.warn_of_deprecated(broadcast_buffers, forward_sync_buffers)
         limits = bucket_limits(bucket_cap_mb, bucket_cap_mb_list, first_bucket_mb=first_bucket_mb)
-        comm = arguments.choose_communicator(comm, process_group, device_mesh, module)
+        comm = torch_names.choose_communicator(comm, process_group, device_mesh, module)
         self.parameters_to_ignore = set(getattr(module, IGNORED, ()))
         named = _not_ignored(module, self.parameters_to_ignore)
         check_trainable(named, has_inner=any(isinstance(child, Replica) for child in module.modules()))
         check_wire(named, wire, hook)
-        arguments.check_devices(named, device_ids, output_device)
-        check_own_optimizers(named)
+        torch_names.check_devices(named, device_ids, output_device)
+        in_backward.check_own_optimizers(named)
         keeps_buffers = broadcast_buffers is False if forward_sync_buffers is None else not forward_sync_buffers
         if buffers is not None and keeps_buffers and buffers != "none":
             raise ValueError(f"buffers={buffers!r} excludes broadcast_buffers=False and forward_sync_buffers=False")
@@ -153,7 +152,7 @@ class DistributedDataParallel(BucketedDataParallel):
         self._limits, self._overlap, self.wire = limits, overlap, wire
         self.find_unused_parameters, self.static_graph, self.dim = find_unused_parameters, static_graph, dim
         self.gradient_as_bucket_view, self.device_mesh = gradient_as_bucket_view, device_mesh
-        self.input_device = arguments.input_device(device_ids)
+        self.input_device = torch_names.input_device(device_ids)
         self.compression = None if hook is None else Compression(hook, comm, named)
         self._process_group = process_group if device_mesh is None else device_mesh.get_group(0)
         self._begin_in_this_process()
@@ -162,7 +161,7 @@ class DistributedDataParallel(BucketedDataParallel):
         """Makes everything that pickles and copies leave out."""
         self._join_config = _JoinConfig.construct_disabled_join_config()  # torch's `Join` sets it
         usual = Usage(self.comm, finds_unused=self.find_unused_parameters)
-        self._start(StaticGraph(self.comm) if self.static_graph else usual, StepsOfOthers())
+        self._start(StaticGraph(self.comm) if self.static_graph else usual, in_backward.StepsOfOthers())
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -173,9 +172,9 @@ class DistributedDataParallel(BucketedDataParallel):
             UnusedParameters: the last step left some without a gradient, and that is not allowed.
             ConfigError: parameters were added, removed or replaced.
         """
-        arguments.check_engine()
+        torch_names.check_engine()
         if self.input_device is not None:
-            args, kwargs = arguments.moved((args, kwargs), self.input_device)
+            args, kwargs = torch_names.moved((args, kwargs), self.input_device)
         with record_function("DistributedDataParallel.forward") if _profiler_enabled() else nullcontext():
             return super().forward(*args, **kwargs)
 
@@ -183,12 +182,12 @@ class DistributedDataParallel(BucketedDataParallel):
     def _begin(self, layout: Layout, adds_to_all: bool, *, if_reached: bool = False) -> bool:
         has_begun = super()._begin(layout, adds_to_all, if_reached=if_reached)
         if not has_begun and self.backward.state is not State.RUNNING:
-            arguments.check_engine(in_backward=True)
+            torch_names.check_engine(in_backward=True)
         return has_begun
 
     def _choose_layout(self) -> None:
         if self.steps_in_backward and not self._layouts.is_current:
-            raise refusal("freezing, unfreezing or converting parameters")
+            raise in_backward.refusal("freezing, unfreezing or converting parameters")
         super()._choose_layout()
 
     def _replicated_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -197,7 +196,9 @@ class DistributedDataParallel(BucketedDataParallel):
     def ride_along(self, totals: Totals) -> None:
         """Sends this rank's part of the step's totals with the gradients (see `Replica`)."""
         if self.steps_in_backward:
-            raise refusal("a step that may be refused (ddp.fit clips, vetoes infinite values, and takes steps back)")
+            raise in_backward.refusal(
+                "a step that may be refused (ddp.fit clips, vetoes infinite values, and takes steps back)"
+            )
         super().ride_along(totals)
 
     # --- uneven inputs -----------------------------------------------------------------------------------------------
@@ -223,8 +224,8 @@ class DistributedDataParallel(BucketedDataParallel):
 
     # --- hooks, and the optimizer in backward ------------------------------------------------------------------------
 
-    def register_comm_hook(self, state: Any, hook: HookFunction, *, overlap: bool = False) -> None:
-        """Lets `hook(state, bucket)` take the place of the all-reduce (`comm_hook.py`). Once, on every rank.
+    def register_comm_hook(self, state: Any, hook: in_backward.HookFunction, *, overlap: bool = False) -> None:
+        """Lets `hook(state, bucket)` take the place of the all-reduce (`in_backward.py`). Once, on every rank.
 
         Args:
             overlap: the hook starts all its collectives when it is called, so it may be called again before its last
@@ -234,25 +235,27 @@ class DistributedDataParallel(BucketedDataParallel):
             TypeError: it cannot be called.
             RuntimeError: there is one already.
         """
-        check_hook(hook)
+        in_backward.check_hook(hook)
         if self.steps_in_backward:
-            raise refusal("a communication hook that is registered after it")
+            raise in_backward.refusal("a communication hook that is registered after it")
         for keyword, given in (("wire", self.wire), ("hook", self.compression and self.compression.hook)):
             if given is not None:
                 raise ConfigError(
                     f"{keyword}={given!r} beside a registered communication hook, which does the sending: leave one out"
                 )
-        if isinstance(self._reducer, CommHook):
+        if isinstance(self._reducer, in_backward.CommHook):
             raise RuntimeError(f"the communication hook {self._reducer.name} is registered already; there can be one")
-        self._reducer = CommHook(hook, state, self.comm, overlap=overlap or getattr(hook, "overlap", False))
+        self._reducer = in_backward.CommHook(hook, state, self.comm, overlap=overlap or getattr(hook, "overlap", False))
         self.backward.reducer = self._reducer
         self._layouts.prepare_for_hook()
 
-    def register_buffer_hook(self, state: Any, hook: BufferHook, *, when: When = When.POST_FORWARD) -> None:
-        """Lets `hook(state, {name: buffer})` keep buffers equal, before or after forward (`comm_hook.py`)."""
-        self._buffer_sync = HookedBuffers(self._buffer_sync, hook, state, When[when.name])
+    def register_buffer_hook(
+        self, state: Any, hook: in_backward.BufferHook, *, when: in_backward.When = in_backward.When.POST_FORWARD
+    ) -> None:
+        """Lets `hook(state, {name: buffer})` keep buffers equal, before or after forward (`in_backward.py`)."""
+        self._buffer_sync = in_backward.HookedBuffers(self._buffer_sync, hook, state, in_backward.When[when.name])
 
-    def step_in_backward(self, make_optimizer: MakeOptimizer) -> None:
+    def step_in_backward(self, make_optimizer: in_backward.MakeOptimizer) -> None:
         """Steps every bucket's parameters as soon as it holds the mean, and drops the gradients (`in_backward.py`).
 
         Args:
@@ -263,37 +266,39 @@ class DistributedDataParallel(BucketedDataParallel):
             TypeError: `make_optimizer` cannot be called.
         """
         if self.steps_in_backward:
-            raise refusal("another optimizer")
+            raise in_backward.refusal("another optimizer")
         if self.find_unused_parameters or self.static_graph:
-            raise refusal("find_unused_parameters or static_graph")
+            raise in_backward.refusal("find_unused_parameters or static_graph")
         if self.layout.sparse:
-            raise refusal("a sparse gradient")
+            raise in_backward.refusal("a sparse gradient")
         if self.compression is not None:
-            raise refusal(f"hook={self.compression.hook!r}")
-        self._stepper = self.backward.stepper = StepInBackward(make_optimizer)
+            raise in_backward.refusal(f"hook={self.compression.hook!r}")
+        self._stepper = self.backward.stepper = in_backward.StepInBackward(make_optimizer)
 
     @property
     def steps_in_backward(self) -> bool:
         """Returns True once `step_in_backward` was called."""
-        return isinstance(self._stepper, StepInBackward)
+        return isinstance(self._stepper, in_backward.StepInBackward)
 
     @property
     def optimizers_in_backward(self) -> list[Optimizer]:
         """The optimizers that `step_in_backward` has made so far, one for each bucket."""
-        return list(self._stepper.optimizers.values()) if isinstance(self._stepper, StepInBackward) else []
+        return list(self._stepper.optimizers.values()) if isinstance(self._stepper, in_backward.StepInBackward) else []
 
     # --- looking at it -----------------------------------------------------------------------------------------------
 
     def logging_data(self) -> dict[str, Any]:
         """Returns how long the last step's reductions took, bucket by bucket (`bucketed.py`)."""
         reducer = self._reducer
-        return super().logging_data() | {"comm_hook": reducer.name if isinstance(reducer, CommHook) else None}
+        return super().logging_data() | {
+            "comm_hook": reducer.name if isinstance(reducer, in_backward.CommHook) else None
+        }
 
     def __getattr__(self, name: str) -> Any:
         """Returns the attribute of this name that torch's class has (`torch_names.py`), or a submodule."""
-        if name in VALUES:
-            return VALUES[name](self)
-        return getattr(TorchNames(self), name) if name in NAMES else super().__getattr__(name)
+        if name in torch_names.VALUES:
+            return torch_names.VALUES[name](self)
+        return getattr(torch_names.TorchNames(self), name) if name in torch_names.NAMES else super().__getattr__(name)
 
     @classmethod
     def _get_active_ddp_module(cls) -> None:
@@ -355,3 +360,28 @@ class DistributedDataParallel(BucketedDataParallel):
 def _not_ignored(module: nn.Module, ignored: set[str]) -> list[tuple[str, nn.Parameter]]:
     """Returns names and parameters that a replica keeps equal, without those ignored by name."""
     return [(name, parameter) for name, parameter in managed(module, inner=Replica) if name not in ignored]
+
+
+# --- Our class in the place of torch's, for libraries that wrap models by torch's class themselves --------------------
+#
+#     ddp.drop_in.take_over()
+#     model = ray.train.torch.prepare_model(model)        # a ddp.DistributedDataParallel
+
+
+_KEEP = {"torch", "ddp"}  # torch's `replicate` needs its own class, and so do we
+_NAMESPACE = vars(ModuleType)["__dict__"].__get__  # by any other way a lazy module would be loaded
+
+
+def take_over() -> None:
+    """Replaces torch's DistributedDataParallel by ours where torch has it, and in each module that has imported it.
+
+    So it works before or after a library is imported; a second call does nothing. Models that are wrapped already, and
+    classes that are derived from torch's already, stay as they are. Call it on every rank.
+    """
+    documented = (distributed.__name__, "torch.nn.parallel")
+    for module in list(sys.modules.values()):
+        namespace = _NAMESPACE(module) if issubclass(type(module), ModuleType) else {}
+        module_name = str(namespace.get("__name__"))
+        if module_name in documented or module_name.partition(".")[0] not in _KEEP:
+            for name in [name for name, value in list(namespace.items()) if value is TORCH_CLASS]:
+                namespace[name] = DistributedDataParallel

@@ -2,7 +2,7 @@
 
     main thread     the loop of `fit`: waits for the next update, makes it as the sharded strategy does among the
                     servers, evaluates, saves. It alone changes parameters
-    attendants      a thread for each worker: answers its requests (`attendants.py`)
+    other threads   one for each worker: answers its requests (`worker_threads.py`)
 
     workers         pull parameters, compute, push gradients                            (`worker.py`)
     this server     waits for the gradients of an update, piece by piece
@@ -38,10 +38,9 @@ from ddp.gradients.totals import Totals, count_of
 from ddp.policies import ParameterServer
 from ddp.process.clock import Patience, now_s
 from ddp.process.log import log
-from ddp.strategies.parameter_server.attendants import WorkerThreads
 from ddp.strategies.parameter_server.edge import Piece, by_dtype, failure_of, places_of
 from ddp.strategies.parameter_server.ledger import Ledger, Plan, Update
-from ddp.strategies.parameter_server.shared import Shared
+from ddp.strategies.parameter_server.worker_threads import Shared, WorkerThreads
 from ddp.strategies.sharded import Served
 from ddp.units import counted
 

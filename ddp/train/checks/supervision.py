@@ -17,8 +17,7 @@ from ddp.data.orders.sampler import StepPlan
 from ddp.errors import CheckpointError, ConfigError, Diverged
 from ddp.optim.precision import LossScale
 from ddp.process.log import log
-from ddp.strategies.replicated import ADVICE, Replicated
-from ddp.strategies.strategy import Agreement
+from ddp.strategies.strategy import ADVICE, Agreement, Replicated
 from ddp.train.checks.audit import Audit
 from ddp.train.checks.guard import Guard
 from ddp.train.checks.replay import Replay, explain_divergence, explain_spike

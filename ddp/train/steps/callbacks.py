@@ -27,7 +27,7 @@ from ddp.errors import ConfigError
 from ddp.process.files import lines_of, to_append, write_whole
 from ddp.process.log import log
 from ddp.process.records import json_object, to_json
-from ddp.replica.tied import check_untied
+from ddp.replica.broadcast import check_untied
 from ddp.train.monitor.noise_scale import NoiseScale
 from ddp.train.monitor.usage import Usage
 from ddp.train.steps.state import StepReport, TrainState

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import ddp
 from ddp.errors import CollectiveMismatch, ConfigError, ReplicaMismatch, UnusedParameters
 from ddp.replica.broadcast import verify_replicas
-from ddp.replica.drop_in.arguments import moved
+from ddp.replica.drop_in.torch_names import moved
 
 
 def small_cnn() -> nn.Module:
