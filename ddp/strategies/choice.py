@@ -13,26 +13,21 @@ from ddp.comm.meeting.role import current_role
 from ddp.comm.opening import device_of
 from ddp.comm.session import init
 from ddp.errors import ConfigError
-from ddp.gradients.hooks.hook import Hook
+from ddp.gradients.hook import Hook
 from ddp.policies import Averaging, Rounds
 from ddp.process import gpu
 from ddp.process.terminal import log
+from ddp.replica.broadcast import move
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.replica.central import CentralDataParallel
 from ddp.replica.drop_in.data_parallel import DistributedDataParallel
 from ddp.replica.drop_in.in_backward import refusal
-from ddp.replica.local import LocalDataParallel
+from ddp.replica.parameters import sparse_weights
 from ddp.replica.replica import Replica
-from ddp.replica.settlement import produces_sparse_gradient
-from ddp.replica.sharded import ShardedDataParallel
-from ddp.replica.tied import move
 from ddp.setting import Precision, StrategyName
 from ddp.strategies.central_storage import CentralStorage
 from ddp.strategies.local_sgd import LocalSteps
-from ddp.strategies.parameter_server.served import ServedDataParallel
-from ddp.strategies.replicated import Replicated
 from ddp.strategies.sharded import Served, Sharded
-from ddp.strategies.strategy import Strategy
+from ddp.strategies.strategy import Replicated, Strategy
 from ddp.strategies.streaming import Streaming
 
 # --- The words -------------------------------------------------------------------------------------------------------
@@ -42,33 +37,31 @@ class Row(NamedTuple):
     """Says what a word of `strategy` stands for.
 
     Attributes:
-        replica: what a module is wrapped in: which gradients a rank gets.
-        strategy: its class: what a rank updates, and which state it holds.
+        strategy: its class: which gradients a rank gets, what it updates, and which state it holds.
     """
 
-    replica: type[BucketedDataParallel]
     strategy: type[Replicated]
 
 
 # fmt: off
 STRATEGIES: dict[StrategyName, Row] = {
-    "auto":             Row(BucketedDataParallel, Replicated),
-    "one_device":       Row(BucketedDataParallel, Replicated),
-    "mirrored":         Row(BucketedDataParallel, Replicated),
-    "multi_worker":     Row(BucketedDataParallel, Replicated),
-    "sharded":          Row(ShardedDataParallel, Sharded),
-    "central_storage":  Row(CentralDataParallel, CentralStorage),
-    "parameter_server": Row(ServedDataParallel, Served),
-    "local_sgd":        Row(LocalDataParallel, LocalSteps),
+    "auto":             Row(Replicated),
+    "one_device":       Row(Replicated),
+    "mirrored":         Row(Replicated),
+    "multi_worker":     Row(Replicated),
+    "sharded":          Row(Sharded),
+    "central_storage":  Row(CentralStorage),
+    "parameter_server": Row(Served),
+    "local_sgd":        Row(LocalSteps),
 }
 # fmt: on
 
 
-def strategy_of(replica: Replica) -> type[Replicated]:
-    """Returns the class of the strategy for a replica: the last row's of the table that has a replica of this kind."""
-    rows = reversed(STRATEGIES.values())
-    of_kind = (row.strategy for row in rows if isinstance(replica, row.replica))
-    return next(of_kind, Replicated)  # the latter: a naive one
+def strategy_of(replica: Replica, word: StrategyName) -> type[Replicated]:
+    """Returns the class of the strategy for a replica: the word's, or of "auto" the first one that takes it."""
+    if word != "auto":
+        return STRATEGIES[word].strategy
+    return next(row.strategy for row in STRATEGIES.values() if row.strategy.takes(replica))
 
 
 def same_bits_as(word: StrategyName) -> StrategyName:
@@ -117,10 +110,12 @@ def replica_of(
     """
     averaging = of_this_process(averaging)
     word, row = averaging.strategy, STRATEGIES[averaging.strategy]
-    if isinstance(model, Replica) and word != "auto" and strategy_of(model) is not row.strategy:
+    if isinstance(model, Replica) and word != "auto" and not row.strategy.takes(model):
+        reducer = row.strategy.reducer
         raise ConfigError(
             f"strategy={word} with a model in a {type(model).__name__}: give ddp.fit the bare module; or, for some of "
-            f"the ranks, a {row.replica.__name__}(module, comm=…) of {row.replica.__module__}"
+            f"the ranks, a ddp.BucketedDataParallel(module, comm=…, reducer={reducer.__name__}), of "
+            f"{reducer.__module__}"
         )
     if isinstance(model, Replica):
         return _as_given(model, optimizer, averaging, num_shards)
@@ -200,25 +195,20 @@ def of_this_process(averaging: Averaging) -> Averaging:
 
 def has_sparse_gradients(model: nn.Module) -> bool:
     """Returns True if a layer of the model has sparse gradients."""
-    return any(produces_sparse_gradient(layer) for layer in model.modules())
+    return bool(sparse_weights(model))
 
 
 def wrapped(
     module: nn.Module, comm: Communicator, averaging: Averaging, *, num_shards: int | None = None, **how: Any
 ) -> BucketedDataParallel:
-    """Returns a module of this device as the strategy's replica; of the drop-in class where gradients are sparse.
+    """Returns a module of this device as the strategy's replica.
 
     Args:
         num_shards: as in `replica_of`.
         how: further arguments of the replica.
     """
     averaging = of_this_process(averaging)
-    kind = DistributedDataParallel if has_sparse_gradients(module) else STRATEGIES[averaging.strategy].replica
-    if num_shards is not None:
-        if kind is DistributedDataParallel:
-            raise ConfigError("same_bits with sparse gradients: they are added up by workers; take sparse=False")
-        how["num_shards"] = num_shards
-    replica: BucketedDataParallel = kind(
+    replica = BucketedDataParallel(
         module,
         comm=comm,
         wire=averaging.wire,
@@ -226,6 +216,8 @@ def wrapped(
         bucket_cap_mb=averaging.bucket_cap_mb,
         first_bucket_mb=averaging.first_bucket_mb,
         find_unused_parameters=averaging.find_unused_parameters,
+        num_shards=num_shards,
+        reducer=STRATEGIES[averaging.strategy].strategy.reducer,
         **how,
     )
     replica.verify_replicas(every=averaging.verify_every)
@@ -250,7 +242,7 @@ def strategy_for(
     Raises:
         ConfigError: precision, wire format, optimizer and replica do not go together.
     """
-    chosen = strategy_of(replica)
+    chosen = strategy_of(replica, "auto" if averaging is None else averaging.strategy)
     own: dict[str, Any] = {"rounds": averaging} if isinstance(averaging, Rounds) else {}
     if isinstance(averaging, Rounds) and averaging.delay:
         chosen = Streaming

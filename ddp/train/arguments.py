@@ -31,7 +31,7 @@ from ddp.data.orders.steps import Batches, BatchWarmup, RoundLength
 from ddp.data.orders.token_budget import TokenBudget
 from ddp.data.sets.validation import selection_in
 from ddp.errors import CheckpointError, ConfigError, meant, nearest
-from ddp.gradients.hooks.hook import corrected
+from ddp.gradients.hook import corrected
 from ddp.optim.layerwise import Layerwise
 from ddp.optim.schedules import RateSchedule, TorchSchedule
 from ddp.policies import (

@@ -39,11 +39,9 @@ from ddp.process.terminal import log
 from ddp.rules import refuse
 from ddp.strategies.choice import strategy_for
 from ddp.strategies.parameter_server.edge import LOST
-from ddp.strategies.parameter_server.leased import LeasedLoader
 from ddp.strategies.parameter_server.ledger import Lease, Plan
-from ddp.strategies.parameter_server.served import ServedDataParallel
 from ddp.strategies.parameter_server.server import Received, Service
-from ddp.strategies.parameter_server.worker import Over, Servers
+from ddp.strategies.parameter_server.worker import LeasedLoader, Over, Servers
 from ddp.strategies.sharded import Served
 from ddp.train import arguments
 from ddp.train.arguments import FitArguments
@@ -120,16 +118,16 @@ def service_of(given: FitArguments, state: TrainState, settings: Mapping[str, An
     Args:
         settings: what the bits of the result depend on.
     """
-    policy, strategy, model = given.strategy, state.strategy, state.model
+    policy, strategy = given.strategy, state.strategy
     if not isinstance(policy, ParameterServer):
         return None
     part = current_role()
-    assert part is not None and isinstance(strategy, Served) and isinstance(model, ServedDataParallel)
+    assert part is not None and isinstance(strategy, Served)
     if part.index == 0 and state.run_dir is not None:
         given.home.set(FOLDER, str(state.run_dir))
     how = {"num_shards": state.sampler.num_shards, "version": state.step}
-    facts = facts_of(model.module, state.sampler, settings)
-    return Service(part, given.home, model, strategy.parts(), policy, facts=facts, **how)
+    facts = facts_of(state.model.module, state.sampler, settings)
+    return Service(part, given.home, strategy, policy, facts=facts, **how)
 
 
 def facts_of(module: nn.Module, sampler: TrainSampler, settings: Mapping[str, Any]) -> dict[str, Any]:

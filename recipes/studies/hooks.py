@@ -57,8 +57,8 @@ from ddp.policies import LocalSGD
 from ddp.process.arguments import Parser
 from ddp.process.clock import now_s
 from ddp.process.memory import available_cores
+from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.drop_in.data_parallel import DistributedDataParallel
-from ddp.replica.local import LocalDataParallel
 from ddp.replica.replica import Replica
 from ddp.strategies import strategy
 from ddp.strategies.local_sgd import LocalSteps
@@ -271,7 +271,7 @@ class Rounds(Method):
     """Trains by rounds, each with its exchange."""
 
     def __init__(self, module: nn.Module, batch: Any, delay: int) -> None:
-        super().__init__(LocalDataParallel(module, wire="int8"), batch)
+        super().__init__(BucketedDataParallel(module, wire="int8"), batch)
         rounds = LocalSGD(every=EVERY, delay=delay)
         self._strategy = (Streaming if delay else LocalSteps)(self.replica, self.optimizers[0], rounds)
         self._number = 0

@@ -26,7 +26,7 @@ from ddp.comm.watch.call import Call
 from ddp.comm.watch.watchdog import Watchdog
 from ddp.errors import CommunicatorBroken, PeerLost
 from ddp.process.clock import Patience
-from ddp.replica.drop_in.comm_hook import result_of
+from ddp.replica.drop_in.in_backward import result_of
 
 ABORT_S, CULPRIT, WORLD_SIZE = 4.0, 1, 3
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -14,9 +15,8 @@ from torch import nn
 import ddp
 from ddp.comm import connect
 from ddp.errors import ConfigError
+from ddp.gradients.reducer import HostReduceScatter, ReduceScatter
 from ddp.policies import averaging_named
-from ddp.replica.central import CentralDataParallel
-from ddp.replica.sharded import ShardedDataParallel
 from ddp.rules import Setup, refuse
 from ddp.run.assembly import components, stages
 from ddp.run.settings.checks import check_strategy
@@ -180,6 +180,10 @@ def test_a_name_of_another_library_is_told_the_word() -> None:
         assert str(error.value) == f"module 'ddp' has no attribute {name!r}{told}"
 
 
+in_slices = partial(ddp.BucketedDataParallel, reducer=ReduceScatter)
+on_hosts = partial(ddp.BucketedDataParallel, reducer=HostReduceScatter)
+
+
 def on_two_hosts() -> list[str]:
     """What is said to each word on two ranks, each a host of its own; and beside replicas of other kinds."""
     connect.boot_id = lambda: f"host {os.environ['RANK']}"
@@ -194,9 +198,9 @@ def on_two_hosts() -> list[str]:
         return refused_with(inputs_of, given, comm)
 
     said = [told(word) for word in WORDS if word != "parameter_server"]  # which has no ranks that are workers
-    said += [told("sharded", ddp.BucketedDataParallel), told("multi_worker", ShardedDataParallel)]
-    said += [told("sharded", CentralDataParallel), told("central_storage", ShardedDataParallel)]
-    said += [told("multi_worker", ddp.NaiveDataParallel), told("auto", CentralDataParallel)]
+    said += [told("sharded", ddp.BucketedDataParallel), told("multi_worker", in_slices)]
+    said += [told("sharded", on_hosts), told("central_storage", in_slices)]
+    said += [told("multi_worker", ddp.NaiveDataParallel), told("auto", on_hosts)]
     ddp.shutdown()
     return said
 
@@ -206,10 +210,10 @@ def test_on_ranks_a_word_refuses_their_number_their_hosts_and_a_replica_of_anoth
     first = [f"strategy={word!r}: {told[word]}" if word in told else "" for word in WORDS if word != "parameter_server"]
     wrapped = [
         "strategy=sharded with a model in a BucketedDataParallel: give ddp.fit the bare module; or, for some of the "
-        "ranks, a ShardedDataParallel(module, comm=…) of ddp.replica.sharded",
-        "strategy=multi_worker with a model in a ShardedDataParallel: give ddp.fit the bare module; or, for some of ",
-        "strategy=sharded with a model in a CentralDataParallel: give ddp.fit the bare module; or, for some of the ran",
-        "strategy=central_storage with a model in a ShardedDataParallel: give ddp.fit the bare module; or, for some of",
+        "ranks, a ddp.BucketedDataParallel(module, comm=…, reducer=ReduceScatter), of ddp.gradients.reducer",
+        "strategy=multi_worker with a model in a BucketedDataParallel: give ddp.fit the bare module; or, for some of ",
+        "strategy=sharded with a model in a BucketedDataParallel: give ddp.fit the bare module; or, for some of the",
+        "strategy=central_storage with a model in a BucketedDataParallel: give ddp.fit the bare module; or, for",
         "",
         "",
     ]
@@ -226,8 +230,8 @@ def test_the_kind_of_a_replica_says_which_update_it_gets() -> None:
         (ddp.BucketedDataParallel, Replicated),
         (ddp.NaiveDataParallel, Replicated),
         (ddp.DistributedDataParallel, Replicated),
-        (ShardedDataParallel, Sharded),
-        (CentralDataParallel, CentralStorage),
+        (in_slices, Sharded),
+        (on_hosts, CentralStorage),
     ):
         assert type(strategy_for(kind(nn.Linear(2, 2), comm=comm), optimizer)) is update
     ddp.shutdown()

@@ -26,11 +26,10 @@ from ddp.comm.meeting.role import Role, current_role, set_role
 from ddp.errors import ConfigError
 from ddp.process.clock import Patience
 from ddp.run.launch import supervisor
-from ddp.strategies.parameter_server import attendants, ledger
+from ddp.strategies.parameter_server import ledger, worker_threads
 from ddp.strategies.parameter_server import server as served
-from ddp.strategies.parameter_server.attendants import WorkerThreads
-from ddp.strategies.parameter_server.shared import Push, Shared
 from ddp.strategies.parameter_server.worker import Over, Servers
+from ddp.strategies.parameter_server.worker_threads import Push, Shared, WorkerThreads
 
 BATCH, NUM_SAMPLES = 10, 46  # the last step of an epoch has six samples
 MODES: dict[str, dict[str, Any]] = {
@@ -283,7 +282,7 @@ FITS: list[dict[str, Any]] = [
 
 def fit_after_fit() -> list[Any]:
     ledger.LEAST_LATE_S = 60.0  # nobody computes a copy, of a mixture that does not count
-    attendants.ANSWER_S = 0.1  # after which servers look at what became of workers that are not here
+    worker_threads.ANSWER_S = 0.1  # after which servers look at what became of workers that are not here
     said = list[Any]()
     for how in FITS:
         kind = how.get("model", nn.Linear)
@@ -553,7 +552,7 @@ def test_workers_that_wait_are_told_of_parts_that_are_taken_back(monkeypatch: py
     assert book.begin(0, held[0][0], now_s=0.0) == "now" and book.returned(0, held[0][0], now_s=0.001)
     wish = {"then": ledger.as_plain(held[0][1]), "most": 2, "after": 0}
     with monkeypatch.context() as later:
-        later.setattr(attendants, "now_s", lambda: 9.0)
+        later.setattr(worker_threads, "now_s", lambda: 9.0)
         assert serving._begun(None, 0, wish) == {"verdict": "gone"} and shared.num_changes == 1  # type: ignore[arg-type]
         ((copy,),) = [serving._leases(0, 1)["leases"]]
     assert shared.num_changes == 2 and ledger.as_lease(copy).plan == held[1][0].plan
@@ -588,13 +587,13 @@ def test_an_odd_message_ends_the_service_of_its_worker_alone(
     serving._model, serving._policy = types.SimpleNamespace(module=Counts(), comm=None), ASYNC  # type: ignore[assignment]
     serving._parameters, serving._comms, told = {}, {}, list[Any]()
     comm = types.SimpleNamespace(abandon=told.append, close=lambda: told.append("closed"), is_broken=False)
-    monkeypatch.setattr(attendants, "connected", lambda *_, **__: comm)
+    monkeypatch.setattr(worker_threads, "connected", lambda *_, **__: comm)
     heard = iter([first])
     monkeypatch.setattr(
-        *(attendants, "broadcast_object"), lambda _, value, root: next(heard) if root else told.append(value)
+        *(worker_threads, "broadcast_object"), lambda _, value, root: next(heard) if root else told.append(value)
     )
     said = types.SimpleNamespace(heard=lambda: second, tell=told.append, taken=lambda _: [], take_back=lambda: None)
-    monkeypatch.setattr(attendants, "Edge", lambda *_, **__: said)
+    monkeypatch.setattr(worker_threads, "Edge", lambda *_, **__: said)
     serving._serve_worker(7)
     assert told[-1].startswith("server 0 cannot use what this worker has sent (") and "left out" in caplog.text
     assert shared.error is None and not shared.pushed and shared.num_here == 0 and not shared.ledger._workers
@@ -643,7 +642,7 @@ def test_pushes_that_do_not_count_end_with_their_step() -> None:
     """Those of workers that have gone before server 0 has heard of them, and that no other server is told of."""
     service, (_, shared) = object.__new__(served.Service), attending()
     service._shared, service._parts, service._parameters = shared, {}, {}
-    service._model = types.SimpleNamespace(module=Counts())  # type: ignore[assignment]
+    service._strategy = types.SimpleNamespace(model=types.SimpleNamespace(module=Counts()))  # type: ignore[assignment]
     for key in ((3, 0, 1), (3, 0, 2), (4, 0, 1)):
         shared.pushed[key] = Push([], 1.0, 2.0, {}, [])
     assert service._received([(3, 0, 2)], [(1.0, 2.0, 4)], {}).num_items == 2

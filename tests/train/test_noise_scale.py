@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import ddp
+from ddp.gradients.reducer import ReduceScatter
 from ddp.gradients.totals import Parts, Totals
-from ddp.replica.sharded import ShardedDataParallel
 from ddp.train.reports.meters import FEWEST, Estimate, NoiseScale
 
 
@@ -172,10 +173,10 @@ def parts_of(comm: Any, *, kind: str, dtype: torch.dtype = torch.float32, **how:
     pairs = []
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
-    replicas = {
+    replicas: dict[str, Any] = {
         "bucketed": ddp.BucketedDataParallel,
         "drop-in": ddp.DistributedDataParallel,
-        "sharded": ShardedDataParallel,
+        "sharded": partial(ddp.BucketedDataParallel, reducer=ReduceScatter),
     }
     replica = replicas[kind](module, comm=comm, **how)
     for step in range(3):

@@ -25,7 +25,7 @@ from ddp.data.samples import TensorSet
 from ddp.errors import CheckpointError, ConfigError
 from ddp.replica.broadcast import tensor_hash
 from ddp.run.assembly.load import load_initial_weights
-from ddp.strategies.replicated import Replicated
+from ddp.strategies.strategy import Replicated
 from ddp.train.checkpoints.checkpoint import (
     Checkpointer,
     changes,

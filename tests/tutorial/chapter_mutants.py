@@ -116,7 +116,8 @@ SUBJECTS = {  # chapter → the functions that it is about
     "06_naive_replicas": ["replica/naive.py: _finish", "replica/broadcast.py: broadcast_tensors"],
     "07_buckets": [
         "replica/backward.py: begin, _set_up, note, _launch_if_full, _launch_full, end, finish",
-        "replica/settlement.py: settle, _divided",
+        "replica/settlement.py: settle",
+        "gradients/layout.py: complete",
         "gradients/bucket.py: views_of, fill",
     ],
     "08_who_gets_which_sample": [
@@ -136,9 +137,9 @@ SUBJECTS = {  # chapter → the functions that it is about
         "optim/layerwise.py: parameter_groups",
     ],
     "13_less_traffic": [
-        "gradients/hooks/hook.py: commit, add_to, ErrorFeedback.enter",
-        "gradients/hooks/sign.py: encode, add",
-        "gradients/hooks/sparsification.py: TopK.reduce",
+        "gradients/hook.py: commit, add_to, ErrorFeedback.enter",
+        "gradients/encodings.py: encode_signs, add_signs",
+        "gradients/encodings.py: TopK.reduce",
     ],
     "14_every_sample_once": [
         "data/orders/sharding.py: Lanes.__init__, Lanes.samples",

@@ -26,8 +26,8 @@ from ddp.comm.reduction import WireFormat, widened, wire_format
 from ddp.errors import ConfigError
 from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
 from ddp.gradients.bucket import Bucket, Slot
-from ddp.gradients.hooks.compression import Compression
-from ddp.gradients.hooks.hook import Hook
+from ddp.gradients.compression import Compression
+from ddp.gradients.hook import Hook
 from ddp.lab.forecast.prices import Call, Dispatch
 from ddp.lab.forecast.work import Gradient, bytes_of
 from ddp.process.clock import now_s

@@ -32,7 +32,7 @@ from ddp.process.arguments import program, relative_path, setting_for, train_com
 from ddp.process.memory import available_cores, collect_from_now_on
 from ddp.process.records import damage_told
 from ddp.process.terminal import say
-from ddp.replica.tied import move
+from ddp.replica.broadcast import move
 from ddp.run.assembly import components
 from ddp.run.assembly.load import load as load_trained
 from ddp.run.assembly.load import load_initial_weights

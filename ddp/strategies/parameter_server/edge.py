@@ -33,8 +33,8 @@ from ddp.comm.objects import error_of, error_values, packed, unpacked
 from ddp.comm.opening import open_communicator
 from ddp.errors import CommunicatorBroken, PeerLost, with_causes
 from ddp.gradients.bucket import Bucket, Slot, span
-from ddp.gradients.hooks.compression import Compression
-from ddp.gradients.hooks.hook import Hook
+from ddp.gradients.compression import Compression
+from ddp.gradients.hook import Hook
 from ddp.optim.layerwise import laid_out_like
 from ddp.optim.norms import in_memory_order
 from ddp.setting import WireName

@@ -97,8 +97,8 @@ _WEIGHED = "the loss has it, as loss=torch.nn.CrossEntropyLoss(weight=…); or a
 _CONVERTED = "give ddp.SyncBatchNorm.convert(model) as the model"
 _APPLIED = "give data that apply it, such as ddp.data.Transformed(samples, transform)"
 _RANKS = (
-    'say ddp.BucketedDataParallel(model, comm=…) as the model; with strategy="sharded", ddp.replica.sharded\'s '
-    "ShardedDataParallel(model, comm=…)"
+    'say ddp.BucketedDataParallel(model, comm=…) as the model; with strategy="sharded", '
+    "reducer=ddp.strategies.Sharded.reducer beside it"
 )
 _COMPARED = (
     "say callbacks=[…] with a ddp.Callback that returns them in state_dict, and compares them in load_state_dict, "

@@ -22,8 +22,7 @@ from ddp.optim.precision import LossScale
 from ddp.optim.schedules import Rates
 from ddp.policies import GuardAction
 from ddp.process.terminal import log
-from ddp.strategies.replicated import ADVICE, Replicated
-from ddp.strategies.strategy import Agreement
+from ddp.strategies.strategy import ADVICE, Agreement, Replicated
 from ddp.train.checks.replay import Audit, Replay, explain_divergence, explain_spike
 from ddp.train.reports.starts import note_incident
 from ddp.train.steps.callbacks import Callback

@@ -22,7 +22,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from ddp.errors import ConfigError
 from ddp.process.terminal import log
-from ddp.replica.tied import check_untied
+from ddp.replica.broadcast import check_untied
 from ddp.train.steps.state import StepReport, TrainState
 from ddp.train.tasks.task import Task
 

@@ -193,7 +193,8 @@ def backward(
     num_averaged = model.num_steps
     every, has_shards = rules.noise_scale_every, model.num_shards is not None
     has_parts = has_shards or state.comm.world_size > 1 or len(plan.micros) > 1
-    measures = every > 0 and state.step % every == 0 and has_parts and model.measures_parts
+    is_due = every > 0 and state.step % every == 0 and not plan.num_inner
+    measures = is_due and has_parts and model.measures_parts
     is_stopping = wants_stop and not plan.num_inner
     votes = Totals(num_stopping=int(is_stopping), num_ending=int(plan.is_last), measure=measures)
     if has_shards:

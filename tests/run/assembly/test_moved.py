@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import ddp
 from ddp.data.samples import Splits
 from ddp.errors import ConfigError
-from ddp.replica.sharded import ShardedDataParallel
+from ddp.gradients.reducer import AllReduce, Collective, ReduceScatter
 from ddp.run.assembly.stages import bits_depend_on
 from ddp.run.launch.command_line import composed
 from ddp.run.settings.config import CHOICES, Config, choose
@@ -170,18 +170,19 @@ class Stated(ddp.Callback):
 def test_what_stands_for_an_argument_of_once_does_what_that_did(tmp_path: Path) -> None:
     comm, data = ddp.init(), (torch.zeros(12, 6), torch.zeros(12, dtype=torch.long))
 
-    def fitted(kind: type[ddp.BucketedDataParallel], words: str) -> TrainState:
+    def fitted(reducer: type[Collective], words: str) -> TrainState:
         model = torch.nn.Linear(6, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         how: dict[str, Any] = {"loss": F.cross_entropy, "global_batch": 4, "strategy": "sharded", "epochs": 2}
+        replica = ddp.BucketedDataParallel(model, comm=comm, reducer=reducer)
         folder = ddp.Folder(tmp_path / "run", resume="auto", curves=False, progress=False)
-        return ddp.fit(kind(model, comm=comm), data, optimizer, **how, folder=folder, callbacks=[Stated(words)])
+        return ddp.fit(replica, data, optimizer, **how, folder=folder, callbacks=[Stated(words)])
 
-    state = fitted(ShardedDataParallel, "these")
+    state = fitted(ReduceScatter, "these")
     assert (state.step, state.stopped_by) == (2, "enough")
     with pytest.raises(ConfigError, match="the words were these"):
-        fitted(ShardedDataParallel, "others")
-    assert fitted(ShardedDataParallel, "these").step == 6
-    with pytest.raises(ConfigError, match=r"a ShardedDataParallel\(module, comm=…\) of ddp.replica.sharded"):
-        fitted(ddp.BucketedDataParallel, "these")
+        fitted(ReduceScatter, "others")
+    assert fitted(ReduceScatter, "these").step == 6
+    with pytest.raises(ConfigError, match=r"a ddp.BucketedDataParallel\(module, comm=…, reducer=ReduceScatter\), of"):
+        fitted(AllReduce, "these")
     ddp.shutdown()

@@ -16,10 +16,9 @@ from ddp.comm.host_links import Settings
 from ddp.errors import ConfigError
 from ddp.gradients import DenseStart, ErrorFeedback, Hook, PowerSGD, RandomK, Sign, TopK
 from ddp.gradients.bucket import Bucket, Slot
-from ddp.gradients.hooks.compression import Compression, as_matrix, owners
-from ddp.gradients.hooks.hook import corrected
-from ddp.gradients.hooks.sign import MOST, block_of
-from ddp.gradients.hooks.sparsification import largest
+from ddp.gradients.compression import Compression, as_matrix, owners
+from ddp.gradients.encodings import MOST, block_of, largest
+from ddp.gradients.hook import corrected
 from recipes.tutorial.simulated import SimulatedNetwork, SimulatedTransport
 
 SHAPES = [(40, 50), (100,), (3, 700), (1025, 2), (16, 8, 3, 3), (), (0, 4), (30, 34)]

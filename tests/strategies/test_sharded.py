@@ -21,9 +21,9 @@ import ddp
 from ddp.comm import connect
 from ddp.errors import ConfigError, Diverged
 from ddp.gradients.bucket import Bucket, Slot, span
+from ddp.gradients.reducer import ReduceScatter, slice_bounds
 from ddp.optim import LAMB, LARC, LARS, norms, parameter_groups
 from ddp.replica.broadcast import tensor_hash
-from ddp.replica.sharded import ShardedDataParallel, slice_bounds
 from ddp.strategies import Replicated, Sharded, Strategy, step
 
 X = torch.randn(43, 6, generator=torch.Generator().manual_seed(0))
@@ -41,10 +41,11 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 def small_blocks() -> None:
+    from ddp.gradients import reducer
     from ddp.optim import layerwise
-    from ddp.replica import sharded as parameter_slices
+    from ddp.strategies import sharded
 
-    for module in (norms, layerwise, parameter_slices):
+    for module in (norms, layerwise, reducer, sharded):
         assert module.BLOCK_NUMEL > 64  # type: ignore[attr-defined]
         module.BLOCK_NUMEL = 64  # type: ignore[attr-defined]
     layerwise.STRETCH_NUMEL = 256
@@ -122,7 +123,7 @@ def everything(limit_mb: float) -> list[tuple[str, list[str], list[str]]]:
             continue
         found.append((f"{kind}, moved", whole, bits_of(*fitted(kind, sharded=True, callbacks=[MovesOut()])[:2])))
         module, optimizer = made(kind)  # in small buckets and micro-batches
-        replica = ShardedDataParallel(module, bucket_cap_mb=limit_mb)
+        replica = ddp.BucketedDataParallel(module, bucket_cap_mb=limit_mb, reducer=Sharded.reducer)
         how: dict[str, Any] = {"loss": F.cross_entropy, "folder": None, "progress": False, "seed": 3}
         how |= {"global_batch": 10, "max_steps": NUM_STEPS, "clip_norm": 0.3, "schedule": ddp.optim.cosine()}
         ddp.fit(replica, data(), optimizer, **grouped(micro_size=2, **how))
@@ -230,7 +231,7 @@ def test_slices_begin_at_tensors_or_blocks_and_are_about_equal(numels: list[int]
     slots = [Slot(index, str(index), nn.Parameter(torch.empty(numel))) for index, numel in enumerate(numels)]
     bucket = Bucket(0, slots)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ddp.replica.sharded.BLOCK_NUMEL", 128)
+        patch.setattr("ddp.gradients.reducer.BLOCK_NUMEL", 128)
         bounds = slice_bounds(bucket, num_slices)
     spans = [span(slot.parameter) for slot in slots]
     assert len(bounds) == num_slices + 1 and bounds == sorted(bounds)
@@ -263,7 +264,7 @@ def refusals() -> None:
         fitted_with(sparse, torch.optim.SGD(sparse.parameters()))
     odd = nn.Linear(3, 3, dtype=torch.complex64)
     with pytest.raises(ConfigError, match=r"weight is torch.complex64 on cpu: a sharded update takes real numbers"):
-        ShardedDataParallel(odd)
+        Sharded(odd, torch.optim.SGD(odd.parameters(), lr=0.1))
     hooked = torch.optim.SGD(module.parameters(), momentum=0.9)
     hooked.state[next(module.parameters())] = {"momentum_buffer": torch.ones(5, 1, 3)}
     hooked.register_step_post_hook(lambda *_: None)
@@ -273,7 +274,8 @@ def refusals() -> None:
     with pytest.raises(ConfigError, match="with Derived: takes SGD"):
         fitted_with(module, Derived(module.parameters()))
     with pytest.raises(ConfigError, match="Rprop: takes SGD"):
-        Sharded(ShardedDataParallel(nn.Linear(3, 3)), torch.optim.Rprop(module.parameters()))
+        replica = ddp.BucketedDataParallel(nn.Linear(3, 3), reducer=ReduceScatter)
+        Sharded(replica, torch.optim.Rprop(module.parameters()))
     ddp.shutdown()
 
 

@@ -24,7 +24,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, broadcast_object
 from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket, span
-from ddp.gradients.hooks.hook import Hook, Memory, Parcel, corrected, wide
+from ddp.gradients.hook import Hook, Memory, Parcel, corrected, wide
 from ddp.gradients.reducer import InFlight, Reducer
 from ddp.process import gpu
 
