@@ -57,15 +57,14 @@ from ddp.strategies.choice import check_model, has_sparse_gradients, replica_of
 from ddp.train.checkpoints.checkpoint import flat
 from ddp.train.checkpoints.checkpoint_store import identity_of, resume_from
 from ddp.train.checkpoints.moved import meant_for_fit
-from ddp.train.checks.supervision import Guard
-from ddp.train.evaluation.evaluate import warn_of_other_samples
-from ddp.train.evaluation.held_out import HeldOut, held_out_of
+from ddp.train.evaluate import warn_of_other_samples
+from ddp.train.held_out import HeldOut, held_out_of
 from ddp.train.reports.profiler import Profiler
 from ddp.train.reports.trackers import Tracker, refuse_twice
-from ddp.train.steps.callbacks import EMA, Callback, EarlyStopping
-from ddp.train.steps.state import TrainState
+from ddp.train.steps.state import EMA, Callback, EarlyStopping, TrainState
 from ddp.train.steps.stopping import StopFlag
-from ddp.train.tasks.task import Task, as_task, name_of
+from ddp.train.steps.task import Task, as_task, name_of
+from ddp.train.supervision import Guard
 
 NEEDED: Any = ...
 """The default of an argument without a default, so that a mistyped name is told before a missing one."""

@@ -16,17 +16,16 @@ from ddp.optim.schedules import constant
 from ddp.policies import Rounds
 from ddp.strategies.parameter_server.server import Service
 from ddp.train.arguments import FitArguments, Inputs
-from ddp.train.checks.batch_checks import FirstBatchCheck, check_waiting, may_have_one, refuse_waiting
-from ddp.train.checks.replay import Audit, Replay
-from ddp.train.checks.supervision import Guard, Supervision, no_checkpoint
-from ddp.train.evaluation.evaluate import refuse_uneven, switch_to_training
-from ddp.train.evaluation.held_out import Evaluator
+from ddp.train.batch_checks import FirstBatchCheck, check_waiting, may_have_one, refuse_waiting
+from ddp.train.evaluate import refuse_uneven, switch_to_training
+from ddp.train.held_out import Evaluator
 from ddp.train.parameter_server import ServedSteps
-from ddp.train.steps.callbacks import BatchCallback, Callback, tell_of
-from ddp.train.steps.state import TrainState, agreed_reason
+from ddp.train.replay import Audit, Replay
+from ddp.train.steps.state import BatchCallback, Callback, TrainState, agreed_reason, tell_of
 from ddp.train.steps.step import StepRules
 from ddp.train.steps.supply import EpochSupply, LoadedSteps, StreamedSteps
-from ddp.train.tasks.task import name_of
+from ddp.train.steps.task import name_of
+from ddp.train.supervision import Guard, Supervision, no_checkpoint
 
 
 def train_loop(
@@ -44,10 +43,10 @@ def train_loop(
 
         for each step that is supplied:                       (of each epoch's global batches, each rank has its share)
             forward, backward; gradients are summed over all ranks meanwhile
-            is that a bad step? leave it out, go back, or end (checks/supervision.py)
+            is that a bad step? leave it out, go back, or end (supervision.py)
             divide by the global count, clip, step, commit    (steps/step.py)
             if any rank wants to stop: leave
-            if it is time: evaluate                           (evaluation/held_out.py)
+            if it is time: evaluate                           (held_out.py)
         evaluate, unless that was done after the last step
         evaluate once more for the report, if there are samples for it alone
 
@@ -55,7 +54,7 @@ def train_loop(
         state: model, optimizer, sampler, step, stop flag; the sampler's seed is that of every random stream.
         given: length of the run, precision, reading, and when to evaluate.
         inputs: task, samples and schedule.
-        callbacks: run at the moments of `steps/callbacks.py`, in this order.
+        callbacks: run at the moments of `steps/state.py`, in this order.
         service: what a server does for workers, who compute in its place.
         go_back: makes the state that of the last checkpoint, for a guard.
 

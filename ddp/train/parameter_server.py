@@ -45,9 +45,9 @@ from ddp.strategies.parameter_server.worker import LeasedLoader, Over, Servers
 from ddp.strategies.sharded import Served
 from ddp.train import arguments
 from ddp.train.arguments import FitArguments
+from ddp.train.batch_checks import FirstBatchCheck, refuse_waiting
 from ddp.train.checkpoints.checkpoint_store import steps
-from ddp.train.checks.batch_checks import FirstBatchCheck, refuse_waiting
-from ddp.train.evaluation.evaluate import switch_to_training
+from ddp.train.evaluate import switch_to_training
 from ddp.train.steps.state import StepReport, TrainState, agreed_reason, loading
 from ddp.train.steps.step import StepRules, backward, committed, update
 from ddp.train.steps.stopping import flag_of_a_new_fit

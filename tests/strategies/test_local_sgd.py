@@ -33,7 +33,7 @@ from ddp.errors import ConfigError, Diverged
 from ddp.process.streams import dropout_stream
 from ddp.process.terminal import log
 from ddp.run.settings.reader import from_plain
-from ddp.train.tasks.task import Task
+from ddp.train.steps.task import Task
 
 WORKERS, SEED = 4, 5
 HOSTS = ((0, 1), (2, 3))

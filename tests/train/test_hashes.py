@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import ddp
 from ddp.errors import ConfigError
-from ddp.train.reports.hashes import DIGITS, HASHES, Line, _hash, compare, read_hashes
+from ddp.train.reports.history import DIGITS, HASHES, Line, _hash, compare, read_hashes
 from ddp.train.steps.state import StepReport, TrainState
 
 NUM_STEPS = 6

@@ -23,10 +23,9 @@ from ddp.errors import Diverged
 from ddp.optim import precision
 from ddp.process.streams import GeneratorStates
 from ddp.replica.broadcast import tensor_hash
-from ddp.train.checks import replay
-from ddp.train.checks.replay import Audit, Outcome, Replay, Turn
-from ddp.train.steps.callbacks import Callback
-from ddp.train.steps.state import TrainState
+from ddp.train import replay
+from ddp.train.replay import Audit, Outcome, Replay, Turn
+from ddp.train.steps.state import Callback, TrainState
 
 # --- a replay is the step --------------------------------------------------------------------------------------------
 

@@ -17,9 +17,9 @@ import torch
 
 import ddp
 from ddp.errors import CheckpointError, ConfigError
+from ddp.train import sidecar
 from ddp.train.checkpoints.checkpoint_store import CheckpointStore, StoredCheckpoint, digest, listed, load
-from ddp.train.evaluation import sidecar
-from ddp.train.evaluation.sidecar import SideCar, has_ended, missing, only_sidecar, record_of, results_of_sidecar
+from ddp.train.sidecar import SideCar, has_ended, missing, only_sidecar, record_of, results_of_sidecar
 from ddp.train.steps.stopping import StopFlag
 
 

@@ -20,10 +20,10 @@ from ddp.process.memory import resident_bytes
 from ddp.run.launch import command_line
 from ddp.run.launch.supervisor import Ended
 from ddp.run.settings.config import Config
-from ddp.train.checks import watcher as watch
-from ddp.train.checks.watcher import WATCH, Learning, Pace, Watch, guess_of
+from ddp.train import supervision as watch
 from ddp.train.reports.meters import Usage
-from ddp.train.tasks.task import IGNORE, Task, as_task
+from ddp.train.steps.task import IGNORE, Task, as_task
+from ddp.train.supervision import WATCH, Learning, Pace, Watch, guess_of
 
 DRAW = torch.Generator().manual_seed(0)
 CLASSES = torch.multinomial(torch.tensor([0.6, 0.3, 0.1]), 300, replacement=True, generator=DRAW)

@@ -58,8 +58,7 @@ from ddp.train.checkpoints.checkpoint_store import (
 )
 from ddp.train.checkpoints.extra_state import ExtraState, plain
 from ddp.train.checkpoints.moved import translated
-from ddp.train.steps.callbacks import MEASURED, Callback
-from ddp.train.steps.state import StepReport, TrainState
+from ddp.train.steps.state import MEASURED, Callback, StepReport, TrainState
 
 FREE = ("world_size", "all_reduce", "buckets", "strategy")
 """Of a run's identity, what the bits do not depend on with `same_bits`."""

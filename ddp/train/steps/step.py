@@ -43,7 +43,7 @@ from ddp.replica.broadcast import BufferSnapshot
 from ddp.setting import Precision
 from ddp.strategies.strategy import Agreement
 from ddp.train.steps.state import StepReport, TrainState
-from ddp.train.tasks.task import Task, name_of
+from ddp.train.steps.task import Task, name_of
 from ddp.units import counted
 
 TOO_FEW = "Expected more than 1 value per channel"  # torch's words

@@ -7,7 +7,7 @@
     StreamedSteps    of a stream, on whose end all ranks agree
     ServedSteps      of a parameter server: updates by what workers have computed  (`train/parameter_server.py`)
     LeasedSteps      of one of its workers: parts of steps                         (`train/parameter_server.py`)
-    Supervision      wraps loaded steps: it audits them, and recovers from a bad one  (`checks/supervision.py`)
+    Supervision      wraps loaded steps: it audits them, and recovers from a bad one  (`supervision.py`)
 
 Each step is made before the next one is asked for. So a supply knows when the run is over: it looks at the state.
 """

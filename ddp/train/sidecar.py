@@ -33,7 +33,7 @@ from ddp.process.files import hold, make_folder, pinned, to_append, write_whole
 from ddp.process.records import to_json
 from ddp.process.terminal import log, say
 from ddp.train.checkpoints.checkpoint_store import MANIFEST, CheckpointStore, Saved, StoredCheckpoint, listed, read
-from ddp.train.evaluation.held_out import Side
+from ddp.train.held_out import Side
 from ddp.train.reports.results import METRICS, SIDECAR, is_metric, read_metrics, read_summary
 from ddp.train.steps.stopping import StopFlag, is_signal
 from ddp.units import counted

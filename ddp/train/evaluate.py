@@ -43,7 +43,7 @@ from ddp.train.checkpoints.extra_state import loss_modules
 from ddp.train.steps.state import loading
 from ddp.train.steps.step import to_device
 from ddp.train.steps.stopping import StopFlag
-from ddp.train.tasks.task import Rows, Task, as_task, name_of, outputs_of
+from ddp.train.steps.task import Rows, Task, as_task, name_of, outputs_of
 
 _SAY_HOW = "give task=, a ddp.Task whose outputs(model, batch) returns [n, ...] for n samples"
 POLL_EVERY = 16  # batches between two polls of the stop flag
