@@ -77,7 +77,7 @@ class FitArguments(Training):
     Attributes:
         stop: a wish to stop that the caller sets; None: signals set it.
         settings: what the result depends on, by key, to be compared on a resume; None: the arguments.
-        home: a part of a store, in which servers and workers meet for this training.
+        run_store: the part of a store in which servers and workers meet for this training.
     """
 
     model: nn.Module
@@ -97,7 +97,7 @@ class FitArguments(Training):
     callbacks: Sequence[Callback] = ()
     stop: StopFlag | None = None
     settings: Mapping[str, Any] | None = None
-    home: Any = None
+    run_store: Any = None
 
     def __post_init__(self) -> None:
         for name in ("loss", "global_batch"):

@@ -69,7 +69,7 @@ from ddp.train.reports.meters import EpochCheck, Meters, MetricsFile, NoiseScale
 from ddp.train.reports.report import ProgressBar, StopNote, draw_curves, summary_of
 from ddp.train.reports.results import is_metric, read_summary, write_summary
 from ddp.train.reports.trackers import Tracker
-from ddp.train.steps.state import EMA, Callback, EarlyStopping, TrainState, tell_of
+from ddp.train.steps.state import EMA, Callback, EarlyStopping, TrainState, notify_of
 from ddp.train.steps.stopping import StopFlag, flag_of_a_new_fit, hears_signals
 from ddp.train.steps.task import Task
 from ddp.train.supervision import Guard, Watch
@@ -186,9 +186,9 @@ def train(given: FitArguments) -> TrainState:
     """
     part = check_role(given)
     if part is not None:
-        given = replace(given, home=next_store(part))
+        given = replace(given, run_store=next_store(part))
     wrapped = without_compile_wrappers(given.model)
-    with wrapped as model, _given_back(model), arguments.one_thread(given), failure_told(given.home, part):
+    with wrapped as model, _given_back(model), arguments.one_thread(given), failure_told(given.run_store, part):
         given = replace(given, model=model)
         comm = ranks_of(given.model)
         if part is not None:
@@ -246,7 +246,7 @@ def _run(run: OpenRun, stop: StopFlag) -> TrainState:
         try:
             _end(run, meters, seconds=now_s() - start_s)
         except BaseException as error:
-            tell_of(error, state, given.callbacks)
+            notify_of(error, state, given.callbacks)
             raise
     if run.service is not None:
         known = {"evaluation": state.evaluation, "history": state.history, "step": state.step}

@@ -47,7 +47,7 @@ from ddp.train.steps.supply import EpochSupply, Step
 from ddp.train.steps.task import IGNORE, Classification, LanguageModel, LossFunction, Regression, Task
 from ddp.units import counted
 
-# --- `ddp.Guard`: what becomes of a run whose loss is not finite, or jumps --------------------------------------------
+# --- `ddp.Guard`: the recovery from a loss that is not finite, or jumps -----------------------------------------------
 #
 #     stop        the run ends with an error that names module and samples (`replay.py`); so does one without a guard
 #     skip        the samples of the step are left out, as by `skip_steps`, and the run continues
@@ -63,7 +63,7 @@ RATE_FACTOR = 0.5  # on the learning rate, each time that a run goes back
 
 
 class Guard(Callback):
-    """Says what becomes of a step whose loss or gradient is not finite, or whose loss is a spike.
+    """The recovery from a step whose loss or gradient is not finite, or whose loss is a spike.
 
     Args:
         action: "stop", "skip" or "go_back" (see above).
@@ -134,9 +134,9 @@ class Supervision:
 
     Args:
         supply: of those steps; replay computes them again.
-        guard: what becomes of a bad step.
+        guard: how the run recovers from a bad step.
         audit: of the shards; None: they are not audited.
-        callbacks: told of steps that are left out.
+        callbacks: whose `step_left_out` runs for each step that is left out.
         go_back: makes the state that of the last checkpoint, at the learning rate that a guard says.
     """
 
@@ -161,7 +161,7 @@ class Supervision:
             yield Step(step.plan, partial(self._made, step))
 
     def close(self) -> None:
-        """Ends what reads the samples."""
+        """Ends the loader."""
         self._supply.close()
 
     def _made(self, step: Step) -> StepReport | None:
@@ -173,7 +173,7 @@ class Supervision:
             return None
 
     def _begin(self, plan: StepPlan) -> None:
-        """Begins a step: the audit of one of its shards, and what it must give back if it is left out."""
+        """Begins a step: the audit of one of its shards, and a snapshot, if a bad step is left out."""
         if self._audit is not None:
             self._audit.begin(plan)
         self._before = StepSnapshot(self._state, iter(())) if self._guard.action == "skip" else None
@@ -193,7 +193,7 @@ class Supervision:
     # --- a bad step --------------------------------------------------------------------------------------------------
 
     def _recover(self, plan: StepPlan, error: Diverged) -> None:
-        """Does what the guard says of a step that has been taken back.
+        """Recovers from a step that has been taken back, as the guard says.
 
         Raises:
             Diverged: the run is to end.
@@ -254,7 +254,7 @@ class Supervision:
         if comm.rank == 0:
             log.warning("%s", words)
         if folder is not None:
-            on_rank_zero(comm, lambda: note_incident(folder, incident), label="noting a bad step")
+            on_rank_zero(comm, lambda: note_incident(folder, incident), label="recording a bad step")
 
 
 def _scale_of(state: TrainState) -> LossScale | None:
@@ -262,7 +262,7 @@ def _scale_of(state: TrainState) -> LossScale | None:
 
 
 def no_checkpoint(guard: Guard) -> None:
-    """Goes back nowhere: of a run that keeps no checkpoint."""
+    """Raises CheckpointError: the `go_back` of a run that keeps no checkpoint."""
     raise CheckpointError("this run keeps no checkpoint")
 
 
@@ -357,8 +357,8 @@ class Learning:
         """Records the loss of a step."""
         self._losses.append(loss)
 
-    def verdict(self, guess: float) -> str:
-        """Returns as text that the run does not learn; "" if it does, or if there were too few steps.
+    def problem(self, guess: float) -> str:
+        """Returns a phrase if the run does not learn; "" if it does, or if there were too few steps.
 
         A loss that falls is left alone: at the beginning of a short run it may be above the guess.
         """
@@ -372,7 +372,7 @@ class Learning:
         return f"the loss of the last {NUM_LOSSES} steps, {loss:.4g}, is {guessed}"
 
 
-# --- Whether it is as fast as before ---------------------------------------------------------------------------------
+# --- `ddp.Watch`: whether it is as fast as before ---------------------------------------------------------------------
 
 
 NUM_BEFORE, NUM_SLOW, SLOW_S = 8, 3, 10.0
@@ -381,7 +381,8 @@ NUM_BEFORE, NUM_SLOW, SLOW_S = 8, 3, 10.0
 class Pace:
     """Judges the samples per second of each logging step against the median of those before.
 
-    Slow are several in a row, for some seconds, because a single one may be the garbage collector's, or a neighbour's.
+    The run is slow after several slow steps in a row, for some seconds: a single one may be due to the garbage
+    collector, or to a neighbour.
 
     Args:
         share: of the median; 0: never slow.
@@ -393,7 +394,7 @@ class Pace:
         self._last_s, self._slow_since_s = clock(), 0.0
 
     def add(self, rate: float) -> str:
-        """Records samples per second; returns as text, once, that the run has become slow, or else ""."""
+        """Records samples per second; returns a phrase, once, if the run has become slow, or else ""."""
         began_s, self._last_s = self._last_s, self._clock()
         median = statistics.median(self._rates) if len(self._rates) >= NUM_BEFORE else 0.0
         if rate >= self._share * median:
@@ -413,7 +414,7 @@ class Pace:
         return len(self._slow) >= NUM_SLOW and at_s - self._slow_since_s >= SLOW_S
 
 
-# --- `ddp.Watch` ------------------------------------------------------------------------------------------------------
+# --- `ddp.Watch` itself -----------------------------------------------------------------------------------------------
 
 
 WATCH = "watch: "
@@ -457,7 +458,7 @@ class Watch(BatchCallback):
         self._task, self._first_step = task, self._learn_share * num_steps
         self._learning, self._pace = Learning(), Pace(self._slow_share)
         self._least: float | None = None
-        self._has_told = False
+        self._has_warned = False
 
     def __call__(self, module: nn.Module, batch: Any, num_samples: int) -> None:
         """Records the targets of a batch of this rank, before it is used."""
@@ -474,16 +475,16 @@ class Watch(BatchCallback):
         if entry["kind"] != "step":
             return
         if slow := self._pace.add(entry["samples_per_s"]):
-            self._tell(state, f"the run has become slow: {slow}")
-        if self._guess is None or state.step < self._first_step or self._has_told:
+            self._report(state, f"the run has become slow: {slow}")
+        if self._guess is None or state.step < self._first_step or self._has_warned:
             return
         if self._least is None:  # on all ranks
             self._least = self._guess.loss(state.comm)
-        if self._least is not None and (why := self._learning.verdict(self._least)):
-            self._has_told = True
-            self._tell(state, why)
+        if self._least is not None and (why := self._learning.problem(self._least)):
+            self._has_warned = True
+            self._report(state, why)
 
-    def _tell(self, state: TrainState, why: str) -> None:
+    def _report(self, state: TrainState, why: str) -> None:
         """Warns, or ends the run, from rank 0, because only some figures are the same on all ranks."""
         if state.comm.rank == 0:
             log.warning("step %d: %s", state.step, why)
@@ -492,7 +493,7 @@ class Watch(BatchCallback):
 
 
 def guess_of(task: Task) -> ConstantGuess | None:
-    """Returns what finds the loss of a constant guess; None for a loss of which that is not known."""
+    """Returns an object that finds the loss of a constant guess; None for a loss for which none is known."""
     if isinstance(task, (Classification, LanguageModel)):
         is_own = type(task).loss not in (Classification.loss, LanguageModel.loss)
         return None if is_own else ConstantGuess("classes", smoothing=getattr(task, "label_smoothing", 0.0))

@@ -92,7 +92,9 @@ def test_one_that_comes_late_completes_the_results(run: Path, monkeypatch: pytes
     early = {"main_metric": "test_accuracy", "steps": 2, "stopped_by": None}
     (run / "summary.json").write_text(json.dumps({**early, "sidecar": {"missing": [1, 2]}}))
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match="a: No space left; make room, and start"):
-        patch.setattr(command.SideCar, "look", lambda _: (_ for _ in ()).throw(OSError(28, "No space left", "a")))
+        patch.setattr(
+            command.SideCar, "evaluate_next", lambda _: (_ for _ in ()).throw(OSError(28, "No space left", "a"))
+        )
         command.follow(run, [], StopFlag())
     command.follow(run, [], StopFlag())
     summary, last = json.loads((run / "summary.json").read_text()), record_of(run)[-1]

@@ -177,7 +177,7 @@ def test_whoever_begins_later_is_named_within_as_many_audits_as_ranks(world_size
     for wrong in range(world_size):
         said, last_step = found_by(world_size)[0][f"rank {wrong}, later"]
         assert 2 <= last_step <= 1 + world_size
-        assert said.endswith("go on from the checkpoint of step 1 or before")  # the audits between were of others
+        assert said.endswith("resume from the checkpoint of step 1 or before")  # the audits between were of others
         if world_size == 2:
             assert "There is no majority among rank" in said
         else:

@@ -205,8 +205,8 @@ def test_what_no_checkpoint_holds_is_told_before_the_first_step(tmp_path: Path, 
     fit(tmp_path / "a", [Counts(), Counts(), ddp.EarlyStopping(2)], **{**how, "test_data": (X, CLASSES)})
     told = [record.getMessage() for record in caplog.records if "bits of" not in record.getMessage()]
     assert told == [
-        "the checkpoint has no state of Counts 2, which begins anew",
-        "the checkpoint has no state of EarlyStopping, which begins anew",
+        "the checkpoint has no state of Counts 2, which starts from scratch",
+        "the checkpoint has no state of EarlyStopping, which starts from scratch",
         "the checkpoint has a state of EMA, but this run has no such callback",
         "the checkpoint has values that this run's loss does not have: mean",
     ]

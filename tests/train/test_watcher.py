@@ -107,20 +107,20 @@ def test_a_loss_is_judged_over_the_last_steps() -> None:
     learning = Learning()
     for _ in range(19):
         learning.add(9.0)
-    assert learning.verdict(1.0) == "", "too few steps"
+    assert learning.problem(1.0) == "", "too few steps"
     learning.add(9.0)
     guessed = "no better than that of a constant guess, 8.9, and does not fall"
-    assert learning.verdict(8.9) == f"the loss of the last 20 steps, 9, is {guessed}"
-    assert learning.verdict(0.0) == "", "all targets are equal"
+    assert learning.problem(8.9) == f"the loss of the last 20 steps, 9, is {guessed}"
+    assert learning.problem(0.0) == "", "all targets are equal"
     for number in range(20):
         learning.add(9.0 - 0.01 * number)
-    assert learning.verdict(1.0) == "", "a short run that has only begun: the loss falls"
+    assert learning.problem(1.0) == "", "a short run that has only begun: the loss falls"
     for number in range(20):
         learning.add(9.0 - 0.008 * number)
-    assert learning.verdict(1.0), "by less than a hundredth in ten steps: it does not"
+    assert learning.problem(1.0), "by less than a hundredth in ten steps: it does not"
     for _ in range(20):
         learning.add(0.989)
-    assert learning.verdict(1.0) == "" and learning.verdict(0.998)
+    assert learning.problem(1.0) == "" and learning.problem(0.998)
 
 
 def test_a_run_is_slow_below_a_share_of_its_median_for_some_time() -> None:

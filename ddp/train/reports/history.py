@@ -45,7 +45,7 @@ LOSS = "the loss"  # with a space, because a parameter may be called "loss"
 # --- Writing hashes --------------------------------------------------------------------------------------------------
 #
 #     {"step": 1, "identity": {…}}                         a start of the run, and the first step that it makes
-#     {"step": 10, "names": ["0.weight", …]}               of what the next lines have hashes; again if that changes
+#     {"step": 10, "names": ["0.weight", …]}               names of the next lines' hashes; again if they change
 #     {"step": 10, "loss": "0x1.8p+0", "hashes": "9f3c…"}  `DIGITS` for each name, one after another
 #
 # Names stand in the order in which an answer has them: parameters and buffers in the model's order, with
@@ -61,7 +61,7 @@ LOSS = "the loss"  # with a space, because a parameter may be called "loss"
 class HashesFile(Callback):
     """Appends a line to hashes.jsonl every few steps, and after the last one.
 
-    A resumed run first drops what lies beyond its checkpoint, also if it writes no hashes itself.
+    A resumed run first drops the lines beyond its checkpoint, also if it writes no hashes itself.
 
     Args:
         every: steps between two lines; 0: none is written.
@@ -89,7 +89,7 @@ class HashesFile(Callback):
             self._add(state, state.train_loss)
 
     def _begin(self, state: TrainState) -> int:
-        """Returns the last step that has a line, and notes the identity of the run. On rank 0 only."""
+        """Returns the last step that has a line, and records the identity of the run. On rank 0 only."""
         drop_after(state.step, self._path)
         self._names = []
         known = map(json_object, lines_of(self._path))
@@ -104,7 +104,7 @@ class HashesFile(Callback):
         whole, self._last_step = state.strategy.state_dict(), state.step
         if state.comm.rank:
             return
-        if not self._path.exists():  # somebody has deleted it
+        if not self._path.exists():  # it was deleted
             self._begin(state)
         values = dict(_named_values(state, whole))
         if (names := list(values)) != self._names:
@@ -119,7 +119,7 @@ class HashesFile(Callback):
 
 
 def _named_values(state: TrainState, whole: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields by name, in the file's order, what is hashed.
+    """Yields the hashed values by name, in the file's order.
 
     Args:
         whole: the strategy's state.
@@ -183,7 +183,7 @@ def read_hashes(run: Path) -> dict[int, Line]:
             elif "names" in entry:
                 names = made(list[str], entry["names"])
             elif identity is None or len(entry["hashes"]) != len(names) * DIGITS:
-                raise ValueError("the lines before do not name what it has hashes of")
+                raise ValueError("the lines before do not name its hashes")
             else:
                 found[step] = Line(identity, names, str(entry["hashes"]), str(entry["loss"]))
     return dict(sorted(found.items()))
@@ -193,13 +193,13 @@ def read_hashes(run: Path) -> dict[int, Line]:
 
 
 class Comparison(NamedTuple):
-    """Says from which step on two runs differ.
+    """The step from which on two runs differ.
 
     Attributes:
         steps: that both have hashes of, in their order.
         last_equal: the last one before any difference; None: the first one differs.
         first_different: None: all are equal.
-        names: of what differs there, in the order of a line.
+        names: of the values that differ there, in the order of a line.
         num_names: of all that one of them has a hash of there; 0 if nothing differs.
         changed: settings and surroundings that the bits depend on, and that differ: "seed was 0, is 1".
     """
@@ -243,7 +243,7 @@ def _in_words(lines: Mapping[int, Line]) -> str:
     return f"steps {', '.join(map(str, list(lines)[:3]))}{' …' if len(lines) > 3 else ''}" if lines else "none"
 
 
-# --- Tracing: a checksum of what each module gives, and of each gradient, in the order of time ------------------------
+# --- Tracing: a checksum of each module's outputs, and of each gradient, in the order of time ------------------------
 #
 # Two runs that differ are made again from a checkpoint, each with its own settings, and their traces are compared
 # (`commands/same_bits.py`): the first entry that differs is where their bits part.
@@ -257,7 +257,7 @@ class StepTrace(NamedTuple):
 
     Attributes:
         entries: in the order of time.
-        updated: by what was updated in the step, its checksum afterwards: of parameters and buffers.
+        updated: checksums of parameters and buffers after the step, by name.
     """
 
     step: int

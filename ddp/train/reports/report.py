@@ -50,7 +50,7 @@ class ProgressBar(Callback):
     The loss of a line is the mean over all samples since the last line. A long run says how long it will take.
 
     Args:
-        if_long: what follows when a long run says so, such as how to shorten it.
+        if_long: advice that follows the warning of a long run, such as how to shorten it.
         clock: seconds, from any start.
     """
 
@@ -78,7 +78,7 @@ class ProgressBar(Callback):
         if state.comm.rank != 0 or not self._console.is_terminal:
             return
         self._bar = Progress(
-            BarColumn(bar_width=None, table_column=Column(ratio=1)),  # what is left of the line
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),  # the rest of the line
             _Facts(self._console),
             console=self._console,
             refresh_per_second=1 / REFRESH_EVERY_S,
@@ -145,7 +145,7 @@ class ProgressBar(Callback):
             self._bar = None
 
     def _estimate(self, step: int) -> None:
-        """Says once, as soon as it can be known, that this run will take long."""
+        """Warns once, as soon as this is known, that the run will take long."""
         now = self._clock()
         if self._first is None:
             self._first = step, now
@@ -166,7 +166,7 @@ class ProgressBar(Callback):
 
 
 class StopNote(Callback):
-    """Says where the checkpoint is and how to go on, if a signal has stopped the run (`steps/stopping.py`).
+    """Prints where the checkpoint is and how to resume, if a signal has stopped the run (`steps/stopping.py`).
 
     Args:
         run_dir: the folder of the run; None: nothing is saved.
@@ -189,7 +189,7 @@ class StopNote(Callback):
 
 
 class _Facts(ProgressColumn):
-    """Steps and time left; and then the loss, metrics, speed and epoch, as far as one line has room beside the bar."""
+    """Steps and time left; and then the loss, metrics, speed and epoch, as far as they fit on one line with the bar."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(table_column=Column(no_wrap=True))
@@ -222,7 +222,7 @@ def _clock_time(seconds: float) -> str:
 # --- At its end -------------------------------------------------------------------------------------------------------
 
 
-LINES_WRITTEN = 8  # of what a language model writes
+LINES_WRITTEN = 8  # of a language model's text
 LOWEST_LOSS_SHOWN = 1e-4  # a logarithmic axis needs a floor
 
 
@@ -303,8 +303,8 @@ def draw_curves(metrics: Path, picture: Path, *, summary: Mapping[str, Any]) -> 
 
 
 def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: list[str]) -> None:
-    """Prints the table at the end: quality, speed, shares of the time; then what a language model writes, where the
-    results are, and what to try next.
+    """Prints the table at the end: quality, speed, shares of the time; then text by a language model, where the
+    results are, and commands to try next.
 
     Paths and commands stand below the table, where nothing breaks them, so that they can be copied.
     """
@@ -351,7 +351,7 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: l
 
 
 def _by_sidecar(*, evaluated: int, last_step: int | None, skipped: int, missing: list[int]) -> str:
-    """Returns as text what a side-car has done, and what is missing."""
+    """Returns as text how many checkpoints a side-car has evaluated, and how many are missing."""
     last = "" if last_step is None else f", the last one of step {last_step:,}"
     more = [f"{skipped} skipped"] if skipped else []
     more += [f"not in time: step {', '.join(map(str, missing))}"] if missing else []

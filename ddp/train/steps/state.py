@@ -59,14 +59,14 @@ class TrainState:
         optimizer: the user's, whose groups and state hold in every step as they are then.
         step: committed optimizer steps.
         run_dir: the run's folder, as rank 0 names it from the root on; None: nothing is written.
-        settings: what the bits of the result depend on, by name, in plain values: a checkpoint's identity of the run.
+        settings: values that the bits of the result depend on, by name: a checkpoint's identity of the run.
         stopped_by: why the run ends before its time ("SIGTERM", say), agreed on by all ranks; "" while it runs.
         stop_flag: this rank's wish to stop, which signals and `stop` set.
         train_loss: of the last step; None before the first.
         evaluation: the latest metrics by name; evaluated_at: the step that they belong to.
-        history: of each evaluation while the run went on, also before a resume: step, epochs, train_loss, and metrics.
-        main_metric: the one of them that everything goes by that chooses, such as which checkpoint is the best
-            (`held_out.py`); higher_is_better: in which direction.
+        history: of each evaluation before the run's end, also before a resume: step, epochs, train_loss, and metrics.
+        main_metric: the one of them by which checkpoints, callbacks and schedulers choose (`held_out.py`);
+            higher_is_better: in which direction.
         schedule: torch's scheduler, if there is one: the schedules of ours hold no state.
         unreadable: numbers of the samples that were left out because they could not be read, as far as this rank knows.
         phase: returns the block that is around a phase of a step: "step", and in it "data", "forward", "backward" and
@@ -171,7 +171,7 @@ class TrainState:
         }
 
     def load_position(self, position: Mapping[str, Any]) -> None:
-        """Continues from what `position` returned."""
+        """Continues from a result of `position`."""
         self.sampler.load_state_dict(position["sampler"])  # first, because it may refuse
         self.step, self.train_loss = int(position["step"]), position["train_loss"]
         # Checkpoints of the first version have no metrics, and those of later ones no history.
@@ -236,11 +236,11 @@ def agreed_reason(state: TrainState) -> str:
 
 
 class Callback:
-    """Does nothing at any of the eleven moments; override what you need.
+    """Base class, a no-op at each of the eleven moments; override those that you need.
 
-    A callback changes what it likes of weights, optimizer and learning rate, identically on all ranks: it holds from
-    the next step on. A schedule goes on in proportion from a rate that a callback has set; torch's own go on as torch's
-    do. One that wants to end the run calls `state.stop`, on any rank.
+    A callback may change weights, optimizer and learning rate, identically on all ranks; the change holds from the next
+    step on. A schedule continues in proportion from a rate that a callback has set; torch's schedulers continue as
+    in torch. One that wants to end the run calls `state.stop`, on any rank.
     """
 
     def fit_start(self, state: TrainState) -> None:
@@ -273,8 +273,8 @@ class Callback:
     def checkpoint_saved(self, state: TrainState, path: Path) -> None:
         """Runs after a checkpoint was written to the folder `path`, as rank 0 names it from the root on.
 
-        The run keeps a few checkpoints, so that a later one may replace this one: copy what has to stay. One that was
-        saved without a metric may be written once more with it.
+        The run keeps a few checkpoints, so that a later one may replace this one: copy it if it has to stay. One
+        that was saved without a metric may be written once more with it.
         """
 
     def exception(self, state: TrainState, error: BaseException) -> None:
@@ -284,9 +284,9 @@ class Callback:
         """Runs after the last step and its checkpoint, also when the run stops early."""
 
     def finished(self, state: TrainState, summary: Mapping[str, Any]) -> None:
-        """Runs last of all, once summary.json and curves.png are written; `summary` is what the former holds.
+        """Runs last of all, once summary.json and curves.png are written; `summary` is the content of the former.
 
-        Those of trackers run after all others, so that an error in another one is told there.
+        Those of trackers run after all others, so that they see an error in another one.
         """
 
     def evaluating(self, state: TrainState) -> AbstractContextManager[None]:
@@ -298,24 +298,24 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` has returned. Runs once `fit_start` of all callbacks has run."""
+        """Restores the state that `state_dict` has returned. Runs once `fit_start` of all callbacks has run."""
 
 
 class BatchCallback(Callback):
-    """A callback that also looks at each batch of this rank before it is used."""
+    """A callback that also reads each batch of this rank before it is used."""
 
     def begin(self, task: Task | None, num_steps: int) -> None:
         """Begins with a run of this length, before `fit_start`."""
 
     def __call__(self, module: nn.Module, batch: Any, num_samples: int) -> None:
-        """Looks at a batch, before the bare model gets it."""
+        """Reads a batch, before the bare model gets it."""
 
 
-def tell_of(error: BaseException, state: TrainState, callbacks: Sequence[Callback]) -> None:
-    """Runs `exception` of each callback, in their order, also after one that raises; that is raised once all know."""
-    with ExitStack() as untold:
+def notify_of(error: BaseException, state: TrainState, callbacks: Sequence[Callback]) -> None:
+    """Runs `exception` of each callback, in their order, also after one that raises; the error follows."""
+    with ExitStack() as pending:
         for callback in reversed(callbacks):
-            untold.callback(callback.exception, state, error)
+            pending.callback(callback.exception, state, error)
 
 
 EARLY = "early stopping"
@@ -396,7 +396,7 @@ class EMA(Callback):
     """Averages the weights over the steps. Evaluations use the averages, and so the best checkpoint is chosen by them.
 
     `ddp.load(run).weights` are the averages, too; training itself never uses them. A resumed run continues them;
-    any other fit begins anew.
+    any other fit starts from the weights.
 
     Args:
         decay: share of the average that a step keeps, from 0 up and below 1: it averages over about 1 ÷ (1 − decay)

@@ -36,11 +36,11 @@ IGNORE = -100
 WEIGHING = {"weight", "ignore_index", "label_smoothing"}
 """Keywords of torch's losses whose mean is one by weight."""
 
-Batch = Any  # what the data set's samples were collated to, on the model's device: mostly (inputs, targets)
+Batch = Any  # collated samples of the data set, on the model's device: mostly (inputs, targets)
 
 
 class Rows:
-    """Holds what a metric needs of every sample, because it is no mean over samples, as the area under a curve.
+    """Values of every sample for a metric that is no mean over samples, such as the area under a curve.
 
     `Task.metrics` returns it in the place of a sum and a count. `Task.finish` is given one tensor of it, with the rows
     of all samples on all ranks in the order of the data, and computes the metric.
@@ -62,7 +62,7 @@ class Task(ABC):
     """A way to train a model and to judge it. `loss` is all that a task must have.
 
     For a loss that is the mean over samples no task is needed: give `ddp.fit` the function. This one predicts a price
-    from a table and the text beside it, weighs some samples more, and reports the share of good guesses:
+    from a table and a text, weighs some samples more, and reports the share of good guesses:
 
         class Price(ddp.Task):
             main_metric, higher_is_better = "within_ten_percent", True
@@ -104,7 +104,7 @@ class Task(ABC):
     def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[float | Tensor, float | Tensor] | Rows]:
         """Returns a sum and a count for each metric, without gradient. The caller adds both over ranks and divides.
 
-        What `finish` needs of every sample is returned as `Rows`.
+        Values that `finish` needs of every sample are returned as `Rows`.
         """
         return {"loss": self.loss(model, batch)}
 
@@ -148,8 +148,8 @@ class LossFunction(Task):
 
     Args:
         function: of the model's outputs and the targets; returns a scalar.
-        reduction: what the scalar is. None: the function's own attribute `reduction`, which torch's loss modules have,
-            or else "mean".
+        reduction: how the scalar was reduced. None: as in the function's own attribute `reduction`, which torch's loss
+            modules have, or else "mean".
 
     Raises:
         ConfigError: another reduction, or one that contradicts the function's own.
@@ -294,7 +294,7 @@ def _form(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-# --- Which class is a sample of? The model returns [n, num_classes] scores --------------------------------------------
+# --- Classification: the model returns [n, num_classes] scores --------------------------------------------------------
 #
 #     loss       Σ over samples of  −ln p(class),  p = softmax(scores)            in nats
 #     accuracy   the number of samples whose class has the highest score, of how many
@@ -357,7 +357,7 @@ def _targets(classes: Tensor, scores: Tensor) -> Tensor:
     return classes.to(scores.dtype) if classes.shape == scores.shape else classes
 
 
-# --- Which token is next? --------------------------------------------------------------------------------------------
+# --- Language models: the next token ----------------------------------------------------------------------------------
 #
 #     loss            Σ over targets of  −ln p(target | everything before it)           in nats
 #     bits per token  loss mean / ln 2; per byte, where a token is a byte               as a compressor would need
