@@ -1,4 +1,4 @@
-"""Shows a run: the progress bar and the last word after a signal; then summary.json, curves.png, and the table."""
+"""Shows a run: the progress bar, and a note after a signal; then summary.json, curves.png, and the table."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from ddp.units import counted
 REFRESH_EVERY_S = 0.2
 SHORTEST_BAR = 10  # letters
 ESTIMATE_AFTER_S, ESTIMATE_AFTER_SHARE = 10.0, 0.05
-"""An estimate is worth saying after this time, or after this share of the steps."""
+"""An estimate is printed after this time, or after this share of the steps."""
 
 LONG_S = 600.0
-"""A run that takes longer says so."""
+"""A run that takes longer prints an estimate."""
 
 LINE_EVERY_S = 10.0
-"""Off a terminal a line says so often how far the run is."""
+"""Off a terminal, a line is printed this often."""
 
 
 class ProgressBar(Callback):
     """Prints a line per evaluation. Shows a bar on a terminal, and elsewhere prints a line every few seconds.
 
-    The loss of a line is the mean over all samples since the last line. A long run says how long it will take.
+    The loss of a line is the mean over all samples since the last line. A long run prints an estimate of its duration.
 
     Args:
         if_long: advice that follows the warning of a long run, such as how to shorten it.
@@ -71,7 +71,7 @@ class ProgressBar(Callback):
         self._bar: Progress | None = None
         self._first: tuple[int, float] | None = None  # the first step of this run, which is slow, and when it ended
         self._estimated = False
-        self._loss_sum, self._num_items, self._line_s, self._told = 0.0, 0.0, clock(), 0
+        self._loss_sum, self._num_items, self._line_s, self._printed_step = 0.0, 0.0, clock(), 0
 
     def fit_start(self, state: TrainState) -> None:
         self._begin_line(state)
@@ -119,7 +119,7 @@ class ProgressBar(Callback):
         self._begin_line(state)
 
     def _begin_line(self, state: TrainState) -> None:
-        self._loss_sum, self._num_items, self._line_s, self._told = 0.0, 0.0, self._clock(), state.step
+        self._loss_sum, self._num_items, self._line_s, self._printed_step = 0.0, 0.0, self._clock(), state.step
 
     @property
     def _rate(self) -> str:
@@ -132,7 +132,7 @@ class ProgressBar(Callback):
         self._end()
 
     def fit_end(self, state: TrainState) -> None:
-        if state.comm.rank == 0 and state.step > self._told:
+        if state.comm.rank == 0 and state.step > self._printed_step:
             self._print_line(state)
         self._end()
         if state.comm.rank == 0 and state.reported:

@@ -63,7 +63,7 @@ class Trace:
         return (before_s + after_s) / 2, (after_s - before_s) / 2
 
     def stop(self) -> None:
-        """Records no more."""
+        """Ends the recording."""
         if self._profile is not None and profiler._is_profiler_enabled:
             self._profile.stop()
 
@@ -144,8 +144,8 @@ def _together(traces: Sequence[_Trace], folder: Path) -> dict[str, Any]:
     if not steps_us or worst.error_s * 1e6 > (step_us := median(steps_us)):
         known, step = format_time(worst.error_s), format_time(step_us / 1e6) if steps_us else "no step"
         raise ConfigError(
-            f"the clock of rank {worst.rank} is known to {known}, and a step takes {step}: their order would be a "
-            "guess; view the traces one by one"
+            f"the clock of rank {worst.rank} is known to {known}, and a step takes {step}: the order of "
+            "events would be a guess; view the traces one by one"
         )
     first_us = min(event["ts"] + trace.shift_us for trace in traces for event in trace.events if "dur" in event)
     errors = {f"rank {trace.rank}": trace.error_s for trace in traces}

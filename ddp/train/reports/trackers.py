@@ -90,9 +90,9 @@ class Tracker(Callback):
         if self.module and (spec is None or spec.origin is None):  # a folder of that name has none, as wandb/ of a run
             raise ConfigError(f"{self.title} is not installed: pip install {self.module}")
         self._group = group
-        self._begins_anew()
+        self._reset()
 
-    def _begins_anew(self) -> None:
+    def _reset(self) -> None:
         self._has_begun, self._id, self._folder = False, "", ""
         self._found: Mapping[str, Any] = {}
         self._thread: HelperThread | None = None  # on the rank that talks to the tracker
@@ -126,7 +126,7 @@ class Tracker(Callback):
     def fit_start(self, state: TrainState) -> None:
         if self.needs_folder and state.run_dir is None:
             raise ConfigError(f"{self.title} writes into the run's folder, and folder=None: give a folder")
-        self._begins_anew()
+        self._reset()
         self._folder = "" if state.run_dir is None else str(state.run_dir)
         if state.comm.rank == 0 and state.run_dir is not None:  # before this run adds to it
             self._before = read_metrics(state.run_dir / METRICS)
