@@ -33,8 +33,8 @@ The words of this package, one meaning each:
     canonical           added up along the one binary tree over the ranks that splits at the largest power of two
     algorithm           ring, tree, butterfly, …: what makes a schedule
     route               how an all-reduce can run here: an algorithm over the transport, shared memory, or both
-    cost                what the model predicts that a collective takes
-    calibrate           measure what the cost model needs
+    cost                what a collective takes by its formula, or by the simulator
+    trial               timing the routes of an all-reduce, those first that are cheapest by their formulas
     replica             one rank's copy of the model
     strategy            says who holds parameters and optimizer state, and how often the ranks agree
     bucket              gradients that are reduced together, and their memory
@@ -108,7 +108,7 @@ if TYPE_CHECKING:
     from ddp.replica.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
     from ddp.run.assembly.load import load as load
     from ddp.run.launch.from_python import launch as launch
-    from ddp.train.checks.guard import Guard as Guard
+    from ddp.train.checks.supervision import Guard as Guard
     from ddp.train.checks.watcher import Watch as Watch
     from ddp.train.evaluation.evaluate import evaluate as evaluate
     from ddp.train.evaluation.evaluate import predict as predict
@@ -119,9 +119,9 @@ if TYPE_CHECKING:
     from ddp.train.steps.callbacks import EarlyStopping as EarlyStopping
     from ddp.train.steps.state import StepReport as StepReport
     from ddp.train.steps.state import TrainState as TrainState
-    from ddp.train.tasks.cross_entropy import ByteModel as ByteModel
-    from ddp.train.tasks.cross_entropy import Classification as Classification
-    from ddp.train.tasks.cross_entropy import LanguageModel as LanguageModel
+    from ddp.train.tasks.task import ByteModel as ByteModel
+    from ddp.train.tasks.task import Classification as Classification
+    from ddp.train.tasks.task import LanguageModel as LanguageModel
     from ddp.train.tasks.task import LossFunction as LossFunction
     from ddp.train.tasks.task import Regression as Regression
     from ddp.train.tasks.task import Rows as Rows
@@ -147,11 +147,10 @@ _NAMES = {  # module → what a user finds in ddp
     "ddp.train.steps.callbacks": "Callback EMA EarlyStopping",
     "ddp.train.evaluation.evaluate": "evaluate predict",
     "ddp.train.fit": "fit",
-    "ddp.train.checks.guard": "Guard",
+    "ddp.train.checks.supervision": "Guard",
     "ddp.train.reports.profiler": "Profiler",
     "ddp.train.steps.state": "StepReport TrainState",
-    "ddp.train.tasks.cross_entropy": "ByteModel Classification LanguageModel",
-    "ddp.train.tasks.task": "LossFunction Regression Rows Task",
+    "ddp.train.tasks.task": "ByteModel Classification LanguageModel LossFunction Regression Rows Task",
     "ddp.train.checks.watcher": "Watch",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

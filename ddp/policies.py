@@ -14,13 +14,13 @@ each are said once, here, and whatever is given a policy reads a new field witho
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ddp.errors import ConfigError
 from ddp.process.files import at_home
+from ddp.rules import Setup, refuse
 from ddp.setting import (
     Island,
     Precision,
@@ -35,7 +35,6 @@ from ddp.setting import (
 
 WatchAction = Literal["warn", "stop"]
 GuardAction = Literal["stop", "skip", "go_back"]
-ONE_EVALUATION = "goes by evaluations, of which there is one, at the end"
 
 
 @dataclass(kw_only=True)
@@ -79,11 +78,6 @@ class Evaluation(Policy):
         "on; 0: none",
         at_least=0,
     )
-
-    @property
-    def is_meanwhile(self) -> bool:
-        """Returns True if there are evaluations before the last one."""
-        return (self.every_epochs, self.every_steps) != (None, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,40 +198,6 @@ class Serving(Policy):
             )
         return num_workers - self.backup_workers
 
-    def problems(
-        self,
-        *,
-        workers: int,
-        servers: int,
-        clip_norm: float | None,
-        grows: bool,
-        has_hook: bool,
-        max_unreadable: int,
-    ) -> Iterator[str]:
-        """Yields, with the remedy, what parameter servers cannot train.
-
-        Args:
-            workers, servers: how many there are.
-            grows: the global batch grows.
-            has_hook: a hook sends less than all of the gradients.
-        """
-        try:
-            self.num_parts(workers)
-        except ConfigError as error:
-            yield str(error)
-        if self.mode != "sync":
-            if clip_norm is not None:
-                yield f"clip_norm={clip_norm:g}: would clip the gradients of one worker at a time; take mode=sync"
-            if grows:
-                yield (
-                    f"a growing batch with mode={self.mode}: batches of several sizes would overtake each other; take "
-                    "mode=sync, or leave the warm-up out"
-                )
-        if has_hook and servers > 1:
-            yield f"a hook with {servers} servers: what it remembers is of whole tensors, and these are cut; take one"
-        if max_unreadable:
-            yield f"max_unreadable={max_unreadable}: a worker cannot tell the others what it leaves out; leave it out"
-
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterServer(Serving, Averaging):
@@ -300,20 +260,7 @@ class LocalSGD(Rounds, Averaging):
         super().__post_init__()
         if self.strategy != "local_sgd":
             raise ConfigError(f"ddp.LocalSGD(strategy={self.strategy!r}): is local_sgd; leave strategy out")
-        if self.hook is not None and self.delay:
-            raise ConfigError(
-                f"hook={self.hook!r} with delay={self.delay}: a hook keeps what it has not sent until an exchange is "
-                "complete; take wire='int8', or delay=0"
-            )
-        if self.outer_momentum and getattr(self.hook, "momentum", 0):
-            raise ConfigError(
-                f"outer_momentum={self.outer_momentum:g} with {self.hook!r}, which has momentum, too: leave one out"
-            )
-        if self.verify_every and self.delay:
-            raise ConfigError(
-                f"verify_every={self.verify_every} with delay={self.delay}: workers differ while differences are under "
-                "way; leave one out"
-            )
+        refuse(Setup.of(self, hook_momentum=getattr(self.hook, "momentum", 0)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,47 +288,6 @@ class SameBits(Policy):
 
 NUM_SHARDS = 8
 """Of a run with the same bits, unless it is said: as many workers as eight can have equal shares of it."""
-
-
-CANONICAL = ("auto", "shared_memory", "tree")
-"""Words for algorithms that add up in one order at any number of workers."""
-
-
-def same_bits_problems(
-    *,
-    strategy: StrategyName,
-    hook: str,
-    wire: WireName | None,
-    algorithm: str,
-    is_naive: bool,
-    waits: bool,
-) -> Iterator[str]:
-    """Yields, with the remedy, what cannot have the same bits at any number of workers.
-
-    Args:
-        hook: what sends less than all of the gradients; "": nothing does.
-        algorithm: how an all-reduce runs.
-        is_naive, waits: as in `strategies/choice.py::Setup`.
-    """
-    if strategy in ("parameter_server", "local_sgd"):
-        yield (
-            f"strategy={strategy}: its updates depend on which worker computes what; take strategy=auto, sharded or "
-            "central_storage"
-        )
-    if hook:
-        yield f"hook={hook}: what it has not sent yet depends on the number of hosts; leave it out"
-    if wire == "fp32":
-        yield "wire=fp32: the gradients of each shard are added up in their own type; leave it out"
-    if algorithm not in CANONICAL:
-        yield (
-            f"comm.algorithm={algorithm}: adds up by workers, at some numbers of them in another order; take one of "
-            f"{', '.join(CANONICAL)}"
-        )
-    if is_naive:
-        yield "replica.kind=naive: shards are added up in buckets; leave it out"
-    if waits:
-        yield "SyncBatchNorm: its statistics are sums over workers; take BatchNorm, which has one shard's in training"
-
 
 KINDS: dict[str, type[Averaging]] = {"parameter_server": ParameterServer, "local_sgd": LocalSGD}
 """The policies of words that have their own choices."""

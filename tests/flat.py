@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -16,14 +16,12 @@ from ddp.train.loop import train_loop
 from ddp.train.steps.callbacks import Callback
 from ddp.train.steps.state import TrainState
 from ddp.train.steps.stopping import StopFlag
-from ddp.train.tasks.cross_entropy import Classification
+from ddp.train.tasks.task import Classification
 
 POLICIES = {"evaluation": ddp.Evaluation, "batches": ddp.Batches, "reading": ddp.Reading}
 
 
-def grouped(
-    *, every: str | None = None, reduction: Any = None, sharded: bool = False, **flat: Any
-) -> dict[str, Any]:
+def grouped(*, every: str | None = None, reduction: Any = None, sharded: bool = False, **flat: Any) -> dict[str, Any]:
     """Returns the arguments of `ddp.fit`, with each field of a policy in its policy.
 
     Args:
@@ -55,7 +53,7 @@ def grouped(
 
 
 def fit_over(
-    comm: ddp.Communicator, module: nn.Module, replica: type[nn.Module] = ddp.BucketedDataParallel, **flat: Any
+    comm: ddp.Communicator, module: nn.Module, replica: Callable[..., nn.Module] = ddp.BucketedDataParallel, **flat: Any
 ) -> ddp.TrainState:
     """Returns the state after a fit of a module over a communicator of the test's own, in a replica of this class."""
     return ddp.fit(replica(module, comm=comm), **grouped(**flat))

@@ -1,7 +1,7 @@
-"""Starts a launch's workers by a fork of a process that has imported torch, in the place of torchrun's engine.
+"""Starts a launch's workers by a fork of a process that has imported torch, in the place of new interpreters.
 
 A worker that begins as a new interpreter imports torch, the package and, for the optimizer, torch's compiler, which
-takes seconds. It is `worker.main` in both ways. Tests of what the engine does are marked `engine`. A user's program
+takes seconds. It is `worker.main` in both ways. Tests that need interpreters are marked `engine`. A user's program
 that launches workers is such a fork, too (`run_program`), and its workers are forks of it.
 """
 
@@ -16,70 +16,25 @@ import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
 from ranks import PRELOAD
 
-from ddp.comm.meeting.secret import private_folder
-from ddp.process.memory import available_cores
-from ddp.run.launch.engine import SHUTDOWN_S, Ended
-from ddp.run.launch.loopback import ON_LOOPBACK, OneHost
-from ddp.run.launch.report import Failure
 from ddp.train.steps.stopping import stop_signals
 
 
-def run_workers(arguments: Sequence[str], *, workers: int, threads: int | None, context: Any = None) -> Ended:
-    """Does what `ddp.run.launch.engine.run_workers` does, but for signals."""
-    context = context or _server()
-    rendezvous = OneHost("forked")
-    meeting = rendezvous.next_rendezvous().bootstrap_store_info
-    shared = {
-        **os.environ,
-        **ON_LOOPBACK,
-        "OMP_NUM_THREADS": str(threads or max(1, available_cores() // workers)),
-        "MASTER_ADDR": meeting.master_addr,
-        "MASTER_PORT": str(meeting.master_port),
-        "WORLD_SIZE": str(workers),
-        "LOCAL_WORLD_SIZE": str(workers),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RUN_ID": "forked",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    failures: dict[int, Failure] = {}
-    with private_folder() as private:
-        started = {}
-        for rank in range(workers):
-            outputs = [Connection(os.dup(number)) for number in (1, 2)]
-            variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            words = ["--rank", str(rank), "--private", str(private), *arguments]
-            process = context.Process(target=_work, args=(words, variables, Path.cwd(), outputs))
-            process.start()
-            started[process.sentinel] = rank, process
-        while started:
-            for sentinel in wait(list(started), SHUTDOWN_S if failures else None) or list(started):
-                rank, process = started.pop(sentinel)
-                if process.is_alive():
-                    process.kill()
-                process.join()
-                if process.exitcode:
-                    failures[rank] = Failure(process.exitcode, time.time())
-                    for _, other in started.values():
-                        other.terminate()
-    return Ended(None, failures)
-
-
 class Started:
-    """A server or worker that is forked, as `ddp/run/launch/supervisor.py::started` gives it."""
+    """A worker that is forked, as `ddp/run/launch/supervisor.py::started` gives it."""
 
     def __init__(self, words: Sequence[str], context: Any = None) -> None:
         at = list(words).index(sys.executable)
         variables = {**os.environ, **dict(word.split("=", 1) for word in words[:at])}
         arguments = list(words)[words.index("ddp.run.launch.worker") + 1 :]
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
         outputs = [Connection(os.dup(number)) for number in (1, 2)]
         process = (context or _server()).Process(target=_play, args=(arguments, variables, Path.cwd(), outputs))
         process.start()
@@ -137,9 +92,9 @@ class Forked:
 def _job(words: list[str], variables: dict[str, str], folder: Path, outputs: list[Connection]) -> None:
     """Becomes a job: the command line of one run, whose workers are forks of it."""
     _become(variables, folder, outputs)
-    from ddp.run.launch import command_line
+    from ddp.run.launch import command_line, supervisor
 
-    command_line.run_workers = partial(run_workers, context=multiprocessing.get_context("fork"))  # type: ignore[assignment]
+    supervisor.started = partial(Started, context=multiprocessing.get_context("fork"))  # type: ignore[assignment]
     sys.argv[1:] = words
     command_line.main()
 
@@ -153,9 +108,8 @@ def _server() -> Any:
 def _program(file: Path, variables: dict[str, str], folder: Path, outputs: list[Connection]) -> None:
     """Becomes an interpreter that runs a program."""
     _become(variables, folder, outputs)
-    from ddp.run.launch import from_python, supervisor
+    from ddp.run.launch import supervisor
 
-    from_python.run_workers = partial(run_workers, context=multiprocessing.get_context("fork"))  # type: ignore[assignment]
     supervisor.started = partial(Started, context=multiprocessing.get_context("fork"))  # type: ignore[assignment]
     sys.argv, sys.path[0] = [str(file)], str(file.parent)
     runpy.run_path(str(file), run_name="__main__")
@@ -172,7 +126,7 @@ def _become(variables: dict[str, str], folder: Path, outputs: list[Connection]) 
 
 
 def _work(words: list[str], variables: dict[str, str], folder: Path, outputs: list[Connection]) -> None:
-    """Becomes a worker: its environment, folder, output and threads are those that the engine would give it."""
+    """Becomes a worker: its environment, folder, output and threads are those that a launch would give it."""
     _become(variables, folder, outputs)
     import torch
 

@@ -12,10 +12,10 @@ import ddp
 
 PACKAGE = Path(__file__).parent.parent / "ddp"
 LIMITS = {
-    "code lines outside of lab/": 34_750,
-    "code lines of lab/": 3_800,
+    "code lines outside of lab/": 34_490,
+    "code lines of lab/": 3_780,
     "code lines of comm/, gradients/ and replica/": 10_330,
-    "modules outside of lab/": 292,
+    "modules outside of lab/": 275,
     "folders and files at the top": 21,
     "parameters of fit": 20,  # with **mistyped, which takes names that it does not have
     "lines of a function": 62,

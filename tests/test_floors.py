@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [
     ["errors"],
     ["process", "setting", "units", "vision"],
+    ["rules"],
     ["collectives", "optim", "models", "data", "policies"],
     ["comm"],
     ["gradients", "pictures"],
@@ -92,12 +93,12 @@ def test_only_the_launcher_imports_hydra_and_few_modules_touch_the_environment()
     text = {module: path.read_text() for module, path in MODULES.items()}
     assert {m for m, code in text.items() if "import hydra" in code or "from hydra" in code} == {
         *(f"ddp.run.launch.{name}" for name in ("command_line", "plugin")),
-        "ddp.run.search",
+        "ddp.commands.search",
     }
     readers = {module for module, code in text.items() if "os.environ" in code or "os.getenv" in code}
     assert readers <= {
         *("ddp.process.memory", "ddp.process.arguments", "ddp.process.host"),
         *(f"ddp.comm.meeting.{name}" for name in ("cluster_spec", "place", "role", "secret")),
-        *("ddp.comm.device", "ddp.process.environment"),
-        *(f"ddp.run.launch.{name}" for name in ("command_line", "torchrun", "engine", "by_hand")),
+        "ddp.comm.opening",
+        *(f"ddp.run.launch.{name}" for name in ("command_line", "torchrun", "processes")),
     }

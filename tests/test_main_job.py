@@ -27,7 +27,6 @@ import torch
 import yaml
 from matplotlib import image
 from torch import Tensor
-from torch.distributed.elastic.multiprocessing import PContext
 
 import ddp
 from ddp.__main__ import main as ask
@@ -35,7 +34,6 @@ from ddp.lab.scaling import report as page
 from ddp.lab.scaling.charts import in_seconds
 from ddp.models.images import CNN
 from ddp.run.assembly import stages as build
-from ddp.run.launch import report
 from ddp.run.launch.command_line import main
 from ddp.run.settings.config import choose
 from ddp.run.settings.reader import from_plain
@@ -95,7 +93,7 @@ class Command:
 
     def fork(self) -> None:
         """Starts workers from now on as tests do that are not marked `engine`."""
-        self._monkeypatch.setattr("ddp.run.launch.command_line.run_workers", forked.run_workers)
+        self._monkeypatch.setattr("ddp.run.launch.supervisor.started", forked.Started)
 
 
 @pytest.fixture
@@ -496,12 +494,8 @@ def test_a_killed_worker_ends_the_run_in_seconds_and_is_named(command: Command) 
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_stopped_worker_is_named_after_the_deadline(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_worker_is_named_after_the_deadline(command: Command) -> None:
     run_dir = command.folder / "runs" / "mine"
-    # How long the engine waits from SIGTERM, which a stopped process cannot act on, to SIGKILL: 30 s by default. A
-    # death by SIGKILL that comes sooner counts as a cause.
-    monkeypatch.setattr(PContext.close, "__defaults__", (None, 3))
-    monkeypatch.setattr(report, "SOON_S", 1.0)
 
     def stop_one_worker() -> None:
         wait_for_step(5, run_dir, command)
@@ -521,7 +515,7 @@ def test_a_stopped_worker_is_named_after_the_deadline(command: Command, monkeypa
 FAULT = """
 import sys
 if "--rank" in sys.argv and sys.argv[sys.argv.index("--rank") + 1] == "1":
-    from ddp.train.tasks.cross_entropy import Classification
+    from ddp.train.tasks.task import Classification
     loss, calls = Classification.loss, []
     def scripted(self, model, batch):
         if model.training:  # it is not in the look at the first batch

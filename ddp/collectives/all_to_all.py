@@ -39,13 +39,55 @@ above lets each rank add up one chunk for all, which takes a second round, and s
 Each rank has a contribution of its own already. If it simply added the others to it, rank 0 would compute (0 + 1) + 2
 and rank 2 (2 + 0) + 1, which are not the same bits. So what comes from lower ranks is added up `before` the rank's own.
 The order is then that of the ranks everywhere: canonical to 3 ranks.
+
+Note "slice owners". The shards of a batch are added up in the order of their tree, on any number of ranks.
+
+A rank holds the sums of its own shards: its nodes of the tree (`shards.py`), each in its own buffer. Chunk s has
+an owner, rank s. The owner collects chunk s of every node of every rank, adds them up as the tree says, and sends the
+total to everyone. So the bits of the total depend on the number of shards alone.
+
+    8 shards, 3 ranks    nodes: (0,1) on rank 0      (2,3) and 4 on rank 1      5 and (6,7) on rank 2
+
+    round 1    Every rank sends chunk s of each node to rank s, which adds them up. On rank 1:
+
+               chunk 1 of buffer   0: (2,3)   1: 4   its own   2: (0,1)  of rank 0   3: 5   4: (6,7)  of rank 2
+
+               0 += 2              (0,1) + (2,3)
+               1 += 3              4 + 5
+               1 += 4              (4,5) + (6,7)
+               0 += 1              (0,1,2,3) + (4,5,6,7)
+
+    round 2    Chunk s of buffer 0 goes from rank s to everyone: an all-gather.
+
+The total ends in buffer 0. So an addition of which buffer 0 is one side changes buffer 0, and any other addition
+changes its left side. Both have the same bits, because a + b has those of b + a.
+
+For p ranks, k nodes on this rank, K on all of them, buffers of N bytes:
+
+                      chunks   rounds   messages and bytes sent by this rank   bytes received    bytes added
+    reduce-scatter    p        1        k(p−1),      k(p−1)/p·N                (K−k)/p·N         (K−1)/p·N
+    all-gather        p        1        p−1,         (p−1)/p·N                 (p−1)/p·N         0
+    all-reduce        p        2        (k+1)(p−1),  (k+1)(p−1)/p·N            (K−k+p−1)/p·N     (K−1)/p·N
+
+All ranks together send (K+p)(p−1)/p·N bytes. With one node per rank (K = p) that is what `all_to_all` sends, and a
+ring. The nodes of other ranks need (K−k)/p·N bytes of memory besides. For 8 shards:
+
+    ranks                      1      2      3      4      5      6      7      8
+    nodes of all ranks, K      1      2      5      4      6      6      7      8
+    sent by all, times N       0      2      5.33   6      8.8    10     12     14
+
+Source: the owners are those of the reduce-scatter above. That one adds in the order of the
+ranks, from the owner on; this one in the order of the tree over the shards, which is the same for any number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
 
-from ddp.collectives.schedule import Recv, Round, Send
+from ddp.collectives.schedule import Add, Algorithm, Goal, Recv, Round, Schedule, Send, one_per_rank
+from ddp.collectives.shards import Addition, additions_between, nodes_by_rank
 
 
 def reduce_scatter(rank: int, num_ranks: int) -> Iterator[Round]:
@@ -96,3 +138,63 @@ def _others(rank: int, num_ranks: int) -> list[int]:
 
 def _one(chunk: int) -> range:
     return range(chunk, chunk + 1)
+
+
+# --- slice owners ----------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)  # one object each, because others cache what they derive from a schedule
+def schedule_over_shards(num_shards: int, goal: Goal, slices: tuple[int, ...] = ()) -> Schedule:
+    """Returns the all-reduce, or the reduce-scatter, that adds up this number of shards.
+
+    Args:
+        slices: by rank, the number of the chunk that it owns; its own number unless given.
+    """
+    algorithm = {Goal.ALL_REDUCE: all_reduce_over_shards, Goal.REDUCE_SCATTER: reduce_scatter_over_shards}[goal]
+    over_shards: Algorithm = partial(algorithm, num_shards=num_shards)
+    if any(chunk != rank for rank, chunk in enumerate(slices)):
+        over_shards = partial(_with_slices, over_shards, slices)
+    return Schedule(over_shards, goal, one_per_rank, num_shards)
+
+
+def reduce_scatter_over_shards(rank: int, num_ranks: int, *, num_shards: int) -> Iterator[Round]:
+    """Rank r ends with the sum of chunk r, over all shards, in buffer 0."""
+    buffers = _buffers(rank, num_ranks, num_shards)
+    others, mine = _others(rank, num_ranks), _one(rank)
+    yield (
+        *(Send(peer, _one(peer), buffer) for peer in others for buffer in buffers[rank]),
+        *(Recv(peer, mine, add=False, buffer=buffer) for peer in others for buffer in buffers[peer]),
+        *_added(buffers, additions_between(num_ranks, num_shards), mine),
+    )
+
+
+def all_reduce_over_shards(rank: int, num_ranks: int, *, num_shards: int) -> Iterator[Round]:
+    """Every rank ends with the sum of every chunk, over all shards, in buffer 0."""
+    yield from reduce_scatter_over_shards(rank, num_ranks, num_shards=num_shards)
+    yield from all_gather(rank, num_ranks)
+
+
+def _with_slices(algorithm: Algorithm, slices: Sequence[int], rank: int, num_ranks: int) -> Iterator[Round]:
+    """Yields rounds, each of whose transfers moves one chunk, with the chunks that `slices` has in their places."""
+    for ops in algorithm(rank, num_ranks):
+        yield tuple(replace(op, chunks=range(slices[op.chunks.start], slices[op.chunks.start] + 1)) for op in ops)
+
+
+def _buffers(rank: int, num_ranks: int, num_shards: int) -> list[range]:
+    """Returns, by rank, the numbers of the buffers that hold its nodes on this rank; this rank's own come first."""
+    nodes, buffers, free = nodes_by_rank(num_ranks, num_shards), dict[int, range](), 0
+    for peer in sorted(range(num_ranks), key=lambda peer: peer != rank):
+        buffers[peer] = range(free, free + len(nodes[peer]))
+        free += len(nodes[peer])
+    return [buffers[peer] for peer in range(num_ranks)]
+
+
+def _added(buffers: Sequence[range], additions: Iterable[Addition], chunks: range) -> Iterator[Add]:
+    """Yields the additions of all nodes, such that their sum ends in buffer 0."""
+    where = [buffer for of_rank in buffers for buffer in of_rank]  # by node: what it is part of by now
+    for left, right in additions:
+        into, other = where[left], where[right]
+        if other == 0:
+            into, other = other, into
+        yield Add(into, other, chunks)
+        where[left] = into

@@ -14,8 +14,8 @@
     master_worker         1           2                 (p−1)·N                      to 3 ranks
     round_robin           p           2p                2(p−1)/p·N                   to 2 ranks
     two_dimensional       p           2(R−1) + 2(C−1)   2(p−1)/p·N
-    hierarchical          see over_hosts.py
-    slice_owners          p           2                 see slice_owners.py          always, over shards
+    hierarchical          see placed.py
+    slice_owners          p           2                 see all_to_all.py           always, over shards
 
 (+…) for a number of ranks that is no power of two. Which one is cheapest depends on α, β and the layout: see `cost.py`.
 
@@ -33,11 +33,9 @@ from functools import lru_cache, partial
 import ddp.collectives.all_to_all as all_to_all
 import ddp.collectives.butterfly as butterfly
 import ddp.collectives.circulant as circulant
-import ddp.collectives.double_tree as double_tree
 import ddp.collectives.master_worker as master_worker
-import ddp.collectives.over_hosts as over_hosts
+import ddp.collectives.placed as placed
 import ddp.collectives.ring as ring
-import ddp.collectives.slice_owners as slice_owners
 import ddp.collectives.tree as tree
 from ddp.collectives.placed import Hosts as Hosts
 from ddp.collectives.schedule import Algorithm, Goal, Recv, Round, ScheduleError, Send, one_per_rank, whole
@@ -47,7 +45,7 @@ from ddp.errors import ConfigError
 ALL_REDUCE = {  # of those that are equally fast, "auto" takes the first
     "ring": Schedule(ring.all_reduce, Goal.ALL_REDUCE, one_per_rank),
     "tree": Schedule(tree.all_reduce, Goal.ALL_REDUCE, whole),
-    "double_tree": Schedule(double_tree.all_reduce, Goal.ALL_REDUCE, double_tree.halves),
+    "double_tree": Schedule(tree.double_all_reduce, Goal.ALL_REDUCE, tree.halves),
     "butterfly": Schedule(butterfly.all_reduce, Goal.ALL_REDUCE, butterfly.largest_power_of_two),
     "recursive_doubling": Schedule(butterfly.recursive_doubling, Goal.ALL_REDUCE, whole),
     "circulant": Schedule(circulant.all_reduce, Goal.ALL_REDUCE, one_per_rank),
@@ -79,7 +77,7 @@ BETWEEN_HOSTS = {
     "hierarchical+tree": "tree",
 }
 OVER_SHARDS = {  # by number of shards
-    "slice_owners": lambda num_shards: slice_owners.schedule_over_shards(num_shards, Goal.ALL_REDUCE),
+    "slice_owners": lambda num_shards: all_to_all.schedule_over_shards(num_shards, Goal.ALL_REDUCE),
 }
 
 SHIPPED = frozenset({"auto", "shared_memory", "two_dimensional", *SCHEDULES, *BETWEEN_HOSTS, *OVER_SHARDS})
@@ -101,9 +99,9 @@ def all_reduce_schedules(hosts: Hosts) -> dict[str, Schedule]:
     if not ranks or ranks != list(range(len(ranks))) or not all(hosts):
         raise ValueError(f"hosts={hosts}: give every host its ranks, each of 0, 1, 2, … exactly once, none empty")
     found = {name: each for name, each in ALL_REDUCE.items() if name in SHIPPED or not _mistake(each, len(ranks))}
-    rows = over_hosts.rows_of(hosts)
+    rows = placed.rows_of(hosts)
     if len(rows) > 1:
-        in_rows = partial(over_hosts.two_dimensional, rows=rows)
+        in_rows = partial(placed.two_dimensional, rows=rows)
         found["two_dimensional"] = Schedule(in_rows, Goal.ALL_REDUCE, one_per_rank)
     if 1 < len(hosts) < len(ranks):
         found |= {name: _hierarchical(hosts, ALL_REDUCE[between]) for name, between in BETWEEN_HOSTS.items()}
@@ -112,7 +110,7 @@ def all_reduce_schedules(hosts: Hosts) -> dict[str, Schedule]:
 
 def _hierarchical(hosts: Hosts, between: Schedule) -> Schedule:
     num_chunks = between.num_chunks(len(hosts))
-    algorithm = partial(over_hosts.hierarchical, hosts=hosts, between=between)
+    algorithm = partial(placed.hierarchical, hosts=hosts, between=between)
     return Schedule(algorithm, Goal.ALL_REDUCE, lambda num_ranks: num_chunks)
 
 

@@ -1,4 +1,4 @@
-"""Predicts what an all-reduce costs: the textbook's formulas, and the simulator's answer, which `auto` compares.
+"""Predicts what an all-reduce costs, by the textbook's formulas, in whose order `auto` times the algorithms.
 
 p ranks, a buffer of N bytes, links of latency α and β seconds per byte, γ seconds per byte added. Every message of a
 round is in flight at the same time; those that share a port follow each other at a distance of the gap g (the
@@ -24,13 +24,9 @@ docstrings of the algorithms count α there: g = α). L = ⌈log₂ p⌉; p' = 2
                          node on each: all_to_all's
 
 "The same" holds for one message per transfer, on links that the ranks of a host do not share, and is tested. Longer
-buffers are cut into segments that overlap, so they cost less; `simulate` knows that, the formulas do not.
+buffers are cut into segments that overlap, so they cost less; `simulate.py` counts that, the formulas do not.
 
-`cost_s` returns the simulator's answer, and remembers it, because a training job reduces the same few sizes again and
-again. An answer takes milliseconds for up to 16 ranks, and some tens of them for up to 64, or for any number where
-every host does the same (ring, all-to-all). For a schedule of more than `SIMULATED_MESSAGES` messages (a butterfly of
-1024 ranks, a round-robin of 128) the formula answers instead. It takes the worst link, shared by as many ranks of a
-host as may use it at once, and so gives an upper bound.
+A formula takes the worst link, shared by as many ranks of a host as may use it at once, and so gives an upper bound.
 
 Bandwidths are those of nccl-tests (its PERFORMANCE.md): *algorithm bandwidth* is bytes of the buffer per second. *Bus
 bandwidth* is that times the share of the buffer that must leave and enter each rank whatever the algorithm, 2(p−1)/p
@@ -43,15 +39,58 @@ Source: Thakur, Rabenseifner & Gropp, "Optimization of collective communication 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from ddp.collectives.over_hosts import rows_of
+from ddp.collectives.placed import Hosts, rows_of
 from ddp.collectives.schedule import Goal, Schedule, Send
-from ddp.collectives.simulate import ELEMENT_BYTES, SEGMENT_BYTES, Network, repeats, simulate, whole_chunks
 
-SIMULATED_MESSAGES = 20_000
+COUNTED_MESSAGES = 20_000  # of all ranks
+
+# --- links -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The cost of a message between two ranks.
+
+    Attributes:
+        alpha_s: seconds from a byte's departure to its arrival.
+        beta_s: seconds per byte.
+        gap_s: seconds for which a message keeps a port busy besides its bytes.
+    """
+
+    alpha_s: float
+    beta_s: float
+    gap_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """The ranks of each host, and the costs of the links between ranks.
+
+    Attributes:
+        hosts: the ranks of each host.
+        inside: the link between two ranks of one host.
+        between: the link between two hosts, shared by the ranks of a host.
+        gamma_s: seconds to add one byte that has arrived.
+    """
+
+    hosts: Hosts
+    inside: Link
+    between: Link
+    gamma_s: float = 0.0
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(map(len, self.hosts))
+
+
+def equal_hosts(num_ranks: int, per_host: int) -> Hosts:
+    """Returns hosts of `per_host` neighbouring ranks; the last one may have fewer."""
+    return tuple(tuple(range(start, min(start + per_host, num_ranks))) for start in range(0, num_ranks, per_host))
+
 
 # --- the formulas ----------------------------------------------------------------------------------------------------
 
@@ -169,30 +208,16 @@ def textbook(name: str, nbytes: int, network: Network) -> float | None:
     return FLAT[name](terms) if name in FLAT else None
 
 
-# --- what the simulator says -----------------------------------------------------------------------------------------
+def formula_s(name: str, schedule: Schedule, nbytes: int, network: Network) -> float:
+    """Returns the seconds of an all-reduce by its formula; without one, of its rounds and its busiest rank's bytes."""
+    seconds = textbook(name, nbytes, network)
+    if seconds is None:
+        link, moved = network.between, volume(schedule, nbytes, network.num_ranks)
+        seconds = moved.num_rounds * link.alpha_s + moved.bytes_sent * (link.beta_s + network.gamma_s)
+    return seconds
 
 
-@lru_cache(maxsize=4096)
-def cost_s(
-    name: str, schedule: Schedule, nbytes: int, network: Network, *, segment_bytes: int = SEGMENT_BYTES
-) -> float:
-    """Returns the predicted seconds of an all-reduce of `nbytes`: a pure function of its arguments, remembered.
-
-    Args:
-        name: the schedule's name in the catalog, whose formula answers where simulating would take too long.
-    """
-    num_ranks = network.num_ranks
-    if num_ranks == 1:
-        return 0.0
-    numel, num_chunks = -(-nbytes // ELEMENT_BYTES), schedule.num_chunks(num_ranks)
-    one_host_stands_for_all = numel > num_chunks and repeats(schedule, network.hosts)  # all chunks have one length
-    if about_messages(schedule, num_ranks) > SIMULATED_MESSAGES and not one_host_stands_for_all:
-        seconds = textbook(name, nbytes, network)
-        if seconds is not None:
-            return seconds
-    if numel > num_chunks:
-        numel = whole_chunks(numel, num_chunks)
-    return simulate(schedule, network, numel, segment_bytes=segment_bytes).makespan_s
+# --- messages and bytes ----------------------------------------------------------------------------------------------
 
 
 def about_messages(schedule: Schedule, num_ranks: int) -> int:
@@ -201,35 +226,17 @@ def about_messages(schedule: Schedule, num_ranks: int) -> int:
     return num_ranks * sum(isinstance(op, Send) for ops in rounds for op in ops)
 
 
-class Anatomy(NamedTuple):
-    """Says where the time of a collective goes. The three add up to its cost."""
-
-    latency_s: float  # what messages of no bytes would take
-    bytes_s: float  # what the bytes in flight add to that
-    additions_s: float  # what the additions add to that
-
-
-def anatomy(
-    name: str, schedule: Schedule, nbytes: int, network: Network, *, segment_bytes: int = SEGMENT_BYTES
-) -> Anatomy:
-    """Takes the cost apart: predicts the same schedule without additions, and without additions and bytes."""
-    inside, between = replace(network.inside, beta_s=0.0), replace(network.between, beta_s=0.0)
-    networks = (replace(network, inside=inside, between=between, gamma_s=0.0), replace(network, gamma_s=0.0), network)
-    empty, moved, added = (cost_s(name, schedule, nbytes, each, segment_bytes=segment_bytes) for each in networks)
-    return Anatomy(empty, moved - empty, added - moved)
-
-
 class Volume(NamedTuple):
     """The rounds of a schedule, and the bytes that a rank sends in them."""
 
     num_rounds: int
-    bytes_sent: float  # by the busiest rank; beyond `SIMULATED_MESSAGES` messages, by rank 0
+    bytes_sent: float  # by the busiest rank; beyond `COUNTED_MESSAGES` messages, by rank 0
 
 
 @lru_cache(maxsize=4096)
 def volume(schedule: Schedule, nbytes: int, num_ranks: int) -> Volume:
     """Counts the rounds of a schedule, and the bytes that it makes a rank send."""
-    ranks = range(num_ranks) if about_messages(schedule, num_ranks) <= SIMULATED_MESSAGES else range(1)
+    ranks = range(num_ranks) if about_messages(schedule, num_ranks) <= COUNTED_MESSAGES else range(1)
     schedules = [list(schedule.algorithm(rank, num_ranks)) for rank in ranks]
     chunks = [sum(len(op.chunks) for ops in rounds for op in ops if isinstance(op, Send)) for rounds in schedules]
     return Volume(max(map(len, schedules)), nbytes * max(chunks) / schedule.num_chunks(num_ranks))

@@ -50,6 +50,9 @@ from ddp.collectives.shards import halves, nodes_by_rank
 
 # --- chunks ----------------------------------------------------------------------------------------------------------
 
+SEGMENT_BYTES = 4 << 20
+"""Size of a pipelining piece of a chunk, unless the user names another."""
+
 
 def offsets(numel: int, num_chunks: int, unit: int = 1) -> list[int]:
     """Returns the boundaries of the chunks, in elements: `num_chunks + 1` numbers from 0 to `numel`.
@@ -86,6 +89,7 @@ def whole(num_ranks: int) -> int:
 
 
 # --- the vocabulary --------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True, slots=True)
 class Send:

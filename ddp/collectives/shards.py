@@ -11,7 +11,7 @@ the largest nodes there:
                                    └───────┬───────┘
 
 The workers add up those nodes: here ((0,1) + (2,3)) + ((4 + 5) + (6,7)). If each worker has one node, and what is left
-of the tree is the canonical tree over the *workers*, any canonical schedule does that. Else `slice_owners.py` does.
+of the tree is the canonical tree over the *workers*, any canonical schedule does that. Else `all_to_all.py` does.
 """
 
 from __future__ import annotations

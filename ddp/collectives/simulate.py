@@ -40,54 +40,14 @@ from heapq import heappop, heappush
 from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
+from ddp.collectives.cost import Link, Network, about_messages, equal_hosts, textbook
 from ddp.collectives.placed import Hosts
-from ddp.collectives.schedule import Add, Recv, Round, Schedule, ScheduleError, Send, offsets
+from ddp.collectives.schedule import SEGMENT_BYTES, Add, Recv, Round, Schedule, ScheduleError, Send, offsets
 
 ELEMENT_BYTES = 4
-SEGMENT_BYTES = 4 << 20
+SIMULATED_MESSAGES = 20_000  # of a schedule that `cost_s` simulates: half a second
 MOST_MESSAGES = 1_000_000  # of the ranks that are simulated: 20 seconds, and 1 GB
 MANY_RANKS = 64  # with more, `repeats` compares a sample of the ranks
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """The cost of a message between two ranks.
-
-    Attributes:
-        alpha_s: seconds from a byte's departure to its arrival.
-        beta_s: seconds per byte.
-        gap_s: seconds for which a message keeps a port busy besides its bytes.
-    """
-
-    alpha_s: float
-    beta_s: float
-    gap_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Network:
-    """The ranks of each host, and the costs of the links between ranks.
-
-    Attributes:
-        hosts: the ranks of each host.
-        inside: the link between two ranks of one host.
-        between: the link between two hosts, shared by the ranks of a host.
-        gamma_s: seconds to add one byte that has arrived.
-    """
-
-    hosts: Hosts
-    inside: Link
-    between: Link
-    gamma_s: float = 0.0
-
-    @property
-    def num_ranks(self) -> int:
-        return sum(map(len, self.hosts))
-
-
-def equal_hosts(num_ranks: int, per_host: int) -> Hosts:
-    """Returns hosts of `per_host` neighbouring ranks; the last one may have fewer."""
-    return tuple(tuple(range(start, min(start + per_host, num_ranks))) for start in range(0, num_ranks, per_host))
 
 
 class Moved(NamedTuple):
@@ -157,6 +117,32 @@ def simulate(
 def whole_chunks(numel: int, num_chunks: int) -> int:
     """Returns `numel`, rounded up to chunks of one length: then hosts that do the same are simulated once."""
     return -(-numel // num_chunks) * num_chunks
+
+
+@lru_cache(maxsize=4096)
+def cost_s(
+    name: str, schedule: Schedule, nbytes: int, network: Network, *, segment_bytes: int = SEGMENT_BYTES
+) -> float:
+    """Returns the simulated seconds of an all-reduce of `nbytes`: a pure function of its arguments, remembered.
+
+    An answer takes milliseconds for up to 16 ranks, and some tens of them for up to 64, or for any number where every
+    host does the same (ring, all-to-all).
+
+    Args:
+        name: the schedule's name in the catalog, whose formula answers for more than `SIMULATED_MESSAGES` messages.
+    """
+    num_ranks = network.num_ranks
+    if num_ranks == 1:
+        return 0.0
+    numel, num_chunks = -(-nbytes // ELEMENT_BYTES), schedule.num_chunks(num_ranks)
+    one_host_stands_for_all = numel > num_chunks and repeats(schedule, network.hosts)  # all chunks have one length
+    if about_messages(schedule, num_ranks) > SIMULATED_MESSAGES and not one_host_stands_for_all:
+        seconds = textbook(name, nbytes, network)
+        if seconds is not None:
+            return seconds
+    if numel > num_chunks:
+        numel = whole_chunks(numel, num_chunks)
+    return simulate(schedule, network, numel, segment_bytes=segment_bytes).makespan_s
 
 
 class _Cut:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ddp.collectives.shards import most_nodes
-from ddp.comm.reduction import COMBINE, SIGNED, refuse_divisor_out_of_range
-from ddp.comm.wire_format import wire_format
+from ddp.comm.reduction import COMBINE, SIGNED, refuse_divisor_out_of_range, wire_format
 from ddp.errors import ConfigError, did_you_mean
 from ddp.setting import WireName
 

@@ -2,7 +2,7 @@
 
     comm.all_reduce(t)                    in place, sum; op="mean" | "product" | "min" | "max"; one tensor or a list
     comm.all_reduce(t, async_op=True)     returns a Work at once; any number may be in flight
-    comm.all_reduce(t, algorithm="ring")  by that schedule; "auto" takes what is predicted to be fastest here
+    comm.all_reduce(t, algorithm="ring")  by that schedule; "auto" takes the fastest of a short trial
     comm.reduce_scatter(t)                rank r's share of the sum
     comm.reduce_scatter_(t, bounds)       the same in place, in slices of any length; comm.all_gather_(t, bounds)
     comm.all_gather(t), comm.gather(t)    everyone's tensor, by rank; first dimensions may differ
@@ -13,7 +13,7 @@
     comm.send(t, dst), comm.recv(t, src)  a message between two ranks, of which the others know nothing
     comm.allocate(numel, dtype)           memory that collectives reach without a copy
     comm.subgroup(ranks)                  a communicator of some of the ranks
-    comm.plan.explain(nbytes)             the predicted time of every algorithm, and the one that "auto" takes
+    comm.plan.explain(nbytes)             every algorithm: its formula, its time, and what "auto" takes
 
 The collectives among them are in `verbs.py`. Here is how a communicator begins and ends, and its messages.
 """
@@ -32,21 +32,18 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ddp.collectives.placed import Hosts
 from ddp.comm import checks
-from ddp.comm.call_queue import CallQueue, Peers
+from ddp.comm.call_queue import CallQueue, HostCopy, Work
 from ddp.comm.connect import Channels, connect
 from ddp.comm.flat_collectives import FlatCollectives
-from ddp.comm.host_links import HostLinks
-from ddp.comm.messages import Message, Messages
+from ddp.comm.host_links import HostLinks, Settings
+from ddp.comm.messages import Message, Messages, Peers
+from ddp.comm.nccl import NcclTransport, StreamQueue
 from ddp.comm.plan import Plan
 from ddp.comm.reduction import reduction_of
-from ddp.comm.settings import Settings
-from ddp.comm.stream_queue import StreamQueue
 from ddp.comm.transport.edge import Transport
-from ddp.comm.transport.nccl import NcclTransport
 from ddp.comm.verbs import Later, Now, Result, Verbs
 from ddp.comm.watch.call import Call, History, plain_calls
 from ddp.comm.watch.watchdog import Watchdog
-from ddp.comm.work import HostCopy, Work
 from ddp.errors import ConfigError, PeerLost
 
 DEFAULTS = Settings()
@@ -67,7 +64,7 @@ class Communicator(Verbs):
         settings, and of them device, generation, abort_s: see `Settings`.
         warn_s: seconds in one wait after which a warning says who is missing.
         hosts: the ranks of every host.
-        plan: which algorithm an all-reduce takes, and what it is predicted to take.
+        plan: which algorithm an all-reduce takes.
         peers: waits for what the other ranks do by other means than collectives.
         slices: by rank, the number of its slice in `reduce_scatter_` and `all_gather_`; its rank, but on several hosts.
         host_partition: the part of each tensor that every rank carries from its host to the others.

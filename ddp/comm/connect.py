@@ -1,28 +1,48 @@
 """Connects one rank with the others: by links, in the memory of its host, and by both together.
 
-    join        finds out which ranks share a host (`transport/topology.py`), and connects those through memory
+    discover    finds out which ranks share a host
+    join        does so, and connects those through memory
     connect     does so, and adds links to the other hosts: everything that a communicator uses
+
+Which ranks share a host is found by trying, never by inference: LOCAL_WORLD_SIZE says nothing about sub-groups,
+containers or uneven layouts; equal host names say nothing about shared memory. So every rank offers a shared memory
+with a random number in it, and tries to read everyone else's:
+
+    1  gather     everyone's boot id, and where each rank's memory is, and its number
+    2  try        open the memory of each rank with the same boot id; the same number in it means: we share a host
+    3  gather     whom one has reached
+    4  group      ranks that all reach each other, greedily by rank: the same result everywhere, from the same facts
+
+Virtual machines cloned from one image have equal boot ids, and a PID means another process in another namespace; the
+number settles both cases. If some pair with equal boot ids misses each other through memfds, steps 1 to 3 are repeated
+with files in /dev/shm, which containers may share where processes hide from each other.
+
+Cost: two gathers (four in the second case) of some hundred bytes, one open and one read per neighbour.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from ddp.collectives.placed import Hosts
 from ddp.comm.flat_collectives import FlatCollectives
-from ddp.comm.host_links import CrossHost, HostLinks
+from ddp.comm.host_links import CPU, CrossHost, HostLinks, Settings
 from ddp.comm.host_memory import HostMemory, tried
 from ddp.comm.host_reduce import HostGroup
 from ddp.comm.meeting.place import host_name
-from ddp.comm.settings import CPU, Settings
 from ddp.comm.transport.edge import Gather, GiveUpCheck, gathered, never_hopeless
 from ddp.comm.transport.shared_memory import KINDS, Barrier, Kind, SharedMemory, why_unsupported
-from ddp.comm.transport.topology import discover
 from ddp.comm.watch.watchdog import Watchdog
-from ddp.process.log import log
+from ddp.process.terminal import log
+
+Reached = Mapping[int, Sequence[Kind]]  # rank → the kinds of memory through which it was reached
+PROBE_BYTES = 64
 
 
 class Channels:
@@ -161,3 +181,148 @@ def _mapped(memory: SharedMemory, *, size: int = 0) -> SharedMemory:
         memory.forget()
         raise
     return memory
+
+
+# --- which ranks share a host ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankLocation:
+    """Location of a rank: its kernel, its process and its memory."""
+
+    boot_id: str  # "" where the kernel does not tell
+    pid_namespace: str
+    pid: int
+    path: str  # of its memory; "" if it has none of that kind
+    number: str  # what stands in it
+
+
+class Neighbours(NamedTuple):
+    """The result of the discovery. The same on every rank, but for `pids` and `reasons`.
+
+    Attributes:
+        hosts: the ranks of every host, ascending; hosts are ordered by their first rank.
+        kinds: by host, the memory through which all its ranks reach each other; None for a rank alone.
+        pids: by rank, its process as this rank knows it; None where it lives in another PID namespace.
+        reasons: by rank, why it shares no memory with this one although it runs under the same kernel.
+    """
+
+    hosts: Hosts
+    kinds: tuple[Kind | None, ...]
+    pids: tuple[int | None, ...]
+    reasons: Mapping[int, str]
+
+    def host_of(self, rank: int) -> tuple[tuple[int, ...], Kind | None]:
+        """Returns the ranks of this rank's host, and the kind of memory that they share."""
+        return next((host, kind) for host, kind in zip(self.hosts, self.kinds, strict=True) if rank in host)
+
+
+def discover(rank: int, gather: Gather, *, kinds: Sequence[Kind] = KINDS) -> Neighbours:
+    """Finds out who shares a host with whom. Collective over all ranks of `gather`.
+
+    Args:
+        gather: all-gather of bytes; keeps its own deadline.
+        kinds: which memory to try, in order of preference; the same on every rank.
+    """
+    reached: list[dict[int, list[Kind]]] = []
+    facts: list[RankLocation] = []
+    reasons: dict[int, str] = {}
+    for kind in kinds:
+        facts, reached_now, reasons = _try(rank, gather, kind)
+        reached = reached or [{} for _ in facts]
+        for so_far, others in zip(reached, reached_now, strict=True):
+            for other in others:
+                so_far.setdefault(other, []).append(kind)
+        if all(b in reached[a] for a in range(len(facts)) for b in _same_kernel(facts, a)):
+            break
+    hosts, chosen = group(reached)
+    namespace = facts[rank].pid_namespace
+    pids = tuple(each.pid if each.pid_namespace == namespace else None for each in facts)
+    return Neighbours(hosts, chosen, pids, reasons)
+
+
+def group(reached: Sequence[Reached]) -> tuple[Hosts, tuple[Kind | None, ...]]:
+    """Groups ranks that all reach each other by one kind of memory: each joins the first such host, or founds one.
+
+    Args:
+        reached: by rank, whom it reached and how.
+
+    Returns:
+        The hosts, and by host the kind; None where a rank is alone.
+    """
+    hosts: list[list[int]] = []
+    kinds: list[list[Kind]] = []
+    for rank in range(len(reached)):
+        for number, host in enumerate(hosts):
+            common = [kind for kind in kinds[number] if all(_mutual(reached, rank, other, kind) for other in host)]
+            if common:
+                host.append(rank)
+                kinds[number] = common
+                break
+        else:
+            hosts.append([rank])
+            kinds.append(list(KINDS))
+    chosen = tuple(kind[0] if len(host) > 1 else None for host, kind in zip(hosts, kinds, strict=True))
+    return tuple(tuple(host) for host in hosts), chosen
+
+
+def _mutual(reached: Sequence[Reached], a: int, b: int, kind: Kind) -> bool:
+    return kind in reached[a].get(b, ()) and kind in reached[b].get(a, ())
+
+
+def _same_kernel(facts: Sequence[RankLocation], rank: int) -> list[int]:
+    return [other for other, each in enumerate(facts) if other != rank and each.boot_id == facts[rank].boot_id]
+
+
+def _try(rank: int, gather: Gather, kind: Kind) -> tuple[list[RankLocation], list[list[int]], dict[int, str]]:
+    """Takes steps 1 to 3 with one kind of memory.
+
+    Returns:
+        Everyone's facts; by rank, whom it reached; and by rank, why this one missed it.
+    """
+    number = secrets.token_bytes(PROBE_BYTES)
+    memory, own_reason = None, ""
+    try:
+        memory = SharedMemory.create(kind, PROBE_BYTES)
+    except OSError as error:
+        own_reason = str(error)
+    try:
+        path = ""
+        if memory is not None:
+            memory.buffer[:] = number
+            path = memory.path
+        mine = RankLocation(boot_id(), _pid_namespace(), os.getpid(), path, number.hex())
+        facts = [RankLocation(**each) for each in gathered(gather, asdict(mine))]
+        neighbours = _same_kernel(facts, rank)
+        reasons = {other: own_reason or _why_out_of_reach(facts[other]) for other in neighbours}
+        reached = gathered(gather, [other for other, reason in reasons.items() if not reason])
+    finally:
+        if memory is not None:
+            memory.forget()
+    return facts, reached, {other: reason for other, reason in reasons.items() if reason}
+
+
+def _why_out_of_reach(neighbour: RankLocation) -> str:
+    if not neighbour.path:
+        return "it has no shared memory to offer"
+    try:
+        memory = SharedMemory.attach(neighbour.path, PROBE_BYTES)
+    except OSError as error:
+        return str(error)
+    if memory.buffer[:].hex() != neighbour.number:
+        return f"{neighbour.path} is another process's here"
+    return ""
+
+
+def boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _pid_namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""

@@ -29,25 +29,37 @@ if it were one rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from ddp.collectives.all_to_all import schedule_over_shards
 from ddp.collectives.catalog import ALL_REDUCE, SCHEDULES, all_reduce_schedules
 from ddp.collectives.placed import Hosts, rooted
 from ddp.collectives.schedule import Expression, Goal, Schedule, canonical, offsets
 from ddp.collectives.shards import is_canonical_over_ranks, nodes_by_rank
-from ddp.collectives.slice_owners import schedule_over_shards
 from ddp.comm.host_links import CrossHost, HostLinks, by_size
 from ddp.comm.host_memory import NoSharedMemory
 from ddp.comm.host_reduce import HostGroup
-from ddp.comm.reduction import SUM, Reduction, bounds_of, divided_, is_identity, scaled_
+from ddp.comm.reduction import (
+    SUM,
+    Reduction,
+    bounds_of,
+    by_rank,
+    divided_,
+    dtype_name,
+    is_identity,
+    scaled_,
+    with_rows,
+)
+from ddp.comm.transport.edge import gathered
 from ddp.errors import ConfigError
-from ddp.process.log import log
+from ddp.process.terminal import log
 
 IN_MEMORY = "shared_memory"
 
@@ -196,7 +208,7 @@ class FlatCollectives:
         if route.schedule is None:
             memory = self.memory_of(flat)
             assert memory is not None  # `Plan.route` refuses a tensor that no memory can reach
-            memory.all_reduce(flat, reduction.op, divide_by=_divisor(reduction), sequence=sequence)
+            memory.all_reduce(flat, reduction.op, divide_by=int(reduction.divide_by), sequence=sequence)
         elif route.in_memory:
             assert self.cross_host is not None
             self.cross_host.all_reduce(flat, route.schedule, reduction, sequence=sequence)
@@ -224,7 +236,7 @@ class FlatCollectives:
         Returns:
             What this rank has of row 0.
         """
-        reduction, number = reduction._replace(before=1.0), self.slices[self.rank]  # each shard was scaled by itself
+        number = self.slices[self.rank]
         total = rows[0] if bounds is None else rows[0, bounds[number] : bounds[number + 1]]
         group = self.group if self.cross_host is None and rows.is_cpu else None
         if group is not None and group.reduce_shards(
@@ -257,7 +269,7 @@ class FlatCollectives:
         if not is_identity(reduction.before):
             scaled_(flat, reduction.before)
         if memory := self.memory_of(flat):
-            memory.reduce_scatter(flat, bounds, reduction.op, divide_by=_divisor(reduction), sequence=sequence)
+            memory.reduce_scatter(flat, bounds, reduction.op, divide_by=int(reduction.divide_by), sequence=sequence)
             return _finished(mine, reduction._replace(divide_by=1))
         undivided = reduction._replace(divide_by=1)  # a schedule takes partial sums that it passes on for complete ones
         if not by_rank and (cross_host := self._slicing(flat)):
@@ -265,14 +277,6 @@ class FlatCollectives:
         else:
             self.links.run(by_size("reduce_scatter", flat.nbytes, self.world_size), flat, bounds, undivided)
         return _finished(mine, reduction)
-
-    def reduce_scatter_on_hosts(
-        self, flat: Tensor, bounds: Sequence[int], reduction: Reduction, sequence: int
-    ) -> Tensor:
-        """Combines slices as `reduce_scatter` does, and gives each rank those of its counterparts, too, in place."""
-        mine = self.reduce_scatter(flat, bounds, reduction, sequence)
-        self.gather_on_hosts(flat, bounds, sequence)
-        return mine
 
     def gather_on_hosts(self, flat: Tensor, bounds: Sequence[int], sequence: int) -> None:
         """Gives each rank the slices of its counterparts on the other hosts, in place."""
@@ -285,7 +289,7 @@ class FlatCollectives:
         """Combines `flat` over all ranks into the root's; the others' is undefined then."""
         if not is_identity(reduction.before):
             scaled_(flat, reduction.before)
-        self.links.run(rooted(SCHEDULES["tree_reduce"], root), flat, reduction=reduction._replace(divide_by=1))
+        self.along_tree("reduce", flat, root, reduction=reduction._replace(divide_by=1))
         if self.rank == root:
             _finished(flat, reduction)
 
@@ -318,15 +322,17 @@ class FlatCollectives:
         if memory := self.memory_of(flat):
             memory.broadcast(flat, root, sequence=sequence)
         else:
-            self.links.run(rooted(SCHEDULES["tree_broadcast"], root), flat)
+            self.along_tree("broadcast", flat, root)
 
-    def gather(self, flat: Tensor, bounds: Sequence[int], root: int) -> None:
-        """Gives the root rank r's flat[bounds[r]:bounds[r + 1]], in place."""
-        self.links.run(rooted(SCHEDULES["tree_gather"], root), flat, bounds)
+    def along_tree(
+        self, operation: str, flat: Tensor, root: int, bounds: Sequence[int] | None = None, reduction: Reduction = SUM
+    ) -> None:
+        """Runs "gather", "scatter", "reduce" or "broadcast" over a tree with this root, in place.
 
-    def scatter(self, flat: Tensor, bounds: Sequence[int], root: int) -> None:
-        """Gives rank r the root's flat[bounds[r]:bounds[r + 1]], in place."""
-        self.links.run(rooted(SCHEDULES["tree_scatter"], root), flat, bounds)
+        Args:
+            bounds: rank r's part of a gather or scatter is flat[bounds[r]:bounds[r + 1]].
+        """
+        self.links.run(rooted(SCHEDULES[f"tree_{operation}"], root), flat, bounds, reduction)
 
     def gather_numbers(self, numbers: list[int], device: torch.device, sequence: int) -> list[list[int]]:
         """Returns every rank's numbers, by rank; equally many."""
@@ -337,13 +343,39 @@ class FlatCollectives:
         rows: list[list[int]] = self.links.on_host(table).tolist()
         return rows
 
-    def laid_out(self, mine: Tensor, sequence: int) -> tuple[Tensor, list[int]]:
-        """Returns a flat buffer with room for every rank's tensor and this one's in it, and how many rows each has."""
+    def gather_rows(self, mine: Tensor, sequence: int, root: int | None = None) -> list[Tensor]:
+        """Returns every rank's [n, ...], by rank, where n may differ; with a root only there, elsewhere nothing."""
         rows = [num_rows for (num_rows,) in self.gather_numbers([len(mine)], mine.device, sequence)]
         bounds = bounds_of(rows, mine)
         flat = mine.new_empty(bounds[-1])
         flat[bounds[self.rank] : bounds[self.rank + 1]] = mine.reshape(-1)
-        return flat, rows
+        if root is None:
+            self.all_gather(flat, bounds, sequence, by_rank=True)
+        else:
+            self.along_tree("gather", flat, root, bounds)
+        return by_rank(flat, rows, mine) if root in (None, self.rank) else []
+
+    def scatter(self, pieces: Sequence[Tensor], root: int, device: torch.device) -> Tensor:
+        """Returns this rank's of the root's tensors, whose shapes may differ; the other ranks have none."""
+        about = [[list(piece.shape) for piece in pieces], dtype_name(pieces[0].dtype)] if pieces else ""
+        shapes, dtype = gathered(self.links.gather_bytes, about)[root]
+        bounds = [0, *accumulate(map(math.prod, shapes))]
+        flat = torch.empty(bounds[-1], dtype=getattr(torch, dtype), device=device)
+        if pieces:
+            torch.cat([with_rows(piece).reshape(-1) for piece in pieces], out=flat)
+        self.along_tree("scatter", flat, root, bounds)
+        return flat[bounds[self.rank] : bounds[self.rank + 1]].clone().view(shapes[self.rank])
+
+    def all_to_all(self, pieces: Sequence[Tensor], sequence: int) -> list[Tensor]:
+        """Sends pieces[r], [n, ...], to rank r; returns what rank 0, 1, … sent here."""
+        table = self.gather_numbers([len(piece) for piece in pieces], pieces[0].device, sequence)  # [from][to], in rows
+        rows = [row[self.rank] for row in table]
+        going, pending = bounds_of(table[self.rank], pieces[0]), bounds_of(rows, pieces[0])
+        outgoing = torch.cat([piece.reshape(-1) for piece in pieces])
+        incoming = outgoing.new_empty(pending[-1])
+        longest = max(map(max, table)) * pieces[0].shape[1:].numel()
+        self.links.exchange(outgoing, going, incoming, pending, longest=longest)
+        return by_rank(incoming, rows, pieces[0])
 
     def barrier(self, device: torch.device, sequence: int) -> None:
         """Returns once every rank has called it."""
@@ -398,11 +430,6 @@ class FlatCollectives:
     def _slicing(self, flat: Tensor) -> CrossHost | None:
         """Returns the connection of the hosts' memories, if such a tensor goes through it in slices."""
         return self.cross_host if self.cross_host is not None and self.cross_host.slices and flat.is_cpu else None
-
-
-def _divisor(reduction: Reduction) -> Any:
-    """Returns the divisor of sums in memory: a whole number, or one that exists only on the GPU."""
-    return reduction.divide_by if isinstance(reduction.divide_by, Tensor) else int(reduction.divide_by)
 
 
 def _finished(result: Tensor, reduction: Reduction) -> Tensor:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 
@@ -26,19 +27,47 @@ from torch import Tensor
 
 from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.placed import Hosts
-from ddp.collectives.schedule import Goal, Schedule, offsets
+from ddp.collectives.schedule import SEGMENT_BYTES, Goal, Schedule, offsets
 from ddp.collectives.shards import nodes_by_rank
+from ddp.comm.call_queue import Runner, Work, done
 from ddp.comm.execute import Program, Scratch, execute, program
 from ddp.comm.host_reduce import HostGroup
+from ddp.comm.nccl import NcclTransport
 from ddp.comm.reduction import SUM, Reduction, divided_, is_identity
-from ddp.comm.settings import Settings
 from ddp.comm.transport.edge import Transport, TransportError
-from ddp.comm.transport.nccl import NcclTransport
 from ddp.comm.watch.watchdog import Watchdog
-from ddp.comm.work import Runner, Work, done
+from ddp.setting import Additions
 
+CPU = torch.device("cpu")
 MAX_PLANS = 256
 FEW_BYTES, FEW_RANKS = 64 << 10, 8  # of all ranks together; up to these, a round costs more than its messages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The choices of one communicator, which its subgroups inherit. The same on all ranks, but for `device`.
+
+    Attributes:
+        device: where this rank's tensors live.
+        backend: "gloo", "nccl", or "auto": what `agreed_backend` finds.
+        generation: version of the membership.
+        algorithm: what `algorithm="auto"` in a call stands for; "auto" here: the route that takes least time.
+        order: "canonical" lets "auto" take only routes whose additions follow the canonical binary tree over the ranks.
+        shared_memory: let CPU tensors go through the memory of a host where its ranks share it.
+        segment_bytes: size of a pipelining piece of a chunk.
+        abort_s: longest wait for a neighbour, in seconds.
+        debug: compare what the ranks call before every collective.
+    """
+
+    device: torch.device = CPU
+    backend: str = "auto"
+    generation: int = 0
+    algorithm: str = "auto"
+    order: Additions = "any"
+    shared_memory: bool = True
+    segment_bytes: int = SEGMENT_BYTES
+    abort_s: float = 60.0
+    debug: bool = False
 
 
 class HostLinks:

@@ -46,7 +46,7 @@ from torch import Tensor
 from ddp.collectives.shards import Addition, additions_between, most_nodes, nodes_by_rank
 from ddp.comm.host_memory import Entry, HostMemory, Region, entry
 from ddp.comm.host_memory import NoSharedMemory as NoSharedMemory
-from ddp.comm.reduction import COMBINE, divided_, dtype_name
+from ddp.comm.reduction import COMBINE, dtype_name
 from ddp.comm.transport.edge import TransportError
 from ddp.comm.transport.shared_memory import LINE_BYTES, copy_bytes
 from ddp.errors import CollectiveMismatch
@@ -88,10 +88,10 @@ class _Arithmetic:
         divide(out, divide_by)
 
 
-def divide(out: Tensor, divide_by: int | Tensor) -> None:
-    """Divides in place; by a scalar's tensor where only a GPU knows the divisor."""
-    if isinstance(divide_by, Tensor) or divide_by.bit_count() != 1 or (out.is_complex() and divide_by != 1):
-        divided_(out, divide_by)
+def divide(out: Tensor, divide_by: int) -> None:
+    """Divides in place."""
+    if divide_by.bit_count() != 1 or (out.is_complex() and divide_by != 1):
+        out.div_(divide_by)
     elif divide_by != 1:
         out.mul_(1 / divide_by)  # a power of two: the same bits, in less than half the time
 
@@ -136,16 +136,9 @@ class _Bench(NamedTuple):
 class _Block(NamedTuple):
     """A part of this rank's slice that fits the cache, in the memory of all ranks."""
 
-    leaves: tuple[Tensor, ...]  # by rank
-    others: Tensor  # [size − 1, numel]: all leaves but the first
-
-
-class _BlockOfNodes(NamedTuple):
-    """A part of this rank's slice of the rows of all ranks."""
-
-    leaves: tuple[Tensor, ...]  # by rank, and by node of it
-    others: Tensor  # [size − 1, numel]: row 0 of all ranks but the first
-    mine: Tensor  # row 0 of this rank
+    leaves: tuple[Tensor, ...]  # by rank; of rows, by rank and by node of it
+    others: Tensor  # [size − 1, numel]: of all ranks but the first, their only row or their row 0
+    mine: Tensor  # the same of this rank
 
 
 class HostGroup:
@@ -173,8 +166,8 @@ class HostGroup:
         self._plan = functools.lru_cache(MAX_PLANS)(self._new_plan)
         self._allocated = functools.lru_cache(MAX_PLANS)(self._new_allocated)
         self._bench = functools.lru_cache(MAX_PLANS)(self._new_bench)
-        self._of_nodes = functools.lru_cache(MAX_PLANS)(self._new_of_nodes)
-        self._by_node = functools.lru_cache(MAX_PLANS)(self._new_by_node)
+        self._blocks = functools.lru_cache(MAX_PLANS)(self._new_blocks)
+        self._arithmetic = functools.lru_cache(MAX_PLANS)(self._new_arithmetic)
 
     def __enter__(self) -> None:
         """Begins a collective, which is all or nothing."""
@@ -214,9 +207,9 @@ class HostGroup:
                     self._add_copies(flat, plan, half, divide_by)
                     return
             elif memory.enter(allocated.call, sequence, divide_by):
-                for leaves, others in allocated.blocks:
-                    plan.arithmetic.in_place(leaves, leaves[0], divide_by)
-                    others.copy_(leaves[0])
+                for block in allocated.blocks:
+                    plan.arithmetic.in_place(block.leaves, block.leaves[0], divide_by)
+                    block.others.copy_(block.leaves[0])
                 memory.wait()
                 return
             else:
@@ -236,13 +229,13 @@ class HostGroup:
             op, divide_by: as in `all_reduce`.
         """
         with self:
-            memory, arithmetic, item = self._memory, self._by_rank(op), flat.element_size()
+            memory, arithmetic, item = self._memory, self._arithmetic(op, self.size), flat.element_size()
             region = memory.find(flat.data_ptr(), flat.nbytes)
             call = self._entry("reduce_scatter", flat, f"by {op} {_slices(bounds)}", region)
             if memory.enter(call, sequence, divide_by) and region is not None:
-                start, stop = bounds[self.index : self.index + 2]
-                for leaves, _ in self._blocks(flat.data_ptr(), flat.dtype, region, start, stop):
-                    arithmetic.in_place(leaves, leaves[self.index], divide_by)
+                mine = bounds[self.index], bounds[self.index + 1]
+                for block in self._blocks(flat.data_ptr(), flat.numel(), flat.dtype, self.size, mine):
+                    arithmetic.in_place(block.leaves, block.mine, divide_by)
                 memory.wait()
                 return
             step = memory.piece_bytes // item // self.size
@@ -254,8 +247,8 @@ class HostGroup:
                 memory.wait()
                 first, last = runs[self.index]
                 terms = [box[self.index * step :][: last - first] for box in boxes]
-                terms[self.index] = mine = flat[first:last]
-                arithmetic.in_place(terms, mine, divide_by)
+                terms[self.index] = flat[first:last]
+                arithmetic.in_place(terms, terms[self.index], divide_by)
 
     def reduce_shards(
         self, rows: Tensor, num_shards: int, bounds: Sequence[int] | None = None, *, divide_by: int = 1, sequence: int
@@ -279,11 +272,10 @@ class HostGroup:
             if not memory.enter(call, sequence, divide_by) or region is None:
                 return False
             cuts = _cuts(rows.shape[1], self.size, rows.element_size()) if bounds is None else bounds
-            slice_of_mine = tuple(cuts[self.index : self.index + 2])
-            address, numel = rows.data_ptr(), rows.shape[1]
-            for block in self._of_nodes(address, numel, rows.dtype, num_shards, slice_of_mine):
+            mine = cuts[self.index], cuts[self.index + 1]
+            for block in self._blocks(rows.data_ptr(), rows.shape[1], rows.dtype, num_shards, mine):
                 total = block.leaves[0] if bounds is None else block.mine
-                self._by_node(num_shards).in_place(block.leaves, total, divide_by)
+                self._arithmetic("sum", num_shards).in_place(block.leaves, total, divide_by)
                 total.add_(0.0)  # −0.0 becomes 0.0, whether or not zeros of shards without a gradient were added
                 if bounds is None:
                     block.others.copy_(total)
@@ -320,16 +312,14 @@ class HostGroup:
         """
         with self:
             tensor = self._memory.allocate(numel, dtype, sequence)
-            self._allocated.cache_clear()  # an ordinary tensor may have lain there
-            self._of_nodes.cache_clear()
+            self._forget_places()  # an ordinary tensor may have lain there
             return tensor
 
     def free(self, tensor: Tensor) -> None:
         """Gives back what `allocate` gave; waits for no rank. From any thread. The tensor stays, as ordinary memory."""
         if not self._closed:
             self._memory.free(tensor)
-            self._allocated.cache_clear()
-            self._of_nodes.cache_clear()
+            self._forget_places()
 
     def close(self) -> None:
         """Ends this rank's part. Tensors from `allocate` stay usable, as ordinary memory."""
@@ -337,8 +327,14 @@ class HostGroup:
             self._closed, self._out_of_use = True, self._out_of_use or "closed"
             self._memory.close()
             del self._memory
-            for cache in (self._plan, self._allocated, self._bench, self._of_nodes):
-                cache.cache_clear()
+            self._forget_places()
+            self._plan.cache_clear()
+            self._bench.cache_clear()
+
+    def _forget_places(self) -> None:
+        """Forgets which tensors lie in allocated memory."""
+        self._allocated.cache_clear()
+        self._blocks.cache_clear()
 
     # --- how they are done -------------------------------------------------------------------------------------------
 
@@ -394,10 +390,10 @@ class HostGroup:
 
     def _new_plan(self, numel: int, dtype: torch.dtype, op: str) -> _Plan:
         call = entry(f"all_reduce of {numel} × {dtype_name(dtype)} by {op}")
-        return _Plan(call, self._by_rank(op), self._pieces(numel, dtype))
+        return _Plan(call, self._arithmetic(op, self.size), self._pieces(numel, dtype))
 
-    def _by_rank(self, op: str) -> _Arithmetic:
-        return _Arithmetic(op, additions_between(self.size, self.size))
+    def _new_arithmetic(self, op: str, num_shards: int) -> _Arithmetic:
+        return _Arithmetic(op, additions_between(self.size, num_shards))
 
     def _new_allocated(self, address: int, numel: int, dtype: torch.dtype, op: str) -> _Allocated | None:
         region = self._memory.find(address, numel * dtype.itemsize)
@@ -405,7 +401,8 @@ class HostGroup:
             return None
         cuts = _cuts(numel, self.size, dtype.itemsize)
         call = entry(self._plan(numel, dtype, op).call.words, region.number, address - region.addresses[self.index])
-        return _Allocated(call, self._blocks(address, dtype, region, cuts[self.index], cuts[self.index + 1]))
+        mine = cuts[self.index], cuts[self.index + 1]
+        return _Allocated(call, self._blocks(address, numel, dtype, self.size, mine))
 
     def _pieces(self, numel: int, dtype: torch.dtype) -> list[_Piece]:
         item, num_bytes, piece_bytes = dtype.itemsize, numel * dtype.itemsize, self._memory.piece_bytes
@@ -429,20 +426,15 @@ class HostGroup:
                 torch.empty(self.size // 2, (stop - start) // dtype.itemsize, dtype=dtype, device="cpu").unbind(),
             )
 
-    def _blocks(self, address: int, dtype: torch.dtype, region: Region, start: int, stop: int) -> list[_Block]:
-        """Returns elements `start` to `stop` of all ranks' tensors, which lie in the same place, block by block."""
-        offset, numel = address - region.addresses[self.index], BLOCK_BYTES // self.size // dtype.itemsize
-        slices = region.planes(dtype, offset + start * dtype.itemsize, offset + stop * dtype.itemsize)
-        blocks = slices.split(numel, dim=1) if stop > start else ()
-        return [_Block(block.unbind(), block[1:]) for block in blocks]
-
-    def _new_by_node(self, num_shards: int) -> _Arithmetic:
-        return _Arithmetic("sum", additions_between(self.size, num_shards))
-
-    def _new_of_nodes(
+    def _new_blocks(
         self, address: int, numel: int, dtype: torch.dtype, num_shards: int, mine: tuple[int, int]
-    ) -> list[_BlockOfNodes]:
-        """Returns a slice of the rows of all members, block by block: a leaf for each node."""
+    ) -> list[_Block]:
+        """Returns a slice of all members' tensors, which lie in the same place, block by block.
+
+        Args:
+            num_shards: of the tree whose nodes are rows of the tensors; with one shard for each member, one row.
+            mine: where the slice begins and ends.
+        """
         nodes, (start, stop) = nodes_by_rank(self.size, num_shards), mine
         num_rows = most_nodes(self.size, num_shards)
         region = self._memory.find(address, num_rows * numel * dtype.itemsize)
@@ -455,7 +447,7 @@ class HostGroup:
         found = []
         for blocks in zip(*rows, strict=True) if stop > start else ():  # of each row, [size, up to length]
             leaves = tuple(blocks[row][rank] for rank, its in enumerate(nodes) for row in range(len(its)))
-            found.append(_BlockOfNodes(leaves, blocks[0][1:], blocks[0][self.index]))
+            found.append(_Block(leaves, blocks[0][1:], blocks[0][self.index]))
         return found
 
     def _entry(self, name: str, flat: Tensor, details: str, region: Region | None) -> Entry:

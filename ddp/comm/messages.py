@@ -1,4 +1,4 @@
-"""Messages between two ranks: what one sends, the other receives.
+"""Waits for what is no collective: messages between two ranks, and what all ranks do by other means.
 
     rank 0   send(x, 1)  ── message #1 from 0 to 1 ──▶  recv(y, 0)   rank 1
              recv(z, 1)  ◀── message #1 from 1 to 0 ──  send(y, 0)
@@ -18,6 +18,7 @@ There messages are kept until the first of them is waited for, and then posted t
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,8 +27,12 @@ from torch.autograd.graph import increment_version
 from ddp.comm.call_queue import CallQueue
 from ddp.comm.reduction import dtype_name, flatten, write_back
 from ddp.comm.transport.edge import Pending, Transfer, Transport, TransportError
+from ddp.comm.transport.shared_memory import SLICE_S
 from ddp.comm.watch.call import Call, Direction, Envelope
+from ddp.comm.watch.watchdog import Watchdog
+from ddp.errors import PeerLost
 from ddp.process import gpu
+from ddp.process.clock import Patience
 
 
 class Messages:
@@ -148,3 +153,61 @@ class Posting:
         if self._pending is not None:
             self._pending.wait(timeout_s)
             self._pending = None
+
+
+# --- what the ranks do by other means --------------------------------------------------------------------------------
+
+
+class Peers:
+    """Waits for what the other ranks do by other means than collectives: with their numbers, deadlines and blame.
+
+    Args:
+        timeout_s: longest wait for a rank that lives.
+    """
+
+    def __init__(self, queue: CallQueue, watchdog: Watchdog, rank: int, *, timeout_s: float) -> None:
+        self._queue, self._watchdog, self._rank, self._timeout_s = queue, watchdog, rank, timeout_s
+
+    def wait_for_rank_zero(self, label: str) -> None:
+        """Returns once rank 0 has called it too, however long that takes while rank 0 lives.
+
+        Raises:
+            PeerLost: rank 0 failed, left, or shows no sign of life.
+        """
+        call = self._queue.number("wait_for_rank_zero", label=label)
+        try:
+            if self._rank == 0:
+                self._watchdog.publish(f"passed/{call.sequence}", "")
+            else:
+                self._watchdog.wait_for_word(f"passed/{call.sequence}", 0, call)
+        except PeerLost as lost:
+            self._queue.error = lost
+            raise
+
+    def wait_for(self, wait: Callable[[float], bool], *, label: str) -> None:
+        """Waits for what the ranks do by other means: a future of torch.distributed, say. Every rank calls it.
+
+        Args:
+            wait: waits for the given seconds at most; returns True if the wait is over. It is called until it is.
+
+        Raises:
+            PeerLost: it was not there within the deadline.
+        """
+        neighbour = self._queue.neighbour
+
+        def until_there() -> None:
+            patience = Patience(self._timeout_s)
+            while not wait(min(patience.left_s(), SLICE_S)):
+                if culprit := self._watchdog.hopeless_because():
+                    raise TransportError(neighbour, f"rank {culprit[0]}: {culprit[1]}", timed_out=True)
+                if not patience.left_s():
+                    raise TransportError(neighbour, f"nothing came for {self._timeout_s:g} s", timed_out=True)
+
+        self._queue.run(self._queue.number("wait", label=label), until_there)
+
+    def find_lost(self, label: str) -> PeerLost | None:
+        """Returns the rank that is surely lost after an error outside of this communicator, if any. Not collective."""
+        call = Call(self._queue.num_calls, "wait", name=label)
+        lost = self._watchdog.find_lost(call, self._queue.neighbour)
+        self._queue.error = self._queue.error or lost
+        return lost

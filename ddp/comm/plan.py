@@ -1,25 +1,32 @@
 """`algorithm="auto"`: which route an all-reduce takes.
 
     one host, memory shared     "shared_memory", at once: it is faster than every schedule at every size
-    one host's GPUs             "shared_memory" for what `allocate` has given, if the ranks were told to share memory
-                                "all_to_all", at once: each reaches every other, and two rounds are the fewest
-    anything else               the model predicts what every route costs; the cheapest routes are timed, as many as fit
-                                into `TRIAL_S`; the fastest one is taken
+    one host's GPUs             "all_to_all", at once: each reaches every other, and two rounds are the fewest
+    anything else               the formulas of `collectives/cost.py` order the routes; the first of them are timed, as
+                                many as fit into `TRIAL_S`; the fastest one is taken
 
-    way                         prediction
-    "ring", "tree", …           the schedule, simulated on the measured links (`collectives/cost.py`)
-    "shared_memory"             looked up among the times that calibration measured
-    "shared_memory+ring"        an all-reduce in memory (looked up); between its halves the schedule, run by the ranks
-                                of every place on all hosts with that place's slice, all at once over the hosts' links.
-                                A long buffer goes piece by piece, so that additions overlap with the transfers
+Note "formula and trial". A formula knows what bytes cost on a wire. Where moving them takes long, it is within a tenth,
+and timing the routes would take seconds, so the formulas alone decide. A formula knows little about ranks that wait for
+a core: with more ranks than cores it is off by a factor of two or three. But there an all-reduce takes milliseconds, so
+trials are cheap. A formula counts an addition in a host's memory as free, and a host as one rank of the algorithm that
+connects the hosts: "shared_memory+ring" on h hosts costs what a ring of h ranks does.
 
-With a wire format the schedule moves fewer bytes, and each addition is dearer: a number is encoded, decoded and added.
-So a route that makes a number hop more often is charged for each time that it is rounded.
+The figures of the links are measured once, in a fraction of a second, before the first formula:
 
-Note "model and trial". The model knows what bytes cost on a wire. Where moving them takes long, its predictions are
-within a tenth, and timing the routes would take seconds. The model knows little about ranks that wait for a core: with
-more ranks than cores it is off by a factor of two or three. But there an all-reduce takes milliseconds, so trials are
-cheap.
+    figure    what the ranks run                                               who runs it
+    α         rounds in which each rank sends 8 bytes to the next rank of a    inside: all ranks of every host at once
+              ring and receives 8: seconds per round                           between: the first rank of every host
+    g         the same with 8 messages each way: what each further one adds    the same
+    β         the same with one message of 4 MB: what a byte adds              the same
+    γ         `add_` of 4 MB: seconds per byte                                 every rank
+
+The rounds of most schedules are such exchanges, so α covers everything that a round costs: Python's time between two
+rounds, a send that waits for its receiver, a core that is shared with other ranks. One rank per host is enough between
+hosts, because the ranks of a host share its link.
+
+In each repetition of a measurement the slowest rank's time counts, because a collective ends with its last rank. Of the
+repetitions the median counts, because a minimum would promise what is rarely reached, and one interruption would spoil
+a mean. All ranks exchange all their times, so all have the same figures.
 
 All ranks must take the same way without asking each other. So a choice is a pure function of numbers that all of them
 have. It uses additions, multiplications and comparisons alone, because their results are the same bits on every machine
@@ -32,176 +39,159 @@ sums have other bits. A run that must repeat another one bit by bit takes over i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from math import inf
-from typing import Literal, TypeVar
+from statistics import median
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from ddp.collectives.cost import anatomy, cost_s, volume
-from ddp.collectives.placed import Hosts, placed
-from ddp.collectives.schedule import Goal, Round, Schedule
+from ddp.collectives.all_to_all import schedule_over_shards
+from ddp.collectives.cost import Link, Network, equal_hosts, formula_s, volume
+from ddp.collectives.placed import Hosts
+from ddp.collectives.schedule import Goal, Recv, Schedule, Send
 from ddp.collectives.shards import is_canonical_over_ranks, most_nodes
-from ddp.collectives.simulate import SEGMENT_BYTES, Network, equal_hosts
-from ddp.collectives.slice_owners import schedule_over_shards
 from ddp.comm import checks
-from ddp.comm.calibrate import BULK_BYTES, IN_A_ROW, NUM_REPETITIONS, Measured, agreed, calibrate, timed
 from ddp.comm.call_queue import CallQueue
 from ddp.comm.flat_collectives import IN_MEMORY, FlatCollectives, Route
-from ddp.comm.host_links import by_size, num_pieces
-from ddp.comm.reduction import SUM, Reduction
-from ddp.comm.settings import Settings
-from ddp.comm.wire_format import WireFormat, wire_format
+from ddp.comm.host_links import HostLinks, Settings
+from ddp.comm.reduction import SUM, Reduction, wire_format
+from ddp.comm.transport.edge import gathered
 from ddp.errors import ConfigError, did_you_mean
 from ddp.process import gpu
+from ddp.process.clock import now_s
 from ddp.setting import Narrow
 from ddp.units import binary_size, counted, format_time, lines_of_table
 
-Moved = Literal["reduce_scatter", "all_gather"]
 Result = TypeVar("Result")
+Times = dict[str, list[float]]  # by what was timed, the seconds of each repetition; absent where a rank took no part
 
 TRIAL_S = 0.3  # the most time that trials of one size should take
 DIRECT = "all_to_all"
 NEARLY = 1.1  # times that differ by no more count as equal
+NUM_REPETITIONS, IN_A_ROW = 5, 8  # repetitions of a measurement; calls or rounds in each repetition of a short one
+SMALL_BYTES, BULK_BYTES, NUM_MESSAGES = 8, 4 << 20, 8
 
-# --- predictions -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """A schedule that the transport runs `num_times` in a row, for an all-reduce or for its pieces."""
-
-    algorithm: str
-    schedule: Schedule
-    nbytes: int
-    network: Network
-    segment_bytes: int
-    num_times: int = 1
-
-    @property
-    def cost_s(self) -> float:
-        """Seconds of one run."""
-        return cost_s(self.algorithm, self.schedule, self.nbytes, self.network, segment_bytes=self.segment_bytes)
+# --- times -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Choice:
-    """One route of an all-reduce, and what it is predicted to take.
-
-    Attributes:
-        memory_s: the part of it that shared memory takes, without what it does while the wire is busy.
-        crossing: what the transport does, if anything.
-    """
-
-    route: Route
-    predicted_s: float
-    memory_s: float
-    crossing: Crossing | None
-
-
-def ranked(
-    routes: Iterable[Route],
-    nbytes: int,
-    measured: Measured,
-    *,
-    allocated: bool = False,
-    segment_bytes: int = SEGMENT_BYTES,
-    form: WireFormat | None = None,
-) -> list[Choice]:
-    """Predicts an all-reduce of `nbytes` by each of these routes; the cheapest first.
+def timed(runs: Mapping[str, Callable[[], object]], in_a_row: int = 1, *, device: torch.device) -> Times:
+    """Runs each of these several times, in turn, so that a disturbance hits all of them equally.
 
     Args:
-        allocated: the tensor lies in memory that the ranks of a host share.
-        segment_bytes: the executor's.
-        form: the format in which float32 travels between ranks that share no memory.
+        in_a_row: calls in each repetition.
+
+    Returns:
+        By name, the seconds per call of each repetition; one more before them warms up.
     """
-    choices = [_predict(route, nbytes, measured, allocated, segment_bytes, form) for route in routes]
-    return sorted(choices, key=lambda choice: (choice.predicted_s, choice.route.name))
+    times: Times = {name: [] for name in runs}
+    for _ in range(NUM_REPETITIONS + 1):
+        for name, run in runs.items():
+            start_s = now_s()
+            for _ in range(in_a_row):
+                run()
+            if device.type == gpu.KIND:
+                gpu.cuda.synchronize(device)
+            times[name].append((now_s() - start_s) / in_a_row)
+    return {name: repetitions[1:] for name, repetitions in times.items()}
 
 
-def _predict(
-    route: Route, nbytes: int, measured: Measured, allocated: bool, segment_bytes: int, form: WireFormat | None
-) -> Choice:
-    network, schedule = measured.network, route.schedule
-    curve = measured.allocated if allocated else measured.ordinary
-    pieces = num_pieces(nbytes) if route.in_memory and schedule is not None else 1
-    piece_s = curve.at(nbytes // pieces) if route.in_memory and curve is not None else 0.0
-    if schedule is None:
-        return Choice(route, piece_s, piece_s, None)
-    if route.in_memory:
-        schedule, network = in_columns(schedule, route.hosts), _carrying(network)
-    crossing_bytes = nbytes // pieces if form is None else form.bytes_of(nbytes // pieces // 4)
-    crossing = Crossing(route.algorithm, schedule, crossing_bytes, network, segment_bytes, pieces)
-    # While one piece crosses, memory works on the next one: all but the first and the last half of its work is hidden,
-    # unless memory is the slower one.
-    memory_s = piece_s + (pieces - 1) * max(0.0, piece_s - crossing.cost_s)
-    return Choice(route, memory_s + pieces * crossing.cost_s, memory_s, crossing)
+def agreed(mine: Times, gather: Callable[[Times], Sequence[Times]]) -> dict[str, float]:
+    """Returns, by name, the median over the repetitions of the slowest rank's time: the same on all ranks."""
+    everyone = gather(mine)
+    names = dict.fromkeys(name for times in everyone for name in times)
+    by_rank = {name: [times[name] for times in everyone if name in times] for name in names}
+    return {name: median(map(max, zip(*times, strict=True))) for name, times in by_rank.items()}
 
 
-def moved_s(operation: Moved, nbytes: int, measured: Measured, *, segment_bytes: int = SEGMENT_BYTES) -> float:
-    """Predicts a reduce-scatter or an all-gather of `nbytes`, those of all slices; in memory, half of an all-reduce."""
-    network, curve = measured.network, measured.allocated
-    if curve is None:
-        schedule, memory_s = by_size(operation, nbytes, network.num_ranks), 0.0
-    else:
-        num_hosts, num_slices, memory_s = len(network.hosts), min(map(len, network.hosts)), curve.at(nbytes) / 2
-        if num_hosts == 1:
-            return memory_s
-        schedule = in_columns(by_size(operation, nbytes // num_slices, num_hosts), network.hosts)
-        network = _carrying(network)
-    return memory_s + cost_s(operation, schedule, nbytes, network, segment_bytes=segment_bytes)
+# --- links -----------------------------------------------------------------------------------------------------------
 
 
-def adding_times(wire: Narrow, device: torch.device) -> list[float]:
-    """Times a wire format: seconds for each byte that travels to encode a number here, and decode and add it there."""
-    form = wire_format(wire)
-    numbers = torch.ones(BULK_BYTES // 4, dtype=torch.float32, device=device)
-    encoded = torch.zeros(form.length(len(numbers)), dtype=form.dtype, device=device)
+def measured_network(links: HostLinks, hosts: Hosts, device: torch.device) -> Network:
+    """Measures the links that are there. Collective.
 
-    def hop() -> None:
-        form.encode(numbers, encoded)
-        form.add(encoded, numbers)
-
-    return [took_s / encoded.nbytes for took_s in timed({wire: hop}, device=device)[wire]]
-
-
-def _carrying(network: Network) -> Network:
-    """Returns the network of the ranks that carry slices between hosts: as many of each as the smallest one has."""
-    num_slices = min(map(len, network.hosts))
-    return replace(network, hosts=equal_hosts(len(network.hosts) * num_slices, num_slices))
-
-
-@lru_cache(maxsize=256)
-def in_columns(schedule: Schedule, hosts: Hosts) -> Schedule:
-    """Returns `schedule` among the ranks of each place on all hosts, each with its slice of the buffer, all at once.
-
-    As many ranks of every host take part as the smallest has; they are renumbered host by host.
+    Raises:
+        TransportError: a rank did not take part in time.
     """
-    num_hosts, num_slices = len(hosts), min(map(len, hosts))
-    each = schedule.num_chunks(num_hosts)
+    here, arrived = (torch.zeros(BULK_BYTES // 4, dtype=torch.float32, device=device) for _ in range(2))
+    mine = timed({"adding": partial(here.add_, arrived)}, device=device)
+    rings = {
+        "inside": next(host for host in hosts if links.rank in host),
+        "between": tuple(host[0] for host in hosts),
+    }
+    for name, ring in rings.items():
+        if links.rank in ring and len(ring) > 1:
+            exchange = partial(_exchange, links, ring, device=device)
+            small = {f"{name} alpha": exchange(1, SMALL_BYTES), f"{name} gap": exchange(NUM_MESSAGES, SMALL_BYTES)}
+            mine |= timed(small, IN_A_ROW, device=device)
+            mine |= timed({f"{name} beta": exchange(1, BULK_BYTES)}, device=device)
+    return network_of(agreed(mine, partial(gathered, links.gather_bytes)), hosts)
 
-    def algorithm(rank: int, num_ranks: int) -> Iterator[Round]:
-        place = rank % num_slices
-        column = range(place, num_ranks, num_slices)
-        return placed(schedule, rank, ranks=column, chunks=range(place * each, (place + 1) * each))
 
-    return Schedule(algorithm, schedule.goal, lambda num_ranks: num_slices * each)
+def network_of(times: Mapping[str, float], hosts: Hosts) -> Network:
+    """Computes the figures of the links from the agreed times."""
+    inside, between = _link(times, "inside"), _link(times, "between")
+    one_link = inside or between or Link(0.0, 0.0)  # a link that does not exist is the other one
+    return Network(hosts, inside or one_link, between or one_link, times["adding"] / BULK_BYTES)
+
+
+def _exchange(
+    links: HostLinks, ring: Sequence[int], num_messages: int, num_bytes: int, *, device: torch.device
+) -> Callable[[], object]:
+    """Returns a round in which this rank sends to the next one of a ring and receives from the one before."""
+    place = ring.index(links.rank)
+    sends = [Send(ring[(place + 1) % len(ring)], range(k, k + 1)) for k in range(num_messages)]
+    receives = [Recv(ring[place - 1], range(k, k + 1), add=False) for k in range(num_messages, 2 * num_messages)]
+    schedule = Schedule(
+        lambda rank, num_ranks: iter([(*sends, *receives)]), Goal.ALL_TO_ALL, lambda num_ranks: 2 * num_messages
+    )
+    return partial(links.run, schedule, torch.zeros(2 * num_messages * num_bytes, dtype=torch.uint8, device=device))
+
+
+def _link(times: Mapping[str, float], name: str) -> Link | None:
+    if f"{name} alpha" not in times:
+        return None
+    alpha_s = times[f"{name} alpha"]
+    beta_s = max(0.0, times[f"{name} beta"] - alpha_s) / BULK_BYTES
+    return Link(alpha_s, beta_s, max(0.0, times[f"{name} gap"] - alpha_s) / (NUM_MESSAGES - 1))
+
+
+# --- formulas --------------------------------------------------------------------------------------------------------
+
+
+class Candidate(NamedTuple):
+    """A route of an all-reduce, and the seconds that it takes by its formula."""
+
+    route: Route
+    formula_s: float
+
+
+def ranked(routes: Iterable[Route], nbytes: int, network: Network) -> list[Candidate]:
+    """Returns these routes in the order of what their formulas say of an all-reduce of `nbytes`; the cheapest first."""
+    num_hosts = len(network.hosts)
+    across = replace(network, hosts=equal_hosts(num_hosts, 1))  # a host counts as one rank
+
+    def seconds(route: Route) -> float:
+        there = across if route.in_memory else network
+        return 0.0 if route.schedule is None else formula_s(route.algorithm, route.schedule, nbytes, there)
+
+    return sorted((Candidate(each, seconds(each)) for each in routes), key=lambda each: (each[1], each.route.name))
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------
 
 
 class Plan:
-    """Chooses for one communicator, and predicts. Every rank asks the same questions in the same order.
+    """Chooses for one communicator. Every rank asks the same questions in the same order.
 
     Attributes:
         algorithm: what "auto" stands for: "auto", or the name of a route.
         choices: bytes, with the wire format if there is one, and "canonical" if only such routes were asked for → name
-            of the route that was chosen by its cost.
+            of the route that was chosen.
 
     Raises:
         ConfigError: the algorithm asked for is not possible here.
@@ -211,8 +201,7 @@ class Plan:
         self.algorithm, self._queue = settings.algorithm, queue
         self.choices: dict[str, str] = {}
         self._collectives, self._settings, self._routes = collectives, settings, collectives.routes
-        self._measured: Measured | None = None
-        self._adding: dict[Narrow, float] = {}  # seconds for each byte that travels
+        self._network: Network | None = None
         self._trials: dict[tuple[int, Narrow | None], dict[str, float]] = {}  # by bytes and format, by route
         on_one_host = len(collectives.hosts) == 1 and settings.device.type == gpu.KIND
         self._is_direct = on_one_host and (settings.order == "any" or self._routes[DIRECT].is_canonical)
@@ -240,7 +229,7 @@ class Plan:
         asked = self.algorithm if algorithm == "auto" else algorithm
         if asked == "auto":
             asked = self._choose(flat.nbytes, wire)
-        route = self._routes.get(asked) or cheapest(self.ranking(flat.nbytes, wire=wire), asked).route
+        route = self._routes.get(asked) or cheapest(self.ranking(flat.nbytes, wire), asked)
         if route.in_memory and not flat.is_cpu:
             raise ConfigError(f"a tensor on {flat.device}: this communicator's are on the CPU; move it there")
         return route
@@ -262,7 +251,7 @@ class Plan:
                 f"algorithm={self.algorithm!r} adds up in another order than the tree over {num_shards} shards: take "
                 f"auto, or one of {names}"
             )
-        return cheapest(ranking, self.algorithm).route
+        return cheapest(ranking, self.algorithm)
 
     def algorithms(self) -> list[str]:
         """Returns every algorithm that an all-reduce can take here: what `algorithm=` accepts besides "auto"."""
@@ -284,6 +273,10 @@ class Plan:
         """Returns the algorithm that "auto" takes for a buffer of this size. Collective: the first call may measure."""
         return self._asked("choose", nbytes, lambda: self._choose(nbytes, wire))
 
+    def network(self) -> Network:
+        """Returns the figures of the links. Collective: the first call measures."""
+        return self._asked("network", 0, self._links)
+
     def _asked(self, question: str, nbytes: int, answer: Callable[[], Result]) -> Result:
         """Answers a question about some bytes in a collective, because the first question measures."""
         checks.size(nbytes)
@@ -297,66 +290,34 @@ class Plan:
         key = " ".join([str(nbytes), *filter(None, [wire, "canonical" if is_canonical else None])])
         if key not in self.choices:
             size = size_of_trial(nbytes)
-            ranking = self.ranking(size, wire=wire, is_canonical=is_canonical)
+            ranking = self.ranking(size, wire, is_canonical=is_canonical)
             candidates = affordable(ranking)
-            predicted = {choice.route.name: choice.predicted_s for choice in ranking}
-            times = self._trial(size, candidates, wire) if len(candidates) > 1 else predicted
+            times = {each.route.name: each.formula_s for each in ranking}
+            if len(candidates) > 1:
+                times = self._trial(size, candidates, wire)
             self.choices[key] = fastest(self._routes, times)
         return self.choices[key]
 
-    def ranking(
-        self, nbytes: int, *, allocated: bool = False, wire: Narrow | None = None, is_canonical: bool = False
-    ) -> list[Choice]:
-        """Returns the prediction for every route, the cheapest first.
+    def ranking(self, nbytes: int, wire: Narrow | None = None, *, is_canonical: bool = False) -> list[Candidate]:
+        """Returns every route with its formula, the cheapest first, for a question that has its turn.
 
         Args:
-            allocated: the tensor lies in memory from `allocate`.
             wire: as in `route`.
             is_canonical: of those alone that add up as the canonical tree over the ranks, whatever `order` is.
         """
         is_any = self._settings.order == "any" and not is_canonical
-        routes = [route for route in self._routes.values() if is_any or route.is_canonical]
-        measured, form = self.measured, None
-        if wire is not None:
-            measured = replace(measured, network=replace(measured.network, gamma_s=self._adding_s(wire)))
-            form = wire_format(wire)
-        segment_bytes = self._settings.segment_bytes
-        return ranked(routes, nbytes, measured, allocated=allocated, segment_bytes=segment_bytes, form=form)
+        routes = (route for route in self._routes.values() if is_any or route.is_canonical)
+        return ranked(routes, nbytes if wire is None else wire_format(wire).bytes_of(nbytes // 4), self._links())
 
-    def predict(self, nbytes: int, algorithm: str = "auto", *, allocated: bool = False) -> float:
-        """Returns the predicted seconds of an all-reduce. Collective: the first call measures.
+    def _links(self) -> Network:
+        if self._network is None:
+            self._network = measured_network(self._collectives.links, self._collectives.hosts, self._settings.device)
+        return self._network
 
-        Args:
-            allocated: the tensor lies in memory from `allocate`.
-        """
-        self.check(algorithm)
-        asked = self.algorithm if algorithm == "auto" else algorithm
-        return self._asked(
-            "predict", nbytes, lambda: cheapest(self.ranking(nbytes, allocated=allocated), asked).predicted_s
-        )
-
-    def figures(self) -> Measured:
-        """Returns the figures of the links. Collective: the first call measures."""
-        return self._asked("figures", 0, lambda: self.measured)
-
-    @property
-    def measured(self) -> Measured:
-        """The figures of the links, for a question that has its turn. Collective: the first one measures."""
-        if self._measured is None:
-            self._measured = calibrate(self._collectives, self._settings)
-        return self._measured
-
-    def _adding_s(self, wire: Narrow) -> float:
-        """Returns seconds for each byte that travels: its numbers are encoded here, and decoded and added there."""
-        if wire not in self._adding:
-            times = adding_times(wire, self._settings.device)
-            self._adding[wire] = agreed({wire: times}, self._collectives.links.gather_bytes)[wire]
-        return self._adding[wire]
-
-    def _trial(self, nbytes: int, candidates: Sequence[Choice], wire: Narrow | None = None) -> dict[str, float]:
+    def _trial(self, nbytes: int, candidates: Sequence[Candidate], wire: Narrow | None = None) -> dict[str, float]:
         """Times these routes; seconds by name, remembered."""
         if (nbytes, wire) not in self._trials:
-            device, gather = self._settings.device, self._collectives.links.gather_bytes
+            device, gather = self._settings.device, partial(gathered, self._collectives.links.gather_bytes)
             flat = torch.zeros(nbytes // 4, dtype=torch.float32, device=device)
             in_a_row = max(1, min(IN_A_ROW, int(TRIAL_S / max(1e-9, sum(map(trial_s, candidates))))))
             reduction = SUM if wire is None else Reduction(wire=wire_format(wire))
@@ -368,7 +329,7 @@ class Plan:
         return self._trials[nbytes, wire]
 
     def explain(self, nbytes: int, *, num_shards: int | None = None) -> str:
-        """Returns a table of every algorithm, fastest first, and how far predictions were off. Collective.
+        """Returns a table of every algorithm: what its formula says, and what it took in the trial. Collective.
 
         Args:
             num_shards: of sums over this number of shards of a batch, which have other algorithms to choose among.
@@ -382,25 +343,20 @@ class Plan:
         if IN_MEMORY in self._routes:
             rows = counted(most_nodes(world_size, num_shards), "row")
             return f"{what}: in the host's memory, from up to {rows} of each rank"
-        ranking = self._ranking_over_shards(nbytes, num_shards)
-        return "\n".join([f"{what}; auto takes {ranking[0].route.name}", *table(ranking, size_of_trial(nbytes), {})])
-
-    def _ranking_over_shards(self, nbytes: int, num_shards: int) -> list[Choice]:
-        """Returns the prediction for every route by which shards can be added up, the cheapest first."""
-        if is_canonical_over_ranks(self._collectives.world_size, num_shards):
-            return self.ranking(nbytes, is_canonical=True)
-        schedule = schedule_over_shards(num_shards, Goal.ALL_REDUCE)
-        route = Route("slice_owners", schedule, False, self._collectives.hosts)
-        return ranked([route], nbytes, self.measured, segment_bytes=self._settings.segment_bytes)
+        if is_canonical_over_ranks(world_size, num_shards):
+            ranking = self.ranking(nbytes, is_canonical=True)
+        else:
+            schedule = schedule_over_shards(num_shards, Goal.ALL_REDUCE)
+            ranking = ranked([Route("slice_owners", schedule, False, self._collectives.hosts)], nbytes, self._links())
+        lines = table(ranking, nbytes, size_of_trial(nbytes), {})
+        return "\n".join([f"{what}; auto takes {ranking[0].route.name}", *lines])
 
     def _explain(self, nbytes: int) -> str:
         chosen, size = self._choose(nbytes), size_of_trial(nbytes)
         ranking = self.ranking(size)
         times = self._trial(size, affordable(ranking) or ranking[:1])
-        lines = [f"all-reduce of {nbytes:,} bytes; auto takes {chosen}", *table(self.ranking(nbytes), size, times)]
-        if ratios := [times[each.route.name] / each.predicted_s for each in ranking if times.get(each.route.name)]:
-            lines.append(f"what was timed took {min(ratios):.2f} to {max(ratios):.2f} times what was predicted")
-        return "\n".join(lines)
+        title = f"all-reduce of {nbytes:,} bytes; auto takes {chosen}"
+        return "\n".join([title, *table(self.ranking(nbytes), nbytes, size, times)])
 
     def pin(self, choices: Mapping[str, str]) -> None:
         """Takes over what another run chose.
@@ -431,15 +387,15 @@ def size_of_trial(nbytes: int) -> int:
     return max(4, 1 << (nbytes - 1).bit_length())
 
 
-def trial_s(choice: Choice) -> float:
-    """Returns the predicted seconds of timing this route."""
-    return (NUM_REPETITIONS + 1) * choice.predicted_s
+def trial_s(candidate: Candidate) -> float:
+    """Returns the seconds of timing this route, by its formula."""
+    return (NUM_REPETITIONS + 1) * candidate.formula_s
 
 
-def affordable(ranking: Sequence[Choice]) -> list[Choice]:
+def affordable(ranking: Sequence[Candidate]) -> list[Candidate]:
     """Returns the cheapest routes, as many as can be timed within `TRIAL_S`."""
     taken_s = accumulate(map(trial_s, ranking))
-    return [choice for choice, until_s in zip(ranking, taken_s, strict=True) if until_s <= TRIAL_S]
+    return [candidate for candidate, until_s in zip(ranking, taken_s, strict=True) if until_s <= TRIAL_S]
 
 
 def fastest(routes: Mapping[str, Route], times: Mapping[str, float]) -> str:
@@ -452,44 +408,40 @@ def fastest(routes: Mapping[str, Route], times: Mapping[str, float]) -> str:
     return min(near, key=lambda route: not route.in_memory).name
 
 
-def cheapest(ranking: Sequence[Choice], name: str = "auto") -> Choice:
-    """Returns the first choice of a ranking whose route answers to the name.
+def cheapest(ranking: Sequence[Candidate], name: str) -> Route:
+    """Returns the first route of a ranking that answers to the name.
 
     Raises:
         ConfigError: none does, because of the order of additions that was asked for.
     """
-    for choice in ranking:
-        if name == "auto" or choice.route.answers_to(name):
-            return choice
+    for candidate in ranking:
+        if candidate.route.answers_to(name):
+            return candidate.route
     raise ConfigError(f"no way {name!r} adds in canonical order here; leave order at 'any', or take another way")
 
 
 # --- for a reader ----------------------------------------------------------------------------------------------------
 
 
-def table(ranking: Sequence[Choice], size: int, times: Mapping[str, float]) -> list[str]:
-    """Returns the lines of a table: what every route is predicted to take, what it moves, and what most of its time is.
+def table(ranking: Sequence[Candidate], nbytes: int, size: int, times: Mapping[str, float]) -> list[str]:
+    """Returns the lines of a table: what every route takes by its formula, what it moves, and what it took.
 
-        way            predicted  rounds  sent by a rank  most of it  32 MB timed
-     1  all_to_all       40.4 ms       2         37.5 MB  bytes 93 %      48.2 ms
-     2  ring             40.4 ms       6         37.5 MB  bytes 85 %            -
+        way            formula  rounds  sent by a rank  32 MB timed
+     1  all_to_all     40.4 ms       2         37.5 MB      48.2 ms
+     2  ring           40.4 ms       6         37.5 MB            -
 
     Args:
+        nbytes: of the buffer.
         size: the bytes of what was timed.
         times: by the name of a route, what it took.
     """
-    rows = [("", "way", "predicted", "rounds", "sent by a rank", "most of it", f"{binary_size(size)} timed")]
-    for number, choice in enumerate(ranking, start=1):
-        name, crossing = choice.route.name, choice.crossing
-        parts, num_rounds, sent = {"memory": choice.memory_s}, 0, "-"
-        if crossing is not None:
-            of_one = (crossing.schedule, crossing.nbytes, crossing.network)
-            seconds = anatomy(crossing.algorithm, *of_one, segment_bytes=crossing.segment_bytes)
-            parts |= {part.removesuffix("_s"): crossing.num_times * s for part, s in seconds._asdict().items()}
-            moved = volume(crossing.schedule, crossing.nbytes, crossing.network.num_ranks)
-            num_rounds, sent = moved.num_rounds * crossing.num_times, binary_size(moved.bytes_sent * crossing.num_times)
-        most = max(parts, key=lambda part: parts[part])
-        share = f"{most} {100 * parts[most] / choice.predicted_s:.0f} %" if choice.predicted_s else "-"
-        took = format_time(times[name]) if name in times else "-"
-        rows.append((str(number), name, format_time(choice.predicted_s), str(num_rounds), sent, share, took))
-    return lines_of_table(rows, "><>>><>")
+    rows = [("", "way", "formula", "rounds", "sent by a rank", f"{binary_size(size)} timed")]
+    for number, (route, seconds) in enumerate(ranking, start=1):
+        formula, num_rounds, sent = "-", "-", "-"
+        if route.schedule is not None:
+            num_ranks = len(route.hosts) if route.in_memory else sum(map(len, route.hosts))
+            moved = volume(route.schedule, nbytes, num_ranks)
+            formula, num_rounds, sent = format_time(seconds), str(moved.num_rounds), binary_size(moved.bytes_sent)
+        took = format_time(times[route.name]) if route.name in times else "-"
+        rows.append((str(number), route.name, formula, num_rounds, sent, took))
+    return lines_of_table(rows, "><>>>>")

@@ -21,20 +21,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
-from ddp.collectives.simulate import SEGMENT_BYTES
+from ddp.collectives.schedule import SEGMENT_BYTES
 from ddp.comm.communicator import Communicator
-from ddp.comm.device import chosen_device, device_named
+from ddp.comm.host_links import Settings
 from ddp.comm.meeting.place import ALONE, RankPlace, place
 from ddp.comm.meeting.private_store import for_torch, part_of, sealed
 from ddp.comm.meeting.rendezvous import Opened, answered, join_role, on_this_host, open_store, rendezvous
 from ddp.comm.meeting.secret import secret
-from ddp.comm.opening import WARN_S, open_communicator
-from ddp.comm.settings import Settings
+from ddp.comm.opening import WARN_S, chosen_device, device_named, open_communicator
 from ddp.errors import CommunicatorBroken, ConfigError, PeerLost, first_line, safe_str
 from ddp.process import gpu
 from ddp.process.clock import LONGEST_S, Patience
-from ddp.process.log import follow_rank, log
 from ddp.process.memory import keep_large_blocks
+from ddp.process.terminal import follow_rank, log
 from ddp.setting import Additions
 
 ABORT_S = 600.0

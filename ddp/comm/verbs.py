@@ -2,42 +2,50 @@
 
 With `async_op=True` a verb returns a `Work` at once; leave its tensors alone until `wait` has returned the result. The
 label is the call's name in errors and profiles.
+
+Note "gradients". In a graph of autograd, an all-gather and an all-reduce have a gradient, which comes from all ranks:
+
+    forward                          backward, of a loss Lᵣ on each rank r
+    all_gather   every rank has zᵣ   reduce-scatter   ∂/∂zᵣ = Σₛ ∂Lₛ/∂zᵣ
+    all_reduce   y = Σ xᵣ            all-reduce       ∂/∂xᵣ = Σₛ ∂Lₛ/∂y
+
+So each rank gets the gradient of the *sum* of all ranks' losses. `ddp.fit` divides it by the global count, and
+`DistributedDataParallel` by the world size, whereby it becomes the gradient of the mean of the losses.
+
+Every rank's loss must depend on the result, because the backward is a collective, too. What is computed after the
+model's forward is differentiated before the model, so no bucket of gradients is in flight yet. Inside of a model it
+takes its turn among them, which is the same on all ranks if their graphs are identical.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Literal, SupportsInt, TypeAlias, TypedDict, TypeVar, Unpack, overload
+from operator import attrgetter
+from typing import Any, Literal, SupportsInt, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
+from torch.autograd import Function, profiler
+from torch.autograd.function import once_differentiable
 
 from ddp.collectives.schedule import offsets
-from ddp.comm import checks, differentiable
-from ddp.comm.call_queue import CallQueue
+from ddp.comm import checks
+from ddp.comm.call_queue import CallQueue, HostCopy, Work
 from ddp.comm.flat_collectives import IN_MEMORY, FlatCollectives
 from ddp.comm.plan import Plan
 from ddp.comm.reduction import (
-    OVERFLOWING,
     Op,
-    bounds_of,
     buffers,
-    by_rank,
-    dtype_name,
     flatten,
-    is_identity,
-    overflow_headroom,
     reduction_of,
+    reduction_of_shards,
+    widened,
     with_rows,
     write_back,
 )
-from ddp.comm.transport.edge import gathered
 from ddp.comm.watch.call import recorded
-from ddp.comm.wire_format import widened
-from ddp.comm.work import HostCopy, Work
+from ddp.errors import ConfigError
 from ddp.setting import WireName
 
 Now = Literal[False]  # of `async_op`
@@ -102,7 +110,7 @@ class Verbs:
     ) -> Eventual[Given]:
         """Combines `tensor` over all ranks, in place; bitwise the same everywhere afterwards.
 
-        Of a tensor that was computed in a graph of autograd, a sum or a mean has a gradient (`differentiable.py`).
+        Of a tensor that was computed in a graph of autograd, a sum or a mean has a gradient (note "gradients").
 
         Args:
             tensor: any shape, the same on every rank; or a list, which travels together (one message per dtype).
@@ -110,7 +118,7 @@ class Verbs:
             algorithm: one of `plan.algorithms()`, or "auto".
             divide_by: divisor of the result, applied as a part of the collective at almost no cost. It is an int, or an
                 object whose `int()` is taken once all earlier collectives are complete. The same on every rank.
-            wire: "bf16", "fp16", "int8" or "int8_stochastic": how numbers travel between hosts (`wire_format.py`); sums
+            wire: "bf16", "fp16", "int8" or "int8_stochastic": how numbers travel between hosts (`reduction.py`); sums
                 are kept in the tensor's own type. What goes through a host's memory is not encoded. "fp32": a tensor of
                 a narrower type travels and is added up as float32.
             num_shards: the tensor is [rows, …], in memory from `allocate`: a row for each node of the tree over so many
@@ -132,9 +140,9 @@ class Verbs:
             checks.result_on(self.device, one)
             checks.reduction(op, one.dtype, divide_by, wire)
         self.plan.check(algorithm)
-        if differentiable.is_differentiated(given, in_place=True, async_op=async_op):
+        if is_differentiated(given, in_place=True, async_op=async_op):
             how = {"algorithm": algorithm, "divide_by": divide_by, "wire": wire, "num_shards": num_shards}
-            differentiable.all_reduce(self, given, op, {**how, "label": label})
+            all_reduce_in_graph(self, given, op, {**how, "label": label})
             return tensor
         if num_shards is not None:
             checks.rows_of_shards(tensor, num_shards, self.world_size, op, wire)
@@ -164,13 +172,9 @@ class Verbs:
         """Adds up the nodes of all ranks. Returns what this rank has of row 0."""
         flats = rows.view(len(rows), -1)
         route = None if bounds is not None else self.plan.route_over_shards(flats[0], num_shards)
-        reduction = reduction_of("sum", rows.dtype, num_shards, divide_by)
-        if rows.dtype in OVERFLOWING and is_identity(reduction.before):  # nothing divides, but shards were scaled
-            reduction = reduction._replace(after=overflow_headroom(num_shards))
+        reduction = reduction_of_shards(rows.dtype, num_shards, divide_by)
         name = "ddp: slice_owners" if route is None else f"ddp: {route.name}"
-        return recorded(
-            name, self._collectives.reduce_shards, flats, num_shards, route, reduction, sequence, bounds
-        )
+        return recorded(name, self._collectives.reduce_shards, flats, num_shards, route, reduction, sequence, bounds)
 
     @overload
     def reduce_scatter(self, tensor: Tensor, op: Op = "sum", *, async_op: Now = False, label: str = "") -> Tensor: ...
@@ -246,16 +250,17 @@ class Verbs:
         def run() -> Tensor:
             if num_shards is not None:
                 mine = self._reduce_shards(flat, num_shards, divide_by, call.sequence, bounds)
-                if on_hosts:
-                    self._collectives.gather_on_hosts(flat[0], bounds, call.sequence)
-                return mine
-            wide, narrow = widened(flat, wire)
-            reduction = reduction_of(op, wide.dtype, self.world_size, divide_by, narrow)
+            else:
+                wide, narrow = widened(flat, wire)
+                reduction = reduction_of(op, wide.dtype, self.world_size, divide_by, narrow)
+                mine = self._collectives.reduce_scatter(wide, bounds, reduction, call.sequence)
+                if wide is not flat:
+                    number = self.slices[self.rank]
+                    mine = flat[bounds[number] : bounds[number + 1]].copy_(mine)
             if on_hosts:
-                return self._collectives.reduce_scatter_on_hosts(wide, bounds, reduction, call.sequence)
-            mine = self._collectives.reduce_scatter(wide, bounds, reduction, call.sequence)
-            number = self.slices[self.rank]
-            return mine if wide is flat else flat[bounds[number] : bounds[number + 1]].copy_(mine)
+                row = flat if num_shards is None else flat[0]
+                self._collectives.gather_on_hosts(row, bounds, call.sequence)
+            return mine
 
         return self._queue.run(call, run, async_op=async_op)
 
@@ -312,23 +317,18 @@ class Verbs:
     def all_gather(self, tensor: Tensor, *, async_op: bool = False, label: str = "") -> Eventual[list[Tensor]]:
         """Returns every rank's tensor, by rank. All dimensions but the first must agree.
 
-        They have a gradient if the tensor requires one (`differentiable.py`).
+        They have a gradient if the tensor requires one (note "gradients").
 
         Args:
             tensor: [n_r, ...]; n_r may differ by rank and may be 0. A scalar counts as [1].
         """
         checks.on(self.device, tensor)
-        if differentiable.is_differentiated((tensor,), in_place=False, async_op=async_op):
-            return differentiable.all_gather(self, tensor, label)
+        if is_differentiated((tensor,), in_place=False, async_op=async_op):
+            return list(_AllGather.apply(self, label, tensor))  # type: ignore[no-untyped-call]
         mine = with_rows(tensor)
         call = self._queue.number("all_gather", label=label, how=_agreed(mine))  # first dimensions may differ by rank
 
-        def run() -> list[Tensor]:
-            flat, rows = self._collectives.laid_out(mine, call.sequence)
-            self._collectives.all_gather(flat, bounds_of(rows, mine), call.sequence, by_rank=True)
-            return by_rank(flat, rows, mine)
-
-        return self._queue.run(call, run, async_op=async_op)
+        return self._queue.run(call, lambda: self._collectives.gather_rows(mine, call.sequence), async_op=async_op)
 
     @overload
     def all_gather_(self, flat: Tensor, bounds: Sequence[int], *, async_op: Now = False, label: str = "") -> Tensor: ...
@@ -370,12 +370,9 @@ class Verbs:
         mine = with_rows(tensor)
         call = self._queue.number("gather", f"to {root}", label=label, how=_agreed(mine))
 
-        def run() -> list[Tensor]:
-            flat, rows = self._collectives.laid_out(mine, call.sequence)
-            self._collectives.gather(flat, bounds_of(rows, mine), root)
-            return by_rank(flat, rows, mine) if self.rank == root else []
-
-        return self._queue.run(call, run, async_op=async_op)
+        return self._queue.run(
+            call, lambda: self._collectives.gather_rows(mine, call.sequence, root), async_op=async_op
+        )
 
     @overload
     def scatter(
@@ -398,18 +395,8 @@ class Verbs:
             checks.pieces(tensors, self.world_size, self.device)
         call = self._queue.number("scatter", f"from {root}", label=label)
 
-        def run() -> Tensor:
-            pieces = [] if tensors is None or self.rank != root else list(tensors)
-            about = [[list(piece.shape) for piece in pieces], dtype_name(pieces[0].dtype)] if pieces else ""
-            shapes, dtype = gathered(self._collectives.links.gather_bytes, about)[root]
-            bounds = [0, *accumulate(map(math.prod, shapes))]
-            flat = torch.empty(bounds[-1], dtype=getattr(torch, dtype), device=self.device)
-            if pieces:
-                torch.cat([with_rows(piece).reshape(-1) for piece in pieces], out=flat)
-            self._collectives.scatter(flat, bounds, root)
-            return flat[bounds[self.rank] : bounds[self.rank + 1]].clone().view(shapes[self.rank])
-
-        return self._queue.run(call, run, async_op=async_op)
+        pieces = [] if tensors is None or self.rank != root else list(tensors)
+        return self._queue.run(call, lambda: self._collectives.scatter(pieces, root, self.device), async_op=async_op)
 
     @overload
     def all_to_all(self, tensors: Sequence[Tensor], *, async_op: Now = False, label: str = "") -> list[Tensor]: ...
@@ -428,18 +415,7 @@ class Verbs:
         checks.rows(pieces)
         call = self._queue.number("all_to_all", label=label, how=_agreed(pieces[0]))
 
-        def run() -> list[Tensor]:
-            counts = [len(piece) for piece in pieces]
-            table = self._collectives.gather_numbers(counts, self.device, call.sequence)  # [from][to], in rows
-            rows = [row[self.rank] for row in table]
-            going, pending = bounds_of(table[self.rank], pieces[0]), bounds_of(rows, pieces[0])
-            outgoing = torch.cat([piece.reshape(-1) for piece in pieces])
-            incoming = outgoing.new_empty(pending[-1])
-            longest = max(map(max, table)) * pieces[0].shape[1:].numel()
-            self._collectives.links.exchange(outgoing, going, incoming, pending, longest=longest)
-            return by_rank(incoming, rows, pieces[0])
-
-        return self._queue.run(call, run, async_op=async_op)
+        return self._queue.run(call, lambda: self._collectives.all_to_all(pieces, call.sequence), async_op=async_op)
 
     def barrier(self, *, label: str = "") -> None:
         """Returns once every rank has called it."""
@@ -451,11 +427,78 @@ class Verbs:
         votes = torch.tensor([flag], dtype=torch.uint8, device=self.device)
         algorithm = IN_MEMORY if IN_MEMORY in self._collectives.routes else "recursive_doubling"
         self.all_reduce(votes, "max", algorithm=algorithm, label=label)
-        if votes.is_cpu:
-            return bool(votes.item())
         return bool(HostCopy([votes], self.device, self._queue.refuse_if_broken).read()[0][0])
 
 
 def _agreed(tensor: Tensor) -> tuple[object, ...]:
     """Returns the properties that must agree between ranks whose first dimensions may differ."""
     return "rows", list(tensor.shape[1:]), tensor.dtype
+
+
+# --- in a graph of autograd ------------------------------------------------------------------------------------------
+
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+def is_differentiated(tensors: Sequence[Tensor], *, in_place: bool, async_op: bool) -> bool:
+    """Returns True if autograd is to differentiate a collective of these tensors.
+
+    Args:
+        in_place: the result takes their place, so that a leaf gets no more than a value.
+
+    Raises:
+        ConfigError: it cannot, because the result is not waited for.
+    """
+    needing = list(filter(_REQUIRES_GRAD, tensors))  # none in most calls, which shall lose no microsecond here
+    if not needing or not torch.is_grad_enabled() or (in_place and all(x.is_leaf for x in needing)):
+        return False
+    if async_op:
+        raise ConfigError(
+            "async_op=True of a tensor that requires a gradient, and autograd does not wait for it: leave async_op "
+            "out, or pass its .detach()"
+        )
+    return True
+
+
+class _AllGather(Function):
+    @staticmethod
+    def forward(ctx: Any, comm: Verbs, label: str, tensor: Tensor) -> tuple[Tensor, ...]:
+        ctx.comm, ctx.label, ctx.shape = comm, label, tensor.shape
+        return tuple(comm.all_gather(tensor, label=label))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:
+        by_slice = sorted(range(len(gradients)), key=ctx.comm.slices.__getitem__)  # ranks in the order of slices
+        flat = torch.cat([gradients[rank].reshape(-1) for rank in by_slice])
+        bounds = [0, *accumulate(gradients[rank].numel() for rank in by_slice)]
+        mine = ctx.comm.reduce_scatter_(flat, bounds, label=f"{ctx.label or 'all_gather'}, backward")
+        return None, None, mine.view(ctx.shape)
+
+
+def all_reduce_in_graph(comm: Verbs, tensors: Sequence[Tensor], op: str, how: dict[str, Any]) -> None:
+    """Sums or averages tensors over all ranks, in place; each has a gradient then.
+
+    Raises:
+        ConfigError: another operation, which has no gradient here.
+    """
+    if op not in ("sum", "mean") or how["num_shards"] is not None:
+        raise ConfigError(f"op={op!r} of a tensor that requires a gradient: take sum or mean, or pass its .detach()")
+    _AllReduce.apply(comm, op, how, *tensors)  # type: ignore[no-untyped-call]
+
+
+class _AllReduce(Function):
+    @staticmethod
+    def forward(ctx: Any, comm: Verbs, op: Any, how: dict[str, Any], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.comm, ctx.op, ctx.how = comm, op, how
+        ctx.mark_dirty(*tensors)
+        comm.all_reduce(tensors[0] if len(tensors) == 1 else list(tensors), op, **how)
+        return tensors
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        label = f"{ctx.how['label'] or 'all_reduce'}, backward"
+        mine = [each.clone() for each in gradients]  # which may be others' memory
+        return None, None, None, *ctx.comm.all_reduce(mine, ctx.op, **{**ctx.how, "label": label})

@@ -1,6 +1,13 @@
-"""Prepares `evaluate` and `predict`: a finished run, its settings, and one sample through the model.
+"""Evaluates a finished run, or predicts with it: on the samples that were held out from it, or on others.
 
-    parent        settings, data, checkpoint, and one sample through the model: refuses what cannot work
+    python -m ddp evaluate runs/mine                       the metrics, over all samples
+    … data.test_path=other.csv cluster.workers=4           with settings other than those of the run
+    python -m ddp evaluate region=mine                     a running job, with strategy.region=mine, at this moment
+    python -m ddp predict runs/mine --out scores.csv       what its model makes of each sample, a row each, in order
+
+Two steps, of which the first one refuses what cannot work:
+
+    parent        settings, data, checkpoint, and one sample through the model
        │ launch
     every rank    its share of the samples
 
@@ -13,23 +20,26 @@ Of the run's settings only those matter that say what the data are, how the mode
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ddp.comm.meeting.place import refuse_workers
-from ddp.commands.command import parser_of
+from ddp.commands.registry import parser_of, respond
 from ddp.data.loading.loader import EvaluationLoader
 from ddp.data.loading.source import source_of
 from ddp.data.samples import Splits
 from ddp.errors import ConfigError
 from ddp.process.arguments import Parser, program
-from ddp.process.files import lines_of
+from ddp.process.files import lines_of, whole_file
 from ddp.process.records import DAMAGE, json_object
 from ddp.run.assembly import components
 from ddp.run.assembly.load import Trained, load
@@ -38,8 +48,11 @@ from ddp.run.launch.from_python import launch
 from ddp.run.settings.address import check_trust, own_parts, told
 from ddp.run.settings.config import CHOICES, Config
 from ddp.run.settings.reader import PATHS, from_plain, read_settings, settings_of, value_of
+from ddp.train.evaluation.evaluate import evaluate, predict
+from ddp.train.reports.results import metric_in_words, words_of
 from ddp.train.reports.starts import STARTS
 from ddp.train.tasks.task import Task
+from ddp.units import counted
 
 OF_THE_RUN = ("data", "model", "loss", "loader", "evaluate", "precision", "device", "backend", "deterministic")
 MAY_DIFFER = (
@@ -222,3 +235,110 @@ def _try_first(trained: Trained, config: Config, splits: Splits, task: Task, *, 
             f"data={config.data.name}: the model of {trained} cannot take their first sample ({told(error)}): "
             "take data like those of the run"
         ) from error
+
+
+# --- evaluate --------------------------------------------------------------------------------------------------------
+
+
+def evaluate_main(words: Sequence[str]) -> int:
+    """Says how good the run is that the words name."""
+    parser, options = parsed("evaluate", words)
+    return respond(parser, options, lambda options: evaluate_run(options.run, options.settings))
+
+
+def evaluate_run(run: str, words: Sequence[str]) -> str:
+    """Returns, as text, the metrics of a run's best checkpoint, or of the checkpoint that `run` is.
+
+    Args:
+        run: a folder; or "region=NAME", for the parameters that a run has at this moment.
+        words: settings on top of the run's, as KEY=VALUE.
+
+    Raises:
+        ConfigError, CheckpointError: the folder, a setting, or the data cannot be used.
+        WorkersFailed: a worker raised or died.
+    """
+    config, trained, splits = checked(run, words, is_evaluation=True)
+    means: Mapping[str, float] = at_all_ranks(config, trained, _evaluate)
+    rows = {words_of(f"test_{name}"): metric_in_words(f"test_{name}", value) for name, value in means.items()}
+    width = max(map(len, rows))
+    title = f"{trained}, on {counted(len(splits.test), 'sample')} of data={config.data.name}:"
+    return "\n".join([title, *(f"  {name:>{width}}  {value}" for name, value in rows.items())])
+
+
+def _evaluate(model: Any, samples: Any, task: Task, **reading: Any) -> dict[str, float] | None:
+    return evaluate(model, samples, loss=task, **reading)
+
+
+# --- predict: rank 0 writes the file, whole or not at all ------------------------------------------------------------
+
+ENDINGS = (".csv", ".npy")
+
+
+def predict_main(words: Sequence[str]) -> int:
+    """Writes what the run that the words name makes of each sample."""
+    parser, options = parsed("predict", words, writes=True)
+    return respond(parser, options, lambda options: predict_run(options.run, options.settings, options.out))
+
+
+def predict_run(run: str, words: Sequence[str], out: Path) -> str:
+    """Writes what a run's model makes of each sample, and returns as text what was written.
+
+    Args:
+        run, words: as in `evaluate_run`.
+        out: NAME.csv, with a column for each number of an output; or NAME.npy, [samples, ...].
+
+    Raises:
+        ConfigError, CheckpointError: as `evaluate_run`; or `out` cannot be written.
+        WorkersFailed: a worker raised or died; `out` is what it was.
+    """
+    _check_writable(out)
+    config, trained, _ = checked(run, words, is_evaluation=False)
+    shape: Sequence[int] = at_all_ranks(config, trained, partial(_predict, out.absolute()))
+    form = " × ".join(map(str, shape[1:])) or "1"
+    return f"{out}: {counted(shape[0], 'row')}, each with {form} of {trained}"
+
+
+def _check_writable(out: Path) -> None:
+    if out.suffix not in ENDINGS:
+        raise ConfigError(f"--out {out}: its name must end with {' or '.join(ENDINGS)}")
+    folder = out.absolute().parent
+    if out.is_dir() or not folder.is_dir():
+        raise ConfigError(f"--out {out}: {'is a folder' if out.is_dir() else f'there is no folder {folder}'}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out {out}: {folder} cannot be written; take another folder")
+
+
+def _predict(out: Path, model: Any, samples: Any, task: Task, **reading: Any) -> list[int]:
+    outputs = predict(model, samples, task=task, **reading)
+    if not isinstance(outputs, torch.Tensor):
+        what = "several tensors" if isinstance(outputs, (tuple, dict)) else "tensors of several shapes"
+        raise ConfigError(f"the outputs are {what}, and a file has one table: write those of ddp.predict yourself")
+    if reading["comm"].rank == 0:
+        plain = outputs.float() if outputs.dtype == torch.bfloat16 else outputs
+        write_out(out, plain.cpu().numpy())
+    return list(outputs.shape)
+
+
+def write_out(out: Path, rows: NDArray[Any]) -> None:
+    """Writes rows to a file, whole or not at all.
+
+    Raises:
+        ConfigError: the disk refuses, as a full one does.
+    """
+    try:
+        with whole_file(out) as file:
+            write_rows(file, rows, is_csv=out.suffix == ".csv")
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror or error}; make room there, or take another folder") from error
+
+
+def write_rows(file: IO[bytes], rows: NDArray[Any], *, is_csv: bool) -> None:
+    """Writes rows [n, ...] as they are, or as CSV, with the fewest digits that are read back as the same numbers."""
+    if not is_csv:
+        np.save(file, rows)
+        return
+    flat = rows.reshape(len(rows), -1)
+    names = [f"output_{column}" for column in range(flat.shape[1])] if rows.ndim > 1 else ["output"]
+    file.write(f"{','.join(names)}\n".encode())
+    for row in flat:
+        file.write(f"{','.join(map(str, row))}\n".encode())

@@ -1,4 +1,4 @@
-"""Lists the commands, and runs one: its module is imported by name when the command is called.
+"""Lists the commands, and runs one: its function is imported by name when the command is called.
 
 `torchrun … -m ddp train` trains as well, in the processes that torchrun has started; so do `mpirun` and `srun`
 (`comm/meeting/place.py`).
@@ -7,40 +7,45 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import Any
 
-from ddp.errors import did_you_mean
-from ddp.process.arguments import Parser, program
+from ddp.collectives.schedule import ScheduleError
+from ddp.errors import WorkersFailed, did_you_mean
+from ddp.process.arguments import Parser, program, whole
 from ddp.process.terminal import ended_by_ctrl_c, say
+from ddp.run.settings.checks import most_workers
+from ddp.units import parse_delay, parse_rate
 
 COMMANDS = {
-    "train": ("commands.train", "trains a model on this host's workers; its --help lists all settings"),
-    "draw": ("commands.draw", "draws the rounds of a schedule, or (draw step RUN) where a step's time went"),
-    "draw overlap": ("lab.draw_overlap", "draws how much of the reductions backward hides on this machine"),
-    "scale": ("lab.scaling.scale", "measures in seconds what each number of workers would buy your run"),
-    "search": ("commands.search", "searches for settings by Optuna, a run for each trial"),
-    "check": ("commands.check", "proves a schedule, and shows what each chunk becomes"),
-    "simulate": ("commands.simulate", "predicts time, messages and bytes of a schedule on another network"),
-    "explain": ("commands.explain", 'measures here, and says which all-reduce "auto" chooses and why'),
-    "forecast": ("lab.forecast.question", "predicts a profiled run's step on other workers, hosts and links"),
-    "doctor": ("lab.doctor", "examines hosts, links and settings, and says what is wrong and what to do"),
-    "same_bits": ("commands.same_bits", "names the first step and tensor in which two runs differ"),
-    "where": ("commands.where", "says which samples a step has, or who reads a sample"),
-    "evaluate": ("commands.evaluate", "says how good a run is: a finished one, or now one with strategy.region"),
-    "sidecar": ("commands.sidecar", "follows a running job, and evaluates each of its checkpoints"),
-    "report": ("lab.scaling.report", "says what each number of workers of a sweep has bought"),
-    "predict": ("commands.predict", "writes what a finished run makes of each sample"),
-    "exercise": ("lab.exercise", "checks your solution of an exercise of recipes/tutorial"),
-    "tutorial": ("lab.tutorial", "writes the read-along, prose beside code, as pages for a browser"),
-    "bench step": ("lab.bench.step", "times training steps, and counts their memory, beside torch's classes"),
-    "bench forecast": ("lab.forecast.cells", "compares forecasts of training steps with the steps"),
-    "bench collectives": ("lab.bench.collectives", "times collectives beside torch.distributed's on Gloo"),
+    "train": ("commands.train.main", "trains a model on this host's workers; its --help lists all settings"),
+    "draw": ("commands.schedules.draw_main", "draws a schedule's rounds, or (draw step RUN) where a step's time went"),
+    "draw overlap": ("lab.draw_overlap.main", "draws how much of the reductions backward hides on this machine"),
+    "scale": ("lab.scaling.scale.main", "measures in seconds what each number of workers would buy your run"),
+    "search": ("commands.search.main", "searches for settings by Optuna, a run for each trial"),
+    "check": ("commands.schedules.check_main", "proves a schedule, and shows what each chunk becomes"),
+    "simulate": ("commands.schedules.simulate_main", "predicts time and messages of a schedule on another network"),
+    "explain": ("commands.schedules.explain_main", 'measures here, and says which all-reduce "auto" chooses and why'),
+    "forecast": ("lab.forecast.question.main", "predicts a profiled run's step on other workers, hosts and links"),
+    "doctor": ("lab.doctor.main", "examines hosts, links and settings, and says what is wrong and what to do"),
+    "same_bits": ("commands.same_bits.main", "names the first step and tensor in which two runs differ"),
+    "where": ("commands.where.main", "says which samples a step has, or who reads a sample"),
+    "evaluate": ("commands.finished.evaluate_main", "says how good a finished run is, or now one with strategy.region"),
+    "sidecar": ("commands.sidecar.main", "follows a running job, and evaluates each of its checkpoints"),
+    "report": ("lab.scaling.report.main", "says what each number of workers of a sweep has bought"),
+    "predict": ("commands.finished.predict_main", "writes what a finished run makes of each sample"),
+    "exercise": ("lab.exercise.main", "checks your solution of an exercise of recipes/tutorial"),
+    "tutorial": ("lab.tutorial.main", "writes the read-along, prose beside code, as pages for a browser"),
+    "bench step": ("lab.bench.step.main", "times training steps, and counts their memory, beside torch's classes"),
+    "bench forecast": ("lab.forecast.cells.main", "compares forecasts of training steps with the steps"),
+    "bench collectives": ("lab.bench.collectives.main", "times collectives beside torch.distributed's on Gloo"),
 }
-"""The name of a command, of one word or two → its module, whose `main` takes the other words and returns the exit
-status; what it does. `ddp/lab/` is named here, and imported nowhere else outside of it."""
+"""The name of a command, of one word or two → a function, which takes the other words and returns the exit status; what
+it does. `ddp/lab/` is named here, and imported nowhere else outside of it."""
 EXAMPLES = """\
 examples:
   python -m ddp train data=cifar10 model=resnet18 cluster.workers=4
@@ -57,7 +62,7 @@ examples:
   python -m ddp doctor                                                 is all here as training needs it?
   python -m ddp same_bits runs/one runs/three                          of runs that had same_bits.hash_every=10
   python -m ddp where runs/mine --step 47                              the samples of a step, rank by rank
-  python -m ddp where runs/mine --sample 123 --epoch 7                 its step, rank and loader process
+  python -m ddp where runs/mine --sample 123 --epoch 7                 its step, rank and shard
   python -m ddp evaluate runs/mine data.test_path=other.csv            the metrics of a finished run, on other data
   python -m ddp evaluate region=mine                                   of a run with strategy.region=mine, now
   python -m ddp sidecar runs/mine                                      evaluates each checkpoint as it is saved
@@ -87,6 +92,8 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if argv and not argv[0].startswith("-"):
+        if several := [name for name in COMMANDS if name.startswith(f"{argv[0]} ")]:
+            parser.error(f"{argv[0]} alone is no command; give one of {', '.join(several)}")
         hint = did_you_mean(argv[0], COMMANDS)
         parser.error(f"there is no command {argv[0]}.{hint} The commands are {', '.join(COMMANDS)}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -97,11 +104,68 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _run(module: str, words: Sequence[str]) -> int:
+def _run(function: str, words: Sequence[str]) -> int:
+    module, _, name = function.rpartition(".")
     with ended_by_ctrl_c():
-        command = import_module(f"ddp.{module}")
+        command = getattr(import_module(f"ddp.{module}"), name)
     try:
-        return int(command.main(words))
+        return int(command(words))
     except KeyboardInterrupt:
         say("stopped by SIGINT", to=sys.stderr)
         return 128 + signal.SIGINT
+
+
+# --- What every command has: a parser that is called as the user calls it, and one way to answer or to refuse -------
+
+
+def parser_of(name: str, **options: Any) -> Parser:
+    """Returns the parser of a command, described as in the list of commands; other keywords are argparse's."""
+    _, about = COMMANDS.get(name, ("", ""))
+    described = {"description": f"{about[0].upper()}{about[1:]}."} if about else {}
+    return Parser(prog=f"{program()} {name}", **described | options)
+
+
+def respond(parser: Parser, options: argparse.Namespace, run: Callable[[argparse.Namespace], str]) -> int:
+    """Prints an answer, or in one line why there is none. Returns the exit status."""
+    try:
+        if text := run(options):  # one rank of many says it
+            say(text)
+    except WorkersFailed as error:  # first, because it is also of the type of its cause
+        say(error, to=sys.stderr)
+        return 1
+    except MemoryError:
+        parser.error("what is asked for does not fit into the memory of this host")
+    except (ValueError, ScheduleError) as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        say("stopped by SIGINT before there was an answer", to=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader, such as `head`, has left; nothing must be flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def add_workers(parser: Parser) -> None:
+    """Adds the number of ranks that a command starts."""
+    parser.add_argument(
+        "--workers",
+        type=whole(2, most_workers(), "one worker alone has nothing to reduce, and many take turns on the cores"),
+        default=2,
+        help="ranks to start on this host (default: %(default)s)",
+    )
+
+
+def rate_of(text: str) -> float:
+    """Returns bits per second."""
+    rate = parse_rate(text)
+    if rate is None:
+        raise argparse.ArgumentTypeError(f"{text:.40}: give bits per second, e.g. 10gbit or 100mbit")
+    return rate
+
+
+def time_of(text: str) -> float:
+    """Returns seconds."""
+    seconds = parse_delay(text)
+    if seconds is None:
+        raise argparse.ArgumentTypeError(f"{text:.40}: give a time, e.g. 20us or 5ms")
+    return seconds

@@ -1,12 +1,17 @@
-"""Finds the schedule that `draw`, `check` and `simulate` are asked about, and the hosts that its ranks stand on."""
+"""Answers questions about schedules: `draw`, `check`, `simulate`, `explain`; `draw step` is about a profiled run."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from io import BytesIO
 from itertools import accumulate, pairwise
 from pathlib import Path
+from statistics import median_low
 
+import ddp
 from ddp.collectives.catalog import (
     BETWEEN_HOSTS,
     OVER_SHARDS,
@@ -17,15 +22,24 @@ from ddp.collectives.catalog import (
     own_all_reduce,
     prove,
 )
-from ddp.collectives.cost import about_messages
-from ddp.collectives.simulate import equal_hosts
+from ddp.collectives.cost import Link, Network, about_messages, bus_bandwidth, equal_hosts
+from ddp.collectives.schedule import draw
+from ddp.collectives.simulate import simulate, whole_chunks
+from ddp.comm.meeting.place import is_rank
+from ddp.commands.registry import add_workers, parser_of, rate_of, respond, time_of
 from ddp.errors import did_you_mean
-from ddp.process.arguments import whole
+from ddp.pictures.schedule import svg
+from ddp.process import memory
+from ddp.process.arguments import Parser, checked, positive, program, whole
+from ddp.run.launch import from_python
 from ddp.run.settings.address import from_address, is_address
+from ddp.units import counted, format_bandwidth, format_size, format_time, parse_size
 
 RANKS_FOLLOWED = whole(1, 10_000, "some schedules take half a minute with 10,000 ranks")  # proven, or simulated
 MOST_PARTS_PROVEN = 2 * 512 * 512  # chunks or messages of all ranks together: a ring of 512 takes some seconds
 NAMES = [*SCHEDULES, "two_dimensional", *BETWEEN_HOSTS, *OVER_SHARDS]
+
+# --- the schedule that is asked about, and the hosts that its ranks stand on -----------------------------------------
 
 
 def add_schedule(parser: argparse.ArgumentParser, num_ranks: Callable[[str], int]) -> None:
@@ -90,3 +104,222 @@ def hosts_of_sizes(sizes: str, num_ranks: int) -> Hosts:
     if starts[-1] != num_ranks:
         raise ValueError(f"--hosts {sizes} are {starts[-1]} ranks, but num_ranks={num_ranks}: make them equal")
     return tuple(tuple(range(start, stop)) for start, stop in pairwise(starts))
+
+
+# --- draw: what happens in which round of a schedule, as text or as a picture ----------------------------------------
+
+MOST_RANKS_PICTURED = 32
+RANKS_DRAWN = whole(1, 256, "a drawing has a line for each rank in each round")
+
+
+def draw_main(words: Sequence[str]) -> int:
+    """Draws what the words say."""
+    if words[:1] == ["step"]:
+        return draw_step(words[1:])
+    others = f"{program()} draw step --help: a step of a run; draw overlap --help: what backward hides here."
+    parser = parser_of("draw", epilog=others)
+    add_schedule(parser, RANKS_DRAWN)
+    add_picture(parser)
+    return respond(parser, parser.parse_args(words), run_draw)
+
+
+def run_draw(options: argparse.Namespace) -> str:
+    """Returns the text that the command prints."""
+    schedule, hosts = chosen_schedule(options)
+    if options.svg is None:
+        return draw(schedule.algorithm, options.num_ranks)
+    if options.num_ranks > MOST_RANKS_PICTURED:
+        raise ValueError(
+            f"--svg with {options.num_ranks} ranks: take at most {MOST_RANKS_PICTURED}; a picture shows every "
+            "chunk of every rank after every round, and a browser opens no larger one"
+        )
+    title = f"{options.schedule}, {options.num_ranks} ranks"
+    title += f", {schedule.num_shards} shards" if schedule.num_shards is not None else ""
+    write_picture(options.svg, svg(schedule, options.num_ranks, title=title, hosts=hosts))
+    return f"{options.svg}: {title}"
+
+
+# --- draw step: where the time of a step of a run went ---------------------------------------------------------------
+
+
+def draw_step(words: Sequence[str]) -> int:
+    """Draws a step of a run that was profiled, or writes the traces of its ranks as one."""
+    parser = parser_of("draw step", description="Draws where the time of a profiled step went, on each rank.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run with profile.steps=5")
+    parser.add_argument("--step", type=int, metavar="N", help="number of the step (default: the one of median length)")
+    add_picture(parser)
+    parser.add_argument("--png", type=Path, metavar="FILE", help="the same as a PNG")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write the traces of all ranks as one, for ui.perfetto.dev"
+    )
+    return respond(parser, parser.parse_args(words), run_draw_step)
+
+
+def run_draw_step(options: argparse.Namespace) -> str:
+    """Returns the drawing, or what was written."""
+    from ddp.pictures.timeline import step_figure, step_text, svg_of
+    from ddp.train.reports.profile import read_profile
+
+    profile = read_profile(options.run)
+    lengths = [max(rank.step_s for rank in step) for step in profile.steps]
+    numbers = [step[0].step for step in profile.steps]
+    index = lengths.index(median_low(lengths))
+    if options.step is not None:
+        if options.step not in numbers:
+            raise ValueError(f"--step {options.step}: {options.run} has the steps {numbers[0]} to {numbers[-1]}")
+        index = numbers.index(options.step)
+    steps = [[asdict(rank) for rank in step] for step in profile.steps]
+    title, written = f"{options.run.name}: {profile.model}, {profile.strategy}", []
+    if options.svg is not None:
+        write_picture(options.svg, svg_of(step_figure(steps[index], title=title), title))
+        written.append(options.svg)
+    if options.png is not None:
+        picture = BytesIO()
+        step_figure(steps[index], title=title).savefig(picture, format="png", dpi=150)
+        write_picture(options.png, picture.getvalue(), after="--png")
+        written.append(options.png)
+    if options.trace is not None:
+        from ddp.process.records import to_json
+        from ddp.train.reports.traces import FOLDER, merged
+
+        write_picture(options.trace, to_json(merged(options.run / FOLDER)), after="--trace")
+        written.append(options.trace)
+    if written:
+        return f"{', '.join(map(str, written))}: step {numbers[index]} of {options.run}"
+    return step_text(steps, index)
+
+
+def add_picture(parser: Parser) -> None:
+    """Adds the name of a picture."""
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture instead of printing text")
+
+
+def write_picture(path: Path, picture: str | bytes, *, after: str = "--svg") -> None:
+    """Writes a picture to the file that was named after an option."""
+    try:
+        path.write_bytes(picture.encode() if isinstance(picture, str) else picture)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}; name another file after {after}") from error
+
+
+# --- check: a schedule is right, and the order in which it adds the contributions ------------------------------------
+
+MOST_RANKS_SHOWN = 64
+
+
+def check_main(words: Sequence[str]) -> int:
+    """Proves the schedule that the words name."""
+    parser = parser_of("check")
+    add_schedule(parser, RANKS_FOLLOWED)
+    return respond(parser, parser.parse_args(words), run_check)
+
+
+def run_check(options: argparse.Namespace) -> str:
+    """Returns the text that the command prints."""
+    schedule, _ = chosen_schedule(options)
+    if (parts := num_parts(schedule, options.num_ranks)) > MOST_PARTS_PROVEN:
+        raise ValueError(
+            f"{options.schedule} with {options.num_ranks:,} ranks: its proof follows {parts:,} chunks or messages "
+            f"of all ranks; take so few ranks that there are at most {MOST_PARTS_PROVEN:,}, in a ring 512"
+        )
+    proof = schedule.check(options.num_ranks)
+    who = counted(options.num_ranks, "rank")
+    if schedule.num_shards is not None:
+        who += f" and {counted(schedule.num_shards, 'shard')}"
+    lines = [
+        f"{options.schedule} with {who}: proven ({schedule.goal.value})",
+        f"  rounds: {proof.num_rounds}; a rank sends at most {max(proof.messages_sent)} messages, "
+        f"{float(proof.busiest):.4g} times the buffer",
+    ]
+    if schedule.goal.adds:
+        lines.append(f"  order of additions: {'canonical' if proof.canonical else 'not canonical'}")
+    if options.num_ranks > MOST_RANKS_SHOWN:
+        return "\n".join([*lines, f"  (what chunks become is shown up to {MOST_RANKS_SHOWN} ranks)"])
+    of = "" if schedule.goal.adds else "of rank "
+    return "\n".join(lines + [f"  chunk {chunk} = {of}{part}" for chunk, part in enumerate(proof.expressions)])
+
+
+# --- simulate: how long a schedule takes on a network ----------------------------------------------------------------
+
+
+def simulate_main(words: Sequence[str]) -> int:
+    """Simulates what the words say."""
+    parser = parser_of("simulate")
+    add_schedule(parser, RANKS_FOLLOWED)
+    parser.add_argument("--per-host", type=whole(1), metavar="N", help="ranks on each host (default: 1)")
+    for option, read, usual, meaning in (
+        ("--bytes", checked(parse_size), "25MB", "size of the buffer"),
+        ("--alpha", time_of, "20us", "latency between hosts"),
+        ("--rate", rate_of, "10gbit", "bandwidth between hosts, in bits/s"),
+        ("--inside-alpha", time_of, "2us", "latency inside a host"),
+        ("--inside-rate", rate_of, "100gbit", "bandwidth inside a host"),
+        ("--add-gb-s", positive, "10", "additions per rank, GB/s"),
+    ):
+        parser.add_argument(option, type=read, default=usual, help=f"{meaning} (default: %(default)s)")
+    return respond(parser, parser.parse_args(words), run_simulate)
+
+
+def run_simulate(options: argparse.Namespace) -> str:
+    """Returns the text that the command prints."""
+    per_host = 1 if options.per_host is None else options.per_host
+    if options.per_host is not None and options.hosts:
+        raise ValueError("--hosts and --per-host both say who shares a host: leave one out")
+    schedule, hosts = chosen_schedule(options, per_host=per_host)
+    network = Network(
+        hosts=hosts,
+        inside=Link(options.inside_alpha, 8 / options.inside_rate),
+        between=Link(options.alpha, 8 / options.rate),
+        gamma_s=1 / (options.add_gb_s * 1e9),
+    )
+    numel = whole_chunks(options.bytes // 4, schedule.num_chunks(options.num_ranks))  # for symmetry
+    timeline = simulate(schedule, network, numel)
+    if timeline.num_messages == 0:
+        return f"{options.schedule}, one rank: there is nothing to send"
+    sent, left = max(timeline.bytes_sent), max(timeline.host_bytes_sent)
+    busbw = bus_bandwidth(schedule.goal, options.num_ranks, options.bytes, timeline.makespan_s)
+    return (
+        f"{options.schedule}, {options.num_ranks:,} ranks on {len(hosts):,} hosts, {format_size(options.bytes)}: "
+        f"{format_time(timeline.makespan_s)}\n"
+        f"  {timeline.num_rounds:,} rounds, {timeline.num_messages:,} messages\n"
+        f"  sent by the busiest rank {sent:,} bytes ({sent / options.bytes:.3g} times the buffer), "
+        f"by the busiest host {left:,}\n"
+        f"  bus bandwidth {format_bandwidth(busbw)} GB/s"
+    )
+
+
+# --- explain: which all-reduce "auto" would choose on this machine for tensors of a size -----------------------------
+
+
+def explain_main(words: Sequence[str]) -> int:
+    """Measures, and explains what the words ask."""
+    parser = parser_of("explain", epilog="Between several hosts: torchrun --nnodes … -m ddp explain … on each of them.")
+    parser.add_argument("bytes", type=checked(parse_size), help="size of the tensor, e.g. 25MB")
+    add_workers(parser)
+    parser.add_argument("--transport-only", action="store_true", help="as if they could not share memory")
+    parser.add_argument("--shards", type=whole(1), metavar="V", help="of sums over V shards of a batch (same_bits.on)")
+    return respond(parser, parser.parse_args(words), run_explain)
+
+
+def run_explain(options: argparse.Namespace) -> str:
+    """Returns the text that the command prints."""
+    if 2 * options.bytes * options.workers > memory.available_bytes():
+        raise ValueError(
+            f"{format_size(options.bytes)}: all-reduces of it are timed, and {options.workers} ranks have no "
+            "memory for that here; give a smaller size"
+        )
+    if options.shards is not None and options.shards < options.workers:
+        raise ValueError(f"--shards {options.shards}: fewer than --workers {options.workers}; give as many at least")
+    how = {"shared_memory": not options.transport_only, "num_shards": options.shards}
+    question = partial(explained, options.bytes, **how)
+    if is_rank():
+        return question()
+    answers = from_python.launch(question, workers=options.workers, threads_per_worker=1, timeout_s=120)
+    return str(answers[0])
+
+
+def explained(nbytes: int, *, shared_memory: bool, num_shards: int | None = None) -> str:
+    """Returns, as rank 0 of a new world, what its communicator says about an all-reduce of `nbytes`; elsewhere ""."""
+    comm = ddp.init(device="auto", shared_memory=shared_memory)
+    answer, rank = comm.plan.explain(nbytes, num_shards=num_shards), comm.rank
+    ddp.shutdown()
+    return answer if rank == 0 else ""

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from ddp.comm.meeting.place import refuse_workers
-from ddp.commands.command import parser_of, respond
 from ddp.commands.finished import options_of, reading_of, settings_for
+from ddp.commands.registry import parser_of, respond
 from ddp.errors import CheckpointError, ConfigError
 from ddp.process.arguments import program
 from ddp.process.clock import now_s

@@ -15,9 +15,8 @@ from typing import NoReturn
 from ddp.comm.meeting.cluster_spec import evaluator
 from ddp.comm.meeting.place import is_rank
 from ddp.process.arguments import program
-from ddp.run.launch import by_hand
 from ddp.run.launch import command_line as launcher
-from ddp.run.launch import torchrun as under_torchrun
+from ddp.run.launch import torchrun
 
 
 def main(settings: Sequence[str]) -> NoReturn:
@@ -33,7 +32,7 @@ def train() -> NoReturn:
     with launcher.bad_input_to(launcher.exit_with_error):
         role = launcher.take_role(sys.argv[1:])
         launcher.join_cluster(sys.argv[1:])
-        as_asked = partial(by_hand.main, role) if role else under_torchrun.main if is_rank() else launcher.main
+        as_asked = partial(torchrun.train_by_hand, role) if role else torchrun.main if is_rank() else launcher.main
         if me := evaluator():
             import_module("ddp.commands.sidecar").follow_the_others(me, sys.argv[1:])
     as_asked()

@@ -7,21 +7,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddp.gradients.hooks.hook import DenseStart as DenseStart
-    from ddp.gradients.hooks.hook import ErrorFeedback as ErrorFeedback
-    from ddp.gradients.hooks.hook import Hook as Hook
-    from ddp.gradients.hooks.powersgd import PowerSGD as PowerSGD
-    from ddp.gradients.hooks.sign import Sign as Sign
-    from ddp.gradients.hooks.sparsification import RandomK as RandomK
-    from ddp.gradients.hooks.sparsification import TopK as TopK
+    from ddp.gradients.encodings import PowerSGD as PowerSGD
+    from ddp.gradients.encodings import RandomK as RandomK
+    from ddp.gradients.encodings import Sign as Sign
+    from ddp.gradients.encodings import TopK as TopK
+    from ddp.gradients.hook import DenseStart as DenseStart
+    from ddp.gradients.hook import ErrorFeedback as ErrorFeedback
+    from ddp.gradients.hook import Hook as Hook
 
-_NAMES = {
-    "hook": "DenseStart ErrorFeedback Hook",
-    "powersgd": "PowerSGD",
-    "sign": "Sign",
-    "sparsification": "RandomK TopK",
-}
-_HOMES = {name: f"ddp.gradients.hooks.{module}" for module, names in _NAMES.items() for name in names.split()}
+_NAMES = {"hook": "DenseStart ErrorFeedback Hook", "encodings": "PowerSGD RandomK Sign TopK"}
+_HOMES = {name: f"ddp.gradients.{module}" for module, names in _NAMES.items() for name in names.split()}
 __all__ = list(_HOMES)
 
 

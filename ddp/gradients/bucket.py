@@ -256,8 +256,7 @@ def check_fits(slot: Slot, gradient: Tensor) -> None:
     if gradient.layout is not torch.strided:
         raise RuntimeError(
             f"{slot.name} got a sparse gradient; ranks must know beforehand which gradients are sparse: use "
-            "nn.Embedding(…, sparse=True) or nn.EmbeddingBag(…, sparse=True) in a ddp.DistributedDataParallel, or a "
-            "dense one"
+            "nn.Embedding(…, sparse=True) or nn.EmbeddingBag(…, sparse=True), or a dense one"
         )
     if (gradient.dtype, gradient.device) != (slot.view.dtype, slot.view.device):
         raise RuntimeError(

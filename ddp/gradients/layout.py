@@ -11,23 +11,31 @@ without the other ranks, and the first plan, which is replaced before it is used
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsInt, TypedDict
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ddp.collectives.shards import most_nodes
+from ddp.comm.reduction import OnDevice, scaled_
 from ddp.gradients.bucket import Bucket, Slot, span
-from ddp.gradients.totals import NUM_TOTALS, NUM_VERDICTS
+from ddp.gradients.totals import NUM_TOTALS, NUM_VERDICTS, Rider, Totals, global_count
 
 if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator
 
 MIB = 1 << 20
 Named = Sequence[tuple[str, nn.Parameter]]
+
+
+class LayoutTerms(TypedDict):
+    """The keywords that all layouts of a replica have in common, for the type checker."""
+
+    limits: Sequence[int]
+    tails_ride: bool
+    num_shards: int | None
 
 
 class Layout:
@@ -53,18 +61,12 @@ class Layout:
         order: names in the order in which gradients become ready; None as long as that is not known.
         is_learned: it is known.
         is_for_hook: a communication hook reduces the buckets.
-        totals, verdicts: the tails that carry them, or row 0 of tensors of their own; they exist from `allocate` on.
-        rows_of_totals, rows_of_verdicts: all rows of those.
+        totals, verdicts: how they travel.
         num_rows: of each bucket: as many as a rank may be left with partial sums of shards, or 1.
-        totals_ride, verdicts_ride: a bucket carries them.
         kept: slots of which the program keeps gradients (`bucket.py`, note "kept"); from `allocate` on.
         has_memory: `allocate` has been called.
     """
 
-    totals: Tensor
-    verdicts: Tensor
-    rows_of_totals: Tensor
-    rows_of_verdicts: Tensor
     kept: Sequence[Slot] = ()
 
     def __init__(
@@ -103,21 +105,31 @@ class Layout:
         self.is_learned, self.is_for_hook, self.has_memory = order is not None, for_hook, False
         groups = plan_buckets(in_order, limits=self._limits)
         may_ride = self._tails_ride and not for_hook and bool(groups)
-        self.totals_ride = may_ride and self._is_wide(groups[0])
-        self.verdicts_ride = may_ride and self._is_wide(groups[-1])
+        totals_ride = may_ride and self._is_wide(groups[0])
+        verdicts_ride = may_ride and self._is_wide(groups[-1])
         num_tail = [0] * len(groups)
-        if self.totals_ride:
+        if totals_ride:
             num_tail[0] += NUM_TOTALS
-        if self.verdicts_ride:
+        if verdicts_ride:
             num_tail[-1] += NUM_VERDICTS
         self.buckets = [
             Bucket(index, group, num, is_last=index == len(groups) - 1)
             for index, (group, num) in enumerate(zip(groups, num_tail, strict=True))
         ]
         self.index_of = {each: bucket.index for bucket in self.buckets for each in bucket.ids}
+        first, last = (self.buckets[0], self.buckets[-1]) if self.buckets else (None, None)
+        self.totals, self.verdicts = (
+            Rider(self._comm, carrier, place, (self.num_rows, numel), self._num_shards)
+            for carrier, place, numel in (
+                (first if totals_ride else None, slice(NUM_TOTALS), NUM_TOTALS),
+                (last if verdicts_ride else None, slice(-NUM_VERDICTS, None), NUM_VERDICTS),
+            )
+        )
 
     def allocate(self) -> None:
-        """Allocates the buckets' memory. Collective."""
+        """Allocates the buckets' memory, unless they have it. Collective, where they have not."""
+        if self.has_memory:
+            return
         for bucket in self.buckets:
             like = bucket.slots[0].parameter
             if like.device != self._comm.device or self.is_for_hook:
@@ -127,20 +139,15 @@ class Layout:
             bucket.allocate(memory, num_rows=self.num_rows)
             # given back with the bucket, because the model may live on, under another replica
             weakref.finalize(bucket, self._comm.free, memory).atexit = False
-        if not self.totals_ride:
-            self.rows_of_totals = self._rows_apart(NUM_TOTALS)
-        if not self.verdicts_ride:
-            self.rows_of_verdicts = self._rows_apart(NUM_VERDICTS)
+        for rider in (self.totals, self.verdicts):
+            rider.allocate()
         self._find_tails()
         self.has_memory = True
 
     def _find_tails(self) -> None:
         self.kept = [slot for slot in self.slots if slot.is_kept]
-        if self.totals_ride:
-            self.rows_of_totals = self.buckets[0].tail[None, :NUM_TOTALS]
-        if self.verdicts_ride:
-            self.rows_of_verdicts = self.buckets[-1].tail[None, -NUM_VERDICTS:]
-        self.totals, self.verdicts = self.rows_of_totals[0], self.rows_of_verdicts[0]
+        for rider in (self.totals, self.verdicts):
+            rider.find()
 
     def spare_kept(self) -> None:
         """Lets no backward write to gradients that the program has kept (`bucket.py`, note "kept")."""
@@ -153,26 +160,76 @@ class Layout:
             if slot.parameter.grad is slot.view and slot.view is not None:
                 slot.parameter.grad = slot.view.clone()
 
-    def add_up(self, rows: Tensor, *, label: str) -> None:
-        """Adds up totals or verdicts that travel apart over all ranks: row 0 is the sum then. Collective."""
-        if self._num_shards is None:
-            self._comm.all_reduce(rows[0], label=label)
-        else:
-            self._comm.all_reduce(rows, num_shards=self._num_shards, label=label)
-
-    def _rows_apart(self, numel: int) -> Tensor:
-        """Returns rows of zeros that travel by themselves."""
-        shape, device = (self.num_rows, numel), self._comm.device
-        if self._num_shards is None:
-            return torch.zeros(shape, dtype=torch.float64, device=device)
-        rows = self._comm.allocate(math.prod(shape), torch.float64)
-        weakref.finalize(self, self._comm.free, rows).atexit = False
-        return rows.view(shape)
-
     def _is_wide(self, group: list[Slot]) -> bool:
         """Returns True if a bucket of these can carry a tail. Sums of counts are not exact in a narrow type."""
         like = group[0].parameter
         return like.dtype in (torch.float32, torch.float64) and like.device == self._comm.device
+
+
+class Division:
+    """The one division of a step's sums, by the number of ranks or by the global count; and what is left of it.
+
+    Args:
+        mine: this rank's part of the totals, if they ride along.
+        divide_by: the divisor if they do not.
+        averages: the reducer divides by the world size, whatever it is told.
+    """
+
+    def __init__(
+        self, comm: Communicator, layout: Layout, mine: Totals | None, divide_by: SupportsInt, *, averages: bool
+    ) -> None:
+        self._totals, self._verdicts, self._buckets, self._mine = layout.totals, layout.verdicts, layout.buckets, mine
+        self._averaged_by = comm.world_size if averages else 0
+        self._divide_by = divide_by if mine is None else global_count(comm, layout.totals.numbers, mine.loss_scale)
+
+    def of(self, bucket: Bucket) -> SupportsInt:
+        """Returns the divisor for the all-reduce of a bucket: 1 for the one that carries the count."""
+        return 1 if self._is_later(bucket) else self._divide_by
+
+    def _is_later(self, bucket: Bucket | None) -> bool:
+        return self._mine is not None and bucket is not None and bucket is self._totals.carrier
+
+    def complete(self) -> Totals:
+        """Completes the division of all buckets, on the host; returns the totals of all ranks."""
+        if self._mine is None:
+            return Totals()
+        divisor = int(self._divide_by)
+        if self._totals.carrier is not None:
+            self._totals.carrier.gradients.div_(divisor)
+        totals = Totals.read(self._totals.numbers.tolist())
+        for factor in (totals.fraction_correction, self._averaged_by / divisor or 1):
+            if factor != 1:
+                for bucket in self._buckets:
+                    bucket.gradients.mul_(factor)
+        return totals
+
+    def complete_on_device(self) -> None:
+        """Completes the division where the count is, on a GPU, and the host does not know it."""
+        if isinstance(self._divide_by, OnDevice) and (count := self._divide_by.on_device()) is not None:
+            if self._totals.carrier is not None:
+                self._totals.carrier.gradients.div_(count)
+            for bucket in self._buckets if self._averaged_by else ():
+                scaled_(bucket.gradients, self._averaged_by / count)
+
+    def read(self, of_totals: Sequence[float]) -> Totals:
+        """Returns the totals of all ranks from their numbers, after `complete_on_device`."""
+        return Totals() if self._mine is None else Totals.read(of_totals)
+
+    def of_verdicts(self, totals: Totals | None = None) -> float:
+        """Returns what the verdicts were divided by, together with the bucket that has carried them.
+
+        Args:
+            totals: of all ranks, where the division was made on a GPU, by the very count.
+        """
+        if self._verdicts.carrier is None or self._is_later(self._verdicts.carrier):
+            return 1
+        if totals is not None and self._mine is not None:
+            return (totals.items_on_host or 1) * self._mine.loss_scale
+        return int(self._divide_by)
+
+    def of_sparse(self, totals: Totals) -> float:
+        """Returns the divisor for gradients that no bucket holds."""
+        return int(self._divide_by) / totals.fraction_correction
 
 
 def plan_buckets(slots: Iterable[Slot], *, limits: Sequence[int]) -> list[list[Slot]]:

@@ -1,21 +1,26 @@
 """Reducers: each makes of all ranks' buckets one mean, in its own way. Every backward is given one.
 
 AllReduce         every rank gets the mean of the whole bucket
-ReduceScatter     every rank gets the mean of its slice (`replica/sharded.py`)
-Compression       a hook of this package sends less than all of it (`hooks/compression.py`)
-CommHook          a user's function does what it likes (`replica/drop_in/comm_hook.py`)
+ReduceScatter     every rank gets the mean of its slice
+HostReduceScatter every rank gets the mean of the slice that its place on its host stands for
+Compression       a hook of this package sends less than all of it (`compression.py`)
+CommHook          a user's function does what it likes (`replica/drop_in/in_backward.py`)
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, SupportsInt
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from ddp.comm.verbs import Terms
-from ddp.comm.work import Work
-from ddp.gradients.bucket import Bucket
+from ddp.comm.call_queue import Work
+from ddp.comm.verbs import Eventual, Terms
+from ddp.gradients.bucket import Bucket, span
+from ddp.optim.norms import BLOCK_NUMEL
 from ddp.setting import WireName
 
 if TYPE_CHECKING:
@@ -56,6 +61,9 @@ class Reducer(ABC):
     may_hide = False
     is_finite: bool | Tensor = True
 
+    def begin(self) -> None:  # noqa: B027 (nothing is remembered)
+        """Begins a step."""
+
     @abstractmethod
     def reduce(self, bucket: Bucket, *, divide_by: SupportsInt, async_op: bool, label: str) -> InFlight | None:
         """Sums a bucket over the ranks and divides it. Returns the work if it is still in flight."""
@@ -64,26 +72,123 @@ class Reducer(ABC):
         """Forgets what the last step has left behind, of one parameter or of all, because it is not made."""
 
 
-class AllReduce(Reducer):
-    """Gives every rank the whole mean.
+class Collective(Reducer):
+    """A reducer that is one collective of the communicator. A rank may get the mean of one slice of each bucket alone.
 
     Args:
         wire: the format in which buckets travel between hosts.
         num_shards: a bucket's rows are partial sums of this number of shards; None: it has one, this rank's sum.
+
+    Attributes:
+        is_sliced: the slice is used where it is, in the bucket, and the rest of `p.grad` is undefined.
+    """
+
+    is_sliced = False
+
+    def __init__(self, comm: Communicator, wire: WireName | None = None, num_shards: int | None = None) -> None:
+        self._comm, self._wire, self._num_shards = comm, wire, num_shards
+
+    def slice_of(self, bucket: Bucket) -> tuple[int, int]:
+        """Returns where this rank's slice of a bucket begins, and where it ends: here, the whole bucket."""
+        return 0, len(bucket.gradients)
+
+    def reduce(self, bucket: Bucket, *, divide_by: SupportsInt, async_op: bool, label: str) -> InFlight | None:
+        memory, terms = bucket.flat, Terms(divide_by=divide_by, wire=self._wire, label=label)
+        if self._num_shards is not None:
+            memory, terms = bucket.rows, Terms(divide_by=divide_by, num_shards=self._num_shards, label=label)
+        elif self._wire is not None:
+            bucket.clear_padding()
+        work = self._launch(bucket, memory, terms, async_op=async_op)
+        return work if isinstance(work, Work) else None
+
+    @abstractmethod
+    def _launch(self, bucket: Bucket, memory: Tensor, terms: Terms, *, async_op: bool) -> Eventual[Tensor]:
+        """Launches the collective.
+
+        Args:
+            memory: of the bucket: one row, or its rows of partial sums.
+        """
+
+
+class AllReduce(Collective):
+    """Gives every rank the whole mean."""
+
+    def __init__(self, comm: Communicator, wire: WireName | None = None, num_shards: int | None = None) -> None:
+        super().__init__(comm, wire, num_shards)
+        self.tails_ride = wire is None
+
+    def _launch(self, bucket: Bucket, memory: Tensor, terms: Terms, *, async_op: bool) -> Eventual[Tensor]:
+        comm = self._comm
+        if memory.device != comm.device:  # a model on several devices
+            return memory.copy_(comm.all_reduce(memory.to(comm.device), **terms))
+        return comm.all_reduce(memory, async_op=async_op, **terms)
+
+
+class ReduceScatter(Collective):
+    """Gives every rank the mean of its slice. Since no rank gets a whole bucket, none carries a tail.
+
+    Slices begin at tensors, or at blocks of large ones (`optim/norms.py`). So every norm has the same bits as without
+    slices.
+    """
+
+    is_sliced = True
+
+    def __init__(self, comm: Communicator, wire: WireName | None = None, num_shards: int | None = None) -> None:
+        super().__init__(comm, wire, num_shards)
+        self._bounds: WeakKeyDictionary[Bucket, list[int]] = WeakKeyDictionary()
+
+    def bounds_of(self, bucket: Bucket) -> list[int]:
+        """Returns where each rank's slice of a bucket begins, in the order of slices, and where the last one ends."""
+        if bucket not in self._bounds:
+            self._bounds[bucket] = slice_bounds(bucket, self._comm.world_size)
+        return self._bounds[bucket]
+
+    def slice_of(self, bucket: Bucket) -> tuple[int, int]:
+        bounds, number = self.bounds_of(bucket), self._comm.slices[self._comm.rank]
+        return bounds[number], bounds[number + 1]
+
+    def _launch(self, bucket: Bucket, memory: Tensor, terms: Terms, *, async_op: bool) -> Eventual[Tensor]:
+        return self._comm.reduce_scatter_(memory, self.bounds_of(bucket), async_op=async_op, **terms)
+
+
+class HostReduceScatter(ReduceScatter):
+    """Gives every rank the mean of a slice, which the ranks in the same place on other hosts get, too.
+
+    Where hosts have different numbers of ranks, or gradients travel in a wire format, it is an all-reduce.
     """
 
     def __init__(self, comm: Communicator, wire: WireName | None = None, num_shards: int | None = None) -> None:
-        self._comm, self._wire, self.tails_ride, self._num_shards = comm, wire, wire is None, num_shards
+        super().__init__(comm, wire, num_shards)
+        self._are_alike = len({len(host) for host in comm.hosts}) == 1
+        self._scatters = self._are_alike and wire is None
+        self.tails_ride = not self._scatters and wire is None
 
-    def reduce(self, bucket: Bucket, *, divide_by: SupportsInt, async_op: bool, label: str) -> InFlight | None:
-        comm, flat = self._comm, bucket.flat
-        if self._wire is not None and self._num_shards is None:
-            bucket.clear_padding()
-        if flat.device != comm.device:  # a model on several devices
-            flat.copy_(comm.all_reduce(flat.to(comm.device), divide_by=divide_by, wire=self._wire, label=label))
-            return None
-        how: Terms = {"divide_by": divide_by, "wire": self._wire, "label": label}
-        if self._num_shards is not None:
-            flat, how = bucket.rows, {"divide_by": divide_by, "num_shards": self._num_shards, "label": label}
-        work = comm.all_reduce(flat, async_op=async_op, **how)
-        return work if isinstance(work, Work) else None
+    def slice_of(self, bucket: Bucket) -> tuple[int, int]:
+        hosts, place = self._comm.host_partition, self._comm.host_partition.places[self._comm.rank]
+        if self._are_alike:
+            bounds = self.bounds_of(bucket)[:: hosts.num_hosts]
+        else:  # those that have no counterpart on the smallest host have no slice
+            bounds = slice_bounds(bucket, hosts.num_places)
+            bounds += [bounds[-1]] * (max(hosts.places) + 2 - len(bounds))
+        return bounds[place], bounds[place + 1]
+
+    def _launch(self, bucket: Bucket, memory: Tensor, terms: Terms, *, async_op: bool) -> Eventual[Tensor]:
+        if not self._scatters:
+            return self._comm.all_reduce(memory, async_op=async_op, **terms)
+        return self._comm.reduce_scatter_(memory, self.bounds_of(bucket), async_op=async_op, on_hosts=True, **terms)
+
+
+def slice_bounds(bucket: Bucket, num_slices: int) -> list[int]:
+    """Returns where the slices of a bucket begin, about equally long, and where the last one ends."""
+    starts = [0, *accumulate(span(slot.parameter) for slot in bucket.slots)]
+    blocks = [
+        begin
+        for slot, start in zip(bucket.slots, starts, strict=False)
+        for begin in range(start, start + slot.parameter.numel(), BLOCK_NUMEL)
+    ]
+    borders, bounds = [*blocks, starts[-1]], [0]
+    for number in range(1, num_slices):
+        wanted = starts[-1] * number / num_slices
+        right = bisect_left(borders, wanted)
+        bounds.append(min(borders[right - 1], borders[right], key=lambda border: abs(border - wanted)))
+    return [*bounds, starts[-1]]

@@ -14,15 +14,18 @@ ended, so they travel last. Their tail is divided like the gradients beside it, 
 has found something, and not how many have.
 
 On request each rank finds the squared norm of its own gradient before it is averaged, for the noise scale
-(`train/monitor/noise_scale.py`).
+(`train/reports/meters.py`).
 
 Where no bucket can carry a tail (its type is too narrow, or a wire format or a communication hook would round it),
 totals and verdicts travel apart, in their own messages: totals before the first bucket, verdicts after the last one.
+A `Rider` is the one or the other, and a `Division` (`layout.py`) knows what follows: sums over ranks are divided as a
+part of each all-reduce, by the world size or by the count; the bucket that has carried the count, afterwards.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,6 +33,7 @@ import torch
 from torch import Tensor
 
 from ddp.comm.reduction import OnDevice
+from ddp.gradients.bucket import Bucket
 from ddp.process import gpu
 
 if TYPE_CHECKING:
@@ -121,6 +125,47 @@ class Totals(NamedTuple):
         return cls(loss_sum, count_of(round(high) * BASE + low), round(num_stopping), round(num_ending))
 
 
+class StepFlags(NamedTuple):
+    """Findings of a rank about its own gradients; after the reduction, of all ranks together.
+
+    Attributes:
+        has_unused: backward has not reached a parameter.
+        has_undefined: backward has reached a parameter, but computed no gradient for it.
+        has_non_finite: a gradient was not finite, and a hook has sent it, which may not show it any more.
+        parts: the measured parts of the batch.
+    """
+
+    has_unused: bool = False
+    has_undefined: bool = False
+    has_non_finite: bool = False
+    parts: Parts = Parts()
+
+    def write(self, tail: Tensor) -> None:
+        """Writes this rank's verdicts into a tail, [NUM_VERDICTS]."""
+        *found, (squares, *counts) = self
+        if any((*found, *counts)):
+            tail[:-1].copy_(sent([*found, *counts], tail))
+            tail[-1] = squares
+        else:
+            tail.zero_()
+
+    @classmethod
+    def read(cls, tail: Sequence[float], *, divided_by: float) -> StepFlags:
+        """Reads from the numbers of a tail, [NUM_VERDICTS], what any rank has found.
+
+        Args:
+            divided_by: what the tail was divided by on its way.
+        """
+        unused, undefined, non_finite, *counts, squares = tail
+        parts = Parts(squares * divided_by, *(count * divided_by for count in counts))
+        return cls(unused > 0, undefined > 0, non_finite > 0, parts)
+
+    @staticmethod
+    def non_finite_in(tail: Tensor) -> Tensor:
+        """Returns the element of a tail that is `has_non_finite`."""
+        return tail[StepFlags._fields.index("has_non_finite")]
+
+
 def sent(numbers: Sequence[float], tail: Tensor) -> Tensor:
     """Returns numbers where a tail is, without a wait for a GPU."""
     return gpu.sent(torch.tensor(numbers, dtype=tail.dtype, device="cpu"), tail.device)
@@ -174,3 +219,49 @@ class CountOnDevice(GlobalCount):
 def global_count(comm: Communicator, totals: Tensor, loss_scale: int = 1) -> GlobalCount:
     """Returns the global count of samples that a tail of a communicator's ranks will carry."""
     return (CountOnDevice if comm.is_stream_ordered else GlobalCount)(totals, loss_scale)
+
+
+# --- How they travel -------------------------------------------------------------------------------------------------
+
+
+class Rider:
+    """Numbers that each step adds up over all ranks: they ride in the tail of a bucket, or travel in their own message.
+
+    Args:
+        carrier: the bucket; None: they travel apart.
+        place: theirs in its tail.
+        shape: of `rows`.
+        num_shards: as in `Layout`.
+
+    Attributes:
+        rows: [rows of a bucket, numel], from `find` on.
+    """
+
+    rows: Tensor
+
+    def __init__(
+        self, comm: Communicator, carrier: Bucket | None, place: slice, shape: tuple[int, int], num_shards: int | None
+    ) -> None:
+        self._comm, self.carrier, self._place, self._shape, self._num_shards = comm, carrier, place, shape, num_shards
+
+    @property
+    def numbers(self) -> Tensor:
+        """This rank's numbers, and then the sums, [numel]: row 0."""
+        return self.rows[0]
+
+    def allocate(self) -> None:
+        """Allocates the rows of numbers that travel apart. Collective."""
+        if self.carrier is None:
+            memory = self._comm.allocate(math.prod(self._shape), torch.float64)
+            weakref.finalize(self, self._comm.free, memory).atexit = False
+            self.rows = memory.view(self._shape)
+
+    def find(self) -> None:
+        """Finds the tail again, because the bucket has got its memory, or has changed to another one."""
+        if self.carrier is not None:
+            self.rows = self.carrier.tail[None, self._place]
+
+    def send(self, *, label: str) -> None:
+        """Adds the numbers up over all ranks, if no bucket carries them. Collective."""
+        if self.carrier is None:
+            self._comm.all_reduce(self.rows, num_shards=self._num_shards, label=label)

@@ -17,9 +17,9 @@ from functools import partial
 from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from ddp.collectives.simulate import Link
+from ddp.collectives.cost import Link
 from ddp.comm.meeting.place import is_rank, place
-from ddp.commands.command import add_workers, parser_of, respond
+from ddp.commands.registry import add_workers, parser_of, respond
 from ddp.errors import ConfigError, WorkersFailed, first_line
 from ddp.lab.doctor_findings import Clock, Figures, Finding, ahead, findings, named, rate, usable_cores
 from ddp.process.clock import now_s
@@ -126,8 +126,8 @@ def own_facts(data: str) -> HostFacts:
     try:
         import torch
 
+        from ddp.comm.connect import boot_id
         from ddp.comm.transport import shared_memory
-        from ddp.comm.transport.topology import boot_id
         from ddp.process import gpu
         from ddp.strategies import region
     except (ImportError, OSError):
@@ -174,10 +174,9 @@ def measured(comm: Communicator) -> Figures:
     mine = {way: _fastest_s(comm, partial(comm.all_reduce, flat, algorithm=way)) for way in ways}
     comm.free(flat)
     everyone = all_gather_object(comm, mine)
-    comm.plan.predict(REDUCED_BYTES)  # the first question measures the links
     return Figures(
         hosts=comm.hosts,
-        inside=comm.plan.measured.network.inside if any(len(host) > 1 for host in comm.hosts) else None,
+        inside=comm.plan.network().inside if any(len(host) > 1 for host in comm.hosts) else None,
         links=_links(comm),
         reduces={way: max(each[way] for each in everyone) for way in ways},
         copies=copies,
@@ -206,7 +205,7 @@ def _clocks(comm: Communicator) -> list[Clock]:
     What is compared between hosts is the clock of durations, so each rank tells how far its time of day is from that.
     """
     from ddp.comm.objects import all_gather_object
-    from ddp.train.monitor.clock import compare_clocks
+    from ddp.train.reports.traces import compare_clocks
 
     apart_s = max(time.time() - now_s() for _ in range(NUM_TRIPS))  # a pause between the two readings makes it less
     since_epoch = all_gather_object(comm, apart_s)

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from packaging.specifiers import SpecifierSet
 
+from ddp.collectives.cost import Link
 from ddp.collectives.placed import Hosts
-from ddp.collectives.simulate import Link
 from ddp.process.host import ANSWER_S, INTERFACE, LOOPBACK, PACKAGE, HostFacts
 from ddp.process.memory import VARIABLES
 from ddp.units import binary_size, counted, format_time, three_digits

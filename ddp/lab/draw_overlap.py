@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import ddp
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
-from ddp.commands.command import add_workers, parser_of, respond
-from ddp.commands.draw import add_picture, write_picture
+from ddp.commands.registry import add_workers, parser_of, respond
+from ddp.commands.schedules import add_picture, write_picture
 from ddp.pictures.timeline import TITLE, Run, ended_s, svg_of, timeline_figure, timeline_text
 from ddp.process.arguments import positive
 from ddp.replica.bucketed import BucketedDataParallel

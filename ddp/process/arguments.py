@@ -111,16 +111,11 @@ def program() -> str:
 
 def train_command(*settings: str) -> str:
     """Returns a command line that trains with these settings, as the user would type it in the same folder."""
-    return " ".join([typed_command(), *map(shlex.quote, settings)])
-
-
-def typed_command() -> str:
-    """Returns the part before the settings of a command line that trains, as the user has typed it."""
     begin = len(sys.orig_argv) - len(sys.argv[1:])
     is_changed = [*map(_bare, sys.orig_argv[begin:])] != [*map(_bare, sys.argv[1:])]
-    if "DDP_COMMAND" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ or is_changed:
-        return f"{program()} train"
-    return shlex.join(sys.orig_argv[:begin])
+    is_typed = not ("DDP_COMMAND" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ or is_changed)
+    typed = shlex.join(sys.orig_argv[:begin]) if is_typed else f"{program()} train"
+    return " ".join([typed, *map(shlex.quote, settings)])
 
 
 def typed_settings(*without: str) -> list[str]:

@@ -26,7 +26,7 @@ from typing import NamedTuple, TypeVar
 
 from packaging.requirements import Requirement
 
-from ddp.process.helper_thread import within
+from ddp.process.clock import within
 from ddp.process.memory import VARIABLES, available_bytes, available_cores, core_quota
 
 Answer = TypeVar("Answer")

@@ -1,4 +1,6 @@
-"""The memory of a process, its cores, and a signal when its parent dies.
+"""The memory of a process, its cores, a signal when its parent dies, and variables of its environment.
+
+This is imported before torch.
 
     what the host has        cores, and bytes that are left; whether a tensor fills its own memory without gaps
     garbage collection       kept from what importing torch leaves for good
@@ -218,3 +220,20 @@ def ask_for_signal(number: int) -> bool:
     PR_SET_PDEATHSIG = 1
     failed: int = ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
     return not failed
+
+
+# --- The environment -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def variable_set(name: str, value: str) -> Iterator[None]:
+    """Gives a variable of the environment another value during the block, for a library that has no other switch."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

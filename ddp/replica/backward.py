@@ -42,7 +42,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
-from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -54,13 +53,14 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.errors import CommunicatorBroken, ConfigError, UnusedParameters
 from ddp.gradients.bucket import Bucket, Slot
-from ddp.gradients.layout import Layout
+from ddp.gradients.layout import Division, Layout
 from ddp.gradients.reducer import InFlight, Reducer
-from ddp.gradients.totals import Totals, global_count
+from ddp.gradients.totals import Totals
 from ddp.process import gpu
 from ddp.process.clock import Stopwatch, now_s
 from ddp.replica.autograd import is_in_backward, uncompiled
 from ddp.replica.broadcast import check_same_layout
+from ddp.replica.replica import Accumulation
 from ddp.replica.settlement import Share, StepFinalizer, Usage
 
 
@@ -125,39 +125,6 @@ class BucketReduction:
         """Returns the slots whose gradient has not become ready since the last reduction."""
         ready, slots = set(map(id, self.ready)), self.bucket.slots
         return [slot for slot in slots if id(slot.parameter) not in ready] if len(ready) < len(slots) else []
-
-
-class Accumulation:
-    """Adds up a rank's micro-batches in `p.grad`, as autograd does. Its methods stand in the order of a backward.
-
-    Attributes:
-        num_shards: the number of shards of a batch by which gradients are added up; None: they are added up by ranks.
-        shards: this rank's shards of each batch.
-        buffers_at_start: those with which the running step has begun, or the last one, if they may have changed.
-    """
-
-    num_shards: int | None = None
-    shards = range(0)
-    buffers_at_start: Mapping[str, Tensor] = MappingProxyType({})
-
-    def begin(self, layout: Layout, share: Share) -> Share:
-        """Begins the backward that ends a step. Returns the rank's contribution to that step."""
-        return share
-
-    def write_totals(self, layout: Layout, totals: Totals) -> None:
-        """Writes this rank's totals to where they travel."""
-        totals.write(layout.totals)
-
-    def has_gradient(self, parameter: Tensor) -> bool:
-        """Returns True if this rank has a gradient of a parameter in this step."""
-        return parameter.grad is not None
-
-    def fill(self, bucket: Bucket) -> list[Slot]:
-        """Puts the gradients of a bucket in their places. Returns the slots without one, which hold zeros."""
-        return bucket.fill()
-
-    def write_parts(self, layout: Layout) -> None:
-        """Writes what was measured of parts of the batch to where verdicts travel."""
 
 
 class Stepper:
@@ -249,21 +216,19 @@ class Backward:
     def _set_up(self) -> None:
         """Allocates the buckets, if need be; writes the totals, and sends them if they travel apart. Collective."""
         layout, share = self.layout, self._share
-        if not layout.has_memory:
-            layout.allocate()
+        layout.allocate()
         if share.totals is not None:
             self._accumulation.write_totals(layout, share.totals)
-            count = global_count(self.comm, layout.totals, share.totals.loss_scale)
-            share = share._replace(divide_by=count)
-            if not layout.totals_ride:
-                with self._waited.running():
-                    layout.add_up(layout.rows_of_totals, label=f"step {self.step}, totals")
+            with self._waited.running():
+                layout.totals.send(label=f"step {self.step}, totals")
+        given = share.totals, share.divide_by
+        self._division = Division(self.comm, layout, *given, averages=self.reducer.averages)
         self.reductions = [BucketReduction(bucket, self.early.values()) for bucket in layout.buckets]
         self.index_of = layout.index_of
         for parameter in self._seen:
             self.reductions[self.index_of[id(parameter)]].ready.append(parameter)
-        self._seen, self._share = [], share
-        self._settlement = StepFinalizer(self.comm, layout, share, self.reducer, self.usage)
+        self._seen = []
+        self._settlement = StepFinalizer(self.comm, layout, share, self._division, self.reducer, self.usage)
 
     def note(self, parameter: Tensor) -> bool:
         """Notes that a gradient is ready. Returns False if no bucket waits for it; then `note_other` takes it."""
@@ -316,8 +281,7 @@ class Backward:
         """Launches every full bucket whose turn it is; the one that carries the verdicts waits for the end."""
         # exercise 07: fill and launch one bucket after another, from the first not launched to the first not full
         for reduction in self.reductions[self._num_launched :]:
-            waits_for_end = self.layout.verdicts_ride and reduction is self.reductions[-1]
-            if waits_for_end or not reduction.is_full:
+            if reduction.bucket is self.layout.verdicts.carrier or not reduction.is_full:
                 return
             self._fill(reduction)
             self.launch(reduction)
@@ -345,13 +309,13 @@ class Backward:
         self._num_launched += 1
         reduction.launched_s = now_s()
         reduction.ready_s = reduction.ready_s or reduction.launched_s
-        carries_divisor = self._share.totals is not None and self.layout.totals_ride and bucket.index == 0
-        divide_by = 1 if carries_divisor else self._share.divide_by
         in_background = self.overlap and (not bucket.is_last or bool(self._in_flight))
         label = f"step {self.step}, {bucket.label}"
         try:
             with self._waited.running():
-                work = self.reducer.reduce(bucket, divide_by=divide_by, async_op=in_background, label=label)
+                work = self.reducer.reduce(
+                    bucket, divide_by=self._division.of(bucket), async_op=in_background, label=label
+                )
         except CommunicatorBroken:
             self._collect(wait=True)  # a bucket in flight has failed, and its error names the rank that it waited for
             raise
@@ -406,10 +370,9 @@ class Backward:
         """
         if self._in_flight:
             self._collect(wait=True)
-        if not self.layout.verdicts_ride:
-            self._settlement.write_hidden_flags()
-            with self._waited.running():
-                self.layout.add_up(self.layout.rows_of_verdicts, label=f"step {self.step}, verdicts")
+        self._settlement.write_hidden_flags()
+        with self._waited.running():
+            self.layout.verdicts.send(label=f"step {self.step}, verdicts")
         self.stepper.check(self._settlement.gone)
         totals = self._settlement.settle(creates_graph=self.creates_graph)
         self.state, self.is_unread, self.error = State.DONE, totals is None, self._settlement.error

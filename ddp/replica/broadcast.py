@@ -16,19 +16,39 @@ import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, get_args
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ddp.comm.objects import all_gather_object
-from ddp.errors import CollectiveMismatch, ReplicaMismatch
-from ddp.replica.tied import in_memory_of
+from ddp.errors import CollectiveMismatch, ConfigError, ReplicaMismatch
 
 if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator
 
+
 PACK_BYTES = 32 << 20
+
+
+def check_trainable(named: list[tuple[str, nn.Parameter]], *, has_inner: bool = False) -> None:
+    """Raises ConfigError if no parameter needs a gradient, or if one has no shape yet, or is split among ranks.
+
+    Args:
+        has_inner: an inner replica keeps other parameters of the module equal, and those need one.
+    """
+    for name, parameter in named:
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ConfigError(f"{name} of a lazy module has no shape yet: run one forward before making the replica")
+        if hasattr(parameter, "placements") or hasattr(parameter, "_st_info"):  # as parallelize_module leaves them
+            raise ConfigError(
+                f"{name} is one part of a parameter: a replica does not go above tensor parallelism, which makes new "
+                "parameters in each forward; leave parallelize_module out, or keep torch's DistributedDataParallel"
+            )
+    if not has_inner and not any(parameter.requires_grad for _, parameter in named):
+        raise ConfigError("no parameter of the module needs a gradient: there is nothing to average; use it as it is")
 
 
 def sending(wire: str | None, hook: object | None, num_shards: int | None = None) -> str:
@@ -180,11 +200,7 @@ class BufferSync:
     Args:
         ignored: names of buffers that are left alone.
 
-    Attributes:
-        is_hooked: a function of the user's keeps them equal (`replica/drop_in/comm_hook.py`).
     """
-
-    is_hooked = False
 
     def __init__(self, comm: Communicator, module: nn.Module, mode: Mode, ignored: Collection[str] = ()) -> None:
         if mode not in get_args(Mode):
@@ -230,10 +246,10 @@ class BufferSync:
             self.broadcast(root, label=BEFORE_FORWARD)
 
     def after_forward(self) -> None:
-        """Is called where `is_hooked`."""
+        """Does nothing; a function of the user's may keep buffers equal here (`drop_in/in_backward.py`)."""
 
     def after_backward(self) -> None:
-        """Is called where `is_hooked`."""
+        """Does nothing; a function of the user's may still be at it (`drop_in/in_backward.py`)."""
 
     def broadcast(self, root: int = 0, *, label: str = "buffers") -> None:
         """Gives every rank the root's buffers."""
@@ -289,3 +305,72 @@ class BufferSnapshot:
             table.update(before)
         for name, buffer in self._buffers.items():
             buffer.data.copy_(self.values[name])
+
+
+# --- Tied tensors ----------------------------------------------------------------------------------------------------
+#
+# Tensors may lie in one memory, as after `b.weight.data = a.weight.data`. torch updates such memory once for each
+# parameter that lies in it, and so does a strategy that leaves parameters where they are. One that moves them would
+# untie them, and one that adds up differences would count each of them twice: it refuses the model. A parameter that is
+# registered under several names is one parameter everywhere.
+
+
+def check_untied(module: nn.Module, what: str, *, instead: str, buffers_alone: bool = False) -> None:
+    """Raises ConfigError if a parameter of a module lies in the memory of another one, or a buffer in that of one.
+
+    Args:
+        what: the choice that would untie them.
+        instead: the choice that keeps them tied.
+        buffers_alone: parameters may be tied to parameters.
+    """
+    parameters, buffers = dict(module.named_parameters()), module.named_buffers()
+    num_most = 1 if buffers_alone else 2
+    for name, earlier in in_memory_of([*parameters.items(), *buffers]).items():
+        if 1 <= (name in parameters) + (earlier in parameters) <= num_most:
+            raise ConfigError(
+                f"{what}: {name} lies in the memory of {earlier}, and would no longer follow it. Register one "
+                f"nn.Parameter under both names, or clone() one of them; or take {instead}"
+            )
+
+
+def move(module: nn.Module, device: torch.device) -> nn.Module:
+    """Returns a module that was moved to a device in place, so that an optimizer's parameters are still the module's.
+
+    Raises:
+        ConfigError: torch moves each tensor by itself, and some share memory.
+    """
+    if any(tensor.device != device for tensor in (*module.parameters(), *module.buffers())):
+        check_untied(module, f"a model that moves to {device}", instead=f"a model that is on {device} already")
+    return module.to(device)
+
+
+def in_memory_of(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Returns, by the name of each tensor that has bytes in common with an earlier one, the name of that one.
+
+    Addresses decide, because tensors of one storage may lie side by side, and two storages in one memory. An object
+    that occurs twice counts once.
+    """
+    objects = {id(tensor): (name, tensor) for name, tensor in reversed(list(named)) if _has_address(tensor)}
+    names, tensors = zip(*reversed(objects.values()), strict=True) if objects else ((), ())
+    places = [_place(tensor) for tensor in tensors]
+    found, reaching = dict[int, int](), list[int]()  # those that may reach to where the next one begins
+    for number in sorted(range(len(places)), key=lambda number: tensors[number].data_ptr()):
+        reaching = [each for each in reaching if np.may_share_memory(places[each], places[number])]
+        for other in reaching:
+            if tensors[other].device == tensors[number].device and np.shares_memory(places[other], places[number]):
+                first, later = sorted((other, number))
+                found[later] = min(first, found.get(later, first))
+        reaching.append(number)
+    return {names[later]: names[first] for later, first in sorted(found.items())}
+
+
+def _has_address(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
+
+
+def _place(tensor: Tensor) -> Any:
+    """Returns an array where the tensor is, of which NumPy compares the addresses and reads nothing."""
+    size = tensor.element_size()
+    strides = tuple(stride * size for stride in tensor.stride())
+    interface = {"version": 3, "data": (tensor.data_ptr(), True), "shape": tuple(tensor.shape), "strides": strides}
+    return np.asarray(SimpleNamespace(__array_interface__={**interface, "typestr": f"|V{size}"}))

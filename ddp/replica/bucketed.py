@@ -6,6 +6,9 @@
                  calls the current `Backward`, which does the work (`backward.py`)
     step         the optimizer finds the mean in `p.grad`, which is a view of a bucket
 
+A program may freeze and unfreeze parameters inside a forward, run backward in there, or borrow other tensors for it
+(`torch.func.functional_call`).
+
 Note "begin". A backward normally enters the model through the outputs of its forward. A loss that is made of gradients
 with respect to inputs (`autograd.grad(…, create_graph=True)`) can bypass them. So while a forward in training mode, or
 one whose outputs hold no tensor with a graph, still waits for its backward, the first gradient of a parameter begins
@@ -21,7 +24,7 @@ RuntimeError. If parameters were added, or frozen or converted in a wrong way, i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -30,20 +33,27 @@ import torch
 from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.device import device_of
+from ddp.comm.opening import device_of
 from ddp.comm.session import current
 from ddp.gradients.bucket import Bucket
-from ddp.gradients.hooks.compression import Compression
-from ddp.gradients.hooks.hook import Hook
+from ddp.gradients.compression import Compression
+from ddp.gradients.hook import Hook
 from ddp.gradients.layout import Layout, bucket_limits
-from ddp.gradients.reducer import AllReduce, Reducer
+from ddp.gradients.reducer import AllReduce, Collective, Reducer
 from ddp.gradients.totals import Totals
-from ddp.replica.autograd import accumulates, adds_to_all, hand_out_differentiable, uncompiled, watch_backward
-from ddp.replica.backward import Accumulation, Backward, BucketReduction, Observers, State, Stepper
-from ddp.replica.broadcast import BufferSync, broadcast_state, sending
+from ddp.replica.autograd import (
+    accumulates,
+    adds_to_all,
+    hand_out_differentiable,
+    uncompiled,
+    watch_backward,
+    will_accumulate,
+)
+from ddp.replica.backward import Backward, BucketReduction, Observers, State, Stepper
+from ddp.replica.broadcast import BufferSync, broadcast_state, check_trainable, sending
 from ddp.replica.by_shards import ByShards, check_shards
-from ddp.replica.parameters import Change, Layouts, ParameterWatch, check_trainable, check_wire, managed
-from ddp.replica.replica import Replica
+from ddp.replica.parameters import Change, Layouts, ParameterWatch, check_wire, managed, sparse_weights
+from ddp.replica.replica import Accumulation, Replica
 from ddp.replica.settlement import Share, Usage
 from ddp.replica.sync_batchnorm import waits
 from ddp.setting import WireName
@@ -59,17 +69,18 @@ class BucketedDataParallel(Replica):
         overlap: reduce in the background of backward; by default, only where that is faster (`backward.py`, note
             "foreground").
         wire: "bf16", "fp16", "int8" or "int8_stochastic": the format in which gradients travel between hosts
-            (`comm/wire_format.py`). "fp32": those of a narrower type are added up as float32.
-        hook: sends less than all of the gradients between hosts (`gradients/hooks/hook.py`); the replica takes a copy.
+            (`comm/reduction.py`). "fp32": those of a narrower type are added up as float32.
+        hook: sends less than all of the gradients between hosts (`gradients/hook.py`); the replica takes a copy.
         num_shards: gradients are added up by this number of shards of the batch, each in its own block (`shard`). Then
             the result has the same bits at any world size.
+        reducer: averages a bucket, unless a hook does: each rank gets the mean of all of it, by an all-reduce; or of a
+            slice, as a strategy needs it (`ddp.strategies.Sharded.reducer`).
         find_unused_parameters: parameters may go without a gradient; each backward finds those that it will reach.
         broadcast_buffers: before each forward in training mode, buffers become rank 0's; not by shards, of which they
             become the mean at the end of the step.
         comm: the ranks that take part; all by default.
 
     Attributes:
-        accumulation: adds up this rank's micro-batches.
         waiting: the layout of a forward that waits for its backward (note "begin").
 
     Raises:
@@ -79,9 +90,9 @@ class BucketedDataParallel(Replica):
     """
 
     gradient_as_bucket_view = False  # gradients that a program keeps are its own (`gradients/bucket.py`, note "kept")
+    collective: Collective
     waiting: Layout | None = None
-    _is_in_forward = False  # a forward is running that may run backward itself (`drop_in/`)
-    accumulation = Accumulation()
+    _is_in_forward = False  # a forward is running that may run backward itself
 
     def __init__(
         self,
@@ -93,6 +104,7 @@ class BucketedDataParallel(Replica):
         wire: WireName | None = None,
         hook: Hook | None = None,
         num_shards: int | None = None,
+        reducer: type[Collective] = AllReduce,
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
         comm: Communicator | None = None,
@@ -106,7 +118,7 @@ class BucketedDataParallel(Replica):
         super().__init__(module, comm, BufferSync(comm, module, "broadcast" if broadcasts else "none"))
         usage = Usage(comm, finds_unused=find_unused_parameters)
         if num_shards is not None:
-            check_shards(module, comm, wire, hook)
+            check_shards(module, comm, num_shards, wire, hook)
             given = self._buffer_sync, num_shards, None if wire == "fp32" else wire
             by_shards = self.accumulation = ByShards(comm, *given, finds_unused=find_unused_parameters)
             usage, self.gradient_as_bucket_view = by_shards.usage, True
@@ -114,23 +126,30 @@ class BucketedDataParallel(Replica):
         self._limits = bucket_limits(bucket_cap_mb, first_bucket_mb=first_bucket_mb)
         self._overlap, self.wire = overlap, wire
         self.compression = None if hook is None else Compression(hook, comm, self._replicated_parameters())
-        self._start(usage, Stepper())
+        self._start(usage, Stepper(), reducer)
+        self.gradient_as_bucket_view |= self.collective.is_sliced
 
-    def _start(self, usage: Usage, stepper: Stepper, *, allows_borrowing: bool = False) -> None:
+    def _start(self, usage: Usage, stepper: Stepper, reducer: type[Collective] = AllReduce) -> None:
         """Plans the first layout, and registers the observers by which autograd reports each gradient."""
         if waits(self.module):
             self._overlap = True  # its layers wait in backward, too: a rank must be able to wait for both at once
-        self._reducer: Reducer = self.compression or self._plain_reducer()
+        self.collective = reducer(self.comm, self.wire, self.num_shards)
+        self._reducer: Reducer = self.compression or self.collective
         self._usage, self._stepper = usage, stepper
-        self._watch = ParameterWatch(self.module, allows_borrowing=allows_borrowing)
+        self._watch = ParameterWatch(self.module)
         self._has_layout = True
-        self._layouts = Layouts(self.comm, self._watch, self._make_layout())
+        self._layouts = Layouts(
+            self.comm,
+            self._watch,
+            self._replicated_parameters(),
+            limits=self._limits,
+            for_hook=self._reducer.may_resize,
+            tails_ride=self._reducer.tails_ride,
+            num_shards=self.num_shards,
+        )
         self.backward = self._new_backward()
         self._last = self.backward  # the last one that has ended, once there is one
         self._observers = Observers(self, (parameter for _, parameter in self._replicated_parameters()))
-
-    def _plain_reducer(self) -> Reducer:
-        return AllReduce(self.comm, self.wire, self.num_shards)
 
     # --- shards ------------------------------------------------------------------------------------------------------
 
@@ -138,14 +157,6 @@ class BucketedDataParallel(Replica):
     def by_shards(self) -> ByShards | None:
         """The running step, if gradients are added up by shards."""
         return self.accumulation if isinstance(self.accumulation, ByShards) else None
-
-    @property
-    def num_shards(self) -> int | None:
-        return self.accumulation.num_shards
-
-    @property
-    def shards(self) -> range:
-        return self.accumulation.shards
 
     def shard(self, number: int) -> AbstractContextManager[None]:
         """Makes forward and backward inside those of one shard. The last block of a rank ends the step. Collective.
@@ -219,20 +230,51 @@ class BucketedDataParallel(Replica):
     def _awaits_backward(self) -> bool:
         return self.waiting is not None or self.backward.state is State.RUNNING
 
-    def _watch_outputs(self, outputs: Any) -> None:
-        layout = self._layouts.current
-        has_outputs = watch_backward(outputs, partial(self._begin, layout), self._finish)
-        self.waiting = layout if self.training or not has_outputs else None
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's forward; a backward through what it returns ends with equal gradients on all ranks."""
+        try:
+            return super().forward(*args, **kwargs)
+        except BaseException:
+            self._is_in_forward, self.waiting = False, None
+            raise
 
     @uncompiled
-    def _begin(self, layout: Layout, adds_to_all: bool) -> bool:
+    def _before_forward(self) -> tuple[bool, bool]:
+        synchronises, syncs_buffers = super()._before_forward()
+        if torch.is_grad_enabled():
+            self._is_in_forward = synchronises and not self._watch.is_borrowed and self.accumulation.may_unfreeze
+            self.waiting = self.layout if self._is_in_forward else None
+        return synchronises, syncs_buffers
+
+    def _watch_outputs(self, outputs: Any) -> None:
+        self._check_inside_forward()
+        self._is_in_forward, is_borrowed, layout = False, self._watch.is_borrowed, self.layout
+        has_outputs = watch_backward(outputs, partial(self._begin, layout, if_reached=is_borrowed), self._finish)
+        self.waiting = layout if (self.training or not has_outputs) and not is_borrowed else None
+
+    def _check_inside_forward(self) -> None:
+        """Takes another layout if the forward that is running, or has just ended, has unfrozen parameters."""
+        if self._is_in_forward and self._watch.check_inside():
+            self._choose_layout()
+
+    @uncompiled
+    def _begin(self, layout: Layout, adds_to_all: bool, *, if_reached: bool = False) -> bool:
         """Begins the step when backward first reaches an output or a parameter. Returns True if it did.
 
         Args:
             layout: for the parameters that needed a gradient in the forward that backward goes through.
             adds_to_all: as the function of this name returns it.
+            if_reached: begin only if backward will reach one of the parameters.
         """
-        if self.backward.state is State.RUNNING or not (adds_to_all or accumulates(layout.parameters)):
+        is_running = self.backward.state is State.RUNNING
+        if is_running and layout is self.backward.layout:
+            return False
+        if not (will_accumulate(layout.parameters) if if_reached else adds_to_all or accumulates(layout.parameters)):
+            return False
+        if self._is_in_forward and not self.require_backward_grad_sync:
+            return False  # no_sync inside a forward that runs backward itself
+        if is_running:
+            self.backward.widen(layout)
             return False
         self._begin_step(layout)
         return True
@@ -240,25 +282,28 @@ class BucketedDataParallel(Replica):
     def _begin_step(self, layout: Layout, *, has_samples: bool = True) -> None:
         if not self.gradient_as_bucket_view:
             layout.spare_kept()
-        if self.compression is not None:
-            self.compression.begin()
-        mine, self._mine = self._mine, None
+        self._reducer.begin()
+        mine, self.riding = self.riding, None
         share = self.accumulation.begin(layout, Share(mine, self.inputs.divisor, has_samples))
         self.backward.begin(layout, self.num_steps + 1, share)
 
     def _begin_without_samples(self) -> None:
-        self._begin_step(self._layouts.current, has_samples=False)
-
-    def _report_unobserved(self) -> None:
-        """Reports gradients that no observer has, because their parameters were converted and back."""
-        for parameter in self._observers.renew():
-            if self.accumulation.has_gradient(parameter):
-                self.on_other_gradient(parameter)
+        self._begin_step(self.layout, has_samples=False)
 
     def on_other_gradient(self, parameter: Tensor) -> None:
         """Handles a gradient that no bucket is waiting for."""
-        is_expected, layout = self.backward.state is State.EXPECTED, self.waiting
-        if layout is not None and is_expected and self._begin(layout, adds_to_all()):
+        is_running = self.backward.state is State.RUNNING
+        layout = self.backward.layout if is_running else self.layout
+        is_in_step = is_running or (self._is_in_forward and self.require_backward_grad_sync)
+        is_unknown = parameter.requires_grad and id(parameter) not in layout.slot_of
+        if is_in_step and is_unknown and self.accumulation.may_unfreeze:
+            self._watch.check_inside()  # it was frozen when the forward began
+            self._choose_layout()
+            self.waiting = self.layout
+            if is_running:
+                self.backward.widen(self.waiting)
+        is_expected, waiting = self.backward.state is State.EXPECTED, self.waiting
+        if waiting is not None and is_expected and self._begin(waiting, adds_to_all()):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         # once more, because the backward that has just begun may have a bucket for it
         is_known = self.backward.note(parameter) or self.backward.note_other(parameter)
@@ -266,15 +311,15 @@ class BucketedDataParallel(Replica):
             name = self._watch.names_of({id(parameter)})[0]
             raise RuntimeError(
                 f"{name} was unfrozen after its forward began, or one backward goes through two forwards with other "
-                "frozen parameters, so no bucket has a place for its gradient: unfreeze before the forward, or use "
-                "ddp.DistributedDataParallel"
+                "frozen parameters, so no bucket has a place for its gradient: unfreeze before the forward"
             )
 
     @uncompiled
     def _finish(self) -> None:
         ended, former = self.backward, self._last
-        if not ended.is_complete:
-            self._report_unobserved()
+        for parameter in () if ended.is_complete else self._observers.renew():  # converted and back, unobserved
+            if self.accumulation.has_gradient(parameter):
+                self.on_other_gradient(parameter)
         with torch.no_grad():
             for reduction in ended.end():
                 ended.launch(reduction)
@@ -285,17 +330,32 @@ class BucketedDataParallel(Replica):
                 former.read_flags(is_late=True)
                 ended.error = ended.error or former.error
         self._last, self.backward = ended, ended.next()
-        self.waiting = self._layouts.current if self._is_in_forward else None
+        self.waiting = self.layout if self._is_in_forward else None
         if ended.creates_graph:
             hand_out_differentiable(ended.layout.slots, partial(self._begin, ended.layout), self._finish)
+        self._end_step(totals)
+
+    def average_gradients(self) -> None:
+        """Averages the gradients that parameters have, whatever has written them, and ends the step. Collective."""
+        self.prepare()
+        for parameter in self.layout.parameters:
+            self.backward.note_other(parameter)
+        self._begin_step(self.layout)
+        self._finish()
+
+    def end_step(self, totals: Totals) -> None:
+        """Ends a step whose gradients were averaged by other means, or used by this rank alone.
+
+        Args:
+            totals: of all ranks.
+        """
+        self.riding = None
+        self.backward.early.clear()
         self._end_step(totals)
 
     def _new_backward(self) -> Backward:
         given = self._reducer, self._usage, self._stepper, self.accumulation
         return Backward(self.comm, *given, overlap=self._overlap, waited=self.waited)
-
-    def _buffers_at_start(self) -> Mapping[str, Tensor]:
-        return self.accumulation.buffers_at_start
 
     @contextmanager
     def _unobserved(self) -> Iterator[None]:
@@ -310,25 +370,7 @@ class BucketedDataParallel(Replica):
     # --- which gradients live where ----------------------------------------------------------------------------------
 
     def _choose_layout(self) -> None:
-        self._layouts.choose(self._make_layout, early=self.backward.early)
-
-    def _make_layout(self) -> Layout:
-        """Returns a layout of the parameters that need a gradient now."""
-        needed = self._watch.needed_ids
-        named = [(name, parameter) for name, parameter in self._replicated_parameters() if id(parameter) in needed]
-        return Layout(
-            self.comm,
-            named,
-            limits=self._limits,
-            sparse=self._sparse_among(named),
-            for_hook=self._reducer.may_resize,
-            tails_ride=self._reducer.tails_ride,
-            num_shards=self.num_shards,
-        )
-
-    def _sparse_among(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
-        """Returns the names of the parameters whose gradients are sparse tensors."""
-        return []
+        self._layouts.choose(early=self.backward.early)
 
     def _replicated_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return managed(self.module, inner=Replica)
@@ -341,25 +383,31 @@ class BucketedDataParallel(Replica):
         return self.comm.plan.overlaps if self._overlap is None else self._overlap
 
     @property
+    def layout(self) -> Layout:
+        """The buckets of the parameters that needed a gradient when the last step was prepared."""
+        return self._layouts.current
+
+    @property
     def buckets(self) -> list[Bucket]:
         """The buckets of the next step, in the order of reduction."""
-        return self._layouts.current.buckets
+        return self.layout.buckets
 
     @property
     def measures_parts(self) -> bool:
-        return self.compression is None
+        # asked before the forward, which alone would find out that a sparse layer was unfrozen
+        return self.compression is None and not any(weight.requires_grad for weight in sparse_weights(self.module))
 
     @property
     def gradient_order(self) -> list[str] | None:
         """Names in the order in which gradients become ready; None as long as that is not known."""
-        return self._layouts.current.order
+        return self.layout.order
 
     def adopt_gradient_order(self, names: Sequence[str]) -> None:
         self._layouts.adopt_order(list(names))
 
     def logging_data(self) -> dict[str, Any]:
         """Returns how long the last step's reductions took, bucket by bucket (`describe`)."""
-        return describe(self._last, self.num_steps, self._layouts.current)
+        return describe(self._last, self.num_steps, self.layout)
 
 
 # --- The times of the last step --------------------------------------------------------------------------------------

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from ddp.collectives.shards import Stack, TreeSlot, is_node, nodes_by_rank, places, shards_of_rank
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
-from ddp.comm.reduction import OVERFLOWING, overflow_headroom
-from ddp.comm.wire_format import WireFormat, wire_format
+from ddp.comm.reduction import OVERFLOWING, WireFormat, overflow_headroom, wire_format
 from ddp.errors import ConfigError, UnusedParameters
 from ddp.gradients.bucket import Bucket, Slot, copy_into
 from ddp.gradients.layout import Layout
@@ -36,14 +35,13 @@ from ddp.gradients.totals import NUM_TOTALS, Parts, Totals
 from ddp.optim.norms import block_norms, total_norm
 from ddp.process.streams import seed_generators, stream_seed
 from ddp.replica.autograd import is_in_backward, uncompiled
-from ddp.replica.backward import Accumulation
-from ddp.replica.broadcast import BufferSync, checksum
+from ddp.replica.broadcast import BufferSync, check_untied, checksum
 from ddp.replica.parameters import Layouts
-from ddp.replica.replica import Replica
+from ddp.replica.replica import Accumulation, Replica
 from ddp.replica.settlement import Share, Usage
 from ddp.replica.shard_buffers import ShardBuffers
 from ddp.replica.sync_batchnorm import waits
-from ddp.replica.tied import check_untied
+from ddp.rules import Setup, refuse
 from ddp.setting import Narrow, WireName
 
 Prepare = Callable[[Slot, Tensor], Tensor]
@@ -72,6 +70,7 @@ class ByShards(Accumulation):
     """
 
     num_shards: int
+    may_unfreeze = False
 
     def __init__(
         self, comm: Communicator, buffers: BufferSync, num_shards: int, wire: Narrow | None, *, finds_unused: bool
@@ -122,7 +121,7 @@ class ByShards(Accumulation):
         try:
             yield
             if not is_last:
-                self._of_shard, replica._mine = replica._mine, None
+                self._of_shard, replica.riding = replica.riding, None
                 self._end_shard(shard)
             elif not self._is_over(replica):  # no backward has ended the step
                 self._check_backward()
@@ -280,7 +279,7 @@ class ByShards(Accumulation):
 
     def write_totals(self, layout: Layout, totals: Totals) -> None:
         """Writes the totals of this rank's nodes to their rows."""
-        for row, node in zip(layout.rows_of_totals, self._totals.nodes, strict=False):
+        for row, node in zip(layout.totals.rows, self._totals.nodes, strict=False):
             row.copy_(node)
 
     def has_gradient(self, parameter: Tensor) -> bool:
@@ -294,8 +293,8 @@ class ByShards(Accumulation):
     def write_parts(self, layout: Layout) -> None:
         """Writes what was measured of this rank's nodes to the rows of verdicts; row 0 has the rank's verdicts."""
         self._take_square()
-        layout.rows_of_verdicts[1:] = 0
-        for row, node in zip(layout.rows_of_verdicts, self._parts.nodes, strict=False):
+        layout.verdicts.rows[1:] = 0
+        for row, node in zip(layout.verdicts.rows, self._parts.nodes, strict=False):
             squares, *counts = node.unbind()
             row[-3:] = torch.stack([*counts, squares])
 
@@ -432,18 +431,12 @@ def rounded(gradient: Tensor, form: WireFormat) -> Tensor:
     return flat.mul_(form.shrink).view(gradient.shape)
 
 
-def check_shards(module: nn.Module, comm: Communicator, wire: WireName | None, hook: object | None) -> None:
+def check_shards(
+    module: nn.Module, comm: Communicator, num_shards: int, wire: WireName | None, hook: object | None
+) -> None:
     """Raises ConfigError if the gradients of a module cannot be added up by shards."""
-    if waits(module):
-        raise ConfigError("num_shards with SyncBatchNorm: its statistics are sums over workers; take BatchNorm")
+    refuse(Setup(same_bits=num_shards, waits=waits(module), wire=wire, hook=hook))
     check_untied(module, "num_shards", instead="no num_shards", buffers_alone=True)
-    if wire == "fp32":
-        raise ConfigError("num_shards with wire='fp32': gradients are added up in their own type; leave it out")
-    if hook is not None:
-        raise ConfigError(
-            f"num_shards with hook={hook!r}: what a hook remembers is of a host, and changes with the number of hosts; "
-            "leave one out"
-        )
     for name, parameter in module.named_parameters():
         if parameter.device != comm.device:
             raise ConfigError(

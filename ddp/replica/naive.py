@@ -18,8 +18,7 @@ from torch import nn
 
 from ddp.gradients.totals import Totals, count_of
 from ddp.replica.autograd import accumulates, uncompiled, watch_backward
-from ddp.replica.broadcast import BufferSync, broadcast_state
-from ddp.replica.parameters import check_trainable
+from ddp.replica.broadcast import BufferSync, broadcast_state, check_trainable
 from ddp.replica.replica import Replica
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class NaiveDataParallel(Replica):
 
     def __init__(self, module: nn.Module, *, broadcast_buffers: bool = True, comm: Communicator | None = None) -> None:
         if comm is None:
-            from ddp.comm.device import device_of
+            from ddp.comm.opening import device_of
             from ddp.comm.session import current  # and with it all that a communicator is made of
 
             comm = current(device_of(module))
@@ -74,7 +73,7 @@ class NaiveDataParallel(Replica):
     @uncompiled
     def _finish(self) -> None:
         """All-reduces the totals, then a flag for each parameter that has a gradient, then each gradient."""
-        mine, self._mine = self._mine, None
+        mine, self.riding = self.riding, None
         named = list(self.module.named_parameters())
         sums = torch.tensor((mine or Totals())[:4], dtype=torch.float64, device=self.comm.device)
         has_gradient = torch.tensor([p.requires_grad and p.grad is not None for _, p in named], device=self.comm.device)

@@ -6,18 +6,18 @@ So every forward checks that modules and parameters are still those of the begin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from enum import Enum, auto
 from itertools import chain, compress
 from operator import attrgetter, is_not, or_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from ddp.comm import checks
 from ddp.errors import CollectiveMismatch, ConfigError, ReplicaMismatch
-from ddp.gradients.layout import Layout
+from ddp.gradients.layout import Layout, LayoutTerms
 from ddp.replica.broadcast import check_same_layout
 from ddp.setting import WireName
 
@@ -39,30 +39,18 @@ def managed(module: nn.Module, *, inner: type[nn.Module]) -> list[tuple[str, nn.
     return [(name, p) for name, p in module.named_parameters() if id(p) not in others]
 
 
-def check_trainable(named: list[tuple[str, nn.Parameter]], *, has_inner: bool = False) -> None:
-    """Raises ConfigError if no parameter needs a gradient, or if one has no shape yet, or is split among ranks.
-
-    Args:
-        has_inner: an inner replica keeps other parameters of the module equal, and those need one.
-    """
-    for name, parameter in named:
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ConfigError(f"{name} of a lazy module has no shape yet: run one forward before making the replica")
-        if hasattr(parameter, "placements") or hasattr(parameter, "_st_info"):  # as parallelize_module leaves them
-            raise ConfigError(
-                f"{name} is one part of a parameter: a replica does not go above tensor parallelism, which makes new "
-                "parameters in each forward; leave parallelize_module out, or keep torch's DistributedDataParallel"
-            )
-    if not has_inner and not any(parameter.requires_grad for _, parameter in named):
-        raise ConfigError("no parameter of the module needs a gradient: there is nothing to average; use it as it is")
-
-
 def check_wire(named: Iterable[tuple[str, Tensor]], wire: WireName | None, hook: object | None = None) -> None:
     """Raises ConfigError unless all gradients can travel in this format."""
     if wire is not None and hook is not None:
         raise ConfigError(f"wire={wire!r} beside hook={hook!r}, which does the sending: leave one out")
     for dtype in {parameter.dtype for _, parameter in named if parameter.requires_grad}:
         checks.wire(wire, "mean", dtype)
+
+
+def sparse_weights(module: nn.Module) -> list[Tensor]:
+    """Returns the parameters of a module whose gradients are sparse tensors."""
+    layers = (each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
+    return [layer.weight for layer in layers if layer.sparse]
 
 
 class Change(Enum):
@@ -77,21 +65,18 @@ class Change(Enum):
 class ParameterWatch:
     """Remembers a module's parameters.
 
-    Args:
-        allows_borrowing: other tensors may stand in the parameters' places for one forward.
-
     Attributes:
         is_borrowed: at the last check, torch.func.functional_call had put other tensors there.
     """
 
-    def __init__(self, module: nn.Module, *, allows_borrowing: bool = False) -> None:
-        self._module, self._allows_borrowing, self.is_borrowed = module, allows_borrowing, False
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.is_borrowed = module, False
         self._remember()
         self._needed, self._kinds = self._presently_needed(), self._present_kinds()
 
     def _remember(self) -> None:
-        self._named = dict(self._module.named_parameters(remove_duplicate=False))
-        modules = self._module.modules()
+        self._named = dict(self.module.named_parameters(remove_duplicate=False))
+        modules = self.module.modules()
         self._tables = [table.values() for each in modules for table in (each._parameters, each._modules)]
         self._values = [*chain.from_iterable(self._tables), _END]
         self._parameters = list(self._named.values())
@@ -144,11 +129,11 @@ class ParameterWatch:
         return sorted(name for name, parameter in self._named.items() if id(parameter) in ids)
 
     def _compare(self) -> Change:
-        now = dict(self._module.named_parameters(remove_duplicate=False))
+        now = dict(self.module.named_parameters(remove_duplicate=False))
         added, removed = now.keys() - self._named.keys(), self._named.keys() - now.keys()
         replaced = [name for name in now if name in self._named and now[name] is not self._named[name]]
         is_borrowed = replaced and not any(isinstance(now[name], nn.Parameter) for name in replaced)
-        if self._allows_borrowing and is_borrowed and not (added or removed):
+        if is_borrowed and not (added or removed):
             self.is_borrowed = True
             return Change.NONE
         for names, what in ((added, "added"), (removed, "removed"), (replaced, "replaced")):
@@ -175,26 +160,44 @@ class Layouts:
 
     Args:
         watch: knows which parameters need a gradient.
-        first: the layout of those that do now.
+        named: all parameters of the replica, with their names.
+        for_hook: a communication hook reduces the buckets.
+        how: as in `Layout`.
 
     Attributes:
         current: the layout for the parameters that needed a gradient when `choose` was called last.
     """
 
-    def __init__(self, comm: Communicator, watch: ParameterWatch, first: Layout) -> None:
-        self._comm, self._watch, self.current = comm, watch, first
-        self._by_needed = {watch.needed: first}
+    def __init__(
+        self,
+        comm: Communicator,
+        watch: ParameterWatch,
+        named: Sequence[tuple[str, nn.Parameter]],
+        *,
+        for_hook: bool,
+        **how: Unpack[LayoutTerms],
+    ) -> None:
+        self._comm, self._watch, self._named, self._for_hook, self._how = comm, watch, named, for_hook, how
+        self.current = self._made()
+        self._by_needed = {watch.needed: self.current}
+
+    def _made(self) -> Layout:
+        """Returns a layout of the parameters that need a gradient now."""
+        needed = self._watch.needed_ids
+        named = [(name, parameter) for name, parameter in self._named if id(parameter) in needed]
+        weights = set(map(id, sparse_weights(self._watch.module)))
+        sparse = [name for name, parameter in named if id(parameter) in weights]
+        return Layout(self._comm, named, sparse=sparse, for_hook=self._for_hook, **self._how)
 
     @property
     def is_current(self) -> bool:
         """Returns True if the parameters that need a gradient now are those of the last call of `choose`."""
         return self._by_needed.get(self._watch.needed) is self.current
 
-    def choose(self, make: Callable[[], Layout], *, early: Collection[int]) -> None:
+    def choose(self, *, early: Collection[int]) -> None:
         """Switches to the layout for the parameters that need a gradient now. Collective if that layout is new.
 
         Args:
-            make: returns a new layout of these parameters.
             early: ids of parameters that have accumulated gradients which no backward has reduced yet.
 
         Raises:
@@ -204,7 +207,7 @@ class Layouts:
         needed = self._watch.needed
         layout = self._by_needed.pop(needed, None)
         if layout is None:
-            layout = make()
+            layout = self._made()
             self._check_same_on_every_rank(layout)
             while len(self._by_needed) >= NUM_KEPT:
                 self._by_needed.pop(next(iter(self._by_needed)))
@@ -226,6 +229,7 @@ class Layouts:
 
     def prepare_for_hook(self) -> None:
         """Lets a communication hook reduce the buckets from now on."""
+        self._for_hook = True
         for layout in self._by_needed.values():
             layout.plan(layout.order, for_hook=True)
 

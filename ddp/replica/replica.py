@@ -19,13 +19,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ddp.errors import ConfigError
-from ddp.gradients.bucket import Bucket
+from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.totals import Totals
 from ddp.process.clock import Stopwatch
 from ddp.process.streams import preserved
@@ -35,7 +36,10 @@ from ddp.setting import WireName
 
 if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator
-    from ddp.gradients.hooks.compression import Compression
+    from ddp.gradients.compression import Compression
+    from ddp.gradients.layout import Layout
+    from ddp.gradients.reducer import Collective
+    from ddp.replica.settlement import Share
 
 PREFIX = "module."
 
@@ -59,6 +63,41 @@ class Inputs:
         """Tells the others, before a forward that synchronises, that this rank has inputs."""
 
 
+class Accumulation:
+    """Adds up a rank's micro-batches in `p.grad`, as autograd does. Its methods stand in the order of a backward.
+
+    Attributes:
+        num_shards: the number of shards of a batch by which gradients are added up; None: they are added up by ranks.
+        shards: this rank's shards of each batch.
+        may_unfreeze: a forward may unfreeze parameters.
+        buffers_at_start: those with which the running step has begun, or the last one, if they may have changed.
+    """
+
+    num_shards: int | None = None
+    shards = range(0)
+    may_unfreeze = True
+    buffers_at_start: Mapping[str, Tensor] = MappingProxyType({})
+
+    def begin(self, layout: Layout, share: Share) -> Share:
+        """Begins the backward that ends a step. Returns the rank's contribution to that step."""
+        return share
+
+    def write_totals(self, layout: Layout, totals: Totals) -> None:
+        """Writes this rank's totals to where they travel."""
+        totals.write(layout.totals.numbers)
+
+    def has_gradient(self, parameter: Tensor) -> bool:
+        """Returns True if this rank has a gradient of a parameter in this step."""
+        return parameter.grad is not None
+
+    def fill(self, bucket: Bucket) -> list[Slot]:
+        """Puts the gradients of a bucket in their places. Returns the slots without one, which hold zeros."""
+        return bucket.fill()
+
+    def write_parts(self, layout: Layout) -> None:
+        """Writes what was measured of parts of the batch to where verdicts travel."""
+
+
 class Replica(nn.Module, ABC):
     """One worker's copy of a model, kept equal to the others.
 
@@ -66,8 +105,12 @@ class Replica(nn.Module, ABC):
         module: the model.
         comm: the ranks that have a copy.
         inputs: says which ranks have inputs.
+        accumulation: adds up this rank's micro-batches.
+        collective: averages a bucket where no hook does; None: gradients are averaged one by one.
         wire: the format in which gradients travel between hosts, if not their own.
         compression: the hook that averages gradients, if there is one.
+        riding: this rank's part of the running step's totals, as `ride_along` was given it.
+        settled: makes the ranks' parameters equal for a block, if a strategy lets them differ. Collective.
         waited: time that backward's thread has spent on averaging, or waiting for it.
         num_steps: number of backwards that have synchronised; those before a checkpoint that the run continued from
             count.
@@ -76,9 +119,12 @@ class Replica(nn.Module, ABC):
         require_forward_param_sync: the next forward synchronises buffers (`broadcast.py`).
     """
 
+    collective: Collective | None = None
     wire: WireName | None = None
     compression: Compression | None = None
+    settled: Callable[[], AbstractContextManager[Any]] = nullcontext
     inputs: Inputs
+    accumulation = Accumulation()
 
     def __init__(self, module: nn.Module, comm: Communicator, buffers: BufferSync) -> None:
         super().__init__()
@@ -86,7 +132,7 @@ class Replica(nn.Module, ABC):
         self._totals, self.waited, self.num_steps, self.num_verified = Totals(), Stopwatch(), 0, 0
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self._buffer_sync = buffers
-        self._mine: Totals | None = None
+        self.riding: Totals | None = None
         self.waiting: object = None  # of a forward that waits for its backward, where that must be known
         self._verification: Verification | None = None
         self.register_load_state_dict_pre_hook(_accept_plain_keys)  # type: ignore[no-untyped-call]
@@ -121,7 +167,7 @@ class Replica(nn.Module, ABC):
 
     @uncompiled
     def _after_forward(self, outputs: Any, synchronises: bool, syncs_buffers: bool) -> Any:
-        if syncs_buffers and self._buffer_sync.is_hooked:
+        if syncs_buffers:
             self._buffer_sync.after_forward()
         if synchronises or not self.inputs.may_end:
             # looked up again, because Lightning's manual optimization switches it off inside the forward
@@ -137,8 +183,7 @@ class Replica(nn.Module, ABC):
             totals: of all ranks; None if they are to be read later.
         """
         self._totals = totals or self._totals
-        if self._buffer_sync.is_hooked:
-            self._buffer_sync.after_backward()
+        self._buffer_sync.after_backward()
         self.num_steps += 1
         due = self._verification
         if due is not None and self.num_steps % due.every == 0 and self.inputs.all_step:
@@ -160,12 +205,12 @@ class Replica(nn.Module, ABC):
     @property
     def num_shards(self) -> int | None:
         """The number of shards of a batch by which gradients are added up; None: they are added up by ranks."""
-        return None
+        return self.accumulation.num_shards
 
     @property
     def shards(self) -> range:
         """This rank's shards of each batch; none if gradients are added up by ranks."""
-        return range(0)
+        return self.accumulation.shards
 
     def shard(self, number: int) -> AbstractContextManager[None]:
         """Begins a block for forward and backward of one shard.
@@ -213,7 +258,7 @@ class Replica(nn.Module, ABC):
 
         Call it between a forward and its backward; in several micro-batches the last call counts.
         """
-        self._mine = totals
+        self.riding = totals
 
     @property
     def measures_parts(self) -> bool:
@@ -269,7 +314,7 @@ class Replica(nn.Module, ABC):
         gradients, waiting = [parameter.grad for parameter in parameters], self.waiting
         before = BufferSnapshot(self.module)
         with torch.no_grad():
-            for name, start in self._buffers_at_start().items():
+            for name, start in self.accumulation.buffers_at_start.items():
                 self.module.get_buffer(name).copy_(start)
         for parameter in parameters:
             parameter.grad = None
@@ -282,10 +327,6 @@ class Replica(nn.Module, ABC):
                 parameter.grad = gradient
             self.waiting = waiting
 
-    def _buffers_at_start(self) -> Mapping[str, Tensor]:
-        """Returns the buffers with which the running step, or the last one, has begun, if they may have changed."""
-        return {}
-
     def _unobserved(self) -> AbstractContextManager[None]:
         """Lets no observer of a gradient act inside."""
         return nullcontext()
@@ -293,8 +334,10 @@ class Replica(nn.Module, ABC):
     def reduce_without_backward(self) -> None:
         """Takes part in a step for which this rank has no samples (or none that needed a backward).
 
-        It runs the same collectives as a forward and a backward on the other ranks.
+        It runs the same collectives as a forward and a backward on the other ranks: none inside `no_sync`.
         """
+        if not self.require_backward_grad_sync:
+            return
         self.prepare()
         if self.require_forward_param_sync and self._buffer_sync.is_active:
             self._buffer_sync.before_forward(self.inputs.root)
@@ -334,9 +377,11 @@ class Replica(nn.Module, ABC):
         finally:
             own.restore()
 
-    def for_evaluation(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def for_evaluation(self) -> Iterator[None]:
         """Makes all ranks equal for a block, and what they were again afterwards. Collective."""
-        return self.buffers_of_rank_zero()
+        with self.settled(), self.buffers_of_rank_zero():
+            yield
 
     def broadcast_from(self, root: int) -> None:
         """Gives every rank the root's parameters, and its buffers where they are kept equal. Collective."""

@@ -17,7 +17,7 @@ bucket or by themselves. The ranks compare parameter by parameter only if a verd
     not allowed              every rank raises UnusedParameters before the next forward, with names by rank
 
 `Usage` expects every gradient, or, with `find_unused_parameters`, those that the graph of each backward leads to;
-`drop_in/usage.py` has another one.
+`StaticGraph` as many as in the first step.
 
 Note "late". Where collectives are enqueued on a GPU, the host does not wait for what they find. The division is made
 there, by the very count. Totals and verdicts are copied to the host, and `read_flags` reads them: when the caller asks,
@@ -25,67 +25,30 @@ or at the latest at the end of the next backward. By then the optimizer has step
 one step later than on the CPU, and one whose gradient is undefined counts as zero for these two steps, as in torch's
 class.
 Where a step must know before it continues (`find_unused_parameters`, a hook, sparse gradients), it waits.
-
-Note "divisor". Sums over ranks are divided by the world size or, where totals ride along, by the global count of
-samples or tokens. The count travels first, in the tail of bucket 0 or by itself. Every later bucket is divided as a
-part of its all-reduce, because by then the count is known. If bucket 0 carried the count, it is divided here.
 """
 
 from __future__ import annotations
 
+import copy
+import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, SupportsInt
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ddp.comm.call_queue import HostCopy
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
-from ddp.comm.reduction import OnDevice, scaled_
-from ddp.comm.work import HostCopy
 from ddp.errors import ConfigError, UnusedParameters
 from ddp.gradients.bucket import Bucket, Slot
-from ddp.gradients.layout import Layout
+from ddp.gradients.layout import Division, Layout
 from ddp.gradients.reducer import Reducer
-from ddp.gradients.totals import Parts, Totals, sent
+from ddp.gradients.totals import Parts, StepFlags, Totals
 from ddp.replica.autograd import is_in_backward, will_accumulate
-
-
-class StepFlags(NamedTuple):
-    """Findings of a rank about its own gradients; after the reduction, of all ranks together.
-
-    Attributes:
-        has_unused: backward has not reached a parameter.
-        has_undefined: backward has reached a parameter, but computed no gradient for it.
-        has_non_finite: a gradient was not finite, and a hook has sent it, which may not show it any more.
-        parts: the measured parts of the batch.
-    """
-
-    has_unused: bool = False
-    has_undefined: bool = False
-    has_non_finite: bool = False
-    parts: Parts = Parts()
-
-    def write(self, tail: Tensor) -> None:
-        """Writes this rank's verdicts into a tail, [NUM_VERDICTS]."""
-        *found, (squares, *counts) = self
-        if any((*found, *counts)):
-            tail[:-1].copy_(sent([*found, *counts], tail))
-            tail[-1] = squares
-        else:
-            tail.zero_()
-
-    @classmethod
-    def read(cls, tail: Sequence[float], *, divided_by: float) -> StepFlags:
-        """Reads from the numbers of a tail, [NUM_VERDICTS], what any rank has found.
-
-        Args:
-            divided_by: what the tail was divided by on its way.
-        """
-        unused, undefined, non_finite, *counts, squares = tail
-        parts = Parts(squares * divided_by, *(count * divided_by for count in counts))
-        return cls(unused > 0, undefined > 0, non_finite > 0, parts)
 
 
 class Use(IntEnum):
@@ -203,9 +166,11 @@ class StepFinalizer:
         error: found by `read_flags`; every rank raises it before its next forward.
     """
 
-    def __init__(self, comm: Communicator, layout: Layout, share: Share, reducer: Reducer, usage: Usage) -> None:
+    def __init__(
+        self, comm: Communicator, layout: Layout, share: Share, division: Division, reducer: Reducer, usage: Usage
+    ) -> None:
         self._comm, self._layout, self._reducer, self.usage = comm, layout, reducer, usage.begin(layout)
-        self._totals, self._divide_by, self._has_samples = share
+        self._totals, self._has_samples, self._division = share.totals, share.has_samples, division
         self._numbers: HostCopy | None = None  # totals and verdicts, where the host has not waited for them
         self._measures = share.totals is not None and share.totals.measure and share.has_samples
         self._square = torch.zeros((), device=comm.device)  # of this rank's own gradient, where that is asked for
@@ -241,7 +206,7 @@ class StepFinalizer:
         if self._has_samples:
             has_unused = self.usage.must_compare(self._layout, missing, computed)
             self._mine = StepFlags(has_unused, bool(self._undefined), parts=self._parts())
-        self._mine.write(self._layout.verdicts)
+        self._mine.write(self._layout.verdicts.numbers)
 
     def _parts(self) -> Parts:
         """Returns this rank's measured part of the batch."""
@@ -252,12 +217,12 @@ class StepFinalizer:
         return Parts.of(self._square / self._totals.loss_scale**2, self._totals.items_on_host)
 
     def write_hidden_flags(self) -> None:
-        """Adds, where verdicts travel apart, what a hook has hidden: that a gradient was not finite."""
-        is_finite = self._reducer.is_finite
+        """Adds what a hook has hidden, that a gradient was not finite. Beside a hook, verdicts travel apart."""
+        is_finite, numbers = self._reducer.is_finite, self._layout.verdicts.numbers
         if isinstance(is_finite, Tensor):
-            self._layout.verdicts[StepFlags._fields.index("has_non_finite")].add_(is_finite.logical_not())
+            StepFlags.non_finite_in(numbers).add_(is_finite.logical_not())
         elif not is_finite:
-            self._mine._replace(has_non_finite=True).write(self._layout.verdicts)
+            self._mine._replace(has_non_finite=True).write(numbers)
 
     def gone(self) -> list[Slot]:
         """Returns the slots whose gradient is gone when backward ends."""
@@ -279,8 +244,12 @@ class StepFinalizer:
                     slot.parameter.grad = slot.view
         if not self._comm.is_stream_ordered:
             return self.read_flags()
-        self._divide_on_device()
-        self._numbers = self._comm.to_host(layout.totals, layout.verdicts)
+        self._division.complete_on_device()
+        if self._reducer.may_hide:
+            hidden = StepFlags.non_finite_in(layout.verdicts.numbers) > 0
+            for bucket in layout.buckets:
+                bucket.gradients.mul_(torch.where(hidden, torch.nan, 1.0))
+        self._numbers = self._comm.to_host(layout.totals.numbers, layout.verdicts.numbers)
         if self.usage.never:
             self._give_back(slot for slot in layout.slots if slot.name in self.usage.never)
         varies = self._totals is None and (self.usage.varies or self._reducer.may_hide)
@@ -297,12 +266,12 @@ class StepFinalizer:
         """
         layout = self._layout
         if self._numbers is None:
-            totals, divided_by = self._divided(), self._verdicts_divided_by()
-            verdicts = StepFlags.read(layout.verdicts.tolist(), divided_by=divided_by)
+            totals, divided_by = self._division.complete(), self._division.of_verdicts()
+            verdicts = StepFlags.read(layout.verdicts.numbers.tolist(), divided_by=divided_by)
         else:
             of_totals, of_verdicts = self._numbers.read()
-            totals = Totals() if self._totals is None else Totals.read(of_totals)
-            verdicts = StepFlags.read(of_verdicts, divided_by=self._verdicts_divided_by(totals))
+            totals = self._division.read(of_totals)
+            verdicts = StepFlags.read(of_verdicts, divided_by=self._division.of_verdicts(totals))
         if verdicts.has_non_finite:
             self._refuse()
         if verdicts.has_unused or verdicts.has_undefined:
@@ -316,50 +285,9 @@ class StepFinalizer:
         if verdicts.has_unused:
             self.error = self.usage.unused_error(self._missing if self._has_samples else None)
         for slot in layout.sparse:
-            reduce_sparse(self._comm, slot, divide_by=int(self._divide_by) / totals.fraction_correction)
+            reduce_sparse(self._comm, slot, divide_by=self._division.of_sparse(totals))
         self._kept.clear()
         return totals._replace(parts=verdicts.parts if any(verdicts.parts) else None)
-
-    def _divide_on_device(self) -> None:
-        """Completes the division, and shows what a hook may have hidden, without knowing either on the host."""
-        layout, buckets = self._layout, self._layout.buckets
-        if isinstance(self._divide_by, OnDevice) and (count := self._divide_by.on_device()) is not None:
-            if layout.totals_ride:
-                buckets[0].gradients.div_(count)
-            if self._reducer.averages:
-                for bucket in buckets:
-                    scaled_(bucket.gradients, self._comm.world_size / count)
-        if self._reducer.may_hide:
-            hidden = layout.verdicts[StepFlags._fields.index("has_non_finite")] > 0
-            for bucket in buckets:
-                bucket.gradients.mul_(torch.where(hidden, torch.nan, 1.0))
-
-    def _divided(self) -> Totals:
-        """Reads the totals, and completes the division: of the bucket that carried them, and by a fraction."""
-        if self._totals is None:
-            return Totals()
-        layout, divisor = self._layout, int(self._divide_by)
-        if layout.totals_ride:
-            layout.buckets[0].gradients.div_(divisor)
-        totals = Totals.read(layout.totals.tolist())
-        for factor in (totals.fraction_correction, self._comm.world_size / divisor if self._reducer.averages else 1):
-            if factor != 1:
-                for bucket in layout.buckets:
-                    bucket.gradients.mul_(factor)
-        return totals
-
-    def _verdicts_divided_by(self, totals: Totals | None = None) -> float:
-        """Returns the number that the verdicts were divided by, together with the bucket that carried them.
-
-        Args:
-            totals: where sums were divided by the very count, which these have.
-        """
-        has_count = self._totals is not None and self._layout.totals_ride and len(self._layout.buckets) == 1
-        if not self._layout.verdicts_ride or has_count:
-            return 1
-        if totals is not None and self._totals is not None:
-            return (totals.items_on_host or 1) * self._totals.loss_scale
-        return int(self._divide_by)
 
     def _refuse(self) -> None:
         """Shows in all gradients what a hook may have hidden on its way, that one was not finite; forgets it."""
@@ -384,11 +312,6 @@ class StepFinalizer:
 # ranks.
 
 
-def produces_sparse_gradient(module: nn.Module) -> bool:
-    """Returns True if the gradient of the module's weight is a sparse tensor."""
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
-
-
 def reduce_sparse(comm: Communicator, slot: Slot, *, divide_by: float) -> None:
     """Makes a gradient the sum over all ranks, divided; leaves it as it is if no rank has one. Collective."""
     parameter, gradient = slot.parameter, slot.parameter.grad
@@ -410,3 +333,78 @@ def reduce_sparse(comm: Communicator, slot: Slot, *, divide_by: float) -> None:
     if len(indices) or parameter.grad is not None:
         summed = torch.sparse_coo_tensor(indices.t(), values, parameter.shape, check_invariants=False).coalesce()
         parameter.grad = summed.div_(divide_by)
+
+
+# --- A static graph --------------------------------------------------------------------------------------------------
+#
+# Note "static graph". Under re-entrant checkpointing a parameter that is used twice gets two gradients, in two
+# backwards inside the real one, and nothing in the graph announces that. If the graph is the same in every step, the
+# first step shows how many there are: it launches all buckets at its end, and later steps know how many gradients to
+# wait for.
+
+
+@dataclass
+class _Graph:
+    """Remembers the first step over a graph: for each set of parameters that are trained together, another one.
+
+    Attributes:
+        times: by the parameter's id, how many gradients every backward computes; None before the first one.
+        never: names of the parameters that no rank has used; None as long as none was missing.
+    """
+
+    times: Counter[int] | None = None
+    never: frozenset[str] | None = None
+
+
+class StaticGraph(Usage):
+    """Expects in every step as many gradients of each parameter as in the first one (note "static graph")."""
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__(comm)
+        self._graphs: dict[frozenset[int], _Graph] = {}  # by the ids of the parameters
+        self.never: Set[str] = frozenset()
+        self._graph, self._is_first = _Graph(), False
+        self._changed: list[str] = []
+
+    def begin(self, layout: Layout) -> StaticGraph:
+        step = copy.copy(self)
+        step._graph = self._graphs.setdefault(frozenset(layout.slot_of), _Graph())
+        step.never, step._is_first = step._graph.never or frozenset(), False
+        step._changed = []  # what is not as in the first step
+        return step
+
+    def expected(self, layout: Layout) -> Mapping[int, int]:
+        times = self._graph.times
+        return dict.fromkeys(layout.slot_of, sys.maxsize) if times is None else times
+
+    def must_compare(self, layout: Layout, missing: Sequence[Slot], computed: Callable[[], Iterable[Tensor]]) -> bool:
+        times = Counter(map(id, computed()))
+        if self._graph.times is None:
+            self._graph.times, self._is_first = times, True
+        self.varies = self._is_first
+        self._changed = [
+            f"{slot.name} ({slot.index}) got {times[each]} gradients, and {self._graph.times[each]} in the first step"
+            for each, slot in layout.slot_of.items()
+            if times[each] != self._graph.times[each]
+        ]
+        return bool(missing if self._is_first else self._changed)  # what is missing as in the first step is known
+
+    def used_by_none(
+        self, layout: Layout, missing: Collection[Slot], undefined: Collection[Slot], verdicts: StepFlags
+    ) -> list[Slot]:
+        if self._graph.never is not None and not verdicts.has_undefined:
+            return [slot for slot in layout.slots if slot.name in self._graph.never]
+        uses = self._greatest_uses(layout.slots, missing, undefined)
+        if self._graph.never is None:
+            self._graph.never = frozenset(slot.name for slot in layout.slots if uses[slot.index] is Use.NONE)
+        return [slot for slot in layout.slots if uses[slot.index] is not Use.GRADIENT]
+
+    def unused_error(self, missing: Sequence[Slot] | None) -> None:
+        """Raises UnusedParameters, on every rank, if the graph of any rank is another one than in the first step."""
+        everyone = all_gather_object(self._comm, self._changed)
+        if any(everyone):
+            lines = [f"  rank {rank}: {', '.join(each) or 'none'}" for rank, each in enumerate(everyone)]
+            raise UnusedParameters(
+                "Your training graph has changed in this iteration. With static_graph=True every step must use the "
+                "same parameters equally often:\n" + "\n".join(lines) + "\nPass find_unused_parameters=True instead"
+            )

@@ -36,18 +36,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.errors import CommunicatorBroken, ConfigError
 from ddp.gradients.layout import Layout
+from ddp.gradients.reducer import HostReduceScatter, ReduceScatter
 from ddp.optim.layerwise import Layerwise, clipped_step
 from ddp.optim.norms import BLOCK_NUMEL
-from ddp.process.log import log
 from ddp.process.memory import give_back_free_blocks
-from ddp.replica.central import CentralDataParallel
-from ddp.replica.sharded import Part, Slices, share_of
+from ddp.process.terminal import log
+from ddp.rules import Setup, refuse
 from ddp.strategies.host_store import PARAMETERS, HostStore
 from ddp.strategies.region import Region
-from ddp.strategies.sharded import Sharded, is_large
+from ddp.strategies.sharded import Part, Sharded, Slices, is_large, share_of
 
 STRETCH_NUMEL = 16 * BLOCK_NUMEL  # gradients of 8 MB, which a last-level cache holds while they are clipped
 
@@ -92,14 +93,14 @@ class HostSlices(Slices):
         ConfigError: a parameter's type or memory format is another one than when the store was made.
     """
 
-    def __init__(self, model: CentralDataParallel, layout: Layout, store: HostStore) -> None:
+    def __init__(self, layout: Layout, collective: ReduceScatter, store: HostStore) -> None:
         self._store, self.layout = store, layout
         self.parts = []  # none yet
         self.take_in()
         for slot in layout.slots:
             if slot.strides != slot.parameter.stride():
                 raise _refusal_of_conversion(f"the memory format of {slot.name} has changed")
-        super().__init__(model, layout)
+        super().__init__(layout, collective)
 
     @torch.no_grad()
     def take_in(self) -> None:
@@ -115,6 +116,12 @@ class HostSlices(Slices):
             parameter.data = view
 
 
+def check_memory(comm: Communicator) -> None:
+    """Raises ConfigError unless the ranks of each host share memory, in which their tensors are."""
+    shares_memory = comm.host_partition.num_hosts == len(comm.hosts)  # else each rank counts as a host there
+    refuse(Setup(strategy="central_storage", device=comm.device.type, shared_memory=shares_memory))
+
+
 def _refusal_of_conversion(what: str) -> ConfigError:
     what = what.replace("torch.", "")
     return ConfigError(f"{what} since strategy='central_storage' was made: convert the model before")
@@ -127,7 +134,7 @@ class CentralStorage(Sharded):
     that changes a parameter in place in between changes it for all ranks of the host: let one of them run it.
 
     Args:
-        model: a module, which is wrapped in a `CentralDataParallel`; or such a replica.
+        model: a module, or a replica with this reducer, on the CPU.
         optimizer, how: as in `Sharded`. From the first step on, its state has whole tensors in the host's store, of
             those parameters that this rank has a part of. A program that replaces some of them gives them back by
             `optimizer.load_state_dict`, whose state is adopted in the next step.
@@ -136,11 +143,11 @@ class CentralStorage(Sharded):
         ConfigError: as `Sharded`; or the ranks of a host cannot share memory, or tensors are on a GPU.
     """
 
-    model: CentralDataParallel
-    takes = wraps = CentralDataParallel
+    reducer = HostReduceScatter
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, **how: Any) -> None:
         super().__init__(model, optimizer, **how)
+        check_memory(self._comm)
         self._store: HostStore | None = None  # until `finish`, and anew in a step after it
         self._stretches: list[Stretch] = []
         self._settings: list[dict[str, Any]] = []  # of the groups, for whose states the store has room
@@ -261,7 +268,7 @@ class CentralStorage(Sharded):
 
     def _slices_of(self, layout: Layout) -> HostSlices:
         give_back_free_blocks()  # a first backward has all gradients beside the buckets; later ones have few
-        return HostSlices(self.model, layout, self._opened())
+        return HostSlices(layout, self._collective, self._opened())
 
     def _optimizer_of(self, parts: Sequence[Part]) -> Optimizer:
         mine = super()._optimizer_of(parts)

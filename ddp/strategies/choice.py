@@ -2,172 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from ddp.comm import checks
 from ddp.comm.communicator import Communicator
-from ddp.comm.device import device_of
 from ddp.comm.meeting.role import current_role
+from ddp.comm.opening import device_of
 from ddp.comm.session import init
 from ddp.errors import ConfigError
-from ddp.gradients.hooks.hook import Hook
+from ddp.gradients.hook import Hook
 from ddp.policies import Averaging, Rounds
 from ddp.process import gpu
-from ddp.process.log import log
-from ddp.replica import central
+from ddp.process.terminal import log
+from ddp.replica.broadcast import move
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.replica.central import CentralDataParallel
 from ddp.replica.drop_in.data_parallel import DistributedDataParallel
 from ddp.replica.drop_in.in_backward import refusal
-from ddp.replica.local import LocalDataParallel
-from ddp.replica.naive import NaiveDataParallel
+from ddp.replica.parameters import sparse_weights
 from ddp.replica.replica import Replica
-from ddp.replica.settlement import produces_sparse_gradient
-from ddp.replica.sharded import ShardedDataParallel
-from ddp.replica.sync_batchnorm import waits
-from ddp.replica.tied import move
 from ddp.setting import Precision, StrategyName
 from ddp.strategies.central_storage import CentralStorage
 from ddp.strategies.local_sgd import LocalSteps
-from ddp.strategies.parameter_server.served import ServedDataParallel
-from ddp.strategies.replicated import Replicated
 from ddp.strategies.sharded import Served, Sharded
-from ddp.strategies.strategy import Strategy
+from ddp.strategies.strategy import Replicated, Strategy
 from ddp.strategies.streaming import Streaming
 
 # --- The words -------------------------------------------------------------------------------------------------------
-
-
-class Setup(NamedTuple):
-    """Says what a run is to train on which processes: by its settings, before these start; or as a rank finds it.
-
-    Attributes:
-        num_hosts: of settings: 2 if there are several.
-        shares_memory: the ranks of a host share its memory.
-        device: the kind of it.
-        is_naive: the replica has no buckets.
-        is_sparse: a layer of the model has sparse gradients.
-        waits: a layer waits in its forward for other ranks (`SyncBatchNorm`).
-    """
-
-    world_size: int
-    num_hosts: int
-    shares_memory: bool
-    device: str
-    precision: Precision
-    is_naive: bool
-    is_sparse: bool
-    waits: bool = False
-
-
-class Refusal(NamedTuple):
-    """Says which setups are refused.
-
-    Attributes:
-        holds: the setup is one of them.
-        reason: the end of a sentence, with the remedy; {0} is the setup.
-    """
-
-    holds: Callable[[Setup], bool]
-    reason: str
-
-
-SEVERAL_RANKS = Refusal(
-    lambda setup: setup.world_size > 1,
-    "is for one worker, and there are {0.world_size}; take one worker, or strategy=auto",
-)
-SEVERAL_HOSTS = Refusal(
-    lambda setup: setup.num_hosts > 1,
-    "is for the workers of one host, and there are several hosts; take strategy=multi_worker",
-)
-NO_BUCKETS = Refusal(
-    lambda setup: setup.is_naive, "needs replica.kind=bucketed, whose buckets it cuts into slices; leave one out"
-)
-MASTER_WEIGHTS = Refusal(
-    lambda setup: setup.precision == "bf16_pure",
-    "precision=bf16_pure has master weights, which are not cut into slices; take precision=bf16, or strategy=auto",
-)
-SPARSE_GRADIENTS = Refusal(
-    lambda setup: setup.is_sparse, "a layer has sparse gradients, which no slice can hold; take strategy=auto"
-)
-PRIVATE_MEMORY = Refusal(lambda setup: not setup.shares_memory, central.PRIVATE_MEMORY)
-ON_GPU = Refusal(lambda setup: setup.device != "cpu", central.ON_GPU)
-LOSS_SCALE = Refusal(
-    lambda setup: setup.precision == "fp16",
-    "precision=fp16 repeats steps with another loss scale, which workers do not agree on; take precision=bf16",
-)
-NO_FELLOWS = Refusal(
-    lambda setup: setup.waits, "SyncBatchNorm waits for the other workers, which do not wait here; take BatchNorm"
-)
-SERVED_ON_CPU = Refusal(
-    lambda setup: setup.device != "cpu", "servers and workers exchange what is on the CPU; take device=cpu"
-)
-NO_ROUNDS = (
-    Refusal(lambda setup: setup.is_naive, "needs replica.kind=bucketed, whose buckets are exchanged; leave one out"),
-    Refusal(
-        lambda setup: setup.precision in ("fp16", "bf16_pure"),
-        "precision={0.precision} has a loss scale or master weights, of which all workers need the same; take "
-        "precision=bf16 or fp32",
-    ),
-    Refusal(
-        lambda setup: setup.is_sparse,
-        "a layer has sparse gradients, and the difference of its weights is dense; take strategy=auto",
-    ),
-    Refusal(
-        lambda setup: setup.waits,
-        "SyncBatchNorm lets all workers wait for each other in each forward; take BatchNorm, or strategy=auto",
-    ),
-)
-OF_SLICES = (NO_BUCKETS, MASTER_WEIGHTS, SPARSE_GRADIENTS)
-"""Refused where each rank updates a slice."""
 
 
 class Row(NamedTuple):
     """Says what a word of `strategy` stands for.
 
     Attributes:
-        replica: what a module is wrapped in: which gradients a rank gets.
-        strategy: its class: what a rank updates, and which state it holds.
-        refuses: setups that it cannot train.
+        strategy: its class: which gradients a rank gets, what it updates, and which state it holds.
     """
 
-    replica: type[BucketedDataParallel]
     strategy: type[Replicated]
-    refuses: Sequence[Refusal] = ()
 
 
 # fmt: off
 STRATEGIES: dict[StrategyName, Row] = {
-    "auto":            Row(BucketedDataParallel, Replicated),
-    "one_device":      Row(BucketedDataParallel, Replicated, (SEVERAL_RANKS,)),
-    "mirrored":        Row(BucketedDataParallel, Replicated, (SEVERAL_HOSTS,)),
-    "multi_worker":    Row(BucketedDataParallel, Replicated),
-    "sharded":         Row(ShardedDataParallel, Sharded, OF_SLICES),
-    "central_storage": Row(CentralDataParallel, CentralStorage, (*OF_SLICES, PRIVATE_MEMORY, ON_GPU)),
-    "parameter_server": Row(ServedDataParallel, Served, (*OF_SLICES, LOSS_SCALE, NO_FELLOWS, SERVED_ON_CPU)),
-    "local_sgd":       Row(LocalDataParallel, LocalSteps, NO_ROUNDS),
+    "auto":             Row(Replicated),
+    "one_device":       Row(Replicated),
+    "mirrored":         Row(Replicated),
+    "multi_worker":     Row(Replicated),
+    "sharded":          Row(Sharded),
+    "central_storage":  Row(CentralStorage),
+    "parameter_server": Row(Served),
+    "local_sgd":        Row(LocalSteps),
 }
 # fmt: on
 
 
-def refuse(word: StrategyName, setup: Setup) -> None:
-    """Raises ConfigError, with the remedy, if a strategy cannot train this."""
-    for each in STRATEGIES[word].refuses:
-        if each.holds(setup):
-            raise ConfigError(f"strategy={word}: {each.reason.format(setup)}")
-
-
-def strategy_of(replica: Replica) -> type[Replicated]:
-    """Returns the class of the strategy for a replica: the last row's of the table that has a replica of this kind."""
-    rows = reversed(STRATEGIES.values())
-    of_kind = (row.strategy for row in rows if isinstance(replica, row.replica))
-    return next(of_kind, Replicated)  # the latter: a naive one
+def strategy_of(replica: Replica, word: StrategyName) -> type[Replicated]:
+    """Returns the class of the strategy for a replica: the word's, or of "auto" the first one that takes it."""
+    if word != "auto":
+        return STRATEGIES[word].strategy
+    return next(row.strategy for row in STRATEGIES.values() if row.strategy.takes(replica))
 
 
 def same_bits_as(word: StrategyName) -> StrategyName:
@@ -204,7 +98,6 @@ def replica_of(
     comm: Communicator,
     averaging: Averaging,
     *,
-    precision: Precision = "fp32",
     num_shards: int | None = None,
 ) -> Replica:
     """Returns the model as a replica on the rank's device.
@@ -215,15 +108,15 @@ def replica_of(
     Raises:
         ConfigError: the model cannot be trained here, or not by this optimizer.
     """
-    _check(model, optimizer, comm)
-    asked, averaging = averaging.strategy, of_this_process(averaging)
+    averaging = of_this_process(averaging)
     word, row = averaging.strategy, STRATEGIES[averaging.strategy]
-    if isinstance(model, Replica) and word != "auto" and strategy_of(model) is not row.strategy:
+    if isinstance(model, Replica) and word != "auto" and not row.strategy.takes(model):
+        reducer = row.strategy.reducer
         raise ConfigError(
             f"strategy={word} with a model in a {type(model).__name__}: give ddp.fit the bare module; or, for some of "
-            f"the ranks, a {row.replica.__name__}(module, comm=…) of {row.replica.__module__}"
+            f"the ranks, a ddp.BucketedDataParallel(module, comm=…, reducer={reducer.__name__}), of "
+            f"{reducer.__module__}"
         )
-    refuse(asked, setup_of(model, comm, precision))
     if isinstance(model, Replica):
         return _as_given(model, optimizer, averaging, num_shards)
     if isinstance(averaging.hook, Hook):
@@ -231,7 +124,7 @@ def replica_of(
     return wrapped(move(model, comm.device), comm, averaging, num_shards=num_shards)
 
 
-def _check(model: nn.Module, optimizer: Optimizer, comm: Communicator) -> None:
+def check_model(model: nn.Module, optimizer: Optimizer, comm: Communicator) -> None:
     """Raises ConfigError unless the optimizer can train the model; warns of parameters that it leaves out."""
     name = type(model).__name__
     if not isinstance(model, nn.Module):
@@ -288,20 +181,6 @@ def _as_given(model: Replica, optimizer: Optimizer, averaging: Averaging, num_sh
     return model
 
 
-def setup_of(model: nn.Module, comm: Communicator, precision: Precision) -> Setup:
-    """Returns the setup that a rank finds."""
-    return Setup(
-        world_size=comm.world_size,
-        num_hosts=len(comm.hosts),
-        shares_memory=comm.host_partition.num_hosts == len(comm.hosts),  # else each rank counts as a host there
-        device=comm.device.type,
-        precision=precision,
-        is_naive=isinstance(model, NaiveDataParallel),
-        is_sparse=has_sparse_gradients(model),
-        waits=waits(model),
-    )
-
-
 def of_this_process(averaging: Averaging) -> Averaging:
     """Returns how the replica of this process averages: of parameter servers, nothing travels by it.
 
@@ -316,25 +195,20 @@ def of_this_process(averaging: Averaging) -> Averaging:
 
 def has_sparse_gradients(model: nn.Module) -> bool:
     """Returns True if a layer of the model has sparse gradients."""
-    return any(produces_sparse_gradient(layer) for layer in model.modules())
+    return bool(sparse_weights(model))
 
 
 def wrapped(
     module: nn.Module, comm: Communicator, averaging: Averaging, *, num_shards: int | None = None, **how: Any
 ) -> BucketedDataParallel:
-    """Returns a module of this device as the strategy's replica; of the drop-in class where gradients are sparse.
+    """Returns a module of this device as the strategy's replica.
 
     Args:
         num_shards: as in `replica_of`.
         how: further arguments of the replica.
     """
     averaging = of_this_process(averaging)
-    kind = DistributedDataParallel if has_sparse_gradients(module) else STRATEGIES[averaging.strategy].replica
-    if num_shards is not None:
-        if kind is DistributedDataParallel:
-            raise ConfigError("same_bits with sparse gradients: they are added up by workers; take sparse=False")
-        how["num_shards"] = num_shards
-    replica: BucketedDataParallel = kind(
+    replica = BucketedDataParallel(
         module,
         comm=comm,
         wire=averaging.wire,
@@ -342,6 +216,8 @@ def wrapped(
         bucket_cap_mb=averaging.bucket_cap_mb,
         first_bucket_mb=averaging.first_bucket_mb,
         find_unused_parameters=averaging.find_unused_parameters,
+        num_shards=num_shards,
+        reducer=STRATEGIES[averaging.strategy].strategy.reducer,
         **how,
     )
     replica.verify_replicas(every=averaging.verify_every)
@@ -366,15 +242,7 @@ def strategy_for(
     Raises:
         ConfigError: precision, wire format, optimizer and replica do not go together.
     """
-    chosen = strategy_of(replica)
-    if precision != "bf16_pure":
-        if replica.wire == "fp32" and all(parameter.dtype.itemsize >= 4 for parameter in replica.parameters()):
-            raise ConfigError("wire='fp32': all gradients are float32 already; leave it out")
-    elif chosen is Replicated:
-        try:
-            checks.wire(replica.wire, "mean", torch.bfloat16)
-        except ConfigError as error:
-            raise ConfigError(f"{error}; with precision='bf16_pure' gradients are bfloat16") from None
+    chosen = strategy_of(replica, "auto" if averaging is None else averaging.strategy)
     own: dict[str, Any] = {"rounds": averaging} if isinstance(averaging, Rounds) else {}
     if isinstance(averaging, Rounds) and averaging.delay:
         chosen = Streaming

@@ -40,16 +40,16 @@ from ddp.optim.layerwise import clipped_step
 from ddp.optim.norms import gradient_norm
 from ddp.policies import LocalSGD, Rounds
 from ddp.replica.broadcast import BufferSnapshot
-from ddp.replica.local import LocalDataParallel
-from ddp.strategies.replicated import Replicated
-from ddp.strategies.strategy import Agreement
+from ddp.replica.bucketed import BucketedDataParallel
+from ddp.rules import Setup, refuse
+from ddp.strategies.strategy import Agreement, Replicated
 
 
 class LocalSteps(Replicated):
     """Makes inner steps on this rank alone, and outer steps on all. Collective to make.
 
     Args:
-        model: a module, which is wrapped in a `LocalDataParallel`; or such a replica.
+        model: a module, or a replica of it; in buckets, by an all-reduce.
         optimizer: over its parameters: this rank's own, for inner steps.
         rounds: how the common parameters follow, without a delay; how long a round is the loop says, by `is_last`.
         how: as in `Replicated`, but not with precision="fp16" or "bf16_pure".
@@ -58,9 +58,8 @@ class LocalSteps(Replicated):
         ConfigError: the model, the precision, the hosts or a delay do not go with it.
     """
 
-    model: LocalDataParallel
-    takes = wraps = LocalDataParallel
-    unties = True
+    model: BucketedDataParallel
+    needs_buckets = unties = True
     _may_be_late = False
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, rounds: Rounds | None = None, **how: Any) -> None:
@@ -110,7 +109,7 @@ class LocalSteps(Replicated):
 
     def _inner_step(self) -> None:
         """Makes this rank's own step, with the mean gradient of the items of a micro-batch."""
-        told = self.model.told
+        told = self.model.riding
         num_items = 1 if told is None else told.items_on_host - self._num_items
         self._num_items += num_items
         self._num_items_of_step = num_items
@@ -144,7 +143,7 @@ class LocalSteps(Replicated):
         """Averages the differences to the common parameters at the end of a round; the module has these again then."""
         if not is_last:
             return
-        inner, common, told = self._inner, self._common, self.model.told
+        inner, common, told = self._inner, self._common, self.model.riding
         self._inner, self._common = [], []
         if told is not None and self._num_items and not self._has_gradient:
             return  # the loss was not computed from what the model returned, which the loop tells
@@ -157,7 +156,7 @@ class LocalSteps(Replicated):
         _put(common, inner)
         for parameter, difference in zip(inner, differences, strict=True):
             parameter.grad = difference
-        self.model.exchange()
+        self.model.average_gradients()
 
     def _take_back(self) -> None:
         super()._take_back()
@@ -224,6 +223,10 @@ class LocalSteps(Replicated):
         if self.model.compression is not None and self._is_round:
             self.model.compression.change_to("differences")
 
+    @property
+    def _keeps_own_buffers(self) -> bool:
+        return True
+
     def _own_state(self) -> dict[str, Any]:
         has_own = self._is_round and self.model.comm.rank
         return super()._own_state() | ({"optimizer": self.optimizer.state_dict()["state"]} if has_own else {})
@@ -238,13 +241,9 @@ def island_of(comm: Communicator) -> Communicator:
     """Returns the ranks of this host. Collective.
 
     Raises:
-        ConfigError: there is one host, or each has one rank.
+        ConfigError: there is one host.
     """
-    if len(comm.hosts) == 1:
-        raise ConfigError(
-            "island='host': all workers are on one host, so that none would train alone; take island='worker', or "
-            "strategy='mirrored'"
-        )
+    refuse(Setup(island="host", num_hosts=len(comm.hosts)))
     groups = [comm.subgroup(ranks) for ranks in comm.hosts]
     return next(group for group in groups if group is not None)
 

@@ -15,24 +15,29 @@ A checkpoint holds the whole state, in torch's form: it can be resumed at any wo
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from itertools import chain, compress
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import accumulate, chain, compress, pairwise, starmap
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.errors import ConfigError
+from ddp.gradients.bucket import Bucket, Slot, span, with_own_storage
 from ddp.gradients.layout import Layout
-from ddp.optim.layerwise import Layerwise, Measured, clipped_step
-from ddp.optim.norms import block_norms, total_norm, whole_norms, wide
+from ddp.gradients.reducer import ReduceScatter
+from ddp.gradients.totals import Totals
+from ddp.optim.layerwise import Layerwise, Measured, clipped_step, laid_out_like
+from ddp.optim.norms import BLOCK_NUMEL, block_norms, in_memory_order, num_blocks, total_norm, whole_norms, wide
 from ddp.optim.trust_ratio import LAMB, LARC, LARS
 from ddp.process import gpu
-from ddp.replica.sharded import ParameterSlices, Part, ShardedDataParallel, Slices, bounds_of, parts_in, share_of
-from ddp.strategies.replicated import Replicated
+from ddp.replica.bucketed import BucketedDataParallel
+from ddp.strategies.strategy import Replicated
 
 ELEMENTWISE = (SGD, Adam, AdamW, LARS, LARC, LAMB)
 """Optimizers that update each element by itself, but for norms that they ask for; a class derived from one may not."""
@@ -42,7 +47,7 @@ class Sharded(Replicated):
     """Updates this rank's slices, and gives them to all ranks. Every method is collective.
 
     Args:
-        model: a module, which is wrapped in a `ShardedDataParallel`; or such a replica.
+        model: a module; or a replica with this reducer. Parameters are on the communicator's device, none is complex.
         optimizer: over its parameters. Its groups and its state hold in every step as they are then. From the first
             step on, until `finish`, it has the state of this rank's parts, by whole parameter.
         how: as in `Replicated`, but not with precision="bf16_pure".
@@ -52,9 +57,9 @@ class Sharded(Replicated):
             the model or the precision cannot be sharded.
     """
 
-    model: ShardedDataParallel
-    takes = wraps = ShardedDataParallel
-    unties = True
+    model: BucketedDataParallel
+    reducer: type[ReduceScatter] = ReduceScatter
+    needs_buckets = unties = True
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, **how: Any) -> None:
         name, kind = type(self).__name__, type(optimizer).__name__
@@ -72,7 +77,15 @@ class Sharded(Replicated):
                 f"{name} with precision='bf16_pure': takes no master weights; take precision='bf16', or Replicated"
             )
         super().__init__(model, optimizer, **how)
-        self._comm = self.model.comm
+        self._comm, collective = self.model.comm, self.model.collective
+        assert isinstance(collective, ReduceScatter)
+        self._collective: ReduceScatter = collective
+        for each, parameter in self.model._replicated_parameters():
+            if parameter.is_complex() or parameter.device != self._comm.device:
+                raise ConfigError(
+                    f"{each} is {parameter.dtype} on {parameter.device}: a sharded update takes real numbers on "
+                    f"{self._comm.device}; leave sharding out"
+                )
         self._slices: Slices | None = None
         self._of_parts: Optimizer = optimizer  # over the parts, once they are known
         self._places: dict[int, Part] = {}  # by address
@@ -157,6 +170,10 @@ class Sharded(Replicated):
         if self._slices is not None and self._slices.buckets is layout.buckets and self._groups == groups:
             self._slices.take_in()
             return self._slices
+        if layout.sparse:
+            raise ConfigError(
+                f"{layout.sparse[0].name} has a sparse gradient, which no slice can hold: take Replicated"
+            )
         whole = self.optimizer.state if self._slices is None else self._gathered(keep=True)
         self._slices, self._groups = self._slices_of(layout), groups
         self._of_parts = self._optimizer_of(self._slices.parts)
@@ -168,7 +185,7 @@ class Sharded(Replicated):
         return self._slices
 
     def _slices_of(self, layout: Layout) -> Slices:
-        return ParameterSlices(self.model, layout)
+        return ParameterSlices(self._comm, layout, self._collective)
 
     def _take_in(self) -> None:
         """Takes over the optimizer's state as it is now: what it has of a whole parameter is cut."""
@@ -255,7 +272,7 @@ class Sharded(Replicated):
             slot.parameter: dict(about[slot.index]) for slot in layout.slots if about[slot.index]
         }
         for bucket in self._slices.buckets:
-            bounds = bounds_of(bucket, self._comm)
+            bounds = self._collective.bounds_of(bucket)
             kinds = {
                 (name, value)
                 for slot in bucket.slots
@@ -264,7 +281,7 @@ class Sharded(Replicated):
             }
             for name, dtype in sorted(kinds, key=str):
                 flat = torch.zeros(bounds[-1], dtype=dtype, device=self._comm.device)
-                for slot, _, begin, end in parts_in(bucket, *self.model.slice_of(bucket)):
+                for slot, _, begin, end in parts_in(bucket, *self._collective.slice_of(bucket)):
                     if about[slot.index].get(name) == dtype:
                         flat[begin:end] = state[parts[slot.index].weights][name]
                 self._comm.all_gather_(flat, bounds, label=f"{name} of {bucket.label}")
@@ -282,17 +299,172 @@ class Sharded(Replicated):
 
 
 class Served(Sharded):
-    """Updates the slice of one parameter server. Every method is collective among the servers (`parameter_server/`)."""
+    """Updates the slice of one parameter server, by gradients that workers push. Collective among the servers.
+
+    Nothing is reduced: the servers write the gradients into the buckets of their slices (`parameter_server/server.py`).
+    """
 
     def parts(self) -> list[tuple[str, Part]]:
         """Returns the parts that this server updates, with the names of their parameters."""
-        if not self.model.layout.has_memory:
-            self.model.layout.allocate()
+        self._layout = self.model.layout
+        self._layout.allocate()
         slices = self._prepared()
         names = {id(slot.parameter): slot.name for slot in slices.layout.slots}
         return [(names[id(part.whole)], part) for part in slices.parts]
+
+    def take_step(self, totals: Totals, *, without: Collection[str]) -> None:
+        """Ends the backward of a step whose gradients are in the buckets.
+
+        Args:
+            totals: of the step.
+            without: names of the parameters that got no gradient from any worker.
+
+        Raises:
+            ConfigError: parameters were frozen, unfrozen or converted since the training began.
+        """
+        self.model.prepare()
+        if self.model.layout is not self._layout:
+            raise ConfigError(
+                "parameters were frozen, unfrozen or converted while workers compute with the others: freeze them "
+                "before the training begins, or take strategy=auto"
+            )
+        for slot in self._layout.slots:
+            slot.parameter.grad = None if slot.name in without else slot.view
+        self.model.end_step(totals)
 
 
 def is_large(value: Any, like: Tensor, name: str) -> bool:
     """Returns True for a state that has an element for each element of its parameter."""
     return isinstance(value, Tensor) and value.shape == like.shape and name != "step"
+
+
+# --- The slices that a rank updates ----------------------------------------------------------------------------------
+#
+# Gradients lie side by side in a bucket, and parameters in memory that is laid out the same. So a slice of a bucket is
+# one of both, and is gathered without a copy.
+
+
+class Part(NamedTuple):
+    """The part of a parameter that a rank updates.
+
+    Attributes:
+        whole: the parameter.
+        start, stop: the elements of it, in the order of memory.
+        weights: [stop − start], a view of the parameter; of a scalar, [].
+        gradient: the same elements of its gradient.
+        blocks: the numbers of its blocks among those of all parameters.
+        blocks_of_whole: those of the whole parameter.
+    """
+
+    whole: nn.Parameter
+    start: int
+    stop: int
+    weights: nn.Parameter
+    gradient: Tensor
+    blocks: range
+    blocks_of_whole: range
+
+
+def block_numbers(layout: Layout) -> list[range]:
+    """Returns, by parameter of a layout, the numbers of its blocks among those of all parameters."""
+    starts = [0, *accumulate(num_blocks(parameter.numel()) for parameter in layout.parameters)]
+    return list(starmap(range, pairwise(starts)))
+
+
+def parts_of(layout: Layout, collective: ReduceScatter) -> list[Part]:
+    """Returns the parts that this rank updates, in the order of the layout's parameters, whose memory is dense."""
+    numbers = block_numbers(layout)
+    parts: dict[int, Part] = {}
+    for bucket in layout.buckets:
+        for slot, start, begin, end in parts_in(bucket, *collective.slice_of(bucket)):
+            blocks, skipped = numbers[slot.index], (begin - start) // BLOCK_NUMEL
+            parts[slot.index] = Part(
+                slot.parameter,
+                begin - start,
+                end - start,
+                nn.Parameter(share_of(begin - start, end - start, slot.parameter, slot.parameter.detach())),
+                bucket.flat[begin:end].view([] if not slot.parameter.dim() else -1),
+                blocks[skipped : skipped + num_blocks(end - begin)],
+                blocks,
+            )
+    return [parts[index] for index in sorted(parts)]
+
+
+def share_of(start: int, stop: int, like: Tensor, value: Tensor) -> Tensor:
+    """Returns some elements, [stop − start], of a value that has a parameter's shape, in the order of its memory.
+
+    A scalar stays one, because torch computes with scalars in a wider type where another number has that.
+    """
+    return in_memory_order(laid_out_like(like, value))[start:stop] if like.dim() else value
+
+
+class Slices:
+    """The parts of a layout that this rank updates.
+
+    Attributes:
+        buckets: those that are cut into slices.
+        parts: in the order of the layout's parameters.
+        blocks: by parameter of the layout, the numbers of its blocks.
+    """
+
+    def __init__(self, layout: Layout, collective: ReduceScatter) -> None:
+        self.layout, self.buckets = layout, layout.buckets
+        self.parts = parts_of(layout, collective)
+        self.blocks = block_numbers(layout)
+
+    def take_in(self) -> None:
+        """Moves parameters that somebody has moved out back to where the parts are."""
+
+    def give_back(self) -> None:
+        """Moves each parameter into memory of its own, if others lie beside it."""
+
+    def gather(self, *, step: int) -> None:
+        """Gives every rank the parameters that the others have updated, if it does not have them. Collective.
+
+        Args:
+            step: for messages.
+        """
+
+
+class ParameterSlices(Slices):
+    """The parameters of a layout side by side, so that they can be gathered. Collective to make."""
+
+    def __init__(self, comm: Communicator, layout: Layout, collective: ReduceScatter) -> None:
+        self._comm, self._collective, self.buckets = comm, collective, layout.buckets
+        self._flats = [self._comm.allocate(len(bucket.gradients), bucket.flat.dtype) for bucket in layout.buckets]
+        for flat in self._flats:
+            weakref.finalize(self, self._comm.free, flat).atexit = False
+        self.take_in()
+        super().__init__(layout, collective)
+
+    @torch.no_grad()
+    def take_in(self) -> None:
+        for bucket, flat in self._of_buckets():
+            for slot, view in zip(bucket.slots, bucket.views_of(flat), strict=True):
+                if slot.parameter.data_ptr() != view.data_ptr() or slot.parameter.stride() != view.stride():
+                    view.copy_(slot.parameter)
+                    slot.parameter.data = with_own_storage(view)
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        for slot in self.layout.slots:
+            slot.parameter.data = slot.parameter.detach().clone()
+
+    def gather(self, *, step: int) -> None:
+        for bucket, flat in self._of_buckets():
+            bounds = self._collective.bounds_of(bucket)
+            self._comm.all_gather_(flat, bounds, label=f"step {step}, parameters of {bucket.label}")
+
+    def _of_buckets(self) -> Iterator[tuple[Bucket, Tensor]]:
+        """Yields each bucket, and the memory of its parameters."""
+        return zip(self.buckets, self._flats, strict=True)
+
+
+def parts_in(bucket: Bucket, first: int, last: int) -> Iterator[tuple[Slot, int, int, int]]:
+    """Yields each parameter that a slice has a part of: its slot and start, and where the part begins and ends."""
+    start = 0
+    for slot in bucket.slots:
+        begin, end = max(first, start), min(last, start + slot.parameter.numel())
+        if begin < end:
+            yield slot, start, begin, end
+        start += span(slot.parameter)

@@ -18,14 +18,27 @@ With `LocalSteps` each such block is a step of this rank's own, so its loss is a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from ddp.comm.objects import gather_object, scatter_object
+from ddp.errors import CheckpointError, ConfigError, Diverged, UnusedParameters
+from ddp.gradients.reducer import AllReduce, Collective
 from ddp.gradients.totals import Totals
+from ddp.optim.layerwise import clipped_step
+from ddp.optim.norms import gradient_norm
+from ddp.optim.precision import LossScale, MasterWeights, narrowed
+from ddp.process.terminal import log
+from ddp.replica.broadcast import check_untied
+from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.replica import Replica
+from ddp.setting import Precision
 
 
 class Agreement(NamedTuple):
@@ -112,3 +125,195 @@ def step(strategy: Strategy) -> Agreement:
     if not agreement.is_overflow:
         strategy.update(agreement)
     return agreement
+
+
+# --- The replicated strategy ------------------------------------------------------------------------------------------
+#
+# Every rank holds all parameters and the optimizer's whole state, and makes the same step.
+#
+#     backward      the replica averages the gradients
+#     agree         every rank measures the norm of the same mean gradient: no message
+#     update        clip, optimizer; with precision="bf16_pure" on master weights, which are rounded
+
+
+class Replicated:
+    """Makes the same update on every rank. Collective to make.
+
+    Args:
+        model: a module; or a replica of it, with this strategy's reducer.
+        optimizer: over its parameters. Groups and state hold in every step as they are then.
+        precision: "fp16" scales the loss; "bf16_pure" makes the parameters bfloat16, with master weights. Autocast is
+            the loop's.
+        clip_norm: largest norm of the global mean gradient; None for no clipping.
+        watched: somebody may write to `parameter.data` between steps (`MasterWeights`).
+
+    Attributes:
+        reducer: what each rank gets of the mean gradients, to be given to the replica.
+        needs_buckets: gradients that are averaged one by one will not do.
+        unties: gives parameters other memory.
+    """
+
+    reducer: type[Collective] = AllReduce
+    needs_buckets = unties = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        precision: Precision = "fp32",
+        clip_norm: float | None = None,
+        watched: bool = True,
+    ) -> None:
+        name = type(self).__name__
+        if isinstance(model, Replica) and not self.takes(model):
+            raise ConfigError(f"{name} with a model in a {type(model).__name__}: give the bare module")
+        self.model = model if isinstance(model, Replica) else BucketedDataParallel(model, reducer=self.reducer)
+        if self.unties:
+            check_untied(self.model.module, name, instead="Replicated (strategy='auto')")
+        self.optimizer, self._clip_norm = optimizer, clip_norm
+        self.loss_scale = LossScale() if precision == "fp16" else None
+        if precision == "bf16_pure":
+            check_untied(self.model.module, "precision='bf16_pure'", instead="precision='bf16'")
+        narrow = narrowed(self.model.module) if precision == "bf16_pure" else ()
+        self.masters = MasterWeights(self.model.module, narrow, watched=watched)
+
+    @classmethod
+    def takes(cls, replica: Replica) -> bool:
+        """Returns True if a replica gives each rank the gradients that this strategy needs."""
+        return type(replica.collective) is cls.reducer or (replica.collective is None and not cls.needs_buckets)
+
+    @contextmanager
+    def micro_batch(self, *, is_last: bool = True, synchronous: bool = False) -> Iterator[int]:
+        with nullcontext() if is_last else self.model.no_sync():
+            yield 1 if self.loss_scale is None else self.loss_scale.value
+
+    def agree(self, step: int) -> Agreement:
+        model = self.model
+        try:
+            if not model.comm.is_stream_ordered:
+                model.raise_pending()
+            norm = self._gradient_norm()
+            [[length]] = model.comm.to_host(norm).read()  # where collectives are enqueued, the one wait for the GPU
+            model.raise_pending()
+            totals = model.totals
+            if not math.isfinite(totals.mean_loss):
+                raise Diverged(diverged(step, "loss", totals.mean_loss))
+            if math.isfinite(length):
+                return Agreement(totals, norm, length)
+            if (scale := self.loss_scale) is None:
+                raise Diverged(diverged(step, "gradient norm", length))
+            if not scale.shrink():
+                raise Diverged(
+                    f"a gradient of step {step} is not finite, even with a loss scale of {scale.value}; parameters are "
+                    f"still those of step {step - 1}. Take precision=bf16, or lower the learning rate (optim.lr)"
+                )
+        except (UnusedParameters, Diverged):
+            self._take_back()
+            raise
+        log.debug("loss scale %d, because a gradient of step %d was not finite", scale.value, step)
+        self._take_back()
+        return Agreement(totals, norm, length, is_overflow=True)
+
+    def _take_back(self) -> None:
+        """Forgets a step that will not be made."""
+        self.model.take_back()
+
+    def update(self, agreement: Agreement) -> None:
+        self._step(agreement.norm)
+        if self.loss_scale is not None:
+            self.loss_scale.grow()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.masters.state_dict(),
+            "optimizer": self._optimizer_state(),
+            "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
+            "own": gather_object(self.model.comm, self._own_state()),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        comm, own = self.model.comm, state.get("own", ())
+        if state.get("local_sgd") is not None:
+            log.warning(
+                "the checkpoint is of strategy=local_sgd: the run goes on with worker 0's optimizer state; those of "
+                "the others are dropped, and the momentum of the common parameters"
+            )
+        elif len(own) != comm.world_size and any(own[1:]):
+            log.warning(
+                "the checkpoint is of %d workers, and there are %d: all go on with worker 0's optimizer state and "
+                "buffers, and those of the others are dropped",
+                *(len(own), comm.world_size),
+            )
+        check_same_shapes(self.masters.state_dict(), state["model"])
+        self._load_optimizer_state(state["optimizer"])  # first, because torch may refuse it
+        self._load_model(state["model"])
+        if self.loss_scale is not None and state["loss_scale"] is not None:
+            self.loss_scale.load_state_dict(state["loss_scale"])
+        self._load_own_state(scatter_object(comm, own if len(own) == comm.world_size else None) or {})
+
+    @property
+    def _keeps_own_buffers(self) -> bool:
+        """Returns True if buffers of other ranks than 0 count in training."""
+        return self.model.keeps_own_buffers
+
+    def _own_state(self) -> dict[str, Any]:
+        """Returns this rank's own state: saved buffers that are not rank 0's, if these count. Collective."""
+        if not self._keeps_own_buffers:
+            return {}
+        model = self.model
+        with model.buffers_of_rank_zero() as own:
+            first, saved = dict(model.module.named_buffers()), own.values.keys() & model.module.state_dict()
+            mine = {name: own.values[name] for name in saved if not torch.equal(own.values[name], first[name])}
+        return {"buffers": mine} if mine else {}
+
+    def _load_own_state(self, own: Mapping[str, Any]) -> None:
+        for name, value in own.get("buffers", {}).items() if self._keeps_own_buffers else ():
+            self.model.module.get_buffer(name).data.copy_(value)
+
+    def finish(self, *, alone: bool = False) -> None:
+        self.masters.give_back()
+        if not alone and self.model.syncs_buffers:
+            self.model.sync_buffers()
+
+    # --- the update: `sharded.py` has another -------------------------------------------------------------------------
+
+    def _gradient_norm(self) -> Tensor:
+        self.masters.take_gradients()
+        return gradient_norm(self.masters.updated())
+
+    def _step(self, norm: Tensor) -> None:
+        self.masters.take_in()
+        with self.masters.known_to(self.optimizer):
+            clipped_step(self.optimizer, self.masters.updated(), norm, self._clip_norm)
+        self.masters.round()
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def _load_model(self, state: Mapping[str, Tensor]) -> None:
+        self.masters.load_state_dict(state)
+
+    def _load_optimizer_state(self, state: dict[str, Any]) -> None:
+        with self.masters.known_to(self.optimizer):  # because torch gives a state its parameter's dtype
+            self.optimizer.load_state_dict(state)
+
+
+def check_same_shapes(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+    """Raises CheckpointError, with the first difference, unless two states of models have tensors of one shape."""
+    for name in {**here, **there}:
+        one, other = (
+            list(each[name].shape) if isinstance(each.get(name), Tensor) else "missing" for each in (there, here)
+        )
+        if one != other:
+            raise CheckpointError(f"the state is of another model: {name} is {one} there and {other} here")
+
+
+def diverged(step: int, what: str, value: float) -> str:
+    """Returns the message on a step whose loss or gradient is not finite."""
+    before = f"parameters are still those of step {step - 1}"
+    return f"the {what} of step {step} is {value} on every rank; {before}. {ADVICE}"
+
+
+ADVICE = "Lower the learning rate (optim.lr), warm it up (schedule.warmup_steps), or clip gradients (clip_norm=1.0)"
+"""How most steps whose loss is not finite can be avoided."""

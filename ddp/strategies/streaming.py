@@ -39,10 +39,9 @@ from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import InFlight
 from ddp.gradients.totals import NUM_TOTALS, Totals, global_count
 from ddp.policies import Rounds
-from ddp.replica.local import LocalDataParallel
+from ddp.replica.bucketed import BucketedDataParallel
 from ddp.strategies.local_sgd import LocalSteps
-from ddp.strategies.replicated import diverged
-from ddp.strategies.strategy import Agreement
+from ddp.strategies.strategy import Agreement, diverged
 
 
 class Fragment:
@@ -54,7 +53,7 @@ class Fragment:
         launched: the parameters as they were then; none if nothing is under way.
     """
 
-    def __init__(self, model: LocalDataParallel, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, model: BucketedDataParallel, buckets: Sequence[Bucket]) -> None:
         self._model, self._buckets = model, buckets
         slots = [slot for bucket in buckets for slot in bucket.slots]
         self.parameters, self.names = [slot.parameter for slot in slots], [slot.name for slot in slots]
@@ -80,7 +79,7 @@ class Fragment:
             if bucket.num_tail:
                 bucket.tail.zero_()
             given: dict[str, Any] = {"divide_by": self._divisor, "async_op": True, "label": f"{label}, {bucket.label}"}
-            if (reduction := self._model.reducer.reduce(bucket, **given)) is not None:
+            if (reduction := self._model.collective.reduce(bucket, **given)) is not None:
                 self._works.append(reduction)
         self.num_steps, self.num_items = 0, 0.0
 
@@ -171,7 +170,9 @@ class Streaming(LocalSteps):
         self._resumed: dict[str, Any] | None = None  # what the next round resumes from
 
     def _begin(self) -> None:
-        layout = self.model.layout()
+        self.model.prepare()
+        layout = self.model.layout
+        layout.allocate()
         super()._begin()
         self._common = []  # fragments have them
         self._number, self._square = 0, torch.zeros_like(self._square)
@@ -219,7 +220,7 @@ class Streaming(LocalSteps):
 
     def _end_round(self) -> None:
         """Finds out what all ranks have counted."""
-        told, self._inner = self.model.told, []
+        told, self._inner = self.model.riding, []
         if told is not None and self._num_items and not self._has_gradient:
             return  # the loss was not computed from what the model returned, which the loop tells
         found = torch.zeros(NUM_TOTALS + 1, dtype=torch.float64, device=self._apart.device)
@@ -228,7 +229,7 @@ class Streaming(LocalSteps):
         self._apart.all_reduce(found, label=f"round {self.model.num_steps + 1}, totals")
         *totals, num_not_finite = found.tolist()
         self._totals, self._is_finite_everywhere = Totals.read(totals), not num_not_finite
-        self.model.end_round(self._totals)
+        self.model.end_step(self._totals)
 
     def agree(self, step: int) -> Agreement:
         if not self._is_round:

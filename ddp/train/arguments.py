@@ -1,14 +1,14 @@
 """The arguments of `fit`: each is checked, and brought into the form that the loop takes.
 
 A mistake is one sentence, before the first step. What differs between ranks is refused, too: every rank would go on
-with its own, and the replicas would drift apart.
+with its own, and the replicas would drift apart. A trial has the same arguments, but for its length.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from numbers import Integral
 from pathlib import Path
@@ -30,13 +30,12 @@ from ddp.data.orders.sampler import TrainSampler, sampler_of
 from ddp.data.orders.steps import Batches, BatchWarmup, RoundLength
 from ddp.data.orders.token_budget import TokenBudget
 from ddp.data.sets.validation import selection_in
-from ddp.errors import CheckpointError, ConfigError, nearest
-from ddp.gradients.hooks.hook import corrected
+from ddp.errors import CheckpointError, ConfigError, meant, nearest
+from ddp.gradients.hook import corrected
 from ddp.optim.layerwise import Layerwise
 from ddp.optim.schedules import RateSchedule, TorchSchedule
 from ddp.policies import (
     NUM_SHARDS,
-    ONE_EVALUATION,
     Averaging,
     Evaluation,
     Folder,
@@ -46,30 +45,30 @@ from ddp.policies import (
     SameBits,
     Training,
     averaging_named,
-    same_bits_problems,
 )
-from ddp.process import gpu
+from ddp.process.files import scratch_folder
+from ddp.process.terminal import say
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import waits
+from ddp.rules import Setup, refuse
 from ddp.setting import check_values
-from ddp.strategies.choice import replica_of, strategy_for
-from ddp.strategies.strategy import Strategy
+from ddp.strategies.choice import check_model, has_sparse_gradients, replica_of
 from ddp.train.checkpoints.checkpoint import flat
 from ddp.train.checkpoints.checkpoint_store import identity_of, resume_from
-from ddp.train.checkpoints.moved import meaning, moved_argument
-from ddp.train.checks.guard import Guard
-from ddp.train.checks.watcher import Watch
+from ddp.train.checkpoints.moved import meant_for_fit
+from ddp.train.checks.supervision import Guard
 from ddp.train.evaluation.evaluate import warn_of_other_samples
 from ddp.train.evaluation.held_out import HeldOut, held_out_of
-from ddp.train.reports.tracker import Tracker, refuse_twice
+from ddp.train.reports.profiler import Profiler
+from ddp.train.reports.trackers import Tracker, refuse_twice
 from ddp.train.steps.callbacks import EMA, Callback, EarlyStopping
+from ddp.train.steps.state import TrainState
 from ddp.train.steps.stopping import StopFlag
 from ddp.train.tasks.task import Task, as_task, name_of
 
 NEEDED: Any = ...
 """The default of an argument without a default, so that a mistyped name is told before a missing one."""
-
 
 
 @dataclass(kw_only=True)
@@ -120,10 +119,6 @@ class FitArguments(Training):
             self.same_bits = SameBits(on=self.same_bits)
         if not isinstance(self.same_bits, SameBits):
             raise ConfigError(f"same_bits={self.same_bits!r:.60}: give True, or a ddp.SameBits")
-        if self.same_bits.audit_every and not self.same_bits.on:
-            raise ConfigError(
-                f"audit_every={self.same_bits.audit_every}: audits compare workers that have the same bits; set on=True"
-            )
         if not isinstance(self.strategy, Averaging):  # but a word
             self.strategy = averaging_named(self.strategy)
         if not isinstance(self.folder, Folder):  # but a path
@@ -133,12 +128,33 @@ class FitArguments(Training):
                 f"hash_every={self.same_bits.hash_every}: folder=None keeps no hashes.jsonl; leave one of them out"
             )
         _check_callbacks(self)
-        own = self.optimizer.clip_norm if isinstance(self.optimizer, Layerwise) else None
-        if None not in (self.clip_norm, own):
-            raise ConfigError(
-                f"clip_norm={self.clip_norm!r}: {type(self.optimizer).__name__} clips by itself, at {own:g}; leave "
-                "clip_norm out, or make the optimizer with clip_norm=None"
-            )
+        refuse(self.setup())
+
+    def setup(self, **facts: Any) -> Setup:
+        """Returns what rules between arguments look at.
+
+        Args:
+            facts: of the processes, and of the samples.
+        """
+        size, policy, model, callbacks = self.global_batch, self.strategy, self.model, self.callbacks
+        known: dict[str, Any] = {
+            "is_whole": True,
+            "hook_momentum": getattr(policy.hook, "momentum", 0),
+            "own_clip_norm": self.optimizer.clip_norm if isinstance(self.optimizer, Layerwise) else None,
+            "global_batch": size if isinstance(size, int) else None,
+            "warmup_size": size.first if isinstance(size, BatchWarmup) else None,
+            "tokens": size if isinstance(size, TokenBudget) else None,
+            "same_bits": self.same_bits.on,
+            "decay": next((each for each in callbacks if isinstance(each, EMA)), None),
+            "patience": next((each.patience for each in callbacks if isinstance(each, EarlyStopping)), None),
+            "guard": next((each.action for each in callbacks if isinstance(each, Guard)), None),
+            "has_folder": self.folder.path is not None,
+        }
+        if isinstance(model, Replica):
+            hook = policy.hook if model.compression is None else model.compression.hook
+            known |= {"wire": policy.wire or model.wire, "hook": hook}
+            known["kind"] = "naive" if isinstance(model, NaiveDataParallel) else "bucketed"
+        return Setup.of(self, policy, self.batches, self.reading, self.evaluation, self.same_bits, **known | facts)
 
 
 def _check_callbacks(given: FitArguments) -> None:
@@ -146,16 +162,13 @@ def _check_callbacks(given: FitArguments) -> None:
     callbacks = given.callbacks
     if not isinstance(callbacks, (tuple, list)) or not all(isinstance(each, Callback) for each in callbacks):
         raise ConfigError(f"callbacks={callbacks!r:.60}: give a list of objects of classes derived from ddp.Callback")
-    if any(isinstance(each, EarlyStopping) for each in callbacks):
-        if given.validation_data is None and given.test_data is None:
-            raise ConfigError("EarlyStopping goes by evaluations: give validation_data, or test_data")
-        if not given.evaluation.is_meanwhile:
-            raise ConfigError(f"EarlyStopping: {ONE_EVALUATION}; give ddp.Evaluation every_epochs or every_steps")
+    is_evaluated = given.validation_data is not None or given.test_data is not None
+    if not is_evaluated and any(isinstance(each, EarlyStopping) for each in callbacks):
+        raise ConfigError("EarlyStopping goes by evaluations: give validation_data, or test_data")
     if sum(isinstance(each, EMA) for each in callbacks) > 1:
         raise ConfigError("callbacks has two EMA: evaluations and ddp.load use the averages of one; leave one out")
-    policy = given.strategy
-    if isinstance(policy, Rounds) and policy.delay and any(isinstance(each, EMA) for each in callbacks):
-        raise ConfigError(f"EMA with delay={policy.delay}: workers differ between rounds; leave one out")
+    if sum(isinstance(each, Guard) for each in callbacks) > 1:
+        raise ConfigError("callbacks has two Guard: one says what becomes of a bad step; leave one out")
     refuse_twice(callbacks)
 
 
@@ -181,18 +194,30 @@ def inputs_of(given: FitArguments, comm: Communicator) -> Inputs:
     Raises:
         ConfigError: something cannot be trained, or not with the rest.
     """
+    check_model(given.model, given.optimizer, comm)
     task, collate = as_task(given.loss), given.batches.collate
     source = source_of(given.data, what="data", collate=collate, num_workers=given.reading.num_workers, trains=True)
     source, held_out = held_out_of(
         source, given.validation_data, given.test_data, collate=collate, seed=given.batches.seed
     )
     held_out = held_out.with_training(source, given.evaluation.training)
-    num_shards = given.batches.num_shards if given.same_bits.on else None
-    if num_shards is not None:
-        _check_same_bits(given, source, comm)
-    how: dict[str, Any] = {"precision": given.precision, "num_shards": num_shards}
-    replica = replica_of(given.model, given.optimizer, comm, given.strategy, **how)
     schedule, scheduler = schedules_of(given.schedule, given.optimizer, task=task, is_evaluated=held_out.is_evaluated)
+    setup = given.setup(
+        workers=comm.world_size,
+        num_hosts=len(comm.hosts),
+        device=comm.device.type,
+        shared_memory=comm.host_partition.num_hosts == len(comm.hosts),  # else each rank counts as a host there
+        algorithm=comm.plan.algorithm,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        is_sparse=has_sparse_gradients(given.model),
+        is_wide=all(parameter.dtype.itemsize >= 4 for parameter in given.model.parameters()),
+        waits=waits(given.model),
+        is_stream=source.is_stream,
+        has_scheduler=scheduler is not None,
+    )
+    refuse(setup)
+    num_shards = given.batches.num_shards if given.same_bits.on else None
+    replica = replica_of(given.model, given.optimizer, comm, given.strategy, num_shards=num_shards)
     return Inputs(task, source, held_out, replica, schedule, scheduler)
 
 
@@ -210,34 +235,6 @@ def with_shards(given: FitArguments, comm: Communicator) -> FitArguments:
     return replace(given, batches=replace(given.batches, num_shards=num_shards))
 
 
-def _check_same_bits(given: FitArguments, source: Source, comm: Communicator) -> None:
-    """Raises ConfigError if the run cannot have the same bits at any number of workers."""
-    hook, model = given.strategy.hook, given.model
-    problems = same_bits_problems(
-        strategy=given.strategy.strategy,
-        hook="" if hook is None else repr(hook),
-        wire=given.strategy.wire,
-        algorithm=comm.plan.algorithm,
-        is_naive=isinstance(model, NaiveDataParallel),
-        waits=waits(model),
-    )
-    for problem in problems:
-        raise ConfigError(f"same_bits with {problem}")
-    if given.same_bits.audit_every and comm.world_size == 1:
-        raise ConfigError(
-            f"audit_every={given.same_bits.audit_every} with one worker: a second audits; leave it out, or take more"
-        )
-    if source.is_stream:
-        raise ConfigError(
-            "same_bits with a stream of samples, which ranks share out by their number; give a data set with a length"
-        )
-    if comm.device.type == gpu.KIND and not torch.are_deterministic_algorithms_enabled():
-        raise ConfigError(
-            "same_bits on a GPU: takes deterministic kernels; call torch.use_deterministic_algorithms(True), or set "
-            "deterministic=true"
-        )
-
-
 def sampler_for(given: FitArguments, inputs: Inputs, comm: Communicator) -> tuple[TrainSampler, str]:
     """Returns the sampler, and a note of how samples are dealt, if that is not as usual. Collective.
 
@@ -248,8 +245,6 @@ def sampler_for(given: FitArguments, inputs: Inputs, comm: Communicator) -> tupl
     sampler_arguments = {**given.batches.sampler_arguments, "order": order, "global_batch": given.global_batch}
     sampler_arguments |= {"rank": comm.rank, "world_size": comm.world_size, "num_shards": _num_shards(given, comm)}
     if isinstance(policy := given.strategy, ParameterServer):
-        if inputs.source.is_stream:
-            raise ConfigError("strategy='parameter_server': data is a stream, of which no part can be leased")
         part = current_role()
         assert part is not None
         # A server plans whole steps, and a worker the part that it leases.
@@ -258,20 +253,12 @@ def sampler_for(given: FitArguments, inputs: Inputs, comm: Communicator) -> tupl
     rounds = round_length(given.strategy)
     if not inputs.source.is_stream:
         return sampler_of(inputs.source.samples, drop_last=inputs.source.drop_last, rounds=rounds, **sampler_arguments)
-    if rounds is not None:
-        raise ConfigError(
-            "strategy=local_sgd: data is a stream, whose rounds have no known end; give a data set with a "
-            "length, or take strategy=auto"
-        )
-    if most := given.reading.max_unreadable:
-        raise ConfigError(f"max_unreadable={most}: data is a stream, which must leave samples out itself")
-    limits = {"epochs": given.epochs, "max_steps": given.max_steps}
     processes = max(1, inputs.source.num_workers)
     told = None
     if inputs.schedule is not None and given.max_steps is None:
         told = _told_length(inputs.source.samples, comm, is_sum=given.batches.sharding == "off")
     sampler_arguments |= {"num_processes": processes, "told": told}
-    return sampler_of_stream(limits=limits, schedule=inputs.schedule, **sampler_arguments), ""
+    return sampler_of_stream(max_steps=given.max_steps, schedule=inputs.schedule, **sampler_arguments), ""
 
 
 def round_length(policy: Any) -> RoundLength | None:
@@ -312,20 +299,6 @@ def _num_shards(given: FitArguments, comm: Communicator) -> int | None:
     return then if fits and not (isinstance(size, int) and size < then) else None
 
 
-def strategy_of(given: FitArguments, replica: Replica) -> Strategy:
-    """Returns the strategy that trains the replica.
-
-    Raises:
-        ConfigError: precision, wire format, optimizer and replica do not go together.
-    """
-    # The user's own callbacks may write to weights by any way; ours give back what they write, and show it.
-    ours = (EMA, EarlyStopping, Guard, Watch)
-    watched = any(type(each) not in ours for each in given.callbacks if not isinstance(each, Tracker))
-    precision, clip_norm = given.precision, given.clip_norm
-    how: dict[str, Any] = {"precision": precision, "clip_norm": clip_norm, "watched": watched}
-    return strategy_for(replica, given.optimizer, averaging=given.strategy, **how)
-
-
 def idle_notes(replica: Replica) -> list[str]:
     """Returns a line that says so where a hook or a wire format has nothing to do, because no gradient travels."""
     hook = None if replica.compression is None else replica.compression.hook
@@ -354,16 +327,6 @@ def one_thread(given: FitArguments) -> Iterator[None]:
     finally:
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-
-
-def round_notes(policy: Averaging) -> list[str]:
-    """Returns a line on what outer momentum costs in a small run, if there is any."""
-    if not (isinstance(policy, Rounds) and policy.outer_momentum):
-        return []
-    return [
-        f"outer_momentum={policy.outer_momentum:g}: pays in long runs; in one of 640 steps on 4 workers loss was 32 % "
-        "above synchronous with every=8, and 20 % with 32; without it, 7 % and 10 %"
-    ]
 
 
 def order_of(order: Order | None, source: Source) -> Order | None:
@@ -424,14 +387,12 @@ def schedules_of(
 def refuse_unknown(mistyped: Iterable[str], known: Iterable[str]) -> None:
     """Raises ConfigError for the first argument that `fit` does not have, with the one that is probably meant."""
     for name in mistyped:
-        here = meaning(name)
-        if now := moved_argument(name) or moved_argument(here.fit):
-            raise ConfigError(f"fit() has no argument {name!r}: say {now}")
-        if here.instead:
-            raise ConfigError(f"fit() has no argument {name!r}: {here.instead}")
-        near = here.fit or nearest(name, known)
-        hint = f"Did you mean {near!r}?" if near else f"It has {', '.join(known)}"
-        raise ConfigError(f"fit() has no argument {name!r}. {hint}")
+        remedy = meant_for_fit(name)
+        if remedy and not remedy.isidentifier():
+            raise ConfigError(f"fit() has no argument {name!r}: {remedy}")
+        near = remedy or nearest(name, known)
+        hint = meant(name, ()) or (f" Did you mean {near!r}?" if near else f" It has {', '.join(known)}")
+        raise ConfigError(f"fit() has no argument {name!r}.{hint}")
 
 
 def settings_of(given: FitArguments, inputs: Inputs, sampler: TrainSampler) -> dict[str, Any]:
@@ -439,7 +400,9 @@ def settings_of(given: FitArguments, inputs: Inputs, sampler: TrainSampler) -> d
     before = "initial_lr" if inputs.scheduler is not None else "lr"  # a scheduler may have begun by itself
     groups = [{**group, "lr": group.get(before, group["lr"])} for group in given.optimizer.param_groups]
     hidden, kind = ("params", "initial_lr"), type(given.optimizer).__name__
-    hook, evaluation = given.strategy.hook, given.evaluation
+    hook, evaluation, rounds = given.strategy.hook, given.evaluation, None
+    if isinstance(given.strategy, Rounds):
+        rounds = {"name": "local_sgd", **{item.name: getattr(given.strategy, item.name) for item in fields(Rounds)}}
     return {
         "loss": _task_in_words(inputs.task),
         "optimizer": [
@@ -459,17 +422,12 @@ def settings_of(given: FitArguments, inputs: Inputs, sampler: TrainSampler) -> d
         "clip_norm": given.clip_norm,
         "skip_steps": given.batches.skip_steps,
         "wire": given.strategy.wire,
-        **({"strategy": rounds_of(given.strategy)} if isinstance(given.strategy, Rounds) else {}),
+        **({"strategy": rounds} if rounds is not None else {}),
         "hook": None if hook is None else repr(corrected(hook)),
         "evaluation": {"every_epochs": evaluation.every_epochs, "every_steps": evaluation.every_steps},
         "chooses by": None if inputs.held_out.validation is None else "validation_data",
         **({"same_bits": True} if given.same_bits.on else {}),
     }
-
-
-def rounds_of(policy: Rounds) -> dict[str, Any]:
-    """Returns the settings of rounds by name."""
-    return {"name": "local_sgd", **{item.name: getattr(policy, item.name) for item in fields(Rounds)}}
 
 
 def _task_in_words(task: Task) -> str:
@@ -510,3 +468,50 @@ def refuse_disagreement(comm: Communicator, given: FitArguments, inputs: Inputs,
             warn_of_other_samples(comm, source, what="data")
         for name, each in held_out.items():
             warn_of_other_samples(comm, each, what=name)
+
+
+# --- A trial ---------------------------------------------------------------------------------------------------------
+#
+# A trial is a fit with other arguments: three steps, one evaluation, one save, as quickly as they go, of which no file
+# is kept. It finds out in a minute what would else show after hours: a batch that does not fit into memory, an
+# evaluation that fails, a disk that is full, a state that cannot be saved.
+
+NUM_STEPS = 3
+_NAME = ".ddp-trial-"  # begins the name of a trial's folder, and of no other, because it is removed
+
+
+def tried(
+    train: Callable[[FitArguments, Communicator], TrainState], given: FitArguments, comm: Communicator
+) -> TrainState:
+    """Returns the state after a trial of what is given. Model and optimizer have made its steps.
+
+    Its files lie beside the run's folder, on the same disk, until it is over.
+    """
+    keeps, folder, until_end = given.folder, None, contextlib.ExitStack()
+    if keeps.path is not None:
+        run_dir = Path(keeps.path)
+        folder = on_rank_zero(comm, lambda: _folder_beside(run_dir, until_end), label="making a folder")
+    num_steps = min(NUM_STEPS, given.max_steps or NUM_STEPS)
+    short = replace(
+        given,
+        max_steps=num_steps,
+        evaluation=replace(given.evaluation, every_epochs=None, every_steps=num_steps),
+        folder=replace(keeps, path=folder, every_steps=NUM_STEPS, trial=False),
+        callbacks=[each for each in given.callbacks if not isinstance(each, (Tracker, Profiler))],
+    )
+    with until_end:
+        state = train(short, comm)
+    if keeps.progress and comm.rank == 0:
+        more = {"an evaluation": bool(state.evaluation), "a save": folder is not None}
+        done = ", ".join([f"{state.step} steps", *(what for what, was_made in more.items() if was_made)])
+        say(f"the trial went well: {done}; no file of it is kept")
+    return state
+
+
+def _folder_beside(run_dir: Path, until_end: contextlib.ExitStack) -> Path:
+    """Returns a new folder, which is removed at the end. On rank 0 only."""
+    try:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        return until_end.enter_context(scratch_folder(run_dir.parent, _NAME))
+    except OSError as error:
+        raise ConfigError(f"folder={run_dir}: {error.strerror}; take another folder") from error

@@ -39,17 +39,16 @@ from ddp.policies import Averaging, Evaluation, Folder, ParameterServer, Reading
 from ddp.process import gpu
 from ddp.process.clock import now_s
 from ddp.process.files import make_folder, refuse_unwritable_name
-from ddp.process.log import log
 from ddp.process.streams import preserved
-from ddp.process.terminal import say
+from ddp.process.terminal import log, say
 from ddp.replica.autograd import without_compile_wrappers
 from ddp.setting import Precision, StrategyName
 from ddp.strategies.central_storage import CentralStorage
-from ddp.strategies.choice import ranks_of
+from ddp.strategies.choice import ranks_of, strategy_for
 from ddp.strategies.parameter_server.edge import failure_told
 from ddp.strategies.parameter_server.server import Service
 from ddp.train import arguments
-from ddp.train.arguments import NEEDED, FitArguments, Inputs
+from ddp.train.arguments import NEEDED, FitArguments, Inputs, tried
 from ddp.train.checkpoints.checkpoint import (
     AfterEvaluation,
     Checkpointer,
@@ -61,28 +60,25 @@ from ddp.train.checkpoints.checkpoint import (
 from ddp.train.checkpoints.checkpoint_store import CheckpointStore, best_of, resume_from, steps
 from ddp.train.checkpoints.extra_state import ExtraState, plain
 from ddp.train.checks.batch_checks import EqualBatches
-from ddp.train.checks.guard import Guard
-from ddp.train.checks.supervision import check_guard
-from ddp.train.evaluation.evaluate import modes_kept
+from ddp.train.checks.supervision import Guard
+from ddp.train.checks.watcher import Watch
+from ddp.train.evaluation.evaluate import check_evaluation, modes_kept
 from ddp.train.evaluation.held_out import note_of_choice
 from ddp.train.loop import end_of_run, train_loop
-from ddp.train.monitor.calls import calls_left
-from ddp.train.monitor.usage import rate_of_one_worker
 from ddp.train.parameter_server import check_role, next_store, restarted_arguments, service_of, work
 from ddp.train.reports.hashes import HASHES, HashesFile
-from ddp.train.reports.progress import ProgressBar, StopNote
-from ddp.train.reports.report import draw_curves, summary_of
+from ddp.train.reports.meters import EpochCheck, Meters, MetricsFile, NoiseScale, Throughput
+from ddp.train.reports.report import ProgressBar, StopNote, draw_curves, summary_of
 from ddp.train.reports.results import is_metric, read_summary, write_summary
-from ddp.train.reports.starts import note_start_of_fit
-from ddp.train.reports.tracker import Tracker
-from ddp.train.steps.batch_statistics import check_evaluation
-from ddp.train.steps.callbacks import Callback, EpochCheck, Meters, MetricsFile, NoiseMeter, ThroughputMeter, tell_of
+from ddp.train.reports.starts import calls_left, note_start_of_fit
+from ddp.train.reports.trackers import Tracker
+from ddp.train.steps.callbacks import EMA, Callback, EarlyStopping, tell_of
 from ddp.train.steps.state import TrainState
 from ddp.train.steps.stopping import StopFlag, flag_of_a_new_fit, hears_signals
 from ddp.train.tasks.task import Task
-from ddp.train.trial import tried
 from ddp.units import counted
 
+OURS = (EMA, EarlyStopping, Guard, Watch)
 SHORTEN = "Fewer epochs or max_steps shorten it, and so do more workers, if cores are idle."
 GO_ON = "Ctrl-C ends it with a checkpoint, and resume=auto continues it."
 
@@ -225,78 +221,62 @@ def _given_back(model: nn.Module) -> Iterator[None]:
 def _train(given: FitArguments, comm: Communicator) -> TrainState:
     stop = flag_of_a_new_fit() if given.stop is None else given.stop  # a flag that is not set counts as false
     with stop.before_libraries():
-        return _trained(given, comm, stop)
+        # 1  what is given
+        given = arguments.with_shards(given, comm)
+        inputs = arguments.inputs_of(given, comm)
+
+        # 2  the state
+        run = open_run(given, inputs, comm)
+        run.state.stop_flag = stop
+        try:
+            return _run(run, stop)
+        except BaseException as error:
+            if run.service is not None:
+                run.service.end({"failed": f"{type(error).__name__}: {safe_str(error)}"})
+            raise
 
 
-def _trained(given: FitArguments, comm: Communicator, stop: StopFlag) -> TrainState:
-    # 1  what is given
-    given = arguments.with_shards(given, comm)
-    inputs = arguments.inputs_of(given, comm)
-
-    check_guard(
-        [each for each in given.callbacks if isinstance(each, Guard)],
-        is_stream=inputs.source.is_stream,
-        has_folder=given.folder.path is not None,
-        has_scheduler=inputs.scheduler is not None,
-        strategy=given.strategy.strategy,
-    )
-
-    # 2  the state
-    run = open_run(given, inputs, comm)
-    run.state.stop_flag = stop
-    service = service_of(given, run.state, run.settings)
-    _say(given, comm, "\n".join(run.notes))
-    try:
-        return _run(given, inputs, run, stop, service)
-    except BaseException as error:
-        if service is not None:
-            service.end({"failed": f"{type(error).__name__}: {safe_str(error)}"})
-        raise
-
-
-def _run(given: FitArguments, inputs: Inputs, run: OpenRun, stop: StopFlag, service: Service | None) -> TrainState:
+def _run(run: OpenRun, stop: StopFlag) -> TrainState:
     # 3  the loop
-    comm = run.state.comm
-    meters, start_s = Meters(ThroughputMeter(), NoiseMeter(), EpochCheck()), now_s()
-    state = run.state
-    with contextlib.nullcontext() if given.stop is not None else stop.listening(), calls_left(run.folder, comm):
-        _loop(given, inputs, run, meters, service)
+    given = run.given
+    state, meters, start_s = run.state, Meters(Throughput(), NoiseScale(), EpochCheck()), now_s()
+    with contextlib.nullcontext() if given.stop is not None else stop.listening(), calls_left(run.folder, state.comm):
+        _loop(run, meters)
         is_known = bool(stop.signal_name)
 
         # 4  the results
         stop.agreed = state.stopped_by
         try:
-            _end(given, inputs, run, meters, seconds=now_s() - start_s)
+            _end(run, meters, seconds=now_s() - start_s)
         except BaseException as error:
             tell_of(error, state, given.callbacks)
             raise
-    if service is not None:
+    if run.service is not None:
         known = {"evaluation": state.evaluation, "history": state.history, "step": state.step}
-        service.end({**known, "stopped_by": state.stopped_by})
-        if comm.rank == 0:  # which keeps the ledger
-            _say(given, comm, service.in_words())
+        run.service.end({**known, "stopped_by": state.stopped_by})
+        if state.comm.rank == 0:  # which keeps the ledger
+            _say(given, state.comm, run.service.in_words())
     if given.stop is None and stop.signal_name and not is_known:  # it has waited for the results
         signal.raise_signal(signal.Signals[stop.signal_name])
     return state
 
 
-def _end(given: FitArguments, inputs: Inputs, run: OpenRun, meters: Meters, *, seconds: float) -> None:
+def _end(run: OpenRun, meters: Meters, *, seconds: float) -> None:
     """Leaves the weights whole, and writes, draws and tells how the run went. Collective."""
-    state, comm = run.state, run.state.comm
+    state, comm, given = run.state, run.state.comm, run.given
     state.strategy.finish()
-    if note := _best_at_end(given, run):
+    notes = [_best_at_end(run)]
+    notes.append(note_of_choice(state, run.inputs.held_out, given.callbacks, saves=run.folder is not None))
+    notes.append(known.in_words() if (known := meters.noise.estimate()) else "")
+    for note in filter(None, notes):
         _say(given, comm, note)
-    if note := note_of_choice(state, inputs.held_out, given.callbacks, saves=run.folder is not None):
-        _say(given, comm, note)
-    if known := meters.noise.scale.estimate():
-        _say(given, comm, known.in_words())
-    write = partial(_write_results, run.folder, summary_of(state, meters, given, seconds=seconds))
-    summary = on_rank_zero(comm, partial(write, curves=given.folder.curves), label="writing the results")
+    write = partial(_write_results, run, summary_of(state, meters, given, seconds=seconds))
+    summary = on_rank_zero(comm, write, label="writing the results")
     for callback in sorted(given.callbacks, key=lambda each: isinstance(each, Tracker)):  # which say how it ended
         callback.finished(state, summary)
 
 
-def _best_at_end(given: FitArguments, run: OpenRun) -> str:
+def _best_at_end(run: OpenRun) -> str:
     """Gives the model the weights of the best checkpoint, if that is wanted. Collective.
 
     Returns:
@@ -310,9 +290,9 @@ def _best_at_end(given: FitArguments, run: OpenRun) -> str:
         return ""
     step = int(best.name.removeprefix("step-"))
     note = f"the best checkpoint is that of step {step:,}, and the model has "
-    if not given.folder.restore_best:
+    if not run.given.folder.restore_best:
         way = f"ddp.load({os.path.relpath(folder)!r}) has the best ones, ddp.Folder(restore_best=True) restores them"
-        is_said = given.settings is None and step != state.step
+        is_said = run.given.settings is None and step != state.step
         return f"{note}the weights of step {state.step:,}: {way}" if is_said else ""
     found = read_checkpoint(state.comm, best, state.model.module)
     state.model.module.load_state_dict(weights_of(found))
@@ -335,22 +315,24 @@ class OpenRun:
     """A run that can begin or go on.
 
     Attributes:
-        source: the training samples.
-        settings: the arguments that the bits of the result depend on.
+        given, inputs: the arguments, and what was made of them.
         identity: what the bits of the result depend on; extra: what a checkpoint has besides the state.
         folder: of the run, which exists; None: nothing is written. start: the checkpoint that it resumes from.
-        num_steps: of the whole run; notes: what was derived, a line each.
+        store: of its checkpoints; None: there is none.
+        num_steps: of the whole run.
+        service: what this process does for workers; None: it is no server.
     """
 
+    given: FitArguments
+    inputs: Inputs
     state: TrainState
-    source: Source
-    settings: dict[str, Any]
     identity: dict[str, Any]
     extra: ExtraState
     folder: Path | None
     start: Path | None
+    store: CheckpointStore | None
     num_steps: int
-    notes: list[str]
+    service: Service | None
 
 
 def open_run(given: FitArguments, inputs: Inputs, comm: Communicator) -> OpenRun:
@@ -368,7 +350,10 @@ def open_run(given: FitArguments, inputs: Inputs, comm: Communicator) -> OpenRun
         size, num_samples = given.evaluation.batch, len(each.samples)
         cut: dict[str, Any] = {"world_size": comm.world_size, "num_shards": inputs.replica.num_shards}
         check_evaluation(inputs.replica, num_samples, batch_size=size, **cut)
-    strategy = arguments.strategy_of(given, inputs.replica)
+    # The user's own callbacks may write to weights by any way; ours give back what they write, and show it.
+    watched = any(type(each) not in OURS for each in given.callbacks if not isinstance(each, Tracker))
+    how: dict[str, Any] = {"precision": given.precision, "clip_norm": given.clip_norm, "watched": watched}
+    strategy = strategy_for(inputs.replica, given.optimizer, averaging=given.strategy, **how)
     state = TrainState(comm, strategy, given.optimizer, sampler, schedule=inputs.scheduler)
     state.main_metric = f"{inputs.held_out.chooser}_{inputs.task.main_metric}"
     state.higher_is_better = inputs.task.higher_is_better
@@ -393,7 +378,7 @@ def open_run(given: FitArguments, inputs: Inputs, comm: Communicator) -> OpenRun
     notes = [*_headline(state, num_steps, given.strategy), *([sampler_note] if sampler_note else [])]
     if not inputs.replica.module.training:
         notes.append("the model was in evaluation mode as a whole: all of its layers are trained")
-    notes += [*arguments.idle_notes(inputs.replica), *arguments.round_notes(given.strategy)]
+    notes += arguments.idle_notes(inputs.replica)
     begins_anew = given.folder.resume is not None and start is None
     if folder is not None and given.folder.is_unnamed:
         notes.append(f"the run is in {os.path.relpath(folder)}")
@@ -401,7 +386,14 @@ def open_run(given: FitArguments, inputs: Inputs, comm: Communicator) -> OpenRun
     if folder is not None and given.stop is None and given.folder.every_steps is None and not hears_signals():
         way = "folder=ddp.Folder(every_steps=…) saves as it goes"
         notes.append(f"this fit is not in the main thread, so that no signal makes it save; {way}")
-    return OpenRun(state, inputs.source, settings, identity, extra, folder, start, num_steps, notes)
+    store = None
+    if folder is not None:
+        best: Literal["max", "min"] = "max" if state.higher_is_better else "min"
+        counts = {"keep_last": given.folder.keep_last, "keep_best": given.folder.keep_best}
+        store = CheckpointStore(folder / "checkpoints", best=best, **counts)
+    service = service_of(given, state, settings)
+    _say(given, comm, "\n".join(notes))
+    return OpenRun(given, inputs, state, identity, extra, folder, start, store, num_steps, service)
 
 
 def _folder_and_start(keeps: Folder) -> tuple[Path | None, Path | None, Path | None]:
@@ -431,24 +423,18 @@ def _folder_and_start(keeps: Folder) -> tuple[Path | None, Path | None, Path | N
 # ------------------------------------------------------------------------------------------------------------ the loop
 
 
-def _loop(given: FitArguments, inputs: Inputs, run: OpenRun, meters: Meters, service: Service | None) -> None:
+def _loop(run: OpenRun, meters: Meters) -> None:
     """Makes the steps of the run, while no other process may write into its folder."""
-    state, keeps = run.state, given.folder
-    store = None
-    if run.folder is not None:
-        best: Literal["max", "min"] = "max" if inputs.task.higher_is_better else "min"
-        counts = {"keep_last": keeps.keep_last, "keep_best": keeps.keep_best}
-        store = CheckpointStore(run.folder / "checkpoints", best=best, **counts)
+    state, given = run.state, run.given
     with contextlib.ExitStack() as until_end:
         until_end.callback(state.rates.take_schedule_out)
         try:
-            if store is not None:  # before a callback changes a file there
-                on_rank_zero(state.comm, lambda: _begin(given, run, store, until_end), label="locking the run's folder")
-            callbacks = _callbacks(given, run, meters, store)
+            if run.store is not None:  # before a callback changes a file there
+                on_rank_zero(state.comm, lambda: _begin(run, until_end), label="locking the run's folder")
+            callbacks = _callbacks(run, meters)
             if given.strategy.region is not None:
                 _publish(given.strategy.region, run)
-            go_back = partial(_go_back, run, callbacks)
-            train_loop(state, given, inputs._replace(source=run.source), callbacks, service, go_back)
+            train_loop(state, given, run.inputs, callbacks, run.service, partial(_go_back, run, callbacks))
         except BaseException as error:
             # An error that all ranks raise together has changed nothing, so that the optimizer can go on.
             state.strategy.finish(alone=not isinstance(error, (Diverged, UnusedParameters)))
@@ -462,7 +448,7 @@ def _go_back(run: OpenRun, callbacks: Sequence[Callback], guard: Guard) -> None:
         CheckpointError: there is none.
     """
     state, folder = run.state, run.folder
-    assert folder is not None  # `check_guard` has seen to it
+    assert folder is not None  # a rule has seen to it
 
     def load() -> None:
         checkpoint = read_checkpoint(state.comm, folder / "checkpoints", state.model.module)
@@ -482,49 +468,34 @@ def _publish(region: str, run: OpenRun) -> None:
     strategy.publish(region, {"run_dir": None if folder is None else str(folder), **facts}, folder=folder)
 
 
-def _callbacks(given: FitArguments, run: OpenRun, meters: Meters, store: CheckpointStore | None) -> list[Callback]:
+def _callbacks(run: OpenRun, meters: Meters) -> list[Callback]:
     """Returns the callbacks in their order: those that measure and save, the user's own, those that show."""
-    keeps = given.folder
+    given, keeps, own, last = run.given, run.given.folder, run.given.callbacks, list[Callback]([run.extra])
     metrics = None if run.folder is None else run.folder / "metrics.jsonl"
-    watching: list[Callback] = [EqualBatches(run.state.comm.rank, run.source.num_workers)] * given.reading.debug
-    watching += [*meters, MetricsFile(metrics, meters, every=keeps.log_every, callbacks=given.callbacks)]
-    last: list[Callback] = [run.extra]
-    if run.folder is not None:
-        watching.append(HashesFile(run.folder / HASHES, every=given.same_bits.hash_every))
-    if store is not None:
-        how: dict[str, Any] = {"every_steps": keeps.every_steps, "extra": run.extra, "callbacks": given.callbacks}
-        checkpointer = Checkpointer(store, identity=run.identity, **how)
-        watching.append(checkpointer)
+    watching: list[Callback] = [*meters, MetricsFile(metrics, meters, every=keeps.log_every, callbacks=own)]
+    if given.reading.debug:
+        watching.insert(0, EqualBatches(run.state.comm.rank, run.inputs.source.num_workers))
+    if run.folder is not None and run.store is not None:
+        how: dict[str, Any] = {"every_steps": keeps.every_steps, "extra": run.extra, "callbacks": own}
+        checkpointer = Checkpointer(run.store, identity=run.identity, **how)
+        watching += [HashesFile(run.folder / HASHES, every=given.same_bits.hash_every), checkpointer]
         last.append(AfterEvaluation(checkpointer))
     if keeps.progress:  # after the others, so that it shows what is saved already
         if_long = SHORTEN if run.folder is None else f"{SHORTEN} {GO_ON}"
-        num_steps, num_epochs = run.num_steps, given.epochs
-        shown: dict[str, Any] = {"num_steps": num_steps, "num_epochs": num_epochs, "if_long": if_long}
-        last.append(ProgressBar(meters.throughput, one_worker=_one_worker(run), **shown))
+        shown: dict[str, Any] = {"num_steps": run.num_steps, "num_epochs": given.epochs, "if_long": if_long}
+        last.append(ProgressBar(meters.throughput, **shown))
     if given.stop is None:
         last.append(StopNote(run.folder))
-    return [*watching, *given.callbacks, *last]
+    return [*watching, *own, *last]
 
 
-def _one_worker(run: OpenRun) -> float | None:
-    """Returns the note on this run's speed from a single worker's profile next to it, on rank 0 of several."""
-    comm, module = run.state.comm, run.state.model.module
-    if run.folder is None or comm.world_size == 1 or comm.rank:
-        return None
-    return rate_of_one_worker(
-        run.folder.absolute().parent,
-        model=type(module).__name__,
-        num_parameters=sum(parameter.numel() for parameter in module.parameters()),
-        threads=torch.get_num_threads(),
-        device=comm.device.type,
-    )
-
-
-def _begin(given: FitArguments, run: OpenRun, store: CheckpointStore, until_end: contextlib.ExitStack) -> None:
+def _begin(run: OpenRun, until_end: contextlib.ExitStack) -> None:
     """Keeps other processes from writing into the run's folder, and notes the start. On rank 0 only."""
-    until_end.callback(store.hold().close)
-    if run.folder is not None and given.settings is None and not run.source.is_stream:  # a command has noted it
-        what = run.source, run.state, given, given.batches, given.validation_data
+    given, source = run.given, run.inputs.source
+    assert run.store is not None and run.folder is not None
+    until_end.callback(run.store.hold().close)
+    if given.settings is None and not source.is_stream:  # a command has noted it
+        what = source, run.state, given, given.batches, given.validation_data
         note_start_of_fit(run.folder, *what, goes_on=run.start is not None)
 
 
@@ -579,8 +550,9 @@ def _notes(
     return notes
 
 
-def _write_results(run_dir: Path | None, summary: dict[str, Any], *, curves: bool) -> dict[str, Any]:
+def _write_results(run: OpenRun, summary: dict[str, Any]) -> dict[str, Any]:
     """Writes summary.json and curves.png, if there is a folder, and returns the summary. On rank 0 only."""
+    run_dir = run.folder
     if run_dir is None:
         return summary
     if not summary["samples_per_s"]:  # nothing was left to train: keep the figures of the training
@@ -588,6 +560,6 @@ def _write_results(run_dir: Path | None, summary: dict[str, Any], *, curves: boo
             new = {key: value for key, value in summary.items() if is_metric(key) or key == "stopped_by"}
             summary = {**read_summary(run_dir), **new}
     write_summary(run_dir, summary)
-    if curves:
+    if run.given.folder.curves:
         draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", summary=summary)
     return summary

@@ -12,20 +12,16 @@ from torch import nn
 from ddp.comm.objects import all_gather_object
 from ddp.data.loading.iterable import IterableSampler
 from ddp.data.loading.source import Source
-from ddp.errors import ConfigError
 from ddp.optim.schedules import constant
 from ddp.policies import Rounds
 from ddp.strategies.parameter_server.server import Service
 from ddp.train.arguments import FitArguments, Inputs
-from ddp.train.checks.audit import Audit
-from ddp.train.checks.batch_checks import FirstBatchCheck
-from ddp.train.checks.guard import Guard
-from ddp.train.checks.replay import Replay
-from ddp.train.checks.supervision import Supervision, no_checkpoint
-from ddp.train.evaluation.evaluate import switch_to_training
+from ddp.train.checks.batch_checks import FirstBatchCheck, check_waiting, may_have_one, refuse_waiting
+from ddp.train.checks.replay import Audit, Replay
+from ddp.train.checks.supervision import Guard, Supervision, no_checkpoint
+from ddp.train.evaluation.evaluate import refuse_uneven, switch_to_training
 from ddp.train.evaluation.held_out import Evaluator
 from ddp.train.parameter_server import ServedSteps
-from ddp.train.steps.batch_statistics import check_waiting, may_have_one, refuse_uneven, refuse_waiting
 from ddp.train.steps.callbacks import BatchCallback, Callback, tell_of
 from ddp.train.steps.state import TrainState, agreed_reason
 from ddp.train.steps.step import StepRules
@@ -185,7 +181,7 @@ def supply_of(
         return supply
     replay = Replay(state, rules, supply.read)
     audit = Audit(replay, every=given.same_bits.audit_every) if given.same_bits.on else None
-    guard = next((each for each in callbacks if isinstance(each, Guard)), None)
+    guard = next((each for each in callbacks if isinstance(each, Guard)), Guard())
     return Supervision(supply, replay, guard=guard, audit=audit, callbacks=callbacks, go_back=go_back)
 
 
@@ -201,8 +197,6 @@ def _start(state: TrainState, callbacks: Sequence[Callback]) -> None:
 
 def end_of_run(state: TrainState, *, epochs: int | None, max_steps: int | None) -> tuple[int, int]:
     """Returns steps and samples of the whole run: what was made, and what is left."""
-    if epochs is None and max_steps is None:
-        raise ConfigError("neither epochs nor max_steps is given: the run would never end")
     num_steps = None if max_steps is None else max_steps - state.step
     left, num_samples = state.sampler.end(epochs=epochs, num_steps=num_steps)
     return state.step + left, num_samples

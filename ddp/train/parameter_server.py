@@ -32,25 +32,22 @@ from ddp.comm.opening import WARN_S
 from ddp.comm.session import ABORT_S
 from ddp.data.loading.source import Source
 from ddp.data.orders.sampler import StepPlan, TrainSampler
-from ddp.data.orders.steps import BatchWarmup
 from ddp.errors import ConfigError
 from ddp.policies import ParameterServer
 from ddp.process.clock import Stopwatch, now_s
-from ddp.process.log import log
+from ddp.process.terminal import log
+from ddp.rules import refuse
 from ddp.strategies.choice import strategy_for
 from ddp.strategies.parameter_server.edge import LOST
-from ddp.strategies.parameter_server.leased import LeasedLoader
 from ddp.strategies.parameter_server.ledger import Lease, Plan
-from ddp.strategies.parameter_server.served import ServedDataParallel
 from ddp.strategies.parameter_server.server import Received, Service
-from ddp.strategies.parameter_server.worker import Over, Servers
+from ddp.strategies.parameter_server.worker import LeasedLoader, Over, Servers
 from ddp.strategies.sharded import Served
 from ddp.train import arguments
 from ddp.train.arguments import FitArguments
 from ddp.train.checkpoints.checkpoint_store import steps
-from ddp.train.checks.batch_checks import FirstBatchCheck
+from ddp.train.checks.batch_checks import FirstBatchCheck, refuse_waiting
 from ddp.train.evaluation.evaluate import switch_to_training
-from ddp.train.steps.batch_statistics import refuse_waiting
 from ddp.train.steps.state import StepReport, TrainState, agreed_reason, loading
 from ddp.train.steps.step import StepRules, backward, committed, update
 from ddp.train.steps.stopping import flag_of_a_new_fit
@@ -74,10 +71,7 @@ def check_role(given: FitArguments) -> Role | None:
     part = join_role(warn_s=WARN_S, abort_s=ABORT_S)
     if not isinstance(policy, ParameterServer):
         if part is not None:
-            raise ConfigError(
-                f"strategy={policy.strategy!r} in {part} of a launch with servers: take strategy='parameter_server', "
-                "or leave servers out"
-            )
+            refuse(given.setup(servers=part.num_servers))
         return None
     if part is None:
         raise ConfigError(
@@ -85,15 +79,8 @@ def check_role(given: FitArguments) -> Role | None:
             "cluster.servers=1 on the command line, or start each process with DDP_ROLE=server or DDP_ROLE=worker, or "
             "with TF_CONFIG, whose cluster lists them as the job ps"
         )
-    for problem in policy.problems(
-        workers=part.num_workers,
-        servers=part.num_servers,
-        clip_norm=given.clip_norm,
-        grows=isinstance(given.global_batch, BatchWarmup),
-        has_hook=policy.hook is not None,
-        max_unreadable=given.reading.max_unreadable,
-    ):
-        raise ConfigError(f"strategy='parameter_server': {problem}")
+    policy.num_parts(part.num_workers)
+    refuse(given.setup(workers=part.num_workers, servers=part.num_servers))
     return part
 
 
@@ -131,16 +118,16 @@ def service_of(given: FitArguments, state: TrainState, settings: Mapping[str, An
     Args:
         settings: what the bits of the result depend on.
     """
-    policy, strategy, model = given.strategy, state.strategy, state.model
+    policy, strategy = given.strategy, state.strategy
     if not isinstance(policy, ParameterServer):
         return None
     part = current_role()
-    assert part is not None and isinstance(strategy, Served) and isinstance(model, ServedDataParallel)
+    assert part is not None and isinstance(strategy, Served)
     if part.index == 0 and state.run_dir is not None:
         given.home.set(FOLDER, str(state.run_dir))
     how = {"num_shards": state.sampler.num_shards, "version": state.step}
-    facts = facts_of(model.module, state.sampler, settings)
-    return Service(part, given.home, model, strategy.parts(), policy, facts=facts, **how)
+    facts = facts_of(state.model.module, state.sampler, settings)
+    return Service(part, given.home, strategy, policy, facts=facts, **how)
 
 
 def facts_of(module: nn.Module, sampler: TrainSampler, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,21 +43,22 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from ddp.comm.communicator import Communicator
-from ddp.commands.command import respond
+from ddp.commands.registry import respond
 from ddp.gradients import ErrorFeedback, PowerSGD, RandomK, Sign, TopK
 from ddp.lab.bench.command import HERE, BenchSite, add_options, place_of, refuse_unknown, run_jobs, split
 from ddp.lab.bench.turns import PROGRESS, STEP, Cell, num_repetitions, session, slowest, take_turns, with_ours
 from ddp.lab.bench.variants import OPTIMIZERS, Training
 from ddp.lab.bench.workloads import add_models, loss_of, make, models_of
-from ddp.lab.forecast.prices import Prices, adding_s, dispatches
+from ddp.lab.forecast import encoding
+from ddp.lab.forecast.prices import Prices, measured_in
 from ddp.lab.forecast.replay import Forecast, Setup, forecast
 from ddp.lab.forecast.work import Gradient, Work, bytes_of
 from ddp.policies import LocalSGD
 from ddp.process.arguments import Parser
 from ddp.process.clock import now_s
 from ddp.process.memory import available_cores
+from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.drop_in.data_parallel import DistributedDataParallel
-from ddp.replica.local import LocalDataParallel
 from ddp.replica.replica import Replica
 from ddp.strategies import strategy
 from ddp.strategies.local_sgd import LocalSteps
@@ -180,9 +181,9 @@ class TimeHooks:
         turns_s = take_turns({name: method.turn_s for name, method in methods.items()}, self.num_turns)
         plain_s, alone_s = turns_s.get("plain"), turns_s.get("alone")
         compute_s, update_s = next((method.parts_s() for name, method in methods.items() if name in OURS), (0.0, 0.0))
-        adding = adding_s()
+        adding_s, measured = encoding.adding_s(), measured_in(comm)
         predicted = {
-            name: method.predicted(Prices(comm.plan.measured, adding_s=adding), compute_s, update_s, **OURS[name])
+            name: method.predicted(Prices(measured, adding_s=adding_s), compute_s, update_s, **OURS[name])
             for name, method in methods.items()
             if name in OURS
         }
@@ -257,7 +258,7 @@ class Method(Training):
         )
         sent, shares = None, prices.measured.allocated is not None
         if hook is not None:
-            sent = dispatches(work.buckets, hook, prices.hosts, shares_memory=shares)
+            sent = encoding.dispatches(work.buckets, hook, prices.hosts, shares_memory=shares)
         setup = Setup(prices=prices, batch=prices.num_ranks, wire=wire, cores=available_cores())
         return forecast(work, setup, sent)
 
@@ -270,7 +271,7 @@ class Rounds(Method):
     """Trains by rounds, each with its exchange."""
 
     def __init__(self, module: nn.Module, batch: Any, delay: int) -> None:
-        super().__init__(LocalDataParallel(module, wire="int8"), batch)
+        super().__init__(BucketedDataParallel(module, wire="int8"), batch)
         rounds = LocalSGD(every=EVERY, delay=delay)
         self._strategy = (Streaming if delay else LocalSteps)(self.replica, self.optimizers[0], rounds)
         self._number = 0

@@ -35,9 +35,8 @@ from ddp.data.sets import text_sets
 from ddp.optim import LAMB, LARS, cosine, parameter_groups, scaled_rate, with_warmup
 from ddp.process.arguments import whole
 from ddp.setting import Scaling
-from ddp.train.monitor.noise_scale import Estimate
-from ddp.train.steps.callbacks import NoiseMeter
-from ddp.train.tasks.cross_entropy import Classification
+from ddp.train.reports.meters import Estimate, NoiseScale
+from ddp.train.tasks.task import Classification
 from ddp.units import counted
 
 CONTEXT = 8  # bytes before the one that is predicted
@@ -143,7 +142,7 @@ class LargeBatch(Study):
             rival.make(parameter_groups(module, weight_decay=rival.weight_decay, **adapts), lr=rate),
             metric="test_accuracy",
             progress=lambda state: state.sampler.position,
-            noise=NoiseMeter(),
+            noise=NoiseScale(),
             loss=Classification(),
             global_batch=trial.batch,
             epochs=EPOCHS,

@@ -35,8 +35,7 @@ from ddp.models.gpt import GPT
 from ddp.models.images import CNN
 from ddp.optim import cosine, parameter_groups, with_warmup
 from ddp.process.arguments import whole
-from ddp.train.tasks.cross_entropy import ByteModel, Classification
-from ddp.train.tasks.task import Task
+from ddp.train.tasks.task import ByteModel, Classification, Task
 
 SEEDS = (0, 1, 2, 3, 4)
 RATE = 4e-3

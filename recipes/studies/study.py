@@ -27,8 +27,7 @@ from ddp.process.arguments import Parser
 from ddp.process.clock import now_s
 from ddp.process.files import to_append, write_whole
 from ddp.process.records import json_object
-from ddp.train.monitor.noise_scale import Estimate
-from ddp.train.steps.callbacks import NoiseMeter
+from ddp.train.reports.meters import Estimate, NoiseScale
 from ddp.train.steps.state import TrainState
 
 Trial = Any
@@ -141,7 +140,7 @@ def trained(
     *,
     metric: str,
     progress: Callable[[TrainState], int],
-    noise: NoiseMeter | None = None,
+    noise: NoiseScale | None = None,
     **settings: Any,
 ) -> Result | None:
     """Returns what a run reaches, by `ddp.fit` with these settings; None if it was stopped. Collective.
@@ -165,7 +164,7 @@ def trained(
         return Result(trial, None, curve.points, now_s() - start_s)
     if state.stopped_by:
         return None
-    estimate = noise.scale.estimate() if noise else None
+    estimate = noise.estimate() if noise else None
     return Result(trial, state.evaluation[metric], curve.points, now_s() - start_s, estimate)
 
 

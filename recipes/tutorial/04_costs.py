@@ -19,8 +19,8 @@ from problem import NUM_SAMPLES, answer, gradient_of_sum, seconds_of, share
 
 import ddp
 from ddp.collectives.catalog import SCHEDULES
-from ddp.collectives.cost import cost_s, textbook
-from ddp.collectives.simulate import Link, Network, equal_hosts
+from ddp.collectives.cost import Link, Network, equal_hosts, textbook
+from ddp.collectives.simulate import cost_s
 
 P, SIZES = 4, (64, 32 << 10, 1 << 20, 8 << 20)  # ranks, a power of two from 4 up; bytes
 
@@ -99,7 +99,7 @@ if __name__ == "__main__":
 # For a small tensor the number of rounds decides, for a large one the number of bytes. The first and the last row of
 # the ring agree because α and β were fitted to them; the others are predictions, and only the trend: ranks that share
 # few cores wait for a core as often as for a message, and a tree leaves ranks idle, so it may take less than predicted.
-# That is why `algorithm="auto"` also times the best candidates before it trusts a prediction.
+# That is why `algorithm="auto"` times the candidates in the order of their formulas, and takes the fastest.
 #
 # ![Predicted times of all-reduces over their size](pictures/costs.svg)
 #
@@ -113,7 +113,7 @@ if __name__ == "__main__":
 #
 # 1. Take `P = 8`. α and β describe a link, so they should not change. How much do they, and why?
 # 2. `scripts/ddp explain 1MB --workers 4 --transport-only` ranks all algorithms on your machine. Which figures does the
-#    library measure for it besides α, β and γ? See `ddp/comm/calibrate.py`.
+#    library measure for it besides α, β and γ? See `ddp/comm/plan.py`.
 #
 # ## Next
 #

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import adamw
 
 import ddp
-from ddp.comm.host_share import shared_by_host  # chapter 05's files, as one memory for all ranks of a host
+from ddp.strategies.host_store import shared_by_host  # chapter 05's files, as one memory for all ranks of a host
 
 P, LARGE, BLOCK = 2, 1 << 20 if QUICK else 1 << 23, 1 << 18  # ranks; numbers of the large tensors, and of a block
 

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import ddp
-from ddp.replica.local import LocalDataParallel
 
 WORKERS, NUM_STEPS, RATE = 3, 96, 0.3
 
@@ -72,7 +71,7 @@ def by_library(comm: ddp.Communicator, every: int) -> Tensor:
     """Returns the common weights after all steps."""
     model, (inputs, classes) = net(), share(comm.rank, comm.world_size)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    strategy = ddp.strategies.LocalSteps(LocalDataParallel(model, comm=comm), optimizer)
+    strategy = ddp.strategies.LocalSteps(ddp.BucketedDataParallel(model, comm=comm), optimizer)
     for step in range(1, NUM_STEPS + 1):
         optimizer.zero_grad()
         with strategy.micro_batch(is_last=step % every == 0):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ddp
-from ddp.comm.settings import Settings
+from ddp.comm.host_links import Settings
 
 NUM_SAMPLES, NUM_PARAMETERS = 12, 67
 QUICK = "QUICK" in os.environ  # chapters measure less, for those who only want to know whether they run

@@ -10,10 +10,11 @@ from functools import partial
 
 import pytest
 
-from ddp.collectives import double_tree, over_hosts
+from ddp.collectives import placed
 from ddp.collectives.catalog import ALL_REDUCE, BETWEEN_HOSTS, SCHEDULES, Hosts, Schedule, all_reduce_schedules
 from ddp.collectives.placed import rooted
 from ddp.collectives.schedule import Goal, Recv, Send
+from ddp.collectives.tree import node
 
 SIZES = range(1, 65)
 HALVES = [  # with very many transfers; each is a part, word for word, of an all-reduce that is proven for all SIZES
@@ -203,7 +204,7 @@ def test_a_circulant_round_is_one_message_or_two(name: str) -> None:
 def test_nobody_is_an_inner_node_of_both_trees() -> None:
     for num_ranks in SIZES:
         for rank in range(num_ranks):
-            first, second = (double_tree.node(rank, num_ranks, tree=tree) for tree in (0, 1))
+            first, second = (node(rank, num_ranks, tree=tree) for tree in (0, 1))
             assert not (first.children and second.children)
             assert max(len(first.children), len(second.children)) <= 2
 
@@ -255,7 +256,7 @@ def test_hierarchical_with_any_schedule_between() -> None:
     hosts = ((0, 1, 2), (3,), (4, 5))
     for between in ALL_REDUCE.values():
         num_chunks = between.num_chunks(len(hosts))
-        algorithm = partial(over_hosts.hierarchical, hosts=hosts, between=between)
+        algorithm = partial(placed.hierarchical, hosts=hosts, between=between)
         Schedule(algorithm, Goal.ALL_REDUCE, lambda num_ranks, num_chunks=num_chunks: num_chunks).check(6)
 
 
@@ -275,11 +276,11 @@ def test_two_dimensional_is_counted(num_rows: int, num_columns: int) -> None:
 
 
 def test_rows_are_hosts_or_near_a_square() -> None:
-    assert over_hosts.rows_of(((0, 2), (1, 3))) == ((0, 2), (1, 3))
-    assert over_hosts.rows_of((tuple(range(6)),)) == ((0, 1, 2), (3, 4, 5))
-    assert over_hosts.rows_of(((3,), (0, 1, 2))) == ((3, 0), (1, 2))
-    assert over_hosts.rows_of(((0,), (1,), (2,), (3,))) == ((0, 1), (2, 3))
-    assert over_hosts.rows_of((tuple(range(7)),)) == (tuple(range(7)),)
+    assert placed.rows_of(((0, 2), (1, 3))) == ((0, 2), (1, 3))
+    assert placed.rows_of((tuple(range(6)),)) == ((0, 1, 2), (3, 4, 5))
+    assert placed.rows_of(((3,), (0, 1, 2))) == ((3, 0), (1, 2))
+    assert placed.rows_of(((0,), (1,), (2,), (3,))) == ((0, 1), (2, 3))
+    assert placed.rows_of((tuple(range(7)),)) == (tuple(range(7)),)
     assert "two_dimensional" not in all_reduce_schedules((tuple(range(7)),))
 
 

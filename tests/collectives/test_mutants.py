@@ -11,19 +11,7 @@ from typing import NamedTuple
 import pytest
 from mutants import mutants, mutated
 
-from ddp.collectives import (
-    all_to_all,
-    butterfly,
-    circulant,
-    double_tree,
-    master_worker,
-    over_hosts,
-    placed,
-    ring,
-    schedule,
-    slice_owners,
-    tree,
-)
+from ddp.collectives import all_to_all, butterfly, circulant, master_worker, placed, ring, schedule, tree
 from ddp.collectives.catalog import SCHEDULES, all_reduce_schedules
 from ddp.collectives.schedule import Goal, Schedule
 
@@ -51,7 +39,7 @@ def rooted(*names: str) -> list[Witness]:
 def over_shards(num_shards: int) -> list[Witness]:
     sizes = tuple(size for size in (1, 2, 3, 4, 5, 6, 8) if size <= num_shards)
     goals = Goal.ALL_REDUCE, Goal.REDUCE_SCATTER
-    return [Witness(slice_owners.schedule_over_shards(num_shards, goal), sizes) for goal in goals]
+    return [Witness(all_to_all.schedule_over_shards(num_shards, goal), sizes) for goal in goals]
 
 
 def laid_out(hosts: placed.Hosts, *names: str) -> list[Witness]:
@@ -70,10 +58,10 @@ CASES: dict[FunctionType, list[Witness]] = {
     tree.gather: named("tree_gather"),
     tree.distances: named("tree_reduce", "tree_gather"),
     tree.subtree: named("tree_gather", "tree_scatter"),
-    double_tree.all_reduce: named("double_tree"),
-    double_tree._up: named("double_tree"),
-    double_tree._down: named("double_tree"),
-    double_tree.node: named("double_tree"),
+    tree.double_all_reduce: named("double_tree"),
+    tree._up: named("double_tree"),
+    tree._down: named("double_tree"),
+    tree.node: named("double_tree"),
     butterfly.all_reduce: named("butterfly"),
     butterfly.recursive_doubling: named("recursive_doubling"),
     butterfly.halving_doubling: named("butterfly"),
@@ -95,12 +83,12 @@ CASES: dict[FunctionType, list[Witness]] = {
     master_worker.all_reduce: named("master_worker"),
     master_worker.round_robin: named("round_robin"),
     all_to_all.naive: named("naive_all_to_all"),
-    slice_owners.reduce_scatter: over_shards(8),
-    slice_owners.all_reduce: over_shards(8),
-    slice_owners._buffers: over_shards(8),
-    slice_owners._added: over_shards(8),
-    over_hosts.hierarchical: laid_out(UNEQUAL, "hierarchical", "hierarchical+tree"),
-    over_hosts.two_dimensional: laid_out(EQUAL, "two_dimensional"),
+    all_to_all.reduce_scatter_over_shards: over_shards(8),
+    all_to_all.all_reduce_over_shards: over_shards(8),
+    all_to_all._buffers: over_shards(8),
+    all_to_all._added: over_shards(8),
+    placed.hierarchical: laid_out(UNEQUAL, "hierarchical", "hierarchical+tree"),
+    placed.two_dimensional: laid_out(EQUAL, "two_dimensional"),
     placed.placed: [*laid_out(EQUAL, "hierarchical", "two_dimensional"), *named("butterfly")],
     placed.side_by_side: laid_out(UNEQUAL, "hierarchical"),
     placed.num_rounds: laid_out(UNEQUAL, "hierarchical"),
@@ -122,9 +110,8 @@ SAME = {  # what a part of the line becomes, and why that is right all the same
         "if rank <= peer": "never are they equal",
     },
     all_to_all._others: {"(rank - step) % num_ranks": BEGINS_LEFT},
-    slice_owners.reduce_scatter: {"(rank - step) % num_ranks": BEGINS_LEFT},
     all_to_all.naive: {"before=peer <= rank": "never are they equal"},
-    double_tree.node: {
+    tree.node: {
         "first, last = (-1, num_ranks - 1)": "position −1 is the last one",
         "or 2 << last.bit_length()": "it only has to be above all others",
         "parent if parent < last": "a parent is even, the last position is odd",

@@ -9,18 +9,10 @@ import pytest
 import torch
 
 from ddp.collectives.catalog import ALL_REDUCE, SCHEDULES, all_reduce_schedules
+from ddp.collectives.cost import Link, Network, equal_hosts
 from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Goal, Recv, Round, Schedule, ScheduleError, Send, offsets
-from ddp.collectives.simulate import (
-    SEGMENT_BYTES,
-    Link,
-    Network,
-    Timeline,
-    equal_hosts,
-    repeats,
-    simulate,
-)
-from ddp.comm import settings
+from ddp.collectives.simulate import Timeline, repeats, simulate
 from ddp.comm.execute import Scratch, execute
 from ddp.comm.execute import program as program_for
 from ddp.comm.transport.edge import Pending, Transfer
@@ -129,10 +121,6 @@ def test_counts_are_those_of_the_proof(name: str, num_ranks: int) -> None:
     assert timeline.num_rounds == proof.num_rounds
     assert timeline.num_messages == sum(proof.messages_sent)
     assert timeline.bytes_sent == tuple(12 * chunks for chunks in proof.chunks_sent)
-
-
-def test_segments_are_the_communicators() -> None:
-    assert SEGMENT_BYTES == settings.SEGMENT_BYTES
 
 
 @pytest.mark.parametrize("name", ["ring", "butterfly", "double_tree", "all_to_all", "master_worker", "circulant"])

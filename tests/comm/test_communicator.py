@@ -24,13 +24,13 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from ddp.collectives.catalog import Hosts, all_reduce_schedules
 from ddp.collectives.schedule import Expression, offsets
 from ddp.comm import checks
+from ddp.comm.call_queue import Work
 from ddp.comm.communicator import Communicator
 from ddp.comm.connect import Channels
-from ddp.comm.settings import Settings
+from ddp.comm.host_links import Settings
 from ddp.comm.transport.edge import Pending, Transfer, Transport
-from ddp.comm.watch.board import Board
+from ddp.comm.watch.status import Board
 from ddp.comm.watch.watchdog import Watchdog
-from ddp.comm.work import Work
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
 from ddp.setting import WireName
 from recipes.tutorial.simulated import SimulatedNetwork, SimulatedTransport
@@ -679,7 +679,7 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ConfigError, match="numel=-1: must be a whole number, at least 0"):
         comm.allocate(-1, torch.float32)
     with pytest.raises(ConfigError, match="algorithm='bogus' is not possible here"):
-        comm.plan.predict(4, "bogus")
+        comm.plan.check("bogus")
     with pytest.raises(ConfigError, match="needs a list of 1 tensors, one per rank; got 2"):
         comm.all_to_all([torch.zeros(1)] * 2)
     with pytest.raises(ConfigError, match="needs a list of 1 tensors, one per rank; got none"):

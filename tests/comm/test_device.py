@@ -20,10 +20,9 @@ from torch import nn
 from torch.distributed import HashStore
 
 import ddp
-from ddp.comm import checks, opening, session
-from ddp.comm.device import Means, agreed_backend, chosen_device, device_of, take
-from ddp.comm.settings import CPU
-from ddp.comm.transport import nccl
+from ddp.comm import checks, nccl, opening, session
+from ddp.comm.host_links import CPU
+from ddp.comm.opening import Means, agreed_backend, chosen_device, device_of, take
 from ddp.errors import ConfigError
 from ddp.process import gpu
 from ddp.run.assembly import stages

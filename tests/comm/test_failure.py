@@ -20,13 +20,13 @@ from torch.distributed import HashStore
 
 import ddp
 from ddp.comm.objects import on_rank_zero
-from ddp.comm.watch import board
+from ddp.comm.watch import status
 from ddp.comm.watch import watchdog as watchdog_module
 from ddp.comm.watch.call import Call
 from ddp.comm.watch.watchdog import Watchdog
 from ddp.errors import CommunicatorBroken, PeerLost
 from ddp.process.clock import Patience
-from ddp.replica.drop_in.comm_hook import result_of
+from ddp.replica.drop_in.in_backward import result_of
 
 ABORT_S, CULPRIT, WORLD_SIZE = 4.0, 1, 3
 
@@ -124,7 +124,7 @@ def test_a_pause_is_no_wait_that_is_worth_a_warning(monkeypatch: pytest.MonkeyPa
     for each in pair:
         each._stopped.set()
         each._thread.join()
-    for module in (board, watchdog_module):
+    for module in (status, watchdog_module):
         monkeypatch.setattr(module, "now_s", lambda: now)
     monkeypatch.setattr(watchdog_module.log, "warning", lambda text, *values: told.append(text % values))
     watchdog.begin(Call(7, "barrier"), 1)

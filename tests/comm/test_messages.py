@@ -23,7 +23,7 @@ from torch.distributed import HashStore
 
 import ddp
 from ddp.comm.communicator import Communicator
-from ddp.comm.settings import Settings
+from ddp.comm.host_links import Settings
 from ddp.comm.transport.edge import Pending, Transfer
 from ddp.comm.transport.gloo import NOBODY_SENDS, collective_tag, message_tag
 from ddp.comm.watch import watchdog as watchdog_module

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from ranks import collect, start_ranks, unfailed
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
+from ddp.comm.host_links import Settings
 from ddp.comm.opening import open_communicator
-from ddp.comm.settings import Settings
 from ddp.errors import CommunicatorBroken, PeerLost
 
 

@@ -21,9 +21,9 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile, record_function
 
 import ddp
+from ddp.comm import connect
 from ddp.comm.communicator import Communicator
 from ddp.comm.reduction import Op
-from ddp.comm.transport import topology
 from ddp.comm.watch import watchdog as watchdog_module
 from ddp.comm.watch.call import Call
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
@@ -54,7 +54,7 @@ def sessions(world_size: int) -> None:
     torch.set_default_device("cpu")
     ddp.shutdown()
 
-    its_own, topology.boot_id = topology.boot_id, lambda: f"host {comm.rank // 3}"
+    its_own, connect.boot_id = connect.boot_id, lambda: f"host {comm.rank // 3}"
     algorithm = "shared_memory+ring" if world_size > 3 else "ring"  # to choose one would measure all, which takes long
     comm = ddp.init(abort_s=20, segment_bytes=1 << 12, algorithm=algorithm)
     assert comm.hosts == tuple(tuple(range(r, min(r + 3, world_size))) for r in range(0, world_size, 3))
@@ -65,7 +65,7 @@ def sessions(world_size: int) -> None:
     slices_in_place_equal_an_all_reduce(comm)
     allocated_memory_is_shared_and_freed(comm)
     ddp.shutdown()
-    topology.boot_id = its_own
+    connect.boot_id = its_own
 
     comm = ddp.init(abort_s=20, shared_memory=False, order="canonical")
     assert not any(route.startswith("shared_memory") for route in comm.plan.algorithms())
@@ -275,7 +275,7 @@ def groups_have_memory_of_their_own(comm: Communicator) -> None:
 
 
 def hosts_of_two() -> None:
-    topology.boot_id = lambda: f"host {int(os.environ['RANK']) // 2}"
+    connect.boot_id = lambda: f"host {int(os.environ['RANK']) // 2}"
     comm = ddp.init(abort_s=20)
     assert (comm.hosts, comm.slices) == (((0, 1), (2, 3)), [0, 2, 1, 3])
     slices_in_place_equal_an_all_reduce(comm)

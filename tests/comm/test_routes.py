@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ddp.collectives.catalog import ALL_REDUCE, all_reduce_schedules
+from ddp.collectives.cost import equal_hosts
 from ddp.collectives.placed import Hosts
-from ddp.collectives.simulate import equal_hosts
 from ddp.comm.flat_collectives import Route, possible_routes
 
 

@@ -28,7 +28,7 @@ from ddp.comm.session import current
 from ddp.comm.watch import watchdog
 from ddp.comm.watch.call import Call
 from ddp.errors import ConfigError, PeerLost
-from ddp.process.log import log
+from ddp.process.terminal import log
 
 ROOT = Path(__file__).parents[2]
 

@@ -38,7 +38,7 @@ def test_ctrl_c_ends_a_command_in_a_sentence(
         raise KeyboardInterrupt("it has ended the workers")
 
     monkeypatch.setattr("ddp.run.launch.from_python.launch", interrupted)
-    monkeypatch.setattr("ddp.commands.simulate.simulate", interrupted)
+    monkeypatch.setattr("ddp.commands.schedules.simulate", interrupted)
     for words in (["draw", "overlap"], ["explain", "25MB"], ["simulate", "ring", "4"]):
         assert main(words) == 130
         assert capsys.readouterr().err == "stopped by SIGINT before there was an answer\n"
@@ -136,7 +136,7 @@ def test_every_command_has_a_module_a_line_and_an_example(capsys: pytest.Capture
     assert ended.value.code == 0 and capsys.readouterr().out == text
     listed, _, examples = text.partition("examples:")
     for command, (module, _) in COMMANDS.items():
-        assert find_spec(f"ddp.{module}")
+        assert find_spec(f"ddp.{module.rpartition('.')[0]}")
         assert f"\n    {command}" in listed and f"\n  python -m ddp {command} " in examples
 
 
@@ -150,6 +150,7 @@ def test_an_unknown_command_is_refused_in_one_line(capsys: pytest.CaptureFixture
     assert "there is no command drow. Did you mean draw? The commands are train, " in refused(capsys, "drow ring 4")
     assert "profile. A run is profiled with profile.steps=5, and scale measures" in refused(capsys, "profile")
     assert "Did you mean bench step?" in refused(capsys, "benchmark")
-    assert "there is no command bench. Did you mean bench step?" in refused(capsys, "bench --help")
+    of_benches = "bench alone is no command; give one of bench step, bench forecast, bench collectives"
+    assert refused(capsys, "bench --help").endswith(of_benches) and of_benches in refused(capsys, "bench")
     assert "there is no command bench_step. Did you mean bench step?" in refused(capsys, "bench_step --turns 3")
     assert "Did you mean search?" in refused(capsys, "tune")

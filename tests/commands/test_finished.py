@@ -17,9 +17,8 @@ from regions import new_name, showing
 
 import ddp
 from ddp.__main__ import main
-from ddp.commands import finished, predict
-from ddp.commands.finished import settings_for
-from ddp.commands.predict import write_rows
+from ddp.commands import finished
+from ddp.commands.finished import settings_for, write_rows
 from ddp.data.samples import Splits
 from ddp.errors import CheckpointError, ConfigError
 from ddp.run.assembly.components import load_data, load_held_out, make_model
@@ -251,7 +250,7 @@ def test_a_file_that_could_not_be_written_whole_is_what_it_was(
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(predict, "write_rows", fail)
+    monkeypatch.setattr(finished, "write_rows", fail)
     with pytest.raises(SystemExit):
         main(["predict", str(run), "--out", "scores.csv"])
     said = f"--out {Path('scores.csv').absolute()}: No space left on device; make room there, or take another folder\n"

@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 import ddp
 from ddp.__main__ import main
-from ddp.train.reports.hashes import DIGITS, HASHES
-from ddp.train.reports.trace import StepTrace, Trace, parting
+from ddp.train.reports.hashes import DIGITS, HASHES, StepTrace, Trace, parting
 from ddp.train.steps.callbacks import Callback
 from ddp.train.steps.state import TrainState
 

@@ -26,8 +26,8 @@ from ddp.commands import train
 from ddp.errors import ConfigError
 from ddp.run.assembly.components import check_callbacks, load_data
 from ddp.run.launch import command_line
-from ddp.run.launch import sidecar as launcher
-from ddp.run.launch.engine import worker_command
+from ddp.run.launch import processes as launcher
+from ddp.run.launch.processes import worker_command
 from ddp.run.settings.checks import resolve
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
@@ -157,7 +157,7 @@ def test_it_has_a_core_of_its_own_where_there_is_one(tmp_path: Path, monkeypatch
         resolve(config)
         assert config.cluster.threads_per_worker == 1
         log = tmp_path / "logs" / "sidecar.log"
-        with launcher.started(config, tmp_path) as is_there:
+        with launcher.with_sidecar(config, tmp_path) as is_there:
             assert is_there is not None
             left = {max(mine)} if workers < len(mine) else set()
             assert os.sched_getaffinity(0) == mine - left
@@ -183,7 +183,7 @@ def test_the_table_the_curves_and_the_summary_have_the_side_car_s_metrics(
 
         yield is_there
 
-    monkeypatch.setattr(launcher, "started", started)
+    monkeypatch.setattr(command_line, "with_sidecar", started)
     words = ["cluster.workers=1", "epochs=2", "run.name=mine", "data=synthetic", "data.num_samples=64"]
     words += ["data.image_size=8", "evaluate.by=sidecar", "report.log_every=1"]
     monkeypatch.setattr(sys, "argv", ["train.py", *words])

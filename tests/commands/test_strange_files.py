@@ -20,17 +20,17 @@ from ddp.errors import CheckpointError, ConfigError, printable
 from ddp.lab.scaling.figures import compare
 from ddp.lab.scaling.runs import _memory, _pairs, read_runs
 from ddp.run.assembly.load import load
-from ddp.run.launch.report import Report
+from ddp.run.launch.failures import Report, Seat
 from ddp.run.launch.run_folder import settings_text
 from ddp.run.launch.sweep import conclude
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import LOADER, read_settings
 from ddp.train.checkpoints.checkpoint_store import CheckpointStore, digest
 from ddp.train.evaluation.sidecar import best_in, has_ended, missing, results_of_sidecar
-from ddp.train.monitor.profile import read_profile
-from ddp.train.monitor.traces import merged
 from ddp.train.reports.hashes import read_hashes
+from ddp.train.reports.profile import read_profile
 from ddp.train.reports.results import evaluations_in, read_metrics
+from ddp.train.reports.traces import merged
 
 SUMMARY = {"test_loss": 0.5, "test_accuracy": 0.9, "main_metric": "test_accuracy", "higher_is_better": True}
 SUMMARY |= {"world_size": 2, "threads_per_worker": 1, "device": "cpu", "global_batch": 16, "steps": 4, "epochs": 1.0}
@@ -43,17 +43,14 @@ LINES: list[dict[str, Any]] = [
     {"kind": "skipped", "order": 2, "num": 2, "why": "gone"},
 ]
 JOB = {"overrides": ["cluster.workers=2"], "status": 0, "objective": 0.9, "began": 1.0, "ended": 2.0, "pruned": False}
-LINK = {"alpha_s": 1e-4, "beta_s": 1e-9}
-BUCKET = {"index": 0, "bytes": 16, "offset": 0, "numel": 4, "dtype": "float32", "parameters": ["w"], "shapes": [[2, 2]]}
+BUCKET = {"index": 0, "bytes": 16, "dtype": "float32", "parameters": ["w"], "shapes": [[2, 2]]}
 BUCKET |= {"ready_s": 0.1, "launched_s": 0.1, "done_s": 0.2}
 RANK = {"step": 6, "began_s": 0.0, "num_samples": 8, "backward_began_s": 0.1, "buckets": [BUCKET]}
-RANK |= {f"{part}_s": 0.1 for part in ("data", "forward", "backward", "communication", "wait", "update", "other")}
 RANK |= {"spans": [["data", 0.0, 0.1]]}
 PROFILE = {"version": 1, "model": "Net", "num_parameters": 4, "batch": 16, "world_size": 2, "hosts": [[0, 1]]}
 PROFILE |= {"threads": 1, "cores": [2], "device": "cpu", "strategy": "Replicated", "hook": None, "wire": None}
-PROFILE |= {"algorithm": "ring", "runs": "in the foreground", "order": ["w"], "steps": [[RANK, RANK]]}
+PROFILE |= {"algorithm": "ring", "runs": "in the foreground", "steps": [[RANK, RANK]]}
 PROFILE |= {"clock": [{"offset_s": 0.0, "error_s": 0.0}] * 2}
-PROFILE |= {"network": {"inside": LINK, "between": LINK, "gamma_s": 0.0, "memory": [[8, 0.1]], "allocated": None}}
 START = {"folder": ".", "position": None, "dealt": {"num_samples": 64}, "settings": {"max_steps": 2}}
 SAMPLER = {"seed": 0, "epoch": 0, "consumed": 8}
 BAD_STEP = {"went_back": {"step": 2, "position": 8, "size": 8, "to": 1, "sampler": SAMPLER}}
@@ -108,7 +105,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {  # file of a sweep 
     ),
     "a/logs/error-rank-0.json": (
         json.dumps({"rank": 0, "type": "ValueError", "message": "x", "traceback": "x"}),
-        lambda sweep: (found := Report.read(sweep / "a/logs", rank=0)) and found.block(),
+        lambda sweep: (found := Report.read(Seat(sweep / "a/logs", 0))) and found.block(),
     ),
     "a/traces/rank-0.json": (json.dumps(TRACE), lambda sweep: merged(sweep / "a/traces")),
     "a/checkpoints/best": ("step-00000001\n", lambda sweep: load(sweep / "a")),

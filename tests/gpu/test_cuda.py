@@ -10,9 +10,9 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import ddp
+from ddp.comm.nccl import NcclTransport
+from ddp.comm.reduction import BLOCK, wire_format
 from ddp.comm.transport.gloo import StagedGlooTransport
-from ddp.comm.transport.nccl import NcclTransport
-from ddp.comm.wire_format import BLOCK, wire_format
 from ddp.data.loading.loader import TrainLoader
 from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import ConfigError

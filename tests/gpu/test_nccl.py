@@ -15,9 +15,9 @@ from torch.distributed import PrefixStore, TCPStore
 
 import ddp
 from ddp.collectives.catalog import ALL_REDUCE
+from ddp.comm import nccl
 from ddp.comm.communicator import Communicator
-from ddp.comm.settings import Settings
-from ddp.comm.transport import nccl
+from ddp.comm.host_links import Settings
 from ddp.comm.watch.watchdog import Watchdog
 from ddp.errors import CommunicatorBroken, PeerLost
 from ddp.process import gpu

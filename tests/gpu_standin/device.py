@@ -35,7 +35,7 @@ def install(num_devices: int = 1, *, first_device: int = 0) -> None:
         num_devices: as many are visible to this process.
         first_device: which of the host's devices the first of them is.
     """
-    from ddp.comm.transport import nccl as transport
+    from ddp.comm import nccl as transport
     from ddp.process import gpu
 
     cuda.num_devices, cuda.first_device = num_devices, first_device
@@ -102,5 +102,3 @@ def detect(on: bool = True, *, host_waits_order: bool = False) -> None:
 def races() -> list[str]:
     """Returns the races found since `detect`, each once."""
     return sorted(set(json.loads(load().report())["races"]))
-
-

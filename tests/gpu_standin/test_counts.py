@@ -14,9 +14,8 @@ from torch import nn
 
 import ddp
 from ddp.comm.communicator import Communicator
-from ddp.gradients.hooks.hook import ErrorFeedback
-from ddp.gradients.hooks.powersgd import PowerSGD
-from ddp.gradients.hooks.sparsification import TopK
+from ddp.gradients.encodings import PowerSGD, TopK
+from ddp.gradients.hook import ErrorFeedback
 
 
 class Count(NamedTuple):

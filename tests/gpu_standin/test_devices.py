@@ -13,9 +13,9 @@ from ranks import run_ranks
 from torch import nn
 
 import ddp
+from ddp.comm.nccl import NcclTransport
 from ddp.comm.session import current
 from ddp.comm.transport.gloo import StagedGlooTransport
-from ddp.comm.transport.nccl import NcclTransport
 from ddp.errors import ConfigError
 
 

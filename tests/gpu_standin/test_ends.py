@@ -14,7 +14,7 @@ from ranks import RankFailed, collect, start_ranks
 from torch import nn
 
 import ddp
-from ddp.comm.transport import nccl
+from ddp.comm import nccl
 from ddp.errors import PeerLost
 
 ABORT_S = 6.0

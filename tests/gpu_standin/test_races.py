@@ -17,12 +17,10 @@ from ddp.collectives.catalog import ALL_REDUCE
 from ddp.comm.communicator import Communicator
 from ddp.data.loading.loader import TrainLoader
 from ddp.data.orders.sampler import TrainSampler
-from ddp.gradients.hooks.hook import ErrorFeedback
-from ddp.gradients.hooks.powersgd import PowerSGD
-from ddp.gradients.hooks.sign import Sign
-from ddp.gradients.hooks.sparsification import RandomK, TopK
+from ddp.gradients.encodings import PowerSGD, RandomK, Sign, TopK
+from ddp.gradients.hook import ErrorFeedback
+from ddp.gradients.reducer import ReduceScatter
 from ddp.gradients.totals import Totals
-from ddp.replica.sharded import ShardedDataParallel
 
 NUM_STEPS = 2
 SMALL = {"bucket_cap_mb": 0.05, "first_bucket_mb": 0.01}
@@ -239,7 +237,7 @@ def a_fit(comm: Communicator) -> None:
 
 
 def sharded(comm: Communicator) -> None:
-    fit(ShardedDataParallel(net(comm), **SMALL), comm)
+    fit(ddp.BucketedDataParallel(net(comm), reducer=ReduceScatter, **SMALL), comm)
 
 
 CASES: list[Callable[[Communicator], None]] = [

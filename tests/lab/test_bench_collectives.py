@@ -25,7 +25,6 @@ def test_the_bandwidth_is_the_bus_bandwidth_of_nccl_tests() -> None:
             algorithm="ring",
             nbytes=1000,
             world_size=world_size,
-            predicted_s=None,
             wire_s=None,
             delay_s=None,
         )
@@ -85,4 +84,3 @@ def test_the_shortest_run_measures_and_reports(tmp_path: Path, capsys: pytest.Ca
     for cell in cells:
         assert cell.world_size == 2
         assert all(len(turns) == 1 and turns[0] > 0 for turns in cell.turns_s.values())
-        assert (cell.predicted_s is None) == (cell.case == "barrier")

@@ -11,9 +11,9 @@ import torch
 from ranks import run_ranks
 
 import ddp
-from ddp.comm.host_share import shared_by_host
 from ddp.comm.objects import all_gather_object
 from ddp.lab.bench.turns import bytes_in, sampling, spans_of
+from ddp.strategies.host_store import shared_by_host
 
 MIB = 1 << 20
 

@@ -20,7 +20,7 @@ from packaging.specifiers import SpecifierSet
 from ranks import run_ranks
 
 from ddp.__main__ import main
-from ddp.collectives.simulate import Link
+from ddp.collectives.cost import Link
 from ddp.comm.transport import shared_memory
 from ddp.errors import PeerLost, workers_failed
 from ddp.lab import doctor
@@ -305,7 +305,7 @@ def examined_by_a_rank(rank_1_is_ahead_s: float, file: str) -> tuple[int, str, l
     from os import environ
 
     from ddp.lab import doctor
-    from ddp.train.monitor import clock
+    from ddp.train.reports import traces
 
     clocks: list[Clock] = []
     judge, time_of_day, durations = doctor.diagnosis, time.time, time.perf_counter
@@ -317,8 +317,8 @@ def examined_by_a_rank(rank_1_is_ahead_s: float, file: str) -> tuple[int, str, l
     doctor.diagnosis = listening
     if environ["RANK"] == "1":
         time.time = lambda: time_of_day() + rank_1_is_ahead_s
-        doctor.now_s = clock.now_s = lambda: durations() + 50.0
-        clock.clock_name = lambda: "another host's"
+        doctor.now_s = traces.now_s = lambda: durations() + 50.0
+        traces.clock_name = lambda: "another host's"
     with contextlib.redirect_stdout(io.StringIO()) as said:
         status = main(["doctor", "--data", file])
     return status, said.getvalue(), clocks

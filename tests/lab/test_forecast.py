@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -23,32 +24,33 @@ from ranks import run_ranks
 
 from ddp.__main__ import main
 from ddp.collectives.catalog import SCHEDULES
-from ddp.collectives.cost import textbook
-from ddp.collectives.simulate import Link, Network, equal_hosts, simulate
-from ddp.comm.calibrate import Curve, Measured
+from ddp.collectives.cost import Link, Network, equal_hosts, textbook
+from ddp.collectives.simulate import simulate
 from ddp.errors import ConfigError
 from ddp.gradients import DenseStart, ErrorFeedback, PowerSGD, RandomK, Sign, TopK
 from ddp.lab.bench import turns
-from ddp.lab.forecast import prices as encoding
+from ddp.lab.forecast import encoding, question
 from ddp.lab.forecast.cells import CompareForecasts, ForecastCell, chosen
 from ddp.lab.forecast.prices import (
     BARRIER,
     SMALL,
     Call,
+    Curve,
     Dispatch,
+    Measured,
     Prices,
     cores_of_a_rank,
-    measured_of,
     measured_on,
 )
 from ddp.lab.forecast.question import Forecaster, asked_of
 from ddp.lab.forecast.replay import Setup, Step, Timed, _beside, forecast, naive_s, replay, step_of, together
 from ddp.lab.forecast.work import Gradient, Work, bytes_of, work_of
 from ddp.run.settings.config import Config
-from ddp.train.monitor.profile import BucketTimes, ClockOffset, NetworkFigures, Profile, RankStep, read_profile
+from ddp.train.reports.profile import PARTS, BucketTimes, ClockOffset, Profile, RankStep, Span, read_profile
 
 LINK = Link(50e-6, 1e-9, 5e-6)
 CURVE = Curve((1 << 10, 1 << 20, 1 << 24), (20e-6, 200e-6, 4e-3))
+HERE = Measured(Network(((0, 1),), LINK, LINK, 1e-10), CURVE)
 MIB = 1 << 20
 
 
@@ -64,7 +66,7 @@ WORK = Work(num_samples=8, before_s=0.02, update_s=0.004, other_s=0.001, buckets
 
 
 def prices(hosts: Any, *, curve: Curve | None = None, algorithm: str = "ring", **how: Any) -> Prices:
-    return Prices(Measured(Network(hosts, LINK, LINK, 1e-10), curve, curve), algorithm, **how)
+    return Prices(Measured(Network(hosts, LINK, LINK, 1e-10), curve), algorithm, **how)
 
 
 @pytest.fixture
@@ -236,14 +238,13 @@ def test_strategies_send_and_update_their_slices() -> None:
 
 
 def test_memory_is_shared_by_more_ranks_and_links_are_those_that_are_said() -> None:
-    known = Measured(Network(((0, 1),), LINK, LINK, 1e-10), CURVE, CURVE)
-    there = measured_on(known, equal_hosts(8, 4), alpha_s=1e-3, rate_bit_s=1e9, num_measured=2)
+    there = measured_on(HERE, equal_hosts(8, 4), alpha_s=1e-3, rate_bit_s=1e9, num_measured=2)
     assert there.allocated is not None and there.allocated.at(MIB) == pytest.approx(400e-6)
     assert there.network.between.alpha_s == 1e-3 and there.network.inside == LINK
     assert there.network.between.beta_s == pytest.approx(8e-9 / 0.956)
-    assert measured_on(known, equal_hosts(8, 1)).allocated is None
+    assert measured_on(HERE, equal_hosts(8, 1), alpha_s=1e-3, rate_bit_s=1e9).allocated is None
     with pytest.raises(ConfigError, match="give --alpha and --rate"):
-        measured_on(None, equal_hosts(2, 1), alpha_s=1e-3)
+        measured_on(HERE, equal_hosts(2, 1), alpha_s=1e-3)
     assert (cores_of_a_rank(2, 1, 1), cores_of_a_rank(2, 4, 1), cores_of_a_rank(8, 2, 4)) == (1, 0.5, 4)
 
 
@@ -260,8 +261,6 @@ def bucket_times(index: int, shapes: list[list[int]], ready_s: float, launched_s
     return BucketTimes(
         index=index,
         bytes=4 * numel,
-        offset=0,
-        numel=numel,
         dtype="float32",
         parameters=[f"{index}.{number}" for number in range(len(shapes))],
         shapes=shapes,
@@ -273,15 +272,15 @@ def bucket_times(index: int, shapes: list[list[int]], ready_s: float, launched_s
 
 def rank_step(number: int, num_samples: int = 8, **how: Any) -> RankStep:
     buckets = [bucket_times(0, [[16, 16], [48, 16]], 0.04, 0.05, 0.07), bucket_times(1, [[64, 64]], 0.1, 0.1, 0.13)]
-    parts: dict[str, Any] = {"data_s": 0.001, "forward_s": 0.02, "backward_s": 0.09, "communication_s": 0.05}
-    parts |= {"wait_s": 0.002, "update_s": 0.004, "other_s": 0.003, "backward_began_s": 0.021}
-    parts |= {"buckets": buckets, "spans": []} | how
-    return RankStep(step=number, began_s=0.0, num_samples=num_samples, **parts)
+    seconds = {"data": 0.001, "forward": how.pop("forward_s", 0.02), "backward": 0.09, "communication": 0.05}
+    seconds |= {"wait": 0.002, "update": 0.004, "other": 0.003}
+    edges = pairwise(accumulate(seconds.values(), initial=0.0))
+    spans = [Span(part, *edge) for part, edge in zip(PARTS, edges, strict=True)]
+    given: dict[str, Any] = {"buckets": buckets, "spans": spans, "backward_began_s": 0.021} | how
+    return RankStep(step=number, began_s=0.0, num_samples=num_samples, **given)
 
 
 def profile(world_size: int = 1, **how: Any) -> Profile:
-    points = [(1024, 20e-6), (1 << 24, 4e-3)]
-    network = NetworkFigures(inside=LINK, between=LINK, gamma_s=1e-10, memory=points, allocated=points)
     given: dict[str, Any] = {
         "version": 1,
         "model": "MLP",
@@ -297,8 +296,6 @@ def profile(world_size: int = 1, **how: Any) -> Profile:
         "wire": None,
         "algorithm": "shared memory",
         "runs": "in the foreground",
-        "order": ["0.0", "0.1", "1.0"],
-        "network": network if world_size > 1 else None,
         "clock": [ClockOffset(offset_s=0.0, error_s=0.0)] * world_size,
         "steps": [[rank_step(3)] * world_size] * 3,
     }
@@ -324,9 +321,6 @@ def test_the_work_of_a_profile_is_what_its_reductions_did_not_take() -> None:
     strange = replace(bucket_times(0, [[4]], 0.1, 0.1, 0.1), dtype="load")
     with pytest.raises(ConfigError, match="gradients of load: this version of torch has no such numbers"):
         work_of(profile(steps=[[rank_step(1, buckets=[strange])]]))
-    measured = measured_of(profile(2))
-    assert measured is not None and measured.allocated is not None and measured.allocated.at(1024) == 20e-6
-    assert measured_of(profile()) is None
 
 
 def test_samples_cores_and_buckets_change_the_work() -> None:
@@ -414,9 +408,13 @@ def test_the_ranks_of_a_host_share_what_is_encoded() -> None:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
+LINKS = ("--rate", "10mbit", "--alpha", "1ms")
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """A run on two hosts."""
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run on two hosts; what this one has in memory is known."""
+    monkeypatch.setattr(question, "measured_here", lambda num_ranks, threads: HERE)
     folder = tmp_path / "sweep" / "two"
     folder.mkdir(parents=True)
     steps = [[rank_step(1, buckets=[bucket_times(0, [[512, 512]], 0.09, 0.09, 0.15)])] * 2] * 2
@@ -440,7 +438,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 
 
 def test_the_answer_says_what_a_step_takes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    there = ("--ranks", 4, "--per-host", 1, "--batch", 32, "--rate", "10mbit", "--alpha", "1ms")
+    there = ("--ranks", 4, "--per-host", 1, "--batch", 32, *LINKS)
     said = answered(capsys, run, *there)
     assert "asked:    4 workers on 4 hosts, 0.00956 Gbit/s of payload and 1.00 ms between hosts" in said
     assert re.search(r"step +\d\.\d+ s \(\d\.\d+ s to \d\.\d+ s by windows of the profile\): computing 118 ms, c", said)
@@ -452,10 +450,10 @@ def test_the_answer_says_what_a_step_takes(run: Path, capsys: pytest.CaptureFixt
 def test_points_that_were_measured_stand_beside_forecast_and_guess(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = answered(capsys, run, run.parent, "--ranks", 2, "--per-host", 1).splitlines()
+    table = answered(capsys, run, run.parent, "--ranks", 2, "--per-host", 1, *LINKS).splitlines()
     row = next(line.split() for line in table if line.startswith("two "))
     measured, asked = read_profile(run), asked_of(read_profile(run))
-    forecaster = Forecaster(profile=measured, known=measured_of(measured), num_known=1, cores=2)
+    forecaster = Forecaster(profile=measured, known=HERE, num_known=2, cores=2, alpha_s=1e-3, rate_bit_s=1e7)
     expected_ms, naive_ms = 1e3 * forecaster.of(asked).step_s, 1e3 * forecaster.naive_s(asked)
     assert row[1:5] == ["2", "170", "ms", "0%"] and float(row[5]) == pytest.approx(expected_ms, rel=0.01)
     assert float(row[7]) == pytest.approx(expected_ms / 170, abs=0.01)
@@ -464,7 +462,7 @@ def test_points_that_were_measured_stand_beside_forecast_and_guess(
 
 
 def test_what_a_forecast_refuses(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    two = ("--ranks", 2, "--per-host", 1)
+    two = ("--ranks", 2, "--per-host", 1, *LINKS)
     assert "holds no profile.json: run it with profile.steps=5" in refused(capsys, run.parent, *two)
     assert "--rate: fast: give bits per second, e.g. 10gbit or 100mbit" in refused(capsys, run, *two, "--rate", "fast")
     assert "algorithm='rng' is not possible there. Did you mean ring?" in refused(
@@ -486,8 +484,9 @@ def test_what_a_forecast_refuses(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert "other is left out: it used the hook Mine(), and forecasts know" in answered(capsys, run, other, *two)
     (other / "summary.json").write_text("{}")
     assert "other is left out: its summary.json is damaged (it has no world_size)" in answered(capsys, run, other, *two)
-    profile(1).write(other)
-    assert "was profiled on one host: give --alpha and --rate of the links" in refused(capsys, other, *two)
+    assert "2 hosts: give --alpha and --rate of the links between them" in refused(capsys, run, *two[:4])
+    here = answered(capsys, run, run.parent, "--ranks", 2)
+    assert "two is left out: 2 hosts: give --alpha and --rate" in here
     profile(2, strategy="Region").write(other)
     assert "was made by Region, which forecasts do not know: give --strategy" in refused(capsys, other, *two)
 

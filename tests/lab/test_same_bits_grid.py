@@ -28,8 +28,7 @@ from ddp.models.images import MLP, resnet
 from ddp.replica.broadcast import tensor_hash
 from ddp.train.steps.callbacks import Callback
 from ddp.train.steps.state import TrainState
-from ddp.train.tasks.cross_entropy import Classification, LanguageModel
-from ddp.train.tasks.task import Task
+from ddp.train.tasks.task import Classification, LanguageModel, Task
 
 GLOBAL_BATCH, NUM_SAMPLES, NUM_HELD_OUT = 30, 80, 45
 

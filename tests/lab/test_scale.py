@@ -263,5 +263,5 @@ def test_the_jobs_are_the_user_s_run_but_for_its_end(here: Path, sham: Sham) -> 
     assert [config.batch.global_size for config in configs] == [16, 32]
     for config in configs:
         assert (config.optim.lr, config.cluster.threads_per_worker, config.profile.seconds) == (0.1, 3, 2.5)
-        assert config.max_steps == 10**9 and not config.evaluate.is_meanwhile
+        assert config.max_steps == 10**9 and (config.evaluate.every_epochs, config.evaluate.every_steps) == (None, None)
         assert (config.early_stopping.patience, config.watch.action) == (None, "off")

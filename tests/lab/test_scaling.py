@@ -11,6 +11,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from ddp.lab.scaling.figures import Series, compare, waited_for
 from ddp.lab.scaling.report import verdict
 from ddp.lab.scaling.runs import read_run, read_runs
 from ddp.run.settings.config import Config
-from ddp.train.monitor.profile import PARTS as OF_A_STEP
-from ddp.train.monitor.profile import BucketTimes, ClockOffset, Profile, RankStep, Span
+from ddp.train.reports.profile import PARTS as OF_A_STEP
+from ddp.train.reports.profile import BucketTimes, ClockOffset, Profile, RankStep, Span
 
 DEFAULTS = json.dumps(asdict(Config()))
 ACCURATE = {"main_metric": "test_accuracy", "higher_is_better": True}
@@ -198,9 +199,9 @@ def test_a_busy_host_has_no_verdict(
     """Efficiencies of the windows are computed by hand."""
     for workers, steps_ms in ((1, one_ms), (2, two_ms)):
         folder = leave(tmp_path / str(workers), workers, 1.0, stopped_by="measured")
-        profile, none = profile_of([[[1.0, 2.0]] * workers] * 5), {f"{part}_s": 0.0 for part in OF_A_STEP}
+        profile = profile_of([[[1.0, 2.0]] * workers] * 5)
         lengths = zip(profile.steps, steps_ms, strict=True)
-        steps = [[replace(rank, **none | {"forward_s": ms / 1e3}) for rank in step] for step, ms in lengths]
+        steps = [[replace(rank, spans=[Span("forward", 0.0, ms / 1e3)]) for rank in step] for step, ms in lengths]
         replace(profile, steps=steps).write(folder)
     said = verdict(only(tmp_path))
     assert said.startswith(begins) and says in said
@@ -279,8 +280,6 @@ def profile_of(ready_s: Sequence[Sequence[Sequence[float]]], *, error_s: float =
             BucketTimes(
                 index=index,
                 bytes=4,
-                offset=4 * index,
-                numel=1,
                 dtype="float32",
                 parameters=[f"{index}"],
                 shapes=[[1]],
@@ -290,15 +289,14 @@ def profile_of(ready_s: Sequence[Sequence[Sequence[float]]], *, error_s: float =
             )
             for index, moment in enumerate(moments)
         ]
-        parts = {f"{part}_s": 0.001 * place for place, part in enumerate(OF_A_STEP, number)}
+        edges = pairwise(accumulate((0.001 * place for place, _ in enumerate(OF_A_STEP, number)), initial=0.0))
         return RankStep(
             step=number,
             began_s=5.0 * number - 0.5 * rank,
             num_samples=1,
             backward_began_s=0.5 + 0.5 * rank,  # of all ranks at once
             buckets=buckets,
-            spans=[Span("other", 0.0, sum(parts.values()))],
-            **parts,
+            spans=[Span(part, *edge) for part, edge in zip(OF_A_STEP, edges, strict=True)],
         )
 
     world_size = len(ready_s[0])
@@ -317,8 +315,6 @@ def profile_of(ready_s: Sequence[Sequence[Sequence[float]]], *, error_s: float =
         wire=None,
         algorithm="ring",
         runs="in the foreground",
-        order=["0", "1"],
-        network=None,
         clock=[ClockOffset(offset_s=0.0, error_s=error_s)] * world_size,
         steps=[[rank_step(number, *each) for each in enumerate(ranks)] for number, ranks in enumerate(ready_s)],
     )

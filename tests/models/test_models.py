@@ -10,7 +10,7 @@ from ddp.data.sets.image_sets import load_digits
 from ddp.errors import ConfigError
 from ddp.models.gpt import GPT, generate, rotary_angles, rotate
 from ddp.models.images import CNN, MLP, resnet
-from ddp.train.tasks.cross_entropy import Classification
+from ddp.train.tasks.task import Classification
 
 Build = Callable[[], nn.Module]
 

@@ -24,15 +24,15 @@ from torch.optim import lr_scheduler
 
 from ddp.data.orders.steps import BatchSizes, BatchWarmup, StepsLeft
 from ddp.errors import CheckpointError
+from ddp.gradients import reducer
 from ddp.gradients.bucket import Bucket, Slot, span
 from ddp.optim import layerwise, norms, schedules
 from ddp.optim.layerwise import Layerwise
 from ddp.optim.schedules import TorchSchedule
 from ddp.optim.trust_ratio import LAMB, LARS
-from ddp.replica import sharded
-from ddp.replica import sharded as parameter_slices
-from ddp.train.monitor import noise_scale
-from ddp.train.monitor.noise_scale import DECAY, FEWEST, Estimate, NoiseScale
+from ddp.strategies import sharded as parameter_slices
+from ddp.train.reports import meters
+from ddp.train.reports.meters import DECAY, FEWEST, Estimate, NoiseScale
 
 pytestmark = pytest.mark.slow  # because what is proven here is that other tests can fail
 
@@ -422,7 +422,7 @@ def slices_are_about_equal() -> None:
         starts = [sum(spans[:index]) for index in range(len(spans))]
         cuts = [range(start, start + max(1, numel), 128) for start, numel in zip(starts, numels, strict=True)]
         borders = sorted({border for each in cuts for border in each} | {sum(spans)})
-        found = sharded.slice_bounds(bucket, num_slices)
+        found = reducer.slice_bounds(bucket, num_slices)
         wanted = [sum(spans) * number / num_slices for number in range(num_slices + 1)]
         nearest = [min(borders, key=lambda border, at=at: abs(border - at)) for at in wanted]
         assert len(found) == num_slices + 1
@@ -481,14 +481,14 @@ CASES: dict[FunctionType, Callable[[], None]] = {
     NoiseScale.add: the_noise_scale_is_that_of_its_definition,
     NoiseScale.estimate: estimates_follow_from_means_and_covariance,
     Estimate.in_words: the_noise_scale_is_said,
-    noise_scale._rounded: the_noise_scale_is_said,
+    meters._rounded: the_noise_scale_is_said,
     TorchSchedule.__init__: schedulers_of_torch_step_at_their_moment,
     TorchSchedule.check_optimizer: schedulers_of_torch_step_at_their_moment,
     TorchSchedule.stepped: schedulers_of_torch_step_at_their_moment,
     TorchSchedule.evaluated: schedulers_of_torch_step_at_their_moment,
     TorchSchedule.load_state_dict: schedulers_of_torch_step_at_their_moment,
     NoiseScale._num_independent.fget: the_noise_scale_is_that_of_its_definition,  # type: ignore[attr-defined]
-    sharded.slice_bounds: slices_are_about_equal,
+    reducer.slice_bounds: slices_are_about_equal,
     parameter_slices.parts_in: slices_are_about_equal,
 }
 LENGTHS = "lengths are equal"
@@ -593,5 +593,5 @@ def survives(function: FunctionType, mutant: Mutant) -> bool:
 def small_blocks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         optimizer_tests.patch_blocks(patch, 512)
-        patch.setattr(sharded, "BLOCK_NUMEL", 128)
+        patch.setattr(reducer, "BLOCK_NUMEL", 128)
         yield

@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.colors import to_hex
 
-from ddp.pictures.step import PARTS, step_figure, step_text
+from ddp.pictures.timeline import PARTS, step_figure, step_text
 
 
 def rank(began_s: float, *spans: tuple[str, float]) -> dict[str, Any]:
@@ -15,9 +15,8 @@ def rank(began_s: float, *spans: tuple[str, float]) -> dict[str, Any]:
     for _, seconds in spans:
         edges.append(edges[-1] + seconds)
     named = [(name, *edges[place : place + 2]) for place, (name, _) in enumerate(spans)]
-    times = {f"{part}_s": sum(seconds for name, seconds in spans if name == part) for part in PARTS}
     bucket = {"index": 0, "bytes": 2048, "ready_s": 0.01, "launched_s": 0.012, "done_s": 0.02}
-    return {"step": 6, "began_s": began_s, "backward_began_s": 0.02, "spans": named, "buckets": [bucket], **times}
+    return {"step": 6, "began_s": began_s, "backward_began_s": 0.02, "spans": named, "buckets": [bucket]}
 
 
 FIRST = rank(7.0, ("data", 0.01), ("forward", 0.01), ("backward", 0.02), ("wait", 0.005), ("update", 0.005))

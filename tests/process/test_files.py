@@ -20,9 +20,8 @@ from ddp.errors import CheckpointError, ConfigError
 from ddp.process.files import flush_folder, hold, make_folder, new_file, to_append, whole_file, write_whole
 from ddp.process.records import json_object
 from ddp.run.assembly.load import load
-from ddp.run.launch.report import Report
+from ddp.run.launch.failures import Report
 from ddp.run.launch.run_folder import _note_start, _refuse_planted, _try_writing, only_writer, read_settings
-from ddp.run.launch.worker import _LogFile
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import settings_of
 from ddp.train.checkpoints.checkpoint_store import CheckpointStore
@@ -181,7 +180,7 @@ SUMMARY = {"main_metric": "test_loss"}
 OPENS: dict[str, Callable[[Path], object]] = {
     ".lock": lambda path: hold(path.parent).close(),
     "metrics.jsonl": appended,
-    "rank-1.log": _LogFile,
+    "rank-1.log": to_append,
     "starts.jsonl": noted,
     ".lock-copy": locked,
 }

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ddp
-from ddp.process.log import follow_rank, log
+from ddp.process.terminal import follow_rank, log
 
 Told = Callable[[], list[str]]
 

@@ -15,8 +15,7 @@ from rich.table import Table
 
 from ddp.errors import CheckpointError, ConfigError, printable
 from ddp.process.arguments import Parser
-from ddp.process.log import log
-from ddp.process.terminal import console, ended_by_ctrl_c, say
+from ddp.process.terminal import console, ended_by_ctrl_c, log, say
 
 PROGRAM = """
 import subprocess, sys

@@ -673,7 +673,7 @@ def changed_inside() -> None:
 def refused(comm: Any) -> None:
     with pytest.raises(ConfigError, match="num_shards=1 is less than 2 workers, so some would compute nothing: take"):
         replica(1)
-    with pytest.raises(ConfigError, match=r"num_shards with hook=ErrorFeedback\(Sign\(\)\): .* leave one out"):
+    with pytest.raises(ConfigError, match=r"num_shards=4 with hook=ErrorFeedback\(Sign\(\)\): .* leave it out"):
         replica(4, hook=ErrorFeedback(Sign()))
     match = r"rank 0 was given num_shards=4, and rank 1 num_shards=8: give every rank the same"
     with pytest.raises(ReplicaMismatch, match=match):

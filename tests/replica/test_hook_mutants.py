@@ -19,17 +19,17 @@ pytestmark = pytest.mark.slow  # because what is proven here is that other tests
 
 HOOKED, WIRED = "hooked", "wired"
 BACKWARD, FINALIZER = "replica.backward.Backward", "replica.settlement.StepFinalizer"
-COMPRESSION = "gradients.hooks.compression.Compression"
+COMPRESSION = "gradients.compression.Compression"
 MUTANTS = {
     "the count travels in the wire format": Mutant(
-        "replica.bucketed.BucketedDataParallel._make_layout",
+        "replica.bucketed.BucketedDataParallel._start",
         "tails_ride=self._reducer.tails_ride",
         "tails_ride=True",
         WIRED,
         "counts",
     ),
     "ranks keep their own totals": Mutant(
-        f"{BACKWARD}._set_up", "if not layout.totals_ride:", "if False:", HOOKED, "last_batch"
+        "gradients.totals.Rider.send", "if self.carrier is None:", "if False:", HOOKED, "last_batch"
     ),
     "a hook sees the sum": Mutant(
         f"{COMPRESSION}._reduce",
@@ -48,7 +48,7 @@ MUTANTS = {
         "replica.replica.Replica.take_back", "self.compression.take_back()", "pass", HOOKED, "veto"
     ),
     "a hook writes over what it had": Mutant(
-        "gradients.hooks.hook.Memory.buffer_for",
+        "gradients.hook.Memory.buffer_for",
         "spare = self._spare.pop(name, None)",
         "spare = self.committed.get(name)",
         HOOKED,

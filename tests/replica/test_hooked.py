@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ddp
-from ddp.comm.transport import topology
+from ddp.comm import connect
 from ddp.errors import ConfigError, Diverged, ReplicaMismatch
 from ddp.gradients import DenseStart, ErrorFeedback, Hook, PowerSGD, RandomK, Sign, TopK
 from ddp.gradients.totals import Totals
@@ -64,7 +64,7 @@ def fitted(hook: Hook | None, **how: Any) -> tuple[Tensor, Any]:
 
 
 def on_hosts(num_per_host: int) -> dict[str, Any]:
-    topology.boot_id = lambda: f"host {int(os.environ['RANK']) // num_per_host}"
+    connect.boot_id = lambda: f"host {int(os.environ['RANK']) // num_per_host}"
     algorithm = "shared_memory" if int(os.environ["WORLD_SIZE"]) == num_per_host else "shared_memory+ring"
     comm = ddp.init(abort_s=30, algorithm=algorithm)  # to choose one for each size would take most of the time
     found: dict[str, Any] = {}

@@ -31,16 +31,16 @@ BACKWARD, FINALIZER = "replica.backward", "replica.settlement.StepFinalizer"
 DROP_IN = "replica.drop_in.data_parallel.DistributedDataParallel"
 MUTANTS = {
     "gradients are not synchronised": Mutant(
-        "gradients.reducer.AllReduce.reduce",
-        "work = comm.all_reduce(flat, async_op=async_op, **how)",
-        "work = None",
+        "gradients.reducer.AllReduce._launch",
+        "return comm.all_reduce(memory, async_op=async_op, **terms)",
+        "return memory",
         LIKE_TORCH,
         "outputs_of_many_kinds",
     ),
     "gradients are not synchronised in the background": Mutant(
-        "gradients.reducer.AllReduce.reduce",
-        "work = comm.all_reduce(flat, async_op=async_op, **how)",
-        "return None",
+        "gradients.reducer.AllReduce._launch",
+        "return comm.all_reduce(memory, async_op=async_op, **terms)",
+        "return memory",
         LIKE_TORCH,
         "saved_loaded_and_copied",
         overlap=True,
@@ -112,7 +112,7 @@ MUTANTS = {
         "buffers_around_every_kind_of_forward",
     ),
     "a backward goes by the layout of the last forward": Mutant(
-        f"{DROP_IN}._begin",
+        "replica.bucketed.BucketedDataParallel._begin",
         "self._begin_step(layout)",
         "self._begin_step(self._layouts.current)",
         LIKE_TORCH,
@@ -140,7 +140,7 @@ MUTANTS = {
         "what_a_hook_sees",
     ),
     "hooks do not wait for each other": Mutant(
-        "replica.drop_in.comm_hook.CommHook.reduce",
+        "replica.drop_in.in_backward.CommHook.reduce",
         "self._last.wait()",
         "pass",
         JOIN_AND_HOOKS,

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import ddp
 from ddp.errors import ConfigError, ReplicaMismatch
-from ddp.replica.tied import in_memory_of, move
+from ddp.replica.broadcast import in_memory_of, move
 
 X = torch.randn(48, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.randint(0, 3, (48,), generator=torch.Generator().manual_seed(1))

@@ -133,7 +133,7 @@ def wide_sums() -> None:
     assert len(set(found[2:])) == 1
     if comm.world_size == 3:
         assert found[2] == pytest.approx(257.2, rel=2**-8)
-    with pytest.raises(ConfigError, match="wire='fp32': all gradients are float32 already; leave it out"):
+    with pytest.raises(ConfigError, match="wire='fp32': gradients of precision='fp32' are fp32 already; leave it out"):
         trained("fp32")
     state = trained("fp32", precision="bf16_pure")
     assert (state - trained(None, precision="bf16_pure")).norm() < 0.1 * state.norm()

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ddp
+from ddp.gradients import reducer
 from ddp.models.gpt import GPT
 from ddp.optim import LAMB, LARC, LARS, layerwise, norms
-from ddp.replica import sharded as parameter_slices
 from ddp.replica.broadcast import tensor_hash
-from ddp.strategies import central_storage
+from ddp.strategies import central_storage, sharded
 
 SLICED = ("sharded", "central_storage")
 WORDS = ("mirrored", *SLICED)  # `auto`, `one_device` and `multi_worker` make what `mirrored` does
@@ -128,7 +128,7 @@ def groups_of(module: nn.Module) -> list[dict[str, Any]]:
 def small_blocks(stretch: int = 256) -> Iterator[None]:
     """Blocks of 64 elements, so that small tensors are cut as large ones are; and stretches of `stretch` elements."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (norms, layerwise, parameter_slices, central_storage):
+        for module in (norms, layerwise, reducer, sharded, central_storage):
             assert module.BLOCK_NUMEL > 64  # type: ignore[attr-defined]
             patch.setattr(module, "BLOCK_NUMEL", 64)
         for module in (layerwise, central_storage):

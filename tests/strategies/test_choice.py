@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -11,24 +13,23 @@ from ranks import run_ranks
 from torch import nn
 
 import ddp
-from ddp.comm.transport import topology
+from ddp.comm import connect
 from ddp.errors import ConfigError
+from ddp.gradients.reducer import HostReduceScatter, ReduceScatter
 from ddp.policies import averaging_named
-from ddp.replica.central import CentralDataParallel
-from ddp.replica.sharded import ShardedDataParallel
+from ddp.rules import Setup, refuse
 from ddp.run.assembly import components, stages
 from ddp.run.settings.checks import check_strategy
 from ddp.run.settings.config import CHOICES
 from ddp.run.settings.reader import from_plain
 from ddp.setting import StrategyName
 from ddp.strategies import CentralStorage, Replicated, Sharded
-from ddp.strategies.choice import STRATEGIES, Setup, refuse, replica_of, same_bits_as, strategy_for
+from ddp.strategies.choice import STRATEGIES, same_bits_as, strategy_for
+from ddp.train.arguments import FitArguments, inputs_of
 
 WORDS = get_args(StrategyName)
 CLUSTER = {"workers": 1, "local_workers": 1}
-ONE = Setup(
-    world_size=1, num_hosts=1, shares_memory=True, device="cpu", precision="fp32", is_naive=False, is_sparse=False
-)
+ONE = Setup(is_whole=True, workers=1, num_hosts=1)
 SLICED = ("sharded", "central_storage", "parameter_server")
 SPARSE = nn.Sequential(nn.EmbeddingBag(3, 2, sparse=True))
 
@@ -38,15 +39,15 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     # how a setup differs from ONE; the same as settings; word → what it says
     "nothing": ({}, {}, {}),
     "two workers": (
-        {"world_size": 2}, {"cluster": {"workers": 2}},
+        {"workers": 2}, {"cluster": {"workers": 2}},
         {"one_device": "is for one worker, and there are 2; take one worker, or strategy=auto"},
     ),
     "two hosts": (
-        {"world_size": 2, "num_hosts": 2}, {"cluster": {"workers": 2, "local_workers": 1}},
+        {"workers": 2, "num_hosts": 2}, {"cluster": {"workers": 2, "local_workers": 1}},
         {"one_device": "is for one worker", "mirrored": "there are several hosts; take strategy=multi_worker"},
     ),
     "naive": (
-        {"is_naive": True}, {"replica": {"kind": "naive"}},
+        {"kind": "naive"}, {"replica": {"kind": "naive"}},
         dict.fromkeys((*SLICED, "local_sgd"), "needs replica.kind=bucketed"),
     ),
     "pure": (
@@ -64,7 +65,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
         },
     ),
     "private memory": (
-        {"world_size": 2, "shares_memory": False}, {"cluster": {"workers": 2}, "comm": {"shared_memory": False}},
+        {"workers": 2, "shared_memory": False}, {"cluster": {"workers": 2}, "comm": {"shared_memory": False}},
         {"one_device": "is for one worker", "central_storage": "needs memory that the workers of a host share, and "},
     ),
     "private memory of one": ({}, {"comm": {"shared_memory": False}}, {}),
@@ -103,9 +104,11 @@ def test_a_word_refuses_what_it_cannot_train_and_nothing_else(what: str) -> None
     setup, settings, told = REFUSED[what]
     for word in WORDS:
         cluster = {**settings.get("cluster", CLUSTER), "servers": int(word == "parameter_server")}
-        config = from_plain({**settings, "cluster": cluster, "strategy": {"name": word}})
-        before = refused_with(check_strategy, config, SPARSE if what == "sparse" else nn.Linear(1, 1))
-        assert refused_with(refuse, word, ONE._replace(**setup)) == before
+        plain = {**settings, "cluster": cluster, "strategy": {"name": word}}
+        model = SPARSE if what == "sparse" else nn.Linear(1, 1)
+        before = refused_with(lambda plain=plain, model=model: check_strategy(from_plain(plain), model))
+        on_a_rank = refused_with(refuse, replace(ONE, strategy=word, **setup))
+        assert bool(on_a_rank) == bool(before) and on_a_rank.startswith(f"strategy={word!r}: " if before else "")
         assert (before.startswith(f"strategy={word}: ") and told[word] in before) if word in told else not before
 
 
@@ -113,8 +116,8 @@ def test_the_parent_refuses_it_with_the_model_in_hand(monkeypatch: pytest.Monkey
     """As under a launcher, whose processes have not met before rank 0 looks."""
     monkeypatch.setattr(components, "make_model_without_memory", lambda *_: SPARSE)
     for word, told in (("mirrored", "several hosts"), ("sharded", "sparse gradients")):
-        config = from_plain({"cluster": {"workers": 2, "local_workers": 1}, "strategy": {"name": word}})
-        assert told in refused_with(stages.check, config)
+        plain = {"cluster": {"workers": 2, "local_workers": 1}, "strategy": {"name": word}}
+        assert told in refused_with(lambda plain=plain: stages.check(from_plain(plain)))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)  # to which device=auto leads
     config = from_plain({"cluster": CLUSTER, "strategy": {"name": "central_storage"}})
     assert "which a GPU would read over its bus" in refused_with(check_strategy, config)
@@ -177,34 +180,40 @@ def test_a_name_of_another_library_is_told_the_word() -> None:
         assert str(error.value) == f"module 'ddp' has no attribute {name!r}{told}"
 
 
+in_slices = partial(ddp.BucketedDataParallel, reducer=ReduceScatter)
+on_hosts = partial(ddp.BucketedDataParallel, reducer=HostReduceScatter)
+
+
 def on_two_hosts() -> list[str]:
     """What is said to each word on two ranks, each a host of its own; and beside replicas of other kinds."""
-    topology.boot_id = lambda: f"host {os.environ['RANK']}"
+    connect.boot_id = lambda: f"host {os.environ['RANK']}"
     comm = ddp.init(abort_s=30)
 
     def told(word: Any, kind: Any = None) -> str:
         module = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        given = module if kind is None else kind(module, comm=comm)
-        return refused_with(replica_of, given, optimizer, comm, averaging_named(word))
+        model = module if kind is None else kind(module, comm=comm)
+        how = {"data": (torch.zeros(4, 2), torch.zeros(4, 2)), "loss": torch.nn.functional.mse_loss, "global_batch": 4}
+        given = FitArguments(model=model, optimizer=optimizer, epochs=1, strategy=averaging_named(word), **how)
+        return refused_with(inputs_of, given, comm)
 
     said = [told(word) for word in WORDS if word != "parameter_server"]  # which has no ranks that are workers
-    said += [told("sharded", ddp.BucketedDataParallel), told("multi_worker", ShardedDataParallel)]
-    said += [told("sharded", CentralDataParallel), told("central_storage", ShardedDataParallel)]
-    said += [told("multi_worker", ddp.NaiveDataParallel), told("auto", CentralDataParallel)]
+    said += [told("sharded", ddp.BucketedDataParallel), told("multi_worker", in_slices)]
+    said += [told("sharded", on_hosts), told("central_storage", in_slices)]
+    said += [told("multi_worker", ddp.NaiveDataParallel), told("auto", on_hosts)]
     ddp.shutdown()
     return said
 
 
 def test_on_ranks_a_word_refuses_their_number_their_hosts_and_a_replica_of_another() -> None:
     told = {"one_device": "is for one worker, and there are 2", "mirrored": "is for the workers of one host, and"}
-    first = [f"strategy={word}: {told[word]}" if word in told else "" for word in WORDS if word != "parameter_server"]
+    first = [f"strategy={word!r}: {told[word]}" if word in told else "" for word in WORDS if word != "parameter_server"]
     wrapped = [
         "strategy=sharded with a model in a BucketedDataParallel: give ddp.fit the bare module; or, for some of the "
-        "ranks, a ShardedDataParallel(module, comm=…) of ddp.replica.sharded",
-        "strategy=multi_worker with a model in a ShardedDataParallel: give ddp.fit the bare module; or, for some of ",
-        "strategy=sharded with a model in a CentralDataParallel: give ddp.fit the bare module; or, for some of the ran",
-        "strategy=central_storage with a model in a ShardedDataParallel: give ddp.fit the bare module; or, for some of",
+        "ranks, a ddp.BucketedDataParallel(module, comm=…, reducer=ReduceScatter), of ddp.gradients.reducer",
+        "strategy=multi_worker with a model in a BucketedDataParallel: give ddp.fit the bare module; or, for some of ",
+        "strategy=sharded with a model in a BucketedDataParallel: give ddp.fit the bare module; or, for some of the",
+        "strategy=central_storage with a model in a BucketedDataParallel: give ddp.fit the bare module; or, for",
         "",
         "",
     ]
@@ -221,8 +230,8 @@ def test_the_kind_of_a_replica_says_which_update_it_gets() -> None:
         (ddp.BucketedDataParallel, Replicated),
         (ddp.NaiveDataParallel, Replicated),
         (ddp.DistributedDataParallel, Replicated),
-        (ShardedDataParallel, Sharded),
-        (CentralDataParallel, CentralStorage),
+        (in_slices, Sharded),
+        (on_hosts, CentralStorage),
     ):
         assert type(strategy_for(kind(nn.Linear(2, 2), comm=comm), optimizer)) is update
     ddp.shutdown()

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ddp
-from ddp.comm.transport import topology
+from ddp.comm import connect
 from ddp.data.orders.steps import RoundLength, RoundSizes
 from ddp.errors import ConfigError, Diverged
-from ddp.process.log import log
 from ddp.process.streams import dropout_stream
+from ddp.process.terminal import log
 from ddp.run.settings.reader import from_plain
 from ddp.train.tasks.task import Task
 
@@ -428,8 +428,6 @@ def hears_a_signal() -> tuple[int, list[str]]:
     return fitted(module, samples("mlp"), optimizer, **given).step, [each for each in said if "round" in each]
 
 
-
-
 # --- mutants ---------------------------------------------------------------------------------------------------------
 
 MUTANTS: dict[str, tuple[str, str, str, str]] = {  # where, a line, what becomes of it, and the case that is to notice
@@ -593,7 +591,7 @@ def everything(folder: Path) -> dict[str, Any]:
     found["resumed"] = resumed(folder)
     found["survivors"] = survivors()
     ddp.shutdown()
-    topology.boot_id = lambda: f"host {int(os.environ['RANK']) // 2}"
+    connect.boot_id = lambda: f"host {int(os.environ['RANK']) // 2}"
     ddp.init(abort_s=60)
     found["islands"] = trained(CASES["islands"])
     found["int8"] = even(ddp.LocalSGD(every=4, wire="int8", verify_every=1), 32, global_batch=8)
@@ -774,7 +772,7 @@ OF_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "growing": ({"batch": {"warmup_size": 8, "warmup_epochs": 1.0}}, "batch.warmup_size=8: the rounds of strategy="),
     "shards": ({"batch": {"num_shards": 8}}, "batch.num_shards=8: with strategy=local_sgd each of 2 workers has one"),
     "one host": ({"strategy": {"island": "host"}}, "strategy.island=host: all workers are on one host, so that none"),
-    "a hook": ({"strategy": {"delay": 1}, "hook": {"name": "sign"}}, "hook=sign: with strategy.delay=1 workers differ"),
+    "a hook": ({"strategy": {"delay": 1}, "hook": {"name": "sign"}}, "hook=sign: with strategy.delay=1 it keeps what"),
     "verified": ({"strategy": {"delay": 1}, "replica": {"verify_every": 9}}, "replica.verify_every=9: with strategy."),
     "averages": ({"strategy": {"delay": 1}, "ema": {"decay": 0.9}}, "ema.decay=0.9: with strategy.delay=1 workers"),
 }
@@ -798,9 +796,12 @@ def test_bad_input_is_one_sentence_before_workers_start() -> None:
         assert refused_with(from_plain, plain).startswith(told)
     from_plain({"strategy": {"name": "local_sgd", "every": 32, "delay": 4, "fragments": 2}})
     for policy, told in (
-        ({"delay": 1, "hook": ddp.gradients.Sign()}, "with delay=1: a hook keeps what it has not sent until an"),
-        ({"delay": 1, "verify_every": 3}, "verify_every=3 with delay=1: workers differ while"),
-        ({"outer_momentum": 0.9, "hook": ddp.gradients.TopK(0.1, momentum=0.9)}, "which has momentum, too: leave one"),
+        ({"delay": 1, "hook": ddp.gradients.Sign()}, "with delay=1 it keeps what it has not sent until an exchange"),
+        ({"delay": 1, "verify_every": 3}, "verify_every=3: with delay=1 workers differ between rounds"),
+        (
+            {"outer_momentum": 0.9, "hook": ddp.gradients.TopK(0.1, momentum=0.9)},
+            "outer_momentum=0.9: the hook has momentum, too; leave one",
+        ),
         ({"strategy": "auto"}, "ddp.LocalSGD(strategy='auto'): is local_sgd; leave strategy out"),
     ):
         assert told in refused_with(ddp.LocalSGD, **policy)
@@ -813,16 +814,16 @@ def test_fit_refuses_what_has_no_rounds() -> None:
         given = {"strategy": ddp.LocalSGD(every=4), "epochs": 1, **how}
         return refused_with(fitted, module, samples("mlp") if data is None else data, optimizer, **given)
 
-    assert fit(micro_size=2).startswith("strategy=local_sgd with micro_size=2: a micro-batch is an inner step")
-    assert fit(num_shards=3).startswith("strategy=local_sgd with num_shards=3: each of the 1 workers has one share")
+    assert fit(micro_size=2).startswith("micro_size=2: with strategy='local_sgd' a micro-batch is an inner step")
+    assert fit(num_shards=3).startswith("num_shards=3: with strategy='local_sgd' each of 1 workers has one share")
     growing = ddp.BatchWarmup(2, 10, 30)
-    assert fit(global_batch=growing).startswith(f"strategy=local_sgd with {growing}: its rounds have batches of one")
-    assert fit(global_batch=ddp.data.TokenBudget(9, [3] * NUM_SAMPLES)).startswith("strategy=local_sgd with a budget")
+    assert fit(global_batch=growing).startswith("a batch that grows from 2: the rounds of strategy='local_sgd' have")
+    assert fit(global_batch=ddp.data.TokenBudget(9, [3] * NUM_SAMPLES)).startswith("a budget of tokens: with")
     late = ddp.LocalSGD(every=4, delay=1)
-    assert fit(strategy=late, callbacks=[ddp.EMA(0.9)]).startswith("EMA with delay=1: workers differ between rounds")
+    assert fit(strategy=late, callbacks=[ddp.EMA(0.9)]).startswith("EMA: with delay=1 workers differ between rounds")
     few = ddp.LocalSGD(every=4, delay=1, fragments=2)
     assert fit(strategy=few).startswith("fragments=2: the parameters are in 1 bucket(s); lower bucket_cap_mb")
     assert fit(strategy=ddp.LocalSGD(island="host")).startswith("island='host': all workers are on one host")
-    assert fit(precision="fp16").startswith("strategy=local_sgd: precision=fp16 has a loss scale")
+    assert fit(precision="fp16").startswith("strategy='local_sgd': precision='fp16' has a loss scale")
     stream = torch.utils.data.IterableDataset
-    assert fit(type("Stream", (stream,), {"__iter__": lambda _: iter([])})()).startswith("strategy=local_sgd: data is")
+    assert fit(type("Stream", (stream,), {"__iter__": lambda _: iter([])})()).startswith("strategy='local_sgd': data")

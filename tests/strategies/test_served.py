@@ -26,11 +26,10 @@ from ddp.comm.meeting.role import Role, current_role, set_role
 from ddp.errors import ConfigError
 from ddp.process.clock import Patience
 from ddp.run.launch import supervisor
-from ddp.strategies.parameter_server import attendants, ledger
+from ddp.strategies.parameter_server import ledger, worker_threads
 from ddp.strategies.parameter_server import server as served
-from ddp.strategies.parameter_server.attendants import WorkerThreads
-from ddp.strategies.parameter_server.shared import Push, Shared
 from ddp.strategies.parameter_server.worker import Over, Servers
+from ddp.strategies.parameter_server.worker_threads import Push, Shared, WorkerThreads
 
 BATCH, NUM_SAMPLES = 10, 46  # the last step of an epoch has six samples
 MODES: dict[str, dict[str, Any]] = {
@@ -191,9 +190,7 @@ def test_each_sample_counts_once_though_a_worker_is_killed(mode: str, tmp_path: 
 
 @pytest.mark.parametrize("mode", ["sync", "bounded"])
 @pytest.mark.quick(1)
-def test_a_stopped_worker_is_not_waited_for(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_worker_is_not_waited_for(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "LEAVE_S", 0.5)
     monkeypatch.setattr(supervisor, "START_S", 0.5)
     found = ddp.launch(counted, tmp_path, MODES[mode], STOPPED, workers=3, servers=2)
@@ -285,7 +282,7 @@ FITS: list[dict[str, Any]] = [
 
 def fit_after_fit() -> list[Any]:
     ledger.LEAST_LATE_S = 60.0  # nobody computes a copy, of a mixture that does not count
-    attendants.ANSWER_S = 0.1  # after which servers look at what became of workers that are not here
+    worker_threads.ANSWER_S = 0.1  # after which servers look at what became of workers that are not here
     said = list[Any]()
     for how in FITS:
         kind = how.get("model", nn.Linear)
@@ -503,13 +500,17 @@ def refused(how: Mapping[str, Any], strategy: Any) -> str:
 
 GROWS = ddp.BatchWarmup(2, 4, 4)
 BAD: list[tuple[dict[str, Any], Any, str]] = [
-    ({}, "auto", "strategy='auto' in server 0 of a launch with servers: take strategy='parameter_server', or leave"),
-    ({"clip_norm": 1.0}, ASYNC, "clip_norm=1: would clip the gradients of one worker at a time; take mode=sync"),
-    ({"global_batch": GROWS}, ASYNC, "a growing batch with mode=async: batches of several sizes would overtake"),
+    ({}, "auto", "servers=1: is for strategy='parameter_server', and with strategy='auto' the workers keep the param"),
+    ({"clip_norm": 1.0}, ASYNC, "clip_norm=1.0: with mode='async' it would clip the gradients of one worker at a"),
+    ({"global_batch": GROWS}, ASYNC, "a batch that grows from 2: with mode='async' batches of several sizes"),
     ({"norm": 1}, ASYNC, "SyncBatchNorm waits for the other workers, which do not wait here; take BatchNorm"),
-    ({"precision": "fp16"}, "parameter_server", "precision=fp16 repeats steps with another loss scale"),
+    ({"precision": "fp16"}, "parameter_server", "precision='fp16' repeats steps with another loss scale"),
     ({}, ddp.ParameterServer(backup_workers=3), "backup_workers=3: leaves none of 3 worker(s) to compute the step"),
-    ({"reading": ddp.Reading(max_unreadable=1)}, ASYNC, "max_unreadable=1: a worker cannot tell the others what it"),
+    (
+        {"reading": ddp.Reading(max_unreadable=1)},
+        ASYNC,
+        "max_unreadable=1: with strategy='parameter_server' a worker cannot",
+    ),
 ]
 
 
@@ -551,7 +552,7 @@ def test_workers_that_wait_are_told_of_parts_that_are_taken_back(monkeypatch: py
     assert book.begin(0, held[0][0], now_s=0.0) == "now" and book.returned(0, held[0][0], now_s=0.001)
     wish = {"then": ledger.as_plain(held[0][1]), "most": 2, "after": 0}
     with monkeypatch.context() as later:
-        later.setattr(attendants, "now_s", lambda: 9.0)
+        later.setattr(worker_threads, "now_s", lambda: 9.0)
         assert serving._begun(None, 0, wish) == {"verdict": "gone"} and shared.num_changes == 1  # type: ignore[arg-type]
         ((copy,),) = [serving._leases(0, 1)["leases"]]
     assert shared.num_changes == 2 and ledger.as_lease(copy).plan == held[1][0].plan
@@ -586,13 +587,13 @@ def test_an_odd_message_ends_the_service_of_its_worker_alone(
     serving._model, serving._policy = types.SimpleNamespace(module=Counts(), comm=None), ASYNC  # type: ignore[assignment]
     serving._parameters, serving._comms, told = {}, {}, list[Any]()
     comm = types.SimpleNamespace(abandon=told.append, close=lambda: told.append("closed"), is_broken=False)
-    monkeypatch.setattr(attendants, "connected", lambda *_, **__: comm)
+    monkeypatch.setattr(worker_threads, "connected", lambda *_, **__: comm)
     heard = iter([first])
     monkeypatch.setattr(
-        *(attendants, "broadcast_object"), lambda _, value, root: next(heard) if root else told.append(value)
+        *(worker_threads, "broadcast_object"), lambda _, value, root: next(heard) if root else told.append(value)
     )
     said = types.SimpleNamespace(heard=lambda: second, tell=told.append, taken=lambda _: [], take_back=lambda: None)
-    monkeypatch.setattr(attendants, "Edge", lambda *_, **__: said)
+    monkeypatch.setattr(worker_threads, "Edge", lambda *_, **__: said)
     serving._serve_worker(7)
     assert told[-1].startswith("server 0 cannot use what this worker has sent (") and "left out" in caplog.text
     assert shared.error is None and not shared.pushed and shared.num_here == 0 and not shared.ledger._workers
@@ -641,7 +642,7 @@ def test_pushes_that_do_not_count_end_with_their_step() -> None:
     """Those of workers that have gone before server 0 has heard of them, and that no other server is told of."""
     service, (_, shared) = object.__new__(served.Service), attending()
     service._shared, service._parts, service._parameters = shared, {}, {}
-    service._model = types.SimpleNamespace(module=Counts())  # type: ignore[assignment]
+    service._strategy = types.SimpleNamespace(model=types.SimpleNamespace(module=Counts()))  # type: ignore[assignment]
     for key in ((3, 0, 1), (3, 0, 2), (4, 0, 1)):
         shared.pushed[key] = Push([], 1.0, 2.0, {}, [])
     assert service._received([(3, 0, 2)], [(1.0, 2.0, 4)], {}).num_items == 2

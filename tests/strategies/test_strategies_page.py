@@ -14,17 +14,17 @@ import torch
 from ranks import run_ranks
 
 import ddp
-from ddp.comm.transport import topology
+from ddp.comm import connect
 from ddp.comm.transport.gloo import GlooTransport
+from ddp.gradients import reducer
 from ddp.lab.bench.turns import Span, bytes_in, spans_of
 from ddp.optim import layerwise, norms
-from ddp.replica import sharded as replica_sharded
 from ddp.run.assembly import stages
 from ddp.run.launch.command_line import composed
 from ddp.run.launch.run_folder import only_writer, prepare
 from ddp.run.settings.config import Config
 from ddp.setting import StrategyName
-from ddp.strategies import central_storage
+from ddp.strategies import central_storage, sharded
 
 PAGE = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text()
 ROWS = re.findall(r"^\| `(\w+)` \| [^|]* \| `([^`]*)` \| `([^`]*)` \|", PAGE, re.MULTILINE)
@@ -48,9 +48,9 @@ def value(formula: str, **numbers: int) -> float:
 
 def counted(ranks_per_host: int) -> dict[str, tuple[list[Span], int]]:
     """Returns, by class, where parameters, gradients and state lie, and bytes sent to other hosts in the third step."""
-    topology.boot_id = lambda: f"host {int(os.environ['RANK']) // ranks_per_host}"
+    connect.boot_id = lambda: f"host {int(os.environ['RANK']) // ranks_per_host}"
     torch.set_num_threads(1)
-    for module in (norms, layerwise, replica_sharded, central_storage):  # so that slices of a small model are equal
+    for module in (norms, layerwise, reducer, sharded, central_storage):  # so that slices of a small model are equal
         assert module.BLOCK_NUMEL > 256  # type: ignore[attr-defined]
         module.BLOCK_NUMEL = 256  # type: ignore[attr-defined]
     rank, sent, post = int(os.environ["RANK"]), 0, GlooTransport.post

@@ -8,13 +8,13 @@ import pytest
 from hooks import METHODS, ROUNDS, HookCell, TimeHooks
 from ranks import run_ranks
 
-from ddp.comm.transport import topology
+from ddp.comm import connect
 
 SOME_METHODS = ("plain", "int8", "sign", "powersgd1", "torch_fp16", "torch_powersgd1", "alone", *ROUNDS)
 
 
 def hooked() -> list[HookCell]:
-    topology.boot_id = lambda: f"host of rank {os.environ['RANK']}"
+    connect.boot_id = lambda: f"host of rank {os.environ['RANK']}"
     return TimeHooks("small-mlp", SOME_METHODS, num_turns=1)()
 
 

@@ -10,7 +10,7 @@ from large_batch import BATCHES, RIVALS, SEEDS, Findings, LargeBatch, best_of, c
 from matplotlib.figure import Figure
 from study import Result
 
-from ddp.train.monitor.noise_scale import Estimate
+from ddp.train.reports.meters import Estimate
 
 STUDY = LargeBatch(num_train=10_000)
 

@@ -18,9 +18,8 @@ import ddp
 from ddp.collectives.shards import shards_of_rank
 from ddp.errors import AuditFailed, ConfigError
 from ddp.replica.broadcast import tensor_hash
-from ddp.train.checks import audit
-from ddp.train.checks.audit import agreeing, first_turn, turn_of
-from ddp.train.checks.replay import Outcome
+from ddp.train.checks import replay
+from ddp.train.checks.replay import Outcome, agreeing, first_turn, turn_of
 from ddp.train.steps.callbacks import Callback
 from ddp.train.steps.state import TrainState
 
@@ -212,7 +211,7 @@ def test_audits_of_one_worker_are_refused() -> None:
 
 
 def test_audits_without_the_same_bits_are_refused() -> None:
-    with pytest.raises(ConfigError, match="audit_every=2: audits compare workers that have the same bits; set on=True"):
+    with pytest.raises(ConfigError, match=r"audit_every=2: audits compare workers .*; set same_bits=True, too"):
         ddp.fit(nn.Linear(6, 3), ..., ..., loss=F.mse_loss, global_batch=8, same_bits=ddp.SameBits(audit_every=2))
 
 
@@ -228,4 +227,4 @@ def test_a_run_has_one_thread_whatever_the_program_has() -> None:
 
 
 def test_facts_name_what_kernels_depend_on() -> None:
-    assert re.fullmatch(r"\S+ \(\S+ \w+, torch \S+, \d+ threads?\)", audit.facts())
+    assert re.fullmatch(r"\S+ \(\S+ \w+, torch \S+, \d+ threads?\)", replay.facts())

@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 import ddp
 from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import CheckpointError
-from ddp.replica.sharded import ShardedDataParallel
+from ddp.gradients.reducer import AllReduce, ReduceScatter
 from recipes.tutorial.simulated import SimulatedNetwork
 
 NUM_STEPS, CHANGED_AFTER = 8, 4
@@ -377,7 +377,9 @@ def unfrozen(folder: Path, steps: int, callback: Unfreezes, *, module: nn.Sequen
     module[0].requires_grad_(False)
     optimizer = Adam(module[2].parameters(), lr=0.02)
     state = ddp.fit(
-        (ShardedDataParallel if how.pop("sharded", False) else ddp.BucketedDataParallel)(module, comm=alone()),
+        ddp.BucketedDataParallel(
+            module, comm=alone(), reducer=ReduceScatter if how.pop("sharded", False) else AllReduce
+        ),
         (X, CLASSES),
         optimizer,
         **grouped(

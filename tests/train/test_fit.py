@@ -378,7 +378,11 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"data": [{"x": x, "y": y} for x, y in zip(X, CLASSES, strict=True)]},
         r"Classification needs batches \(inputs, targets\), but the data give a dict",
     ),
-    "a stream": (F.cross_entropy, {"data": Stream(), "epochs": None}, "data is a stream of unknown length"),
+    "a stream": (
+        F.cross_entropy,
+        {"data": Stream(), "epochs": None},
+        "epochs=None: with max_steps=None, too, the run would",
+    ),
     "a test stream": (F.cross_entropy, {"test_data": Stream()}, "test_data is Stream, an iterable"),
     "no samples": (F.cross_entropy, {"data": (X[:0], CLASSES[:0])}, "the training set has 0 samples"),
     "meta": (F.cross_entropy, {"module": nn.Linear(6, 3, device="meta")}, "the model Linear is on the meta device"),
@@ -397,7 +401,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "two clips": (
         F.cross_entropy,
         {"module": CLIPPED, "optimizer": ddp.optim.LAMB(CLIPPED.parameters(), preset="timm"), "clip_norm": 0.5},
-        "clip_norm=0.5: LAMB clips by itself, at 1; leave clip_norm out, or make the optimizer with clip_norm=None",
+        "clip_norm=0.5: the optimizer clips by itself, at 1.0; leave it out, or make the optimizer with clip_norm=None",
     ),
     "a share of one sample": (
         F.cross_entropy,
@@ -409,7 +413,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"module": normalised(), "data": (X[:11], CLASSES[:11]), "precision": "bf16_pure"},
         "in a step of size 1 a worker has a share of one sample, which BatchNorm cannot normalise: leave some",
     ),
-    "no end": (F.cross_entropy, {"epochs": None}, "neither epochs nor max_steps is given"),
+    "no end": (F.cross_entropy, {"epochs": None}, "with max_steps=None, too, the run would never end"),
     "too small a batch": (F.cross_entropy, {"global_batch": 0}, "global_batch=0: must be a whole number from 1 up"),
     "another's scheduler": (
         F.cross_entropy,

@@ -21,7 +21,7 @@ from ddp.run.settings.checks import WAYS
 from ddp.run.settings.config import CHOICES
 from ddp.run.settings.reader import _homes
 from ddp.setting import Precision, StrategyName
-from ddp.train.checkpoints.moved import MEANINGS, meaning, moved_argument
+from ddp.train.checkpoints.moved import MEANINGS, meaning, meant_for_fit
 
 ARGUMENTS = inspect.signature(ddp.fit).parameters.keys()
 POLICIES = (ddp.Averaging, ddp.Batches, ddp.Evaluation, ddp.Folder, ddp.Reading)
@@ -33,15 +33,16 @@ LIBRARIES = {"ddp": ddp, "torch": torch}
 @pytest.mark.parametrize("word", MEANINGS)
 def test_what_a_foreign_word_means_is_there(word: str) -> None:
     here = meaning(word)
-    instead = here.instead or moved_argument(here.fit)
+    said = meant_for_fit(word)
+    instead = "" if said.isidentifier() else said
     assert {here.setting} <= SETTINGS | {""} and {here.launch} <= {*OURS, ""}
-    assert here.fit in {*ARGUMENTS, ""} or instead
-    assert word not in ARGUMENTS or (not here.instead and here.fit == word), "a word of ours needs no other"
+    assert said in {*ARGUMENTS, ""} or instead
+    assert word not in ARGUMENTS, "a word of ours needs no other"
     assert word not in SETTINGS or here.setting in (word, "")
-    assert any(here) and not (here.fit and here.instead)
+    assert any(here)
     for library, name in re.findall(r"\b(ddp|torch)\.([\w.]*\w)", instead):
         assert attrgetter(name)(LIBRARIES[library]) is not None
-    assert set(re.findall(r"\b[a-z]+_[a-z]+\b", instead)) - {"cross_entropy"} <= ARGUMENTS | FIELDS
+    assert set(re.findall(r"\b[a-z]+_[a-z]+\b", instead)) - {"cross_entropy", "state_dict"} <= ARGUMENTS | FIELDS
 
 
 def test_the_values_of_settings_that_others_call_otherwise_are_there() -> None:

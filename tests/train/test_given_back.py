@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.optim import SGD, lr_scheduler
 
 import ddp
 from ddp.errors import ConfigError, Diverged
-from ddp.replica.sharded import ShardedDataParallel
+from ddp.gradients.reducer import ReduceScatter
 from ddp.train.steps.callbacks import Callback
 from ddp.train.steps.state import StepReport, TrainState
 from recipes.tutorial.simulated import SimulatedNetwork
@@ -81,11 +82,12 @@ def noisy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(outputs, targets) + 0 * (torch.rand(()) + random.random() + np.random.rand())
 
 
+IN_SLICES = partial(ddp.BucketedDataParallel, reducer=ReduceScatter)
 HOW: dict[str, dict[str, Any]] = {
     "plain": {"test_data": (X, CLASSES)},
     "failing": {"callbacks": [Fails()], "schedule": ddp.optim.cosine()},
     "diverging": {"schedule": ddp.optim.cosine(), "data": (X * float("nan"), CLASSES)},
-    "sharded": {"replica": ShardedDataParallel, "schedule": ddp.optim.cosine()},
+    "sharded": {"replica": IN_SLICES, "schedule": ddp.optim.cosine()},
     "bf16_pure": {"precision": "bf16_pure"},
     "refused": {"precision": "bf16_pure", "epochs": None},
 }
@@ -204,7 +206,7 @@ def test_layers_in_evaluation_mode_stay_there_while_others_are_trained(how: str)
     if how == "same bits":
         ddp.fit(module, optimizer=optimizer, **grouped(**options, same_bits=True))
     else:
-        replica = ShardedDataParallel if how == "sharded" else ddp.BucketedDataParallel
+        replica = IN_SLICES if how == "sharded" else ddp.BucketedDataParallel
         fit_over(comm, module, replica, optimizer=optimizer, **options)
     for step, (x, y) in enumerate(zip(inputs.split(10), CLASSES.split(10), strict=True)):
         if how == "thawed" and step == 2:

@@ -231,9 +231,7 @@ def test_an_epoch_whose_last_step_is_left_out_is_evaluated_and_saved(tmp_path: P
     how: dict[str, Any] = {"validation_data": (INPUTS[:8], CLASSES[:8]), "batch": 8}
     _, plain, _ = fitted(skip_steps=(3, 3), **how)
     saved = Saved()
-    _, steps, _ = fitted(
-        guard=ddp.Guard("skip"), callbacks=(Once(3), saved), folder=tmp_path / "run", **how
-    )
+    _, steps, _ = fitted(guard=ddp.Guard("skip"), callbacks=(Once(3), saved), folder=tmp_path / "run", **how)
     assert steps.evaluated_at == plain.evaluated_at == [2, 5]
     assert saved.steps == [2, 5]
 
@@ -477,9 +475,7 @@ def test_the_end_of_going_back(tmp_path: Path) -> None:
         fitted(guard=ddp.Guard("go_back"), callbacks=(Breaks({2: 1}),), folder=tmp_path / "none")
     guard = ddp.Guard("go_back", most=2)
     with pytest.raises(Diverged, match=r"The guard has acted 2 times, which is the most \(guard.most\)"):
-        fitted(
-            guard=guard, callbacks=(Breaks({3: 9}),), folder=tmp_path / "most", checkpoint_every_steps=1, epochs=3
-        )
+        fitted(guard=guard, callbacks=(Breaks({3: 9}),), folder=tmp_path / "most", checkpoint_every_steps=1, epochs=3)
     assert guard.num_acted == 2
 
 
@@ -523,10 +519,10 @@ def test_what_a_guard_cannot_do_is_refused(tmp_path: Path) -> None:
     back, skip = ddp.Guard("go_back"), ddp.Guard("skip")
     for guards, how, said in (
         ([skip, back], {}, "callbacks has two Guard"),
-        ([skip], {"data": Stream()}, "ddp.Guard with a stream of samples, which cannot be read again"),
-        ([back], {}, "guard.action=go_back: goes back to a checkpoint, and folder=None keeps none"),
-        ([back], {"folder": tmp_path, "steps": True}, "guard.action=go_back: lowers the learning rate, which a sched"),
-        ([skip], {"strategy": "local_sgd"}, "ddp.Guard with strategy=local_sgd: .* take strategy=auto"),
+        ([skip], {"data": Stream()}, "ddp.Guard..skip..: a stream of samples cannot be read again"),
+        ([back], {}, "ddp.Guard..go_back..: goes back to a checkpoint, and folder=None keeps none"),
+        ([back], {"folder": tmp_path, "steps": True}, "ddp.Guard..go_back..: lowers the learning rate, which a"),
+        ([skip], {"strategy": "local_sgd"}, "ddp.Guard..skip..: with strategy=.local_sgd. .* take strategy=.auto."),
     ):
         with pytest.raises(ConfigError, match=said):
             fit_with(guards, **how)

@@ -146,7 +146,7 @@ def everything(folder: str) -> None:
     assert all(torch.equal(stored[name], value) for name, value in whole[0].state_dict().items())
     fitted("fp32", folder=f"{folder}/parts", **{**how, "max_steps": 9})  # goes on in another precision
     fitted(folder=f"{folder}/parts", **{**how, "max_steps": 11})
-    for wrong, match in ({"sharded": True}, "=sharded: precision=bf16"), ({"wire": "int8"}, "gradients are bfloat16"):
+    for wrong, match in ({"sharded": True}, "precision='bf16_pure' has"), ({"wire": "int8"}, "takes fp32 gradie"):
         with pytest.raises(ConfigError, match=match):
             fitted(**wrong)
     ddp.shutdown()

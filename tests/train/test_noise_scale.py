@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import ddp
+from ddp.gradients.reducer import ReduceScatter
 from ddp.gradients.totals import Parts, Totals
-from ddp.replica.sharded import ShardedDataParallel
-from ddp.train.monitor.noise_scale import FEWEST, Estimate, NoiseScale
+from ddp.train.reports.meters import FEWEST, Estimate, NoiseScale
 
 
 def measured(
@@ -132,14 +133,11 @@ class Seen(ddp.Callback):
     """Meters as `fit` does, and counts."""
 
     def __init__(self) -> None:
-        from ddp.train.steps.callbacks import NoiseMeter
-
-        self.meter = NoiseMeter()
-        self.scale, self.num_measured = self.meter.scale, 0
+        self.scale, self.num_measured = NoiseScale(), 0
 
     def step_end(self, state: Any, report: Any) -> None:
         self.num_measured += report.parts is not None
-        self.meter.step_end(state, report)
+        self.scale.step_end(state, report)
 
 
 def on_all_ranks() -> tuple[dict[str, Any], list[Any]]:
@@ -175,10 +173,10 @@ def parts_of(comm: Any, *, kind: str, dtype: torch.dtype = torch.float32, **how:
     pairs = []
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
-    replicas = {
+    replicas: dict[str, Any] = {
         "bucketed": ddp.BucketedDataParallel,
         "drop-in": ddp.DistributedDataParallel,
-        "sharded": ShardedDataParallel,
+        "sharded": partial(ddp.BucketedDataParallel, reducer=ReduceScatter),
     }
     replica = replicas[kind](module, comm=comm, **how)
     for step in range(3):

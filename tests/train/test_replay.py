@@ -23,9 +23,8 @@ from ddp.errors import Diverged
 from ddp.optim import precision
 from ddp.process.streams import GeneratorStates
 from ddp.replica.broadcast import tensor_hash
-from ddp.train.checks import audit
-from ddp.train.checks.audit import Audit, Turn
-from ddp.train.checks.replay import Outcome, Replay
+from ddp.train.checks import replay
+from ddp.train.checks.replay import Audit, Outcome, Replay, Turn
 from ddp.train.steps.callbacks import Callback
 from ddp.train.steps.state import TrainState
 
@@ -139,7 +138,7 @@ def replays() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Replay, "shard", watched)
         patch.setattr(Audit, "_found", noted)
-        patch.setattr(audit, "turn_of", all_again)
+        patch.setattr(replay, "turn_of", all_again)
         for name, how in MEMBERS.items():
             try:
                 outcomes.clear()

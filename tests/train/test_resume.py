@@ -25,7 +25,7 @@ from ddp.data.samples import TensorSet
 from ddp.errors import CheckpointError, ConfigError
 from ddp.replica.broadcast import tensor_hash
 from ddp.run.assembly.load import load_initial_weights
-from ddp.strategies.replicated import Replicated
+from ddp.strategies.strategy import Replicated
 from ddp.train.checkpoints.checkpoint import (
     Checkpointer,
     changes,
@@ -38,7 +38,7 @@ from ddp.train.loop import end_of_run
 from ddp.train.steps.callbacks import Callback
 from ddp.train.steps.state import StepReport, TrainState
 from ddp.train.steps.stopping import StopFlag
-from ddp.train.tasks.cross_entropy import Classification
+from ddp.train.tasks.task import Classification
 from recipes.tutorial.simulated import SimulatedNetwork
 
 NUM_STEPS = 13  # of 5 per epoch: beyond two epochs' edges

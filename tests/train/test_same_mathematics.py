@@ -22,7 +22,7 @@ from ddp.models.images import CNN, MLP
 from ddp.replica.broadcast import tensor_hash
 from ddp.train.steps.callbacks import Callback
 from ddp.train.steps.state import StepReport, TrainState
-from ddp.train.tasks.cross_entropy import Classification, LanguageModel
+from ddp.train.tasks.task import Classification, LanguageModel
 
 NUM_STEPS, GLOBAL_BATCH, MICRO, CLIP = 100, 10, 3, 1.0
 FEW_STEPS, LONG = 20, 3  # four epochs; the world size that makes all steps

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import ddp
 from ddp.errors import ConfigError
-from ddp.process.log import log
+from ddp.process.terminal import log
 
 INPUTS = torch.randn(1000, 3, generator=torch.Generator().manual_seed(0))
 SEEN: list[list[float]] = []  # samples that this process has trained on
@@ -330,7 +330,7 @@ def test_a_wrong_sharding_is_told_from_the_first_samples() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"max_steps": None}, "give max_steps, or epochs if it has an end"),
+        ({"max_steps": None}, "epochs=None: with max_steps=None, too, the run would never end; set one"),
         (
             {"max_steps": None, "epochs": 1, "schedule": ddp.optim.cosine()},
             "schedule: goes by the samples of the whole",

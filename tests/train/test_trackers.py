@@ -32,7 +32,7 @@ import ddp
 from ddp.errors import CommunicatorBroken, ConfigError, PeerLost
 from ddp.train.arguments import FitArguments
 from ddp.train.fit import train
-from ddp.train.reports import tracker
+from ddp.train.reports import trackers as tracker
 from ddp.train.steps.stopping import StopFlag
 
 ROOT = Path(__file__).parents[2]

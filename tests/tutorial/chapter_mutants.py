@@ -112,11 +112,12 @@ SUBJECTS = {  # chapter → the functions that it is about
         "collectives/master_worker.py: reduce, broadcast",
     ],
     "04_costs": ["collectives/cost.py: tree, recursive_doubling, circulant, bandwidth_optimal_s, textbook"],
-    "05_shared_memory": ["comm/host_reduce.py: all_reduce, _hand_in, _add_copies, _blocks, _cuts"],
+    "05_shared_memory": ["comm/host_reduce.py: all_reduce, _hand_in, _add_copies, _new_blocks, _cuts"],
     "06_naive_replicas": ["replica/naive.py: _finish", "replica/broadcast.py: broadcast_tensors"],
     "07_buckets": [
         "replica/backward.py: begin, _set_up, note, _launch_if_full, _launch_full, end, finish",
-        "replica/settlement.py: settle, _divided",
+        "replica/settlement.py: settle",
+        "gradients/layout.py: complete",
         "gradients/bucket.py: views_of, fill",
     ],
     "08_who_gets_which_sample": [
@@ -128,7 +129,7 @@ SUBJECTS = {  # chapter → the functions that it is about
         "train/checkpoints/checkpoint.py: save_checkpoint, restore, step_end",
         "train/steps/state.py: load_position",
         "comm/transport/shared_memory.py: Life.__init__, goes_on",
-        "run/launch/report.py: describe_failures, _aside, _death",
+        "run/launch/failures.py: describe_failures, _aside, _death",
     ],
     "12_large_batches": [
         "optim/norms.py: trust_ratios",
@@ -136,9 +137,9 @@ SUBJECTS = {  # chapter → the functions that it is about
         "optim/layerwise.py: parameter_groups",
     ],
     "13_less_traffic": [
-        "gradients/hooks/hook.py: commit, add_to, ErrorFeedback.enter",
-        "gradients/hooks/sign.py: encode, add",
-        "gradients/hooks/sparsification.py: TopK.reduce",
+        "gradients/hook.py: commit, add_to, ErrorFeedback.enter",
+        "gradients/encodings.py: encode_signs, add_signs",
+        "gradients/encodings.py: TopK.reduce",
     ],
     "14_every_sample_once": [
         "data/orders/sharding.py: Lanes.__init__, Lanes.samples",
@@ -146,7 +147,7 @@ SUBJECTS = {  # chapter → the functions that it is about
         "data/orders/order.py: Blocks.samples, Checksum.of",
     ],
     "15_who_starts_it": ["comm/meeting/place.py: _placed, _on_one_host, _port_of, _starter"],
-    "16_central_storage": ["comm/host_share.py: shared_by_host, _mapped"],
+    "16_central_storage": ["strategies/host_store.py: shared_by_host, _mapped"],
     "20_sums_and_their_order": ["collectives/shards.py: shards_of_rank, halves, largest_nodes, additions"],
 }
 

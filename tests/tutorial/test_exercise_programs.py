@@ -12,7 +12,7 @@ import pytest
 from ranks import run_ranks
 
 from ddp.__main__ import main
-from ddp.train.monitor.profile import PARTS, Part, Profile, read_profile
+from ddp.train.reports.profile import PARTS, Part, Profile, read_profile
 from recipes.tutorial.tools import bottleneck_checks, exercise, holes, precision_checks
 from recipes.tutorial.tools.holes import name_of
 from recipes.tutorial.tools.mistake import Mistake

@@ -54,7 +54,7 @@ from ddp.comm.meeting.cluster_spec import ClusterTask
 from ddp.comm.meeting.role import ROLE, current_role, role_from_env, store_address
 from ddp.comm.meeting.secret import FOLDER
 from ddp.errors import ConfigError
-from ddp.process.log import log
+from ddp.process.terminal import log
 
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, NUM_PORTS = 15_000, 15_000

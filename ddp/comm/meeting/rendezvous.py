@@ -37,9 +37,8 @@ from ddp.comm.meeting.private_store import Folder, part_of, sealed
 from ddp.comm.meeting.role import ROLE, SERVERS, Role, RoleSettings, current_role, role_from_env, set_role
 from ddp.comm.meeting.secret import VARIABLE, private_part, secret
 from ddp.errors import ConfigError, PeerLost, first_line
-from ddp.process.clock import Patience
-from ddp.process.helper_thread import within
-from ddp.process.log import log
+from ddp.process.clock import Patience, within
+from ddp.process.terminal import log
 from ddp.units import counted
 
 Result = TypeVar("Result")

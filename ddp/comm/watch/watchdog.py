@@ -22,13 +22,11 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from ddp.comm.meeting.private_store import part_of
 from ddp.comm.transport.shared_memory import Life
-from ddp.comm.watch.board import Board, Wait
 from ddp.comm.watch.call import Call, Envelope
-from ddp.comm.watch.status import STALE_S, Culprit, StatusSnapshot
+from ddp.comm.watch.status import STALE_S, Board, Culprit, StatusSnapshot, Wait
 from ddp.errors import PeerLost
-from ddp.process.clock import Patience, now_s
-from ddp.process.helper_thread import HelperThread, within
-from ddp.process.log import log
+from ddp.process.clock import HelperThread, Patience, now_s, within
+from ddp.process.terminal import log
 
 Result = TypeVar("Result")
 

@@ -45,7 +45,7 @@ from ddp.data.files.readers import FileVersion, LocalReader, Reader, ReadFailed,
 from ddp.data.files.storage import DIRECT, Addresses, Storage, as_given, index_place, listed, write_index, writing
 from ddp.errors import ConfigError, UnreadableSample, one_line
 from ddp.process.files import at_home, to_read, whole_file
-from ddp.process.log import log
+from ddp.process.terminal import log
 
 _NUM_OPEN, _NUM_OPEN_REMOTE = 64, 4  # files of a process; remote ones have buffers
 

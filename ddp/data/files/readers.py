@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from ddp.errors import ConfigError, one_line
-from ddp.process.helper_thread import within
+from ddp.process.clock import within
 
 
 class FileVersion(NamedTuple):

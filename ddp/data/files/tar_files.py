@@ -36,7 +36,7 @@ from ddp.data.files.file_set import Format, Layout
 from ddp.data.files.readers import Reader, ReaderFile, check_not_compressed
 from ddp.errors import ConfigError
 from ddp.process.files import is_hidden
-from ddp.process.log import log
+from ddp.process.terminal import log
 from ddp.vision import torchvision
 
 _BLOCK = 512

@@ -43,7 +43,7 @@ from ddp.data.loading.processes import packed
 from ddp.data.samples import Collate, WholeBatches
 from ddp.errors import UnreadableSample
 from ddp.process import gpu
-from ddp.process.helper_thread import HelperThread
+from ddp.process.clock import HelperThread
 from ddp.process.streams import preserved, seed_generators, stream_seed
 
 UNREADABLE = (UnreadableSample, OSError)

@@ -186,7 +186,7 @@ def sampler_of_stream(
     sharding: str | OwnSharding,
     *,
     order: Order | None,
-    limits: Mapping[str, int | None],
+    max_steps: int | None,
     schedule: Any,
     told: int | None,
     global_batch: Any,
@@ -195,18 +195,14 @@ def sampler_of_stream(
     """Returns the sampler of a stream.
 
     Args:
-        limits: epochs and max_steps of the run.
+        max_steps: of the run.
         schedule: a function of the samples of the whole run; None: there is none.
         told: as in `IterableSampler`.
 
     Raises:
         ConfigError: an argument is for data that have a length.
     """
-    if not any(limits.values()):
-        raise ConfigError(
-            "data is a stream of unknown length: give max_steps, or epochs if it has an end"
-        )
-    if limits["max_steps"] is None and schedule is not None and not told:
+    if max_steps is None and schedule is not None and not told:
         raise ConfigError(
             "schedule: goes by the samples of the whole run, and a stream has an unknown number: give the data a "
             "__len__, or max_steps, or take ddp.optim.TorchSchedule(scheduler, every='epoch'), which needs neither"

@@ -32,7 +32,7 @@ from ddp.data.orders.sampler import EvaluationSampler, Micro, StepPlan, TrainSam
 from ddp.data.samples import Collate
 from ddp.errors import ConfigError, UnreadableSample
 from ddp.process import gpu
-from ddp.process.log import log
+from ddp.process.terminal import log
 from ddp.units import counted
 
 CPU = torch.device("cpu")

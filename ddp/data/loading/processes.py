@@ -34,8 +34,8 @@ from torch.utils.data._utils.signal_handling import _remove_worker_pids  # type:
 from ddp.data.samples import as_it_is
 from ddp.errors import ConfigError, LoaderLost, UnreadableSample
 from ddp.process.clock import Patience
-from ddp.process.log import log
 from ddp.process.memory import ask_for_signal
+from ddp.process.terminal import log
 
 _LONGEST_PATH = 107  # of a Unix socket
 _SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")

@@ -30,7 +30,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from itertools import chain, islice, pairwise, takewhile
+from itertools import chain, islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -138,8 +138,6 @@ class TrainSampler:
         rounds: RoundLength | None = None,
     ) -> None:
         num_shards = world_size if num_shards is None else num_shards
-        if rounds is not None:
-            _check_rounds(global_batch, micro_size, num_shards, world_size)
         if isinstance(global_batch, TokenBudget):
             order = _only_order(order, global_batch)
         order = _checked_order(order) if isinstance(order, Order) else Permutation(order)
@@ -269,11 +267,6 @@ class TrainSampler:
         """Returns True if the step that has the sample at a position was made before the state loaded."""
         _, begin, ahead = self._origin
         return position < begin or any(position in each for each in ahead)
-
-    def steps_before(self, plan: StepPlan) -> list[range]:
-        """Returns the steps of an epoch that come before one of its steps, since the state that was loaded."""
-        begin = max(self._origin[1], self._steps.past(plan.epoch * self.length))
-        return list(takewhile(lambda step: step.start < plan.position, self._steps.of_epoch(begin)))
 
     def seek(self, step: int) -> None:
         """Moves the state to where the run's step with this number begins, counted from 1; not before one loaded."""
@@ -548,23 +541,6 @@ def _whole_steps(order: Order, batch: int | None) -> Order:
             f"global_batch={batch}; leave it out"
         )
     return order if length == order.length else FirstOf(order, length)
-
-
-def _check_rounds(
-    batch: int | BatchWarmup | TokenBudget, micro_size: int | None, num_shards: int, world_size: int
-) -> None:
-    """Raises ConfigError for what cannot be said beside rounds."""
-    if isinstance(batch, TokenBudget):
-        raise ConfigError("strategy=local_sgd with a budget of tokens: give a number of samples, or take strategy=auto")
-    if micro_size is not None:
-        raise ConfigError(
-            f"strategy=local_sgd with micro_size={micro_size}: a micro-batch is an inner step; leave micro_size out"
-        )
-    if num_shards != world_size:
-        raise ConfigError(
-            f"strategy=local_sgd with num_shards={num_shards}: each of the {world_size} workers has one share; leave "
-            "num_shards out"
-        )
 
 
 def _check_batch(batch: BatchWarmup, world_size: int, num_shards: int) -> None:

@@ -253,18 +253,11 @@ class RoundSizes(BatchSizes):
     """Rounds of several inner steps of a batch each, in the place of steps; before them, steps of a batch.
 
     Args:
-        length, batch: as in `BatchSizes`, of an inner step.
-
-    Raises:
-        ConfigError: the batch grows.
+        length, batch: as in `BatchSizes`, of an inner step; it does not grow.
     """
 
     def __init__(self, length: int, batch: int | BatchWarmup, rounds: RoundLength) -> None:
-        if not isinstance(batch, int):
-            raise ConfigError(
-                f"strategy=local_sgd with {batch}: its rounds have batches of one size; leave the growth out, or let "
-                "warmup_samples put rounds off"
-            )
+        assert isinstance(batch, int)
         super().__init__(length, RoundBatch(batch, batch * rounds.every, rounds.warmup_samples))
 
     def _check(self, batch: BatchWarmup) -> None:

@@ -36,7 +36,6 @@ Every rank has one thread.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import statistics
 import tempfile
@@ -55,7 +54,7 @@ from torch import Tensor
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.session import init, shutdown
-from ddp.commands.command import parser_of, respond
+from ddp.commands.registry import parser_of, respond
 from ddp.errors import ConfigError
 from ddp.lab.bench.command import HERE, BenchSite, add_options, place_of, refuse_unknown, run_jobs, split
 from ddp.lab.bench.turns import (
@@ -76,8 +75,6 @@ from ddp.run.settings.checks import WAYS
 from ddp.units import format_bandwidth, format_size, format_time, parse_size, three_digits, written
 
 CROWDED_S, MAX_CALLS = 0.005, 64
-NEAR = 0.3
-"""A prediction is near if it is within this share of what was measured."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -194,7 +191,6 @@ class CollectiveCell(TimedCell):
     Attributes:
         algorithm: what ran; where the case says "auto", what the communicator chose.
         nbytes: of the tensor; 0 for a barrier.
-        predicted_s: by the cost model; None for a barrier.
         wire_s: the least time that the links of a bed allow.
         delay_s: from host to host, one way.
     """
@@ -208,7 +204,6 @@ class CollectiveCell(TimedCell):
         "GB/s": "bus bandwidth, busbw of nccl-tests: algbw × 2(n−1)/n for n ranks, algbw = size ÷ time; GB: 10⁹ bytes",
         "of wire": "least time that the hosts' links allow ÷ time",
         "delays": "time ÷ one-way delay between hosts: how many messages cross the links one after another",
-        "predicted": "time by the cost model, which chooses the way of an all-reduce",
         "Gloo": "time of torch.distributed on Gloo, which takes turns with ours",
         "Gloo ÷ ours": "median over turns; above 1, ours is faster",
         "over turns": OVER_TURNS,
@@ -217,7 +212,6 @@ class CollectiveCell(TimedCell):
     algorithm: str
     nbytes: int
     world_size: int
-    predicted_s: float | None
     wire_s: float | None
     delay_s: float | None
 
@@ -241,23 +235,14 @@ class CollectiveCell(TimedCell):
             "GB/s": format_bandwidth(self.bus_bytes_s) if self.nbytes else "",
             "of wire": written("{:.0%}".format, self.wire_s, 1 / self.time_s),
             "delays": three_digits(self.time_s / self.delay_s) if self.delay_s else "",
-            "predicted": written(format_time, self.predicted_s),
             "Gloo": written(format_time, self.median_s("Gloo")),
             "Gloo ÷ ours": written(three_digits, self.speedup),
             "over turns": self.spread(self.rival, "ours"),
         }
 
     @classmethod
-    def summary(cls, cells: Sequence[Self]) -> list[str]:
-        """Returns in which cells ours was slower than Gloo, and how many predictions were near."""
-        predicted = [cell.predicted_s / cell.time_s for cell in cells if cell.predicted_s]
-        near = f"{sum(abs(each - 1) <= NEAR for each in predicted)} of {len(predicted)} cells"
-        told = [f"predicted within {NEAR:.0%} of measured: {near}"] if predicted else []
-        return super().summary(cells) + told
-
-    @classmethod
     def draw(cls, axes: Any, cells: Sequence[Self]) -> None:
-        """Draws times over sizes, a line for each case; dotted: predicted; dashed: Gloo."""
+        """Draws times over sizes, a line for each case; dashed: Gloo."""
         cells = [cell for cell in cells if cell.nbytes]
         sizes = sorted({cell.nbytes for cell in cells})
         for number, case in enumerate(dict.fromkeys(cell.case for cell in cells)):
@@ -265,10 +250,8 @@ class CollectiveCell(TimedCell):
             line = sorted((cell for cell in cells if cell.case == case), key=lambda cell: cell.nbytes)
             x = [cell.nbytes for cell in line]
             axes.plot(x, [cell.time_s for cell in line], color=colour, marker=marker, ms=5, label=case)
-            axes.plot(x, [cell.predicted_s or math.nan for cell in line], color=colour, ls=":")
         gloo = [statistics.median(c.median_s("Gloo") or 0 for c in cells if c.nbytes == size) for size in sizes]
         axes.plot(sizes, gloo, color="0.5", ls="--", marker="x", ms=5, label="Gloo")
-        axes.plot([], [], color="0.2", ls=":", label="predicted")
         axes.set(xscale="log", yscale="log", ylabel="time of an all-reduce")
         axes.yaxis.set_major_formatter(lambda seconds, _: format_time(seconds))
         axes.set_xticks(sizes, [format_size(size) for size in sizes])
@@ -332,10 +315,9 @@ class TimeCollectives:
         check(comm, ours, gloo, name)
         if case.is_allocated and ours.buffer is not None:
             comm.free(ours.buffer)
-        algorithm, predicted_s = "", None
-        if not case.is_barrier:
-            algorithm = comm.plan.choose(nbytes) if case.algorithm == "auto" else case.algorithm
-            predicted_s = comm.plan.predict(nbytes, algorithm=case.algorithm, allocated=case.is_allocated)
+        algorithm = "" if case.is_barrier else case.algorithm
+        if algorithm == "auto":
+            algorithm = comm.plan.choose(nbytes)
         bed = self.place.bed
         return CollectiveCell(
             place=self.place.title(comm.world_size, len(comm.hosts)),
@@ -345,7 +327,6 @@ class TimeCollectives:
             algorithm=algorithm,
             nbytes=nbytes,
             world_size=comm.world_size,
-            predicted_s=predicted_s,
             wire_s=self.place.wire_s(nbytes) if nbytes else None,
             delay_s=bed.delay_s or None if bed else None,
         )

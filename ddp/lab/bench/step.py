@@ -46,7 +46,7 @@ from torch import Tensor
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
-from ddp.commands.command import parser_of, respond
+from ddp.commands.registry import parser_of, respond
 from ddp.errors import ConfigError
 from ddp.lab.bench.command import HERE, BenchSite, Job, add_options, place_of, refuse_unknown, run_jobs, split
 from ddp.lab.bench.turns import (

@@ -58,13 +58,12 @@ from ddp.replica.naive import NaiveDataParallel
 from ddp.strategies import strategy
 from ddp.strategies.central_storage import CentralStorage
 from ddp.strategies.local_sgd import LocalSteps
-from ddp.strategies.replicated import Replicated
 from ddp.strategies.sharded import Sharded
+from ddp.strategies.strategy import Replicated
 from ddp.train.fit import fit
 from ddp.train.steps.callbacks import Callback
 from ddp.train.steps.state import TrainState
-from ddp.train.tasks.cross_entropy import LanguageModel
-from ddp.train.tasks.task import Task
+from ddp.train.tasks.task import LanguageModel, Task
 from ddp.units import counted
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]

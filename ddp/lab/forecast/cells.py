@@ -24,33 +24,34 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import nn
 
 from ddp.comm.communicator import Communicator
-from ddp.commands.command import parser_of, respond
+from ddp.commands.registry import parser_of, respond
 from ddp.lab.bench.command import HERE, BenchSite, add_options, place_of, refuse_unknown, run_jobs, split
 from ddp.lab.bench.turns import PROGRESS, Cell, session, slowest, take_turns, with_ours
 from ddp.lab.bench.variants import OPTIMIZERS, Training
 from ddp.lab.bench.workloads import Batch, add_models, loss_of, make, models_of
-from ddp.lab.forecast.prices import HOOKS, WIRES, Dispatch, Prices, adding_s, dispatches, taken_s
+from ddp.lab.forecast import encoding
+from ddp.lab.forecast.prices import Dispatch, Prices, measured_in
 from ddp.lab.forecast.replay import Setup, forecast, naive_s
 from ddp.lab.forecast.work import Work, work_in
 from ddp.process.clock import now_s
 from ddp.process.memory import available_cores
 from ddp.process.terminal import say
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.train.monitor.profile import BucketTimes, RankStep
+from ddp.train.reports.profile import Part, RankStep, Span, bucket_times
 from ddp.units import three_digits, written
 
 PLAIN = "plain"
 METHODS: Mapping[str, Mapping[str, Any]] = {
     PLAIN: {},
-    **{wire: {"wire": wire} for wire in WIRES},
-    **{name: {"hook": hook} for name, hook in HOOKS.items()},
+    **{wire: {"wire": wire} for wire in encoding.WIRES},
+    **{name: {"hook": hook} for name, hook in encoding.HOOKS.items()},
 }
 """How gradients travel → keywords of a replica."""
 
@@ -142,7 +143,7 @@ class CompareForecasts:
         module, batch = make(self.model, rank=comm.rank)
         own = [comm.subgroup([rank]) for rank in range(comm.world_size)][comm.rank]
         assert own is not None
-        prices = Prices(comm.plan.measured, adding_s=adding_s(), taken_s=taken_s(comm))
+        prices = Prices(measured_in(comm), adding_s=encoding.adding_s())
         alone = Computing(comm, own, copy.deepcopy(module), batch)
         methods = {
             name: Paced(BucketedDataParallel(copy.deepcopy(module), comm=comm, **METHODS[name]), batch)
@@ -170,7 +171,7 @@ class CompareForecasts:
             sent: list[Dispatch] | None = None
             if "hook" in how:
                 shares = prices.measured.allocated is not None
-                sent = dispatches(together.buckets, how["hook"], prices.hosts, shares_memory=shares)
+                sent = encoding.dispatches(together.buckets, how["hook"], prices.hosts, shares_memory=shares)
             forecast_s.append(forecast(together, here, sent).step_s)
             guesses_s.append(naive_s(by_itself, here))
         place = self.place.title(comm.world_size, len(comm.hosts))
@@ -233,23 +234,18 @@ class Computing(Paced):
         self, began_s: float, forward_s: float, backward_s: float, ended_s: float, num_samples: int
     ) -> RankStep:
         assert isinstance(self.replica, BucketedDataParallel)
-        told, names = self.replica.logging_data(), BucketTimes.__dataclass_fields__.keys() - {"offset"}
+        told = self.replica.logging_data()
         reduced_s = sum(each["done_s"] - each["launched_s"] for each in told["buckets"])
-        buckets = [BucketTimes(offset=0, **{name: each[name] for name in names}) for each in told["buckets"]]
+        edges_s = [0.0, *(each - began_s for each in (forward_s, backward_s - reduced_s, backward_s, ended_s))]
+        parts: list[Part] = ["forward", "backward", "communication", "update"]
+        spans = [Span(part, *edges) for part, edges in zip(parts, pairwise(edges_s), strict=True)]
         return RankStep(
             step=len(self._records) + 1,
             began_s=began_s,
             num_samples=num_samples,
-            data_s=0.0,
-            forward_s=forward_s - began_s,
-            backward_s=backward_s - forward_s - reduced_s,
-            communication_s=reduced_s,
-            wait_s=0.0,
-            update_s=ended_s - backward_s,
-            other_s=0.0,
             backward_began_s=forward_s - began_s,
-            buckets=buckets,
-            spans=[],
+            buckets=list(map(bucket_times, told["buckets"])),
+            spans=spans,
         )
 
     def by_itself(self) -> float:

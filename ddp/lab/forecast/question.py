@@ -18,21 +18,17 @@ from typing import cast
 
 import torch
 
-from ddp.collectives.simulate import equal_hosts
-from ddp.comm.calibrate import Measured
+from ddp.collectives.cost import equal_hosts
 from ddp.comm.flat_collectives import possible_routes
-from ddp.commands.command import parser_of, rate_of, respond, time_of
+from ddp.commands.registry import parser_of, rate_of, respond, time_of
 from ddp.errors import ConfigError
+from ddp.lab.forecast import encoding
 from ddp.lab.forecast.prices import (
-    HOOKS,
-    WIRES,
     Dispatch,
+    Measured,
     Prices,
-    adding_s,
     cores_of_a_rank,
-    dispatches,
     measured_here,
-    measured_of,
     measured_on,
     threads_of_a_rank,
 )
@@ -42,7 +38,7 @@ from ddp.lab.scaling.runs import read_runs
 from ddp.process.arguments import positive, whole
 from ddp.process.memory import available_cores
 from ddp.setting import Narrow
-from ddp.train.monitor.profile import FILE, Profile, read_profile
+from ddp.train.reports.profile import FILE, Profile, read_profile
 from ddp.units import counted, format_time, lines_of_table, three_digits
 
 MOST_RANKS = 10_000
@@ -57,12 +53,12 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=whole(1, MOST_RANKS), required=True, metavar="N", help="workers of all hosts")
     parser.add_argument("--per-host", type=whole(1), metavar="N", help="workers on each host (default: all on one)")
     parser.add_argument("--batch", type=whole(1), metavar="N", help="samples of a step (default: as in the run)")
-    parser.add_argument("--rate", type=rate_of, help="bandwidth between hosts, as 10gbit (default: as measured)")
-    parser.add_argument("--alpha", type=time_of, metavar="TIME", help="latency between hosts (default: as measured)")
+    parser.add_argument("--rate", type=rate_of, help="bandwidth between hosts, as 10gbit")
+    parser.add_argument("--alpha", type=time_of, metavar="TIME", help="latency between hosts, as 50us")
     parser.add_argument("--cores", type=whole(1), metavar="N", help="cores of each host (default: as in the run)")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--hook", choices=["none", *HOOKS], default="none", help="powersgd1: of rank 1")
-    how.add_argument("--wire", choices=WIRES, help="format in which gradients travel")
+    how.add_argument("--hook", choices=["none", *encoding.HOOKS], default="none", help="powersgd1: of rank 1")
+    how.add_argument("--wire", choices=encoding.WIRES, help="format in which gradients travel")
     parser.add_argument("--algorithm", default="auto", help="of the all-reduces (default: %(default)s)")
     parser.add_argument("--bucket-mb", type=positive, metavar="MB", help="size of a bucket (default: as in the run)")
     parser.add_argument("--strategy", choices=list(STRATEGIES.values()), help="default: as in the run")
@@ -95,20 +91,15 @@ def run(options: argparse.Namespace) -> str:
 
 
 def _forecaster(options: argparse.Namespace, profile: Profile, asked: Asked) -> Forecaster:
-    cores, here = options.cores or profile.cores[0], available_cores()
+    cores = options.cores or profile.cores[0]
     threads = threads_of_a_rank(cores, asked.per_host, profile.threads)
-    known, num_known = measured_of(profile), max(map(len, profile.hosts))
-    lacks_memory = asked.per_host > 1 and (known is None or known.allocated is None)
-    links, num_hosts = (options.alpha, options.rate), -(-asked.num_ranks // asked.per_host)
-    if num_hosts > 1 and len(profile.hosts) == 1 and None in links:
-        raise ConfigError(f"{options.run} was profiled on one host: give --alpha and --rate of the links between hosts")
-    if num_hosts == 1 and links != (None, None):
+    hosts, known, num_known = equal_hosts(asked.num_ranks, asked.per_host), None, 1
+    if len(hosts) == 1 and not options.others and (options.alpha, options.rate) != (None, None):
         raise ConfigError("--alpha and --rate are of the links between hosts, and this is one host: give --per-host")
-    if asked.num_ranks > 1 and (lacks_memory or known is None):
-        num_known = max(2, min(asked.per_host, here))
-        found = measured_here(num_known, threads)
-        between = found.network.between if known is None else known.network.between
-        known = replace(found, network=replace(found.network, between=between))
+    measured_on(None, hosts, alpha_s=options.alpha, rate_bit_s=options.rate)  # refuses before anything is measured
+    if asked.num_ranks > 1 or options.others:
+        num_known = max(2, min(asked.per_host, available_cores()))
+        known = measured_here(num_known, threads)
     torch.set_num_threads(threads)  # as in a worker, for what hooks take to encode
     return Forecaster(
         profile=profile,
@@ -135,12 +126,13 @@ def _checked(folders: Sequence[Path], forecaster: Forecaster) -> list[str]:
             if (profile := run.profile) is None:
                 continue
             try:
-                asked, here = _asked_of(profile, forecaster.profile), forecaster.as_measured(profile)
+                asked = _asked_of(profile, forecaster.profile)
+                here = replace(forecaster, cores=profile.cores[0])
+                expected = [here.of(asked).step_s, here.naive_s(asked)]
             except ConfigError as error:
                 notes.append(f"{run.name} is left out: {error}.")
                 continue
             spread = max(abs(each / profile.step_s - 1) for each in profile.windows_s)
-            expected = [here.of(asked).step_s, here.naive_s(asked)]
             figures = (word for each in expected for word in (format_time(each), f"{each / profile.step_s:.2f}"))
             rows.append((run.name, str(run.workers), format_time(profile.step_s), f"{spread:.0%}", *figures))
     return [*(lines_of_table(rows) if len(rows) > 1 else []), *notes]
@@ -214,7 +206,7 @@ def step_of(forecaster: Forecaster, found: Forecast) -> list[str]:
 
 @dataclass(frozen=True)
 class Asked:
-    """One question; `hook` is a name of `HOOKS` or "none"."""
+    """One question; `hook` is a name of `encoding.HOOKS` or "none"."""
 
     num_ranks: int
     per_host: int
@@ -234,11 +226,11 @@ def asked_of(profile: Profile) -> Asked:
     """
     if profile.strategy not in STRATEGIES:
         raise ConfigError(f"it was made by {profile.strategy}, and forecasts know {', '.join(STRATEGIES)}")
-    names = {repr(hook): name for name, hook in HOOKS.items()}
+    names = {repr(hook): name for name, hook in encoding.HOOKS.items()}
     if profile.hook is not None and profile.hook not in names:
         raise ConfigError(f"it used the hook {profile.hook}, and forecasts know {', '.join(names)}")
-    if profile.wire not in (None, "fp32", *WIRES):
-        raise ConfigError(f"its wire format was {profile.wire}, and forecasts know {', '.join(WIRES)}")
+    if profile.wire not in (None, "fp32", *encoding.WIRES):
+        raise ConfigError(f"its wire format was {profile.wire}, and forecasts know {', '.join(encoding.WIRES)}")
     routes = possible_routes(tuple(map(tuple, profile.hosts)), shared_memory=True).values()
     return Asked(
         profile.world_size,
@@ -256,10 +248,10 @@ class Forecaster:
     """Answers questions about one profiled run.
 
     Attributes:
-        known: figures of links and memory; None: there are none.
-        num_known: the ranks of a host whose memory that was.
+        known: figures of this host's memory, and of the links in it; None: there are none.
+        num_known: the ranks whose memory that was.
         cores: of a host.
-        alpha_s, rate_bit_s: of the links between hosts; None: as they are known.
+        alpha_s, rate_bit_s: of the links between hosts; None: nothing says.
     """
 
     profile: Profile
@@ -273,13 +265,6 @@ class Forecaster:
     def work(self) -> Work:
         """Returns the computation of a rank in a profiled step."""
         return work_of(self.profile)
-
-    def as_measured(self, run: Profile) -> Forecaster:
-        """Returns a forecaster of the same work for the links, memory and cores that another run found."""
-        if (known := measured_of(run)) is None:
-            return self
-        num_known, cores = max(map(len, run.hosts)), run.cores[0]
-        return replace(self, known=known, num_known=num_known, cores=cores, alpha_s=None, rate_bit_s=None)
 
     def slow_down_of(self, per_host: int) -> float:
         """Returns how many times as long ranks of a host compute that share its cores evenly."""
@@ -303,8 +288,8 @@ class Forecaster:
 
     def setup(self, asked: Asked) -> Setup:
         """Returns the ranks that are asked about."""
-        adding = None if asked.wire is None else adding_s()
-        prices = Prices(self.measured(asked), asked.algorithm, adding_s=adding)
+        adding_s = None if asked.wire is None else encoding.adding_s()
+        prices = Prices(self.measured(asked), asked.algorithm, adding_s=adding_s)
         return Setup(
             prices=prices,
             batch=asked.batch,
@@ -330,5 +315,5 @@ class Forecaster:
     def _sent(self, work: Work, setup: Setup, asked: Asked) -> list[Dispatch] | None:
         if asked.hook == "none" or len(setup.prices.hosts) == 1:  # then nothing travels
             return None
-        shares, hook = setup.prices.measured.allocated is not None, HOOKS[asked.hook]
-        return dispatches(work.buckets, hook, setup.prices.hosts, shares_memory=shares)
+        shares, hook = setup.prices.measured.allocated is not None, encoding.HOOKS[asked.hook]
+        return encoding.dispatches(work.buckets, hook, setup.prices.hosts, shares_memory=shares)

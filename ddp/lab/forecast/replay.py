@@ -15,8 +15,8 @@ A collective begins when its last rank has come, and ends for all ranks together
 Stragglers: in each step each rank's computing is multiplied by a number drawn from the profile's own: what each rank
 computed in each profiled step, relative to the median. With more ranks the slowest draw is slower.
 
-Note "cores". Where a host has no core to spare, what the communication thread computes (encoding, additions, copies of
-the network's stack) takes time from backward: while the wire is busy, backward runs slower by that share.
+Note "cores". Where a host has no core to spare, what the communication thread computes to encode takes time from
+backward: while the wire is busy, backward runs slower by that share.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from numpy.typing import NDArray
 
 from ddp.comm.flat_collectives import IN_MEMORY
-from ddp.comm.wire_format import wire_format
+from ddp.comm.reduction import wire_format
 from ddp.errors import ConfigError
 from ddp.lab.forecast.prices import BARRIER, SMALL, Call, Dispatch, Prices
 from ddp.lab.forecast.work import Work, bytes_of
@@ -152,9 +152,8 @@ def step_of(work: Work, setup: Setup, dispatches: Sequence[Dispatch]) -> Step:
         closing, gathering, slices = [SMALL, BARRIER], [BARRIER], setup.per_host
     timed = []
     for bucket, dispatch in zip(work.buckets, dispatches, strict=True):
-        taken_s = setup.prices.taken_s * leaving(dispatch.calls, len(setup.prices.hosts))
         seconds = dispatch.encoding_s + sum(map(price, dispatch.calls))
-        timed.append(Timed(bucket[-1].ready_s, seconds, min(seconds, dispatch.encoding_s + taken_s)))
+        timed.append(Timed(bucket[-1].ready_s, seconds, dispatch.encoding_s))
     return Step(
         before_s=work.before_s,
         backward_s=work.backward_s,

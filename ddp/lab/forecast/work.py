@@ -19,7 +19,7 @@ from torch import nn
 from ddp.errors import ConfigError
 from ddp.gradients.bucket import Slot, span
 from ddp.gradients.layout import MIB, plan_buckets
-from ddp.train.monitor.profile import Profile, RankStep
+from ddp.train.reports.profile import Profile, RankStep
 
 
 class Gradient(NamedTuple):
@@ -115,16 +115,17 @@ def work_in(records: Sequence[RankStep], *, in_foreground: bool) -> Work:
         raise ConfigError("the profiled run sent no buckets of gradients: profile one with replica.kind=bucketed")
     ready = [_ready_s(record, in_foreground=in_foreground) for record in records]
     ready_s = list(map(median, zip(*ready, strict=True)))
-    computed = [record.step_s - record.communication_s - record.wait_s for record in records]
+    parts = [record.parts for record in records]
+    computed = [math.fsum(each.values()) - each["communication"] - each["wait"] for each in parts]
     num_samples = median(record.num_samples for record in records)
     if min(num_samples, median(computed)) <= 0:
         raise ConfigError("in the profiled steps no samples were computed with: profile the run again")
     last_s = median(map(max, ready))
     return Work(
         num_samples=num_samples,
-        before_s=max(0.0, median(each.data_s + each.forward_s + each.backward_s for each in records) - last_s),
-        update_s=median(record.update_s for record in records),
-        other_s=median(record.other_s for record in records),
+        before_s=max(0.0, median(each["data"] + each["forward"] + each["backward"] for each in parts) - last_s),
+        update_s=median(each["update"] for each in parts),
+        other_s=median(each["other"] for each in parts),
         buckets=tuple(_gradients(records[0], ready_s)),
         spread=tuple(sorted(each / median(computed) for each in computed)),
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ddp.lab.scaling.figures import Point, Series
-from ddp.pictures import step
+from ddp.pictures import timeline
 from ddp.pictures.timeline import svg_of
 from ddp.train.reports.results import metric_in_words, words_of
 from ddp.units import counted, format_time, three_digits
@@ -27,7 +27,7 @@ COLOURS = {  # name: on light, on dark paper
     "pink": ("#c21e6b", "#ff7ab2"),
 }
 CURVES = ("quiet", "good", "bad", "green", "violet", "pink")
-PARTS = {part: colour for part, (_, colour) in step.PARTS.items()}
+PARTS = {part: colour for part, (_, colour) in timeline.PARTS.items()}
 PARTS = {"compute": PARTS["backward"], **PARTS}  # of runs without a profile
 MOST_RANKS = 8
 """Of one number of workers whose steps are drawn."""
@@ -161,7 +161,7 @@ def _parts(axes: Any, series: Series) -> None:
     left = [0.0] * len(rows)
     for part in parts_in(parts for _, parts in rows):
         widths = [1e3 * parts.get(part, 0.0) for _, parts in rows]
-        axes.barh(range(len(rows)), widths, 0.72, left=left, color=PARTS[part], label=step.IN_WORDS.get(part, part))
+        axes.barh(range(len(rows)), widths, 0.72, left=left, color=PARTS[part], label=timeline.IN_WORDS.get(part, part))
         left = [begin + width for begin, width in zip(left, widths, strict=True)]
     axes.set(xlabel="ms", ylabel="rank", ylim=(len(rows) - 0.4, -0.6), xlim=(0, 1.02 * max(left)))
     axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize="small" if len(rows) > 8 else "medium")

@@ -23,7 +23,7 @@ from statistics import fmean, median_low
 from typing import Any, Literal, NamedTuple
 
 from ddp.lab.scaling.runs import Run
-from ddp.train.monitor.profile import PARTS, Profile
+from ddp.train.reports.profile import PARTS, Profile
 
 
 class Waited(NamedTuple):

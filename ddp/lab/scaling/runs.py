@@ -18,8 +18,8 @@ from ddp.process.records import damage_told
 from ddp.run.launch.sweep import RESULT, Job, ending
 from ddp.run.settings.reader import read_settings
 from ddp.train.checkpoints.checkpoint import flat
-from ddp.train.monitor import profile as profiles
-from ddp.train.monitor.profile import Profile, read_profile
+from ddp.train.reports import profile as profiles
+from ddp.train.reports.profile import Profile, read_profile
 from ddp.train.reports.results import evaluations_in, read_metrics, read_summary
 from ddp.train.steps.callbacks import EARLY, MEASURED
 from ddp.train.steps.stopping import is_signal

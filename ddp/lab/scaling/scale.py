@@ -10,7 +10,6 @@ without evaluation or checkpoint. So what is said is about speed alone; the repo
 from __future__ import annotations
 
 import argparse
-import contextlib
 import shlex
 import sys
 import time
@@ -18,14 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddp.comm.meeting.place import refuse_workers
-from ddp.commands.command import parser_of
+from ddp.commands.registry import parser_of
 from ddp.errors import ConfigError
 from ddp.lab.scaling import report
 from ddp.lab.scaling.figures import Series, compare
 from ddp.lab.scaling.report import tables_of
 from ddp.lab.scaling.runs import read_runs
 from ddp.process.arguments import listed, positive, program, quoted, relative_path, whole
-from ddp.process.files import hold, make_folder
 from ddp.process.memory import available_cores
 from ddp.process.terminal import say
 from ddp.run.assembly.stages import check
@@ -84,7 +82,9 @@ def main(words: Sequence[str]) -> int:
         folder = Path("runs", name).absolute()
         todo = jobs_for(given, folder, numbers=options.workers, seconds=options.seconds)
         try:
-            stopped = _run(todo, folder, seconds=options.seconds)
+            numbers = ", ".join(job.settings["cluster.workers"] for job in todo)
+            say(f"measuring {numbers} workers, for {options.seconds:g} s each, in {relative_path(folder)}/")
+            stopped = jobs.run(iter(todo), folder, in_view=False)
         except OSError as error:
             raise unwritable(error.filename or folder, error) from error
         status = tell(folder, given)
@@ -181,21 +181,7 @@ def compares(configs: Sequence[Config]) -> list[str]:
     return told
 
 
-# --- the jobs, and what they have left -------------------------------------------------------------------------------
-
-
-def _run(todo: Sequence[Job], folder: Path, *, seconds: float) -> int | None:
-    """Makes the jobs that are missing; returns the status of a signal that has stopped them, or None."""
-    make_folder(folder)
-    numbers = ", ".join(job.settings["cluster.workers"] for job in todo)
-    say(f"measuring {numbers} workers, for {seconds:g} s each, in {relative_path(folder)}/")
-    with contextlib.closing(hold(folder)):
-        try:
-            for _ in jobs.run(iter(todo), parallel=1, typed=f"{program()} train", in_view=False):
-                pass
-        except SystemExit as ended:
-            return int(ended.code or 0)
-    return None
+# --- what the jobs have left -----------------------------------------------------------------------------------------
 
 
 def tell(folder: Path, given: Sequence[str]) -> int:

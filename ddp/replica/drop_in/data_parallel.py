@@ -5,16 +5,13 @@
     loss.backward()                                 # gradients are averaged over all ranks meanwhile
     optimizer.step()                                # the same on every rank, so replicas stay bitwise equal
 
-It has the same keywords (`arguments.py` has the table), the same `state_dict` and the same errors. It is a
+It has the same keywords (`torch_names.py` has the table), the same `state_dict` and the same errors. It is a
 `BucketedDataParallel` that gives other objects to the same backward:
 
-    usage        which parameters a backward uses: `find_unused_parameters`, `static_graph` (`usage.py`)
-    reducer      a communication hook (`comm_hook.py`)
-    stepper      optimizers inside backward (`in_backward.py`)
+    usage        which parameters a backward uses: `find_unused_parameters`, `static_graph` (`settlement.py`)
+    reducer      a communication hook
+    stepper      optimizers inside backward; as hooks, functions of the user (`in_backward.py`)
     inputs       `join`: which ranks still have inputs (`join.py`)
-
-What it adds to a step are programs that freeze and unfreeze parameters inside a forward, run backward in there, or
-borrow parameters for it (`torch.func.functional_call`).
 
 Other people's programs ask `isinstance(model, torch.nn.parallel.DistributedDataParallel)`, in order to unwrap the
 model, to remove "module." from the keys of a checkpoint, or to use `no_sync`. The answer is True: this class is a
@@ -25,46 +22,44 @@ virtual subclass of torch's (as `abc` calls it), which inherits nothing. Undocum
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import sys
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
+from torch.nn.parallel import distributed
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.device import device_of
+from ddp.comm.opening import device_of
 from ddp.comm.session import current
 from ddp.errors import ConfigError
-from ddp.gradients.hooks.compression import Compression
-from ddp.gradients.hooks.hook import Hook
+from ddp.gradients.compression import Compression
+from ddp.gradients.hook import Hook
 from ddp.gradients.layout import Layout, bucket_limits
 from ddp.gradients.totals import Totals
-from ddp.replica.autograd import accumulates, uncompiled, watch_backward, will_accumulate
+from ddp.replica.autograd import uncompiled
 from ddp.replica.backward import State
-from ddp.replica.broadcast import BufferSync, Mode, broadcast_state, sending
+from ddp.replica.broadcast import BufferSync, Mode, broadcast_state, check_trainable, sending
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.replica.drop_in import arguments
-from ddp.replica.drop_in.comm_hook import BufferHook, CommHook, HookedBuffers, HookFunction, When, check_hook
-from ddp.replica.drop_in.in_backward import MakeOptimizer, StepInBackward, StepsOfOthers, check_own_optimizers, refusal
+from ddp.replica.drop_in import in_backward, torch_names
 from ddp.replica.drop_in.join import Joining, TorchJoinHook
-from ddp.replica.drop_in.torch_names import NAMES, VALUES, TorchNames
-from ddp.replica.drop_in.usage import StaticGraph
-from ddp.replica.parameters import check_trainable, check_wire, managed
+from ddp.replica.parameters import check_wire, managed
 from ddp.replica.replica import Inputs, Replica
-from ddp.replica.settlement import Usage, produces_sparse_gradient
+from ddp.replica.settlement import StaticGraph, Usage
 from ddp.setting import WireName
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's name for it, on the module
 OF_THIS_PROCESS = frozenset(  # attributes that pickles and copies leave out
-    {"backward", "comm", "device_mesh", "inputs", "_buffer_sync", "_join_config", "_last", "_layouts"}
-    | {"_mine", "_observers", "_process_group", "_reducer", "_stepper", "_usage", "_verification", "waiting", "_watch"}
+    {"backward", "collective", "comm", "device_mesh", "inputs", "riding", "settled", "waiting", "_buffer_sync"}
+    | {"_join_config", "_last", "_layouts", "_observers", "_process_group", "_reducer", "_stepper", "_usage"}
+    | {"_verification", "_watch"}
 )
 TORCH_CLASS: Any = nn.parallel.DistributedDataParallel
 
@@ -92,7 +87,7 @@ class DistributedDataParallel(BucketedDataParallel):
         overlap: reduce in the background of backward; None: where that pays (`backward.py`, note "foreground").
         wire, hook: as in `ddp.BucketedDataParallel`.
         comm: the ranks that take part, as `ddp.init` or `subgroup` gave them.
-        others: further keywords of torch's class (`arguments.py`).
+        others: further keywords of torch's class (`torch_names.py`).
 
     Raises:
         ReplicaMismatch: the ranks' models differ in a name, shape, dtype, memory format, or in what is frozen.
@@ -107,7 +102,7 @@ class DistributedDataParallel(BucketedDataParallel):
     _get_data_parallel_params = staticmethod(TORCH_CLASS._get_data_parallel_params)
     _set_params_and_buffers_to_ignore_for_model = staticmethod(TORCH_CLASS._set_params_and_buffers_to_ignore_for_model)
 
-    _active_ddp_module = None  # torch's own class sets it at the name that ours may have (`replacement.py`)
+    _active_ddp_module = None  # torch's own class sets it at the name that ours may have (`take_over`)
 
     def __init__(
         self,
@@ -134,16 +129,16 @@ class DistributedDataParallel(BucketedDataParallel):
         comm: Communicator | None = None,
         **others: Any,
     ) -> None:
-        arguments.check_keywords(others)
-        arguments.warn_of_deprecated(broadcast_buffers, forward_sync_buffers)
+        torch_names.check_keywords(others)
+        torch_names.warn_of_deprecated(broadcast_buffers, forward_sync_buffers)
         limits = bucket_limits(bucket_cap_mb, bucket_cap_mb_list, first_bucket_mb=first_bucket_mb)
-        comm = arguments.choose_communicator(comm, process_group, device_mesh, module)
+        comm = torch_names.choose_communicator(comm, process_group, device_mesh, module)
         self.parameters_to_ignore = set(getattr(module, IGNORED, ()))
         named = _not_ignored(module, self.parameters_to_ignore)
         check_trainable(named, has_inner=any(isinstance(child, Replica) for child in module.modules()))
         check_wire(named, wire, hook)
-        arguments.check_devices(named, device_ids, output_device)
-        check_own_optimizers(named)
+        torch_names.check_devices(named, device_ids, output_device)
+        in_backward.check_own_optimizers(named)
         keeps_buffers = broadcast_buffers is False if forward_sync_buffers is None else not forward_sync_buffers
         if buffers is not None and keeps_buffers and buffers != "none":
             raise ValueError(f"buffers={buffers!r} excludes broadcast_buffers=False and forward_sync_buffers=False")
@@ -157,7 +152,7 @@ class DistributedDataParallel(BucketedDataParallel):
         self._limits, self._overlap, self.wire = limits, overlap, wire
         self.find_unused_parameters, self.static_graph, self.dim = find_unused_parameters, static_graph, dim
         self.gradient_as_bucket_view, self.device_mesh = gradient_as_bucket_view, device_mesh
-        self.input_device = arguments.input_device(device_ids)
+        self.input_device = torch_names.input_device(device_ids)
         self.compression = None if hook is None else Compression(hook, comm, named)
         self._process_group = process_group if device_mesh is None else device_mesh.get_group(0)
         self._begin_in_this_process()
@@ -166,7 +161,7 @@ class DistributedDataParallel(BucketedDataParallel):
         """Makes everything that pickles and copies leave out."""
         self._join_config = _JoinConfig.construct_disabled_join_config()  # torch's `Join` sets it
         usual = Usage(self.comm, finds_unused=self.find_unused_parameters)
-        self._start(StaticGraph(self.comm) if self.static_graph else usual, StepsOfOthers(), allows_borrowing=True)
+        self._start(StaticGraph(self.comm) if self.static_graph else usual, in_backward.StepsOfOthers())
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -177,97 +172,33 @@ class DistributedDataParallel(BucketedDataParallel):
             UnusedParameters: the last step left some without a gradient, and that is not allowed.
             ConfigError: parameters were added, removed or replaced.
         """
-        module = self.module
-        arguments.check_engine()
+        torch_names.check_engine()
         if self.input_device is not None:
-            args, kwargs = arguments.moved((args, kwargs), self.input_device)
-        if self._is_no_step():
-            return module(*args, **kwargs)
-        try:
-            with record_function("DistributedDataParallel.forward") if _profiler_enabled() else nullcontext():
-                moment = self._before_forward()
-                return self._after_forward(module(*args, **kwargs), *moment)
-        except BaseException:
-            self._is_in_forward, self.waiting = False, None
-            raise
-
-    @uncompiled
-    def _before_forward(self) -> tuple[bool, bool]:
-        synchronises, syncs_buffers = super()._before_forward()
-        if torch.is_grad_enabled():
-            self._is_in_forward = synchronises and not self._watch.is_borrowed
-            self.waiting = self._layouts.current if self._is_in_forward else None
-        return synchronises, syncs_buffers
-
-    def _watch_outputs(self, outputs: Any) -> None:
-        self._check_inside_forward()
-        self._is_in_forward, is_borrowed = False, self._watch.is_borrowed
-        layout = self._layouts.current
-        has_outputs = watch_backward(outputs, partial(self._begin, layout, if_reached=is_borrowed), self._finish)
-        self.waiting = layout if (self.training or not has_outputs) and not is_borrowed else None
-
-    def _check_inside_forward(self) -> None:
-        """Takes another layout if the forward that is running, or has just ended, has unfrozen parameters."""
-        if self._is_in_forward and self._watch.check_inside():
-            self._choose_layout()
+            args, kwargs = torch_names.moved((args, kwargs), self.input_device)
+        with record_function("DistributedDataParallel.forward") if _profiler_enabled() else nullcontext():
+            return super().forward(*args, **kwargs)
 
     @uncompiled
     def _begin(self, layout: Layout, adds_to_all: bool, *, if_reached: bool = False) -> bool:
-        """Begins the step when backward first reaches an output or a parameter. Returns True if it did.
-
-        Args:
-            layout, adds_to_all: as in the base class.
-            if_reached: begin only if backward will reach one of the parameters.
-        """
-        is_running = self.backward.state is State.RUNNING
-        if is_running and layout is self.backward.layout:
-            return False
-        if not (will_accumulate(layout.parameters) if if_reached else adds_to_all or accumulates(layout.parameters)):
-            arguments.check_engine(in_backward=True)
-            return False
-        if self._is_in_forward and not self.require_backward_grad_sync:
-            return False  # no_sync inside a forward that runs backward itself
-        if is_running:
-            self.backward.widen(layout)
-            return False
-        self._begin_step(layout)
-        return True
-
-    def on_other_gradient(self, parameter: Tensor) -> None:
-        """Handles a gradient that no bucket is waiting for."""
-        is_running = self.backward.state is State.RUNNING
-        layout = self.backward.layout if is_running else self._layouts.current
-        is_in_step = is_running or (self._is_in_forward and self.require_backward_grad_sync)
-        if is_in_step and parameter.requires_grad and id(parameter) not in layout.slot_of:
-            self._watch.check_inside()  # it was frozen when the forward began
-            self._choose_layout()
-            self.waiting = self._layouts.current
-            if is_running:
-                self.backward.widen(self.waiting)
-        super().on_other_gradient(parameter)
+        has_begun = super()._begin(layout, adds_to_all, if_reached=if_reached)
+        if not has_begun and self.backward.state is not State.RUNNING:
+            torch_names.check_engine(in_backward=True)
+        return has_begun
 
     def _choose_layout(self) -> None:
         if self.steps_in_backward and not self._layouts.is_current:
-            raise refusal("freezing, unfreezing or converting parameters")
+            raise in_backward.refusal("freezing, unfreezing or converting parameters")
         super()._choose_layout()
 
     def _replicated_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return _not_ignored(self.module, self.parameters_to_ignore)
 
-    def _sparse_among(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
-        sparse = {id(child.weight) for child in self.module.modules() if produces_sparse_gradient(child)}
-        return [name for name, parameter in named if id(parameter) in sparse]
-
-    @property
-    def measures_parts(self) -> bool:
-        # asked before the forward, which alone would find out that a sparse layer was unfrozen
-        sparse = (child.weight for child in self.module.modules() if produces_sparse_gradient(child))
-        return self.compression is None and not any(weight.requires_grad for weight in sparse)
-
     def ride_along(self, totals: Totals) -> None:
         """Sends this rank's part of the step's totals with the gradients (see `Replica`)."""
         if self.steps_in_backward:
-            raise refusal("a step that may be refused (ddp.fit clips, vetoes infinite values, and takes steps back)")
+            raise in_backward.refusal(
+                "a step that may be refused (ddp.fit clips, vetoes infinite values, and takes steps back)"
+            )
         super().ride_along(totals)
 
     # --- uneven inputs -----------------------------------------------------------------------------------------------
@@ -293,8 +224,8 @@ class DistributedDataParallel(BucketedDataParallel):
 
     # --- hooks, and the optimizer in backward ------------------------------------------------------------------------
 
-    def register_comm_hook(self, state: Any, hook: HookFunction, *, overlap: bool = False) -> None:
-        """Lets `hook(state, bucket)` take the place of the all-reduce (`comm_hook.py`). Once, on every rank.
+    def register_comm_hook(self, state: Any, hook: in_backward.HookFunction, *, overlap: bool = False) -> None:
+        """Lets `hook(state, bucket)` take the place of the all-reduce (`in_backward.py`). Once, on every rank.
 
         Args:
             overlap: the hook starts all its collectives when it is called, so it may be called again before its last
@@ -304,25 +235,27 @@ class DistributedDataParallel(BucketedDataParallel):
             TypeError: it cannot be called.
             RuntimeError: there is one already.
         """
-        check_hook(hook)
+        in_backward.check_hook(hook)
         if self.steps_in_backward:
-            raise refusal("a communication hook that is registered after it")
+            raise in_backward.refusal("a communication hook that is registered after it")
         for keyword, given in (("wire", self.wire), ("hook", self.compression and self.compression.hook)):
             if given is not None:
                 raise ConfigError(
                     f"{keyword}={given!r} beside a registered communication hook, which does the sending: leave one out"
                 )
-        if isinstance(self._reducer, CommHook):
+        if isinstance(self._reducer, in_backward.CommHook):
             raise RuntimeError(f"the communication hook {self._reducer.name} is registered already; there can be one")
-        self._reducer = CommHook(hook, state, self.comm, overlap=overlap or getattr(hook, "overlap", False))
+        self._reducer = in_backward.CommHook(hook, state, self.comm, overlap=overlap or getattr(hook, "overlap", False))
         self.backward.reducer = self._reducer
         self._layouts.prepare_for_hook()
 
-    def register_buffer_hook(self, state: Any, hook: BufferHook, *, when: When = When.POST_FORWARD) -> None:
-        """Lets `hook(state, {name: buffer})` keep buffers equal, before or after forward (`comm_hook.py`)."""
-        self._buffer_sync = HookedBuffers(self._buffer_sync, hook, state, When[when.name])
+    def register_buffer_hook(
+        self, state: Any, hook: in_backward.BufferHook, *, when: in_backward.When = in_backward.When.POST_FORWARD
+    ) -> None:
+        """Lets `hook(state, {name: buffer})` keep buffers equal, before or after forward (`in_backward.py`)."""
+        self._buffer_sync = in_backward.HookedBuffers(self._buffer_sync, hook, state, in_backward.When[when.name])
 
-    def step_in_backward(self, make_optimizer: MakeOptimizer) -> None:
+    def step_in_backward(self, make_optimizer: in_backward.MakeOptimizer) -> None:
         """Steps every bucket's parameters as soon as it holds the mean, and drops the gradients (`in_backward.py`).
 
         Args:
@@ -333,37 +266,39 @@ class DistributedDataParallel(BucketedDataParallel):
             TypeError: `make_optimizer` cannot be called.
         """
         if self.steps_in_backward:
-            raise refusal("another optimizer")
+            raise in_backward.refusal("another optimizer")
         if self.find_unused_parameters or self.static_graph:
-            raise refusal("find_unused_parameters or static_graph")
-        if self._layouts.current.sparse:
-            raise refusal("a sparse gradient")
+            raise in_backward.refusal("find_unused_parameters or static_graph")
+        if self.layout.sparse:
+            raise in_backward.refusal("a sparse gradient")
         if self.compression is not None:
-            raise refusal(f"hook={self.compression.hook!r}")
-        self._stepper = self.backward.stepper = StepInBackward(make_optimizer)
+            raise in_backward.refusal(f"hook={self.compression.hook!r}")
+        self._stepper = self.backward.stepper = in_backward.StepInBackward(make_optimizer)
 
     @property
     def steps_in_backward(self) -> bool:
         """Returns True once `step_in_backward` was called."""
-        return isinstance(self._stepper, StepInBackward)
+        return isinstance(self._stepper, in_backward.StepInBackward)
 
     @property
     def optimizers_in_backward(self) -> list[Optimizer]:
         """The optimizers that `step_in_backward` has made so far, one for each bucket."""
-        return list(self._stepper.optimizers.values()) if isinstance(self._stepper, StepInBackward) else []
+        return list(self._stepper.optimizers.values()) if isinstance(self._stepper, in_backward.StepInBackward) else []
 
     # --- looking at it -----------------------------------------------------------------------------------------------
 
     def logging_data(self) -> dict[str, Any]:
         """Returns how long the last step's reductions took, bucket by bucket (`bucketed.py`)."""
         reducer = self._reducer
-        return super().logging_data() | {"comm_hook": reducer.name if isinstance(reducer, CommHook) else None}
+        return super().logging_data() | {
+            "comm_hook": reducer.name if isinstance(reducer, in_backward.CommHook) else None
+        }
 
     def __getattr__(self, name: str) -> Any:
         """Returns the attribute of this name that torch's class has (`torch_names.py`), or a submodule."""
-        if name in VALUES:
-            return VALUES[name](self)
-        return getattr(TorchNames(self), name) if name in NAMES else super().__getattr__(name)
+        if name in torch_names.VALUES:
+            return torch_names.VALUES[name](self)
+        return getattr(torch_names.TorchNames(self), name) if name in torch_names.NAMES else super().__getattr__(name)
 
     @classmethod
     def _get_active_ddp_module(cls) -> None:
@@ -418,10 +353,35 @@ class DistributedDataParallel(BucketedDataParallel):
         self._buffer_sync = BufferSync(comm, self.module, mode, self.parameters_to_ignore)
         if self.compression is not None:
             self.compression.comm = comm
-        self.inputs, self._mine = Inputs(comm), None
+        self.inputs, self.riding = Inputs(comm), None
         self._begin_in_this_process()
 
 
 def _not_ignored(module: nn.Module, ignored: set[str]) -> list[tuple[str, nn.Parameter]]:
     """Returns names and parameters that a replica keeps equal, without those ignored by name."""
     return [(name, parameter) for name, parameter in managed(module, inner=Replica) if name not in ignored]
+
+
+# --- Our class in the place of torch's, for libraries that wrap models by torch's class themselves --------------------
+#
+#     ddp.drop_in.take_over()
+#     model = ray.train.torch.prepare_model(model)        # a ddp.DistributedDataParallel
+
+
+_KEEP = {"torch", "ddp"}  # torch's `replicate` needs its own class, and so do we
+_NAMESPACE = vars(ModuleType)["__dict__"].__get__  # by any other way a lazy module would be loaded
+
+
+def take_over() -> None:
+    """Replaces torch's DistributedDataParallel by ours where torch has it, and in each module that has imported it.
+
+    So it works before or after a library is imported; a second call does nothing. Models that are wrapped already, and
+    classes that are derived from torch's already, stay as they are. Call it on every rank.
+    """
+    documented = (distributed.__name__, "torch.nn.parallel")
+    for module in list(sys.modules.values()):
+        namespace = _NAMESPACE(module) if issubclass(type(module), ModuleType) else {}
+        module_name = str(namespace.get("__name__"))
+        if module_name in documented or module_name.partition(".")[0] not in _KEEP:
+            for name in [name for name, value in list(namespace.items()) if value is TORCH_CLASS]:
+                namespace[name] = DistributedDataParallel

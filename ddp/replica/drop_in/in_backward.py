@@ -1,28 +1,60 @@
-"""The optimizer inside backward: a bucket's parameters are stepped as soon as their mean is complete.
+"""Functions of the user inside a step: hooks in the place of collectives, and optimizers that step in backward.
+
+    def hook(state, bucket) -> Future[Tensor]        the protocol of torch's `register_comm_hook`
+        bucket.buffer()                              [numel], the gradients of this rank; not divided by anything
+        bucket.gradients(), bucket.parameters()      views of the buffer, and whose they are
+        bucket.index(), bucket.is_last()             in the order of reduction
+        bucket.set_buffer(tensor)                    another tensor as the buffer
+                                                     the future's value, shaped like the buffer, is the result
+
+    def hook(state, {name: buffer})                  of `register_buffer_hook`; may return futures, which are awaited
+                                                     before forward, or, if the hook runs after forward, when backward
+                                                     has ended
 
     model.step_in_backward(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
 
-The step overlaps with the rest of backward, and `p.grad` is None again once it has been used. Each bucket has an
-optimizer of its own, which is made when the bucket has its first mean, because then the order of gradients is known.
+torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) run unchanged. They communicate over process groups
+of torch.distributed; this project's collectives have a process group of their own, so neither can take the other's
+messages.
 
-The cost: a step is no longer a transaction. Once the first bucket has been stepped, nothing can be taken back, and
-nothing can look at all gradients first. So it is refused with `ddp.fit` (which clips by the global norm, and takes back
-a step whose values are not finite), with create_graph, and where gradients may be missing. If one is missing all the
-same, its parameter is stepped with zeros before the error is raised.
+Note "order". The hook is called for a bucket once its future for the bucket before is done. A hook whose steps are
+chained futures (PowerSGD) starts its second collective whenever its first one ends. With two buckets in flight, that
+order could differ from rank to rank, and the ranks would hang. A hook that starts all its collectives when it is called
+may be registered with `overlap=True`; then its futures are awaited only when backward has ended.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from typing import Any, SupportsInt
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp.errors import ConfigError
+from ddp.comm.communicator import Communicator
+from ddp.errors import ConfigError, HookFailed, PeerLost
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.layout import Layout
+from ddp.gradients.reducer import Reducer
+from ddp.process import gpu
+from ddp.process.clock import now_s
 from ddp.replica.backward import Stepper
+from ddp.replica.broadcast import BufferSync
+
+# --- An optimizer inside backward ------------------------------------------------------------------------------------
+#
+# A bucket's parameters are stepped as soon as their mean is complete. The step overlaps with the rest of backward, and
+# `p.grad` is None again once it has been used. Each bucket has an optimizer of its own, which is made when the bucket
+# has its first mean, because then the order of gradients is known.
+#
+# The cost: a step is no longer a transaction. Once the first bucket has been stepped, nothing can be taken back, and
+# nothing can look at all gradients first. So it is refused with `ddp.fit` (which clips by the global norm, and takes
+# back a step whose values are not finite), with create_graph, and where gradients may be missing. If one is missing all
+# the same, its parameter is stepped with zeros before the error is raised.
+
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -107,3 +139,180 @@ def refusal(of: str) -> ConfigError:
         f"{of} does not go with step_in_backward: once the first bucket is stepped, a step cannot be taken back, and "
         "nothing can look at all gradients before. Call optimizer.step() after backward instead"
     )
+
+
+# --- Hooks on buckets, and on buffers --------------------------------------------------------------------------------
+
+
+HookFunction = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
+BufferHook = Callable[[Any, dict[str, Tensor]], Any]
+
+
+class GradBucket:
+    """A bucket as hooks see it: the verbs of `torch.distributed.GradBucket`."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket, self._buffer = bucket, bucket.gradients
+
+    def index(self) -> int:
+        """Returns the bucket's number in the order of reduction."""
+        return self._bucket.index
+
+    def buffer(self) -> Tensor:
+        """Returns the gradients side by side, [numel], with zeros between them."""
+        return self._buffer
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        """Takes another tensor as the buffer."""
+        self._buffer = tensor
+
+    def gradients(self) -> list[Tensor]:
+        """Returns the parameters' gradients, as views of the present buffer."""
+        return self._bucket.views_of(self._buffer)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters, in the order of their gradients."""
+        return [slot.parameter for slot in self._bucket.slots]
+
+    def is_last(self) -> bool:
+        """Returns True for the last bucket of a step."""
+        return self._bucket.is_last
+
+
+class CommHook(Reducer):
+    """A hook, which takes means over the ranks.
+
+    Args:
+        overlap: the hook may be called before the last future is done.
+        comm: gives waits their deadline and says who is missing.
+
+    Raises (all methods):
+        HookFailed: the hook raised, or returned something other than promised; the message names the bucket.
+        PeerLost: the others did not do their part within the deadline.
+        TypeError: it cannot be called.
+    """
+
+    may_resize = averages = True
+
+    def __init__(self, hook: HookFunction, state: Any, comm: Communicator, *, overlap: bool = False) -> None:
+        check_hook(hook)
+        self.comm, self.name = comm, getattr(hook, "__qualname__", type(hook).__qualname__)
+        self._hook, self._state, self._overlap = hook, state, overlap
+        self._last: PendingBucket | None = None
+
+    def reduce(self, bucket: Bucket, *, divide_by: SupportsInt, async_op: bool, label: str) -> PendingBucket:
+        """Calls the hook for a bucket, once the future before it is done unless the hook overlaps."""
+        if self._last is not None and not self._overlap:
+            self._last.wait()
+        try:
+            future = self._hook(self._state, GradBucket(bucket))
+        except Exception as error:
+            hook = f"communication hook {self.name}"
+            raise _failure(self.comm, f"the {hook} raised {error!r} ({label})", f"{hook}, {label}") from error
+        if not isinstance(future, torch._C.Future):  # a Work's future is one, but no torch.futures.Future
+            raise HookFailed(
+                f"the communication hook {self.name} returned a {type(future).__name__} ({label}); "
+                "it must return a torch.futures.Future with the reduced buffer, also where it communicates nothing"
+            )
+        self._last = PendingBucket(self, bucket, future, label)
+        return self._last
+
+
+class PendingBucket:
+    """A bucket whose future was not waited for yet."""
+
+    done_s = 0.0
+
+    def __init__(self, hook: CommHook, bucket: Bucket, future: torch.futures.Future[Tensor], label: str) -> None:
+        self._hook, self._bucket, self._label = hook, bucket, label
+        self._future: torch.futures.Future[Tensor] | None = future
+
+    def is_completed(self) -> bool:
+        """Returns False: all ranks must wait for the same future at the same time, so none looks before."""
+        return False
+
+    def wait(self) -> None:
+        """Waits for the future, and puts what it holds into the bucket."""
+        future, self._future = self._future, None
+        if future is None:
+            return
+        name, gradients = f"communication hook {self._hook.name}", self._bucket.gradients
+        result = result_of(self._hook.comm, future, hook=name, where=self._label)
+        if isinstance(result, (list, tuple)) and len(result) == 1:
+            result = result[0]  # what a Work's own future holds
+        if not isinstance(result, Tensor) or result.numel() != gradients.numel():
+            found = f"{list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+            raise HookFailed(
+                f"the future of the {name} holds {found} ({self._label}); "
+                f"it must hold one tensor like the bucket's buffer, [{gradients.numel()}]"
+            )
+        if result.data_ptr() != gradients.data_ptr() or result.dtype != gradients.dtype:
+            gradients.copy_(result.detach().view(-1))
+        self.done_s = now_s()
+
+
+class When(Enum):
+    """Says on which side of forward a hook on buffers runs; the names are torch's."""
+
+    PRE_FORWARD = "before"
+    POST_FORWARD = "after"
+
+
+class HookedBuffers(BufferSync):
+    """Buffers that a hook keeps equal.
+
+    Args:
+        of: the same buffers, without the hook.
+    """
+
+    def __init__(self, of: BufferSync, hook: BufferHook, state: Any, when: When) -> None:
+        super().__init__(of.comm, of.module, of.mode, of.ignored)
+        check_hook(hook)
+        self._hook, self._state, self._when = hook, state, when
+        self._futures: list[Any] = []
+
+    def before_forward(self, root: int) -> None:
+        if self._when is When.PRE_FORWARD:
+            self._call()
+            self.after_backward()
+
+    def after_forward(self) -> None:
+        if self._when is When.POST_FORWARD:
+            self._call()
+
+    def after_backward(self) -> None:
+        """Waits for the hook's futures, whose results are of no interest: the hook has changed the buffers itself."""
+        while self._futures:
+            result_of(self.comm, self._futures.pop(0), hook="hook on buffers", where=f"{self._when.value} a forward")
+
+    def _call(self) -> None:
+        futures = self._hook(self._state, self.named())
+        if futures is not None:
+            self._futures += futures if isinstance(futures, (list, tuple)) else [futures]
+
+
+def result_of(comm: Communicator, future: torch.futures.Future[Any], *, hook: str, where: str) -> Any:
+    """Waits for the result of a hook's future; on CUDA, makes the current stream wait for it. Collective.
+
+    Raises:
+        HookFailed: the future holds an error.
+        PeerLost: the others did not do their part within the communicator's deadline, or a rank is lost.
+    """
+    arrived, label = threading.Event(), f"{hook}, {where}"
+    future.add_done_callback(lambda _: arrived.set())
+    comm.peers.wait_for(arrived.wait, label=label)  # even if it is done: the numbers of waits must agree between ranks
+    try:
+        return future.wait() if comm.device.type == gpu.KIND else future.value()
+    except Exception as error:
+        raise _failure(comm, f"the future of the {hook} failed: {error} ({where})", label) from error
+
+
+def _failure(comm: Communicator, message: str, label: str) -> HookFailed | PeerLost:
+    """Returns PeerLost if a rank is lost, because that breaks the process group's connections; else HookFailed."""
+    return comm.peers.find_lost(label) or HookFailed(message)
+
+
+def check_hook(hook: Any) -> None:
+    """Raises TypeError unless it can be called with a state and a bucket."""
+    if not callable(hook):
+        raise TypeError(f"a communication hook must be callable as hook(state, bucket), got {hook!r}")

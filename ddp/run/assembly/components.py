@@ -1,4 +1,4 @@
-"""From settings to components: with `optimizer.py`, the place that takes a `Config` apart into plain arguments.
+"""From settings to components: the place that takes a `Config` apart into plain arguments.
 
 Each function below builds one component of a run. Components know nothing of `Config`. A component of the user's own
 is imported from its address here, in the parent before any worker starts, and in every worker.
@@ -6,8 +6,9 @@ is imported from its address here, in the parent before any worker starts, and i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -16,39 +17,41 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from ddp.collectives import catalog
 from ddp.comm.communicator import Communicator
 from ddp.data.loading.fetching import UNREADABLE
 from ddp.data.loading.source import whole_splits
-from ddp.data.samples import Splits, Transformed
+from ddp.data.orders.steps import BatchWarmup, Steps, StepsLeft
+from ddp.data.orders.token_budget import TokenBudget
+from ddp.data.samples import Samples, Splits, Transformed
 from ddp.data.sets.file_splits import Files
 from ddp.data.sets.image_sets import Augment
 from ddp.data.sets.validation import with_share
 from ddp.errors import ConfigError
 from ddp.gradients import DenseStart, Hook
+from ddp.optim import schedules
+from ddp.optim.layerwise import parameter_groups
 from ddp.policies import Averaging, Buckets, ParameterServer
 from ddp.process import streams
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import SyncBatchNorm
+from ddp.rules import refuse
 from ddp.run.settings.address import called, check_arguments, from_address, is_address, told
-from ddp.run.settings.checks import NO_METRIC
+from ddp.run.settings.checks import NO_METRIC, setup_of
 from ddp.run.settings.choices import Loading
 from ddp.run.settings.config import Config
 from ddp.run.settings.groups import DataFiles
 from ddp.strategies.choice import wrapped
-from ddp.train.checks.guard import Guard
+from ddp.train.checks.supervision import Guard
 from ddp.train.checks.watcher import Watch
 from ddp.train.reports.profiler import Profiler
-from ddp.train.reports.tracker import Tracker, refuse_twice
+from ddp.train.reports.trackers import CSV, MLflow, TensorBoard, Tracker, WandB, refuse_twice
 from ddp.train.steps.callbacks import EMA, Callback, EarlyStopping
-from ddp.train.tasks.cross_entropy import ByteModel, Classification, LanguageModel
-from ddp.train.tasks.task import LossFunction, Regression, Task, as_task
-from ddp.train.trackers.csv import CSV
-from ddp.train.trackers.mlflow import MLflow
-from ddp.train.trackers.tensorboard import TensorBoard
-from ddp.train.trackers.wandb import WandB
+from ddp.train.tasks.task import ByteModel, Classification, LanguageModel, LossFunction, Regression, Task, as_task
+from ddp.units import counted
 
 _NUM_TRIED = 100  # samples, of which one must be readable
 
@@ -380,3 +383,99 @@ def own_model(address: str, arguments: Mapping[str, Any], *, key: str, folder: s
     if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
         raise ConfigError(f"{key}={address}: {lazy[0]} has no size yet; give it one, because replicas begin equal")
     return model
+
+
+# --- What changes the weights: the optimizer, its rate, the global batch, and their schedules ------------------------
+#
+# What one setting makes of another, as a batch does of the rate, is said here once.
+
+
+def learning_rate(config: Config) -> float:
+    """Returns the configured learning rate, scaled for the global batch."""
+    optim, size = config.optim, config.batch.global_size
+    return schedules.scaled_rate(optim.lr, global_batch=size, base_batch=optim.base_batch, rule=optim.lr_scaling)
+
+
+def make_optimizer(config: Config, module: nn.Module) -> Optimizer:
+    """Returns an optimizer over all parameters; biases and norms have neither weight decay nor a trust ratio.
+
+    Raises:
+        ConfigError: a preset, a choice or a name to be excluded does not exist.
+    """
+    groups = partial(parameter_groups, module, exclude=config.optim.exclude)
+    optimizer: Optimizer = config.optim.make(groups, lr=learning_rate(config))
+    clips_at = getattr(optimizer, "clip_norm", None)
+    refuse(setup_of(config, own_clip_norm=clips_at))
+    return optimizer
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Lets optimizers be made in a block without torch's compiler, which each imports for a second and none needs."""
+    asks = Optimizer.add_param_group
+    Optimizer.add_param_group = getattr(asks, "__wrapped__", asks)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Optimizer.add_param_group = asks  # type: ignore[method-assign]
+
+
+def batch_of(config: Config, train: Samples) -> int | BatchWarmup | TokenBudget:
+    """Returns the global batch, or how it grows over a data set, or its budget of tokens.
+
+    Raises:
+        ConfigError: the data do not say how long samples are, or one is longer than the budget.
+    """
+    first, last = config.batch.warmup_size, config.batch.global_size
+    if config.batch.tokens is not None:
+        return _budget(config, train)
+    if first is None:
+        return last
+    samples = config.batch.warmup_samples or math.ceil((config.batch.warmup_epochs or 0) * len(train))
+    return BatchWarmup(first, last, samples)
+
+
+def _budget(config: Config, train: Samples) -> TokenBudget:
+    if (lengths := getattr(train, "lengths", None)) is None:
+        raise ConfigError(
+            f"batch.tokens={config.batch.tokens}: data={config.data.name} do not say how long samples are; give the "
+            "data set an attribute `lengths`, one number for each sample, or leave it out"
+        )
+    try:
+        return TokenBudget(cast(int, config.batch.tokens), lengths)
+    except ConfigError as error:
+        raise ConfigError(f"batch.{error}") from error
+
+
+def warmup_samples(config: Config, sizes: Steps) -> float:
+    """Returns in how many samples of all workers the learning rate rises."""
+    schedule, optim = config.schedule, config.optim
+    if schedule.warmup_steps is not None:
+        return sizes.after(0, schedule.warmup_steps)
+    times = config.batch.global_size / optim.base_batch if optim.lr_scaling == "legw" else 1
+    if schedule.warmup_samples is not None:
+        return times * schedule.warmup_samples
+    if schedule.warmup_epochs is not None:
+        return times * schedule.warmup_epochs * sizes.length
+    return times * (schedule.warmup_fraction or 0) * _samples_of_run(config, sizes)
+
+
+def _samples_of_run(config: Config, sizes: Steps) -> int:
+    _, num_samples = StepsLeft(sizes).end(0, epochs=config.epochs, num_steps=config.max_steps)
+    return num_samples
+
+
+def derived(config: Config, sizes: Steps) -> list[str]:
+    """Returns the rate and the warm-up that the rules for large batches give, a line each."""
+    rate, given, rise = learning_rate(config), config.optim.lr, warmup_samples(config, sizes)
+    notes = [] if rate == given else [f"learning rate {rate:g}: {given:g} × {rate / given:g} for this batch"]
+    if rise:
+        steps = counted(sizes.num_steps(0, math.ceil(rise)), "step")
+        is_too_long = ": longer than the run" if rise > _samples_of_run(config, sizes) else ""
+        notes.append(f"the learning rate rises over {math.ceil(rise):,} samples ({steps}){is_too_long}")
+    return notes
+
+
+def make_schedule(config: Config, sizes: Steps) -> schedules.RateSchedule:
+    """Returns the learning-rate schedule for the steps of a run."""
+    return schedules.with_warmup(config.schedule.make(), num_samples=warmup_samples(config, sizes))

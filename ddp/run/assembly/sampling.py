@@ -21,7 +21,7 @@ from ddp.data.orders.steps import Batches
 from ddp.data.samples import Samples, Splits
 from ddp.data.sets.validation import selection_in
 from ddp.errors import ConfigError
-from ddp.run.assembly import optimizer as optimization
+from ddp.run.assembly.components import batch_of
 from ddp.run.settings.address import from_address, is_address, own_parts
 from ddp.run.settings.config import Config
 from ddp.train.arguments import round_length
@@ -77,7 +77,7 @@ def num_parts(config: Config) -> int:
 
 def sampler_for(config: Config, splits: Splits, *, rank: int) -> TrainSampler:
     """Returns the sampler of a rank, at the beginning of the run."""
-    size = optimization.batch_of(config, splits.train)
+    size = batch_of(config, splits.train)
     shares = {**batches_of(config, splits).sampler_arguments, "global_batch": size}
     try:
         rounds = round_length(config.strategy)

@@ -1,9 +1,9 @@
 """A run: checked before any worker starts, made by every worker, and completed afterwards.
 
-    check(config)            in the parent, before any worker: fetches data, builds the model without memory, looks at
-                             the checkpoint to be resumed; so one process says once what is wrong
-    run(config, run_dir)     in every worker: communicator, data, model, optimizer, fit; rank 0 writes summary.json
-    finish(config, run_dir)  in the parent, afterwards: the table, and of a GPT yardsticks and what it writes
+check(config)            in the parent, before any worker: fetches data, builds the model without memory, looks at
+                         the checkpoint to be resumed; so one process says once what is wrong
+run(config, run_dir)     in every worker: communicator, data, model, optimizer, fit; rank 0 writes summary.json
+finish(config, run_dir)  in the parent, afterwards: the table, and of a GPT yardsticks and what it writes
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.device import show_only
 from ddp.comm.objects import all_gather_object, on_rank_zero
+from ddp.comm.opening import show_only
 from ddp.comm.session import init, shutdown
 from ddp.data.samples import Splits
 from ddp.data.sets.text_sets import corpus
@@ -32,9 +32,8 @@ from ddp.process.arguments import program, relative_path, setting_for, train_com
 from ddp.process.memory import available_cores, collect_from_now_on
 from ddp.process.records import damage_told
 from ddp.process.terminal import say
-from ddp.replica.tied import move
+from ddp.replica.broadcast import move
 from ddp.run.assembly import components
-from ddp.run.assembly import optimizer as optimization
 from ddp.run.assembly.load import load as load_trained
 from ddp.run.assembly.load import load_initial_weights
 from ddp.run.assembly.sampling import batches_of, check_dealing, sampler_facts, sampler_for
@@ -48,7 +47,7 @@ from ddp.train.checkpoints.checkpoint import check_optimizer
 from ddp.train.checkpoints.checkpoint_store import ANOTHER, check_fits, checkpoints_of, load, resume_from
 from ddp.train.evaluation.sidecar import results_of_sidecar
 from ddp.train.fit import train
-from ddp.train.monitor.profile import FILE
+from ddp.train.reports.profile import FILE
 from ddp.train.reports.report import draw_curves, print_summary
 from ddp.train.reports.results import read_summary, write_summary
 from ddp.train.steps.callbacks import EARLY, MEASURED
@@ -81,8 +80,8 @@ def check(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
     check_servers(config, model)
     if (region := components.averaging_of(config).region) is not None:
         refuse_kept(region)
-    with optimization.without_compiler():
-        optimizer = optimization.make_optimizer(config, model)
+    with components.without_compiler():
+        optimizer = components.make_optimizer(config, model)
     if (which := _start_of(config, Path(config.run.dir))) is not None:
         checkpoint = load(which, names=["model", "position"])
         with damage_told(checkpoint.path, ANOTHER, CheckpointError):
@@ -163,9 +162,9 @@ def given_of(config: Config, comm: Communicator, stop: StopFlag, *, is_resumed: 
     if config.init_from.path and not is_resumed and comm.rank == 0:  # the replicas' first broadcast does the rest
         _load_given_weights(config, module)
     model = components.make_replica(config, module, comm)
-    optimizer = optimization.make_optimizer(config, module)
+    optimizer = components.make_optimizer(config, module)
     sizes = sampler_for(config, splits, rank=0).sizes  # those of all: a server of several has no share of its own
-    if comm.rank == 0 and (notes := [*origins(), *optimization.derived(config, sizes)]):
+    if comm.rank == 0 and (notes := [*origins(), *components.derived(config, sizes)]):
         say("\n".join(notes))
     collect_from_now_on()  # the optimizer has imported the last of torch
     return FitArguments(
@@ -173,7 +172,7 @@ def given_of(config: Config, comm: Communicator, stop: StopFlag, *, is_resumed: 
         data=splits.train,
         optimizer=optimizer,
         loss=task,
-        global_batch=optimization.batch_of(config, splits.train),
+        global_batch=components.batch_of(config, splits.train),
         epochs=config.epochs,
         max_steps=config.max_steps,
         validation_data=held_out and held_out.validation,
@@ -181,7 +180,7 @@ def given_of(config: Config, comm: Communicator, stop: StopFlag, *, is_resumed: 
         evaluation=config.evaluate,
         batches=batches_of(config, splits),
         reading=config.loader,
-        schedule=optimization.make_schedule(config, sizes),
+        schedule=components.make_schedule(config, sizes),
         clip_norm=config.clip_norm,
         precision=config.precision,
         strategy=components.averaging_of(config),

@@ -7,11 +7,10 @@
     run_folder.prepare: validate, run directory, data, config.yaml                    │
          │ train                               │ store: rank 0 ──config──▶ all        │
          ▼                                     ▼                                      ▼
-    torchrun's engine ── worker      worker.train in this process                     torchrun's engine ── worker --call
+    supervisor.py ── worker          worker.train in this process                     supervisor.py ── worker --call
 
-With servers (`cluster.servers`), `supervisor.py` is in the place of torchrun's engine, which all other strategies have.
-A worker that fails takes its neighbours with it. So the parent reads the reports of all workers and prints the root
-cause last.
+A worker that fails takes its neighbours with it, unless there are servers. So the parent reads the reports of all
+workers and prints the root cause last.
 
 | how a run ends                         | status | where it is decided                    |
 |----------------------------------------|--------|----------------------------------------|
@@ -49,19 +48,18 @@ from yaml import YAMLError
 from ddp.comm.meeting.cluster_spec import allow_servers, take_cluster
 from ddp.comm.meeting.role import ROLE, SERVERS, WORKERS, Job, RoleSettings, role_from_env
 from ddp.errors import USER_ERRORS, ConfigError, first_line, with_causes
-from ddp.process.arguments import program, quoted, relative_path, setting_for, train_command, typed_command
+from ddp.process.arguments import program, quoted, relative_path, setting_for, train_command
 from ddp.process.files import at_home
 from ddp.process.memory import leave_out, skip_at_exit
 from ddp.process.terminal import console, ended_by_ctrl_c, keep_writing, say
-from ddp.run.launch import jobs, sidecar, sweep
-from ddp.run.launch.engine import Ended, run_workers
-from ddp.run.launch.report import Report, describe_failures
+from ddp.run.launch import jobs, sweep
+from ddp.run.launch.failures import Report, Seat, describe_failures
+from ddp.run.launch.processes import with_sidecar
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare, settings_text, unwritable
-from ddp.run.launch.supervisor import run_roles
+from ddp.run.launch.supervisor import run_workers
 from ddp.run.settings.address import is_address
 from ddp.run.settings.checks import check_gpus, check_strategy, name_problems
-from ddp.run.settings.config import CHOICES, OWN, Config, choose, plain_defaults
-from ddp.run.settings.page import page
+from ddp.run.settings.config import CHOICES, OWN, Config, choose, page, plain_defaults
 from ddp.run.settings.reader import (
     chosen_in,
     from_plain,
@@ -144,8 +142,12 @@ class HydraMain:
                 f"sweep.parallel={composed.sweep.parallel}: is for hydra/launcher=jobs; another launcher has settings "
                 "of its own"
             )
-        (job,) = jobs.run(iter([of_sweep(overrides, run_dir)]), parallel=1, typed=typed_command(), options=self.options)
-        return objective(job, settings.sweeper)
+        ended: list[sweep.Job] = []
+        todo = iter([of_sweep(overrides, run_dir)])
+        stopped = jobs.run(todo, options=self.options, ended=ended.append)
+        if stopped is not None:
+            sys.exit(stopped)
+        return objective(ended[0], settings.sweeper)
 
     def job_folder(self, overrides: Sequence[str], number: int, *, _root_: Any) -> str:
         """Names a job's folder; `hydra.sweep.subdir` in ddp/run/settings/conf/train.yaml asks for it."""
@@ -496,12 +498,9 @@ def train(config: Config, run_dir: Path) -> int:
     digest = hashlib.sha256(settings_text(config).encode()).hexdigest()
     arguments = ["--settings", digest, str(run_dir.resolve())]
     try:
-        with sidecar.started(config, run_dir) as is_there:
-            run: Callable[..., Ended] = run_workers
-            if cluster.servers:
-                logs = run_dir / "logs"
-                run = partial(run_roles, servers=cluster.servers, restarts=cluster.restarts, logs=logs)
-            ended = run(arguments, workers=cluster.workers, threads=cluster.threads_per_worker)
+        with with_sidecar(config, run_dir) as is_there:
+            counts = {"workers": cluster.workers, "servers": cluster.servers, "restarts": cluster.restarts}
+            ended = run_workers(arguments, threads=cluster.threads_per_worker, logs=run_dir / "logs", **counts)
             if is_there is not None and has_ended(run_dir):
                 wait_for(run_dir, is_there, within_s=config.evaluate.wait_s)
     finally:
@@ -522,7 +521,7 @@ def train(config: Config, run_dir: Path) -> int:
     else:
         outcome = "nothing was saved at the stop"
         ranks = range(cluster.servers + cluster.workers)
-        reports = [Report.read(run_dir / "logs", rank=rank, servers=cluster.servers) for rank in ranks]
+        reports = [Report.read(Seat(run_dir / "logs", rank, cluster.servers)) for rank in ranks]
         failed = [report for report in reports if report is not None]
         if failed:  # the stop itself went wrong
             say(min(failed, key=lambda r: (r.is_secondary, r.time_s)).block(), to=sys.stderr)

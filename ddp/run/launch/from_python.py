@@ -9,21 +9,20 @@ import io
 import pickle
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
 from ddp.comm.meeting.place import refuse_workers
 from ddp.errors import ConfigError, WorkersFailed, nearest, workers_failed
-from ddp.process.log import log
 from ddp.process.memory import available_cores
-from ddp.process.terminal import say
-from ddp.run.launch.engine import Ended, run_workers, temporary_folder
-from ddp.run.launch.report import Failure, called, describe_failures
-from ddp.run.launch.supervisor import run_roles
+from ddp.process.terminal import log, say
+from ddp.run.launch.failures import Failure, Seat, describe_failures
+from ddp.run.launch.supervisor import run_workers
 from ddp.run.settings.checks import most_workers
 from ddp.train.checkpoints.moved import meaning
 from ddp.units import counted
@@ -71,10 +70,9 @@ def launch(
         say(f"starting {beside}{counted(workers, 'worker')} …")
     with folder_for_call(workers, function, args, kwargs) as folder:
         limit = [] if timeout_s is None else ["--timeout", str(timeout_s)]
-        run: Callable[..., Ended] = run_workers
-        if servers:
-            run = partial(run_roles, servers=servers, restarts=restarts, logs=folder / "logs")
-        ended = run(["--call", str(folder / CALL), *limit], workers=workers, threads=threads_per_worker)
+        counts = {"workers": workers, "servers": servers, "restarts": restarts}
+        words = ["--call", str(folder / CALL), *limit]
+        ended = run_workers(words, threads=threads_per_worker, logs=folder / "logs", **counts)
         if (stopped_by := ended.signal or _left_by(ended.failures)) is signal.SIGINT:
             raise KeyboardInterrupt("it has ended the workers; if a fit was running, its last line says what is saved")
         if stopped_by is not None:
@@ -84,7 +82,7 @@ def launch(
         results = [result_file(folder, rank) for rank in range(servers + workers)]
         for rank, path in enumerate(results[: servers or workers]):
             if not path.exists():
-                who = called(rank, servers)
+                who = Seat(folder, rank, servers)
                 raise workers_failed(f"{who} ended without a result: let the function return, not call sys.exit", rank)
         return [pickle.loads(path.read_bytes()) if path.exists() else None for path in results]
 
@@ -185,18 +183,20 @@ def folder_for_call(workers: int, function: Callable[..., Any], args: Any, kwarg
         ConfigError: something of the call cannot be sent, or the disk is full.
     """
     sent, defined = _pickled(function, args, kwargs)
-    with temporary_folder("ddp-launch-") as folder:
+    with contextlib.ExitStack() as until_end:
         try:
+            folder = Path(until_end.enter_context(tempfile.TemporaryDirectory(prefix="ddp-launch-")))
             (folder / CALL).write_bytes(pickle.dumps((workers, sys.path)) + sent)
             (folder / DEFINED).write_bytes(defined)
         except OSError as error:
-            raise _no_room(error, folder) from error
+            raise _no_room(error) from error
         yield folder
 
 
-def _no_room(error: OSError, folder: Path) -> ConfigError:
-    """Returns the error for a temporary folder in which nothing more can be written."""
-    return ConfigError(f"{folder.parent}: {error.strerror}; make room there, or set TMPDIR to another folder")
+def _no_room(error: OSError) -> ConfigError:
+    """Returns the error for a temporary folder that cannot be made, or in which nothing more can be written."""
+    where = f"{Path(error.filename).parent}: " if error.filename else ""
+    return ConfigError(f"{where}{error.strerror}; make room there, or set TMPDIR to another folder")
 
 
 def write_result(folder: Path, rank: int, function: Callable[..., Any], result: Any) -> None:
@@ -217,7 +217,7 @@ def write_result(folder: Path, rank: int, function: Callable[..., Any], result: 
         result_file(folder, rank).write_bytes(data)
     except OSError as error:
         result_file(folder, rank).unlink(missing_ok=True)  # makes room for the report
-        raise _no_room(error, folder) from error
+        raise _no_room(error) from error
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bytes, bytes]:

@@ -1,8 +1,8 @@
-"""Jobs of a sweep or a search: each a process on its own cores, the next one as soon as one has ended.
+"""Jobs of a sweep, a search or a measurement: each a process on its own cores, the next one as soon as one has ended.
 
-    run                     job.py, in its own session
+    run                     main, in its own session
      │  starts               └─ the command line of one run: launcher and workers, as without a sweep
-     │  waits, writes RUN_DIR/job.json
+     │  waits, writes RUN_DIR/job.json, and the table after each job
      ▼
     sweep.gather            the table, from the folder
 
@@ -13,28 +13,30 @@ that is still there `STOP_S` after it was asked to stop is killed, such as one t
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import NoReturn, TypeVar
 
 from ddp.errors import ConfigError
 from ddp.process.arguments import quoted, relative_path
 from ddp.process.clock import Patience
-from ddp.process.files import make_folder, to_append
+from ddp.process.files import hold, make_folder, to_append
 from ddp.process.host import VISIBLE_GPUS, visible_gpus
 from ddp.process.memory import available_cores
-from ddp.process.terminal import say
-from ddp.run.launch.engine import SHUTDOWN_S
-from ddp.run.launch.sweep import Job, earlier, ending
-from ddp.train.steps.stopping import stop_signals
+from ddp.process.terminal import ended_by_ctrl_c, say
+from ddp.run.launch import sweep
+from ddp.run.launch.processes import SHUTDOWN_S, heard, paused_together
+from ddp.run.launch.sweep import Job
+from ddp.run.launch.worker import ORPHAN_GRACE_S, follow_parent
 from ddp.units import counted
 
 Item = TypeVar("Item")
@@ -46,7 +48,7 @@ _TAIL = 15  # lines of the log of a job that has failed
 
 @dataclass
 class _Running:
-    """A job's process, the number of its share of the cores, and how many of the signals it has been told.
+    """A job's process, and the number of its share of the cores.
 
     Attributes:
         patience: for how long, after it was asked to stop, it is not killed.
@@ -55,7 +57,6 @@ class _Running:
     job: Job
     process: subprocess.Popen[bytes]
     share: int
-    num_told: int = 0
     is_hopeless: bool = False
     patience: Patience | None = None
 
@@ -84,79 +85,100 @@ def check_parallel(parallel: int) -> None:
 
 
 def run(
-    jobs: Iterator[Job],
+    todo: Iterator[Job],
+    folder: Path | None = None,
     *,
-    parallel: int,
-    typed: str,
+    parallel: int = 1,
     options: Sequence[str] = (),
     in_view: bool | None = None,
     is_hopeless: Callable[[Job], bool] = lambda _: False,
-) -> Generator[Job, None, None]:
-    """Runs jobs, and yields each when it has ended. A job that is done already is yielded as it is.
+    ended: Callable[[Job], object] = lambda _: None,
+) -> int | None:
+    """Makes jobs that are not done already; returns the status of a signal that has stopped them, else None.
 
     Args:
-        jobs: the next one is taken when there are cores for it.
-        typed: the command that one job alone would be typed as, without its settings.
+        todo: the next one is taken when there are cores for it.
+        folder: the sweep's, in which the table is written anew after each job; None: another process does that.
         options: Hydra's own, for each job.
         in_view: the jobs print to this process's output; None: if there is one at a time.
         is_hopeless: is asked again and again while a job runs; if it returns True, the job is asked to stop.
+        ended: is given each job once it has ended, or is found to be done.
 
     Raises:
         ConfigError: the folder of a job holds another run.
-        SystemExit: a signal has stopped all.
     """
-    running: list[_Running] = []
     is_seen = parallel == 1 if in_view is None else in_view
-    with _heard(running) as got:
-        todo = iter(jobs)
+    running: list[_Running] = []
+    signals: list[signal.Signals] = []
+
+    def note(job: Job) -> None:
+        ended(job)
+        if folder is not None:
+            sweep.write(sweep.gather(folder), folder)
+
+    with contextlib.ExitStack() as until_end:
+        if folder is not None:
+            make_folder(folder)
+            until_end.enter_context(contextlib.closing(hold(folder)))
+        until_end.enter_context(heard(signals.append))
+        until_end.enter_context(paused_together(signal.SIGTSTP))
+        until_end.callback(_end, running)
+        num_passed_on = 0
         while True:
-            while not got and len(running) < parallel and (job := next(todo, None)) is not None:
-                before = earlier(job)
+            while not signals and len(running) < parallel and (job := next(todo, None)) is not None:
+                before = sweep.earlier(job)
                 if before is not None and before.status == 0:
-                    yield before
+                    note(before)
                     continue
                 share = min({*range(parallel)} - {each.share for each in running})
                 cores = _share_of_cores(share, parallel) if parallel > 1 else []
                 gpus = _share_of_gpus(share, parallel) if parallel > 1 else []
                 words = _words(job, goes_on=before is not None and (job.run_dir / "config.yaml").exists())
                 job = job.begun()
-                running.append(_Running(job, _start(job, [*options, *words], typed, cores, gpus, is_seen), share))
+                running.append(_Running(job, _start(job, [*options, *words], cores, gpus, is_seen), share))
             if not running:
-                break
+                return 128 + signals[0] if signals else None
             for each in [each for each in running if each.has_ended()]:
                 running.remove(each)
                 status = each.process.returncode
                 status = status if status >= 0 else 128 - status
-                ended = each.job.done(status, pruned=each.is_hopeless and status > 128)
+                job = each.job.done(status, pruned=each.is_hopeless and status > 128)
                 if not is_seen:
-                    _tell(ended)
-                yield ended
-            for each in running:
-                for number in got[each.num_told :]:
+                    _tell(job)
+                note(job)
+            for number in signals[num_passed_on:]:
+                num_passed_on += 1
+                for each in running:
                     each.stop(number)
-                each.num_told = len(got)
-                if not got and not each.is_hopeless and is_hopeless(each.job):
+            for each in running:
+                if not signals and not each.is_hopeless and is_hopeless(each.job):
                     each.is_hopeless = True
                     each.stop(signal.SIGTERM)
             time.sleep(POLL_S)
-    if got:
-        sys.exit(128 + got[0])
+
+
+def _end(running: Sequence[_Running]) -> None:
+    """Ends the jobs that run after an error."""
+    for each in running:
+        each.stop(signal.SIGTERM)
+    while not all(each.has_ended() for each in running):
+        time.sleep(POLL_S)
 
 
 def _start(
-    job: Job, words: Sequence[str], typed: str, cores: Sequence[int], gpus: Sequence[str], is_seen: bool
+    job: Job, words: Sequence[str], cores: Sequence[int], gpus: Sequence[str], is_seen: bool
 ) -> subprocess.Popen[bytes]:
     """Starts a job's process, in its own session, so that signals of the terminal reach it through this one.
 
     Args:
         cores, gpus: that it may use; empty: all.
     """
-    bootstrap = [sys.executable, "-P", str(Path(__file__).parent / "bootstrap.py"), "ddp.run.launch.job"]
-    about = ["--parent", str(os.getpid()), "--cores", ",".join(map(str, cores)), "--typed", typed]
+    bootstrap = [sys.executable, "-P", str(Path(__file__).parent / "bootstrap.py"), "ddp.run.launch.jobs"]
+    about = ["--parent", str(os.getpid()), "--cores", ",".join(map(str, cores))]
     command = [*bootstrap, *about, str(job.run_dir), "--", *words]
     if gpus:
         command = ["env", f"{VISIBLE_GPUS}={','.join(gpus)}", *command]
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until the job hears it: job.py
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until the job hears it: see `main`
     try:
         if is_seen:
             sys.stdout.flush()
@@ -207,44 +229,49 @@ def _siblings(core: int) -> tuple[int, int]:
 def _tell(job: Job) -> None:
     """Prints how a job has ended that has printed to its log; if it has failed, with the end of that log."""
     objective = "" if job.objective is None else f", {job.summary['main_metric']} {job.objective:.6g}"
-    say(f"{relative_path(job.run_dir)}/: {ending(job)}{objective}")
+    say(f"{relative_path(job.run_dir)}/: {sweep.ending(job)}{objective}")
     log = job.run_dir / "logs" / "job.log"
     if job.status in (1, 2) and log.is_file():
         lines = log.read_text(errors="replace").splitlines()[-_TAIL if job.status == 1 else -1 :]
         say("\n".join([f"the end of {relative_path(log)}:", *lines]), to=sys.stderr)
 
 
-@contextlib.contextmanager
-def _heard(running: Sequence[_Running]) -> Iterator[list[signal.Signals]]:
-    """Yields the signals that have asked to stop; passes on Ctrl-Z; after an error, ends the jobs that run."""
-    got: list[signal.Signals] = []
+# --- The process of a job --------------------------------------------------------------------------------------------
+#
+#     python -P …/bootstrap.py ddp.run.launch.jobs --parent PID --cores 0,1 RUN_DIR -- SETTING …
 
-    def stop(number: int, _: Any) -> None:
-        got.append(signal.Signals(number))
 
-    def pause(*_: Any) -> None:
-        for number in (signal.SIGTSTP, signal.SIGCONT):
-            for each in running:
-                each.process.send_signal(number)
-            if number is signal.SIGTSTP:
-                os.kill(os.getpid(), signal.SIGSTOP)  # returns when this process is continued
+def main(argv: Sequence[str]) -> NoReturn:
+    """Takes the cores of a job, follows its parent, and runs one command line; ends with its status."""
+    parser = argparse.ArgumentParser(prog="ddp.run.launch.jobs")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the sweep")
+    parser.add_argument("--cores", default="", help="numbers of the cores to use; none: all")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("words", nargs="*", help="settings, and Hydra's own options")
+    options = parser.parse_args(argv)
 
-    handlers: dict[signal.Signals, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        handlers = dict.fromkeys(stop_signals(), stop)
-        if signal.getsignal(signal.SIGQUIT) is not signal.SIG_IGN:
-            handlers[signal.SIGQUIT] = stop
-        if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
-            handlers[signal.SIGTSTP] = pause
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield got
-    except BaseException:
-        for each in running:
-            each.stop(signal.SIGTERM)
-        while not all(each.has_ended() for each in running):
-            time.sleep(POLL_S)
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with ended_by_ctrl_c():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # which the sweep has kept from the interpreter
+    follow_parent(options.parent, grace_s=ORPHAN_GRACE_S + SHUTDOWN_S)
+    if options.cores:
+        os.sched_setaffinity(0, map(int, options.cores.split(",")))
+    sys.orig_argv.clear()  # which nobody has typed, so that what this prints for typing begins as any command does
+    sys.argv[1:] = options.words
+    with paused_together():  # from the beginning, because the kernel pauses no session that has no terminal
+        _wait_for_orphans(options.run_dir)
+        import_module("ddp.run.launch.command_line").main()  # by name, because that starts jobs
+    raise AssertionError("training ends the process")
+
+
+def _wait_for_orphans(run_dir: Path) -> None:
+    """Waits for the workers of a sweep that was killed: they agree to stop, save, and then give the folder back."""
+    deadline_s = time.monotonic() + ORPHAN_GRACE_S + SHUTDOWN_S
+    for folder in (run_dir, run_dir / "checkpoints"):
+        while folder.is_dir():
+            try:
+                hold(folder).close()
+                break
+            except (ConfigError, OSError):  # the run itself will say what is wrong
+                if time.monotonic() > deadline_s:
+                    break
+                time.sleep(0.2)

@@ -7,7 +7,6 @@ one. With another launcher (submitit's, joblib's, Hydra's basic one) each job ca
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 from collections.abc import Sequence
@@ -25,8 +24,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddp.errors import ConfigError
-from ddp.process.arguments import quoted, relative_path, train_command, typed_command
-from ddp.process.files import hold
+from ddp.process.arguments import quoted, relative_path, train_command
 from ddp.process.terminal import say
 from ddp.run.launch import jobs, sweep
 from ddp.run.launch.sweep import Job
@@ -64,26 +62,22 @@ class Jobs(Launcher):
         """Runs one job for each entry; returns their objectives."""
         setup_globals()
         todo = [self._job(list(overrides), number) for number, overrides in enumerate(job_overrides, initial_job_idx)]
-        folder = Path(self.config.hydra.sweep.dir).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
+        folder, found = Path(self.config.hydra.sweep.dir).absolute(), {job.run_dir: job for job in todo}
         for job in todo:
             sweep.earlier(job)  # refuses before the first one begins
-        found = {}
-        with contextlib.closing(hold(folder)):
-            try:
-                each_once = iter({job.run_dir: job for job in todo}.values())
-                parallel = self.settings.parallel
-                ended = jobs.run(each_once, parallel=parallel, typed=typed_command(), options=self.options)
-                with contextlib.closing(ended):
-                    for job in ended:
-                        found[job.run_dir] = job
-                        sweep.write(sweep.gather(folder), folder)
-            except SystemExit:
-                sweep.conclude(folder)
-                given = [each for each in sys.argv[1:] if not each.startswith("sweep.name=")]
-                again = train_command(*given, f"sweep.name={quoted(folder.name)}")
-                say(f"the sweep continues with {again}", to=sys.stderr)
-                raise
+        stopped = jobs.run(
+            iter([*found.values()]),
+            folder,
+            parallel=self.settings.parallel,
+            options=self.options,
+            ended=lambda job: found.update({job.run_dir: job}),
+        )
+        if stopped is not None:
+            sweep.conclude(folder)
+            given = [each for each in sys.argv[1:] if not each.startswith("sweep.name=")]
+            again = train_command(*given, f"sweep.name={quoted(folder.name)}")
+            say(f"the sweep continues with {again}", to=sys.stderr)
+            sys.exit(stopped)
         return [self._returned(found[job.run_dir]) for job in todo]
 
     def _job(self, overrides: list[str], number: int) -> Job:

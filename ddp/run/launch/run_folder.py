@@ -24,7 +24,7 @@ import yaml
 from ddp.errors import ConfigError
 from ddp.process import files
 from ddp.process.arguments import setting_for
-from ddp.process.log import log
+from ddp.process.terminal import log
 from ddp.run.settings.address import check_trust, own_parts
 from ddp.run.settings.checks import resolve
 from ddp.run.settings.config import Config

@@ -1,8 +1,12 @@
-"""Runs servers and workers, each of which may end without the others, and says how they ended.
+"""Runs workers, and servers beside them, each a process by itself, and says how they ended.
 
-torchrun's engine ends all ranks once one has failed, and so does torch's `start_processes`, which starts a group and
-closes it whole. Here each is a process by itself (`worker.py`), in its own session, with a thread that waits for
-it. So a plain `subprocess` is all that it takes.
+A process is a plain `subprocess` (`worker.py`), in its own session, with a thread that waits for it.
+
+| who     | how it ends                            | what follows                                                     |
+|---------|----------------------------------------|------------------------------------------------------------------|
+| a rank  | badly                                  | the run has failed: all others are asked to stop                 |
+
+With servers, one may end without the others:
 
 | who     | how it ends                            | what follows                                                     |
 |---------|----------------------------------------|------------------------------------------------------------------|
@@ -23,31 +27,40 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ddp.comm.meeting.role import STORE, Job, Role, publish_end
 from ddp.comm.meeting.secret import private_folder
 from ddp.process.clock import Patience, now_s
-from ddp.process.log import log
 from ddp.process.memory import available_cores
-from ddp.run.launch.engine import SHUTDOWN_S, Ended, paused_together, worker_command
-from ddp.run.launch.report import Failure, Report, in_words
-from ddp.train.steps.stopping import ECHO_S, hears_signals, stop_signals
+from ddp.process.terminal import log
+from ddp.run.launch.failures import Failure, Report, Seat, in_words
+from ddp.run.launch.processes import ADDRESS, SHUTDOWN_S, heard, paused_together, worker_command
+from ddp.train.steps.stopping import ECHO_S, stop_signals
 
 LEAVE_S, START_S = 10.0, 60.0
 """Once the servers have ended, workers have this long to end, too; at least until so long after their start, because on
 a busy host a short run may be over before a worker has come."""
 FOLLOW_S = 5.0
-"""Once one server has ended because of another one, that one has this long to say why."""
+"""Once one server has ended because of another one, that one has this long to say why; and once a rank has left in
+agreement, the others have this long to leave."""
 LOST = ("PeerLost", "CommunicatorBroken")  # what a worker's program lets out if it can be started again
 POLL_S = 0.25  # between two looks at the clock, while one of these times passes
+
+
+class Ended(NamedTuple):
+    """Says how all workers ended. `signal`: what the parent itself got; `failures`: by rank, in order of discovery."""
+
+    signal: signal.Signals | None
+    failures: Mapping[int, Failure]
 
 
 class Process(Protocol):
@@ -64,31 +77,57 @@ def started(words: Sequence[str]) -> Process:
     return subprocess.Popen(["env", *words], start_new_session=True)
 
 
-def run_roles(
-    arguments: Sequence[str], *, workers: int, servers: int, threads: int | None, restarts: int, logs: Path
+def run_workers(
+    arguments: Sequence[str], *, workers: int, threads: int | None, logs: Path, servers: int = 0, restarts: int = 0
 ) -> Ended:
     """Runs `ddp.run.launch.worker` in `servers` + `workers` processes, and waits.
 
     Args:
         threads: of a process; None: cores ÷ processes, at least 1.
-        restarts: most times that a worker is started again; and all servers.
         logs: the folder of their reports.
+        servers: 0: the workers are ranks, all of which fail with one.
+        restarts: most times that a worker is started again beside servers; and all servers.
 
     Returns:
-        How they ended, by number: first the servers, then the workers (`report.called`).
+        How they ended, by number: first the servers, then the workers (`failures.Seat`).
     """
     from ddp.comm.meeting.private_store import Folder
 
     threads = threads or max(1, available_cores() // (workers + servers))
-    with private_folder() as private, _heard() as events, paused_together():
+    events: Events = SimpleQueue()
+    with private_folder() as private, heard(events.put), paused_together():
         launch = ["--parent", str(os.getpid()), "--private", str(private), *arguments]
-        launch += ["--servers", str(servers), "--workers", str(workers)]
-        command = worker_command("ddp.run.launch.worker", launch, threads=threads)
-        store = Folder(private / STORE)
+        command = worker_command(
+            "ddp.run.launch.worker", [*launch, "--servers", str(servers), "--workers", str(workers)], threads=threads
+        )
+        store, commands, served = Folder(private / STORE), [command] * (servers + workers), None
+        if not servers:
+            served = _store_of_torch()  # as long as this is kept
+            commands = [[*_variables(rank, workers, served.port), *command] for rank in range(workers)]
         roles = [Role("server", index, workers, servers, store) for index in range(servers)]
         roles += [Role("worker", index, workers, servers, store) for index in range(workers)]
-        with contextlib.closing(_Supervisor(command, roles, events, restarts=restarts, logs=logs)) as supervisor:
+        with contextlib.closing(_Supervisor(commands, roles, events, restarts=restarts, logs=logs)) as supervisor:
             return supervisor.run()
+
+
+def _store_of_torch() -> Any:
+    """Returns a store that this process serves, for a worker's program that begins torch.distributed itself.
+
+    `ddp.init` does not use it, because every user of this host reaches it.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    listening = socket.create_server((ADDRESS, 0))  # because TCPStore itself listens on all addresses
+    port = listening.getsockname()[1]
+    return TCPStore(ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+def _variables(rank: int, world_size: int, port: int) -> list[str]:
+    """Returns the environment of a rank, as torchrun gives it."""
+    own = {f"{local}RANK": rank for local in ("", "LOCAL_")} | {f"{of}WORLD_SIZE": world_size for of in ("", "LOCAL_")}
+    meeting = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    torchs = {"TORCHELASTIC_RUN_ID": "ddp", "TORCHELASTIC_RESTART_COUNT": 0, "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1}
+    return [f"{name}={value}" for name, value in {**own, **meeting, **torchs}.items()]
 
 
 class _End(NamedTuple):
@@ -97,21 +136,6 @@ class _End(NamedTuple):
 
 
 Events = SimpleQueue[_End | signal.Signals]
-
-
-@contextlib.contextmanager
-def _heard() -> Iterator[Events]:
-    """Yields the queue to which each signal goes that asks this process to stop, for the duration of the block."""
-    events: Events = SimpleQueue()
-    signals = stop_signals() if hears_signals() else []
-    if signals and signal.getsignal(signal.SIGQUIT) is not signal.SIG_IGN:
-        signals.append(signal.SIGQUIT)
-    before = {number: signal.signal(number, lambda got, _: events.put(signal.Signals(got))) for number in signals}
-    try:
-        yield events
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Running(NamedTuple):
@@ -126,15 +150,15 @@ class _Supervisor:
     """Starts all, and answers each end of a process and each signal.
 
     Args:
-        command: the words after `env`, but for a process's number and incarnation.
+        commands: by number, the words after `env`, but for a process's number and incarnation.
         roles: by number, the role of each process as it is first started.
         events: where the signals come in that this process gets.
     """
 
     def __init__(
-        self, command: Sequence[str], roles: Sequence[Role], events: Events, *, restarts: int, logs: Path
+        self, commands: Sequence[Sequence[str]], roles: Sequence[Role], events: Events, *, restarts: int, logs: Path
     ) -> None:
-        self._command, self._roles, self._events, self._restarts, self._logs = command, roles, events, restarts, logs
+        self._commands, self._roles, self._events, self._restarts, self._logs = commands, roles, events, restarts, logs
         self._num_servers, self._stops = roles[0].num_servers, stop_signals()
         self._running: dict[int, _Running] = {}
         self._failures: dict[int, Failure] = {}
@@ -171,7 +195,7 @@ class _Supervisor:
     def _start(self, rank: int, incarnation: int = 0) -> None:
         part = replace(self._roles[rank], incarnation=incarnation)
         self._killed.discard(rank)
-        process = started([*self._command, "--rank", str(rank), "--incarnation", str(incarnation)])
+        process = started([*self._commands[rank], "--rank", str(rank), "--incarnation", str(incarnation)])
         self._running[rank] = _Running(part, process, now_s())
 
         def wait() -> None:
@@ -180,7 +204,7 @@ class _Supervisor:
         threading.Thread(target=wait, name=f"ddp-waits-for-{part.job}-{part.index}", daemon=True).start()
 
     def _start_again(self, rank: int, incarnation: int) -> None:
-        Report.forget(self._logs, rank=rank, servers=self._num_servers)
+        Seat(self._logs, rank, self._num_servers).report.unlink(missing_ok=True)
         self._start(rank, incarnation)
 
     def _of(self, job: Job) -> list[int]:
@@ -199,8 +223,11 @@ class _Supervisor:
 
     def _answer(self, rank: int, status: int) -> None:
         part = self._running.pop(rank).part
+        if not self._num_servers:
+            self._answer_rank(rank, status)
+            return
         publish_end(part, in_words(status) if status else "")
-        report = Report.read(self._logs, rank=rank, servers=self._num_servers) if status else None
+        report = Report.read(Seat(self._logs, rank, self._num_servers)) if status else None
         if report is not None and not report.is_secondary:
             self._fail({rank: Failure(status, time.time())})
         elif part.job == "server":
@@ -211,6 +238,14 @@ class _Supervisor:
             self._failures[rank] = Failure(status, time.time())
         elif self._over is None:
             self._answer_worker(part, status, report)
+
+    def _answer_rank(self, rank: int, status: int) -> None:
+        """Ends the others once a rank has failed. Those of an agreed stop end by themselves, where nothing is wrong."""
+        if status - 128 in self._stops and self._over is None:
+            self._failures[rank] = Failure(status, time.time())
+            self._losing = self._losing or Patience(FOLLOW_S)
+        elif status:
+            self._fail({rank: Failure(status, time.time())})
 
     def _answer_worker(self, part: Role, status: int, report: Report | None) -> None:
         """Starts a worker again that is lost, or continues without it."""
@@ -270,16 +305,16 @@ class _Supervisor:
             self._signal(signal.SIGTERM, self._running)
 
     def _obey(self, number: signal.Signals) -> None:
-        """Asks the servers to stop, by the signal that this process got; at a second one, ends all at once."""
+        """Passes on the signal that this process got, to the servers or to all ranks; at a second one, ends all."""
         if self._got is None:
             self._got = number, now_s()
             self._end_within(SHUTDOWN_S)
-            self._signal(number, self._of("server"))
+            self._signal(number, self._of("server") if self._num_servers else self._running)
         elif now_s() - self._got[1] > ECHO_S:
             self._signal(signal.SIGKILL, self._running)
 
     def _kill_the_late(self) -> None:
-        """Kills who should have ended by now."""
+        """Kills those that should have ended by now."""
         if self._over is not None and not self._over.left_s():
             for rank, each in self._running.items():
                 if not self._got and not self._failures and rank not in self._killed:
@@ -287,7 +322,10 @@ class _Supervisor:
                     log.warning("%s still runs %.0f s after the servers have ended, and is killed", each.part, late_s)
             self._signal(signal.SIGKILL, list(self._running))
         elif self._losing is not None and not self._losing.left_s():
-            self._signal(signal.SIGKILL, self._of("server"))
+            if self._num_servers:
+                self._signal(signal.SIGKILL, self._of("server"))
+            else:
+                self._fail({})
 
 
 def _say(part: Role, status: int, report: Report | None, then: str) -> None:

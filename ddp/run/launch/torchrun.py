@@ -1,4 +1,6 @@
-"""A run in the processes of torchrun, or of another launcher of `meeting/place.py`: rank 0 prepares it, and all train.
+"""A run in processes that are there: rank 0, or server 0, prepares it, and all train.
+
+Those of torchrun, or of another launcher of `meeting/place.py`:
 
     rank 0     compose, prepare ── "start" ──▶ every rank         config and run directory, or the error
     one rank of each other host    fetch the data there
@@ -6,10 +8,19 @@
     all ranks  train in this process
 
 With servers (`cluster.servers`), these are the last ranks of a launcher, and the tasks `ps` where the cluster is
-described. Here they have the first numbers (`report.called`), so that server 0 prepares the run, and shows it.
+described. Here they have the first numbers (`failures.Seat`), so that server 0 prepares the run, and shows it.
 
 The words travel through the store that torchrun keeps, so that an error at one rank ends all ranks at once and one
 message is seen. After a restart by torchrun, rank 0 finds the run of the first attempt in the store and continues it.
+
+Servers and workers that are started by hand, each a job of its own, on any host and at any time:
+
+    server 0        compose, prepare ── "run" ──▶ the store           config and run directory, and the settings typed
+    every other     ◀── "run" ── the store                            refuses settings that server 0 is not given
+    each            fetches the data of its host, takes its part, and trains in this process
+
+The words `cluster.role`, or variables, say what a process is (`comm/meeting/role.py::role_from_env`), and its arrival
+which (`comm/meeting/rendezvous.py`).
 """
 
 from __future__ import annotations
@@ -30,8 +41,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp.comm.meeting.place import RankPlace, number_of, place
-from ddp.comm.meeting.role import SERVERS, role_from_env
+from ddp.comm.meeting.role import SERVERS, RoleSettings, role_from_env, set_role
 from ddp.errors import ConfigError, PeerLost, first_line
+from ddp.process.arguments import relative_path
 from ddp.process.memory import collect_later
 from ddp.process.terminal import keep_writing, say, tolerant
 from ddp.run.launch.command_line import (
@@ -43,8 +55,8 @@ from ddp.run.launch.command_line import (
     options_first,
     print_error,
 )
-from ddp.run.launch.engine import CUBLAS_WORKSPACE
-from ddp.run.launch.report import Report, called
+from ddp.run.launch.failures import Report, Seat
+from ddp.run.launch.processes import CUBLAS_WORKSPACE, ON_LOOPBACK
 from ddp.run.launch.run_folder import forget_trial, only_writer, prepare
 from ddp.run.launch.worker import ORPHAN_GRACE_S, follow_parent, leave
 from ddp.run.launch.worker import train as train_in_this_process
@@ -80,7 +92,7 @@ def become_worker() -> None:
     """Makes this process one that computes, before it imports torch."""
     collect_later()
     keep_writing()
-    os.environ["MKL_CBWR"] = "AUTO"  # see ddp/run/launch/engine.py
+    os.environ["MKL_CBWR"] = "AUTO"  # see ddp/run/launch/processes.py
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACE
 
 
@@ -94,17 +106,16 @@ def train_as(
     """
     import torch
 
-    servers = config.cluster.servers
+    seat = Seat(run_dir / "logs", rank, config.cluster.servers)
     assert config.cluster.threads_per_worker is not None
     torch.set_num_threads(config.cluster.threads_per_worker)  # torchrun has set OMP_NUM_THREADS=1
     terminal = tolerant(os.dup(2), like=sys.stderr)
     status = train_in_this_process(config, run_dir, rank=rank, role=role, play=play)
     if config.trial and rank == 0:
         forget_trial(run_dir)
-    report = Report.read(run_dir / "logs", rank=rank, servers=servers) if status else None
+    report = Report.read(seat) if status else None
     if report is not None and report.is_secondary:
-        who = called(rank, servers)
-        say(f"{who} stopped because another rank failed: {report.message}", to=terminal)
+        say(f"{seat} stopped because another rank failed: {report.message}", to=terminal)
     elif report is not None:
         say(report.block(), to=terminal)
         _tell_torchrun(report.block())
@@ -153,7 +164,6 @@ def _received(here: RankPlace, launched: RankPlace, servers: int) -> tuple[dict[
     from ddp.comm.session import ABORT_S
     from ddp.comm.watch.call import Call
     from ddp.comm.watch.watchdog import Watchdog
-    from ddp.run.launch.loopback import ON_LOOPBACK
 
     rank, world_size, has_said = here.rank, here.world_size, False
     try:
@@ -330,3 +340,56 @@ def _tell_torchrun(message: str) -> None:
     """Puts `message` into torchrun's own last block, which otherwise says "To enable traceback see …"."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+
+
+# --- Servers and workers that are started by hand --------------------------------------------------------------------
+
+
+def train_by_hand(me: RoleSettings) -> NoReturn:
+    """Trains as a server or worker that is started by hand; ends the process."""
+    become_worker()
+    with bad_input_to(exit_with_error):
+        if several := [each for each in sys.argv[1:] if each in ("-m", "--multirun")]:
+            raise ConfigError(f"{several[0]}: is for a process that starts its own workers; leave cluster.role out")
+
+        from ddp.comm.meeting.rendezvous import arrive, is_on_loopback
+        from ddp.comm.opening import WARN_S
+        from ddp.comm.session import ABORT_S
+
+        alone = is_on_loopback(me.address)  # then no process outside of this host has to reach the others
+        for name, interface in ON_LOOPBACK.items() if alone else ():
+            os.environ.setdefault(name, interface)
+        try:
+            mine, run = arrive(me, partial(_prepared, me, on_one_host=alone), warn_s=WARN_S, abort_s=ABORT_S)
+        except PeerLost as error:
+            say(f"{me.job}: {first_line(error)}", to=sys.stderr)
+            leave(1)
+        if mine.served is None:
+            _refuse_other_settings(str(mine), run)
+    if mine.served is None and prepare_host(run):
+        sys.exit(2)
+    config, run_dir = from_plain(run["config"]), Path(run["run_dir"])
+    number = mine.index + (mine.num_servers if mine.job == "worker" else 0)
+    if number:
+        log = relative_path(Seat(run_dir / "logs", number, mine.num_servers).log)
+        say(f"{mine} of {relative_path(run_dir)}/; it writes to {log}")
+    train_as(number, config, run_dir, play=partial(set_role, mine))
+
+
+def _prepared(me: RoleSettings, *, on_one_host: bool) -> dict[str, Any]:
+    """Prepares the run on server 0. Returns what the other processes have to know; ends the process after an error."""
+    counts: dict[str, Any] = {"workers": me.num_workers, "local_workers": None if on_one_host else 1}
+    sent = prepared(**counts, servers=me.num_servers or 1)
+    if "error" in sent:
+        sys.exit(2)
+    return {**sent, "workers": sent["config"]["cluster"]["workers"], "typed": typed()}
+
+
+def _refuse_other_settings(who: str, run: Mapping[str, Any]) -> None:
+    """Raises ConfigError if this process is given settings that server 0, which composes, is not."""
+    if "config" not in run:
+        raise ConfigError(f"{who}: server 0 is a program of its own; start this process as that program, too")
+    if strange := [each for each in typed() if each not in run["typed"]]:
+        raise ConfigError(
+            f"{who}: {' '.join(strange)}: a run has the settings of server 0; give them there, or nowhere"
+        )

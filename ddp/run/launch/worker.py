@@ -33,8 +33,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -42,12 +42,11 @@ from ddp.comm.meeting.role import STORE, Role, set_role
 from ddp.comm.meeting.secret import take_secret
 from ddp.errors import ConfigError, safe_str
 from ddp.process.files import make_folder, to_append
-from ddp.process.log import add_handler, follow_rank
 from ddp.process.memory import ask_for_signal, collect_from_now_on, collect_later
 from ddp.process.stack import stack_of
-from ddp.process.terminal import ended_by_ctrl_c, keep_writing, say
+from ddp.process.terminal import add_handler, ended_by_ctrl_c, follow_rank, keep_writing, say
+from ddp.run.launch.failures import Report, Seat
 from ddp.run.launch.from_python import adopt, write_exception, write_result
-from ddp.run.launch.report import Report, log_file
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
 
@@ -76,7 +75,8 @@ def main(argv: Sequence[str]) -> int:
     take_secret(options.private)
     play = partial(_play, options) if options.servers else lambda: None
     if options.call is not None:
-        return _call(options.call, rank=options.rank, servers=options.servers, timeout_s=options.timeout, play=play)
+        seat = Seat(options.call.parent / "logs", options.rank, options.servers)
+        return _call(options.call, seat, timeout_s=options.timeout, play=play)
     import yaml
 
     content = (options.run_dir / "config.yaml").read_bytes()
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
         def refuse() -> None:
             raise ConfigError(f"{options.run_dir}/config.yaml was changed while the run was starting: start it again")
 
-        return guarded(refuse, logs=options.run_dir / "logs", rank=options.rank, servers=options.servers)
+        return guarded(refuse, Seat(options.run_dir / "logs", options.rank, options.servers))
     config = from_plain(yaml.safe_load(content))
     if options.incarnation and any((options.run_dir / "checkpoints").glob("*step-*")):
         config.resume = "auto"
@@ -98,12 +98,12 @@ def train(
     """Trains as this rank of the run; returns the exit status (0, also after an agreed stop).
 
     Args:
-        rank: see `report.called`.
+        rank: see `Seat`.
         role: the task of a described cluster, as "worker:1".
         play: gives this process its part in a run with servers, once the log is taken.
     """
-    servers = config.cluster.servers
-    take_log(run_dir / "logs", rank=rank, world_size=config.cluster.workers, role=role, servers=servers)
+    seat = Seat(run_dir / "logs", rank, config.cluster.servers)
+    take_log(seat, world_size=config.cluster.workers, role=role)
 
     def work() -> None:
         with ended_by_ctrl_c():
@@ -112,7 +112,7 @@ def train(
 
         run(config, run_dir)
 
-    return guarded(work, logs=run_dir / "logs", rank=rank, servers=servers)
+    return guarded(work, seat)
 
 
 def _play(options: argparse.Namespace) -> None:
@@ -124,31 +124,23 @@ def _play(options: argparse.Namespace) -> None:
     set_role(Role.of_number(options.rank, **counts, store=store, incarnation=options.incarnation))
 
 
-def _call(
-    file: Path,
-    *,
-    rank: int,
-    servers: int = 0,
-    timeout_s: float | None,
-    play: Callable[[], object] = lambda: None,
-) -> int:
+def _call(file: Path, seat: Seat, *, timeout_s: float | None, play: Callable[[], object]) -> int:
     """Runs the function in `file`, and writes its result beside it."""
-    logs = file.parent / "logs"
 
     def work() -> None:
         with file.open("rb") as stream:
             world_size, sys.path[:] = pickle.load(stream)  # first, because unpickling imports modules
-            take_log(logs, rank=rank, world_size=world_size, servers=servers)
+            take_log(seat, world_size=world_size)
             with ended_by_ctrl_c():
                 play()
                 function, args, kwargs, defined = pickle.load(stream)
                 adopt(defined)
         collect_from_now_on()
-        write_result(file.parent, rank, function, function(*args, **kwargs))
+        write_result(file.parent, seat.rank, function, function(*args, **kwargs))
 
     if timeout_s is not None:
-        _give_up_after(timeout_s, logs=logs, rank=rank, servers=servers)
-    return guarded(work, logs=logs, rank=rank, servers=servers, send=partial(write_exception, file.parent, rank))
+        _give_up_after(timeout_s, seat)
+    return guarded(work, seat, send=partial(write_exception, file.parent, seat.rank))
 
 
 # ---------------------------------------------------------------------------------------------- 1 follow the parent
@@ -176,17 +168,16 @@ def follow_parent(parent: int, *, grace_s: float) -> None:
     threading.Thread(target=watch, name="ddp-follow-parent", daemon=True).start()
 
 
-def _give_up_after(timeout_s: float, *, logs: Path, rank: int, servers: int) -> None:
+def _give_up_after(timeout_s: float, seat: Seat) -> None:
     """Ends this worker after `timeout_s` with a report that shows where its main thread stood."""
     main_thread = threading.main_thread().ident
     assert main_thread is not None
 
     def give_up() -> None:
         where = "".join(traceback.format_list(stack_of(main_thread)))
-        message = f"still running after timeout_s={timeout_s:g}"
-        shown = f"{where}TimeoutError: {message}"
-        Report(rank=rank, servers=servers, type="TimeoutError", message=message, traceback=shown).write(logs)
-        write_exception(logs.parent, rank, TimeoutError(message))
+        error = TimeoutError(f"still running after timeout_s={timeout_s:g}")
+        replace(Report.of(error, seat), traceback=f"{where}TimeoutError: {error}").write(seat.logs)
+        write_exception(seat.logs.parent, seat.rank, error)
         leave(1)
 
     timer = threading.Timer(timeout_s, give_up)
@@ -208,47 +199,29 @@ class _Terminal(logging.StreamHandler[Any]):
         return sys.stderr
 
 
-class _LogFile(logging.FileHandler):
-    """Appends to a file of a run's folder."""
-
-    def _open(self) -> TextIOWrapper:
-        return to_append(Path(self.baseFilename))
-
-
-def take_log(logs: Path, *, rank: int, world_size: int, role: str = "", servers: int = 0) -> None:
-    """Sends this process's output to `logs`/rank-R.log; rank 0 keeps the terminal and logs to both.
+def take_log(seat: Seat, *, world_size: int, role: str = "") -> None:
+    """Sends this process's output to logs/rank-R.log; rank 0 keeps the terminal and logs to both.
 
     File descriptors are redirected, so that the output of C++ and of child processes goes there, too.
-
-    Args:
-        rank, servers: see `report.called`.
     """
-    make_folder(logs)
-    path = log_file(logs, rank, servers)
-    if rank != 0:
+    make_folder(seat.logs)
+    if seat.rank != 0:
         sys.stdout.flush()
         sys.stderr.flush()
-        with to_append(path) as file:
+        with to_append(seat.log) as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
     faulthandler.enable()  # a crash in C++ leaves its Python stack in the log
-    follow_rank(rank, world_size, role)
-    add_handler(_LogFile(path))
-    if rank == 0:
+    follow_rank(seat.rank, world_size, role)
+    add_handler(logging.StreamHandler(to_append(seat.log)))
+    if seat.rank == 0:
         add_handler(_Terminal(), logging.WARNING)
 
 
 # ------------------------------------------------------------------------------------------------- 3 work, 4 report
 
 
-def guarded(
-    work: Callable[[], None],
-    *,
-    logs: Path,
-    rank: int,
-    servers: int = 0,
-    send: Callable[[BaseException], None] = lambda _: None,
-) -> int:
+def guarded(work: Callable[[], None], seat: Seat, *, send: Callable[[BaseException], None] = lambda _: None) -> int:
     """Runs `work`; returns 0, 1 after an exception, which it reports, or 130 after Ctrl-C outside of training.
 
     Args:
@@ -261,11 +234,11 @@ def guarded(
     except SystemExit:
         raise
     except BaseException as error:
-        report = Report.of(error, rank=rank, servers=servers)
+        report = Report.of(error, seat)
         try:
-            report.write(logs)
+            report.write(seat.logs)
             send(error)
-            with to_append(log_file(logs, rank, servers)) as log:
+            with to_append(seat.log) as log:
                 log.write(f"{report.traceback}\n")
         except (OSError, ConfigError):  # such as a full disk, which may have ended the work
             say(report.block(), to=sys.stderr)
@@ -275,7 +248,7 @@ def guarded(
 
 
 def _tell_the_others(error: BaseException) -> None:
-    """Lets the ranks that wait for this one hear why it ends: after the report, because then the engine ends them."""
+    """Lets the ranks that wait for this one hear why it ends: after the report, because then the launcher ends them."""
     if (session := sys.modules.get("ddp.comm.session")) is not None:  # else it has not joined them
         with contextlib.suppress(Exception):
             session.shutdown(failed=f"{type(error).__name__}: {safe_str(error)}")

@@ -25,9 +25,9 @@ from typing import Any
 
 from ddp.comm.meeting.secret import secret
 from ddp.errors import ConfigError, nearest
-from ddp.process.files import why_in_other_hands
-from ddp.process.log import log
+from ddp.process.owners import why_in_other_hands
 from ddp.process.stack import users_frame
+from ddp.process.terminal import log
 
 _origins: dict[str, str] = {}  # a package or module that an address has imported → its folder
 

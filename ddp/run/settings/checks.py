@@ -1,7 +1,8 @@
 """Settings that cannot work, each with the reason and the remedy; and settings that follow from others.
 
-A problem is one sentence, "key=value: what is wrong; the remedy", and is found before any worker starts. Each function
-below yields those of one subject.
+A problem is one sentence, "key=value: what is wrong; the remedy", and is found before any worker starts. Rules that
+hold for `ddp.fit`, too, are those of `ddp/rules.py`; those of settings alone are the rows of `RULES`, and what takes
+more than a row has a function below.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ddp import rules
 from ddp.collectives.catalog import ALL_REDUCE, BETWEEN_HOSTS, all_reduce_schedules
 from ddp.errors import ConfigError, did_you_mean
-from ddp.policies import NUM_SHARDS, ONE_EVALUATION, Rounds, Serving, same_bits_problems
+from ddp.policies import NUM_SHARDS, Rounds, Serving
 from ddp.process.memory import available_cores
+from ddp.rules import Rule, Setup, Speaker
 from ddp.run.settings.address import is_address, own_parts
 from ddp.run.settings.config import Config, folder_of
+from ddp.run.settings.groups import Choice
 from ddp.setting import out_of_bounds
 from ddp.units import counted
 
@@ -25,21 +29,142 @@ if TYPE_CHECKING:
 
 NO_METRIC = "goes by metrics while the workers train, and with {} they have none"
 SHARDINGS = ("auto", "file", "sample", "full_shuffle", "off")
+WARMUPS = ("steps", "samples", "epochs", "fraction")
 
 
-def validate(config: Config) -> None:
+def value_at(config: Config, key: str, default: Any = None) -> Any:
+    """Returns a setting, of a group the name of its choice; the default if the choice in force has no such setting."""
+    found: Any = config
+    for part in key.split("."):
+        if not isinstance(found, dict) and not hasattr(found, part):
+            return default
+        found = found.get(part, default) if isinstance(found, dict) else getattr(found, part)
+    return found.name if isinstance(found, Choice) else found
+
+
+class Settings(Speaker):
+    """Says the settings of a run."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def value_of(self, key: str) -> Any:
+        return value_at(self.config, key)
+
+
+def setup_of(config: Config, **facts: Any) -> Setup:
+    """Returns what settings say of a run, and further facts."""
+    known = {name: value_at(config, about["key"], Setup) for name, about in rules.SETTINGS.items() if about["key"]}
+    workers, local_workers, guard = config.cluster.workers, config.cluster.local_workers, config.guard
+    known |= {
+        "hook": None if config.hook.name == "none" else config.hook.name,
+        "device": "cpu" if config.device == "auto" else config.device,
+        "deterministic": True,  # is asked for a GPU, which a worker has
+        "shared_memory": config.comm.shared_memory or (local_workers or workers) == 1,
+        "guard": None if (guard.action, guard.spike) == ("stop", None) else guard.action,
+        "num_hosts": 0 if local_workers is None else 1 if local_workers == workers else 2,
+        "is_wide": True,
+    }
+    return Setup(in_settings=True, **{name: value for name, value in known.items() if value is not Setup} | facts)
+
+
+def validate(config: Config, *, is_whole: bool = False) -> None:
     """Checks every value and every pair of values that can contradict. Call it again after changing one.
+
+    Args:
+        is_whole: no settings of a run to be resumed will be added.
 
     Raises:
         ConfigError: a value cannot work, or two values contradict; the message names key, value and remedy.
     """
-    for problems in (
-        *(out_of_bounds, _choice_problems, _order_problems, _warmup_problems, _algorithm_problems, _cluster_problems),
-        *(_server_problems, _device_problems, _course_problems, _sidecar_problems, _round_problems),
-        *(_same_bits_problems, _name_problems),
-    ):
+    for problems in (out_of_bounds, _choice_problems, _warmup_problems, _algorithm_problems, _cluster_problems):
         for problem in problems(config):
             raise ConfigError(problem)
+    for problem in Settings(config).problems(RULES, config):
+        raise ConfigError(problem)
+    rules.refuse(setup_of(config, is_whole=is_whole))
+
+
+# fmt: off
+RULES: tuple[Rule[Config], ...] = (
+    Rule(lambda c: c.profile.seconds is not None and not c.profile.steps, "profile.seconds",
+         "needs profile.steps; set it, as to 50"),
+    Rule(lambda c: c.resume not in ("none", "auto") and c.init_from.path is not None, "init_from.path",
+         "contradicts {resume}, which has its own weights; set one of them"),
+    Rule(lambda c: c.early_stopping.patience is None and c.early_stopping.min_delta, "early_stopping.min_delta",
+         "does nothing without early_stopping.patience; set that"),
+
+    # --- the samples
+    Rule(lambda c: c.data.window is not None and c.data.order not in ("auto", "blocks"), "data.window",
+         "mixes samples of files, and {data.order} does not; leave one out"),
+    Rule(lambda c: c.data.skip_steps and not _is_range(c.data.skip_steps), "data.skip_steps",
+         "takes the first and the last step, counted from 1, as [4700,4710]"),
+    Rule(lambda c: c.data.name == "image_folder" and value_at(c, "data.path") is None, "data.path",
+         "names no folder; give data.path=FOLDER, where FOLDER/train/CLASS/ holds the images"),
+    Rule(lambda c: value_at(c, "data.path", "") is None, "data.path",
+         "names no files; give data.path=FILES, the {.data} files to train on"),
+    Rule(lambda c: value_at(c, "data.test_path", "") is None, "data.test_path",
+         "names no files; give data.test_path=FILES, the {.data} files to evaluate on"),
+    Rule(lambda c: None not in (c.data.validation, value_at(c, "data.validation_path")), "data.validation",
+         "contradicts {data.validation_path}; leave one of them out"),
+    Rule(lambda c: value_at(c, "data.text") and (value_at(c, "data.inputs") or value_at(c, "data.target")), "data.text",
+         "is in place of data.inputs and data.target; leave them out"),
+    Rule(lambda c: not value_at(c, "data.text") and value_at(c, "data.inputs") == [], "data.inputs",
+         "names no columns; give data.inputs=[NAME,…] and data.target=NAME"),
+    Rule(lambda c: not value_at(c, "data.text") and value_at(c, "data.target", "") is None, "data.target",
+         "names no column; give data.inputs=[NAME,…] and data.target=NAME"),
+    Rule(lambda c: c.batch.tokens and (c.data.order != "auto" or c.data.sharding not in ("auto", "sample")),
+         "batch.tokens", "orders samples by itself; leave data.order and data.sharding out"),
+    Rule(lambda c: None not in (c.batch.tokens, c.batch.warmup_size), "batch.tokens",
+         "contradicts {batch.warmup_size}; leave one out"),
+    Rule(lambda c: c.batch.tokens is not None and c.optim.lr_scaling != "none", "batch.tokens",
+         "says no number of samples for {optim.lr_scaling}; leave one out"),
+
+    # --- rates and hooks
+    Rule(lambda c: value_at(c, "optim.nesterov") and not value_at(c, "optim.momentum"), "optim.nesterov",
+         "needs momentum; set optim.momentum=0.9, or optim.nesterov=false"),
+    Rule(lambda c: not _are_shares(value_at(c, "schedule.milestones", [])), "schedule.milestones",
+         "must be rising shares of the run between 0 and 1, as [0.5,0.75]"),
+    Rule(lambda c: c.hook.name == "sign" and not c.hook.error_feedback, "hook.error_feedback",
+         "sign compression diverges without error feedback; leave it out"),
+    Rule(lambda c: value_at(c, "hook.momentum") and not c.hook.error_feedback, "hook.momentum",
+         "needs hook.error_feedback=true"),
+    Rule(lambda c: value_at(c, "hook.momentum") and value_at(c, "optim.momentum"), "hook.momentum",
+         "contradicts {optim.momentum}, both would act; set optim.momentum=0 optim.nesterov=false"),
+    Rule(lambda c: value_at(c, "hook.momentum") and c.optim.name != "sgd", "hook.momentum",
+         "{optim} has momentum, too; take optim=sgd optim.momentum=0"),
+
+    # --- the side-car, which gives no metrics while the workers train
+    Rule(lambda c: c.evaluate.by == "sidecar" and c.early_stopping.patience is not None, "early_stopping.patience",
+         NO_METRIC.format("{evaluate.by}") + "; leave one out"),
+    Rule(lambda c: c.evaluate.by == "sidecar" and c.evaluate.every_steps is not None, "evaluate.every_steps",
+         "with {evaluate.by} each checkpoint is evaluated; set checkpoint.every_steps in its place"),
+    Rule(lambda c: c.evaluate.by == "sidecar" and c.trial, "trial",
+         "keeps no checkpoint, and {evaluate.by} evaluates checkpoints; leave one out"),
+
+    # --- devices and waiting
+    Rule(lambda c: c.backend == "nccl" and c.device == "cpu", "backend",
+         "works with GPU memory only, but {device}; take backend=gloo, or device=cuda"),
+    Rule(lambda c: c.cluster.devices is not None and c.device == "cpu", "cluster.devices",
+         "names GPUs, but {device} uses none; leave one of them out"),
+    Rule(lambda c: c.cluster.devices is not None and not _are_gpus(c.cluster.devices), "cluster.devices",
+         "must be numbers from 0 up, each once, as [0,1]; leave it out for all GPUs"),
+    Rule(lambda c: c.comm.warn_s >= c.comm.abort_s, "comm.warn_s",
+         "must be less than {comm.abort_s}"),
+)
+# fmt: on
+
+
+def _is_range(steps: list[int]) -> bool:
+    return len(steps) == 2 and 1 <= steps[0] <= steps[1]
+
+
+def _are_shares(milestones: list[float]) -> bool:
+    return milestones == sorted(milestones) and all(0 < share < 1 for share in milestones)
+
+
+def _are_gpus(numbers: list[int]) -> bool:
+    return bool(numbers) and min(numbers) >= 0 and len(set(numbers)) == len(numbers)
 
 
 def resolve(config: Config, *, local_workers: int | None = None, num_shards: int | None = None) -> None:
@@ -53,11 +178,6 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
         ConfigError: the result cannot work.
     """
     workers = config.cluster.workers
-    if config.same_bits.audit_every and not config.same_bits.on:  # not before: a run that goes on may have it on
-        raise ConfigError(
-            f"same_bits.audit_every={config.same_bits.audit_every}: audits compare workers that have the same bits; "
-            "set same_bits.on=true, too"
-        )
     if isinstance(config.strategy, Serving) and not config.cluster.servers:
         if local_workers is not None:
             raise ConfigError(
@@ -86,7 +206,7 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
         config.run.code = ""
     elif not config.run.code or not Path(config.run.code).is_dir():  # a new run, or one whose folder has moved
         config.run.code = str(Path.cwd())
-    validate(config)
+    validate(config, is_whole=True)
 
 
 def name_problems(key: str, name: str) -> Iterator[str]:
@@ -98,135 +218,9 @@ def name_problems(key: str, name: str) -> Iterator[str]:
         )
 
 
-def _name_problems(config: Config) -> Iterator[str]:
-    yield from name_problems("run.name", config.run.name or "unnamed")
-    yield from name_problems("sweep.name", config.sweep.name or "unnamed")
-
-
-def _course_problems(config: Config) -> Iterator[str]:
-    """Yields where a run cannot start, or would never end."""
-    if config.epochs is None and config.max_steps is None:
-        yield "epochs=null: with max_steps=null, too, the run would never end; set one of them"
-    if config.profile.seconds is not None and not config.profile.steps:
-        yield f"profile.seconds={config.profile.seconds:g}: needs profile.steps; set it, as to 50"
-    if config.resume not in ("none", "auto") and config.init_from.path is not None:
-        yield (
-            f"init_from.path={config.init_from.path}: contradicts resume={config.resume}, which has its own "
-            "weights; set one of them"
-        )
-    stopping = config.early_stopping
-    try:
-        folder_of(config, "runs/mine")
-    except ConfigError as error:
-        yield str(error)
-    if stopping.patience is not None and not config.evaluate.is_meanwhile:
-        yield (
-            f"early_stopping.patience={stopping.patience}: {ONE_EVALUATION}; set evaluate.every_epochs or "
-            "evaluate.every_steps"
-        )
-    if stopping.patience is None and stopping.min_delta:
-        yield f"early_stopping.min_delta={stopping.min_delta:g}: does nothing without early_stopping.patience; set that"
-
-
-def _sidecar_problems(config: Config) -> Iterator[str]:
-    """Yields what needs metrics while the workers train, of which a side-car gives none."""
-    if config.evaluate.by != "sidecar":
-        return
-    key = "evaluate.by=sidecar"
-    if config.early_stopping.patience is not None:
-        yield f"early_stopping.patience={config.early_stopping.patience}: {NO_METRIC.format(key)}; leave one out"
-    if config.evaluate.every_steps is not None:
-        yield (
-            f"evaluate.every_steps={config.evaluate.every_steps}: with {key} each checkpoint is evaluated; set "
-            "checkpoint.every_steps in its place"
-        )
-    if config.trial:
-        yield f"trial=true: keeps no checkpoint, and {key} evaluates checkpoints; leave one out"
-
-
-def _round_problems(config: Config) -> Iterator[str]:
-    """Yields what contradicts the rounds of strategy=local_sgd."""
-    rounds, batch, workers = config.strategy, config.batch, config.cluster.workers
-    if not isinstance(rounds, Rounds):
-        return
-    key = "strategy=local_sgd"
-    if batch.micro_size is not None:
-        yield f"batch.micro_size={batch.micro_size}: with {key} a micro-batch is an inner step; leave one out"
-    if batch.tokens is not None:
-        yield f"batch.tokens={batch.tokens}: with {key} an inner step has batch.global_size samples; leave one out"
-    if batch.warmup_size is not None:
-        yield (
-            f"batch.warmup_size={batch.warmup_size}: the rounds of {key} have batches of one size; leave it out, or "
-            "let strategy.warmup_samples put rounds off"
-        )
-    if batch.num_shards not in (None, workers):
-        yield f"batch.num_shards={batch.num_shards}: with {key} each of {workers} workers has one share; leave it out"
-    if rounds.island == "host" and config.cluster.local_workers == workers:
-        yield (
-            "strategy.island=host: all workers are on one host, so that none would train alone; leave it out, or take "
-            "strategy=mirrored"
-        )
-    if rounds.delay:
-        given = {
-            f"hook={config.hook.name}": config.hook.name != "none",
-            f"replica.verify_every={config.replica.verify_every}": config.replica.verify_every,
-            f"ema.decay={config.ema.decay}": config.ema.decay is not None,
-        }
-        for what in (what for what, is_given in given.items() if is_given):
-            yield f"{what}: with strategy.delay={rounds.delay} workers differ between rounds; leave one out"
-    if rounds.outer_momentum and getattr(config.hook, "momentum", 0):
-        yield f"strategy.outer_momentum={rounds.outer_momentum:g}: the hook has momentum, too; leave one out"
-
-
-def _same_bits_problems(config: Config) -> Iterator[str]:
-    """Yields what cannot have the same bits at any number of workers."""
-    if not config.same_bits.on:
-        return
-    for problem in same_bits_problems(
-        strategy=config.strategy.name,
-        hook="" if config.hook.name == "none" else config.hook.name,
-        wire=config.replica.wire,
-        algorithm=config.comm.algorithm,
-        is_naive=config.replica.kind == "naive",
-        waits=config.replica.sync_batchnorm,
-    ):
-        yield f"same_bits.on=true with {problem}"
-    if config.same_bits.audit_every and config.cluster.workers == 1:
-        yield (
-            f"same_bits.audit_every={config.same_bits.audit_every}: a second worker audits, and there is one; set it "
-            "to 0, or take more workers"
-        )
-
-
-WAYS = (
-    *("auto", "shared_memory", *ALL_REDUCE, "two_dimensional", *BETWEEN_HOSTS),
-    *(f"shared_memory+{between}" for between in ALL_REDUCE),
-)
-
-
-def _algorithm_problems(config: Config) -> Iterator[str]:
-    """Yields an algorithm's name that no layout of workers has. The communicator checks it for this layout."""
-    name = config.comm.algorithm
-    if is_address(name):
-        return
-    workers = config.cluster.workers
-    if name not in WAYS:
-        yield f"comm.algorithm={name}: unknown.{did_you_mean(name, WAYS)} Choose one of {', '.join(WAYS)}"
-    elif name.startswith("shared_memory") and not config.comm.shared_memory:
-        yield f"comm.algorithm={name} with comm.shared_memory=false: leave one of them out"
-    elif config.cluster.local_workers not in (None, workers) or name == "auto":
-        return  # of several hosts only the ranks know which one each is on
-    elif name in BETWEEN_HOSTS or "+" in name:
-        yield f"comm.algorithm={name}: is for several hosts, and all workers are on this one; leave it out"
-    elif name == "shared_memory" and workers == 1:
-        yield f"comm.algorithm={name}: there is one worker, which has none to share memory with; leave it out"
-    elif name == "two_dimensional" and name not in all_reduce_schedules((tuple(range(workers)),)):
-        yield f"comm.algorithm={name}: {workers} workers fill no grid of several rows and columns; take ring, say"
-
-
 def _choice_problems(config: Config) -> Iterator[str]:
-    """Yields where a group's choice contradicts itself or another group's."""
-    is_text = config.data.name in ("standard_library", "tokens") or getattr(config.data, "text", None) is not None
+    """Yields what a choice, a policy, a name or an address says of itself; and models and data of two kinds."""
+    is_text = config.data.name in ("standard_library", "tokens") or value_at(config, "data.text") is not None
     is_own = is_address(config.data.name) or is_address(config.model.name)
     if not is_own and is_text != (config.model.name == "gpt"):
         remedy = "model=gpt" if is_text else "data=standard_library or tokens, or a model for images such as model=cnn"
@@ -234,85 +228,17 @@ def _choice_problems(config: Config) -> Iterator[str]:
         yield f"model={config.model.name}: does not read the {kind} of data={config.data.name}; take {remedy}"
     if config.loss != "auto" and not is_address(config.loss):
         yield f"loss={config.loss}: unknown; take auto, or MODULE:NAME, as torch.nn.functional:cross_entropy"
-    match asdict(config.data):
-        case {"name": "image_folder", "path": None}:
-            yield "data.path=null: names no folder; give data.path=FOLDER, where FOLDER/train/CLASS/ holds the images"
-        case {"path": path, "test_path": test_path} if path is None or test_path is None:
-            key, which = ("path", "train on") if path is None else ("test_path", "evaluate on")
-            yield f"data.{key}=null: names no files; give data.{key}=FILES, the {config.data.name} files to {which}"
-        case {"validation": share, "validation_path": path} if share is not None and path is not None:
-            yield f"data.validation={share:g}: contradicts data.validation_path={path}; leave one of them out"
-        case {"text": str(text), "inputs": inputs, "target": target}:
-            if inputs or target is not None:
-                yield f"data.text={text}: is in place of data.inputs and data.target; leave them out"
-        case {"inputs": inputs, "target": target} if not inputs or target is None:
-            key = "target" if inputs else "inputs"
-            yield f"data.{key}: names no columns; give data.inputs=[NAME,…] and data.target=NAME"
-    match asdict(config.optim):
-        case {"nesterov": True, "momentum": 0}:
-            yield "optim.nesterov=true: needs momentum; set optim.momentum=0.9, or optim.nesterov=false"
-    try:
-        config.strategy.make()
-    except ConfigError as error:
-        yield f"strategy.{error}"
-    wire = config.replica.wire
-    if wire is not None and config.replica.kind == "naive":
-        yield f"replica.wire={wire}: needs replica.kind=bucketed, whose buckets travel in it; leave one out"
-    if config.precision == "bf16_pure" and (wire or "").startswith("int8"):
-        yield f"replica.wire={wire}: takes fp32 gradients, and those of precision=bf16_pure are bf16; leave one out"
-    if config.precision != "bf16_pure" and wire == "fp32":
-        yield f"replica.wire=fp32: gradients of precision={config.precision} are fp32 already; leave it out"
-    if config.hook.name != "none":
-        yield from _hook_problems(config)
-    match asdict(config.schedule):
-        case {"milestones": each} if each != sorted(each) or not all(0 < share < 1 for share in each):
-            yield f"schedule.milestones={each}: must be rising shares of the run between 0 and 1, as [0.5,0.75]"
-
-
-def _order_problems(config: Config) -> Iterator[str]:
-    """Yields the errors in the order of samples."""
-    data, batch = config.data, config.batch
-    if data.sharding not in SHARDINGS and not is_address(data.sharding):
-        hint = did_you_mean(data.sharding, SHARDINGS)
-        yield f"data.sharding={data.sharding}: unknown.{hint} Choose one of {', '.join(SHARDINGS)}, or MODULE:NAME"
-    if data.window is not None and data.order not in ("auto", "blocks"):
-        yield f"data.window={data.window}: mixes samples of files, and data.order={data.order} does not; leave one out"
-    if config.loader.debug and data.sharding == "off":
-        yield "loader.debug=true: refuses equal batches, which data.sharding=off is for; leave one out"
-    if data.skip_steps and not (len(data.skip_steps) == 2 and 1 <= data.skip_steps[0] <= data.skip_steps[1]):
-        yield f"data.skip_steps={data.skip_steps}: takes the first and the last step, counted from 1, as [4700,4710]"
-    if batch.tokens is None:
-        return
-    if data.order != "auto" or data.sharding not in ("auto", "sample"):
-        yield f"batch.tokens={batch.tokens}: orders samples by itself; leave data.order and data.sharding out"
-    if batch.warmup_size is not None:
-        yield f"batch.tokens={batch.tokens}: contradicts batch.warmup_size={batch.warmup_size}; leave one out"
-    if config.optim.lr_scaling != "none":
-        yield f"batch.tokens={batch.tokens}: says no number of samples for optim.lr_scaling={config.optim.lr_scaling}"
-
-
-def _hook_problems(config: Config) -> Iterator[str]:
-    """Yields the settings that a hook contradicts."""
-    hook, key = config.hook, f"hook={config.hook.name}"
-    if config.replica.kind == "naive":
-        yield f"{key}: needs replica.kind=bucketed, whose buckets it gets; leave one out"
-    if config.replica.wire is not None:
-        yield f"{key}: does the sending by itself; leave replica.wire={config.replica.wire} out"
-    if hook.name == "sign" and not hook.error_feedback:
-        yield "hook.error_feedback=false: sign compression diverges without error feedback; leave it out"
-    match asdict(hook), asdict(config.optim):
-        case {"momentum": momentum, "error_feedback": False}, _ if momentum:
-            yield f"hook.momentum={momentum:g}: needs hook.error_feedback=true"
-        case {"momentum": momentum}, {"momentum": other} if momentum and other:
-            yield (
-                f"hook.momentum={momentum:g}: contradicts optim.momentum={other:g}, both would act; set "
-                "optim.momentum=0 optim.nesterov=false"
-            )
-        case {"momentum": momentum}, {"name": name} if momentum and name != "sgd":
-            yield f"hook.momentum={momentum:g}: optim={name} has momentum, too; take optim=sgd optim.momentum=0"
-
-
-WARMUPS = ("steps", "samples", "epochs", "fraction")
+    sharding = config.data.sharding
+    if sharding not in SHARDINGS and not is_address(sharding):
+        hint = did_you_mean(sharding, SHARDINGS)
+        yield f"data.sharding={sharding}: unknown.{hint} Choose one of {', '.join(SHARDINGS)}, or MODULE:NAME"
+    for prefix, make in (("strategy.", config.strategy.make), ("", lambda: folder_of(config, "runs/mine"))):
+        try:
+            make()
+        except ConfigError as error:
+            yield f"{prefix}{error}"
+    yield from name_problems("run.name", config.run.name or "unnamed")
+    yield from name_problems("sweep.name", config.sweep.name or "unnamed")
 
 
 def _warmup_problems(config: Config) -> Iterator[str]:
@@ -344,6 +270,32 @@ def _warmup_problems(config: Config) -> Iterator[str]:
         )
 
 
+WAYS = (
+    *("auto", "shared_memory", *ALL_REDUCE, "two_dimensional", *BETWEEN_HOSTS),
+    *(f"shared_memory+{between}" for between in ALL_REDUCE),
+)
+
+
+def _algorithm_problems(config: Config) -> Iterator[str]:
+    """Yields an algorithm's name that no layout of workers has. The communicator checks it for this layout."""
+    name = config.comm.algorithm
+    if is_address(name):
+        return
+    workers = config.cluster.workers
+    if name not in WAYS:
+        yield f"comm.algorithm={name}: unknown.{did_you_mean(name, WAYS)} Choose one of {', '.join(WAYS)}"
+    elif name.startswith("shared_memory") and not config.comm.shared_memory:
+        yield f"comm.algorithm={name} with comm.shared_memory=false: leave one of them out"
+    elif config.cluster.local_workers not in (None, workers) or name == "auto":
+        return  # of several hosts only the ranks know which one each is on
+    elif name in BETWEEN_HOSTS or "+" in name:
+        yield f"comm.algorithm={name}: is for several hosts, and all workers are on this one; leave it out"
+    elif name == "shared_memory" and workers == 1:
+        yield f"comm.algorithm={name}: there is one worker, which has none to share memory with; leave it out"
+    elif name == "two_dimensional" and name not in all_reduce_schedules((tuple(range(workers)),)):
+        yield f"comm.algorithm={name}: {workers} workers fill no grid of several rows and columns; take ring, say"
+
+
 def _cluster_problems(config: Config) -> Iterator[str]:
     """Yields worker counts and batch sizes that do not go together."""
     workers, batch = config.cluster.workers, config.batch
@@ -373,29 +325,6 @@ def _cluster_problems(config: Config) -> Iterator[str]:
             f"batch.num_shards={batch.num_shards}: must be from {parts}, the workers that share a batch, to "
             f"batch.global_size={batch.global_size}; set it, or another number of workers"
         )
-    if config.comm.warn_s >= config.comm.abort_s:
-        yield f"comm.warn_s={config.comm.warn_s:g}: must be less than comm.abort_s={config.comm.abort_s:g}"
-
-
-def _server_problems(config: Config) -> Iterator[str]:
-    """Yields servers without a strategy that has them, the reverse, and what such a strategy cannot train."""
-    cluster = config.cluster
-    if not isinstance(config.strategy, Serving):
-        if cluster.servers:
-            yield (
-                f"cluster.servers={cluster.servers}: is for strategy=parameter_server, and with "
-                f"strategy={config.strategy.name} the workers keep the parameters; leave it out, or take that one"
-            )
-        return
-    for problem in config.strategy.problems(
-        workers=cluster.workers,
-        servers=cluster.servers,
-        clip_norm=config.clip_norm,
-        grows=config.batch.warmup_size is not None,
-        has_hook=config.hook.name != "none",
-        max_unreadable=config.loader.max_unreadable,
-    ):
-        yield f"strategy=parameter_server: {problem}"
 
 
 def check_servers(config: Config, model: nn.Module) -> None:
@@ -408,21 +337,10 @@ def check_servers(config: Config, model: nn.Module) -> None:
         )
 
 
-def _device_problems(config: Config) -> Iterator[str]:
-    """Yields a device and a backend that do not go together."""
-    if config.backend == "nccl" and config.device == "cpu":
-        yield "backend=nccl: works with GPU memory only, but device=cpu; take backend=gloo, or device=cuda"
-    devices = config.cluster.devices
-    if devices is not None and config.device == "cpu":
-        yield f"cluster.devices={devices}: names GPUs, but device=cpu uses none; leave one of them out"
-    if devices is not None and (not devices or min(devices) < 0 or len(set(devices)) < len(devices)):
-        yield f"cluster.devices={devices}: must be numbers from 0 up, each once, as [0,1]; leave it out for all GPUs"
-
-
 def check_gpus(config: Config) -> None:
     """Refuses GPUs that workers cannot have if this process starts them all, because they see those that it sees.
 
-    Workers of a launcher may each see other ones; so `comm/device.py` checks these, once they have met.
+    Workers of a launcher may each see other ones; so `comm/opening.py` checks these, once they have met.
 
     Raises:
         ConfigError: there is none, or not all that are named, or not one for each where NCCL needs that.
@@ -458,7 +376,7 @@ def places(config: Config) -> tuple[int, str]:
 
 
 def check_strategy(config: Config, model: nn.Module | None = None) -> None:
-    """Raises ConfigError if the strategy cannot train this; its table is `strategies/choice.py::STRATEGIES`.
+    """Raises ConfigError if the strategy cannot train this model, or not on this device.
 
     Args:
         model: None: it is not known yet.
@@ -467,21 +385,14 @@ def check_strategy(config: Config, model: nn.Module | None = None) -> None:
         return
     from ddp.process import gpu  # this late, as in `check_gpus`
     from ddp.replica.sync_batchnorm import waits
-    from ddp.strategies.choice import Setup, has_sparse_gradients, refuse
+    from ddp.strategies.choice import has_sparse_gradients
 
-    workers = config.cluster.workers
     on_gpu = config.device == gpu.KIND or (config.device == "auto" and gpu.cuda.device_count() > 0)
-    setup = Setup(
-        world_size=workers,
-        num_hosts=1 if config.cluster.local_workers in (None, workers) else 2,
-        shares_memory=config.comm.shared_memory or (config.cluster.local_workers or workers) == 1,
-        device=gpu.KIND if on_gpu else "cpu",
-        precision=config.precision,
-        is_naive=config.replica.kind == "naive",
-        is_sparse=model is not None and has_sparse_gradients(model),
-        waits=config.replica.sync_batchnorm or (model is not None and waits(model)),
-    )
-    refuse(config.strategy.name, setup)
+    facts: dict[str, Any] = {"device": gpu.KIND if on_gpu else "cpu", "is_whole": True}
+    if model is not None:
+        has_waiting = config.replica.sync_batchnorm or waits(model)
+        facts |= {"is_sparse": has_sparse_gradients(model), "waits": has_waiting}
+    rules.refuse(setup_of(config, **facts))
 
 
 def most_workers() -> int:

@@ -25,16 +25,16 @@ from torch import Tensor, nn
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from ddp.comm.communicator import Communicator
+from ddp.comm.host_links import CPU
 from ddp.comm.meeting.private_store import part_of
 from ddp.comm.meeting.rendezvous import answered
 from ddp.comm.meeting.role import Job, Role
 from ddp.comm.objects import error_of, error_values, packed, unpacked
 from ddp.comm.opening import open_communicator
-from ddp.comm.settings import CPU
 from ddp.errors import CommunicatorBroken, PeerLost, with_causes
 from ddp.gradients.bucket import Bucket, Slot, span
-from ddp.gradients.hooks.compression import Compression
-from ddp.gradients.hooks.hook import Hook
+from ddp.gradients.compression import Compression
+from ddp.gradients.hook import Hook
 from ddp.optim.layerwise import laid_out_like
 from ddp.optim.norms import in_memory_order
 from ddp.setting import WireName

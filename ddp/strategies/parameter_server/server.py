@@ -2,7 +2,16 @@
 
     main thread     the loop of `fit`: waits for the next update, makes it as the sharded strategy does among the
                     servers, evaluates, saves. It alone changes parameters
-    attendants      a thread for each worker: answers its requests (`attendants.py`)
+    other threads   one for each worker: answers its requests (`worker_threads.py`)
+
+    workers         pull parameters, compute, push gradients                            (`worker.py`)
+    this server     waits for the gradients of an update, piece by piece
+    agree           the servers measure the norm of the gradient together
+    update          each makes the optimizer's step for its pieces, and gives the others the new parameters
+
+So each server has all parameters, and a part of the optimizer's state; a worker exchanges with each server only what
+that one holds. The pieces are about equally many bytes; large tensors are cut. In mode async an update is one batch of
+one worker (Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, section 4.1, Downpour SGD).
 
 Server 0 keeps the ledger (`ledger.py`). All servers make the updates that it announces, in the same order. So they are
 always at the same version, and a worker that dies between two servers leaves nothing half done.
@@ -28,13 +37,11 @@ from ddp.errors import ConfigError
 from ddp.gradients.totals import Totals, count_of
 from ddp.policies import ParameterServer
 from ddp.process.clock import Patience, now_s
-from ddp.process.log import log
-from ddp.replica.sharded import Part
-from ddp.strategies.parameter_server.attendants import WorkerThreads
+from ddp.process.terminal import log
 from ddp.strategies.parameter_server.edge import Piece, by_dtype, failure_of, places_of
 from ddp.strategies.parameter_server.ledger import Ledger, Plan, Update
-from ddp.strategies.parameter_server.served import ServedDataParallel
-from ddp.strategies.parameter_server.shared import Shared
+from ddp.strategies.parameter_server.worker_threads import Shared, WorkerThreads
+from ddp.strategies.sharded import Served
 from ddp.units import counted
 
 POLL_S = 0.05  # between two looks at whether this process is to stop
@@ -62,8 +69,7 @@ class Service:
     Args:
         part: of this process.
         home: the part of the store in which the processes meet for this training.
-        model: whose parameters are served.
-        parts: what this server holds of them, by the names of parameters.
+        strategy: of this server, whose parts are served.
         policy: when updates are made, and how gradients travel.
         num_shards: parts of a step that random streams hang on (`Ledger`).
         version: updates that the run has made before.
@@ -77,16 +83,16 @@ class Service:
         self,
         part: Role,
         home: Store,
-        model: ServedDataParallel,
-        parts: Sequence[tuple[str, Part]],
+        strategy: Served,
         policy: ParameterServer,
         *,
         num_shards: int,
         version: int,
         facts: Mapping[str, Any],
     ) -> None:
-        self._part, self._home, self._model, self._comm = part, home, model, model.comm
-        self._parts = {Piece(name, part.start, part.stop): part for name, part in parts}
+        model = strategy.model
+        self._part, self._home, self._strategy, self._comm = part, home, strategy, model.comm
+        self._parts = {Piece(name, part.start, part.stop): part for name, part in strategy.parts()}
         self._parameters = dict(model.module.named_parameters())
         ledger = Ledger(
             mode=policy.mode,
@@ -157,7 +163,7 @@ class Service:
             told, keys, counts, buffers, without = word
             plan, last_step = Plan(*told), max(last_step, told[0])
             totals = self._received([tuple(key) for key in keys], counts, buffers)
-            yield plan, Received(totals, since_s, partial(self._model.take, without=without))
+            yield plan, Received(totals, since_s, partial(self._strategy.take_step, without=without))
             with shared.changed:
                 shared.version += 1
                 shared.notify()
@@ -252,7 +258,7 @@ class Service:
                 for number, (flat, share) in enumerate(zip(flats, shares, strict=True)):
                     here = flat[start : start + len(gradient)]
                     gradient.add_(here, alpha=share) if number else torch.mul(here, share, out=gradient)
-        module = self._model.module
+        module = self._strategy.model.module
         for name, value in buffers.items():
             module.get_buffer(name).copy_(value)
         self._shared.buffers.update(buffers)
@@ -304,4 +310,3 @@ def _together(buffers: Sequence[Mapping[str, Tensor]], counts: Sequence[int]) ->
         else:
             found[name] = last
     return found
-

@@ -6,7 +6,7 @@
     schedule.pt    the state of torch's learning-rate scheduler, if there is one
     position.pt    step and sampler position: global numbers, valid at any world size
     slots.pt       "random": by rank, the states of its generators
-    hook.pt        what a hook has not sent yet, if there is one (`gradients/hooks/compression.py`)
+    hook.pt        what a hook has not sent yet, if there is one (`gradients/compression.py`)
     local_sgd.pt   of strategy=local_sgd: the momentum of the common parameters
     own.pt         by rank what differs from rank 0's: its buffers, and of strategy=local_sgd its optimizer state
     callbacks.pt   the states of callbacks, and loss.pt, of the loss (`extra_state.py`)
@@ -45,8 +45,8 @@ from ddp.data.orders.order import Checksum
 from ddp.errors import CheckpointError
 from ddp.optim.schedules import Rates
 from ddp.process import gpu
-from ddp.process.log import log
 from ddp.process.records import damage_told, json_object, made, to_json
+from ddp.process.terminal import log
 from ddp.replica.replica import Replica
 from ddp.train.checkpoints.checkpoint_store import (
     ANOTHER,

@@ -52,8 +52,8 @@ from ddp.process.files import (
     to_read,
     write_whole,
 )
-from ddp.process.log import log
 from ddp.process.records import Count, Digest, Name, damage_told, json_object, made, to_json
+from ddp.process.terminal import log
 
 SCHEMA = 1
 MANIFEST = "manifest.json"

@@ -30,7 +30,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.data.loading.source import digest_of
 from ddp.errors import CheckpointError, ConfigError
-from ddp.process.log import log
+from ddp.process.terminal import log
 from ddp.train.checkpoints.checkpoint_store import cause_of
 from ddp.train.steps.callbacks import EMA, Callback
 from ddp.train.steps.state import TrainState

@@ -36,38 +36,6 @@ VALUES: dict[str, dict[Any, Any]] = {
 GONE = ("loader.cache",)
 """Keys of files that nothing reads any more; a command line that has one is told so (`errors.py::CALLED_ELSEWHERE`)."""
 
-_ARGUMENTS = {
-    "evaluate_every_epochs": "evaluation=ddp.Evaluation(every_epochs=…)",
-    "evaluate_every_steps": "evaluation=ddp.Evaluation(every_steps=…)",
-    "evaluation_batch": "evaluation=ddp.Evaluation(batch=…)",
-    "loader_workers": "reading=ddp.Reading(num_workers=…)",
-    "debug_data": "reading=ddp.Reading(debug=True)",
-    "sharded": 'strategy="sharded"',
-    "checkpoint_dir": 'folder="runs/mine", or None for no files',
-    "checkpoint_every_steps": "folder=ddp.Folder(every_steps=…)",
-    "reduction": 'loss=ddp.LossFunction(loss, reduction="sum")',
-    "schedule_every": 'schedule=ddp.optim.TorchSchedule(scheduler, every="epoch")',
-    "comm": "ddp.BucketedDataParallel(model, comm=…) as the model; with strategy=\"sharded\", ddp.replica.sharded's "
-    "ShardedDataParallel(model, comm=…)",
-    "stop": "callbacks=[…] with a ddp.Callback that calls state.stop(reason), on any rank",
-    "settings": "callbacks=[…] with a ddp.Callback that returns them in state_dict, and compares them in "
-    "load_state_dict, which a resumed run calls",
-}
-_BATCHES = ("order", "sharding", "num_shards", "micro_size", "skip_steps", "uneven", "seed", "collate")
-
-
-def moved_argument(name: str) -> str:
-    """Returns the argument that replaces one that `ddp.fit` had once; "" if it had none of this name."""
-    if name in _ARGUMENTS:
-        return _ARGUMENTS[name]
-    if name in _BATCHES:
-        return f"batches=ddp.Batches({name}=…)"
-    homes = {"evaluation": Evaluation, "reading": Reading, "strategy": Averaging, "folder": Folder}
-    for argument, policy in homes.items():
-        if name in {item.name for item in fields(policy)}:
-            return f"{argument}=ddp.{policy.__name__}({name}=…)"
-    return ""
-
 
 def translated(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a tree of settings, or an identity, with the keys and values of today.
@@ -100,26 +68,24 @@ def _holder(tree: dict[str, Any], key: str) -> tuple[dict[str, Any] | None, str]
     return (holder if isinstance(holder, dict) else None), last
 
 
-# --- Words of other libraries ----------------------------------------------------------------------------------------
+# --- Words of other libraries, and of older versions -----------------------------------------------------------------
 #
 # A reader who types `ddp.fit(…, batch_size=64)`, `scripts/ddp train batch_size=64` or `ddp.launch(train, nprocs=2)` is
 # told the word that belongs there. A misspelt word needs no row, because the nearest word is told anyway.
 
 
 class Meaning(NamedTuple):
-    """Tells what a foreign word is called in three places; "" where it has no name of its own.
+    """Tells what a word is called here in three places; "" where it has no name of its own.
 
     Attributes:
         setting: key on the command line.
-        fit: argument of `ddp.fit`, today's or one that has moved.
+        fit: argument of `ddp.fit`, or of one of its policies; or what to say there.
         launch: argument of `ddp.launch`.
-        instead: what takes the place of an argument that `ddp.fit` does not have.
     """
 
     setting: str = ""
     fit: str = ""
     launch: str = ""
-    instead: str = ""
 
 
 _PROCESSES = "ddp.launch has the number of processes, as ddp.launch(train, workers=2), or torchrun"
@@ -129,46 +95,61 @@ _SHUFFLED = "samples are shuffled in each epoch; without: batches=ddp.Batches(or
 _DRAWN = "batches=ddp.Batches(order=ddp.data.Weighted(weights)) draws samples as often as their weights say"
 _WEIGHED = "the loss has it, as loss=torch.nn.CrossEntropyLoss(weight=…); or an order, ddp.data.Weighted(weights)"
 _CONVERTED = "give ddp.SyncBatchNorm.convert(model) as the model"
-_UNCACHED = "samples are not kept in memory any more, but the system keeps files that were read"
 _APPLIED = "give data that apply it, such as ddp.data.Transformed(samples, transform)"
+_RANKS = (
+    'say ddp.BucketedDataParallel(model, comm=…) as the model; with strategy="sharded", '
+    "reducer=ddp.strategies.Sharded.reducer beside it"
+)
+_COMPARED = (
+    "say callbacks=[…] with a ddp.Callback that returns them in state_dict, and compares them in load_state_dict, "
+    "which a resumed run calls"
+)
 _ROWS = {
     ("batch_size", "train_batch_size", "per_device_train_batch_size"): Meaning("batch.global_size", "global_batch"),
-    ("validation_batch_size", "eval_batch_size"): Meaning("evaluate.batch", "evaluation_batch"),
-    ("accumulate_grad_batches", "gradient_accumulation_steps"): Meaning("batch.micro_size", instead=_ACCUMULATED),
+    ("validation_batch_size", "eval_batch_size", "evaluation_batch"): Meaning("evaluate.batch", "batch"),
+    ("accumulate_grad_batches", "gradient_accumulation_steps"): Meaning("batch.micro_size", fit=_ACCUMULATED),
     ("num_epochs", "max_epochs", "n_epochs", "num_train_epochs"): Meaning("epochs", "epochs"),
     ("steps_per_epoch", "steps"): Meaning("max_steps", "max_steps"),
     ("loss_fn", "loss_function", "criterion", "task"): Meaning("loss", "loss"),
-    ("optimizer",): Meaning("optim", "optimizer"),
-    ("learning_rate", "lr"): Meaning("optim.lr", instead=_RATE),
-    ("scheduler", "lr_scheduler"): Meaning("schedule", "schedule"),
+    ("learning_rate", "lr"): Meaning("optim.lr", fit=_RATE),
     ("grad_clip", "max_grad_norm", "max_norm", "gradient_clip_val"): Meaning("clip_norm", "clip_norm"),
     ("amp", "use_amp", "fp16", "bf16", "mixed_precision"): Meaning("precision", "precision"),
     ("random_state", "random_seed"): Meaning("seed", "seed"),
     ("dataset", "train_data", "train_dataset", "train_dataloader", "train_loader"): Meaning("data", "data"),
     ("validation_split", "val_split", "val_data"): Meaning("data.validation", "validation_data"),
     ("valid_data", "eval_data", "validation", "eval_dataset"): Meaning("data.validation", "validation_data"),
-    ("validation_freq", "check_val_every_n_epoch"): Meaning("evaluate.every_epochs", "evaluate_every_epochs"),
-    ("val_check_interval", "eval_steps"): Meaning("evaluate.every_steps", "evaluate_every_steps"),
+    ("validation_freq", "check_val_every_n_epoch", "evaluate_every_epochs"): Meaning(
+        "evaluate.every_epochs", "every_epochs"
+    ),
+    ("val_check_interval", "eval_steps", "evaluate_every_steps"): Meaning("evaluate.every_steps", "every_steps"),
     ("collate_fn",): Meaning(fit="collate"),
     ("sampler",): Meaning("data.order", "order"),
-    ("shuffle",): Meaning("data.order", instead=_SHUFFLED),
-    ("sample_weight",): Meaning(instead=_DRAWN),
-    ("class_weight",): Meaning(instead=_WEIGHED),
-    ("drop_last",): Meaning(instead="give it to a DataLoader, and that as data"),
-    ("metrics",): Meaning(instead="a ddp.Task has them, such as loss=ddp.Classification()"),
-    ("sync_batchnorm", "sync_bn"): Meaning("replica.sync_batchnorm", instead=_CONVERTED),
-    ("transform", "augment"): Meaning("data.transform", instead=_APPLIED),
-    ("device",): Meaning("device", instead="the model's device is taken, or that of ddp.init(device=…)"),
-    ("cache",): Meaning(instead=_UNCACHED),
+    ("shuffle",): Meaning("data.order", fit=_SHUFFLED),
+    ("sample_weight",): Meaning(fit=_DRAWN),
+    ("class_weight",): Meaning(fit=_WEIGHED),
+    ("drop_last",): Meaning(fit="give it to a DataLoader, and that as data"),
+    ("metrics",): Meaning(fit="a ddp.Task has them, such as loss=ddp.Classification()"),
+    ("sync_batchnorm", "sync_bn"): Meaning("replica.sync_batchnorm", fit=_CONVERTED),
+    ("transform", "augment"): Meaning("data.transform", fit=_APPLIED),
+    ("device",): Meaning("device", fit="the model's device is taken, or that of ddp.init(device=…)"),
     ("num_workers",): Meaning("loader.num_workers", launch="workers"),
+    ("loader_workers",): Meaning("loader.num_workers", "num_workers"),
+    ("debug_data",): Meaning("loader.debug", "debug"),
     ("workers", "nprocs", "num_processes", "nproc_per_node", "world_size", "np", "gpus", "devices"): Meaning(
-        "cluster.workers", launch="workers", instead=_PROCESSES
+        "cluster.workers", launch="workers", fit=_PROCESSES
     ),
     ("logging_steps", "log_every_n_steps"): Meaning("report.log_every", "log_every"),
     ("verbose",): Meaning("report.progress", "progress"),
     ("default_root_dir", "output_dir", "save_dir", "checkpoint_dir"): Meaning("hydra.run.dir", "folder"),
-    ("restore_best_weights", "load_best_model_at_end"): Meaning(instead="say folder=ddp.Folder(restore_best=True)"),
-    ("resume_from_checkpoint", "ckpt_path"): Meaning("resume", instead="say folder=ddp.Folder(path, resume=…)"),
+    ("checkpoint_every_steps",): Meaning("checkpoint.every_steps", "say folder=ddp.Folder(every_steps=…)"),
+    ("sharded",): Meaning(fit='say strategy="sharded"'),
+    ("reduction",): Meaning(fit='say loss=ddp.LossFunction(loss, reduction="sum")'),
+    ("schedule_every",): Meaning(fit='say schedule=ddp.optim.TorchSchedule(scheduler, every="epoch")'),
+    ("comm",): Meaning(fit=_RANKS),
+    ("stop",): Meaning(fit="say callbacks=[…] with a ddp.Callback that calls state.stop(reason), on any rank"),
+    ("settings",): Meaning(fit=_COMPARED),
+    ("restore_best_weights", "load_best_model_at_end"): Meaning(fit="say folder=ddp.Folder(restore_best=True)"),
+    ("resume_from_checkpoint", "ckpt_path"): Meaning("resume", fit="say folder=ddp.Folder(path, resume=…)"),
 }
 MEANINGS = {word: meaning for words, meaning in _ROWS.items() for word in words}
 
@@ -176,3 +157,18 @@ MEANINGS = {word: meaning for words, meaning in _ROWS.items() for word in words}
 def meaning(word: str) -> Meaning:
     """Returns the meaning of another library's word; an empty one of any other word."""
     return MEANINGS.get(word, Meaning())
+
+
+_HOMES = {"evaluation": Evaluation, "reading": Reading, "strategy": Averaging, "folder": Folder}
+_BATCHES = ("order", "sharding", "num_shards", "micro_size", "skip_steps", "uneven", "seed", "collate")
+
+
+def meant_for_fit(name: str) -> str:
+    """Returns the argument that is meant by one that `ddp.fit` does not have, or what to say; "" if that is unknown."""
+    word = meaning(name).fit or name
+    if word in _BATCHES:
+        return f"say batches=ddp.Batches({word}=…)"
+    having = (key for key, policy in _HOMES.items() if word in {item.name for item in fields(policy)})
+    if (argument := next(having, None)) is not None:
+        return f"say {argument}=ddp.{_HOMES[argument].__name__}({word}=…)"
+    return "" if word == name else word

@@ -21,110 +21,32 @@ import warnings
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from itertools import islice
+from typing import Any, Never
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
+from ddp.data.loading.iterable import IterableSampler
 from ddp.data.loading.source import digest_of
+from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost
 from ddp.gradients.totals import count_of
-from ddp.process.log import log
 from ddp.process.streams import preserved
+from ddp.process.terminal import log
 from ddp.replica.autograd import leaves_of
 from ddp.replica.sync_batchnorm import waits
+from ddp.setting import Uneven
 from ddp.train.checkpoints.extra_state import loss_modules
 from ddp.train.evaluation.evaluate import add_metrics, finished
-from ddp.train.steps.batch_statistics import try_one_sample
 from ddp.train.steps.callbacks import BatchCallback
 from ddp.train.steps.state import StepReport, TrainState
-from ddp.train.steps.step import sum_and_count
-from ddp.train.tasks.cross_entropy import Classification, LanguageModel
-from ddp.train.tasks.task import LossFunction, Rows, Task, length_of, name_of, outputs_of
-
-# --- Probabilities in the place of logits ----------------------------------------------------------------------------
-#
-# Finds models whose outputs are probabilities, where the loss takes scores and makes probabilities of them itself.
-#
-#     scores ─ softmax ─→ probabilities ─ cross_entropy's own softmax ─→ between 1/n and e/n: gradients nearly vanish
-#
-# Such a model learns, but less well, and nothing else would show it. Rows that are ≥ 0 and sum to 1 come of a softmax.
-# Numbers from 0 to 1 may be scores, too, so a sigmoid must be seen in the graph of autograd.
-#
-# Log-probabilities are no mistake: the softmax of them is what they are the logarithms of.
-
-
-_SUM_OFF_BY = 1e-2  # of a row of probabilities in half precision
-_SHAPES_ONLY = ("View", "UnsafeView", "Squeeze", "Unsqueeze", "Reshape", "Transpose", "Permute", "Select", "ToCopy")
-_REMEDY = "leave the last layer out, and take softmax or sigmoid where you read probabilities"
-
-
-def warn_of_probabilities(task: Task, module: nn.Module, in_training: nn.Module, batch: Any) -> None:
-    """Warns if the model returns probabilities, and the loss takes them for something else.
-
-    Args:
-        module, in_training: copies, in evaluation mode and in that of training.
-    """
-    (name, takes), classes_dim = _expected(task), -1 if isinstance(task, LanguageModel) else 1
-    if not takes or not (found := _found(module, batch, classes_dim)):
-        return
-    if not waits(module) and not _found(in_training, batch, classes_dim):
-        return  # it returns probabilities in an evaluation alone
-    if takes == "log-probabilities":
-        log.warning(
-            "the model returns probabilities (%s), but %s takes log-probabilities: end the model in LogSoftmax, or "
-            "give cross_entropy the scores",
-            *(found, name),
-        )
-    else:
-        log.warning(
-            "the model returns probabilities (%s), but %s takes scores, and makes probabilities of them itself: the "
-            "model will learn less well. In the model, %s",
-            *(found, name, _REMEDY),
-        )
-
-
-def _expected(task: Task) -> tuple[str, str]:
-    """Returns the name of a loss, and what it takes: "scores", "log-probabilities", or "" for anything else."""
-    if isinstance(task, (Classification, LanguageModel)):
-        return name_of(task), "scores"
-    function = task.function if isinstance(task, LossFunction) else None
-    function = function.func if isinstance(function, partial) else function
-    scores = (F.cross_entropy, F.binary_cross_entropy_with_logits, F.multilabel_soft_margin_loss)
-    modules = (nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss)
-    if function in scores or isinstance(function, modules):
-        return name_of(function), "scores"
-    if function in (F.nll_loss, F.kl_div) or isinstance(function, (nn.NLLLoss, nn.KLDivLoss)):
-        return name_of(function), "log-probabilities"
-    return "", ""
-
-
-def _found(module: nn.Module, batch: Any, classes_dim: int) -> str:
-    """Returns the name of the probabilities that the model returns for the inputs of a batch; "" for none."""
-    with torch.enable_grad():
-        outputs = outputs_of(module, batch)
-    if not isinstance(outputs, Tensor) or not outputs.is_floating_point() or not outputs.numel():
-        return ""
-    numbers = outputs.detach().float()
-    if numbers.min() < 0 or numbers.max() > 1 + _SUM_OFF_BY:
-        return ""
-    if outputs.dim() > 1 and outputs.shape[classes_dim] > 1:
-        sums = numbers.sum(classes_dim)
-        if (sums - 1).abs().max() < _SUM_OFF_BY:
-            return "rows that are at least 0 and sum to 1"
-    return "from a sigmoid" if _is_from_sigmoid(outputs) else ""
-
-
-def _is_from_sigmoid(outputs: Tensor) -> bool:
-    """Returns True if a sigmoid was the last computation, but for a change of the shape."""
-    node = outputs.grad_fn
-    while node is not None and node.name().startswith(_SHAPES_ONLY):
-        node = node.next_functions[0][0]
-    return node is not None and node.name().startswith("Sigmoid")
+from ddp.train.steps.step import REMEDY, TOO_FEW, sum_and_count
+from ddp.train.tasks.task import LossFunction, Rows, Task, length_of, name_of
 
 
 def warn_of_other_weights(task: Task, module: nn.Module, batch: Any, own: Container[int]) -> None:
@@ -202,7 +124,6 @@ class FirstBatchCheck:
                     log.info("the first batch was not looked at whole, because its parts are not all over samples")
                     return
                 warn_of_other_weights(task, module, copy.deepcopy(parts[0]), own)
-                warn_of_probabilities(task, module, in_training, copy.deepcopy(batch))
                 if (first := _cut(batch, num_samples, 1)) is not None:
                     try_one_sample(in_training, copy.deepcopy(first[0]), self._with_one)
                 module.register_forward_hook(sums.draw)
@@ -417,6 +338,90 @@ def _evaluating() -> Iterator[None]:
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     with torch.no_grad(), preserved(), eager:
         yield
+
+
+# --- Layers and losses that look at a whole batch ---------------------------------------------------------------------
+#
+#     BatchNorm                     one value per channel has no variance: torch raises at the first share of one sample
+#     SyncBatchNorm                 its forward waits for all ranks, so all need as many forwards
+#     track_running_stats=False     both hold in an evaluation, too (`evaluate.py::check_evaluation`)
+#     a loss with collectives       it waits as SyncBatchNorm does
+#
+# Shares of one sample come at the end of an epoch, and only at some world sizes. Whether they are too few depends on
+# the model: an image has many values per channel. So the first batch is tried with one sample of it, before the first
+# step.
+
+
+def may_have_one(comm: Communicator, sampler: TrainSampler, *, num_steps: int) -> list[int]:
+    """Returns the sizes of steps, of those that may come, in which some rank computes one sample alone. Collective.
+
+    Args:
+        num_steps: that are left of the run.
+    """
+    if isinstance(sampler, IterableSampler):
+        return []
+    is_short = num_steps < sampler.num_steps_per_epoch
+    sizes = {plan.size for plan in islice(sampler.plans(), num_steps)} if is_short else sampler.sizes.all()
+    mine = [size for size in sizes if any(len(micro.positions) == 1 for micro in sampler.micros(range(size)))]
+    return sorted(set[int]().union(*all_gather_object(comm, mine)))
+
+
+def try_one_sample(module: nn.Module, one: Any, sizes: list[int]) -> None:
+    """Raises ConfigError if the model cannot be trained on a share of one sample, and some step has one.
+
+    Args:
+        module: a copy, in the mode of training, in which some layers may be in evaluation mode.
+        one: a batch of one sample, whose inputs come first.
+        sizes: of the steps with such a share.
+    """
+    if not sizes or waits(module):
+        return
+    try:
+        module(one[0] if isinstance(one, (tuple, list)) else one)
+    except ValueError as error:
+        if TOO_FEW in str(error):
+            steps = f"a step of size {' or '.join(map(str, sizes[:3]))}"
+            raise ConfigError(
+                f"in {steps} a worker has a share of one sample, which BatchNorm cannot normalise: {REMEDY}"
+            ) from error
+
+
+def check_waiting(state: TrainState, uneven: Uneven, max_unreadable: int, what: str = "SyncBatchNorm") -> None:
+    """Raises ConfigError if layers of the replica, or its loss, would wait for ever."""
+    sampler = state.sampler
+    if state.comm.world_size > 1:
+        if max_unreadable:
+            raise ConfigError(
+                f"max_unreadable={max_unreadable} with {what}, which waits in each forward for all ranks: one whose "
+                "samples cannot be read would make none; leave max_unreadable out"
+            )
+        is_stream = isinstance(sampler, IterableSampler)
+        if is_stream and uneven != "stop_all":
+            raise ConfigError(
+                f"{what} waits in each forward for all ranks, and at the end of a stream some have no samples: take "
+                "uneven='stop_all', which ends with the first"
+            )
+        sizes = {sampler.global_batch} if is_stream else sampler.sizes.all()
+        mine = [sampler.num_micros(size) for size in sorted(sizes)]
+        if len(set(map(tuple, all_gather_object(state.comm, mine)))) > 1:
+            remedy = "choose a global batch that divides the number of samples, or leave out micro_size"
+            if sampler.num_shards % state.comm.world_size:
+                remedy = f"leave num_shards={sampler.num_shards} out, or take a multiple of {state.comm.world_size}"
+            raise ConfigError(
+                f"{what} waits in each forward for all ranks, but in some steps they have different numbers of "
+                f"forwards: {remedy}, so that every rank has as many in every step"
+            )
+
+
+def refuse_waiting(task: Task, setting: str) -> Never:
+    """Raises ConfigError, because the loss calls collectives, and no worker waits for another one."""
+    raise ConfigError(
+        f"{name_of(task)} calls collectives, and so waits for the other workers, and with {setting} a worker computes "
+        "alone: take strategy='auto', without same_bits"
+    )
+
+
+# --- In debug mode: equal batches -------------------------------------------------------------------------------------
 
 
 class EqualBatches(BatchCallback):

@@ -26,11 +26,10 @@ from ddp.data.loading.iterable import ENDLESS
 from ddp.errors import ConfigError
 from ddp.policies import WatchAction
 from ddp.process.clock import now_s
-from ddp.process.log import log
+from ddp.process.terminal import log
 from ddp.train.steps.callbacks import BatchCallback
 from ddp.train.steps.state import StepReport, TrainState
-from ddp.train.tasks.cross_entropy import Classification, LanguageModel
-from ddp.train.tasks.task import IGNORE, LossFunction, Regression, Task
+from ddp.train.tasks.task import IGNORE, Classification, LanguageModel, LossFunction, Regression, Task
 
 # --- Whether it learns ------------------------------------------------------------------------------------------------
 

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.device import device_of
 from ddp.comm.objects import all_gather_object
+from ddp.comm.opening import device_of
 from ddp.comm.session import current, on_cpu
 from ddp.data.loading.loader import EvaluationLoader, num_evaluation_batches
 from ddp.data.loading.source import UNKEYED, Source, fingerprint, source_of
@@ -35,11 +35,11 @@ from ddp.data.samples import Collate
 from ddp.errors import ConfigError
 from ddp.optim.precision import forward_precision
 from ddp.process import gpu
-from ddp.process.log import log
+from ddp.process.terminal import log
 from ddp.replica.replica import Replica, replicas_in
+from ddp.replica.sync_batchnorm import waits
 from ddp.setting import Precision
 from ddp.train.checkpoints.extra_state import loss_modules
-from ddp.train.steps.batch_statistics import check_evaluation
 from ddp.train.steps.state import loading
 from ddp.train.steps.step import to_device
 from ddp.train.steps.stopping import StopFlag
@@ -240,6 +240,33 @@ def _source(comm: Communicator, data: Any, collate: Collate | None, num_workers:
         if lengths[0]:
             warn_of_other_samples(comm, source, what="data")
     return source
+
+
+def check_evaluation(
+    module: nn.Module, num_samples: int, *, batch_size: int, world_size: int, num_shards: int | None = None
+) -> None:
+    """Raises ConfigError if ranks would wait for each other in the forwards of an evaluation.
+
+    Args:
+        batch_size, num_shards: as in `evaluate`.
+    """
+    if waits(module, in_evaluation=True):
+        how: dict[str, Any] = {"batch_size": batch_size, "world_size": world_size, "num_shards": num_shards}
+        refuse_uneven("SyncBatchNorm with track_running_stats=False", "leave that out", num_samples, **how)
+
+
+def refuse_uneven(
+    what: str, remedy: str, num_samples: int, *, batch_size: int, world_size: int, num_shards: int | None
+) -> None:
+    """Raises ConfigError if ranks have different numbers of forwards in an evaluation, and something waits in each."""
+    by_rank = num_evaluation_batches(num_samples, batch_size=batch_size, world_size=world_size, num_shards=num_shards)
+    if len(set(by_rank)) > 1:
+        raise ConfigError(
+            f"{what} waits in each forward for all workers, and in an evaluation of {num_samples} samples, "
+            f"{batch_size} at once, {world_size} workers have different numbers of forwards: {remedy}, or take another "
+            "batch size of the evaluation (ddp.Evaluation.batch), or another num_shards than "
+            f"{world_size if num_shards is None else num_shards}"
+        )
 
 
 def warn_of_other_samples(comm: Communicator, source: Source, *, what: str) -> None:

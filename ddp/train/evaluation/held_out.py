@@ -26,7 +26,7 @@ from ddp.data.samples import Collate
 from ddp.data.sets.validation import choose, selection_of
 from ddp.errors import ConfigError
 from ddp.policies import Evaluation
-from ddp.process.log import log
+from ddp.process.terminal import log
 from ddp.setting import Precision
 from ddp.train.evaluation.evaluate import evaluate
 from ddp.train.steps.callbacks import EARLY, Callback, EarlyStopping

@@ -30,9 +30,8 @@ from typing import Any
 from ddp.errors import CheckpointError, ConfigError
 from ddp.process.clock import now_s
 from ddp.process.files import hold, make_folder, pinned, to_append, write_whole
-from ddp.process.log import log
 from ddp.process.records import to_json
-from ddp.process.terminal import say
+from ddp.process.terminal import log, say
 from ddp.train.checkpoints.checkpoint_store import MANIFEST, CheckpointStore, Saved, StoredCheckpoint, listed, read
 from ddp.train.evaluation.held_out import Side
 from ddp.train.reports.results import METRICS, SIDECAR, is_metric, read_metrics, read_summary

@@ -14,34 +14,37 @@ that time: as soon as there are 2 n, every other one is dropped, and from then o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
-from ddp.comm.calibrate import Curve
+from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, on_rank_zero
+from ddp.comm.watch.call import Noted
 from ddp.errors import ConfigError
+from ddp.process import gpu
 from ddp.process.clock import now_s
 from ddp.process.files import if_possible
-from ddp.process.log import log
 from ddp.process.memory import available_cores
+from ddp.process.terminal import log
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.train.monitor.clock import between, compare_clocks
-from ddp.train.monitor.parts import RawStep, last_begun, spans_of
-from ddp.train.monitor.profile import (
+from ddp.train.reports.profile import (
     FILE,
-    PARTS,
     VERSION,
-    BucketTimes,
+    CallTimes,
     ClockOffset,
-    NetworkFigures,
+    Phase,
     Profile,
     RankStep,
+    RawStep,
+    bucket_times,
+    last_begun,
+    spans_of,
 )
-from ddp.train.monitor.recording import Recording, later
-from ddp.train.monitor.traces import FOLDER, Trace
+from ddp.train.reports.traces import FOLDER, STEP_RANGE, Trace, between, compare_clocks
 from ddp.train.steps.callbacks import MEASURED, Callback
 from ddp.train.steps.state import StepReport, TrainState, unmeasured
 
@@ -134,13 +137,12 @@ class Profiler(Callback):
         clocks = list(map(between, self._clocks, compare_clocks(comm)))
         if self._trace is not None:
             self._trace.write(run_dir / FOLDER / f"rank-{comm.rank}.json", clocks[comm.rank], comm.world_size)
-        network = _network(state)
         everyone, cores = all_gather_object(comm, self._mine), all_gather_object(comm, available_cores())
 
         def write() -> None:
             steps = [_step(list(ranks), clocks) for ranks in zip(*everyone, strict=True)]
             with if_possible(run_dir / FILE):
-                _profile(state, steps, clocks, network, [cores[host[0]] for host in comm.hosts]).write(run_dir)
+                _profile(state, steps, clocks, [cores[host[0]] for host in comm.hosts]).write(run_dir)
 
         on_rank_zero(comm, write, label="writing the profile")
 
@@ -168,52 +170,20 @@ def _step(ranks: Sequence[dict[str, Any]], clocks: Sequence[ClockOffset]) -> lis
         noted_s = each["backward_began_s"]
         if noted_s is not None and noted_s + clock.offset_s >= raw.began_s:  # else it is that of an earlier step
             began_s = noted_s + clock.offset_s
-        offsets = accumulate((bucket["bytes"] for bucket in each["buckets"]), initial=0)
-        parts = {f"{part}_s": sum(span.ended_s - span.began_s for span in spans if span.part == part) for part in PARTS}
-        names = [name for name in BucketTimes.__dataclass_fields__ if name != "offset"]
         found.append(
             RankStep(
                 step=each["step"],
                 began_s=raw.began_s,
                 num_samples=each["num_samples"],
                 backward_began_s=began_s - raw.began_s,
-                buckets=[
-                    BucketTimes(offset=offset, **{name: bucket[name] for name in names})
-                    for bucket, offset in zip(each["buckets"], offsets, strict=False)
-                ],
+                buckets=[bucket_times(bucket) for bucket in each["buckets"]],
                 spans=spans,
-                **parts,
             )
         )
     return found
 
 
-def _network(state: TrainState) -> NetworkFigures | None:
-    """Returns the calibrated figures of the links; None for one rank. Collective."""
-    if state.comm.world_size == 1:
-        return None
-    measured = state.comm.plan.figures()
-    links, memory, allocated = measured.network, measured.ordinary, measured.allocated
-    return NetworkFigures(
-        inside=links.inside,
-        between=links.between,
-        gamma_s=links.gamma_s,
-        memory=_points(memory),
-        allocated=_points(allocated),
-    )
-
-
-def _points(curve: Curve | None) -> list[tuple[int, float]] | None:
-    return None if curve is None else list(zip(curve.nbytes, curve.seconds, strict=True))
-
-
-def _profile(
-    state: TrainState,
-    steps: list[list[RankStep]],
-    clocks: list[ClockOffset],
-    network: NetworkFigures | None,
-    cores: list[int],
-) -> Profile:
+def _profile(state: TrainState, steps: list[list[RankStep]], clocks: list[ClockOffset], cores: list[int]) -> Profile:
     model, comm = state.model, state.comm
     in_background = isinstance(model, BucketedDataParallel) and model.overlaps
     return Profile(
@@ -231,8 +201,129 @@ def _profile(
         wire=model.wire,
         algorithm=comm.plan.describe(),
         runs="in the background" if in_background else "in the foreground",
-        order=model.gradient_order or [],
-        network=network,
         clock=clocks,
         steps=steps,
+    )
+
+
+# --- Phases, calls and waits of one rank in a step --------------------------------------------------------------------
+#
+# On the CPU each moment is a time of the process's clock. On a GPU it is an event of the current stream, which the host
+# does not wait for: its time is read once the step has ended. So phases are there as long as the GPU computes them, and
+# a wait as long as the stream stands still; a call has begun when its stream has reached it.
+
+
+Moment = Any  # a float, or an event
+
+
+class Recording:
+    """Notes what this rank does between `begin` and `end`.
+
+    Args:
+        comm: its calls are noted; its device says how moments are taken.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm, self._is_on_gpu = comm, comm.device.type == gpu.KIND
+        self._base: tuple[Moment, float] | None = None  # an event, and when it was
+        self._clear()
+
+    def _clear(self) -> None:
+        self._phases: list[tuple[str, Moment, Moment]] = []
+        self._calls: dict[Noted, list[Moment]] = {}  # in the order in which they begin; several threads add to it
+        self._waits: list[tuple[Moment, Moment]] = []
+
+    def begin(self, step: int) -> None:
+        """Notes from now on.
+
+        Args:
+            step: its number, for the range of a trace.
+        """
+        self._clear()
+        self._step = step
+        if self._is_on_gpu and self._base is None:
+            self._synchronise()
+            event = self._moment()
+            self._synchronise()
+            self._base = event, now_s()
+        self._comm.history.recorder = self
+
+    def end(self) -> RawStep | None:
+        """Notes no more. Returns what was noted of the step, with times on this process's clock; None without one."""
+        self._comm.history.recorder = None
+        if self._is_on_gpu:
+            self._synchronise()
+        phases = [Phase(name, self._at_s(began), self._at_s(ended)) for name, began, ended in self._phases]
+        step = next((phase for phase in phases if phase.name == "step"), None)
+        if step is None:
+            return None
+        calls, exposed, counts = [], [(self._at_s(a), self._at_s(b)) for a, b in self._waits], dict[int, int]()
+        for noted, moments in self._calls.items():
+            call, times = noted.call, (self._at_s(moments[0]), self._at_s(moments[-1]))
+            key = None
+            if call.message is None:
+                number = counts[call.sequence] = counts.get(call.sequence, -1) + 1
+                key = None if call.operation == "chain" else (call.sequence, number)
+            calls.append(CallTimes(key, *times))
+            if not self._comm.runs_in_background(noted.thread):
+                exposed.append(times)
+        return RawStep(step.began_s, step.ended_s, phases, calls, exposed)
+
+    # --- what is told ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Begins a block that is a phase of the step; in a profile of torch's it is a range."""
+        began = self._moment()
+        try:
+            with self._range(name) if profiler._is_profiler_enabled else nullcontext():
+                yield
+        finally:
+            self._phases.append((name, began, self._moment()))
+
+    def _range(self, name: str) -> AbstractContextManager[object]:
+        return profiler.record_function(f"{STEP_RANGE}{self._step}" if name == "step" else f"ddp: {name}")
+
+    def began(self, noted: Noted) -> None:
+        self._calls[noted] = [self._moment()]
+
+    def ended(self, noted: Noted) -> None:
+        if (moments := self._calls.get(noted)) is not None:  # else it had begun before the step
+            moments.append(self._moment())
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        began = self._moment()
+        try:
+            yield
+        finally:
+            self._waits.append((began, self._moment()))
+
+    # --- moments -----------------------------------------------------------------------------------------------------
+
+    def _moment(self) -> Moment:
+        if not self._is_on_gpu:
+            return now_s()
+        event = gpu.cuda.Event(enable_timing=True)
+        event.record(gpu.cuda.current_stream(self._comm.device))
+        return event
+
+    def _at_s(self, moment: Moment) -> float:
+        if self._base is None:
+            return float(moment)
+        event, at_s = self._base
+        return at_s + float(event.elapsed_time(moment)) / 1e3
+
+    def _synchronise(self) -> None:
+        gpu.cuda.synchronize(self._comm.device)
+
+
+def later(step: RawStep, by_s: float) -> RawStep:
+    """Returns the same step with all times later, which is how another clock has it."""
+    return RawStep(
+        step.began_s + by_s,
+        step.ended_s + by_s,
+        [Phase(name, began_s + by_s, ended_s + by_s) for name, began_s, ended_s in step.phases],
+        [CallTimes(key, began_s + by_s, ended_s + by_s) for key, began_s, ended_s in step.calls],
+        [(began_s + by_s, ended_s + by_s) for began_s, ended_s in step.exposed],
     )

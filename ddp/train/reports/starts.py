@@ -1,4 +1,6 @@
-"""Notes each start of a run, so that it can be said years later which sample was in which step (`commands/where.py`).
+"""Notes what happens to a run: each start, each step that was left out, and the last calls of a rank that fails.
+
+Starts are noted so that it can be said years later which sample was in which step (`commands/where.py`).
 
     starts.jsonl, a line for each start
         folder, settings     where it was started, and how, as `ddp/run/settings/config.py` has it
@@ -18,18 +20,21 @@ program cannot be written. Then the noted identity of the order is another one t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ddp.comm.communicator import Communicator
 from ddp.data.loading.source import Source
 from ddp.data.orders.order import Fixed, Permutation
 from ddp.data.orders.steps import Batches
 from ddp.data.sets.validation import selection_in
+from ddp.errors import USER_ERRORS
 from ddp.policies import Training
-from ddp.process.files import lines_of, write_whole
+from ddp.process.files import if_possible, lines_of, make_folder, write_whole
 from ddp.process.records import to_json
 from ddp.train.steps.state import TrainState
 
@@ -109,3 +114,21 @@ def _batch(setting: Any) -> dict[str, Any]:
     if isinstance(setting, list) and len(setting) == 3:
         return {"warmup_size": setting[0], "global_size": setting[1], "warmup_samples": setting[2]}
     return {}  # a budget of tokens, which has its own order
+
+
+@contextmanager
+def calls_left(run_dir: Path | None, comm: Communicator) -> Iterator[None]:
+    """Leaves this rank's last calls in RUN_DIR/logs/calls-rank-R.jsonl if the block fails and the error is no user's.
+
+    Args:
+        run_dir: None: nothing is written.
+    """
+    try:
+        yield
+    except Exception as error:
+        if run_dir is not None and not isinstance(error, USER_ERRORS):
+            path = run_dir / "logs" / f"calls-rank-{comm.rank}.jsonl"
+            with if_possible(path):
+                make_folder(path.parent)
+                write_whole(path, "".join(f"{to_json(call)}\n" for call in comm.recent_calls()))
+        raise

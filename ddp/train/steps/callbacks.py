@@ -1,4 +1,4 @@
-"""Callbacks watch a run at eleven moments; this file has the base class, what measures a run, `EarlyStopping`, `EMA`.
+"""Callbacks watch a run at eleven moments; this file has the base class, `EarlyStopping` and `EMA`.
 
     fit_start   step_start   step_end   evaluated   logged   checkpoint_saved   exception   fit_end   finished
     with a guard: step_left_out   went_back
@@ -12,24 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from ddp.comm.objects import all_gather_object, on_rank_zero
-from ddp.data.orders.order import Checksum
 from ddp.errors import ConfigError
-from ddp.process.files import lines_of, to_append, write_whole
-from ddp.process.log import log
-from ddp.process.records import json_object, to_json
-from ddp.replica.tied import check_untied
-from ddp.train.monitor.noise_scale import NoiseScale
-from ddp.train.monitor.usage import Usage
+from ddp.process.terminal import log
+from ddp.replica.broadcast import check_untied
 from ddp.train.steps.state import StepReport, TrainState
 from ddp.train.tasks.task import Task
 
@@ -115,197 +108,6 @@ def tell_of(error: BaseException, state: TrainState, callbacks: Sequence[Callbac
     with ExitStack() as untold:
         for callback in reversed(callbacks):
             untold.callback(callback.exception, state, error)
-
-
-class Throughput:
-    """Adds up the samples of all ranks, and this rank's times: of a step, waiting for data, waiting for other ranks."""
-
-    def __init__(self) -> None:
-        self.num_samples = 0
-        self.step_s = self.data_s = self.wait_s = 0.0
-
-    def add(self, report: StepReport) -> None:
-        """Counts one step."""
-        self.num_samples += report.num_samples
-        self.step_s += report.step_s
-        self.data_s += report.data_s
-        self.wait_s += report.wait_s
-
-    @property
-    def samples_per_s(self) -> float:
-        return self.num_samples / self.step_s if self.step_s else 0.0
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Returns the shares of a step's time, in [0, 1]: computing is what is not waiting."""
-        total = self.step_s or 1.0
-        compute_s = max(0.0, self.step_s - self.wait_s - self.data_s)
-        seconds = {"compute_fraction": compute_s, "wait_fraction": self.wait_s, "data_fraction": self.data_s}
-        return {name: each / total for name, each in seconds.items()}
-
-
-class ThroughputMeter(Callback):
-    """Adds up samples and times of all steps of this run, and of those since the last entry in metrics.jsonl."""
-
-    def __init__(self) -> None:
-        self.whole, self.recent = Throughput(), Throughput()
-
-    def step_end(self, state: TrainState, report: StepReport) -> None:
-        for meter in (self.whole, self.recent):
-            meter.add(report)
-
-
-class NoiseMeter(Callback):
-    """Estimates the gradient noise scale from the steps in which the parts of the batch were measured."""
-
-    def __init__(self) -> None:
-        self.scale = NoiseScale()
-
-    def step_end(self, state: TrainState, report: StepReport) -> None:
-        if report.parts is None:
-            return
-        items_per_sample = (report.num_items or 1) / report.num_samples
-        self.scale.add(
-            float(report.parts.squares) / items_per_sample,
-            part_samples=report.parts.num_items / items_per_sample,
-            num_parts=round(report.parts.num_parts),
-            square=report.gradient_norm**2,
-            num_samples=report.num_samples,
-        )
-
-    def figures(self) -> dict[str, float | None]:
-        """Returns the figures measured so far, by name."""
-        scale, error, above = self.scale.estimate() or (None, None, None)
-        return {"noise_scale": scale, "noise_scale_error": error, "noise_scale_above": above}
-
-
-class EpochCheck(Callback):
-    """Compares each epoch with what its order promises: number, sum and exclusive or of the numbers of its samples.
-
-    That costs 15 µs a step and one message an epoch. An order of this package cannot fail it; one of the user's own, or
-    a sharding function, can.
-
-    Attributes:
-        num_checked, num_as_promised: epochs so far.
-    """
-
-    def __init__(self) -> None:
-        self.num_checked = self.num_as_promised = 0
-
-    def step_end(self, state: TrainState, report: StepReport) -> None:
-        self.step_left_out(state, report.epoch)
-
-    def step_left_out(self, state: TrainState, epoch: int) -> None:
-        if not state.sampler.at_epoch_end:
-            return
-        seen = state.sampler.take_seen()
-        expected = state.sampler.expected(epoch)
-        parts = all_gather_object(state.comm, seen)
-        if expected is None or None in parts:
-            return
-        found = reduce(Checksum.with_, (Checksum(*each) for each in parts))
-        self.num_checked += 1
-        self.num_as_promised += found == expected
-        if found != expected and state.comm.rank == 0:
-            log.warning(
-                "epoch %d was not what its order (%s) promises: %s in the place of %s; some samples were read twice or "
-                "never. The order must return one sample for each position, the same at each call.",
-                *(epoch, state.sampler.order.in_words(), found, expected),
-            )
-
-
-class Meters(NamedTuple):
-    """Measures a run, on every rank."""
-
-    throughput: ThroughputMeter
-    noise: NoiseMeter
-    epochs: EpochCheck
-
-
-class MetricsFile(Callback):
-    """Appends to metrics.jsonl on rank 0: one object per logged step, per evaluation, and per report of the test set.
-
-    A resumed run first drops what lies beyond its checkpoint, because those steps are about to happen again. A run that
-    is complete already reports the same once more, which is not written twice.
-
-    Args:
-        path: of the file; None: nothing is written.
-        callbacks: told of each object.
-    """
-
-    def __init__(self, path: Path | None, meters: Meters, *, every: int, callbacks: Sequence[Callback] = ()) -> None:
-        self._path, self._meter, self._noise, self._every = path, meters.throughput, meters.noise, every
-        self._callbacks, self._usage = callbacks, Usage()
-
-    def fit_start(self, state: TrainState) -> None:
-        if state.comm.rank == 0 and self._path is not None:
-            drop_after(state.step, self._path)
-
-    went_back = fit_start
-
-    def step_end(self, state: TrainState, report: StepReport) -> None:
-        if report.step % self._every:
-            return
-        recent, self._meter.recent = self._meter.recent, Throughput()
-        own_s = recent.step_s - recent.wait_s
-        used = self._usage.figures(state.comm, num_samples=recent.num_samples, own_s=own_s)
-        self._append(
-            state,
-            {
-                "kind": "step",
-                "step": report.step,
-                "samples": state.sampler.position,
-                "epoch": report.epoch,
-                "train_loss": report.loss,
-                "lr": report.rate,
-                "gradient_norm": report.gradient_norm,
-                **self._noise.figures(),
-                "samples_per_s": recent.samples_per_s,
-                "wait_fraction": recent.shares["wait_fraction"],
-                "data_fraction": recent.shares["data_fraction"],
-                **used,
-            },
-        )
-
-    def evaluated(self, state: TrainState) -> None:
-        self._append(state, {"kind": "evaluation", **_where(state), **state.evaluation})
-
-    def fit_end(self, state: TrainState) -> None:
-        if reported := state.reported:
-            entry = {"kind": "report", **_where(state), **reported}
-            if on_rank_zero(state.comm, lambda: not self._holds(entry), label="a report"):
-                self._append(state, entry)
-
-    def _append(self, state: TrainState, entry: dict[str, Any]) -> None:
-        known = {key: value for key, value in entry.items() if value is not None}
-        if state.comm.rank == 0 and self._path is not None:
-            with to_append(self._path) as file:
-                file.write(f"{to_json(known)}\n")
-        for callback in self._callbacks:
-            callback.logged(state, known)
-
-    def _holds(self, entry: dict[str, Any]) -> bool:
-        """Returns True if this line is in the file."""
-        path = self._path
-        return path is not None and to_json(entry) in lines_of(path)
-
-
-def _where(state: TrainState) -> dict[str, int]:
-    return {"step": state.step, "samples": state.sampler.position, "epoch": state.epoch}
-
-
-def drop_after(step: int, path: Path) -> None:
-    """Drops the lines of a file, if there is one, that belong to later steps, and one that a crash cut off."""
-    if path.exists():
-        write_whole(path, "".join(f"{line}\n" for line in lines_of(path) if _step_of(line) <= step))
-
-
-def _step_of(line: str) -> float:
-    """Returns the step of a line, or infinity for a line that a crash cut off."""
-    try:
-        return float(json_object(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
 
 
 EARLY = "early stopping"

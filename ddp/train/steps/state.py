@@ -22,8 +22,7 @@ from ddp.gradients.totals import Parts
 from ddp.optim.schedules import Rates, TorchSchedule
 from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import waits
-from ddp.strategies.replicated import Replicated
-from ddp.strategies.strategy import Strategy
+from ddp.strategies.strategy import Replicated, Strategy
 from ddp.train.steps.stopping import StopFlag, is_signal
 
 NOTHING: AbstractContextManager[None] = nullcontext()

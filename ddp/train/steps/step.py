@@ -37,15 +37,20 @@ from ddp.optim.precision import forward_precision
 from ddp.optim.schedules import TorchSchedule
 from ddp.process import gpu
 from ddp.process.clock import Stopwatch, now_s
-from ddp.process.log import log
 from ddp.process.streams import dropout_stream
+from ddp.process.terminal import log
 from ddp.replica.broadcast import BufferSnapshot
 from ddp.setting import Precision
 from ddp.strategies.strategy import Agreement
-from ddp.train.steps.batch_statistics import REMEDY, TOO_FEW
 from ddp.train.steps.state import StepReport, TrainState
 from ddp.train.tasks.task import Task, name_of
 from ddp.units import counted
+
+TOO_FEW = "Expected more than 1 value per channel"  # torch's words
+REMEDY = (
+    "leave some samples out of the data, take another global_batch, num_shards or micro_size, or ddp.SyncBatchNorm, "
+    "which normalises over all ranks"
+)
 
 
 @dataclass(frozen=True)
@@ -188,7 +193,8 @@ def backward(
     num_averaged = model.num_steps
     every, has_shards = rules.noise_scale_every, model.num_shards is not None
     has_parts = has_shards or state.comm.world_size > 1 or len(plan.micros) > 1
-    measures = every > 0 and state.step % every == 0 and has_parts and model.measures_parts
+    is_due = every > 0 and state.step % every == 0 and not plan.num_inner
+    measures = is_due and has_parts and model.measures_parts
     is_stopping = wants_stop and not plan.num_inner
     votes = Totals(num_stopping=int(is_stopping), num_ending=int(plan.is_last), measure=measures)
     if has_shards:

@@ -26,7 +26,7 @@ from ddp.data.loading.loader import TrainLoader
 from ddp.data.loading.source import Source
 from ddp.data.orders.sampler import Micro, StepPlan
 from ddp.errors import ConfigError
-from ddp.process.log import log
+from ddp.process.terminal import log
 from ddp.setting import Uneven
 from ddp.train.steps.state import StepReport, TrainState, loading
 from ddp.train.steps.step import Check, StepRules, train_step, unchecked

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import ddp
 from ddp.errors import WorkersFailed
 from ddp.run.launch.from_python import launch
-from ddp.train.monitor.profile import PARTS, Part, Profile, read_profile
+from ddp.train.reports.profile import PARTS, Part, Profile, read_profile
 from recipes.tutorial.tools.mistake import Mistake, in_words, raise_first
 
 PROGRAM = Path(__file__).parent.parent / "programs" / "bottleneck.py"

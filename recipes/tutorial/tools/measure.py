@@ -1,7 +1,7 @@
 """Measures what the pictures of the read-along show, in the ranks that are there.
 
     overlap    the timeline of a step, with reductions in the background of backward, and in the foreground
-    costs      α, β and γ of the link between two ranks, in seconds, as `ddp/comm/calibrate.py` measures them
+    costs      α, β and γ of the link between two ranks, in seconds, as `ddp/comm/plan.py` measures them
     scaling    samples per second of a training with a global batch of 240 images
 
 `torchrun --standalone --nproc-per-node 2 -m recipes.tutorial.tools.measure costs` prints one of them.
@@ -31,15 +31,13 @@ GLOBAL_BATCH, NUM_TURNS, TURN_S = 240, 3, 0.7
 
 def costs(comm: Communicator) -> dict[str, float]:
     """Returns the figures of the cost model. The communicator must not use shared memory. Collective."""
-    comm.plan.predict(4)  # the first question measures
-    crossing = comm.plan.ranking(4)[0].crossing
-    assert crossing is not None
-    link = crossing.network.inside
+    network = comm.plan.network()
+    link = network.inside
     return {
         "alpha_s": link.alpha_s,
         "beta_s": link.beta_s,
         "gap_s": link.gap_s,
-        "gamma_s": crossing.network.gamma_s,
+        "gamma_s": network.gamma_s,
     }
 
 

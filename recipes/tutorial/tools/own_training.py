@@ -27,16 +27,16 @@ import torch
 from torch import Tensor, nn
 
 import ddp
-from ddp.comm.transport import topology
+from ddp.comm import connect
 from ddp.errors import WorkersFailed
-from ddp.process.log import log
+from ddp.process.terminal import log
 from ddp.run.launch.from_python import launch
 from ddp.run.settings.address import from_address, is_address
 from recipes.tutorial.tools.mistake import Mistake, in_words, raise_first
 
 WORDS = {"mirrored": "mirrored", "cluster": "multi_worker"}  # exercise → strategy
 NEXT = {
-    "mirrored": "solved; the same on a small cluster: exercise cluster, with strategy=\"multi_worker\"",
+    "mirrored": 'solved; the same on a small cluster: exercise cluster, with strategy="multi_worker"',
     "cluster": "solved; on real hosts: the same program under torchrun, or with TF_CONFIG (docs/engines.md)",
 }
 BED = Path(__file__).parents[3] / "scripts" / "netbed" / "hosts.py"
@@ -88,7 +88,7 @@ def as_rank(name: str, code: str, scratch: str, is_host: bool = False) -> Found:
         is_host: this rank takes itself for a host of its own.
     """
     if is_host:
-        topology.boot_id = lambda: f"host {os.environ.get('RANK')}"
+        connect.boot_id = lambda: f"host {os.environ.get('RANK')}"
     library, found = ddp.fit, list[Found]()
 
     def watched(model: nn.Module, *given: Any, callbacks: Any = (), **how: Any) -> ddp.TrainState:

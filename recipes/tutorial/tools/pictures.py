@@ -22,11 +22,10 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
+from ddp.collectives.all_to_all import schedule_over_shards
 from ddp.collectives.catalog import SCHEDULES
-from ddp.collectives.cost import textbook
+from ddp.collectives.cost import Link, Network, textbook
 from ddp.collectives.schedule import Goal
-from ddp.collectives.simulate import Link, Network
-from ddp.collectives.slice_owners import schedule_over_shards
 from ddp.pictures.schedule import FAINT, INK, PANEL, svg
 from ddp.pictures.timeline import svg_of, timeline_figure
 from ddp.process.memory import available_cores

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.settings import Settings
+from ddp.comm.host_links import Settings
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, PeerLost
 from recipes.tutorial.simulated import SimulatedNetwork, SimulatedTransport
 from recipes.tutorial.tools.mistake import Mistake, raised

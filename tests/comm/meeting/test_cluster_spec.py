@@ -37,7 +37,7 @@ from ddp.comm.meeting.rendezvous import rendezvous
 from ddp.comm.meeting.role import RoleSettings, current_role, role_from_env
 from ddp.commands import train
 from ddp.errors import ConfigError, PeerLost
-from ddp.process.log import add_handler, log
+from ddp.process.terminal import add_handler, log
 from ddp.run.launch.command_line import join_cluster
 from ddp.run.launch.torchrun import _unlike_rank_0, typed
 

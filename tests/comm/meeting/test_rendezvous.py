@@ -19,7 +19,7 @@ from ddp.comm.meeting import rendezvous
 from ddp.comm.meeting.place import RankPlace, refuse_workers
 from ddp.comm.meeting.role import RoleSettings, current_role, role_from_env, set_role
 from ddp.errors import ConfigError, PeerLost
-from ddp.run.launch import by_hand, command_line
+from ddp.run.launch import command_line, torchrun
 from ddp.run.launch.command_line import take_role
 
 HERE = "127.0.0.1", 4711
@@ -92,7 +92,7 @@ def test_words_are_other_names_of_the_variables(monkeypatch: pytest.MonkeyPatch)
         refuse_workers("x", instead="call it")
     monkeypatch.setattr(sys, "argv", ["ddp train", "-m", "seed=1,2"])
     with pytest.raises(SystemExit):
-        by_hand.main(RoleSettings("worker", None))
+        torchrun.train_by_hand(RoleSettings("worker", None))
 
 
 def test_a_role_stands_in_no_file() -> None:
@@ -192,12 +192,12 @@ def test_servers_by_rank_need_a_launcher_and_leave_a_worker(monkeypatch: pytest.
 def test_a_process_has_the_settings_of_server_0(monkeypatch: pytest.MonkeyPatch) -> None:
     run: dict[str, Any] = {"config": {}, "typed": ["seed=1", "cluster.servers=1"]}
     monkeypatch.setattr(sys, "argv", ["ddp train", "cluster.role=worker", "cluster.servers=1"])
-    by_hand._refuse_other_settings("worker 3", run)
+    torchrun._refuse_other_settings("worker 3", run)
     monkeypatch.setattr(sys, "argv", ["ddp train", "cluster.role=worker", "epochs=2", "seed=1"])
     with pytest.raises(ConfigError, match=r"^worker 3: epochs=2: a run has the settings of server 0; give them there"):
-        by_hand._refuse_other_settings("worker 3", run)
+        torchrun._refuse_other_settings("worker 3", run)
     with pytest.raises(ConfigError, match=r"^worker 3: server 0 is a program of its own; start this process as that"):
-        by_hand._refuse_other_settings("worker 3", {})
+        torchrun._refuse_other_settings("worker 3", {})
 
 
 def test_a_worker_that_finds_no_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

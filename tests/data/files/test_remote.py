@@ -21,7 +21,7 @@ from ddp.data.files import readers as remote
 from ddp.data.files.readers import FileVersion, ReadFailed, RemoteReader, Retries, patiently, remote_facts
 from ddp.data.files.storage import DIRECT, Storage, listed, local_copy
 from ddp.errors import ConfigError
-from ddp.process import helper_thread
+from ddp.process import clock
 
 AT_ONCE = Retries(first_pause_s=0.0)
 FORK = multiprocessing.get_context("fork")
@@ -187,7 +187,7 @@ def test_a_process_ends_while_a_read_hangs(tmp_path: Path) -> None:
 def test_a_forked_child_has_threads_of_its_own(memory: Any) -> None:
     memory.pipe_file("/a.bin", b"abc")
     remote_facts("memory://a.bin", retries=AT_ONCE)
-    assert helper_thread._idle
+    assert clock._idle
     child = os.fork()
     if child == 0:
         os._exit(0 if remote.remote_range("memory://a.bin", 0, 3, retries=Retries(5.0, 0)) == b"abc" else 1)

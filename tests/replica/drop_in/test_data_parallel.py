@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ddp
-from ddp.errors import CollectiveMismatch, ReplicaMismatch, UnusedParameters
+from ddp.errors import CollectiveMismatch, ConfigError, ReplicaMismatch, UnusedParameters
 from ddp.replica.broadcast import verify_replicas
-from ddp.replica.drop_in.arguments import moved
+from ddp.replica.drop_in.torch_names import moved
 
 
 def small_cnn() -> nn.Module:
@@ -358,7 +358,7 @@ def wrong_keywords(comm: ddp.Communicator) -> None:
 
 
 def the_bucketed_replica_alone(comm: ddp.Communicator) -> None:
-    """What it refuses, since the drop-in class has to do with it: with names."""
+    """It names unused parameters; a forward may unfreeze some, and gradients may be sparse."""
     strict = ddp.BucketedDataParallel(Branches())
     strict(torch.ones(2, 4), "left right").sum().backward()
     with pytest.raises(UnusedParameters, match=r"never\.weight \(4\), never\.bias \(5\)"):
@@ -366,10 +366,18 @@ def the_bucketed_replica_alone(comm: ddp.Communicator) -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     net[0].requires_grad_(False)
     net.register_forward_pre_hook(lambda module, _: module.requires_grad_(True) and None)
-    with pytest.raises(RuntimeError, match=r"0\.(weight|bias) was unfrozen after its forward began"):
-        ddp.BucketedDataParallel(net)(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"^weight got a sparse gradient.*DistributedDataParallel"):
-        ddp.BucketedDataParallel(nn.Embedding(3, 2, sparse=True))(torch.arange(2)).sum().backward()
+    replica = ddp.BucketedDataParallel(net)
+    for _ in range(2):
+        replica(torch.full((1, 2), comm.rank + 1.0)).sum().backward()
+    mean = comm.all_reduce(net[0].weight.grad.clone(), "mean")
+    assert torch.equal(net[0].weight.grad, mean) and mean.any()
+    embedding = nn.Embedding(3, 2, sparse=True)
+    ddp.BucketedDataParallel(embedding)(torch.arange(2)).sum().backward()
+    assert embedding.weight.grad.is_sparse
+    with pytest.raises(ConfigError, match=r"^weight has a sparse gradient, which no slice can hold"):
+        sharded = ddp.strategies.Sharded(embedding, torch.optim.SGD(embedding.parameters(), lr=0.1))
+        sharded.model(torch.arange(2)).sum().backward()
+        ddp.strategies.step(sharded)
     comm.barrier()
 
 

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Join
 import ddp
 from ddp.errors import ConfigError, HookFailed
 from ddp.replica.broadcast import verify_replicas
-from ddp.replica.drop_in.comm_hook import When
+from ddp.replica.drop_in.in_backward import When
 
 TINY = {"first_bucket_mb": 1e-6, "bucket_cap_mb": 1e-6}
 

@@ -1303,7 +1303,7 @@ def keywords(comm: ddp.Communicator) -> None:
     import inspect
 
     accepted = set(inspect.signature(ddp.DistributedDataParallel.__init__).parameters)
-    from ddp.replica.drop_in.arguments import ACCEPTED, USE_INSTEAD
+    from ddp.replica.drop_in.torch_names import ACCEPTED, USE_INSTEAD
 
     theirs = set(inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters)
     assert theirs - accepted <= ACCEPTED | USE_INSTEAD.keys()  # torch 2.10 has fewer

@@ -20,7 +20,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 import ddp
 from ddp.errors import CollectiveMismatch, ConfigError
 from ddp.gradients import bucket as places
-from ddp.replica.sharded import ShardedDataParallel
+from ddp.gradients.reducer import ReduceScatter
 
 TWO = {"first_bucket_mb": 1e-4, "bucket_cap_mb": 1e-4}  # a few parameters in each bucket
 
@@ -71,7 +71,7 @@ def hooks_on_every_kind_of_replica(comm: ddp.Communicator) -> None:
     kinds: list[Callable[..., Any]] = [
         ddp.NaiveDataParallel,
         partial(ddp.BucketedDataParallel, **TWO),
-        partial(ShardedDataParallel, **TWO),
+        partial(ddp.BucketedDataParallel, reducer=ReduceScatter, **TWO),
         partial(ddp.BucketedDataParallel, num_shards=comm.world_size),
     ]
     for make in kinds:
@@ -90,9 +90,9 @@ def hooks_on_every_kind_of_replica(comm: ddp.Communicator) -> None:
                 else:
                     wide_loss(each, 10 * step + comm.rank).backward()
             means = {name: comm.all_reduce(p.grad.clone(), "mean") for name, p in alone.named_parameters()}
-            if isinstance(replica, ShardedDataParallel):
+            if replica.collective is not None and replica.collective.is_sliced:
                 for bucket in replica.buckets:
-                    mine = slice(*replica.slice_of(bucket))
+                    mine = slice(*replica.collective.slice_of(bucket))
                     expected = torch.zeros_like(bucket.gradients)
                     for slot, view in zip(bucket.slots, bucket.views_of(expected), strict=True):
                         view.copy_(means[slot.name])

@@ -16,14 +16,14 @@ from torch.nn import functional as F
 import ddp
 from ddp.data.samples import Splits
 from ddp.errors import ConfigError
-from ddp.replica.sharded import ShardedDataParallel
+from ddp.gradients.reducer import AllReduce, Collective, ReduceScatter
 from ddp.run.assembly.stages import bits_depend_on
 from ddp.run.launch.command_line import composed
 from ddp.run.settings.config import CHOICES, Config, choose
 from ddp.run.settings.reader import _homes, from_plain
 from ddp.train.arguments import FitArguments, inputs_of, sampler_for, settings_of
 from ddp.train.checkpoints.checkpoint import changes
-from ddp.train.checkpoints.moved import KEYS, moved_argument, translated
+from ddp.train.checkpoints.moved import KEYS, meant_for_fit, translated
 from ddp.train.steps.state import StepReport, TrainState
 
 OLD: dict[str, Any] = json.loads(Path(__file__).with_name("old_run.json").read_text())
@@ -118,7 +118,7 @@ def test_a_key_that_has_gone_is_dropped_in_files_and_told_elsewhere() -> None:
     with pytest.raises(ConfigError, match=rf"^unknown key loader.cache. S{said}. Valid in loader: "):
         raise unknown("loader.cache")
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match=rf"^fit\(\) has no argument 'cache': s{said}$"):
+    with pytest.raises(ConfigError, match=rf"^fit\(\) has no argument 'cache'. S{said}.$"):
         ddp.fit(model, (), torch.optim.SGD(model.parameters()), cache=True)  # type: ignore[arg-type]
 
 
@@ -142,10 +142,11 @@ ARGUMENTS = [
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_an_argument_that_fit_had_once_is_told_where_it_has_gone(name: str) -> None:
     model = torch.nn.Linear(2, 2)
-    now = moved_argument(name)
+    now = meant_for_fit(name)
     with pytest.raises(ConfigError) as error:
         ddp.fit(model, (), torch.optim.SGD(model.parameters()), **{name: 1})  # type: ignore[arg-type]
-    assert now and str(error.value) == f"fit() has no argument {name!r}: say {now}"
+    hint = f". Did you mean {now!r}?" if now.isidentifier() else f": {now}"
+    assert now and str(error.value) == f"fit() has no argument {name!r}{hint}"
 
 
 class Stated(ddp.Callback):
@@ -169,18 +170,19 @@ class Stated(ddp.Callback):
 def test_what_stands_for_an_argument_of_once_does_what_that_did(tmp_path: Path) -> None:
     comm, data = ddp.init(), (torch.zeros(12, 6), torch.zeros(12, dtype=torch.long))
 
-    def fitted(kind: type[ddp.BucketedDataParallel], words: str) -> TrainState:
+    def fitted(reducer: type[Collective], words: str) -> TrainState:
         model = torch.nn.Linear(6, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         how: dict[str, Any] = {"loss": F.cross_entropy, "global_batch": 4, "strategy": "sharded", "epochs": 2}
+        replica = ddp.BucketedDataParallel(model, comm=comm, reducer=reducer)
         folder = ddp.Folder(tmp_path / "run", resume="auto", curves=False, progress=False)
-        return ddp.fit(kind(model, comm=comm), data, optimizer, **how, folder=folder, callbacks=[Stated(words)])
+        return ddp.fit(replica, data, optimizer, **how, folder=folder, callbacks=[Stated(words)])
 
-    state = fitted(ShardedDataParallel, "these")
+    state = fitted(ReduceScatter, "these")
     assert (state.step, state.stopped_by) == (2, "enough")
     with pytest.raises(ConfigError, match="the words were these"):
-        fitted(ShardedDataParallel, "others")
-    assert fitted(ShardedDataParallel, "these").step == 6
-    with pytest.raises(ConfigError, match=r"a ShardedDataParallel\(module, comm=…\) of ddp.replica.sharded"):
-        fitted(ddp.BucketedDataParallel, "these")
+        fitted(ReduceScatter, "others")
+    assert fitted(ReduceScatter, "these").step == 6
+    with pytest.raises(ConfigError, match=r"a ddp.BucketedDataParallel\(module, comm=…, reducer=ReduceScatter\), of"):
+        fitted(AllReduce, "these")
     ddp.shutdown()

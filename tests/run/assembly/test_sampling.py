@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ddp.__main__ import main
-from ddp.commands.where import Start, place_of_sample, samples_of_step, starts_of
+from ddp.commands.where import Start, place_of_sample, samples_of_step, where
 from ddp.data.orders.order import Checksum
 from ddp.data.orders.sampler import TrainSampler
 from ddp.data.samples import Splits
@@ -57,19 +57,17 @@ CASES = [
 
 @pytest.mark.parametrize("config", CASES)
 def test_both_answers_are_what_the_samplers_plan(config):
-    read: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}  # (epoch, sample) → (step, rank, loader, shard)
+    read: dict[tuple[int, int], list[tuple[int, int, int]]] = {}  # (epoch, sample) → (step, rank, shard)
     for rank in range(config.cluster.workers):
         sampler = sampler_for(config, SPLITS, rank=rank)
         step = count(1)
         while sampler.state.epoch < 3:
-            numbers = count()
             for plan in sampler.plans():
                 here, lines = next(step), []
                 for micro in plan.micros:
-                    loader = next(numbers) % 2
                     for sample in micro.indices:
-                        read.setdefault((plan.epoch, sample), []).append((here, rank, loader, micro.shard))
-                    lines.append(f"rank {rank}, loader process {loader}, shard {micro.shard}")
+                        read.setdefault((plan.epoch, sample), []).append((here, rank, micro.shard))
+                    lines.append(f"rank {rank}, shard {micro.shard}")
                 answer = samples_of_step([Start(config, SPLITS)], here)
                 assert answer.startswith(f"step {here}, in epoch {plan.epoch}: {plan.size} samples")
                 assert [line in answer for line in lines] == [True] * len(lines)
@@ -83,9 +81,8 @@ def test_both_answers_are_what_the_samplers_plan(config):
             expected = sorted(read.get((epoch, sample), []))
             found = [line.partition(", part")[0] for line in answer.splitlines() if ": step " in line]
             assert sorted(found) == sorted(
-                f"sample {sample}  in {file}, epoch {epoch}: step {step}, rank {rank}, loader process {loader}, "
-                f"shard {shard}"
-                for step, rank, loader, shard in expected
+                f"sample {sample}  in {file}, epoch {epoch}: step {step}, rank {rank}, shard {shard}"
+                for step, rank, shard in expected
             )
             if config.data.skip_steps and not expected:
                 assert "left out, by data.skip_steps" in answer
@@ -120,25 +117,24 @@ def test_each_start_of_a_run_answers_for_its_own_steps():
         config_of(2, batch={"global_size": 4, "num_shards": 2}),
         config_of(2, batch={"global_size": 4, "num_shards": 2}, skip_steps=[9, 10]),
     ]
-    read: dict[int, list[tuple[int, int, int]]] = {}  # step → (rank, loader, sample)
+    read: dict[int, list[tuple[int, int]]] = {}  # step → (rank, sample)
     starts: list[Start] = []
     state = None
     for config, begin, end in [(first, 0, 5), (others[0], 5, 7), (others[1], 7, 15)]:
         starts = [each.until(begin, state) for each in starts]
         starts.append(Start(config, SPLITS, begin, state))
-        samplers = starts[-1].samplers()
+        samplers = [starts[-1].sampler(rank) for rank in range(config.cluster.workers)]
         for sampler in samplers:
-            for step, plan, loader in numbered(sampler, begin, end):
-                rank = sampler.rank
-                read.setdefault(step, []).extend((rank, loader[m.shard], i) for m in plan.micros for i in m.indices)
+            for step, plan in numbered(sampler, begin, end):
+                read.setdefault(step, []).extend((sampler.rank, i) for m in plan.micros for i in m.indices)
         state = samplers[0].state_dict()
     for step, who in read.items():
         answer = samples_of_step(starts, step)
-        for rank, loader, sample in who:
-            lines = [line for line in answer.splitlines() if line.startswith(f"rank {rank}, loader process {loader}")]
+        for rank, sample in who:
+            lines = [line for line in answer.splitlines() if line.startswith(f"rank {rank}, ")]
             assert lines and f" {sample} " in f"{answer} ".replace("\n", " ")
             epoch = int(answer.split("in epoch ")[1].split(":")[0])
-            assert f"step {step}, rank {rank}, loader process {loader}" in place_of_sample(starts, sample, epoch)
+            assert f"step {step}, rank {rank}, " in place_of_sample(starts, sample, epoch)
     begins_later = [start for start in starts if start.step >= 5]
     early = next(sample for *_, sample in read[1])
     assert "epoch 0: read before step 6, with which this run began" in place_of_sample(begins_later, early, 0)
@@ -150,7 +146,7 @@ def test_steps_that_were_made_before_their_turn_are_found():
     """Of ten steps workers make five in any order, 1 2 3 5 7; then the run goes on with others."""
     config = config_of(2, batch={"global_size": 4, "num_shards": 2})
     first = Start(config, SPLITS)
-    samplers = first.samplers()
+    samplers = [first.sampler(rank) for rank in range(2)]
     for plans in [list(zip(*(each.plans() for each in samplers), strict=True))[number] for number in (1, 0, 4, 6, 2)]:
         for sampler, plan in zip(samplers, plans, strict=True):
             sampler.commit_leased(plan)
@@ -165,16 +161,15 @@ def test_steps_that_were_made_before_their_turn_are_found():
 
 
 def numbered(sampler, begin, end):
-    """Makes steps, and yields each with its number and, by shard, the loader process, of two."""
-    step, numbers = begin, count()
+    """Makes steps, and yields each with its number."""
+    step = begin
     while step < end:
         for plan in sampler.plans():
             step += 1
-            yield step, plan, {micro.shard: next(numbers) % 2 for micro in plan.micros}
+            yield step, plan
             sampler.commit(plan)
             if step == end:
                 return
-        numbers = count()
 
 
 def test_the_samples_of_a_step_stand_with_their_files():
@@ -323,7 +318,7 @@ def test_what_cannot_be_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for text, says in [("", "is empty"), ("[1]\n", "is damaged"), ("{}\n", "is damaged"), ("null\n", "is damaged")]:
         (tmp_path / "starts.jsonl").write_text(text)
         with pytest.raises(ConfigError, match=f"starts.jsonl {says}"):
-            starts_of(tmp_path)
+            where(tmp_path, step=1, sample=None, epoch=None)
     for step in (0, -3, 13):
         with pytest.raises(ConfigError, match=f"--step {step}: the run has steps 1 to 12"):
             samples_of_step([Start(CASES[0], SPLITS)], step)

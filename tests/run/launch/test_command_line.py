@@ -32,8 +32,8 @@ from ddp.errors import CheckpointError, ConfigError, PeerLost, WorkersFailed
 from ddp.process.arguments import Parser, quoted
 from ddp.run.launch import command_line, worker
 from ddp.run.launch.command_line import _quoted_texts, composed, main, options_first, translated
+from ddp.run.launch.failures import Failure, Report, Seat, describe_failures
 from ddp.run.launch.from_python import launch
-from ddp.run.launch.report import Failure, Report, describe_failures
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare
 from ddp.run.launch.torchrun import _asked_for, prepared
 from ddp.run.settings.checks import check_gpus, name_problems
@@ -820,13 +820,14 @@ def test_a_launch_that_is_paused_at_the_terminal_pauses_its_workers_and_goes_on_
 
 JOB = """
 import subprocess, sys
-from ddp.run.launch import command_line, job
+from ddp.run.launch import command_line, jobs
 def main():
     child = subprocess.Popen([sys.executable, "-IS", "-c", "input()"], start_new_session=True, stdin=subprocess.PIPE)
     print(child.pid, flush=True)
     child.communicate(sys.stdin.buffer.readline())
+    sys.exit()
 command_line.main = main
-job.main(["--parent", sys.argv[1], "--typed", "train", "none"])
+jobs.main(["--parent", sys.argv[1], "none"])
 """
 
 
@@ -882,10 +883,10 @@ def test_ctrl_c_is_no_exception_while_a_launcher_or_a_worker_imports(
     monkeypatch.setattr(command_line, "train", note_of("launcher"))
     command_line._trained(Config(), tmp_path)
     monkeypatch.setattr(worker, "take_log", lambda *_, **__: None)
-    monkeypatch.setattr(worker, "guarded", lambda work, **_: work())
+    monkeypatch.setattr(worker, "guarded", lambda work, *_, **__: work())
     monkeypatch.setattr(worker, "write_result", lambda *_: None)
     (tmp_path / "call").write_bytes(pickle.dumps((1, sys.path)) + pickle.dumps((Function(), (), {}, {})))
-    worker._call(tmp_path / "call", rank=0, timeout_s=None)
+    worker._call(tmp_path / "call", Seat(tmp_path, 0), timeout_s=None, play=lambda: None)
     monkeypatch.setitem(sys.modules, "ddp.run.assembly.stages", Stages("stages"))
     worker.train(Config(), tmp_path, rank=0)
     for name in ("launcher", "function", "worker"):

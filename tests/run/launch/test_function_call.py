@@ -22,8 +22,8 @@ import torch
 
 import ddp
 from ddp.errors import ConfigError, safe_str, workers_failed
+from ddp.run.launch.failures import Failure, Report, Seat, describe_failures
 from ddp.run.launch.from_python import CALL, _failed, _left_by, folder_for_call, write_exception, write_result
-from ddp.run.launch.report import Failure, Report, describe_failures
 from ddp.train.steps.state import TrainState
 
 LOCK = threading.Lock()
@@ -257,7 +257,7 @@ def test_a_failed_launch_is_of_the_type_of_its_cause(
 ) -> None:
     if len(safe_str(error)) == 100:
         monkeypatch.setattr("ddp.run.launch.from_python.LARGEST_EXCEPTION", 99)
-    Report.of(error, rank=1).write(tmp_path / "logs")
+    Report.of(error, Seat(tmp_path / "logs", 1)).write(tmp_path / "logs")
     write_exception(tmp_path, 1, error)
     failures = {1: Failure(1, 0.0)}
     with pytest.raises(ddp.WorkersFailed) as caught, under_way():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddp.errors import CheckpointError, CommunicatorBroken, ConfigError, PeerLost
-from ddp.run.launch.report import Report
+from ddp.run.launch.failures import Report, Seat
 from ddp.run.launch.worker import guarded
 
 LOST = PeerLost(1, "here", 0, 3, "all_reduce")
@@ -22,7 +22,7 @@ def raiser(error: Exception, cause: Exception | None = None) -> Report:
     try:
         raise error from cause
     except Exception as raised:
-        return Report.of(raised, rank=2)
+        return Report.of(raised, Seat(Path(), 2))
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def test_only_a_lost_peer_makes_an_error_secondary(error: Exception, cause: Exce
 def test_report_survives_the_file_and_its_block_ends_with_the_traceback(tmp_path: Path) -> None:
     report = raiser(ArithmeticError("scripted"))
     report.write(tmp_path)
-    assert Report.read(tmp_path, rank=2) == report
-    assert Report.read(tmp_path, rank=0) is None
+    assert Report.read(Seat(tmp_path, 2)) == report
+    assert Report.read(Seat(tmp_path, 0)) is None
     assert report.block().splitlines()[0].startswith(f"rank 2 on host {report.host} failed")
     assert report.block().splitlines()[-2] == "ArithmeticError: scripted"
     line = r"in your code: .*test_worker.py, line \d+, in raiser: raise error from cause"
@@ -54,7 +54,7 @@ def test_report_survives_the_file_and_its_block_ends_with_the_traceback(tmp_path
 
 def test_half_a_report_is_no_report(tmp_path: Path) -> None:
     (tmp_path / "error-rank-0.json").write_text('{"rank": 0')
-    assert Report.read(tmp_path, rank=0) is None
+    assert Report.read(Seat(tmp_path, 0)) is None
 
 
 @pytest.mark.parametrize("error", [ConfigError("seed=-1: no"), CheckpointError("x is corrupt")])
@@ -71,19 +71,19 @@ def test_the_step_is_the_error_s_own() -> None:
 
 
 def test_guarded_turns_an_exception_into_a_status_a_report_and_a_log(tmp_path: Path) -> None:
-    assert guarded(lambda: None, logs=tmp_path, rank=0) == 0
+    assert guarded(lambda: None, Seat(tmp_path, 0)) == 0
 
     for rank, kind in enumerate((ArithmeticError, asyncio.CancelledError)):
 
         def work(kind: type[BaseException] = kind) -> None:
             raise kind("scripted")
 
-        assert guarded(work, logs=tmp_path, rank=rank) == 1
-        report = Report.read(tmp_path, rank=rank)
+        assert guarded(work, Seat(tmp_path, rank)) == 1
+        report = Report.read(Seat(tmp_path, rank))
         assert report is not None and report.type == kind.__name__
         assert f"{kind.__name__}: scripted" in (tmp_path / f"rank-{rank}.log").read_text()
     with pytest.raises(SystemExit):
-        guarded(lambda: sys.exit(3), logs=tmp_path, rank=2)
+        guarded(lambda: sys.exit(3), Seat(tmp_path, 2))
 
 
 def test_settings_that_were_changed_after_the_launcher_s_check_are_not_read(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ arguments = ["--rank", "1", "--parent", str(os.getppid()), "--private", ".", "--
 sys.exit(ddp.run.launch.worker.main(arguments))
 """
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
-    report = Report.read(tmp_path / "logs", rank=1)
+    report = Report.read(Seat(tmp_path / "logs", 1))
     assert done.returncode == 1 and report is not None and report.is_user_error
     assert report.message == f"{tmp_path}/config.yaml was changed while the run was starting: start it again"
 
@@ -105,9 +105,10 @@ def test_only_rank_0_keeps_the_terminal(tmp_path: Path) -> None:
     code = """
 import os, sys, logging
 from pathlib import Path
+from ddp.run.launch.failures import Seat
 from ddp.run.launch.worker import take_log
 rank = int(sys.argv[2])
-take_log(Path(sys.argv[1]), rank=rank, world_size=2)
+take_log(Seat(Path(sys.argv[1]), rank), world_size=2)
 print("python", rank, flush=True)
 os.system(f"echo child {rank} >&2")
 logging.getLogger("ddp").warning("logged")

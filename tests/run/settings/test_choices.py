@@ -11,9 +11,8 @@ import pytest
 
 from ddp.errors import ConfigError
 from ddp.policies import Averaging, Rounds
-from ddp.run.settings.config import CHOICES, MEANINGS, Config, choose
+from ddp.run.settings.config import CHOICES, MEANINGS, Config, choose, page
 from ddp.run.settings.groups import DataFiles, choice
-from ddp.run.settings.page import page
 from ddp.run.settings.reader import from_plain
 from ddp.setting import Bounds
 

@@ -116,6 +116,8 @@ def test_plain_form_round_trips_through_yaml(group: str, name: str) -> None:
     for override in BESIDE.get(name, []):
         key, value = override.split("=")
         plain |= {key: {"name": value}} if "." not in key else {}
+    if name == "one_device":
+        plain["cluster"] = {"workers": 1}
     config = from_plain(plain | {"init_from": {"rename": {"fc": "head"}, "skip": ["a"]}, "clip_norm": 1})
     resolve(config)
     assert from_plain(yaml.safe_load(yaml.safe_dump(asdict(config)))) == config
@@ -172,7 +174,7 @@ def test_impossible_value_names_key_and_value(key: str, value: object) -> None:
     holder[last] = value
     with pytest.raises(ConfigError) as error:
         from_plain(plain)
-    shown = "null" if value is None else "''" if value == "" else value
+    shown = "null" if value is None else "''" if value == "" else str(value).replace(" ", "")
     assert str(error.value).startswith(f"{key}={shown}: ")
 
 

@@ -26,6 +26,7 @@ from ddp.collectives import Recv, Send, register
 from ddp.collectives.catalog import ALL_REDUCE, SCHEDULES, all_reduce_schedules
 from ddp.collectives.schedule import Schedule, canonical
 from ddp.commands.finished import settings_for
+from ddp.commands.same_bits import traced
 from ddp.commands.where import Start, samples_of_step, where
 from ddp.data.loading.source import whole_splits
 from ddp.data.samples import TensorSet
@@ -41,7 +42,6 @@ from ddp.run.assembly.components import (
     make_model_without_memory,
     make_task,
 )
-from ddp.run.assembly.traced import traced
 from ddp.run.launch import torchrun
 from ddp.run.launch.command_line import composed, main, translated
 from ddp.run.launch.run_folder import continued, prepare, settings_text
@@ -174,7 +174,7 @@ def test_own_parts_become_components(folder: Path) -> None:
         loss_sum, count = make_task(config).loss(model, batch)
         torch.testing.assert_close(loss_sum, expected)
         assert count == 2
-    config.loss = "ddp.train.tasks.cross_entropy:Classification"
+    config.loss = "ddp.train.tasks.task:Classification"
     assert make_task(config).main_metric == "accuracy"
 
 
@@ -612,7 +612,7 @@ def test_a_callback_s_address_is_checked_before_workers_start(address: str, word
 
 
 def test_a_tracker_that_is_missing_or_given_twice_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddp.train.reports.tracker.find_spec", lambda name: None)
+    monkeypatch.setattr("ddp.train.reports.trackers.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"^trackers=\[mlflow\]: MLflow is not installed: pip install mlflow$"):
         check_callbacks(config_of(trackers=["csv", "mlflow"]))
     with pytest.raises(ConfigError, match="the run would be sent to CSV twice: give that tracker once"):

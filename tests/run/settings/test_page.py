@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddp.run.launch.command_line import main
-from ddp.run.settings.config import CHOICES, MEANINGS, OWN, Config
-from ddp.run.settings.page import WIDTH, markdown, page
+from ddp.run.settings.config import CHOICES, MEANINGS, OWN, WIDTH, Config, markdown, page
 
 ROOT = Path(__file__).parents[3]
 BY_LAUNCHER = {"run.dir", "run.code", "cluster.local_workers"}
@@ -45,7 +44,7 @@ def test_every_setting_and_every_choice_stands_there_with_a_meaning() -> None:
 
 def test_the_page_in_docs_is_this_one() -> None:
     written = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
-    assert written == markdown(), "write it anew: python -m ddp.run.settings.page > docs/settings.md"
+    assert written == markdown(), "write it anew: python -m ddp.run.settings.config > docs/settings.md"
 
 
 @pytest.mark.parametrize("words", [["--help"], ["data=synthetic", "-h"]])

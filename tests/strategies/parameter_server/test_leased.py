@@ -13,8 +13,8 @@ from ddp.data.loading.fetching import THREAD
 from ddp.data.loading.loader import TrainLoader
 from ddp.data.orders.sampler import StepPlan, TrainSampler
 from ddp.errors import LoaderLost, UnreadableSample
-from ddp.strategies.parameter_server.leased import LeasedLoader
 from ddp.strategies.parameter_server.ledger import Lease, Plan
+from ddp.strategies.parameter_server.worker import LeasedLoader
 
 NUM_SAMPLES, BATCH, NUM_PARTS = 26, 8, 3
 

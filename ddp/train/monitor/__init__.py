@@ -1,1 +1,0 @@
-"""Finds out about a running job. Nothing here imports the rest of `train/`, which acts on it."""

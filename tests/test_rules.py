@@ -1,0 +1,77 @@
+"""Rules between settings: each is said in the words of the command line, and in those of Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddp.errors import ConfigError
+from ddp.rules import RULES, SETTINGS, Setup, refuse
+from ddp.run.settings import checks
+from ddp.run.settings.config import CHOICES, Config, plain_defaults
+
+KEYS = {*plain_defaults(), "optim.args.clip_norm", *CHOICES}
+KEYS |= {f"{group}.{name}" for group, inner in plain_defaults().items() if isinstance(inner, dict) for name in inner}
+KEYS |= {f"{group}.{name}" for group in CHOICES for each in CHOICES[group].values() for name in dir(each)}
+
+
+def test_every_fact_has_a_setting_or_is_none() -> None:
+    assert {about["key"] for about in SETTINGS.values()} - {""} <= KEYS
+    refuse(Setup())
+    checks.validate(Config())
+
+
+@pytest.mark.parametrize("in_settings", [True, False])
+def test_every_rule_can_be_said(in_settings: bool) -> None:
+    """All keys that a sentence has in braces are there, and no brace is left."""
+    setup = Setup(in_settings=in_settings)
+    always = [rule._replace(when=lambda _: True) for rule in RULES]
+    for said in setup.problems(always, setup):
+        assert not {*"{}"} & {*said} and said.split(": ")[0].strip() and "=" in said + "EMA="
+
+
+def test_every_rule_of_settings_can_be_said() -> None:
+    config = Config()
+    always = [rule._replace(when=lambda _: True) for rule in checks.RULES]
+    assert {rule.key for rule in checks.RULES} <= KEYS
+    for said in checks.Settings(config).problems(always, config):
+        assert not {*"{}"} & {*said}
+
+
+@pytest.mark.parametrize(
+    ("facts", "typed", "python"),
+    [
+        (
+            {"strategy": "local_sgd", "micro_size": 8},
+            "batch.micro_size=8: with strategy=local_sgd a micro-batch is an inner step; leave one out",
+            "micro_size=8: with strategy='local_sgd' a micro-batch is an inner step; leave one out",
+        ),
+        (
+            {"strategy": "central_storage", "shared_memory": False},
+            "are none (comm.shared_memory=false, or the log says why); take strategy=sharded",
+            "are none (shared_memory=False, or the log says why); take strategy='sharded'",
+        ),
+        (
+            {"hook": "top_k", "kind": "naive"},
+            "hook=top_k: needs replica.kind=bucketed, whose buckets it gets; leave one out",
+            "hook='top_k': needs a ddp.BucketedDataParallel, whose buckets it gets; leave one out",
+        ),
+        (
+            {"same_bits": True, "algorithm": "ring"},
+            "same_bits.on=true with comm.algorithm=ring: adds up by workers, at some numbers of them in another order;",
+            "same_bits=True with algorithm='ring': adds up by workers, at some numbers of them in another order;",
+        ),
+        ({"epochs": None}, "epochs=null: with max_steps=null, too, the run", "epochs=None: with max_steps=None, too,"),
+        (
+            {"debug": True, "sharding": "off"},
+            "loader.debug=true: refuses equal batches, which data.sharding=off",
+            "deb",
+        ),
+    ],
+)
+def test_a_rule_is_said_in_the_words_of_who_asked(facts: dict[str, Any], typed: str, python: str) -> None:
+    for in_settings, words in ((True, typed), (False, python)):
+        with pytest.raises(ConfigError) as error:
+            refuse(Setup(in_settings=in_settings, **facts))
+        assert words.replace("are none", "share none") in str(error.value)
