@@ -42,6 +42,7 @@ from ddp.gradients.layout import Layout, bucket_limits
 from ddp.gradients.reducer import AllReduce, Collective, Reducer
 from ddp.gradients.totals import Totals
 from ddp.replica.autograd import (
+    Observers,
     accumulates,
     adds_to_all,
     hand_out_differentiable,
@@ -49,7 +50,7 @@ from ddp.replica.autograd import (
     watch_backward,
     will_accumulate,
 )
-from ddp.replica.backward import Backward, BucketReduction, Observers, State, Stepper
+from ddp.replica.backward import Backward, BucketReduction, Stepper
 from ddp.replica.broadcast import BufferSync, broadcast_state, check_trainable, sending
 from ddp.replica.by_shards import ByShards, check_shards
 from ddp.replica.parameters import Change, Layouts, ParameterWatch, check_wire, managed, sparse_weights
@@ -220,7 +221,7 @@ class BucketedDataParallel(Replica):
     def _raise_known(self) -> None:
         if self._last.error is not None:
             raise self._last.error
-        if self.backward.state is State.RUNNING:
+        if self.backward.is_running:
             raise RuntimeError(
                 f"the last backward through this replica broke off (step {self.backward.step}); "
                 "the ranks are out of step: start anew, from the last checkpoint"
@@ -228,7 +229,7 @@ class BucketedDataParallel(Replica):
 
     @property
     def _awaits_backward(self) -> bool:
-        return self.waiting is not None or self.backward.state is State.RUNNING
+        return self.waiting is not None or self.backward.is_running
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward; a backward through what it returns ends with equal gradients on all ranks."""
@@ -266,7 +267,7 @@ class BucketedDataParallel(Replica):
             adds_to_all: as the function of this name returns it.
             if_reached: begin only if backward will reach one of the parameters.
         """
-        is_running = self.backward.state is State.RUNNING
+        is_running = self.backward.is_running
         if is_running and layout is self.backward.layout:
             return False
         if not (will_accumulate(layout.parameters) if if_reached else adds_to_all or accumulates(layout.parameters)):
@@ -292,7 +293,7 @@ class BucketedDataParallel(Replica):
 
     def on_other_gradient(self, parameter: Tensor) -> None:
         """Handles a gradient that no bucket is waiting for."""
-        is_running = self.backward.state is State.RUNNING
+        is_running = self.backward.is_running
         layout = self.backward.layout if is_running else self.layout
         is_in_step = is_running or (self._is_in_forward and self.require_backward_grad_sync)
         is_unknown = parameter.requires_grad and id(parameter) not in layout.slot_of
@@ -302,8 +303,8 @@ class BucketedDataParallel(Replica):
             self.waiting = self.layout
             if is_running:
                 self.backward.widen(self.waiting)
-        is_expected, waiting = self.backward.state is State.EXPECTED, self.waiting
-        if waiting is not None and is_expected and self._begin(waiting, adds_to_all()):
+        waiting = None if self.backward.is_running else self.waiting
+        if waiting is not None and self._begin(waiting, adds_to_all()):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         # once more, because the backward that has just begun may have a bucket for it
         is_known = self.backward.note(parameter) or self.backward.note_other(parameter)
