@@ -30,10 +30,9 @@ from ddp.replica.sync_batchnorm import waits
 from ddp.setting import Precision, StrategyName
 from ddp.strategies import central_storage
 from ddp.strategies.central_storage import CentralStorage
-from ddp.strategies.local_sgd import LocalSteps
+from ddp.strategies.local_sgd import LocalSteps, Streaming
 from ddp.strategies.sharded import Served, Sharded
 from ddp.strategies.strategy import Replicated, Strategy
-from ddp.strategies.streaming import Streaming
 
 # --- The words -------------------------------------------------------------------------------------------------------
 
