@@ -25,7 +25,7 @@ RuntimeError. If parameters were added, or frozen or converted in a wrong way, i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -148,37 +148,10 @@ class BucketedDataParallel(Replica):
             tails_ride=self._reducer.tails_ride,
             num_shards=self.num_shards,
         )
+        self.accumulation.connect(self._layouts)
         self.backward = self._new_backward()
         self._last = self.backward  # the last one that has ended, once there is one
         self._observers = Observers(self, (parameter for _, parameter in self._replicated_parameters()))
-
-    # --- shards ------------------------------------------------------------------------------------------------------
-
-    @property
-    def by_shards(self) -> ByShards | None:
-        """The running step, if gradients are added up by shards."""
-        return self.accumulation if isinstance(self.accumulation, ByShards) else None
-
-    def shard(self, number: int) -> AbstractContextManager[None]:
-        """Makes forward and backward inside those of one shard. The last block of a rank ends the step. Collective.
-
-            for number in model.shards:
-                with model.shard(number):
-                    loss_of(model(inputs[number]), targets[number]).backward()
-            optimizer.step()
-
-        Each block has random numbers of its own, by the seed of rank 0 (`torch.manual_seed`) when this was made; and so
-        has the update after the last one. Inside of a block `p.grad` is the gradient of that shard, until the last
-        backward of the step.
-
-        Every rank's shards are marked once in each step, in their order; of one without samples the block is empty. A
-        shard may be computed in parts: put all backwards but the last into `no_sync`.
-
-        Raises:
-            ConfigError: on all ranks: one has marked a shard twice, has left one out, or has none of that number.
-        """
-        by_shards = self.by_shards
-        return super().shard(number) if by_shards is None else by_shards.block(self, self._layouts, number)
 
     # --- a step, in the order of time --------------------------------------------------------------------------------
 
@@ -380,7 +353,6 @@ class BucketedDataParallel(Replica):
 
     @property
     def overlaps(self) -> bool:
-        """Returns True if buckets are reduced in the background of backward."""
         return self.comm.plan.overlaps if self._overlap is None else self._overlap
 
     @property

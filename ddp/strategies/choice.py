@@ -22,7 +22,6 @@ from ddp.process import gpu
 from ddp.process.log import log
 from ddp.replica.broadcast import move
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.replica.drop_in.data_parallel import DistributedDataParallel
 from ddp.replica.drop_in.in_backward import refusal
 from ddp.replica.parameters import sparse_weights
 from ddp.replica.replica import Replica
@@ -265,8 +264,7 @@ def _as_given(model: Replica, optimizer: Optimizer, averaging: Averaging, num_sh
     name = type(model).__name__
     for key in ("wire", "hook", "bucket_cap_mb", "first_bucket_mb", "find_unused_parameters"):
         if (given := getattr(averaging, key)) != getattr(Averaging, key):
-            takes_it = isinstance(model, BucketedDataParallel)
-            what = f"give {key} to the replica" if takes_it else "give ddp.fit the bare module"
+            what = f"give {key} to the replica" if model.collective is not None else "give ddp.fit the bare module"
             raise ConfigError(f"{key}={given!r} with a model in a {name}: {what}")
     if model.num_shards != num_shards:
         instead = f"fit the bare module, or a ddp.BucketedDataParallel with num_shards={num_shards}"
@@ -276,7 +274,7 @@ def _as_given(model: Replica, optimizer: Optimizer, averaging: Averaging, num_sh
         model.verify_replicas(every=averaging.verify_every)
     if model.compression is not None:
         check_momentum(model.compression.hook, optimizer)
-    if isinstance(model, DistributedDataParallel) and model.steps_in_backward:
+    if model.steps_in_backward:
         raise refusal("ddp.fit (which clips, and takes back steps whose loss or gradient is not finite)")
     return model
 

@@ -428,8 +428,6 @@ def hears_a_signal() -> tuple[int, list[str]]:
     return fitted(module, samples("mlp"), optimizer, **given).step, [each for each in said if "round" in each]
 
 
-
-
 # --- mutants ---------------------------------------------------------------------------------------------------------
 
 MUTANTS: dict[str, tuple[str, str, str, str]] = {  # where, a line, what becomes of it, and the case that is to notice
@@ -447,7 +445,12 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {  # where, a line, what becomes
         "mlp",
     ),
     "the difference points the other way": ("local_sgd.LocalSteps._stepped", "start - now", "now - start", "mlp"),
-    "workers keep their own": ("local_sgd.LocalSteps._stepped", "torch._foreach_copy_([*inner], common)", "pass", "mlp"),
+    "workers keep their own": (
+        "local_sgd.LocalSteps._stepped",
+        "torch._foreach_copy_([*inner], common)",
+        "pass",
+        "mlp",
+    ),
     "no outer step": ("local_sgd.LocalSteps.update", "self._outer.step()", "pass", "mlp"),
     "momentum is plain": (
         "local_sgd.LocalSteps.update",

@@ -275,7 +275,7 @@ class DistributedDataParallel(BucketedDataParallel):
         self._stepper = self.backward.stepper = in_backward.StepInBackward(make_optimizer)
 
     @property
-    def steps_in_backward(self) -> bool:
+    def steps_in_backward(self) -> bool:  # type: ignore[override]
         """Returns True once `step_in_backward` was called."""
         return isinstance(self._stepper, in_backward.StepInBackward)
 

@@ -26,7 +26,6 @@ from ddp.comm.meeting.place import host_name
 from ddp.comm.objects import all_gather_object
 from ddp.data.orders.sampler import StepPlan
 from ddp.errors import AuditFailed
-from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.by_shards import ByShards
 from ddp.train.checks.replay import Outcome, Replay
 from ddp.units import counted
@@ -136,9 +135,9 @@ class Audit:
 
     @property
     def _by_shards(self) -> ByShards:
-        model = self._state.model
-        assert isinstance(model, BucketedDataParallel) and model.by_shards is not None
-        return model.by_shards
+        by_shards = self._state.model.accumulation
+        assert isinstance(by_shards, ByShards)
+        return by_shards
 
     def _in_words(self, turn: Turn, found: Mapping[int, Outcome]) -> str:
         """Returns who computes wrongly, as far as that can be told. Collective."""

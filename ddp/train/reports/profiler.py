@@ -27,7 +27,6 @@ from ddp.process.clock import now_s
 from ddp.process.files import if_possible
 from ddp.process.log import log
 from ddp.process.memory import available_cores
-from ddp.replica.bucketed import BucketedDataParallel
 from ddp.train.monitor.clock import between, compare_clocks
 from ddp.train.monitor.parts import RawStep, last_begun, spans_of
 from ddp.train.monitor.profile import (
@@ -148,7 +147,7 @@ class Profiler(Callback):
 def _noted(state: TrainState, report: StepReport, raw: RawStep) -> dict[str, Any]:
     """Returns this rank's record of a step, in plain values."""
     model = state.model
-    last = model.logging_data() if isinstance(model, BucketedDataParallel) else {"buckets": []}
+    last = model.logging_data()
     return {
         "raw": raw,
         "step": report.step,
@@ -215,7 +214,6 @@ def _profile(
     cores: list[int],
 ) -> Profile:
     model, comm = state.model, state.comm
-    in_background = isinstance(model, BucketedDataParallel) and model.overlaps
     return Profile(
         version=VERSION,
         model=type(model.module).__name__,
@@ -230,7 +228,7 @@ def _profile(
         hook=None if model.compression is None else repr(model.compression.hook),
         wire=model.wire,
         algorithm=comm.plan.describe(),
-        runs="in the background" if in_background else "in the foreground",
+        runs="in the background" if model.overlaps else "in the foreground",
         order=model.gradient_order or [],
         network=network,
         clock=clocks,

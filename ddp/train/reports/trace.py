@@ -14,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp.replica.autograd import tensors_in
 from ddp.replica.broadcast import checksum
-from ddp.replica.bucketed import BucketedDataParallel
 from ddp.train.steps.callbacks import Callback
 from ddp.train.steps.state import StepReport, TrainState
 
@@ -79,10 +78,9 @@ class Trace(Callback):
             self._note(state, title, tensor)
 
     def _note(self, state: TrainState, title: str, tensor: Tensor) -> None:
-        model = state.model
-        by_shards = model.by_shards if isinstance(model, BucketedDataParallel) else None
-        if by_shards is not None and by_shards.running is not None:  # else it is another forward than a step's
-            self._entries.append((by_shards.running, title, checksum(tensor)))
+        shard = state.model.accumulation.running
+        if shard is not None:  # else it is another forward than a step's
+            self._entries.append((shard, title, checksum(tensor)))
 
 
 def parting(one: list[StepTrace], other: list[StepTrace]) -> tuple[int, str] | None:
