@@ -32,7 +32,7 @@ import ddp
 from ddp.__main__ import main as ask
 from ddp.lab.scaling import report as page
 from ddp.lab.scaling.charts import in_seconds
-from ddp.models.images import CNN
+from ddp.models import CNN
 from ddp.run.assembly import stages as build
 from ddp.run.launch.command_line import main
 from ddp.run.settings.config import choose

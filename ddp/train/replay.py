@@ -31,7 +31,6 @@ from ddp.data.orders.sampler import Micro, StepPlan
 from ddp.errors import AuditFailed, one_line
 from ddp.replica.autograd import tensors_in
 from ddp.replica.broadcast import checksum
-from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.by_shards import ByShards
 from ddp.train.steps.state import TrainState
 from ddp.train.steps.step import StepRules, forward, to_device
@@ -440,9 +439,9 @@ class Audit:
 
     @property
     def _by_shards(self) -> ByShards:
-        model = self._state.model
-        assert isinstance(model, BucketedDataParallel) and model.by_shards is not None
-        return model.by_shards
+        by_shards = self._state.model.accumulation
+        assert isinstance(by_shards, ByShards)
+        return by_shards
 
     def _in_words(self, turn: Turn, found: Mapping[int, Outcome]) -> str:
         """Returns which ranks compute wrongly, as far as the audit can tell. Collective."""

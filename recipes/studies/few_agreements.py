@@ -31,7 +31,7 @@ from torch.utils.data import Subset
 
 import ddp
 from ddp.data.sets.text_sets import load_standard_library
-from ddp.models.gpt import GPT
+from ddp.models import GPT
 from ddp.optim import cosine, parameter_groups, with_warmup
 from ddp.process.arguments import whole
 from ddp.train.steps.task import ByteModel

@@ -31,8 +31,7 @@ import ddp
 from ddp.data.sets.image_sets import load_digits
 from ddp.data.sets.text_sets import ByteWindows, load_standard_library
 from ddp.gradients import DenseStart, ErrorFeedback, PowerSGD, RandomK, Sign, TopK
-from ddp.models.gpt import GPT
-from ddp.models.images import CNN
+from ddp.models import CNN, GPT
 from ddp.optim import cosine, parameter_groups, with_warmup
 from ddp.process.arguments import whole
 from ddp.train.steps.task import ByteModel, Classification, Task

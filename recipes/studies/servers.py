@@ -41,7 +41,7 @@ from torch import Tensor, nn
 import ddp
 from ddp.comm.meeting.role import current_role
 from ddp.lab.bench.turns import take_turns
-from ddp.models.images import CNN
+from ddp.models import CNN
 from ddp.optim import cosine, with_warmup
 from ddp.process.arguments import Parser, whole
 from ddp.process.clock import now_s

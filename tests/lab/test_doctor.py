@@ -293,7 +293,7 @@ def test_what_killed_processes_have_left(tmp_path: Path, monkeypatch: pytest.Mon
     (left / region._ENTRY).write_text("{}")
     assert region.left_behind() == [left]
     (begins / region._ENTRY).write_text("{}")
-    monkeypatch.setattr(region, "_is_kept", lambda folder: folder == begins)
+    monkeypatch.setattr(region, "_kept_entry", lambda folder: folder == begins)
     assert region.left_behind() == [left]
 
 

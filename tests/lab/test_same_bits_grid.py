@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import ddp
-from ddp.models.gpt import GPT
-from ddp.models.images import MLP, resnet
+from ddp.models import GPT, MLP, resnet
 from ddp.replica.broadcast import tensor_hash
 from ddp.train.steps.state import Callback, TrainState
 from ddp.train.steps.task import Classification, LanguageModel, Task

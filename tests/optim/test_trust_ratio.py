@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp.errors import ConfigError
-from ddp.models.images import CNN
+from ddp.models import CNN
 from ddp.optim import LAMB, LARC, LARS, layerwise, norms, parameter_groups
 from ddp.optim.norms import trust_ratios
 from ddp.optim.trust_ratio import LAMB_PRESETS, LARC_PRESETS, LARS_PRESETS

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import ddp
 from ddp.gradients import reducer
-from ddp.models.gpt import GPT
+from ddp.models import GPT
 from ddp.optim import LAMB, LARC, LARS, layerwise, norms
 from ddp.replica.broadcast import tensor_hash
 from ddp.strategies import central_storage, sharded

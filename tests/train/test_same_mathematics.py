@@ -17,8 +17,7 @@ from torch import Tensor, nn
 import ddp
 from ddp.data.orders.sampler import TrainSampler
 from ddp.data.samples import TensorSet
-from ddp.models.gpt import GPT
-from ddp.models.images import CNN, MLP
+from ddp.models import CNN, GPT, MLP
 from ddp.replica.broadcast import tensor_hash
 from ddp.train.steps.state import Callback, StepReport, TrainState
 from ddp.train.steps.task import Classification, LanguageModel

@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker_info
 
 from ddp.data.loading.processes import packed
 from ddp.data.samples import Collate, WholeBatches
@@ -72,7 +72,6 @@ class KeyedBatches(Dataset[Any]):
     Args:
         dataset, collate: as in `TrainLoader`.
         tolerated: errors for which a sample is left out.
-        packs: True for loader processes, which send what they fetch.
 
     Attributes:
         samples_draw, collate_draws, draws: they, or one of them, may draw from the process's generators, which are
@@ -80,11 +79,8 @@ class KeyedBatches(Dataset[Any]):
         may_read_ahead: a thread may fetch batches beside the training, and it may pay.
     """
 
-    def __init__(
-        self, dataset: Any, collate: Collate | None, *, tolerated: tuple[type[Exception], ...] = (), packs: bool
-    ) -> None:
+    def __init__(self, dataset: Any, collate: Collate | None, *, tolerated: tuple[type[Exception], ...] = ()) -> None:
         self.dataset, self.collate, self.tolerated = dataset, collate or default_collate, tolerated
-        self.packs = packs
         self.at_once = isinstance(dataset, WholeBatches) and collate is None
         says_so, is_in_memory = getattr(dataset, "may_read_ahead", False), type(dataset) in (list, tuple, TensorDataset)
         self.samples_draw = not (says_so or is_in_memory or isinstance(dataset, WholeBatches))
@@ -94,8 +90,8 @@ class KeyedBatches(Dataset[Any]):
         self._generators: Generators | None = None  # of this process, once it has begun
 
     def __getitem__(self, request: Request) -> Any:
-        """Returns a finished batch, packed if it is to be sent."""
-        if not self.packs:
+        """Returns a finished batch; in a loader process, packed."""
+        if get_worker_info() is None:
             return self._finished(request)
         return packed(partial(self._finished, request), ((each, self.dataset[each]) for each in request.indices))
 

@@ -324,7 +324,7 @@ class _Batches(IterableDataset[Any]):
 
     def __init__(self, data: Iterable[Any], sampler: IterableSampler, *, collate: Collate, num_processes: int) -> None:
         self.data, self.sampler, self.collate = data, sampler, collate
-        self.num_processes, self.packs = max(1, num_processes), num_processes > 0
+        self.num_processes = max(1, num_processes)
 
     def __iter__(self) -> Iterator[Any]:
         info, sampler = get_worker_info(), self.sampler
@@ -343,7 +343,7 @@ class _Batches(IterableDataset[Any]):
             if not (samples := reader.take(len(micro.indices))):
                 return
             fetch = partial(self._finished, reader, samples, process)
-            yield packed(fetch, enumerate(samples, reader.count - len(samples))) if self.packs else fetch()
+            yield packed(fetch, enumerate(samples, reader.count - len(samples))) if info is not None else fetch()
 
     def _finished(self, reader: _Reader, samples: list[Any], process: int) -> _Fetched:
         batch = reader.collated(samples, self.collate)

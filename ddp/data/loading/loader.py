@@ -88,8 +88,7 @@ class TrainLoader:
         self._max_unreadable, self._num_known = max_unreadable, len(self.unreadable)
         self._repeats = sampler.order.checksum() != Checksum.of_range(len(dataset))
         self._requests = _Requests()
-        self._batches = KeyedBatches(dataset, collate, tolerated=UNREADABLE, packs=num_workers > 0)
-        self._alone = KeyedBatches(dataset, collate, tolerated=UNREADABLE, packs=False)
+        self._batches = KeyedBatches(dataset, collate, tolerated=UNREADABLE)
         self._copies = DeviceCopies(device) if device.type == gpu.KIND else None
         self._ahead = ReadAhead()
         loader = data_loader(
@@ -131,7 +130,7 @@ class TrainLoader:
         """Returns a batch of a step once more, or None if none of its samples can be read, beside the stream."""
         micros = plan._replace(micros=(micro,))
         [request] = self.requests_of(micros, self.sampler.state.seed)
-        return self._ahead.between(lambda: self._alone[request]).batch
+        return self._ahead.between(lambda: self._batches[request]).batch
 
     def requests_of(self, plan: StepPlan, seed: int) -> Iterator[Request]:
         """Yields the requests of a step's batches."""
@@ -216,7 +215,7 @@ class EvaluationLoader:
         ]
         self.parts = [part for part, _ in runs]
         self._all = [Request(0, 0, tuple(run), run) for _, run in runs]
-        self._batches = KeyedBatches(dataset, collate, packs=num_workers > 0)
+        self._batches = KeyedBatches(dataset, collate)
         self._num_workers, self._processes, self._limits = num_workers, processes, limits
         self._copies = DeviceCopies(device) if device.type == gpu.KIND else None
 

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from ddp.errors import ConfigError
 from ddp.lab.bench.command import refuse_unknown, split
-from ddp.models.gpt import GPT
-from ddp.models.images import CNN, MLP, resnet
+from ddp.models import CNN, GPT, MLP, resnet
 from ddp.process.arguments import Parser
 from ddp.run.assembly.components import own_model
 from ddp.run.settings.address import is_address, told

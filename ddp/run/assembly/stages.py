@@ -26,7 +26,7 @@ from ddp.comm.session import init, shutdown
 from ddp.data.samples import Splits
 from ddp.data.sets.text_sets import corpus
 from ddp.errors import CheckpointError, ConfigError, safe_str
-from ddp.models.gpt import GPT, generate
+from ddp.models import GPT, generate
 from ddp.process import gpu, streams
 from ddp.process.arguments import program, relative_path, setting_for, train_command, typed_settings
 from ddp.process.memory import available_cores, collect_from_now_on

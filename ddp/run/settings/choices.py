@@ -240,7 +240,7 @@ SMALL_IMAGE = 64  # pixels; below it a ResNet starts without striding
 
 @choice("model", "mlp", "fully connected layers, for images")
 def mlp(facts: Facts, *, hidden: Annotated[int, COUNT, "units of each of the two hidden layers"] = 256) -> nn.Module:
-    from ddp.models.images import MLP
+    from ddp.models import MLP
 
     shape, num_classes = facts()
     return MLP(in_features=math.prod(shape), hidden=(hidden, hidden), num_classes=num_classes)
@@ -253,7 +253,7 @@ def cnn(
     width: Annotated[int, COUNT, "channels of the first convolution"] = 32,
     dropout: Annotated[float, SHARE, "probability that an input of the last two layers is dropped"] = 0.3,
 ) -> nn.Module:
-    from ddp.models.images import CNN
+    from ddp.models import CNN
 
     shape, num_classes = facts(of=IMAGE)
     return CNN(in_channels=shape[0], image_size=shape[1], num_classes=num_classes, width=width, dropout=dropout)
@@ -263,7 +263,7 @@ def cnn(
 @choice("model", "resnet34", "torchvision's ResNet-34, for images")
 @choice("model", "resnet18", "torchvision's ResNet-18, for images")
 def residual(facts: Facts, *, name: str) -> nn.Module:
-    from ddp.models.images import resnet
+    from ddp.models import resnet
 
     shape, num_classes = facts(of=IMAGE)
     return resnet(name, num_classes=num_classes, small_images=shape[1] < SMALL_IMAGE, in_channels=shape[0])
@@ -278,7 +278,7 @@ def gpt(
     heads: Annotated[int, COUNT, "attention heads of a block"] = 6,
     dropout: Annotated[float, SHARE, "probability that an activation is dropped"] = 0.0,
 ) -> nn.Module:
-    from ddp.models.gpt import GPT
+    from ddp.models import GPT
 
     (context,), num_classes = facts(of="[time]")
     return GPT(vocab_size=num_classes, context=context, width=width, depth=depth, heads=heads, dropout=dropout)

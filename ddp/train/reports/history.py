@@ -33,7 +33,6 @@ from ddp.process.files import if_possible, lines_of, make_folder, to_append, wri
 from ddp.process.records import damage_told, json_object, made, to_json
 from ddp.replica.autograd import tensors_in
 from ddp.replica.broadcast import checksum, tensor_hash
-from ddp.replica.bucketed import BucketedDataParallel
 from ddp.train.checkpoints.checkpoint import changes
 from ddp.train.reports.meters import drop_after
 from ddp.train.steps.state import Callback, StepReport, TrainState
@@ -310,10 +309,9 @@ class Trace(Callback):
             self._note(state, title, tensor)
 
     def _note(self, state: TrainState, title: str, tensor: Tensor) -> None:
-        model = state.model
-        by_shards = model.by_shards if isinstance(model, BucketedDataParallel) else None
-        if by_shards is not None and by_shards.running is not None:  # else it is another forward than a step's
-            self._entries.append((by_shards.running, title, checksum(tensor)))
+        shard = state.model.accumulation.running
+        if shard is not None:  # else it is another forward than a step's
+            self._entries.append((shard, title, checksum(tensor)))
 
 
 def parting(one: list[StepTrace], other: list[StepTrace]) -> tuple[int, str] | None:

@@ -30,7 +30,6 @@ from ddp.process.clock import now_s
 from ddp.process.files import if_possible
 from ddp.process.memory import available_cores
 from ddp.process.terminal import log
-from ddp.replica.bucketed import BucketedDataParallel
 from ddp.train.reports.profile import (
     FILE,
     VERSION,
@@ -149,7 +148,7 @@ class Profiler(Callback):
 def _noted(state: TrainState, report: StepReport, raw: RawStep) -> dict[str, Any]:
     """Returns this rank's record of a step, in plain values."""
     model = state.model
-    last = model.logging_data() if isinstance(model, BucketedDataParallel) else {"buckets": []}
+    last = model.logging_data()
     return {
         "raw": raw,
         "step": report.step,
@@ -184,7 +183,6 @@ def _step(ranks: Sequence[dict[str, Any]], clocks: Sequence[ClockOffset]) -> lis
 
 def _profile(state: TrainState, steps: list[list[RankStep]], clocks: list[ClockOffset], cores: list[int]) -> Profile:
     model, comm = state.model, state.comm
-    in_background = isinstance(model, BucketedDataParallel) and model.overlaps
     return Profile(
         version=VERSION,
         model=type(model.module).__name__,
@@ -199,7 +197,7 @@ def _profile(state: TrainState, steps: list[list[RankStep]], clocks: list[ClockO
         hook=None if model.compression is None else repr(model.compression.hook),
         wire=model.wire,
         algorithm=comm.plan.describe(),
-        runs="in the background" if in_background else "in the foreground",
+        runs="in the background" if model.overlaps else "in the foreground",
         clock=clocks,
         steps=steps,
     )

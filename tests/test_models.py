@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from ddp.data.sets.image_sets import load_digits
 from ddp.errors import ConfigError
-from ddp.models.gpt import GPT, generate, rotary_angles, rotate
-from ddp.models.images import CNN, MLP, resnet
+from ddp.models import CNN, GPT, MLP, generate, resnet, rotary_angles, rotate
 from ddp.train.steps.task import Classification
 
 Build = Callable[[], nn.Module]

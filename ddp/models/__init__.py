@@ -1,1 +1,0 @@
-"""Models to train: MLP, CNN, ResNets and a small GPT."""
