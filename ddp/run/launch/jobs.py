@@ -71,6 +71,12 @@ class _Running:
             self.process.kill()
         return self.process.poll() is not None
 
+    def done(self) -> Job:
+        """Notes how the job has ended; returns it so."""
+        status = self.process.returncode
+        status = status if status >= 0 else 128 - status
+        return self.job.done(status, pruned=self.is_hopeless and status > 128)
+
 
 def check_parallel(parallel: int) -> None:
     """Raises ConfigError if the jobs cannot have a core each; tells if they cannot have a GPU each."""
@@ -130,19 +136,17 @@ def run(
                 if before is not None and before.status == 0:
                     note(before)
                     continue
+                words = _words(job, goes_on=before is not None and (job.run_dir / "config.yaml").exists())
                 share = min({*range(parallel)} - {each.share for each in running})
                 cores = _share_of_cores(share, parallel) if parallel > 1 else []
                 gpus = _share_of_gpus(share, parallel) if parallel > 1 else []
-                words = _words(job, goes_on=before is not None and (job.run_dir / "config.yaml").exists())
                 job = job.begun()
                 running.append(_Running(job, _start(job, [*options, *words], cores, gpus, is_seen), share))
             if not running:
                 return 128 + signals[0] if signals else None
             for each in [each for each in running if each.has_ended()]:
                 running.remove(each)
-                status = each.process.returncode
-                status = status if status >= 0 else 128 - status
-                job = each.job.done(status, pruned=each.is_hopeless and status > 128)
+                job = each.done()
                 if not is_seen:
                     _tell(job)
                 note(job)
