@@ -24,7 +24,7 @@ workers and prints the root cause last.
 | a closed terminal; SIGUSR1; SIGUSR2    | 129; … | the same: 128 + the signal's number    |
 
 This module imports Hydra and OmegaConf inside functions, as only `plugin.py` does besides, so that importing it
-stays light and workers stay free of them. A sweep's job is such a command line in its own process: `jobs.py`.
+stays light and workers stay free of them. A sweep's job is such a command line in its own process: `sweep.py`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from ddp.process.arguments import program, quoted, relative_path, setting_for, t
 from ddp.process.files import at_home
 from ddp.process.memory import leave_out, skip_at_exit
 from ddp.process.terminal import console, ended_by_ctrl_c, keep_writing, say
-from ddp.run.launch import jobs, sweep
+from ddp.run.launch import sweep
 from ddp.run.launch.failures import Report, Seat, describe_failures
 from ddp.run.launch.processes import with_sidecar
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare, settings_text, unwritable
@@ -144,7 +144,7 @@ class HydraMain:
             )
         ended: list[sweep.Job] = []
         todo = iter([of_sweep(overrides, run_dir)])
-        stopped = jobs.run(todo, options=self.options, ended=ended.append)
+        stopped = sweep.run(todo, options=self.options, ended=ended.append)
         if stopped is not None:
             sys.exit(stopped)
         return objective(ended[0], settings.sweeper)

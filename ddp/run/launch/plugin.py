@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from ddp.errors import ConfigError
 from ddp.process.arguments import quoted, relative_path, train_command
 from ddp.process.terminal import say
-from ddp.run.launch import jobs, sweep
+from ddp.run.launch import sweep
 from ddp.run.launch.sweep import Job
 from ddp.run.settings.address import is_address
 from ddp.run.settings.config import OWN, Sweep, choose
@@ -60,7 +60,7 @@ class Jobs(Launcher):
         if varied := [each for each in getattr(task_function, "varied", ()) if each.startswith("sweep.")]:
             raise ConfigError(f"{varied[0]}: all jobs of a sweep share it; give it one value")
         self.settings: Sweep = from_plain({"sweep": OmegaConf.to_container(config.sweep)}).sweep
-        jobs.check_parallel(self.settings.parallel)
+        sweep.check_parallel(self.settings.parallel)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Runs one job for each entry; returns their objectives."""
@@ -69,7 +69,7 @@ class Jobs(Launcher):
         folder, found = Path(self.config.hydra.sweep.dir).absolute(), {job.run_dir: job for job in todo}
         for job in todo:
             sweep.earlier(job)  # refuses before the first one begins
-        stopped = jobs.run(
+        stopped = sweep.run(
             iter([*found.values()]),
             folder,
             parallel=self.settings.parallel,
