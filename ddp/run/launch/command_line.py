@@ -54,9 +54,8 @@ from ddp.process.memory import leave_out, skip_at_exit
 from ddp.process.terminal import console, ended_by_ctrl_c, keep_writing, say
 from ddp.run.launch import sweep
 from ddp.run.launch.failures import Report, Seat, describe_failures
-from ddp.run.launch.processes import with_sidecar
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare, settings_text, unwritable
-from ddp.run.launch.supervisor import run_workers
+from ddp.run.launch.supervisor import run_workers, with_sidecar
 from ddp.run.settings.checks import check_gpus, check_strategy, name_problems
 from ddp.run.settings.config import CHOICES, Config, plain_defaults
 from ddp.run.settings.page import page

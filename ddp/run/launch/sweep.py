@@ -48,7 +48,7 @@ from ddp.process.host import VISIBLE_GPUS, visible_gpus
 from ddp.process.memory import available_cores
 from ddp.process.records import json_object, made, to_json
 from ddp.process.terminal import console, ended_by_ctrl_c, say
-from ddp.run.launch.processes import SHUTDOWN_S, heard, paused_together
+from ddp.run.launch.supervisor import SHUTDOWN_S, heard, paused_together
 from ddp.run.launch.worker import ORPHAN_GRACE_S, follow_parent
 from ddp.train.reports.results import is_metric, metric_in_words, read_summary, words_of
 from ddp.units import counted
