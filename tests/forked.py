@@ -69,7 +69,7 @@ def run_program(file: Path, folder: Path, *, timeout_s: float = 120) -> Complete
 
 
 class Forked:
-    """A job of a sweep (`ddp/run/launch/jobs.py`) that is forked, with what is asked of a `subprocess.Popen`."""
+    """A job of a sweep (`ddp/run/launch/sweep.py`) that is forked, with what is asked of a `subprocess.Popen`."""
 
     def __init__(self, job: Any, words: Sequence[str], *_: Any) -> None:
         logs = job.run_dir / "logs"

@@ -15,7 +15,7 @@ LIMITS = {
     "code lines outside of lab/": 34_490,
     "code lines of lab/": 3_780,
     "code lines of comm/, gradients/ and replica/": 10_330,
-    "modules outside of lab/": 275,
+    "modules outside of lab/": 273,
     "folders and files at the top": 21,
     "parameters of fit": 20,  # with **mistyped, which takes names that it does not have
     "lines of a function": 62,

@@ -5,7 +5,7 @@
     folder: job.json and metrics.jsonl of each trial
        │ read back as Optuna's trials
        ▼
-    study ── ask ──▶ a job, in its own process (`launch/jobs.py`)
+    study ── ask ──▶ a job, in its own process (`launch/sweep.py`)
        ▲                │ its evaluations, as metrics.jsonl grows
        └── tell ◀───────┘ its objective; failed, if that is not a number; pruned, if the study saw no hope
 
@@ -29,7 +29,7 @@ from ddp.commands.registry import parser_of
 from ddp.errors import ConfigError
 from ddp.process.arguments import program, relative_path, whole
 from ddp.process.files import to_read
-from ddp.run.launch import jobs, sweep
+from ddp.run.launch import sweep
 from ddp.run.launch.command_line import bad_input_to, composed, exit_with_error, for_hydra, options_first
 from ddp.run.launch.run_folder import unwritable
 from ddp.run.launch.sweep import Job
@@ -86,7 +86,7 @@ def _sweep(words: Sequence[str]) -> Sweep:
     parts = (each.partition("=") for each in words)
     found = {key.removeprefix("sweep."): value_of(key, text) for key, _, text in parts}
     shared: Sweep = from_plain({"sweep": found}).sweep
-    jobs.check_parallel(shared.parallel)
+    sweep.check_parallel(shared.parallel)
     return shared
 
 
@@ -345,6 +345,6 @@ class Search:
 def run(search: Search) -> int:
     """Makes the trials that are left, and prints the table; returns the status: 0 if there is a best trial."""
     how: dict[str, Any] = {"is_hopeless": search.is_hopeless, "ended": search.tell}
-    stopped = jobs.run(search.jobs(), search.folder, parallel=search.parallel, in_view=False, **how)
+    stopped = sweep.run(search.jobs(), search.folder, parallel=search.parallel, in_view=False, **how)
     status, best = sweep.conclude(search.folder), sweep.gather(search.folder).jobs[0]
     return stopped or (0 if best.objective is not None else status)

@@ -67,14 +67,12 @@ def where(run: Path, *, step: int | None, sample: int | None, epoch: int | None)
 
 
 class Start(NamedTuple):
-    """One start of a run.
+    """One start of a run; `after` is everywhere the next one, which went on from there, and None for the last.
 
     Attributes:
         config, splits: its settings and data.
         step: the step after which it went on; 0 for a new run.
         state: of the sampler there; None for a new run.
-        last_step: the last one that belongs to it, because a later start went on from there; None for the last start.
-        following: the sampler's state from which that one went on.
         left_out: number, position and size of the steps that its guard has left out.
     """
 
@@ -82,38 +80,30 @@ class Start(NamedTuple):
     splits: Splits
     step: int = 0
     state: Mapping[str, Any] | None = None
-    last_step: int | None = None
-    following: Mapping[str, Any] | None = None
     left_out: Sequence[tuple[int, int, int]] = ()
 
-    def until(self, step: int, state: Mapping[str, Any] | None) -> Start:
-        """Returns it, if a later start resumes from a step and a state."""
-        if self.last_step is not None and step >= self.last_step:
-            return self
-        left_out = [each for each in self.left_out if each[0] <= step]
-        return self._replace(last_step=step, following=state, left_out=left_out)
-
-    def sampler(self, rank: int = 0) -> TrainSampler:
+    def sampler(self, after: Start | None = None, *, rank: int = 0) -> TrainSampler:
         """Returns the sampler of a rank, as it was at this start."""
         sampler = sampler_for(self.config, self.splits, rank=rank)
         if self.state is not None:
             sampler.load_state_dict(self.state)
         for step in self.left_out:
-            sampler.leave_out(*step)
+            if after is None or step[0] <= after.step:
+                sampler.leave_out(*step)
         return sampler
 
-    def plans(self, step: int) -> Iterator[StepPlan]:
+    def plans(self, step: int, after: Start | None) -> Iterator[StepPlan]:
         """Yields a step of this start as each rank has it."""
         for rank in range(num_parts(self.config)):
-            sampler = self.sampler(rank)
+            sampler = self.sampler(after, rank=rank)
             sampler.seek(step)
             yield next(sampler.plans())
 
-    def end(self) -> int:
+    def end(self, after: Start | None) -> int:
         """Returns the last step of this start."""
         most = None if self.config.max_steps is None else self.config.max_steps - self.step
-        left, _ = self.sampler().end(epochs=self.config.epochs, num_steps=most)
-        return self.step + left if self.last_step is None else min(self.last_step, self.step + left)
+        left, _ = self.sampler(after).end(epochs=self.config.epochs, num_steps=most)
+        return self.step + left if after is None else min(after.step, self.step + left)
 
 
 def starts_of(run: Path) -> list[Start]:
@@ -150,7 +140,7 @@ def _after_start(starts: Sequence[Start], line: Mapping[str, Any]) -> list[Start
             f"the order of the run, {line['order']}, was made by its program, from an order, a sharding or a budget of "
             "its own, which is not noted: only the program can say which sample was where"
         )
-    kept = [start.until(step, state) for start in starts if start.step < step]  # what came after it was lost
+    kept = [start for start in starts if start.step < step]  # what came after it was lost
     return [*kept, Start(config, splits, step, state)]
 
 
@@ -163,9 +153,8 @@ def _after_bad_step(starts: Sequence[Start], line: Mapping[str, Any]) -> list[St
     left_out = int(facts["step"]), int(facts["position"]), int(facts["size"])
     if "went_back" not in line:
         return [*before, last._replace(left_out=[*last.left_out, left_out])]
-    step, state = int(facts["to"]), dict(facts["sampler"])
-    kept = [start.until(step, state) for start in starts if start.step < step]
-    return [*kept, last._replace(step=step, state=state, last_step=None, following=None, left_out=())]
+    again = last._replace(step=int(facts["to"]), state=dict(facts["sampler"]), left_out=())
+    return [*(start for start in starts if start.step < again.step), again]
 
 
 # --- the answers -----------------------------------------------------------------------------------------------------
@@ -177,10 +166,11 @@ def samples_of_step(starts: Sequence[Start], step: int) -> str:
     Raises:
         ConfigError: the run has no such step.
     """
-    start = next((start for start in reversed(starts) if start.step < step), starts[0])
-    if not start.step < step <= start.end():
-        raise ConfigError(f"--step {step}: the run has steps {starts[0].step + 1:,} to {starts[-1].end():,}")
-    plans = list(start.plans(step))
+    number = max((number for number, start in enumerate(starts) if start.step < step), default=0)
+    start, after = starts[number], (*starts[number + 1 :], None)[0]
+    if not start.step < step <= start.end(after):
+        raise ConfigError(f"--step {step}: the run has steps {starts[0].step + 1:,} to {starts[-1].end(None):,}")
+    plans = list(start.plans(step, after))
     lines = [f"step {step:,}, in epoch {plans[0].epoch}: {counted(plans[0].size, 'sample')}"]
     for rank, plan in enumerate(plans):
         for micro in plan.micros:
@@ -208,38 +198,35 @@ def place_of_sample(starts: Sequence[Start], sample: int, epoch: int) -> str:
         if sample == len(part) or part.numbers[sample] != number:
             return f"sample {number}: never trained on, because it is set apart by data.validation"
     name = f"sample {number}{_file_of(samples, sample)}, epoch {epoch}"
-    found = [
-        each
-        for start in starts
-        for each in _places(start, sample, epoch, is_first=start is starts[0], is_last=start is starts[-1])
-    ]
+    pairs = zip(starts, [*starts[1:], None], strict=True)
+    found = [each for start, after in pairs for each in _places(start, after, sample, epoch, first=starts[0])]
     return "\n".join(f"{name}: {each}" for each in found) or f"{name}: not drawn"
 
 
-def _places(start: Start, sample: int, epoch: int, *, is_first: bool, is_last: bool) -> Iterator[str]:
+def _places(start: Start, after: Start | None, sample: int, epoch: int, *, first: Start) -> Iterator[str]:
     """Yields who reads a sample in the steps of one start; the first and the last also tell what is outside of them."""
-    sampler, end = start.sampler(), start.end()
+    sampler, end = start.sampler(after), start.end(after)
     # Where workers lease steps, these are made in any order inside an epoch: the next start's state says which were.
-    following = start._replace(state=start.following).sampler() if (start.following or {}).get("ahead") else None
+    made = start._replace(state=after.state).sampler(after) if after and "ahead" in (after.state or {}) else None
     for position in sampler.order.positions(sample, seed=sampler.state.seed, epoch=epoch):
         at = epoch * sampler.length + position
         if (skipped := sampler.left_out_from(at)) is not None:
             if any(begin <= at < begin + size for _, begin, size in start.left_out):
                 yield f"left out, by the run's guard, before step {skipped:,}"
-            elif is_last or skipped <= end + 1:
+            elif after is None or skipped <= end + 1:
                 yield f"left out, by data.skip_steps={start.config.data.skip_steps}"
             continue
         if sampler.was_made(at):
-            if is_first:
+            if start is first:
                 yield f"read before step {start.step + 1:,}, with which this run began"
             continue
         step = sampler.step_at(at)
-        if step <= end if following is None else following.was_made(at):
-            micros = ((rank, micro) for rank, plan in enumerate(start.plans(step)) for micro in plan.micros)
+        if step <= end if made is None else made.was_made(at):
+            micros = ((rank, micro) for rank, plan in enumerate(start.plans(step, after)) for micro in plan.micros)
             rank, micro = next((rank, micro) for rank, micro in micros if position in micro.positions)
             part = f", part {micro.part}" if start.config.batch.micro_size else ""
             yield f"step {step:,}, rank {rank}, shard {micro.shard}{part}"
-        elif is_last:
+        elif after is None:
             yield f"never read: that would be in step {step:,}, and the run has {end:,}"
 
 

@@ -41,13 +41,11 @@ def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
     """
     meminfo = _fields(proc / "meminfo")
     left = [meminfo["MemAvailable:"] << 10] if "MemAvailable:" in meminfo else []
-    for line in _text(proc / "self" / "cgroup").splitlines():
-        controllers, _, path = line.partition(":")[2].partition(":")
-        if path and not controllers:  # version 2
-            left += _left_in(cgroups, path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):  # version 1
-            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-            left += _left_in(cgroups / "memory", path, *names)
+    for version, folder in _groups("memory", proc, cgroups):
+        limit, usage, files = _MEMORY[version]
+        maximum, used = _text(folder / limit).strip(), _text(folder / usage).strip()
+        if maximum.isdigit() and used.isdigit():  # "max": no limit
+            left.append(max(0, int(maximum) - int(used) + _fields(folder / "memory.stat").get(files, 0)))
     return min(left, default=float("inf"))
 
 
@@ -62,32 +60,32 @@ def core_quota(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
 
     `docker run --cpus` and Kubernetes limit it so, and all cores stay visible.
     """
-    limits = []
-    for line in _text(proc / "self" / "cgroup").splitlines():
-        controllers, _, path = line.partition(":")[2].partition(":")
-        if path and not controllers:  # version 2
-            limits += [_text(folder / "cpu.max").split() for folder in _groups(cgroups, path)]
-        elif "cpu" in controllers.split(","):  # version 1
-            names = "cpu.cfs_quota_us", "cpu.cfs_period_us"
-            limits += [[_text(folder / name).strip() for name in names] for folder in _groups(cgroups / "cpu", path)]
-    set_ones = (each for each in limits if each and all(map(str.isdigit, each)))  # "max" and "-1": no limit
+    limits = [
+        [word for name in _QUOTA[version] for word in _text(folder / name).split()]
+        for version, folder in _groups("cpu", proc, cgroups)
+    ]
+    set_ones = (each for each in limits if len(each) == 2 and all(map(str.isdigit, each)))  # "max" and "-1": no limit
     return min((int(share) / int(period) for share, period in set_ones), default=math.inf)
 
 
-def _groups(root: Path, path: str) -> list[Path]:
-    """Returns the folders of a control group and of those around it. A container may see its own as root."""
-    inner = root / path.lstrip("/")
-    return [folder for folder in (inner, *inner.parents) if folder == root or root in folder.parents]
+# Files of a control group, by its version: the limit, what is used, and what of that the kernel takes back; the quota.
+_MEMORY = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+_QUOTA = {1: ("cpu.cfs_quota_us", "cpu.cfs_period_us"), 2: ("cpu.max",)}
 
 
-def _left_in(root: Path, path: str, limit: str, usage: str, files: str) -> list[int]:
-    """Returns the bytes left in each control group, from that at `path` on."""
-    left = []
-    for folder in _groups(root, path):
-        maximum, used = _text(folder / limit).strip(), _text(folder / usage).strip()
-        if maximum.isdigit() and used.isdigit():  # "max": no limit
-            left.append(max(0, int(maximum) - int(used) + _fields(folder / "memory.stat").get(files, 0)))
-    return left
+def _groups(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple[int, Path]]:
+    """Yields version and folder of each control group of this process, and of those around it."""
+    for line in _text(proc / "self" / "cgroup").splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        version = 2 if path and not controllers else 1 if controller in controllers.split(",") else None
+        if version is not None:
+            root = cgroups if version == 2 else cgroups / controller
+            inner = root / path.lstrip("/")  # a container may see its own as root
+            folders = (inner, *inner.parents)
+            yield from ((version, folder) for folder in folders if folder == root or root in folder.parents)
 
 
 def _fields(path: Path) -> dict[str, int]:

@@ -14,7 +14,7 @@ import pytest
 from ddp.commands.search import Search, Space, _Trial, main, run
 from ddp.errors import ConfigError
 from ddp.process.files import write_whole
-from ddp.run.launch import jobs
+from ddp.run.launch import sweep
 from ddp.run.launch.sweep import Job, jobs_in
 
 SCRIPT = """
@@ -43,7 +43,7 @@ def sham(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
         processes.append(subprocess.Popen([sys.executable, "-IS", "-c", SCRIPT, str(job.run_dir), *job.overrides]))
         return processes[-1]
 
-    monkeypatch.setattr(jobs, "_start", start)
+    monkeypatch.setattr(sweep, "_start", start)
     return processes
 
 
@@ -126,7 +126,7 @@ def test_a_space_is_what_hydra_s_grammar_says_and_a_trial_is_read_back(tmp_path:
     assert space.first()[1:4] == ["++model.args.a=1", "b=3", "c=0.0001"]
     values = {"++model.args.a": "2", "b": 5, "c": 0.01234567, "d": 4, "f": "p q", "g": "0.5"}
     typed = [space.typed(key, value) for key, value in values.items()]
-    assert typed == ["++model.args.a=2", "b=5", "c=0.01235", "d=4", "f=\"p q\"", "g=0.5"]
+    assert typed == ["++model.args.a=2", "b=5", "c=0.01235", "d=4", 'f="p q"', "g=0.5"]
     assert space.params(Job(typed, tmp_path)) == values | {"c": 0.01235}
     for other in ("b=9", "c=2", "f=s", "d=x"):
         assert space.params(Job([*typed, other], tmp_path)) is None
@@ -168,7 +168,7 @@ def test_a_disk_without_room_is_one_line(
     pytest.importorskip("optuna", reason="pip install optuna")
     monkeypatch.chdir(tmp_path)
     full = OSError(28, "No space left")
-    monkeypatch.setattr(jobs, "make_folder", lambda _: (_ for _ in ()).throw(full))
+    monkeypatch.setattr(sweep, "make_folder", lambda _: (_ for _ in ()).throw(full))
     with pytest.raises(SystemExit, match="2"):
         main(["optim.lr=0.1,0.2", "sweep.name=s"])
     assert capsys.readouterr().err.startswith("error: run directory runs/s: No space left; make room there, or take ")

@@ -25,9 +25,8 @@ from ddp.commands import sidecar as command
 from ddp.commands import train
 from ddp.errors import ConfigError
 from ddp.run.assembly.components import check_callbacks, load_data
-from ddp.run.launch import command_line
-from ddp.run.launch import processes as launcher
-from ddp.run.launch.processes import worker_command
+from ddp.run.launch import command_line, supervisor
+from ddp.run.launch.supervisor import worker_command
 from ddp.run.settings.checks import resolve
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
@@ -152,14 +151,14 @@ def test_what_goes_by_metrics_in_training_is_refused_beside_it(settings: dict[st
 def test_it_has_a_core_of_its_own_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it runs is a stand-in that says where; the workers' threads, and their cores, are those that are left."""
     looks = "import os, time; print(os.sched_getaffinity(0), flush=True); time.sleep(60)"
-    monkeypatch.setattr(launcher, "worker_command", lambda *_, threads: [sys.executable, "-c", looks])
+    monkeypatch.setattr(supervisor, "worker_command", lambda *_, threads: [sys.executable, "-c", looks])
     mine = os.sched_getaffinity(0)
     for workers in (max(1, len(mine) - 1), len(mine)):
         config = from_plain({"cluster": {"workers": workers}, "evaluate": {"by": "sidecar"}})
         resolve(config)
         assert config.cluster.threads_per_worker == 1
         log = tmp_path / "logs" / "sidecar.log"
-        with launcher.with_sidecar(config, tmp_path) as is_there:
+        with supervisor.with_sidecar(config, tmp_path) as is_there:
             assert is_there is not None
             left = {max(mine)} if workers < len(mine) else set()
             assert os.sched_getaffinity(0) == mine - left

@@ -20,7 +20,7 @@ from forked import Forked
 
 from ddp.lab.scaling import report as page
 from ddp.lab.scaling import scale
-from ddp.run.launch import jobs
+from ddp.run.launch import sweep
 from ddp.run.launch.command_line import composed
 from ddp.run.launch.run_folder import settings_text
 from ddp.run.launch.sweep import Job
@@ -46,7 +46,7 @@ def test_the_command_of_the_features_table(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its figures are those of statistics and json on the files that the runs have left."""
-    monkeypatch.setattr(jobs, "_start", Forked)
+    monkeypatch.setattr(sweep, "_start", Forked)
     (command,) = re.findall(r"`scripts/ddp scale ([^`]*)`", FEATURES)
     status, said = scale.main(shlex.split(command)), capsys.readouterr()
     assert status == 0, said
@@ -124,7 +124,7 @@ class Sham:
 @pytest.fixture
 def sham(monkeypatch: pytest.MonkeyPatch) -> Sham:
     found = Sham()
-    monkeypatch.setattr(jobs, "_start", found.start)
+    monkeypatch.setattr(sweep, "_start", found.start)
     monkeypatch.setattr(scale, "check", lambda config: (None, None))
     monkeypatch.setattr(scale, "composed", lambda words: composed_once(tuple(words)))
     monkeypatch.setattr(page, "svg", lambda *_: "<svg></svg>")

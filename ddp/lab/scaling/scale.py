@@ -3,7 +3,7 @@
     python -m ddp scale model=resnet18 data=synthetic          strong scaling: they share the global batch
     python -m ddp scale batch.global_size='${per_worker:32}'   weak scaling: it grows with them
 
-Each number of workers is a job as of a sweep (`run/launch/jobs.py`). It ends after the seconds, with a profile, and
+Each number of workers is a job as of a sweep (`run/launch/sweep.py`). It ends after the seconds, with a profile, and
 without evaluation or checkpoint. So it measures speed alone; the report is that of any sweep.
 """
 
@@ -27,7 +27,7 @@ from ddp.process.arguments import listed, positive, program, quoted, relative_pa
 from ddp.process.memory import available_cores
 from ddp.process.terminal import say
 from ddp.run.assembly.stages import check
-from ddp.run.launch import jobs, sweep
+from ddp.run.launch import sweep
 from ddp.run.launch.command_line import bad_input_to, composed, exit_with_error, for_hydra, options_first, varied_keys
 from ddp.run.launch.run_folder import unwritable
 from ddp.run.launch.sweep import Job
@@ -84,7 +84,7 @@ def main(words: Sequence[str]) -> int:
         try:
             numbers = ", ".join(job.settings["cluster.workers"] for job in todo)
             say(f"measuring {numbers} workers, for {options.seconds:g} s each, in {relative_path(folder)}/")
-            stopped = jobs.run(iter(todo), folder, in_view=False)
+            stopped = sweep.run(iter(todo), folder, in_view=False)
         except OSError as error:
             raise unwritable(error.filename or folder, error) from error
         status = show(folder, given)

@@ -24,7 +24,7 @@ workers and prints the root cause last.
 | a closed terminal; SIGUSR1; SIGUSR2    | 129; … | the same: 128 + the signal's number    |
 
 This module imports Hydra and OmegaConf inside functions, as only `plugin.py` does besides, so that importing it
-stays light and workers stay free of them. A sweep's job is such a command line in its own process: `jobs.py`.
+stays light and workers stay free of them. A sweep's job is such a command line in its own process: `sweep.py`.
 """
 
 from __future__ import annotations
@@ -52,14 +52,12 @@ from ddp.process.arguments import program, quoted, relative_path, setting_for, t
 from ddp.process.files import at_home
 from ddp.process.memory import leave_out, skip_at_exit
 from ddp.process.terminal import console, ended_by_ctrl_c, keep_writing, say
-from ddp.run.launch import jobs, sweep
+from ddp.run.launch import sweep
 from ddp.run.launch.failures import Report, Seat, describe_failures
-from ddp.run.launch.processes import with_sidecar
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare, settings_text, unwritable
-from ddp.run.launch.supervisor import run_workers
-from ddp.run.settings.address import is_address
+from ddp.run.launch.supervisor import run_workers, with_sidecar
 from ddp.run.settings.checks import check_gpus, check_strategy, name_problems
-from ddp.run.settings.config import CHOICES, OWN, Config, choose, page, plain_defaults
+from ddp.run.settings.config import CHOICES, Config, page, plain_defaults
 from ddp.run.settings.reader import (
     chosen_in,
     from_plain,
@@ -144,7 +142,7 @@ class HydraMain:
             )
         ended: list[sweep.Job] = []
         todo = iter([of_sweep(overrides, run_dir)])
-        stopped = jobs.run(todo, options=self.options, ended=ended.append)
+        stopped = sweep.run(todo, options=self.options, ended=ended.append)
         if stopped is not None:
             sys.exit(stopped)
         return objective(ended[0], settings.sweeper)
@@ -188,9 +186,6 @@ def composed(overrides: Sequence[str]) -> tuple[Config, Path]:
 def _offer_settings() -> None:
     """Gives Hydra the defaults of settings/config.py, the choices of groups, addresses, and `${per_worker:…}`."""
     from hydra.core.config_store import ConfigStore
-    from hydra.core.object_type import ObjectType
-    from hydra.core.plugins import Plugins
-    from hydra.plugins.config_source import ConfigResult, ConfigSource
     from omegaconf import OmegaConf
 
     from ddp.run.launch.plugin import register
@@ -216,33 +211,6 @@ def _offer_settings() -> None:
     for group, choices in CHOICES.items():
         for name, settings in choices.items():
             store.store(name, asdict(settings), group=group)
-
-    class Addresses(ConfigSource):
-        """Answers for every name with a colon, in the groups that take one."""
-
-        @staticmethod
-        def scheme() -> str:
-            return "address"
-
-        def load_config(self, config_path: str) -> ConfigResult:
-            group, _, name = config_path.removesuffix(".yaml").partition("/")
-            content = OmegaConf.create(asdict(choose(group, name)))
-            return ConfigResult(self.provider, self.full_path(), content, header={"package": None})
-
-        def is_config(self, config_path: str) -> bool:
-            group, _, name = config_path.partition("/")
-            return group in OWN and is_address(name)
-
-        def is_group(self, config_path: str) -> bool:
-            return config_path in OWN
-
-        def available(self) -> bool:
-            return True
-
-        def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-            return []
-
-    Plugins.instance().register(Addresses)
     register()
 
 

@@ -1,4 +1,4 @@
-"""Hydra's side of a sweep: a launcher that runs each job as a process of its own, and the table at the end.
+"""Hydra's side: addresses as choices, a launcher that runs each job of a sweep as a process, and the table at the end.
 
 `hydra/launcher=jobs` is the default. Hydra takes launchers from its own namespace alone, where `register` puts this
 one. With another launcher (submitit's, joblib's, Hydra's basic one) each job calls the task function of
@@ -10,15 +10,18 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.experimental.callback import Callback
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -26,9 +29,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from ddp.errors import ConfigError
 from ddp.process.arguments import quoted, relative_path, train_command
 from ddp.process.terminal import say
-from ddp.run.launch import jobs, sweep
+from ddp.run.launch import sweep
 from ddp.run.launch.sweep import Job
-from ddp.run.settings.config import Sweep
+from ddp.run.settings.address import is_address
+from ddp.run.settings.config import OWN, Sweep, choose
 from ddp.run.settings.reader import from_plain
 
 
@@ -56,7 +60,7 @@ class Jobs(Launcher):
         if varied := [each for each in getattr(task_function, "varied", ()) if each.startswith("sweep.")]:
             raise ConfigError(f"{varied[0]}: all jobs of a sweep share it; give it one value")
         self.settings: Sweep = from_plain({"sweep": OmegaConf.to_container(config.sweep)}).sweep
-        jobs.check_parallel(self.settings.parallel)
+        sweep.check_parallel(self.settings.parallel)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Runs one job for each entry; returns their objectives."""
@@ -65,7 +69,7 @@ class Jobs(Launcher):
         folder, found = Path(self.config.hydra.sweep.dir).absolute(), {job.run_dir: job for job in todo}
         for job in todo:
             sweep.earlier(job)  # refuses before the first one begins
-        stopped = jobs.run(
+        stopped = sweep.run(
             iter([*found.values()]),
             folder,
             parallel=self.settings.parallel,
@@ -110,10 +114,36 @@ class Table(Callback):
         sys.exit(sweep.conclude(Path(config.hydra.sweep.dir).absolute()))
 
 
+class Addresses(ConfigSource):
+    """Answers for every name with a colon, in the groups that take one."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "address"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        group, _, name = config_path.removesuffix(".yaml").partition("/")
+        content = OmegaConf.create(asdict(choose(group, name)))
+        return ConfigResult(self.provider, self.full_path(), content, header={"package": None})
+
+    def is_config(self, config_path: str) -> bool:
+        group, _, name = config_path.partition("/")
+        return group in OWN and is_address(name)
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path in OWN
+
+    def available(self) -> bool:
+        return True
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        return []
+
+
 def register() -> None:
-    """Makes `hydra/launcher=jobs` known to Hydra, which finds plugins below this name alone."""
+    """Makes addresses and `hydra/launcher=jobs` known to Hydra, which finds launchers below this name alone."""
     home = "hydra_plugins"
-    Plugins.instance()  # has imported the others
+    Plugins.instance().register(Addresses)  # the instance has imported the others
     if home not in sys.modules:
         sys.modules[home] = ModuleType(home)
         sys.modules[home].__path__ = []

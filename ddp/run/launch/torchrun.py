@@ -56,8 +56,8 @@ from ddp.run.launch.command_line import (
     print_error,
 )
 from ddp.run.launch.failures import Report, Seat
-from ddp.run.launch.processes import CUBLAS_WORKSPACE, ON_LOOPBACK
 from ddp.run.launch.run_folder import forget_trial, only_writer, prepare
+from ddp.run.launch.supervisor import CUBLAS_WORKSPACE, ON_LOOPBACK
 from ddp.run.launch.worker import ORPHAN_GRACE_S, follow_parent, leave
 from ddp.run.launch.worker import train as train_in_this_process
 from ddp.run.settings.address import check_arrived
@@ -92,7 +92,7 @@ def become_worker() -> None:
     """Makes this process one that computes, before it imports torch."""
     collect_later()
     keep_writing()
-    os.environ["MKL_CBWR"] = "AUTO"  # see ddp/run/launch/processes.py
+    os.environ["MKL_CBWR"] = "AUTO"  # see ddp/run/launch/supervisor.py
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACE
 
 

@@ -121,9 +121,8 @@ def test_each_start_of_a_run_answers_for_its_own_steps():
     starts: list[Start] = []
     state = None
     for config, begin, end in [(first, 0, 5), (others[0], 5, 7), (others[1], 7, 15)]:
-        starts = [each.until(begin, state) for each in starts]
         starts.append(Start(config, SPLITS, begin, state))
-        samplers = [starts[-1].sampler(rank) for rank in range(config.cluster.workers)]
+        samplers = [starts[-1].sampler(rank=rank) for rank in range(config.cluster.workers)]
         for sampler in samplers:
             for step, plan in numbered(sampler, begin, end):
                 read.setdefault(step, []).extend((sampler.rank, i) for m in plan.micros for i in m.indices)
@@ -146,12 +145,12 @@ def test_steps_that_were_made_before_their_turn_are_found():
     """Of ten steps workers make five in any order, 1 2 3 5 7; then the run goes on with others."""
     config = config_of(2, batch={"global_size": 4, "num_shards": 2})
     first = Start(config, SPLITS)
-    samplers = [first.sampler(rank) for rank in range(2)]
+    samplers = [first.sampler(rank=rank) for rank in range(2)]
     for plans in [list(zip(*(each.plans() for each in samplers), strict=True))[number] for number in (1, 0, 4, 6, 2)]:
         for sampler, plan in zip(samplers, plans, strict=True):
             sampler.commit_leased(plan)
     state = samplers[0].state_dict()
-    starts = [first.until(5, state), Start(config, SPLITS, 5, state)]
+    starts = [first, Start(config, SPLITS, 5, state)]
     numbers = {0: "1", 4: "2", 8: "3", 16: "5", 24: "7", 12: "6", 20: "7", 28: "8", 32: "9", 36: "10"}
     for position, sample in enumerate(samplers[0].order.samples(np.arange(40), seed=config.seed, epoch=0).tolist()):
         answer = place_of_sample(starts, sample, 0)

@@ -820,14 +820,15 @@ def test_a_launch_that_is_paused_at_the_terminal_pauses_its_workers_and_goes_on_
 
 JOB = """
 import subprocess, sys
-from ddp.run.launch import command_line, jobs
+from ddp.run.launch import command_line
+from ddp.run.launch import sweep
 def main():
     child = subprocess.Popen([sys.executable, "-IS", "-c", "input()"], start_new_session=True, stdin=subprocess.PIPE)
     print(child.pid, flush=True)
     child.communicate(sys.stdin.buffer.readline())
     sys.exit()
 command_line.main = main
-jobs.main(["--parent", sys.argv[1], "none"])
+sweep.main(["--parent", sys.argv[1], "none"])
 """
 
 

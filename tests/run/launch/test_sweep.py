@@ -21,7 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from ddp.errors import ConfigError
 from ddp.process import host
 from ddp.process.arguments import setting_for, train_command
-from ddp.run.launch import jobs
+from ddp.run.launch import sweep
 from ddp.run.launch.command_line import varied_keys
 from ddp.run.launch.sweep import Job, conclude, earlier, gather, job_folder, show, write
 from ddp.units import counted
@@ -142,16 +142,16 @@ def test_a_job_is_the_same_if_its_settings_are(tmp_path: Path) -> None:
 def test_parallel_jobs_divide_the_cores_and_share_none(parallel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cores = {*range(8)}
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
-    monkeypatch.setattr(jobs, "_siblings", lambda core: (0, core % 4))  # 1 and 5 are threads of one core
-    shares = [jobs._share_of_cores(share, parallel) for share in range(parallel)]
+    monkeypatch.setattr(sweep, "_siblings", lambda core: (0, core % 4))  # 1 and 5 are threads of one core
+    shares = [sweep._share_of_cores(share, parallel) for share in range(parallel)]
     assert sorted(core for share in shares for core in share) == sorted(cores)
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     assert parallel != 2 or [*map(set, shares)] == [{0, 1, 4, 5}, {2, 3, 6, 7}]
     with pytest.raises(ConfigError, match=r"sweep\.parallel=9: each job has its own cores, and 8 can"):
-        jobs.check_parallel(9)
-    jobs.check_parallel(8)
-    monkeypatch.setattr(jobs, "available_cores", lambda: 5)  # a quota: the times of five, on any of the eight
-    of_quota = [jobs._share_of_cores(share, parallel) for share in range(parallel)]
+        sweep.check_parallel(9)
+    sweep.check_parallel(8)
+    monkeypatch.setattr(sweep, "available_cores", lambda: 5)  # a quota: the times of five, on any of the eight
+    of_quota = [sweep._share_of_cores(share, parallel) for share in range(parallel)]
     assert sum(map(len, of_quota)) == 5 and all({*mine} <= {*all_} for mine, all_ in zip(of_quota, shares, strict=True))
 
 
@@ -159,28 +159,28 @@ def test_parallel_jobs_divide_the_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def shares(parallel: int) -> list[str]:
-        return [",".join(jobs._share_of_gpus(share, parallel)) for share in range(parallel)]
+        return [",".join(sweep._share_of_gpus(share, parallel)) for share in range(parallel)]
 
-    monkeypatch.setattr(jobs, "available_cores", lambda: 8)
+    monkeypatch.setattr(sweep, "available_cores", lambda: 8)
     monkeypatch.setattr(host, "GPUS", tmp_path)
     for name in ("0000:17:00.0", "0000:65:00.0", "0000:b1:00.0"):
         (tmp_path / name).mkdir()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert (shares(1), shares(2), shares(4)) == (["0,1,2"], ["0", "1,2"], ["0", "0", "1", "2"])
-    jobs.check_parallel(3)
-    jobs.check_parallel(4)
+    sweep.check_parallel(3)
+    sweep.check_parallel(4)
     assert capsys.readouterr().err == "sweep.parallel=4: there are 3 GPUs, so jobs share one\n"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937,5")
     assert (shares(2), shares(3)) == (["GPU-8932f937", "5"], ["GPU-8932f937", "GPU-8932f937", "5"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert shares(2) == ["", ""] and not jobs.check_parallel(4)
+    assert shares(2) == ["", ""] and not sweep.check_parallel(4)
 
     started: list[list[str]] = []
-    monkeypatch.setattr("ddp.run.launch.jobs.subprocess.Popen", lambda command, **_: started.append(command))
+    monkeypatch.setattr("ddp.run.launch.sweep.subprocess.Popen", lambda command, **_: started.append(command))
     job = Job([], tmp_path / "job")
     for gpus in (["1", "2"], []):
-        jobs._start(job, [], [], gpus, True)
-        jobs._start(job, [], [], gpus, False)
+        sweep._start(job, [], [], gpus, True)
+        sweep._start(job, [], [], gpus, False)
     assert [words[:2] for words in started] == [["env", "CUDA_VISIBLE_DEVICES=1,2"]] * 2 + [[sys.executable, "-P"]] * 2
 
 
@@ -204,7 +204,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         words.append(settings)
         return subprocess.Popen([sys.executable, "-IS", "-c", SCRIPT, str(job.run_dir), *settings])
 
-    monkeypatch.setattr(jobs, "_start", start)
+    monkeypatch.setattr(sweep, "_start", start)
     return words
 
 
@@ -222,7 +222,7 @@ def test_jobs_run_side_by_side_and_after_a_signal_goes_on_what_is_missing(
 
     before = signal.getsignal(signal.SIGTERM)
     ended: list[Job] = []
-    assert jobs.run(iter(todo), parallel=2, is_hopeless=ready, ended=ended.append) == 143
+    assert sweep.run(iter(todo), parallel=2, is_hopeless=ready, ended=ended.append) == 143
     assert len(ended) == 4 and all(Job.read(job.run_dir) == job for job in ended)
     assert signal.getsignal(signal.SIGTERM) is before
     found = [Job.read(job.run_dir) for job in todo]
@@ -239,7 +239,7 @@ def test_jobs_run_side_by_side_and_after_a_signal_goes_on_what_is_missing(
         return job.run_dir == hopeless.parent and hopeless.exists()
 
     ended.clear()
-    assert jobs.run(iter(again), in_view=True, is_hopeless=is_hopeless, ended=ended.append) is None
+    assert sweep.run(iter(again), in_view=True, is_hopeless=is_hopeless, ended=ended.append) is None
     assert [job.status for job in ended] == [0, 3, 143, 0]
     assert [job.pruned for job in ended] == [False, False, True, False]
     group = f"run.group={tmp_path.name}"
@@ -251,10 +251,10 @@ def test_a_job_that_does_not_stop_is_killed(
     tmp_path: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One is paused when the signal comes, and one when the sweep itself fails."""
-    monkeypatch.setattr(jobs, "STOP_S", 0.1)
+    monkeypatch.setattr(sweep, "STOP_S", 0.1)
     processes = []
-    start = jobs._start
-    monkeypatch.setattr(jobs, "_start", lambda *given: processes.append(start(*given)) or processes[-1])
+    start = sweep._start
+    monkeypatch.setattr(sweep, "_start", lambda *given: processes.append(start(*given)) or processes[-1])
 
     def paused(job: Job) -> bool:
         if (job.run_dir / "ready").exists():
@@ -267,7 +267,7 @@ def test_a_job_that_does_not_stop_is_killed(
 
     for name in ("stops", "fails"):
         with pytest.raises(OSError, match="disk") if name == "fails" else contextlib.nullcontext():
-            assert jobs.run(iter([Job(["wait"], tmp_path / name)]), is_hopeless=paused) == 143
+            assert sweep.run(iter([Job(["wait"], tmp_path / name)]), is_hopeless=paused) == 143
         assert processes[-1].poll() == -signal.SIGKILL
     assert (stopped := Job.read(tmp_path / "stops")) and stopped.status == 137
 
@@ -333,7 +333,7 @@ def test_counts() -> None:
 
 def test_ctrl_c_ends_a_job_from_its_beginning_on(tmp_path: Path) -> None:
     """Its interpreter, which would fail with an error of its own while it begins, hears it once the job does."""
-    process = jobs._start(Job(["seed=1"], tmp_path / "mine"), [], [], [], False)
+    process = sweep._start(Job(["seed=1"], tmp_path / "mine"), [], [], [], False)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == -signal.SIGINT
     assert (tmp_path / "mine" / "logs" / "job.log").read_text() == ""
