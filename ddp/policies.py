@@ -20,15 +20,16 @@ from typing import Any, Literal, get_args
 
 from ddp.errors import ConfigError
 from ddp.process.files import at_home
-from ddp.rules import Setup, refuse
 from ddp.setting import (
     Island,
     Precision,
     ServerMode,
+    Setup,
     StrategyName,
     WireName,
     check_region,
     check_values,
+    refuse,
     setting,
     strategy_hint,
 )

@@ -1,22 +1,26 @@
-"""A setting: the field of a dataclass, with its default, its meaning and its bounds on one line.
+"""A setting is a line, with its default, its meaning and its bounds; a rule between settings is a row.
 
     every_steps: int | None = setting(None, "steps between two evaluations; null: not by steps", at_least=1)
+    Rule(lambda s: s.delay and s.verify_every, "verify_every", "with {delay} workers differ between rounds; leave …")
 
-The command line, its errors, --help and docs/settings.md read these lines, and so do the policies that are arguments of
-`ddp.fit`. The words that a setting may be, and that several rooms know, stand here, too. Nothing here imports torch.
+The command line, its errors, --help and docs/settings.md read the lines of settings, and so do the policies that are
+arguments of `ddp.fit`. A rule looks at a `Setup`, which is filled from settings or from those arguments, and says its
+sentence in the words of the one or the other. The words that a setting may be, and that several rooms know, stand here,
+too. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import json
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
-from dataclasses import field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ddp.errors import ConfigError, did_you_mean, meant
 
@@ -140,4 +144,322 @@ def check_values(policy: Any) -> None:
         if is_number and not isinstance(value, (int, float)):
             object.__setattr__(policy, item.name, int(value) if is_whole else float(value))
     for problem in out_of_bounds(policy):
+        raise ConfigError(problem)
+
+
+# --- Rules between settings ------------------------------------------------------------------------------------------
+#
+#     strategy.delay=1 …   on the command line   ──▶  Setup  ──▶  replica.verify_every=3: with strategy.delay=1 w…
+#     LocalSGD(delay=1 …)  in `ddp.fit`          ──▶  Setup  ──▶  verify_every=3: with delay=1 workers differ …
+#
+# Settings are looked at before workers start, and the arguments of `ddp.fit` on each rank, where more is known. So each
+# sentence stands here once. Rules that only the command line can break stand in `run/settings/checks.py`.
+
+S = TypeVar("S")
+
+
+class Rule(NamedTuple, Generic[S]):
+    """Says what cannot work together.
+
+    Attributes:
+        when: holds of what is refused. What is not known yet makes it false.
+        key: the setting that the sentence begins with, or several, as "same_bits with wire".
+        why: the rest of the sentence, with the remedy. In it {key} stands for a setting with its value, {key:other} for
+            it with another value, {.key} for its value, and {=key} for its name.
+    """
+
+    when: Callable[[S], object]
+    key: str
+    why: str
+
+
+_IN_BRACES = re.compile(r"\{([.=]?)([\w.]+)(?::([^}]*))?\}")
+
+
+class Speaker:
+    """Says settings in a sentence, as the command line has them."""
+
+    def value_of(self, key: str) -> Any:
+        """Returns the value of a setting."""
+        raise NotImplementedError
+
+    def name_of(self, key: str) -> str:
+        """Returns the name of a setting."""
+        return key
+
+    def spelled(self, value: Any) -> str:
+        """Returns a value as it is typed."""
+        if isinstance(value, str):
+            return value or "''"
+        return f"{value:g}" if isinstance(value, float) else json.dumps(value, separators=(",", ":")).replace('"', "")
+
+    def said(self, key: str, value: Any) -> str:
+        """Returns a setting with a value."""
+        return f"{self.name_of(key)}={self.spelled(value)}"
+
+    def say(self, text: str) -> str:
+        """Returns a sentence, in which settings are said that stand in braces."""
+        return _IN_BRACES.sub(self._say, text)
+
+    def _say(self, found: re.Match[str]) -> str:
+        form, key, other = found.groups()
+        if form == "=":
+            return self.name_of(key)
+        value = self.value_of(key) if other is None else _OTHER.get(other, other)
+        return self.spelled(value) if form else self.said(key, value)
+
+    def problems(self, rules: Iterable[Rule[S]], subject: S) -> Iterator[str]:
+        """Yields a sentence for each rule that holds of a subject."""
+        for rule in rules:
+            if rule.when(subject):
+                parts = rule.key.split(" with ")
+                key = " with ".join(f"{{{part}}}" if re.fullmatch(r"[a-z_.]+", part) else part for part in parts)
+                yield self.say(f"{key}: {rule.why}")
+
+
+_OTHER = {"true": True, "false": False, "null": None, "0": 0}
+
+
+def fact(default: Any, key: str = "", python: Callable[[Any], str] | None = None) -> Any:
+    """Returns a field of `Setup`.
+
+    Args:
+        default: a value that no rule refuses.
+        key: of the setting; "": it is none.
+        python: says a value in Python, where that is no argument with the field's name.
+    """
+    return field(default=default, metadata={"key": key, "python": python})
+
+
+def _same_bits(on: int) -> str:
+    return "same_bits=True" if on is True else f"num_shards={on}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup(Speaker):
+    """Says what a run is to train on which processes: by its settings, before these start; or as a rank finds it.
+
+    A field has the name that Python has for it, and the setting's key.
+
+    Attributes:
+        in_settings: it is filled from settings, and speaks as the command line.
+        is_whole: no other settings will be added, as those of a run to be resumed.
+        workers, num_hosts: how many there are; 0: it is not known.
+        same_bits: True; or the number of shards, of a replica that was made by hand.
+        own_clip_norm: at which the optimizer clips by itself.
+        is_sparse: a layer of the model has sparse gradients.
+        is_wide: it is known that all parameters have 32 bits or more.
+        waits: a layer waits in its forward for other ranks (`SyncBatchNorm`).
+    """
+
+    in_settings: bool = False
+    is_whole: bool = False
+    strategy: StrategyName = fact("auto", "strategy")
+    mode: ServerMode = fact("sync", "strategy.mode")
+    delay: int = fact(0, "strategy.delay")
+    island: Island = fact("worker", "strategy.island")
+    outer_momentum: float = fact(0.0, "strategy.outer_momentum")
+    warmup_samples: int = fact(0, "strategy.warmup_samples")
+    kind: str = fact("bucketed", "replica.kind", lambda kind: f"a ddp.{kind.capitalize()}DataParallel")
+    wire: WireName | None = fact(None, "replica.wire")
+    verify_every: int = fact(0, "replica.verify_every")
+    hook: Any = fact(None, "hook")
+    hook_momentum: float = fact(0.0, "hook.momentum")
+    precision: Precision = fact("fp32", "precision")
+    clip_norm: float | None = fact(None, "clip_norm")
+    own_clip_norm: float | None = fact(None, "optim.args.clip_norm", lambda value: f"clip_norm={value}")
+    epochs: int | None = fact(1, "epochs")
+    max_steps: int | None = fact(None, "max_steps")
+    global_batch: int | None = fact(None, "batch.global_size")
+    warmup_size: int | None = fact(None, "batch.warmup_size", lambda first: f"a batch that grows from {first}")
+    tokens: Any = fact(None, "batch.tokens", lambda _: "a budget of tokens")
+    num_shards: int | None = fact(None, "batch.num_shards")
+    micro_size: int | None = fact(None, "batch.micro_size")
+    sharding: Any = fact("auto", "data.sharding")
+    debug: bool = fact(False, "loader.debug")
+    max_unreadable: int = fact(0, "loader.max_unreadable")
+    same_bits: int = fact(False, "same_bits.on", _same_bits)
+    audit_every: int = fact(0, "same_bits.audit_every")
+    algorithm: str = fact("auto", "comm.algorithm")
+    shared_memory: bool = fact(True, "comm.shared_memory")
+    deterministic: bool = fact(True, "deterministic", lambda _: "torch.use_deterministic_algorithms(True)")
+    decay: float | None = fact(None, "ema.decay", lambda _: "EMA")
+    patience: int | None = fact(None, "early_stopping.patience", lambda patience: f"EarlyStopping({patience})")
+    every_epochs: int | None = fact(1, "evaluate.every_epochs")
+    every_steps: int | None = fact(None, "evaluate.every_steps")
+    guard: str | None = fact(None, "guard.action", lambda action: f"ddp.Guard({action!r})")
+    device: str = fact("cpu", "device")
+    servers: int = fact(0, "cluster.servers")
+    workers: int = fact(0, "cluster.workers")
+    num_hosts: int = fact(0)
+    is_sparse: bool = fact(False)
+    is_wide: bool = fact(False)
+    waits: bool = fact(False, "replica.sync_batchnorm")
+    is_stream: bool = fact(False)
+    has_folder: bool = fact(True)
+    has_scheduler: bool = fact(False)
+
+    @classmethod
+    def of(cls, *policies: Any, **facts: Any) -> Setup:
+        """Returns what arguments of `ddp.fit` and further facts say; of two with one name, the latter."""
+        known = {name: value for policy in policies for name, value in vars(policy).items()} | facts
+        return cls(**{item.name: known[item.name] for item in fields(cls) if item.name in known})
+
+    def value_of(self, key: str) -> Any:
+        return getattr(self, key)
+
+    def name_of(self, key: str) -> str:
+        return str(SETTINGS[key]["key"]) if self.in_settings else key
+
+    def spelled(self, value: Any) -> str:
+        return super().spelled(value) if self.in_settings else repr(value)
+
+    def said(self, key: str, value: Any) -> str:
+        python = None if self.in_settings else SETTINGS[key]["python"]
+        return super().said(key, value) if python is None else str(python(value))
+
+
+SETTINGS = {item.name: item.metadata for item in fields(Setup) if item.metadata}
+SLICED = ("sharded", "central_storage", "parameter_server")
+"""Each rank updates a slice."""
+CANONICAL = ("auto", "shared_memory", "tree")
+"""Words for algorithms that add up in one order at any number of workers."""
+
+# fmt: off
+RULES: tuple[Rule[Setup], ...] = (
+    # --- who is there
+    Rule(lambda s: s.is_whole and s.strategy == "one_device" and s.workers > 1, "strategy",
+         "is for one worker, and there are {.workers}; take one worker, or {strategy:auto}"),
+    Rule(lambda s: s.strategy == "mirrored" and s.num_hosts > 1, "strategy",
+         "is for the workers of one host, and there are several hosts; take {strategy:multi_worker}"),
+    Rule(lambda s: s.servers and s.strategy != "parameter_server", "servers",
+         "is for {strategy:parameter_server}, and with {strategy} the workers keep the parameters; leave it out, or "
+         "take that one"),
+
+    # --- strategies that cut buckets into slices
+    Rule(lambda s: s.strategy in SLICED and s.kind == "naive", "strategy",
+         "needs {kind:bucketed}, whose buckets it cuts into slices; leave one out"),
+    Rule(lambda s: s.strategy in SLICED and s.precision == "bf16_pure", "strategy",
+         "{precision} has master weights, which are not cut into slices; take {precision:bf16}, or {strategy:auto}"),
+    Rule(lambda s: s.strategy in SLICED and s.is_sparse, "strategy",
+         "a layer has sparse gradients, which no slice can hold; take {strategy:auto}"),
+    Rule(lambda s: s.strategy == "central_storage" and not s.shared_memory, "strategy",
+         "needs memory that the workers of a host share, and here they share none ({shared_memory:false}, or the log "
+         "says why); take {strategy:sharded}"),
+    Rule(lambda s: s.strategy == "central_storage" and s.device != "cpu", "strategy",
+         "keeps parameters in the host's memory, which a GPU would read over its bus in every forward; take "
+         "{device:cpu}, or {strategy:sharded}"),
+
+    # --- servers
+    Rule(lambda s: s.strategy == "parameter_server" and s.precision == "fp16", "strategy",
+         "{precision} repeats steps with another loss scale, which workers do not agree on; take {precision:bf16}"),
+    Rule(lambda s: s.strategy == "parameter_server" and s.waits, "strategy",
+         "SyncBatchNorm waits for the other workers, which do not wait here; take BatchNorm"),
+    Rule(lambda s: s.strategy == "parameter_server" and s.device != "cpu", "strategy",
+         "servers and workers exchange what is on the CPU; take {device:cpu}"),
+    Rule(lambda s: s.mode != "sync" and s.clip_norm is not None, "clip_norm",
+         "with {mode} it would clip the gradients of one worker at a time; take {mode:sync}"),
+    Rule(lambda s: s.mode != "sync" and s.warmup_size is not None, "warmup_size",
+         "with {mode} batches of several sizes would overtake each other; take {mode:sync}, or leave it out"),
+    Rule(lambda s: s.hook is not None and s.servers > 1, "hook",
+         "what it remembers is of whole tensors, and with {servers} these are cut; take one"),
+    Rule(lambda s: s.strategy == "parameter_server" and s.max_unreadable, "max_unreadable",
+         "with {strategy} a worker cannot tell the others what it leaves out; leave it out"),
+    Rule(lambda s: s.strategy == "parameter_server" and s.is_stream, "strategy",
+         "data is a stream, of which no part can be leased; give a data set with a length, or take {strategy:auto}"),
+
+    # --- rounds
+    Rule(lambda s: s.strategy == "local_sgd" and s.kind == "naive", "strategy",
+         "needs {kind:bucketed}, whose buckets are exchanged; leave one out"),
+    Rule(lambda s: s.strategy == "local_sgd" and s.precision in ("fp16", "bf16_pure"), "strategy",
+         "{precision} has a loss scale or master weights, of which all workers need the same; take {precision:bf16}, "
+         "or {precision:fp32}"),
+    Rule(lambda s: s.strategy == "local_sgd" and s.is_sparse, "strategy",
+         "a layer has sparse gradients, and the difference of its weights is dense; take {strategy:auto}"),
+    Rule(lambda s: s.strategy == "local_sgd" and s.waits, "strategy",
+         "SyncBatchNorm lets all workers wait for each other in each forward; take BatchNorm, or {strategy:auto}"),
+    Rule(lambda s: s.strategy == "local_sgd" and s.is_stream, "strategy",
+         "data is a stream, whose rounds have no known end; give a data set with a length, or take {strategy:auto}"),
+    Rule(lambda s: s.strategy == "local_sgd" and s.micro_size is not None, "micro_size",
+         "with {strategy} a micro-batch is an inner step; leave one out"),
+    Rule(lambda s: s.strategy == "local_sgd" and s.tokens is not None, "tokens",
+         "with {strategy} an inner step has {=global_batch} samples; leave one out"),
+    Rule(lambda s: s.strategy == "local_sgd" and s.warmup_size is not None, "warmup_size",
+         "the rounds of {strategy} have batches of one size; leave it out, or let {=warmup_samples} put rounds off"),
+    Rule(lambda s: s.strategy == "local_sgd" and s.workers and s.num_shards not in (None, s.workers), "num_shards",
+         "with {strategy} each of {.workers} workers has one share; leave it out"),
+    Rule(lambda s: s.island == "host" and s.num_hosts == 1, "island",
+         "all workers are on one host, so that none would train alone; leave it out, or take {strategy:mirrored}"),
+    Rule(lambda s: s.delay and s.hook is not None, "hook",
+         "with {delay} it keeps what it has not sent until an exchange is complete; take {wire:int8}, or {delay:0}"),
+    Rule(lambda s: s.delay and s.verify_every, "verify_every",
+         "with {delay} workers differ between rounds; leave one out"),
+    Rule(lambda s: s.delay and s.decay is not None, "decay",
+         "with {delay} workers differ between rounds; leave one out"),
+    Rule(lambda s: s.outer_momentum and s.hook_momentum, "outer_momentum",
+         "the hook has momentum, too; leave one out"),
+
+    # --- the same bits
+    Rule(lambda s: s.same_bits and s.strategy in ("parameter_server", "local_sgd"), "same_bits with strategy",
+         "its updates depend on which worker computes what; take {strategy:auto}, sharded or central_storage"),
+    Rule(lambda s: s.same_bits and s.hook is not None, "same_bits with hook",
+         "what it has not sent yet depends on the number of hosts; leave it out"),
+    Rule(lambda s: s.same_bits and s.wire == "fp32", "same_bits with wire",
+         "the gradients of each shard are added up in their own type; leave it out"),
+    Rule(lambda s: s.same_bits and s.algorithm not in CANONICAL, "same_bits with algorithm",
+         "adds up by workers, at some numbers of them in another order; take one of " + ", ".join(CANONICAL)),
+    Rule(lambda s: s.same_bits and s.kind == "naive", "same_bits with kind",
+         "shards are added up in buckets; leave it out"),
+    Rule(lambda s: s.same_bits and s.waits, "same_bits with SyncBatchNorm",
+         "its statistics are sums over workers; take BatchNorm, which has one shard's in training"),
+    Rule(lambda s: s.same_bits and s.is_sparse, "same_bits with sparse gradients",
+         "they are added up by workers; take sparse=False"),
+    Rule(lambda s: s.same_bits and s.is_stream, "same_bits",
+         "ranks share out a stream of samples by their number; give a data set with a length"),
+    Rule(lambda s: s.same_bits and s.device not in ("cpu", "auto") and not s.deterministic, "same_bits",
+         "a GPU needs deterministic kernels for it; say {deterministic:true}"),
+    Rule(lambda s: s.same_bits and s.audit_every and s.workers == 1, "audit_every",
+         "a second worker audits, and there is one; set it to 0, or take more workers"),
+    Rule(lambda s: s.is_whole and s.audit_every and not s.same_bits, "audit_every",
+         "audits compare workers that have the same bits; set {same_bits:true}, too"),
+
+    # --- what gradients travel in, and how they are clipped
+    Rule(lambda s: s.wire is not None and s.kind == "naive", "wire",
+         "needs {kind:bucketed}, whose buckets travel in it; leave one out"),
+    Rule(lambda s: s.precision == "bf16_pure" and (s.wire or "").startswith("int8"), "wire",
+         "takes fp32 gradients, and those of {precision} are bf16; leave one out"),
+    Rule(lambda s: s.precision != "bf16_pure" and s.wire == "fp32" and s.is_wide, "wire",
+         "gradients of {precision} are fp32 already; leave it out"),
+    Rule(lambda s: s.hook is not None and s.kind == "naive", "hook",
+         "needs {kind:bucketed}, whose buckets it gets; leave one out"),
+    Rule(lambda s: s.hook is not None and s.wire is not None, "hook",
+         "does the sending by itself; leave {wire} out"),
+    Rule(lambda s: None not in (s.clip_norm, s.own_clip_norm), "clip_norm",
+         "the optimizer clips by itself, at {.own_clip_norm}; leave it out, or make the optimizer with "
+         "{own_clip_norm:null}"),
+
+    # --- the course of the run
+    Rule(lambda s: s.epochs is None and s.max_steps is None, "epochs",
+         "with {max_steps}, too, the run would never end; set one of them"),
+    Rule(lambda s: s.patience is not None and s.every_epochs is None and s.every_steps is None, "patience",
+         "goes by evaluations, of which there is one, at the end; set {=every_epochs}, or {=every_steps}"),
+    Rule(lambda s: s.guard and s.strategy in ("local_sgd", "parameter_server"), "guard",
+         "with {strategy} not all ranks make a step together, which it guards; take {strategy:auto}"),
+    Rule(lambda s: s.guard and s.is_stream, "guard",
+         "a stream of samples cannot be read again; give a data set"),
+    Rule(lambda s: s.guard == "go_back" and not s.has_folder, "guard",
+         "goes back to a checkpoint, and folder=None keeps none; give a folder"),
+    Rule(lambda s: s.guard == "go_back" and s.has_scheduler, "guard",
+         "lowers the learning rate, which a scheduler of torch's sets; give a function as schedule"),
+    Rule(lambda s: s.debug and s.sharding == "off", "debug",
+         "refuses equal batches, which {sharding} is for; leave one out"),
+    Rule(lambda s: s.max_unreadable and s.is_stream, "max_unreadable",
+         "data is a stream, which must leave samples out itself"),
+)
+# fmt: on
+
+
+def refuse(setup: Setup) -> None:
+    """Raises ConfigError, with the remedy, for the first rule that refuses a setup."""
+    for problem in setup.problems(RULES, setup):
         raise ConfigError(problem)

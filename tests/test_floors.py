@@ -9,7 +9,6 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [
     ["errors"],
     ["process", "setting", "units", "vision"],
-    ["rules"],
     ["collectives", "optim", "models", "data", "policies"],
     ["comm"],
     ["gradients", "pictures"],

@@ -36,13 +36,12 @@ from ddp.optim.norms import block_norms, total_norm
 from ddp.process.streams import seed_generators, stream_seed
 from ddp.replica.autograd import is_in_backward, uncompiled
 from ddp.replica.broadcast import BufferSync, check_untied, checksum
-from ddp.replica.parameters import Layouts
+from ddp.replica.parameters import Layouts, sparse_weights
 from ddp.replica.replica import Accumulation, Replica
 from ddp.replica.settlement import Share, Usage
 from ddp.replica.shard_buffers import ShardBuffers
 from ddp.replica.sync_batchnorm import waits
-from ddp.rules import Setup, refuse
-from ddp.setting import Narrow, WireName
+from ddp.setting import Narrow, Setup, WireName, refuse
 
 Prepare = Callable[[Slot, Tensor], Tensor]
 
@@ -437,7 +436,8 @@ def check_shards(
     module: nn.Module, comm: Communicator, num_shards: int, wire: WireName | None, hook: object | None
 ) -> None:
     """Raises ConfigError if the gradients of a module cannot be added up by shards."""
-    refuse(Setup(same_bits=num_shards, waits=waits(module), wire=wire, hook=hook))
+    is_sparse = bool(sparse_weights(module))
+    refuse(Setup(same_bits=num_shards, waits=waits(module), is_sparse=is_sparse, wire=wire, hook=hook))
     check_untied(module, "num_shards", instead="no num_shards", buffers_alone=True)
     for name, parameter in module.named_parameters():
         if parameter.device != comm.device:

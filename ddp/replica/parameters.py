@@ -19,7 +19,7 @@ from ddp.comm import checks
 from ddp.errors import CollectiveMismatch, ConfigError, ReplicaMismatch
 from ddp.gradients.layout import Layout, LayoutTerms
 from ddp.replica.broadcast import check_same_layout
-from ddp.setting import WireName
+from ddp.setting import Setup, WireName, refuse
 
 if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator
@@ -41,8 +41,7 @@ def managed(module: nn.Module, *, inner: type[nn.Module]) -> list[tuple[str, nn.
 
 def check_wire(named: Iterable[tuple[str, Tensor]], wire: WireName | None, hook: object | None = None) -> None:
     """Raises ConfigError unless all gradients can travel in this format."""
-    if wire is not None and hook is not None:
-        raise ConfigError(f"wire={wire!r} beside hook={hook!r}, which does the sending: leave one out")
+    refuse(Setup(wire=wire, hook=hook))
     for dtype in {parameter.dtype for _, parameter in named if parameter.requires_grad}:
         checks.wire(wire, "mean", dtype)
 

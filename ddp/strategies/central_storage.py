@@ -45,7 +45,7 @@ from ddp.optim.layerwise import Layerwise, clipped_step
 from ddp.optim.norms import BLOCK_NUMEL
 from ddp.process.memory import give_back_free_blocks
 from ddp.process.terminal import log
-from ddp.rules import Setup, refuse
+from ddp.setting import Setup, refuse
 from ddp.strategies.host_store import PARAMETERS, HostStore
 from ddp.strategies.region import Region
 from ddp.strategies.sharded import Part, Sharded, Slices, is_large, share_of

@@ -47,7 +47,7 @@ from ddp.optim.norms import gradient_norm
 from ddp.policies import LocalSGD, Rounds
 from ddp.replica.broadcast import BufferSnapshot
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.rules import Setup, refuse
+from ddp.setting import Setup, refuse
 from ddp.strategies.strategy import Agreement, Replicated, diverged
 
 

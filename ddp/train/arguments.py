@@ -51,8 +51,7 @@ from ddp.process.terminal import say
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import waits
-from ddp.rules import Setup, refuse
-from ddp.setting import check_values
+from ddp.setting import Setup, check_values, refuse
 from ddp.strategies.choice import check_model, has_sparse_gradients, replica_of
 from ddp.train.checkpoints.checkpoint import flat
 from ddp.train.checkpoints.checkpoint_store import identity_of, resume_from

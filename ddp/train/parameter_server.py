@@ -36,7 +36,7 @@ from ddp.errors import ConfigError
 from ddp.policies import ParameterServer
 from ddp.process.clock import Stopwatch, now_s
 from ddp.process.terminal import log
-from ddp.rules import refuse
+from ddp.setting import refuse
 from ddp.strategies.choice import strategy_for
 from ddp.strategies.parameter_server.edge import LOST
 from ddp.strategies.parameter_server.ledger import Lease, Plan

@@ -17,12 +17,11 @@ from ddp.comm import connect
 from ddp.errors import ConfigError
 from ddp.gradients.reducer import HostReduceScatter, ReduceScatter
 from ddp.policies import averaging_named
-from ddp.rules import Setup, refuse
 from ddp.run.assembly import components, stages
 from ddp.run.settings.checks import check_strategy
 from ddp.run.settings.config import CHOICES
 from ddp.run.settings.reader import from_plain
-from ddp.setting import StrategyName
+from ddp.setting import Setup, StrategyName, refuse
 from ddp.strategies import CentralStorage, Replicated, Sharded
 from ddp.strategies.choice import STRATEGIES, same_bits_as, strategy_for
 from ddp.train.arguments import FitArguments, inputs_of

@@ -441,7 +441,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "hook": ({"hook": ErrorFeedback(Sign())}, r"same_bits=True with hook=ErrorFeedback\(Sign\(\)\): .* leave it out"),
     "wire": ({"wire": "fp32"}, "same_bits=True with wire='fp32': .* leave it out"),
     "SyncBatchNorm": ({"make": with_sync_batchnorm}, "same_bits=True with SyncBatchNorm: .* take BatchNorm"),
-    "sparse": ({"make": sparse, "data": (CLASSES, CLASSES)}, "same_bits with sparse gradients: .* take sparse=False"),
+    "sparse": (
+        {"make": sparse, "data": (CLASSES, CLASSES)},
+        "same_bits=True with sparse gradients: .* take sparse=False",
+    ),
     "stream": ({"data": Stream()}, "same_bits=True: .* a stream of samples .* give a data set with a length"),
     "few shards": ({"num_shards": 1}, "num_shards=1"),
     "a batch that begins small": (

@@ -38,12 +38,12 @@ from ddp.process import streams
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import SyncBatchNorm
-from ddp.rules import refuse
 from ddp.run.settings.address import called, check_arguments, from_address, is_address, told
 from ddp.run.settings.checks import NO_METRIC, setup_of
 from ddp.run.settings.choices import Loading
 from ddp.run.settings.config import Config
 from ddp.run.settings.groups import DataFiles
+from ddp.setting import refuse
 from ddp.strategies.choice import wrapped
 from ddp.train.reports.profiler import Profiler
 from ddp.train.reports.trackers import CSV, MLflow, TensorBoard, Tracker, WandB, refuse_twice

@@ -1,7 +1,7 @@
 """Settings that cannot work, each with the reason and the remedy; and settings that follow from others.
 
 A problem is one sentence, "key=value: what is wrong; the remedy", and is found before any worker starts. Rules that
-hold for `ddp.fit`, too, are those of `ddp/rules.py`; those of settings alone are the rows of `RULES`, and what takes
+hold for `ddp.fit`, too, are those of `ddp/setting.py`; those of settings alone are the rows of `RULES`, and what takes
 more than a row has a function below.
 """
 
@@ -12,16 +12,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp import rules
 from ddp.collectives.catalog import ALL_REDUCE, BETWEEN_HOSTS, all_reduce_schedules
 from ddp.errors import ConfigError, did_you_mean
 from ddp.policies import NUM_SHARDS, Rounds, Serving
 from ddp.process.memory import available_cores
-from ddp.rules import Rule, Setup, Speaker
 from ddp.run.settings.address import is_address, own_parts
 from ddp.run.settings.config import Config, folder_of
 from ddp.run.settings.groups import Choice
-from ddp.setting import out_of_bounds
+from ddp.setting import SETTINGS, Rule, Setup, Speaker, out_of_bounds, refuse
 from ddp.units import counted
 
 if TYPE_CHECKING:
@@ -54,7 +52,7 @@ class Settings(Speaker):
 
 def setup_of(config: Config, **facts: Any) -> Setup:
     """Returns what settings say of a run, and further facts."""
-    known = {name: value_at(config, about["key"], Setup) for name, about in rules.SETTINGS.items() if about["key"]}
+    known = {name: value_at(config, about["key"], Setup) for name, about in SETTINGS.items() if about["key"]}
     workers, local_workers, guard = config.cluster.workers, config.cluster.local_workers, config.guard
     known |= {
         "hook": None if config.hook.name == "none" else config.hook.name,
@@ -82,7 +80,7 @@ def validate(config: Config, *, is_whole: bool = False) -> None:
             raise ConfigError(problem)
     for problem in Settings(config).problems(RULES, config):
         raise ConfigError(problem)
-    rules.refuse(setup_of(config, is_whole=is_whole))
+    refuse(setup_of(config, is_whole=is_whole))
 
 
 # fmt: off
@@ -381,7 +379,7 @@ def check_strategy(config: Config, model: nn.Module | None = None) -> None:
     Args:
         model: None: it is not known yet.
     """
-    if config.strategy.name == "auto":
+    if config.strategy.name == "auto" and model is None:
         return
     from ddp.process import gpu  # this late, as in `check_gpus`
     from ddp.replica.sync_batchnorm import waits
@@ -392,7 +390,7 @@ def check_strategy(config: Config, model: nn.Module | None = None) -> None:
     if model is not None:
         has_waiting = config.replica.sync_batchnorm or waits(model)
         facts |= {"is_sparse": has_sparse_gradients(model), "waits": has_waiting}
-    rules.refuse(setup_of(config, **facts))
+    refuse(setup_of(config, **facts))
 
 
 def most_workers() -> int:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from ddp.errors import ConfigError
-from ddp.rules import RULES, SETTINGS, Setup, refuse
 from ddp.run.settings import checks
 from ddp.run.settings.config import CHOICES, Config, plain_defaults
+from ddp.setting import RULES, SETTINGS, Setup, refuse
 
 KEYS = {*plain_defaults(), "optim.args.clip_norm", *CHOICES}
 KEYS |= {f"{group}.{name}" for group, inner in plain_defaults().items() if isinstance(inner, dict) for name in inner}
