@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, SupportsInt, TypedDict
+from typing import TYPE_CHECKING, SupportsInt
 
 import torch
 from torch import nn
@@ -25,17 +25,10 @@ from ddp.gradients.totals import NUM_TOTALS, NUM_VERDICTS, Rider, Totals, global
 
 if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator
+    from ddp.gradients.reducer import Reducer
 
 MIB = 1 << 20
 Named = Sequence[tuple[str, nn.Parameter]]
-
-
-class LayoutTerms(TypedDict):
-    """The keywords that all layouts of a replica have in common, for the type checker."""
-
-    limits: Sequence[int]
-    tails_ride: bool
-    num_shards: int | None
 
 
 class Layout:
@@ -44,10 +37,8 @@ class Layout:
     Args:
         named: the parameters with their names, in the order of registration; the same on every rank.
         limits: bytes at which bucket 0, 1, 2, … is closed; the last one holds for all that follow.
+        reducer: of the buckets, which says whether they may carry tails, or be resized.
         sparse: names of the parameters whose gradients are sparse tensors, which live in no bucket.
-        for_hook: as in `plan`.
-        tails_ride: totals and verdicts travel in buckets where they can, else apart. A wire format or a hook would
-            round them.
         num_shards: gradients are added up by this number of shards of the batch; None: by ranks. Of shards, totals and
             verdicts travel apart.
 
@@ -73,21 +64,20 @@ class Layout:
         self,
         comm: Communicator,
         named: Named,
+        reducer: Reducer,
         *,
         limits: Sequence[int],
         sparse: Collection[str],
-        for_hook: bool,
-        tails_ride: bool,
         num_shards: int | None = None,
     ) -> None:
-        self._comm, self._limits, self._tails_ride = comm, limits, tails_ride and num_shards is None
+        self._comm, self._limits, self._tails_ride = comm, limits, reducer.tails_ride and num_shards is None
         self._num_shards = num_shards
         self.num_rows = 1 if num_shards is None else most_nodes(comm.world_size, num_shards)
         self.slots = [Slot(index, name, parameter) for index, (name, parameter) in enumerate(named)]
         self.parameters = [parameter for _, parameter in named]
         self.sparse = [slot for slot in self.slots if slot.name in sparse]
         self.slot_of = {id(slot.parameter): slot for slot in self.slots}
-        self.plan(None, for_hook=for_hook)
+        self.plan(None, for_hook=reducer.may_resize)
 
     def plan(self, order: Sequence[str] | None, *, for_hook: bool) -> None:
         """Plans the buckets, which have no memory yet.

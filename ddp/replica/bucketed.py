@@ -139,15 +139,8 @@ class BucketedDataParallel(Replica):
         self._usage, self._stepper = usage, stepper
         self._watch = ParameterWatch(self.module)
         self._has_layout = True
-        self._layouts = Layouts(
-            self.comm,
-            self._watch,
-            self._replicated_parameters(),
-            limits=self._limits,
-            for_hook=self._reducer.may_resize,
-            tails_ride=self._reducer.tails_ride,
-            num_shards=self.num_shards,
-        )
+        given = self._replicated_parameters(), self._reducer
+        self._layouts = Layouts(self.comm, self._watch, *given, limits=self._limits, num_shards=self.num_shards)
         self.accumulation.connect(self._layouts)
         self.backward = self._new_backward()
         self._last = self.backward  # the last one that has ended, once there is one

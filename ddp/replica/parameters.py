@@ -10,19 +10,20 @@ from collections.abc import Collection, Iterable, Sequence
 from enum import Enum, auto
 from itertools import chain, compress
 from operator import attrgetter, is_not, or_
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ddp.comm import checks
 from ddp.errors import CollectiveMismatch, ConfigError, ReplicaMismatch
-from ddp.gradients.layout import Layout, LayoutTerms
+from ddp.gradients.layout import Layout
 from ddp.replica.broadcast import check_same_layout
 from ddp.setting import Setup, WireName, refuse
 
 if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator
+    from ddp.gradients.reducer import Reducer
 
 _REQUIRES_GRAD, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
 _END = object()  # after the last value, so that lists of different lengths differ
@@ -160,8 +161,8 @@ class Layouts:
     Args:
         watch: knows which parameters need a gradient.
         named: all parameters of the replica, with their names.
-        for_hook: a communication hook reduces the buckets.
-        how: as in `Layout`.
+        reducer: of the buckets.
+        limits, num_shards: as in `Layout`.
 
     Attributes:
         current: the layout for the parameters that needed a gradient when `choose` was called last.
@@ -172,11 +173,13 @@ class Layouts:
         comm: Communicator,
         watch: ParameterWatch,
         named: Sequence[tuple[str, nn.Parameter]],
+        reducer: Reducer,
         *,
-        for_hook: bool,
-        **how: Unpack[LayoutTerms],
+        limits: Sequence[int],
+        num_shards: int | None,
     ) -> None:
-        self._comm, self._watch, self._named, self._for_hook, self._how = comm, watch, named, for_hook, how
+        self._comm, self._watch, self._named, self._reducer = comm, watch, named, reducer
+        self._limits, self._num_shards = limits, num_shards
         self.current = self._made()
         self._by_needed = {watch.needed: self.current}
 
@@ -186,7 +189,7 @@ class Layouts:
         named = [(name, parameter) for name, parameter in self._named if id(parameter) in needed]
         weights = set(map(id, sparse_weights(self._watch.module)))
         sparse = [name for name, parameter in named if id(parameter) in weights]
-        return Layout(self._comm, named, sparse=sparse, for_hook=self._for_hook, **self._how)
+        return Layout(self._comm, named, self._reducer, limits=self._limits, sparse=sparse, num_shards=self._num_shards)
 
     @property
     def is_current(self) -> bool:
@@ -226,9 +229,9 @@ class Layouts:
         if self.current.order != names:
             self.current.plan(names, for_hook=self.current.is_for_hook)
 
-    def prepare_for_hook(self) -> None:
+    def change_to(self, reducer: Reducer) -> None:
         """Lets a communication hook reduce the buckets from now on."""
-        self._for_hook = True
+        self._reducer = reducer
         for layout in self._by_needed.values():
             layout.plan(layout.order, for_hook=True)
 

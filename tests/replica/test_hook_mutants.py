@@ -22,9 +22,9 @@ BACKWARD, FINALIZER = "replica.backward.Backward", "replica.settlement.StepFinal
 COMPRESSION = "gradients.compression.Compression"
 MUTANTS = {
     "the count travels in the wire format": Mutant(
-        "replica.bucketed.BucketedDataParallel._start",
-        "tails_ride=self._reducer.tails_ride",
-        "tails_ride=True",
+        "gradients.layout.Layout.__init__",
+        "reducer.tails_ride and",
+        "",
         WIRED,
         "counts",
     ),

@@ -11,7 +11,7 @@
 | fit               | `ddp.fit` on samples in memory: from one step's beginning to the next one's                      |
 | fit_noise         | the same, and the gradient noise scale is measured in every step instead of every tenth          |
 | by_hand           | the loop of torch's tutorials on the same samples: torch's class, DataLoader, DistributedSampler |
-| mirrored          | every rank makes the whole update (`strategies/replicated.py`)                                   |
+| mirrored          | every rank makes the whole update (`strategies/strategy.py`)                                     |
 | sharded           | each rank updates a slice, and gives it to all (`strategies/sharded.py`)                         |
 | central_storage   | the ranks of a host share parameters and state (`strategies/central_storage.py`)                 |
 | local_sgd         | each rank trains separately; every eighth step averages weights (`strategies/local_sgd.py`)      |

@@ -246,7 +246,7 @@ class DistributedDataParallel(BucketedDataParallel):
             raise RuntimeError(f"the communication hook {self._reducer.name} is registered already; there can be one")
         self._reducer = in_backward.CommHook(hook, state, self.comm, overlap=overlap or getattr(hook, "overlap", False))
         self.backward.reducer = self._reducer
-        self._layouts.prepare_for_hook()
+        self._layouts.change_to(self._reducer)
 
     def register_buffer_hook(
         self, state: Any, hook: in_backward.BufferHook, *, when: in_backward.When = in_backward.When.POST_FORWARD
