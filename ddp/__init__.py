@@ -108,24 +108,24 @@ if TYPE_CHECKING:
     from ddp.replica.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
     from ddp.run.assembly.load import load as load
     from ddp.run.launch.from_python import launch as launch
-    from ddp.train.checks.supervision import Guard as Guard
-    from ddp.train.checks.watcher import Watch as Watch
-    from ddp.train.evaluation.evaluate import evaluate as evaluate
-    from ddp.train.evaluation.evaluate import predict as predict
+    from ddp.train.evaluate import evaluate as evaluate
+    from ddp.train.evaluate import predict as predict
     from ddp.train.fit import fit as fit
     from ddp.train.reports.profiler import Profiler as Profiler
-    from ddp.train.steps.callbacks import EMA as EMA
-    from ddp.train.steps.callbacks import Callback as Callback
-    from ddp.train.steps.callbacks import EarlyStopping as EarlyStopping
+    from ddp.train.steps.state import EMA as EMA
+    from ddp.train.steps.state import Callback as Callback
+    from ddp.train.steps.state import EarlyStopping as EarlyStopping
     from ddp.train.steps.state import StepReport as StepReport
     from ddp.train.steps.state import TrainState as TrainState
-    from ddp.train.tasks.task import ByteModel as ByteModel
-    from ddp.train.tasks.task import Classification as Classification
-    from ddp.train.tasks.task import LanguageModel as LanguageModel
-    from ddp.train.tasks.task import LossFunction as LossFunction
-    from ddp.train.tasks.task import Regression as Regression
-    from ddp.train.tasks.task import Rows as Rows
-    from ddp.train.tasks.task import Task as Task
+    from ddp.train.steps.task import ByteModel as ByteModel
+    from ddp.train.steps.task import Classification as Classification
+    from ddp.train.steps.task import LanguageModel as LanguageModel
+    from ddp.train.steps.task import LossFunction as LossFunction
+    from ddp.train.steps.task import Regression as Regression
+    from ddp.train.steps.task import Rows as Rows
+    from ddp.train.steps.task import Task as Task
+    from ddp.train.supervision import Guard as Guard
+    from ddp.train.supervision import Watch as Watch
 
 _NAMES = {  # module → what a user finds in ddp
     "ddp.comm.communicator": "Communicator",
@@ -144,14 +144,12 @@ _NAMES = {  # module → what a user finds in ddp
     "ddp.replica.sync_batchnorm": "SyncBatchNorm",
     "ddp.run.assembly.load": "load",
     "ddp.run.launch.from_python": "launch",
-    "ddp.train.steps.callbacks": "Callback EMA EarlyStopping",
-    "ddp.train.evaluation.evaluate": "evaluate predict",
+    "ddp.train.evaluate": "evaluate predict",
     "ddp.train.fit": "fit",
-    "ddp.train.checks.supervision": "Guard",
     "ddp.train.reports.profiler": "Profiler",
-    "ddp.train.steps.state": "StepReport TrainState",
-    "ddp.train.tasks.task": "ByteModel Classification LanguageModel LossFunction Regression Rows Task",
-    "ddp.train.checks.watcher": "Watch",
+    "ddp.train.steps.state": "Callback EMA EarlyStopping StepReport TrainState",
+    "ddp.train.supervision": "Guard Watch",
+    "ddp.train.steps.task": "ByteModel Classification LanguageModel LossFunction Regression Rows Task",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -11,12 +11,11 @@ from torch import nn
 import ddp
 from ddp.data.loading.source import Source
 from ddp.train.arguments import FitArguments, Inputs
-from ddp.train.evaluation.held_out import HeldOut
+from ddp.train.held_out import HeldOut
 from ddp.train.loop import train_loop
-from ddp.train.steps.callbacks import Callback
-from ddp.train.steps.state import TrainState
+from ddp.train.steps.state import Callback, TrainState
 from ddp.train.steps.stopping import StopFlag
-from ddp.train.tasks.task import Classification
+from ddp.train.steps.task import Classification
 
 POLICIES = {"evaluation": ddp.Evaluation, "batches": ddp.Batches, "reading": ddp.Reading}
 

@@ -238,9 +238,7 @@ def test_the_report_of_a_sweep_has_the_figures_of_its_runs(
     sweep = shutil.copytree(finished.run_dirs[1].parent, tmp_path / "sweep", ignore=lambda *_: {"checkpoints"})
     assert ask(["report", str(sweep)]) == 0
     assert "Strong scaling: global batch 50" in capsys.readouterr().out
-    rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in (sweep / "report.md").read_text().splitlines()
-    ]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (sweep / "report.md").read_text().splitlines()]
     summaries = {world_size: summary_of(run_dir) for world_size, run_dir in finished.run_dirs.items()}
     target = min(summary["test_accuracy"] for summary in summaries.values())
     for world_size, run_dir in finished.run_dirs.items():
@@ -515,7 +513,7 @@ def test_a_stopped_worker_is_named_after_the_deadline(command: Command) -> None:
 FAULT = """
 import sys
 if "--rank" in sys.argv and sys.argv[sys.argv.index("--rank") + 1] == "1":
-    from ddp.train.tasks.task import Classification
+    from ddp.train.steps.task import Classification
     loss, calls = Classification.loss, []
     def scripted(self, model, batch):
         if model.training:  # it is not in the look at the first batch

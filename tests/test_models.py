@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ddp.data.sets.image_sets import load_digits
 from ddp.errors import ConfigError
 from ddp.models import CNN, GPT, MLP, generate, resnet, rotary_angles, rotate
-from ddp.train.tasks.task import Classification
+from ddp.train.steps.task import Classification
 
 Build = Callable[[], nn.Module]
 

@@ -20,8 +20,8 @@ from forked import run_program
 
 from ddp.__main__ import main as ask
 from ddp.collectives.catalog import ALL_REDUCE, SCHEDULES
+from ddp.run.assembly import stages
 from ddp.run.launch.command_line import main
-from ddp.train.tasks import ngram
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -97,7 +97,7 @@ def test_command(
         return
     monkeypatch.setenv("HYDRA_FULL_ERROR", "")  # `main` sets it; this takes it back
     for yardstick in ("ngram_bits_per_byte", "xz_bits_per_byte"):
-        monkeypatch.setattr(ngram, yardstick, partial(of_a_few_bytes, getattr(ngram, yardstick)))
+        monkeypatch.setattr(stages, yardstick, partial(of_a_few_bytes, getattr(stages, yardstick)))
     smaller = [setting for word in words for setting in SMALL.get(word, [])]
     monkeypatch.setattr(sys, "argv", ["train.py", *words[1:], *SHORT, *smaller])
     with pytest.raises(SystemExit) as ended:

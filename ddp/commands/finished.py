@@ -48,10 +48,10 @@ from ddp.run.launch.from_python import launch
 from ddp.run.settings.address import check_trust, own_parts, told
 from ddp.run.settings.config import CHOICES, Config
 from ddp.run.settings.reader import PATHS, from_plain, read_settings, settings_of, value_of
-from ddp.train.evaluation.evaluate import evaluate, predict
+from ddp.train.evaluate import evaluate, predict
+from ddp.train.reports.history import STARTS
 from ddp.train.reports.results import metric_in_words, words_of
-from ddp.train.reports.starts import STARTS
-from ddp.train.tasks.task import Task
+from ddp.train.steps.task import Task
 from ddp.units import counted
 
 OF_THE_RUN = ("data", "model", "loss", "loader", "evaluate", "precision", "device", "backend", "deterministic")

@@ -4,7 +4,7 @@
     python -m ddp train same_bits.on=true same_bits.hash_every=10 cluster.workers=3 run.name=three
     python -m ddp same_bits runs/one runs/three
 
-Each run has noted hashes (`ddp/train/reports/hashes.py`). The answer also names the settings in which the runs differ,
+Each run has noted hashes (`ddp/train/reports/history.py`). The answer also names the settings in which the runs differ,
 where bits depend on them. If both have a checkpoint before the first difference, their steps are made again here, each
 with its own settings: then it names the first shard and module in which they part, or the update. The exit status is 0
 if they are equal, 1 if they differ, and 2 if there is no answer.
@@ -31,9 +31,9 @@ from ddp.run.settings.config import choose
 from ddp.run.settings.reader import read_config, settings_of
 from ddp.train.checkpoints.checkpoint_store import listed
 from ddp.train.fit import train
-from ddp.train.reports.hashes import Comparison, StepTrace, Trace, compare, parting, read_hashes
+from ddp.train.reports.history import Comparison, StepTrace, Trace, compare, parting, read_hashes
 from ddp.train.reports.profiler import Profiler
-from ddp.train.steps.callbacks import EarlyStopping
+from ddp.train.steps.state import EarlyStopping
 from ddp.train.steps.stopping import StopFlag
 from ddp.units import counted
 

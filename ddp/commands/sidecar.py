@@ -1,4 +1,4 @@
-"""Follows a run as its side-car: evaluates each checkpoint that the run saves (`ddp/train/evaluation/sidecar.py`).
+"""Follows a run as its side-car: evaluates each checkpoint that the run saves (`ddp/train/sidecar.py`).
 
     python -m ddp sidecar runs/mine                on this host or any that sees the folder; ends when the run has
     … device=cuda evaluate.batch=1024              with settings other than those of the run
@@ -33,10 +33,10 @@ from ddp.run.assembly.stages import joined
 from ddp.run.launch.command_line import composed, options_first
 from ddp.run.launch.worker import ORPHAN_GRACE_S, follow_parent
 from ddp.train.checkpoints.checkpoint_store import StoredCheckpoint
-from ddp.train.evaluation.evaluate import evaluate
-from ddp.train.evaluation.held_out import Side
-from ddp.train.evaluation.sidecar import POLL_S, SideCar, only_sidecar, results_of_sidecar
+from ddp.train.evaluate import evaluate
+from ddp.train.held_out import Side
 from ddp.train.reports.results import read_summary, write_summary
+from ddp.train.sidecar import POLL_S, SideCar, only_sidecar, results_of_sidecar
 from ddp.train.steps.stopping import StopFlag
 
 OF_THE_EVALUATOR = ("device=", "evaluate.", "loader.", "trust=")

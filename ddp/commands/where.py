@@ -34,7 +34,7 @@ from ddp.run.assembly.sampling import StandInData, num_parts, sampler_for
 from ddp.run.settings.address import no_own_code
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
-from ddp.train.reports.starts import STARTS
+from ddp.train.reports.history import STARTS
 from ddp.units import counted
 
 

@@ -1,10 +1,10 @@
 """Examines this host, or under torchrun all ranks' hosts: reports facts and findings, and measures the speed.
 
-    look       each rank at its host (`process/host.py`)
+    inspect    each rank its host (`process/host.py`)
     measure    all ranks together: links, all-reduces of 25 MB, copies in memory
-    judge      what was found (`doctor_findings.py`): problems, each with its remedy, and warnings
+    judge      the facts (`doctor_findings.py`): problems, each with its remedy, and warnings
 
-If the ranks do not come together, what they see of themselves is judged all the same, and why they do not is a problem.
+If the ranks cannot connect, each judges the facts of its own host, and the cause is reported as a problem.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Diagnosis(NamedTuple):
 
 
 def main(words: Sequence[str]) -> int:
-    """Prints what there is; returns 1 if there is a problem."""
+    """Prints the report; returns 1 if there is a problem."""
     parser = parser_of("doctor", epilog="All ranks of a job, on all hosts: torchrun … -m ddp doctor on each of them.")
     add_workers(parser)
     parser.add_argument("--data", default="data", help="folder of data sets, as data.root (default: %(default)s)")
@@ -93,7 +93,7 @@ def of_a_rank(data: str) -> Diagnosis:
         assert here is not None
         reason = Finding(True, f"rank {here.rank} on {mine.host} has not come together with the others: {_why(error)}")
         if here.local_rank:  # the first rank of the host says the rest
-            return Diagnosis(said(reason), 1)
+            return Diagnosis(finding_line(reason), 1)
         elsewhere = here.world_size - (here.local_world_size or here.world_size)
         return diagnosis([mine], Figures(hosts=((0,),), num_unreached=elsewhere), [reason])
 
@@ -118,7 +118,7 @@ def _why(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-# --- look ------------------------------------------------------------------------------------------------------------
+# --- inspect ---------------------------------------------------------------------------------------------------------
 
 
 def own_facts(data: str) -> HostFacts:
@@ -150,7 +150,7 @@ def own_facts(data: str) -> HostFacts:
 
 
 def measure_jointly(comm: Communicator, mine: HostFacts) -> Diagnosis:
-    """Measures, and judges what all ranks have found; the same on all of them. Collective."""
+    """Measures, and judges the facts of all ranks; the same result on all of them. Collective."""
     from ddp.comm.objects import all_gather_object
 
     everyone = [HostFacts(**each) for each in all_gather_object(comm, asdict(mine))]
@@ -202,7 +202,7 @@ def _fastest_s(comm: Communicator, run: Callable[[], object]) -> float:
 def _clocks(comm: Communicator) -> list[Clock]:
     """Returns how far the time of day at each rank is ahead of rank 0's. Collective.
 
-    What is compared between hosts is the clock of durations, so each rank tells how far its time of day is from that.
+    Hosts are compared by the clock of durations, so each rank gives the offset of its time of day from it.
     """
     from ddp.comm.objects import all_gather_object
     from ddp.train.reports.traces import compare_clocks
@@ -251,7 +251,7 @@ def _link(comm: Communicator, first: int, second: int) -> Link:
 
 
 def diagnosis(everyone: Sequence[HostFacts], figures: Figures, before: Sequence[Finding] = ()) -> Diagnosis:
-    """Returns the report: what there is, and then what is wrong.
+    """Returns the report: the facts, and then the findings.
 
     Args:
         everyone: the facts, by rank.
@@ -264,19 +264,19 @@ def diagnosis(everyone: Sequence[HostFacts], figures: Figures, before: Sequence[
         rows.append(("", f"and {counted(num_more, 'more host')}, of which only problems and warnings are listed"))
     rows += of_figures(everyone, figures)
     width = max(len(name) for name, _ in rows)
-    verdict = counted(num_problems, "problem") if num_problems else "no problem"
-    verdict += f", {counted(len(found) - num_problems, 'warning')}"
+    summary = counted(num_problems, "problem") if num_problems else "no problem"
+    summary += f", {counted(len(found) - num_problems, 'warning')}"
     lines = [f"{name:{width}}  {text}" for name, text in rows]
-    return Diagnosis("\n".join([*lines, "", *map(said, found), verdict]), num_problems)
+    return Diagnosis("\n".join([*lines, "", *map(finding_line, found), summary]), num_problems)
 
 
-def said(finding: Finding) -> str:
+def finding_line(finding: Finding) -> str:
     """Returns the line of a finding."""
     return f"{'problem' if finding.is_problem else 'warning'}: {finding.text}"
 
 
 def of_a_host(everyone: Sequence[HostFacts], ranks: Sequence[int]) -> Iterator[tuple[str, str]]:
-    """Yields what there is on a host: a name, and what is to be said of it."""
+    """Yields the facts about a host: pairs of a name and a text."""
     first, here = everyone[ranks[0]], [everyone[rank] for rank in ranks]
     shown = {package: first.versions.get(package, "") for package in ("python", "torch", "torchvision", "hydra-core")}
     threads = sorted({each.threads for each in here})
@@ -302,7 +302,7 @@ def of_a_host(everyone: Sequence[HostFacts], ranks: Sequence[int]) -> Iterator[t
 
 
 def of_figures(everyone: Sequence[HostFacts], figures: Figures) -> Iterator[tuple[str, str]]:
-    """Yields what was measured, in the same way."""
+    """Yields the measured figures, in the same way."""
     if figures.inside is not None:
         yield "link inside", f"α {format_time(figures.inside.alpha_s)}, {rate(figures.inside)}, by messages"
     slowest = sorted(figures.links.items(), key=lambda each: -each[1].beta_s)[:MOST_SHOWN]

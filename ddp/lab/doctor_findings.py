@@ -1,10 +1,10 @@
-"""Judges what `doctor` has found out: pure functions from facts and figures to findings.
+"""Judges the facts of `doctor`: pure functions from facts and figures to findings.
 
-    problem    something that will fail, is wrong, or wastes most of what is there: one sentence with its remedy
+    problem    something that will fail, is wrong, or wastes most of a resource: one sentence with its remedy
     warning    something that may be meant so, or makes the figures of `doctor` itself worth less
 
-Each function below yields the findings of one subject: those of a host look at its ranks together, those of the world
-at all of them. What several hosts have in common is said once.
+Each function below yields the findings of one subject: those of a host compare its ranks, those of the world all
+ranks. A finding that several hosts have in common is reported once.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ddp.units import binary_size, counted, format_time, three_digits
 
 MIB, GIB = 1 << 20, 1 << 30
 LEAST_MEMORY = 256 * MIB  # for each rank that runs already: a small model, its gradients and its batches
-LEAST_SHARED = 256 * MIB  # of /dev/shm; a container has 64 MiB unless it is told otherwise
+LEAST_SHARED = 256 * MIB  # of /dev/shm; a container has 64 MiB by default
 LEAST_DISK = GIB  # for the checkpoints of a small run
-LEAST_TEMPORARY = 16 * MIB  # for what a launch and its workers tell each other
+LEAST_TEMPORARY = 16 * MIB  # for the files by which a launch and its workers communicate
 OPEN_FILES, FILES_OF_A_RANK = 256, 8  # that each process has open, and more for each rank that it is connected with
 PINNED = GIB  # an adapter's buffers
 SLOW = 2.0  # a link or a rank that is this many times slower than the median one
@@ -35,14 +35,14 @@ MOST_OFFSET_S = 1.0  # between the clocks of two hosts: files that are a second 
 
 
 class Finding(NamedTuple):
-    """Says in one sentence what is wrong, with the remedy; `is_problem` is False for a warning."""
+    """One sentence with the problem and its remedy; `is_problem` is False for a warning."""
 
     is_problem: bool
     text: str
 
 
 class Clock(NamedTuple):
-    """Says how far a host's clock is ahead of rank 0's, and how far off that may be."""
+    """The lead of a host's clock over rank 0's, and how far off it may be."""
 
     offset_s: float
     error_s: float
@@ -50,7 +50,7 @@ class Clock(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Holds what the ranks have measured together; the same on all of them.
+    """Figures that the ranks have measured together; the same on all of them.
 
     Attributes:
         hosts: the ranks of every host: those that reach each other's memory.
@@ -285,15 +285,15 @@ def _slow(facts: Sequence[HostFacts], figures: Figures) -> Iterator[Finding]:
                 yield Finding(
                     True,
                     f"the link from {facts[a].host} to {facts[b].host} carries {rate(link)}, and the median one "
-                    f"{rate(Link(0.0, usual))}: look at its cable, its switch, and who else sends there",
+                    f"{rate(Link(0.0, usual))}: check its cable, its switch, and other traffic on it",
                 )
-    if len(figures.copies) > 2:  # of two, which one is not as it should be?
+    if len(figures.copies) > 2:  # of two, either may be the slow one
         usual = median(figures.copies)
         if slow := [rank for rank, speed in enumerate(figures.copies) if SLOW * speed < usual]:
             yield Finding(
                 False,
-                f"{named(slow)} copied memory at less than half of the median speed, and everyone waits for the "
-                f"slowest rank: see what else runs on {', '.join(dict.fromkeys(facts[rank].host for rank in slow))}",
+                f"{named(slow)} copied memory at less than half of the median speed, and all wait for the "
+                f"slowest rank: find other processes on {', '.join(dict.fromkeys(facts[rank].host for rank in slow))}",
             )
 
 

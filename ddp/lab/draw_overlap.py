@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> str:
         write_picture(options.svg, svg_of(timeline_figure(background, foreground), TITLE))
         return f"{options.svg}: a step of {options.workers} workers"
     text = timeline_text(background, foreground)
-    return f"{text}\n\nBackward and reductions in ms. Here ddp reduces {default} unless it is told otherwise."
+    return f"{text}\n\nBackward and reductions in ms. Here ddp reduces {default} by default."
 
 
 def overlap_here(bucket_mb: float) -> Overlap:
@@ -62,7 +62,7 @@ class Overlap(NamedTuple):
     """The timelines of two steps.
 
     Attributes:
-        default: what the replica does here if it is not told: "in the background" or "in the foreground".
+        default: where the replica reduces here by default: "in the background" or "in the foreground".
     """
 
     background: Run

@@ -1,4 +1,4 @@
-"""Checks the reader's solution of an exercise: is it right, and if it is not, what is wrong with it?"""
+"""Checks the reader's solution of an exercise, and explains the first thing that is wrong with it."""
 
 from __future__ import annotations
 

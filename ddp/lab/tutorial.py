@@ -1,6 +1,6 @@
-"""Writes the read-along, prose beside code, as pages for a browser.
+"""Writes the read-along, prose next to code, as pages for a browser.
 
-The code of `tutorial` and `exercise` lies beside the chapters: in recipes/tutorial/tools/ of a clone.
+The code of `tutorial` and `exercise` lies with the chapters, in recipes/tutorial/tools/ of a clone.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ RuntimeError. If parameters were added, or frozen or converted in a wrong way, i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,7 @@ from ddp.gradients.layout import Layout, bucket_limits
 from ddp.gradients.reducer import AllReduce, Collective, Reducer
 from ddp.gradients.totals import Totals
 from ddp.replica.autograd import (
+    Observers,
     accumulates,
     adds_to_all,
     hand_out_differentiable,
@@ -49,7 +50,7 @@ from ddp.replica.autograd import (
     watch_backward,
     will_accumulate,
 )
-from ddp.replica.backward import Backward, BucketReduction, Observers, State, Stepper
+from ddp.replica.backward import Backward, BucketReduction, Stepper
 from ddp.replica.broadcast import BufferSync, broadcast_state, check_trainable, sending
 from ddp.replica.by_shards import ByShards, check_shards
 from ddp.replica.parameters import Change, Layouts, ParameterWatch, check_wire, managed, sparse_weights
@@ -147,37 +148,10 @@ class BucketedDataParallel(Replica):
             tails_ride=self._reducer.tails_ride,
             num_shards=self.num_shards,
         )
+        self.accumulation.connect(self._layouts)
         self.backward = self._new_backward()
         self._last = self.backward  # the last one that has ended, once there is one
         self._observers = Observers(self, (parameter for _, parameter in self._replicated_parameters()))
-
-    # --- shards ------------------------------------------------------------------------------------------------------
-
-    @property
-    def by_shards(self) -> ByShards | None:
-        """The running step, if gradients are added up by shards."""
-        return self.accumulation if isinstance(self.accumulation, ByShards) else None
-
-    def shard(self, number: int) -> AbstractContextManager[None]:
-        """Makes forward and backward inside those of one shard. The last block of a rank ends the step. Collective.
-
-            for number in model.shards:
-                with model.shard(number):
-                    loss_of(model(inputs[number]), targets[number]).backward()
-            optimizer.step()
-
-        Each block has random numbers of its own, by the seed of rank 0 (`torch.manual_seed`) when this was made; and so
-        has the update after the last one. Inside of a block `p.grad` is the gradient of that shard, until the last
-        backward of the step.
-
-        Every rank's shards are marked once in each step, in their order; of one without samples the block is empty. A
-        shard may be computed in parts: put all backwards but the last into `no_sync`.
-
-        Raises:
-            ConfigError: on all ranks: one has marked a shard twice, has left one out, or has none of that number.
-        """
-        by_shards = self.by_shards
-        return super().shard(number) if by_shards is None else by_shards.block(self, self._layouts, number)
 
     # --- a step, in the order of time --------------------------------------------------------------------------------
 
@@ -220,7 +194,7 @@ class BucketedDataParallel(Replica):
     def _raise_known(self) -> None:
         if self._last.error is not None:
             raise self._last.error
-        if self.backward.state is State.RUNNING:
+        if self.backward.is_running:
             raise RuntimeError(
                 f"the last backward through this replica broke off (step {self.backward.step}); "
                 "the ranks are out of step: start anew, from the last checkpoint"
@@ -228,7 +202,7 @@ class BucketedDataParallel(Replica):
 
     @property
     def _awaits_backward(self) -> bool:
-        return self.waiting is not None or self.backward.state is State.RUNNING
+        return self.waiting is not None or self.backward.is_running
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward; a backward through what it returns ends with equal gradients on all ranks."""
@@ -266,7 +240,7 @@ class BucketedDataParallel(Replica):
             adds_to_all: as the function of this name returns it.
             if_reached: begin only if backward will reach one of the parameters.
         """
-        is_running = self.backward.state is State.RUNNING
+        is_running = self.backward.is_running
         if is_running and layout is self.backward.layout:
             return False
         if not (will_accumulate(layout.parameters) if if_reached else adds_to_all or accumulates(layout.parameters)):
@@ -292,7 +266,7 @@ class BucketedDataParallel(Replica):
 
     def on_other_gradient(self, parameter: Tensor) -> None:
         """Handles a gradient that no bucket is waiting for."""
-        is_running = self.backward.state is State.RUNNING
+        is_running = self.backward.is_running
         layout = self.backward.layout if is_running else self.layout
         is_in_step = is_running or (self._is_in_forward and self.require_backward_grad_sync)
         is_unknown = parameter.requires_grad and id(parameter) not in layout.slot_of
@@ -302,8 +276,8 @@ class BucketedDataParallel(Replica):
             self.waiting = self.layout
             if is_running:
                 self.backward.widen(self.waiting)
-        is_expected, waiting = self.backward.state is State.EXPECTED, self.waiting
-        if waiting is not None and is_expected and self._begin(waiting, adds_to_all()):
+        waiting = None if self.backward.is_running else self.waiting
+        if waiting is not None and self._begin(waiting, adds_to_all()):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         # once more, because the backward that has just begun may have a bucket for it
         is_known = self.backward.note(parameter) or self.backward.note_other(parameter)
@@ -379,7 +353,6 @@ class BucketedDataParallel(Replica):
 
     @property
     def overlaps(self) -> bool:
-        """Returns True if buckets are reduced in the background of backward."""
         return self.comm.plan.overlaps if self._overlap is None else self._overlap
 
     @property

@@ -59,7 +59,6 @@ class ByShards(Accumulation):
 
     Attributes:
         shards: of this rank.
-        running: the shard in whose block the program is.
         has_samples: a shard of this step has had a forward.
         seen: of the shard that is watched, in the last step: the sum of its losses, the number of items in it, and by
             the parameter's name, the checksum of its gradient.
@@ -93,7 +92,7 @@ class ByShards(Accumulation):
 
     def _abandon(self, broken_off: str = "") -> None:
         """Lets a step begin, because the one before is over, or has broken off."""
-        self.running: int | None = None
+        self.running = None
         self._next, self._broken_off = self.shards.start, broken_off
 
     @property
@@ -106,14 +105,17 @@ class ByShards(Accumulation):
 
     # --- a shard, in the order of time -------------------------------------------------------------------------------
 
+    def connect(self, layouts: Layouts) -> None:
+        self._layouts = layouts
+
     @contextmanager
-    def block(self, replica: Replica, layouts: Layouts, shard: int) -> Iterator[None]:
-        """Makes forward and backward inside those of one shard (`BucketedDataParallel.shard`). Collective."""
+    def block(self, replica: Replica, shard: int) -> Iterator[None]:
+        """Makes forward and backward inside those of one shard. Collective."""
         if error := self._protocol_error(shard):
-            self._refuse(replica, layouts, error)
+            self._refuse(replica, error)
         if shard == self.shards.start:
             replica.prepare()
-            self._begin_step(layouts.current, replica.num_steps)
+            self._begin_step(self._layouts.current, replica.num_steps)
         self.running, self._next, self._has_forward, self._of_shard = shard, shard + 1, False, None
         before, is_last = replica.require_backward_grad_sync, shard == self.shards[-1]
         replica.require_backward_grad_sync = is_last
@@ -151,11 +153,11 @@ class ByShards(Accumulation):
             f"{last} in this order, each once a step (model.shards)"
         )
 
-    def _refuse(self, replica: Replica, layouts: Layouts, error: str) -> None:
+    def _refuse(self, replica: Replica, error: str) -> None:
         """Ends the step together with the other ranks, and raises the error on all of them."""
         self.usage.protocol_error = error
         replica.prepare()
-        self._begin_sums(layouts.current, replica.num_steps)
+        self._begin_sums(self._layouts.current, replica.num_steps)
         self.has_samples, self.running = True, self.shards[-1]
         replica._begin_without_samples()
         replica._finish()

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ddp.gradients.compression import Compression
     from ddp.gradients.layout import Layout
     from ddp.gradients.reducer import Collective
+    from ddp.replica.parameters import Layouts
     from ddp.replica.settlement import Share
 
 PREFIX = "module."
@@ -69,14 +70,23 @@ class Accumulation:
     Attributes:
         num_shards: the number of shards of a batch by which gradients are added up; None: they are added up by ranks.
         shards: this rank's shards of each batch.
+        running: the shard in whose block the program is; None: there is none.
         may_unfreeze: a forward may unfreeze parameters.
         buffers_at_start: those with which the running step has begun, or the last one, if they may have changed.
     """
 
     num_shards: int | None = None
     shards = range(0)
+    running: int | None = None
     may_unfreeze = True
     buffers_at_start: Mapping[str, Tensor] = MappingProxyType({})
+
+    def connect(self, layouts: Layouts) -> None:
+        """Is told the layouts of its replica, once there are some."""
+
+    def block(self, replica: Replica, shard: int) -> AbstractContextManager[None]:
+        """Makes forward and backward inside those of one shard (`Replica.shard`)."""
+        raise ConfigError(f"shard({shard}): this replica adds up by ranks; give it num_shards")
 
     def begin(self, layout: Layout, share: Share) -> Share:
         """Begins the backward that ends a step. Returns the rank's contribution to that step."""
@@ -106,6 +116,7 @@ class Replica(nn.Module, ABC):
         comm: the ranks that have a copy.
         inputs: says which ranks have inputs.
         accumulation: adds up this rank's micro-batches.
+        steps_in_backward: an optimizer steps there, so that no step can be taken back.
         collective: averages a bucket where no hook does; None: gradients are averaged one by one.
         wire: the format in which gradients travel between hosts, if not their own.
         compression: the hook that averages gradients, if there is one.
@@ -124,6 +135,7 @@ class Replica(nn.Module, ABC):
     compression: Compression | None = None
     settled: Callable[[], AbstractContextManager[Any]] = nullcontext
     inputs: Inputs
+    steps_in_backward = False
     accumulation = Accumulation()
 
     def __init__(self, module: nn.Module, comm: Communicator, buffers: BufferSync) -> None:
@@ -213,12 +225,25 @@ class Replica(nn.Module, ABC):
         return self.accumulation.shards
 
     def shard(self, number: int) -> AbstractContextManager[None]:
-        """Begins a block for forward and backward of one shard.
+        """Makes forward and backward inside those of one shard. The last block of a rank ends the step. Collective.
+
+            for number in model.shards:
+                with model.shard(number):
+                    loss_of(model(inputs[number]), targets[number]).backward()
+            optimizer.step()
+
+        Each block has random numbers of its own, by the seed of rank 0 (`torch.manual_seed`) when this was made; and so
+        has the update after the last one. Inside of a block `p.grad` is the gradient of that shard, until the last
+        backward of the step.
+
+        Every rank's shards are marked once in each step, in their order; of one without samples the block is empty. A
+        shard may be computed in parts: put all backwards but the last into `no_sync`.
 
         Raises:
-            ConfigError: gradients are added up by ranks.
+            ConfigError: on all ranks: one has marked a shard twice, has left one out, or has none of that number; or
+                gradients are added up by ranks.
         """
-        raise ConfigError(f"shard({number}): this replica adds up by ranks; give it num_shards")
+        return self.accumulation.block(self, number)
 
     @abstractmethod
     def prepare(self) -> None:
@@ -264,6 +289,15 @@ class Replica(nn.Module, ABC):
     def measures_parts(self) -> bool:
         """Returns True if this kind of replica can measure the parts of a batch (`Totals.parts`)."""
         return False
+
+    @property
+    def overlaps(self) -> bool:
+        """Returns True if buckets are reduced in the background of backward."""
+        return False
+
+    def logging_data(self) -> dict[str, Any]:
+        """Returns how long the last step's reductions took, bucket by bucket, if there are buckets."""
+        return {"num_steps": self.num_steps, "buckets": []}
 
     @property
     def buckets(self) -> list[Bucket]:

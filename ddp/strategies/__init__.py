@@ -2,9 +2,9 @@
 
 from ddp.strategies.central_storage import CentralStorage as CentralStorage
 from ddp.strategies.local_sgd import LocalSteps as LocalSteps
+from ddp.strategies.local_sgd import Streaming as Streaming
 from ddp.strategies.sharded import Sharded as Sharded
 from ddp.strategies.strategy import Agreement as Agreement
 from ddp.strategies.strategy import Replicated as Replicated
 from ddp.strategies.strategy import Strategy as Strategy
 from ddp.strategies.strategy import step as step
-from ddp.strategies.streaming import Streaming as Streaming

@@ -19,16 +19,14 @@ from ddp.process import gpu
 from ddp.process.terminal import log
 from ddp.replica.broadcast import move
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.replica.drop_in.data_parallel import DistributedDataParallel
 from ddp.replica.drop_in.in_backward import refusal
 from ddp.replica.parameters import sparse_weights
 from ddp.replica.replica import Replica
 from ddp.setting import Precision, StrategyName
 from ddp.strategies.central_storage import CentralStorage
-from ddp.strategies.local_sgd import LocalSteps
+from ddp.strategies.local_sgd import LocalSteps, Streaming
 from ddp.strategies.sharded import Served, Sharded
 from ddp.strategies.strategy import Replicated, Strategy
-from ddp.strategies.streaming import Streaming
 
 # --- The words -------------------------------------------------------------------------------------------------------
 
@@ -165,8 +163,7 @@ def _as_given(model: Replica, optimizer: Optimizer, averaging: Averaging, num_sh
     name = type(model).__name__
     for key in ("wire", "hook", "bucket_cap_mb", "first_bucket_mb", "find_unused_parameters"):
         if (given := getattr(averaging, key)) != getattr(Averaging, key):
-            takes_it = isinstance(model, BucketedDataParallel)
-            what = f"give {key} to the replica" if takes_it else "give ddp.fit the bare module"
+            what = f"give {key} to the replica" if model.collective is not None else "give ddp.fit the bare module"
             raise ConfigError(f"{key}={given!r} with a model in a {name}: {what}")
     if model.num_shards != num_shards:
         instead = f"fit the bare module, or a ddp.BucketedDataParallel with num_shards={num_shards}"
@@ -176,7 +173,7 @@ def _as_given(model: Replica, optimizer: Optimizer, averaging: Averaging, num_sh
         model.verify_replicas(every=averaging.verify_every)
     if model.compression is not None:
         check_momentum(model.compression.hook, optimizer)
-    if isinstance(model, DistributedDataParallel) and model.steps_in_backward:
+    if model.steps_in_backward:
         raise refusal("ddp.fit (which clips, and takes back steps whose loss or gradient is not finite)")
     return model
 

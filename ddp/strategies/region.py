@@ -280,14 +280,14 @@ def _kept_folder(name: str) -> Iterator[Path]:
 
 def refuse_kept(name: str) -> None:
     """Raises ConfigError if another run keeps a region of this name, before a run begins that would find out later."""
-    if _is_kept(folder := _folder(name)):
+    if _kept_entry(folder := _folder(name)):
         raise _kept(name, folder)
 
 
 def left_behind() -> list[Path]:
     """Returns the folders of regions whose process was killed; of this user's, as far as this process can see."""
     mine = _home().glob(f"ddp-region-{os.geteuid()}-*")
-    return [folder for folder in mine if (folder / _ENTRY).exists() and not _is_kept(folder)]
+    return [folder for folder in mine if (folder / _ENTRY).exists() and not _kept_entry(folder)]
 
 
 def _kept(name: str, folder: Path) -> ConfigError:
@@ -307,15 +307,10 @@ def _entry(name: str) -> _Entry:
         CheckpointError: no process keeps the region, or others could have written the file.
     """
     folder = _folder(name)
-    try:
+    with contextlib.suppress(OSError):
         if why := why_shared(folder, folder.lstat(), rights=ANYTHING):
             raise CheckpointError(f"region={name}: {why}, and only you should: remove it")
-        entry = _read(folder)
-    except CheckpointError:
-        raise
-    except (OSError, ValueError) as error:
-        raise _not_kept(name) from error
-    if not is_held(folder):
+    if (entry := _kept_entry(folder)) is None:
         raise _not_kept(name)
     return entry
 
@@ -332,13 +327,12 @@ def _read(folder: Path) -> _Entry:
     return made(_Entry, from_json(read_own(folder / _ENTRY)))
 
 
-def _is_kept(folder: Path) -> bool:
-    """Returns True if a process keeps the region in this folder."""
-    try:
-        _read(folder)
-    except (OSError, ValueError):
-        return False
-    return is_held(folder)
+def _kept_entry(folder: Path) -> _Entry | None:
+    """Returns the content of region.json if a process keeps the region in this folder."""
+    with contextlib.suppress(OSError, ValueError):
+        entry = _read(folder)
+        return entry if is_held(folder) else None
+    return None
 
 
 def _keeper(entry: _Entry) -> str:
@@ -357,7 +351,7 @@ def _not_kept(name: str) -> CheckpointError:
         with contextlib.suppress(OSError):  # it has just been removed
             uid, _, called = folder.name.removeprefix("ddp-region-").partition("-")
             if uid == str(os.geteuid()):
-                mine += [called] if _is_kept(folder) else []
+                mine += [called] if _kept_entry(folder) else []
             elif called == name:
                 others.append(user_name(folder.lstat().st_uid))
     if others:

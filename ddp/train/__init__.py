@@ -1,1 +1,1 @@
-"""The training loop, evaluation, checkpoints, and the callbacks that watch a run."""
+"""The training loop, evaluation, checkpoints, and the supervision of a run."""

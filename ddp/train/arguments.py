@@ -57,15 +57,14 @@ from ddp.strategies.choice import check_model, has_sparse_gradients, replica_of
 from ddp.train.checkpoints.checkpoint import flat
 from ddp.train.checkpoints.checkpoint_store import identity_of, resume_from
 from ddp.train.checkpoints.moved import meant_for_fit
-from ddp.train.checks.supervision import Guard
-from ddp.train.evaluation.evaluate import warn_of_other_samples
-from ddp.train.evaluation.held_out import HeldOut, held_out_of
+from ddp.train.evaluate import warn_of_other_samples
+from ddp.train.held_out import HeldOut, held_out_of
 from ddp.train.reports.profiler import Profiler
 from ddp.train.reports.trackers import Tracker, refuse_twice
-from ddp.train.steps.callbacks import EMA, Callback, EarlyStopping
-from ddp.train.steps.state import TrainState
+from ddp.train.steps.state import EMA, Callback, EarlyStopping, TrainState
 from ddp.train.steps.stopping import StopFlag
-from ddp.train.tasks.task import Task, as_task, name_of
+from ddp.train.steps.task import Task, as_task, name_of
+from ddp.train.supervision import Guard
 
 NEEDED: Any = ...
 """The default of an argument without a default, so that a mistyped name is told before a missing one."""
@@ -78,7 +77,7 @@ class FitArguments(Training):
     Attributes:
         stop: a wish to stop that the caller sets; None: signals set it.
         settings: what the result depends on, by key, to be compared on a resume; None: the arguments.
-        home: a part of a store, in which servers and workers meet for this training.
+        run_store: the part of a store in which servers and workers meet for this training.
     """
 
     model: nn.Module
@@ -98,7 +97,7 @@ class FitArguments(Training):
     callbacks: Sequence[Callback] = ()
     stop: StopFlag | None = None
     settings: Mapping[str, Any] | None = None
-    home: Any = None
+    run_store: Any = None
 
     def __post_init__(self) -> None:
         for name in ("loss", "global_batch"):

@@ -49,6 +49,7 @@ from ddp.strategies.parameter_server.edge import failure_told
 from ddp.strategies.parameter_server.server import Service
 from ddp.train import arguments
 from ddp.train.arguments import NEEDED, FitArguments, Inputs, tried
+from ddp.train.batch_checks import EqualBatches
 from ddp.train.checkpoints.checkpoint import (
     AfterEvaluation,
     Checkpointer,
@@ -59,23 +60,19 @@ from ddp.train.checkpoints.checkpoint import (
 )
 from ddp.train.checkpoints.checkpoint_store import CheckpointStore, best_of, resume_from, steps
 from ddp.train.checkpoints.extra_state import ExtraState, plain
-from ddp.train.checks.batch_checks import EqualBatches
-from ddp.train.checks.supervision import Guard
-from ddp.train.checks.watcher import Watch
-from ddp.train.evaluation.evaluate import check_evaluation, modes_kept
-from ddp.train.evaluation.held_out import note_of_choice
+from ddp.train.evaluate import check_evaluation, modes_kept
+from ddp.train.held_out import note_of_choice
 from ddp.train.loop import end_of_run, train_loop
 from ddp.train.parameter_server import check_role, next_store, restarted_arguments, service_of, work
-from ddp.train.reports.hashes import HASHES, HashesFile
+from ddp.train.reports.history import HASHES, HashesFile, calls_left, note_start_of_fit
 from ddp.train.reports.meters import EpochCheck, Meters, MetricsFile, NoiseScale, Throughput
 from ddp.train.reports.report import ProgressBar, StopNote, draw_curves, summary_of
 from ddp.train.reports.results import is_metric, read_summary, write_summary
-from ddp.train.reports.starts import calls_left, note_start_of_fit
 from ddp.train.reports.trackers import Tracker
-from ddp.train.steps.callbacks import EMA, Callback, EarlyStopping, tell_of
-from ddp.train.steps.state import TrainState
+from ddp.train.steps.state import EMA, Callback, EarlyStopping, TrainState, notify_of
 from ddp.train.steps.stopping import StopFlag, flag_of_a_new_fit, hears_signals
-from ddp.train.tasks.task import Task
+from ddp.train.steps.task import Task
+from ddp.train.supervision import Guard, Watch
 from ddp.units import counted
 
 OURS = (EMA, EarlyStopping, Guard, Watch)
@@ -189,9 +186,9 @@ def train(given: FitArguments) -> TrainState:
     """
     part = check_role(given)
     if part is not None:
-        given = replace(given, home=next_store(part))
+        given = replace(given, run_store=next_store(part))
     wrapped = without_compile_wrappers(given.model)
-    with wrapped as model, _given_back(model), arguments.one_thread(given), failure_told(given.home, part):
+    with wrapped as model, _given_back(model), arguments.one_thread(given), failure_told(given.run_store, part):
         given = replace(given, model=model)
         comm = ranks_of(given.model)
         if part is not None:
@@ -249,7 +246,7 @@ def _run(run: OpenRun, stop: StopFlag) -> TrainState:
         try:
             _end(run, meters, seconds=now_s() - start_s)
         except BaseException as error:
-            tell_of(error, state, given.callbacks)
+            notify_of(error, state, given.callbacks)
             raise
     if run.service is not None:
         known = {"evaluation": state.evaluation, "history": state.history, "step": state.step}

@@ -16,17 +16,16 @@ from ddp.optim.schedules import constant
 from ddp.policies import Rounds
 from ddp.strategies.parameter_server.server import Service
 from ddp.train.arguments import FitArguments, Inputs
-from ddp.train.checks.batch_checks import FirstBatchCheck, check_waiting, may_have_one, refuse_waiting
-from ddp.train.checks.replay import Audit, Replay
-from ddp.train.checks.supervision import Guard, Supervision, no_checkpoint
-from ddp.train.evaluation.evaluate import refuse_uneven, switch_to_training
-from ddp.train.evaluation.held_out import Evaluator
+from ddp.train.batch_checks import FirstBatchCheck, check_waiting, may_have_one, refuse_waiting
+from ddp.train.evaluate import refuse_uneven, switch_to_training
+from ddp.train.held_out import Evaluator
 from ddp.train.parameter_server import ServedSteps
-from ddp.train.steps.callbacks import BatchCallback, Callback, tell_of
-from ddp.train.steps.state import TrainState, agreed_reason
+from ddp.train.replay import Audit, Replay
+from ddp.train.steps.state import BatchCallback, Callback, TrainState, agreed_reason, notify_of
 from ddp.train.steps.step import StepRules
 from ddp.train.steps.supply import EpochSupply, LoadedSteps, StreamedSteps
-from ddp.train.tasks.task import name_of
+from ddp.train.steps.task import name_of
+from ddp.train.supervision import Guard, Supervision, no_checkpoint
 
 
 def train_loop(
@@ -44,10 +43,10 @@ def train_loop(
 
         for each step that is supplied:                       (of each epoch's global batches, each rank has its share)
             forward, backward; gradients are summed over all ranks meanwhile
-            is that a bad step? leave it out, go back, or end (checks/supervision.py)
+            if it is a bad step: leave it out, go back, or end (supervision.py)
             divide by the global count, clip, step, commit    (steps/step.py)
             if any rank wants to stop: leave
-            if it is time: evaluate                           (evaluation/held_out.py)
+            if it is time: evaluate                           (held_out.py)
         evaluate, unless that was done after the last step
         evaluate once more for the report, if there are samples for it alone
 
@@ -55,8 +54,8 @@ def train_loop(
         state: model, optimizer, sampler, step, stop flag; the sampler's seed is that of every random stream.
         given: length of the run, precision, reading, and when to evaluate.
         inputs: task, samples and schedule.
-        callbacks: run at the moments of `steps/callbacks.py`, in this order.
-        service: what a server does for workers, who compute in its place.
+        callbacks: run at the moments of `steps/state.py`, in this order.
+        service: of a server, whose workers compute in its place.
         go_back: makes the state that of the last checkpoint, for a guard.
 
     Raises:
@@ -101,7 +100,7 @@ def train_loop(
     except BaseException as error:
         with suppress(Exception):  # of a class that lets nothing be set
             error.ddp_step = number  # type: ignore[attr-defined]  # for the report of a worker that fails
-        tell_of(error, state, callbacks)
+        notify_of(error, state, callbacks)
         raise
     finally:
         supply.close()
@@ -196,7 +195,7 @@ def _start(state: TrainState, callbacks: Sequence[Callback]) -> None:
 
 
 def end_of_run(state: TrainState, *, epochs: int | None, max_steps: int | None) -> tuple[int, int]:
-    """Returns steps and samples of the whole run: what was made, and what is left."""
+    """Returns steps and samples of the whole run: those made, and those left."""
     num_steps = None if max_steps is None else max_steps - state.step
     left, num_samples = state.sampler.end(epochs=epochs, num_steps=num_steps)
     return state.step + left, num_samples

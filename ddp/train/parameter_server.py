@@ -1,6 +1,6 @@
-"""Training with parameter servers (`strategies/parameter_server/`): what a server does, and what a worker does.
+"""Training with parameter servers (`strategies/parameter_server/`): the loop of a server, and that of a worker.
 
-A server runs the loop of every run. Its supply yields updates, of which workers have computed the gradients.
+A server runs the loop of every run. Its supply yields updates, whose gradients workers have computed.
 
 A worker keeps nothing: callbacks, evaluations and the run's folder are the servers'. Its supply yields parts of steps:
 
@@ -45,15 +45,15 @@ from ddp.strategies.parameter_server.worker import LeasedLoader, Over, Servers
 from ddp.strategies.sharded import Served
 from ddp.train import arguments
 from ddp.train.arguments import FitArguments
+from ddp.train.batch_checks import FirstBatchCheck, refuse_waiting
 from ddp.train.checkpoints.checkpoint_store import steps
-from ddp.train.checks.batch_checks import FirstBatchCheck, refuse_waiting
-from ddp.train.evaluation.evaluate import switch_to_training
+from ddp.train.evaluate import switch_to_training
 from ddp.train.steps.state import StepReport, TrainState, agreed_reason, loading
 from ddp.train.steps.step import StepRules, backward, committed, update
 from ddp.train.steps.stopping import flag_of_a_new_fit
 from ddp.train.steps.supply import EpochSupply, Step
 
-ALIKE = ("loss", "global_batch", "order", "num_shards", "micro_size", "seed", "precision", "wire", "hook")
+MUST_AGREE = ("loss", "global_batch", "order", "num_shards", "micro_size", "seed", "precision", "wire", "hook")
 FOLDER = "folder"
 _number = count()  # of the trainings of this program, which all processes run in the same order
 
@@ -100,23 +100,23 @@ def restarted_arguments(given: FitArguments, part: Role) -> FitArguments:
     Raises:
         ConfigError: this training is over, has left nothing, and the servers were lost in a later one.
     """
-    if part.incarnation and given.folder.path is None and given.home.check(["over"]):
+    if part.incarnation and given.folder.path is None and given.run_store.check(["over"]):
         raise ConfigError(
-            "the servers were lost in a later fit of this program than this one, which has left no checkpoint to go on "
+            "the servers were lost in a later fit of this program than this one, which left no checkpoint to resume "
             "from (folder=None): give each fit a folder"
         )
-    if not part.incarnation or given.folder.path is None or not given.home.check([FOLDER]):
+    if not part.incarnation or given.folder.path is None or not given.run_store.check([FOLDER]):
         return given
-    folder = Path(given.home.get(FOLDER).decode())
+    folder = Path(given.run_store.get(FOLDER).decode())
     resume = "auto" if steps(folder / "checkpoints") else None
     return replace(given, folder=replace(given.folder, path=folder, resume=resume))
 
 
 def service_of(given: FitArguments, state: TrainState, settings: Mapping[str, Any]) -> Service | None:
-    """Returns what this process does for workers; None where it is no server.
+    """Returns the service of this process for its workers; None where it is no server.
 
     Args:
-        settings: what the bits of the result depend on.
+        settings: the values that the bits of the result depend on.
     """
     policy, strategy = given.strategy, state.strategy
     if not isinstance(policy, ParameterServer):
@@ -124,10 +124,10 @@ def service_of(given: FitArguments, state: TrainState, settings: Mapping[str, An
     part = current_role()
     assert part is not None and isinstance(strategy, Served)
     if part.index == 0 and state.run_dir is not None:
-        given.home.set(FOLDER, str(state.run_dir))
+        given.run_store.set(FOLDER, str(state.run_dir))
     how = {"num_shards": state.sampler.num_shards, "version": state.step}
     facts = facts_of(state.model.module, state.sampler, settings)
-    return Service(part, given.home, strategy, policy, facts=facts, **how)
+    return Service(part, given.run_store, strategy, policy, facts=facts, **how)
 
 
 def facts_of(module: nn.Module, sampler: TrainSampler, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def facts_of(module: nn.Module, sampler: TrainSampler, settings: Mapping[str, An
         + ("" if each.requires_grad else ", frozen")
         for name, each in module.named_parameters()
     }
-    return {**{name: str(settings[name]) for name in ALIKE}, "len(data)": str(sampler.num_samples), **named}
+    return {**{name: str(settings[name]) for name in MUST_AGREE}, "len(data)": str(sampler.num_samples), **named}
 
 
 # --- A server --------------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def work(given: FitArguments, comm: Communicator, part: Role) -> TrainState:
         batch_checks=[first],
     )
     facts = facts_of(inputs.replica.module, sampler, settings)
-    servers = Servers(part, given.home, comm, inputs.replica.module, policy, facts=facts)
+    servers = Servers(part, given.run_store, comm, inputs.replica.module, policy, facts=facts)
     switch_to_training(state.model)
     with stop.listening():
         try:
@@ -271,7 +271,7 @@ class LeasedSteps:
         state, servers, comm = self._state, self._servers, self._state.comm
         choices = loading(self._source, comm, state.stop_flag)
         loader = LeasedLoader(self._source.samples, state.sampler, **choices)
-        took_s = 0.0  # what the part that is pushed took to compute
+        took_s = 0.0  # seconds that computing the part took which is pushed
         try:
             while True:
                 self._leave_if_asked()

@@ -34,7 +34,7 @@ from ddp.data.sets.text_sets import load_standard_library
 from ddp.models import GPT
 from ddp.optim import cosine, parameter_groups, with_warmup
 from ddp.process.arguments import whole
-from ddp.train.tasks.task import ByteModel
+from ddp.train.steps.task import ByteModel
 
 SEEDS = (0, 1, 2)
 CONTEXT, BATCH, NUM_SAMPLES, NUM_JUDGED = 128, 16, 32_000, 4096

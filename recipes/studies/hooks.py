@@ -61,8 +61,7 @@ from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.drop_in.data_parallel import DistributedDataParallel
 from ddp.replica.replica import Replica
 from ddp.strategies import strategy
-from ddp.strategies.local_sgd import LocalSteps
-from ddp.strategies.streaming import Streaming
+from ddp.strategies.local_sgd import LocalSteps, Streaming
 from ddp.units import three_digits, written
 
 Make = Callable[[nn.Module], nn.Module]

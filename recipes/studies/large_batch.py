@@ -36,7 +36,7 @@ from ddp.optim import LAMB, LARS, cosine, parameter_groups, scaled_rate, with_wa
 from ddp.process.arguments import whole
 from ddp.setting import Scaling
 from ddp.train.reports.meters import Estimate, NoiseScale
-from ddp.train.tasks.task import Classification
+from ddp.train.steps.task import Classification
 from ddp.units import counted
 
 CONTEXT = 8  # bytes before the one that is predicted

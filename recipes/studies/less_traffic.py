@@ -34,7 +34,7 @@ from ddp.gradients import DenseStart, ErrorFeedback, PowerSGD, RandomK, Sign, To
 from ddp.models import CNN, GPT
 from ddp.optim import cosine, parameter_groups, with_warmup
 from ddp.process.arguments import whole
-from ddp.train.tasks.task import ByteModel, Classification, Task
+from ddp.train.steps.task import ByteModel, Classification, Task
 
 SEEDS = (0, 1, 2, 3, 4)
 RATE = 4e-3

@@ -46,7 +46,7 @@ from ddp.optim import cosine, with_warmup
 from ddp.process.arguments import Parser, whole
 from ddp.process.clock import now_s
 from ddp.process.terminal import log
-from ddp.train.tasks.task import Classification
+from ddp.train.steps.task import Classification
 
 BATCH, SLEEPS = 32, 4.0  # samples; times what it computed, by the slow worker
 MODES: tuple[dict[str, Any], ...] = (

@@ -15,9 +15,8 @@ from torch.nn import functional as F
 
 import ddp
 from ddp.__main__ import main
-from ddp.train.reports.hashes import DIGITS, HASHES, StepTrace, Trace, parting
-from ddp.train.steps.callbacks import Callback
-from ddp.train.steps.state import TrainState
+from ddp.train.reports.history import DIGITS, HASHES, StepTrace, Trace, parting
+from ddp.train.steps.state import Callback, TrainState
 
 NAMES = ["0.weight", "0.bias", "exp_avg of 0.weight", "exp_avg of 0.bias"]
 SETTINGS = {"same_bits": True, "batch": {"num_shards": 8}, "world_size": 1}
@@ -109,7 +108,7 @@ def test_questions_without_an_answer(tmp_path: Path, capsys: pytest.CaptureFixtu
     linked.symlink_to(one)
     for words, says in {
         (one, other): "steps 1, 2, 3 … in the first, none in the second; take the same same_bits.hash_every",
-        (one, damaged): "hashes.jsonl is damaged (the lines before do not name what it has hashes of): make the",
+        (one, damaged): "hashes.jsonl is damaged (the lines before do not name its hashes): make the",
         (one, str(linked)): "are the same run: name another one",
         (one, str(tmp_path)): f"holds no {HASHES}: make the run with same_bits.hash_every=10",
         (one,): "the following arguments are required: RUN",

@@ -31,7 +31,7 @@ from ddp.run.launch.processes import worker_command
 from ddp.run.settings.checks import resolve
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
-from ddp.train.evaluation.sidecar import record_of
+from ddp.train.sidecar import record_of
 from ddp.train.steps.stopping import StopFlag
 
 assert run  # a fixture
@@ -92,7 +92,9 @@ def test_one_that_comes_late_completes_the_results(run: Path, monkeypatch: pytes
     early = {"main_metric": "test_accuracy", "steps": 2, "stopped_by": None}
     (run / "summary.json").write_text(json.dumps({**early, "sidecar": {"missing": [1, 2]}}))
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match="a: No space left; make room, and start"):
-        patch.setattr(command.SideCar, "look", lambda _: (_ for _ in ()).throw(OSError(28, "No space left", "a")))
+        patch.setattr(
+            command.SideCar, "evaluate_next", lambda _: (_ for _ in ()).throw(OSError(28, "No space left", "a"))
+        )
         command.follow(run, [], StopFlag())
     command.follow(run, [], StopFlag())
     summary, last = json.loads((run / "summary.json").read_text()), record_of(run)[-1]
@@ -121,7 +123,7 @@ def test_what_cannot_be_followed_is_one_line(
 
 def test_data_of_another_shape_skip_what_they_do_not_fit(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     end(run)
-    monkeypatch.setattr("ddp.train.evaluation.sidecar.GRACE_S", 0.0)
+    monkeypatch.setattr("ddp.train.sidecar.GRACE_S", 0.0)
     command.follow(run, ["data.inputs=[a,b,a]"], StopFlag())
     assert [line["why"] for line in record_of(run)] == ["its sample_shape is (2,), and that of data=csv is (3,)"] * 2
 

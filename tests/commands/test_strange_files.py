@@ -26,11 +26,11 @@ from ddp.run.launch.sweep import conclude
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import LOADER, read_settings
 from ddp.train.checkpoints.checkpoint_store import CheckpointStore, digest
-from ddp.train.evaluation.sidecar import best_in, has_ended, missing, results_of_sidecar
-from ddp.train.reports.hashes import read_hashes
+from ddp.train.reports.history import read_hashes
 from ddp.train.reports.profile import read_profile
 from ddp.train.reports.results import evaluations_in, read_metrics
 from ddp.train.reports.traces import merged
+from ddp.train.sidecar import best_in, has_ended, missing, results_of_sidecar
 
 SUMMARY = {"test_loss": 0.5, "test_accuracy": 0.9, "main_metric": "test_accuracy", "higher_is_better": True}
 SUMMARY |= {"world_size": 2, "threads_per_worker": 1, "device": "cpu", "global_batch": 16, "steps": 4, "epochs": 1.0}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from ddp.__main__ import main
-from ddp.lab.bench.collectives import CASES, Case, CollectiveCell, Rival, WrongSum, check
+from ddp.lab.bench.collectives import CASES, Case, CollectiveCell, TimedCall, WrongSum, check
 from ddp.lab.bench.command import from_json
 
 
@@ -54,10 +54,10 @@ def wrong_results() -> list[str]:
         buffer[0] *= 1 + comm.rank * torch.finfo(torch.float32).eps
 
     said = []
-    gloo = Rival(dist.barrier, lambda: dist.all_reduce(theirs), theirs)
+    gloo = TimedCall(dist.barrier, lambda: dist.all_reduce(theirs), theirs)
     for call in (lambda: dist.all_reduce(buffer), all_but_one, rounded_apart):
         try:
-            check(comm, Rival(dist.barrier, call, buffer), gloo, "mine")
+            check(comm, TimedCall(dist.barrier, call, buffer), gloo, "mine")
             said.append("")
         except WrongSum as error:
             said.append(str(error))

@@ -197,11 +197,11 @@ def test_one_bucket_is_what_the_simulator_says(per_host: int, monkeypatch: pytes
 
 def test_auto_is_memory_where_all_share_it_and_else_the_cheapest() -> None:
     inside = prices(((0, 1),), curve=CURVE, algorithm="auto")
-    assert inside.told(Call("all_reduce", MIB)) == (200e-6, "shared_memory")
+    assert inside.price(Call("all_reduce", MIB)) == (200e-6, "shared_memory")
     assert inside.of(Call("reduce_scatter", MIB)) + inside.of(Call("all_gather", MIB)) == pytest.approx(200e-6)
     assert inside.of(Call("gather_across", MIB)) == 0
     hosts = equal_hosts(4, 2)
-    auto = prices(hosts, curve=CURVE, algorithm="auto").told(Call("all_reduce", MIB))
+    auto = prices(hosts, curve=CURVE, algorithm="auto").price(Call("all_reduce", MIB))
     every = {name: prices(hosts, curve=CURVE, algorithm=name).of(Call("all_reduce", MIB)) for name in ("ring", "tree")}
     assert auto[0] <= min(every.values())
     assert "shared_memory+" in auto[1]

@@ -153,7 +153,7 @@ def test_ctrl_c_leaves_what_was_measured_and_the_rest_is_measured_later(
     assert all(process.poll() is not None for process in sham.processes.values())
     said = capfd.readouterr()
     assert "200.0%" not in said.out and len(re.findall(r"^\d .* 100.0%", said.out, re.MULTILINE)) == 2
-    (again,) = re.findall(r"^what is missing is measured by ddp scale (.*)$", said.err, re.MULTILINE)
+    (again,) = re.findall(r"^measure the missing runs by ddp scale (.*)$", said.err, re.MULTILINE)
     sham.statuses.clear(), sham.processes.clear()
     assert scale.main(shlex.split(again)) == 0
     assert [*sham.processes] == [4], "the others are there"
@@ -202,7 +202,7 @@ def test_a_single_run_is_compared_with_nothing(sham: Sham, capfd: pytest.Capture
         ("optim.lr=0.1,0.2", "optim.lr: has several values, and the number of workers alone varies here"),
         ("cluster.workers=1,2", "cluster.workers=1,2: is what varies here; give --workers 1,2,4"),
         ("profile.seconds=3", "profile.seconds=3: is given as --seconds"),
-        ("resume=auto", "resume=auto: a run to be measured begins anew; leave it out"),
+        ("resume=auto", "resume=auto: a run to be measured starts from scratch; leave it out"),
         ("sweep.parallel=2", "sweep.parallel=2: jobs that run at the same time slow each other down; leave it out"),
         ("trial=true", "trial=true: has too few steps to be measured; leave it out"),
         ("-m seed=1,2", "-m: is for training; leave it out"),

@@ -25,9 +25,9 @@ from ddp.run.launch.run_folder import _note_start, _refuse_planted, _try_writing
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import settings_of
 from ddp.train.checkpoints.checkpoint_store import CheckpointStore
+from ddp.train.reports.history import STARTS
 from ddp.train.reports.report import draw_curves
 from ddp.train.reports.results import write_summary
-from ddp.train.reports.starts import STARTS
 
 
 @pytest.fixture

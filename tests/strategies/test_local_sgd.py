@@ -33,7 +33,7 @@ from ddp.errors import ConfigError, Diverged
 from ddp.process.streams import dropout_stream
 from ddp.process.terminal import log
 from ddp.run.settings.reader import from_plain
-from ddp.train.tasks.task import Task
+from ddp.train.steps.task import Task
 
 WORKERS, SEED = 4, 5
 HOSTS = ((0, 1), (2, 3))
@@ -445,7 +445,12 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {  # where, a line, what becomes
         "mlp",
     ),
     "the difference points the other way": ("local_sgd.LocalSteps._stepped", "start - now", "now - start", "mlp"),
-    "workers keep their own": ("local_sgd.LocalSteps._stepped", "_put(common, inner)", "pass", "mlp"),
+    "workers keep their own": (
+        "local_sgd.LocalSteps._stepped",
+        "torch._foreach_copy_([*inner], common)",
+        "pass",
+        "mlp",
+    ),
     "no outer step": ("local_sgd.LocalSteps.update", "self._outer.step()", "pass", "mlp"),
     "momentum is plain": (
         "local_sgd.LocalSteps.update",
@@ -467,27 +472,27 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {  # where, a line, what becomes
     ),
     "statistics stay": ("local_sgd.LocalSteps.update", "self._average_statistics(agreement)", "pass", "cnn"),
     "own progress is lost": (
-        "streaming.Fragment.apply",
+        "local_sgd.Fragment.apply",
         "torch._foreach_add_(list(self.parameters), progress)",
         "pass",
         "delay",
     ),
-    "progress counts twice": ("streaming.Fragment.apply", "self.take_back()", "self.launched = []", "delay"),
-    "applied too early": ("streaming.Streaming._stepped", ">= self.rounds.delay", ">= self.rounds.delay - 1", "delay"),
+    "progress counts twice": ("local_sgd.Fragment.apply", "self.take_back()", "self.launched = []", "delay"),
+    "applied too early": ("local_sgd.Streaming._stepped", ">= self.rounds.delay", ">= self.rounds.delay - 1", "delay"),
     "launched together": (
-        "streaming.Streaming._due",
+        "local_sgd.Streaming._due",
         "(index + 1) * every // num == number",
         "num and number == every",
         "fragments",
     ),
     "what is under way is lost at the end": (
-        "streaming.Streaming.finish",
+        "local_sgd.Streaming.finish",
         "            self.settle()",
         "            self._take_back()",
         "delay",
     ),
     "what came after is lost at the end": (
-        "streaming.Streaming.settle",
+        "local_sgd.Streaming.settle",
         "if fragment.num_steps",
         "if False",
         "fragments",

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import ddp
 from ddp.replica.broadcast import tensor_hash
-from ddp.strategies.streaming import Streaming
+from ddp.strategies.local_sgd import Streaming
 
 X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 3, (24,), generator=torch.Generator().manual_seed(1))

@@ -197,7 +197,7 @@ def begun(name: str, work: Callable[..., None], *args: Any) -> int:
             work(name, *args)
         finally:
             os._exit(1)
-    wait_until(lambda: region._is_kept(region._folder(name)))
+    wait_until(lambda: region._kept_entry(region._folder(name)))
     return pid
 
 

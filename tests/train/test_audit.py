@@ -18,10 +18,9 @@ import ddp
 from ddp.collectives.shards import shards_of_rank
 from ddp.errors import AuditFailed, ConfigError
 from ddp.replica.broadcast import tensor_hash
-from ddp.train.checks import replay
-from ddp.train.checks.replay import Outcome, agreeing, first_turn, turn_of
-from ddp.train.steps.callbacks import Callback
-from ddp.train.steps.state import TrainState
+from ddp.train import replay
+from ddp.train.replay import Outcome, agreeing, first_turn, turn_of
+from ddp.train.steps.state import Callback, TrainState
 
 INPUTS = torch.randn(37, 6, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (37,), generator=torch.Generator().manual_seed(1))
@@ -178,7 +177,7 @@ def test_whoever_begins_later_is_named_within_as_many_audits_as_ranks(world_size
     for wrong in range(world_size):
         said, last_step = found_by(world_size)[0][f"rank {wrong}, later"]
         assert 2 <= last_step <= 1 + world_size
-        assert said.endswith("go on from the checkpoint of step 1 or before")  # the audits between were of others
+        assert said.endswith("resume from the checkpoint of step 1 or before")  # the audits between were of others
         if world_size == 2:
             assert "There is no majority among rank" in said
         else:

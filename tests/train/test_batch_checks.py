@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import ddp
 from ddp.errors import ConfigError
-from ddp.train.checks.batch_checks import FirstBatchCheck
-from ddp.train.tasks.task import as_task
+from ddp.train.batch_checks import FirstBatchCheck
+from ddp.train.steps.task import as_task
 
 RANDOM = torch.Generator().manual_seed(0)
 X, CLASSES = torch.randn(12, 6, generator=RANDOM), torch.randint(4, (12,), generator=RANDOM)

@@ -13,8 +13,8 @@ from torch import nn
 import ddp
 from ddp.data.loading.loader import EvaluationLoader
 from ddp.errors import ConfigError
-from ddp.train.checks.batch_checks import check_waiting, try_one_sample
-from ddp.train.evaluation.evaluate import check_evaluation
+from ddp.train.batch_checks import check_waiting, try_one_sample
+from ddp.train.evaluate import check_evaluation
 
 
 def model(**options: Any) -> nn.Module:

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 import ddp
 from ddp.data.samples import TensorSet
 from ddp.errors import ConfigError, Diverged, UnusedParameters
-from ddp.train.steps.callbacks import Callback
-from ddp.train.steps.state import StepReport, TrainState
+from ddp.train.steps.state import Callback, StepReport, TrainState
 from ddp.train.steps.stopping import StopFlag
-from ddp.train.tasks.task import Classification
+from ddp.train.steps.task import Classification
 
 SIZES = [1, 2, 3, 5, 12, 13]
 WORLD_SIZES = [1, 2, 3, 4]

@@ -22,7 +22,7 @@ import ddp
 from ddp.errors import CheckpointError, ConfigError
 from ddp.run.assembly.load import load_initial_weights
 from ddp.train.checkpoints.checkpoint_store import CheckpointStore
-from ddp.train.steps.callbacks import EARLY
+from ddp.train.steps.state import EARLY
 from recipes.tutorial.simulated import SimulatedNetwork
 
 X = torch.randn(44, 6, generator=torch.Generator().manual_seed(0))
@@ -205,8 +205,8 @@ def test_what_no_checkpoint_holds_is_told_before_the_first_step(tmp_path: Path, 
     fit(tmp_path / "a", [Counts(), Counts(), ddp.EarlyStopping(2)], **{**how, "test_data": (X, CLASSES)})
     told = [record.getMessage() for record in caplog.records if "bits of" not in record.getMessage()]
     assert told == [
-        "the checkpoint has no state of Counts 2, which begins anew",
-        "the checkpoint has no state of EarlyStopping, which begins anew",
+        "the checkpoint has no state of Counts 2, which starts from scratch",
+        "the checkpoint has no state of EarlyStopping, which starts from scratch",
         "the checkpoint has a state of EMA, but this run has no such callback",
         "the checkpoint has values that this run's loss does not have: mean",
     ]

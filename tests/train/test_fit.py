@@ -263,7 +263,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a new tensor": (
         Returns(lambda x: (torch.tensor(float(x.detach().sum()), requires_grad=True), len(x))),
         {},
-        "was not computed from what the model returned",
+        "was not computed from the model's outputs",
     ),
     "a class of optimizers": (F.cross_entropy, {"optimizer": SGD}, "optimizer=<class .*: give a torch.optim.Optimizer"),
     "one callback": (F.cross_entropy, {"callbacks": ddp.Callback()}, "give a list of objects of classes derived from"),

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import ddp
 from ddp.errors import ConfigError
-from ddp.train.reports.hashes import DIGITS, HASHES, Line, _hash, compare, read_hashes
+from ddp.train.reports.history import DIGITS, HASHES, Line, _hash, compare, read_hashes
 from ddp.train.steps.state import StepReport, TrainState
 
 NUM_STEPS = 6
@@ -149,7 +149,7 @@ def test_zeros_of_two_signs_differ() -> None:
     ("text", "says"),
     [
         ('{"step":1,"identity":{}}\nnonsense\n', "line 2 of .* is damaged"),
-        ('{"step":1,"loss":"0x1p+0","hashes":""}\n', "line 1 of .* is damaged .*do not name what it has hashes of"),
+        ('{"step":1,"loss":"0x1p+0","hashes":""}\n', "line 1 of .* is damaged .*do not name its hashes"),
         ('{"step":1,"identity":{}}\n{"step":1,"names":["w"]}\n{"step":1,"loss":"","hashes":"ab"}\n', "line 3"),
         ('{"step":1,"identity":{}}\n{"step":1,"hashes":""}\n', "line 2 .*it has no loss"),
         ('{"step":Infinity}\n', "line 1"),

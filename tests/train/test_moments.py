@@ -18,7 +18,7 @@ import ddp
 from ddp.comm.objects import all_gather_object
 from ddp.errors import ConfigError
 from ddp.train.checkpoints.checkpoint_store import identity_of
-from ddp.train.evaluation.evaluate import POLL_EVERY
+from ddp.train.evaluate import POLL_EVERY
 
 X = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(1))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp.train.tasks.ngram import ngram_bits_per_byte, xz_bits_per_byte
+from ddp.train.steps.task import ngram_bits_per_byte, xz_bits_per_byte
 
 TRAIN = b"abracadabra, said the magician; abracadabra!"
 few_bytes = st.binary(max_size=40) | st.text("ab\0\xff", max_size=40).map(lambda text: text.encode("latin1"))

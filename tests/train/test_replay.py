@@ -23,10 +23,9 @@ from ddp.errors import Diverged
 from ddp.optim import precision
 from ddp.process.streams import GeneratorStates
 from ddp.replica.broadcast import tensor_hash
-from ddp.train.checks import replay
-from ddp.train.checks.replay import Audit, Outcome, Replay, Turn
-from ddp.train.steps.callbacks import Callback
-from ddp.train.steps.state import TrainState
+from ddp.train import replay
+from ddp.train.replay import Audit, Outcome, Replay, Turn
+from ddp.train.steps.state import Callback, TrainState
 
 # --- a replay is the step --------------------------------------------------------------------------------------------
 
@@ -298,7 +297,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "inside of a parent": (
         {"inputs": with_sample(0.0), "make": Parent},
-        f"what inner (Named) is given is not finite, {HERE}",
+        f"the input of inner (Named) is not finite, {HERE}",
     ),
     "the loss": ({"targets": POSITIVE, "loss": log_of_target}, LOSS_ALONE),
     "backward": (
@@ -422,7 +421,7 @@ def test_modules_that_are_checkpointed_are_no_obstacle() -> None:
 
 def test_what_a_module_is_given_by_name_is_seen() -> None:
     message = bad_step(same_bits=True, inputs=with_sample(0.0), make=lambda: Parent(by_name=True))
-    assert f"what inner (Named) is given is not finite, {HERE}".format(**place(1, same_bits=True)) in message
+    assert f"the input of inner (Named) is not finite, {HERE}".format(**place(1, same_bits=True)) in message
 
 
 # Observers of the layers of several ranks, of which one finds something and does not run backward.

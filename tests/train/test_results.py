@@ -12,8 +12,8 @@ import torch
 import ddp
 from ddp.process.records import from_json, to_json
 from ddp.run.launch.sweep import Job, conclude
+from ddp.train.reports.history import note_start
 from ddp.train.reports.results import read_metrics, read_summary
-from ddp.train.reports.starts import note_start
 
 
 def strict(text: str) -> Any:

@@ -29,8 +29,7 @@ from ddp.gradients import ErrorFeedback, Sign
 from ddp.gradients.bucket import Bucket
 from ddp.optim import precision
 from ddp.replica.broadcast import tensor_hash
-from ddp.train.steps.callbacks import Callback
-from ddp.train.steps.state import StepReport, TrainState
+from ddp.train.steps.state import Callback, StepReport, TrainState
 
 WORLD_SIZES = (1, 2, 3, 4)
 NUM_SAMPLES, BATCH, NUM_STEPS = 41, 18, 4  # steps of 18, 18 and 5 samples: fewer than shards
@@ -360,7 +359,7 @@ def norms_by_rank(patch: Patch, comm: Any) -> None:
 
 
 def evaluated_by_rank(patch: Patch, comm: Any) -> None:
-    from ddp.train.evaluation import held_out
+    from ddp.train import held_out
 
     evaluate = held_out.evaluate
     patch.setattr(held_out, "evaluate", lambda *given, **how: evaluate(*given, **{**how, "num_shards": None}))

@@ -17,9 +17,9 @@ import torch
 
 import ddp
 from ddp.errors import CheckpointError, ConfigError
+from ddp.train import sidecar
 from ddp.train.checkpoints.checkpoint_store import CheckpointStore, StoredCheckpoint, digest, listed, load
-from ddp.train.evaluation import sidecar
-from ddp.train.evaluation.sidecar import SideCar, has_ended, missing, only_sidecar, record_of, results_of_sidecar
+from ddp.train.sidecar import SideCar, has_ended, missing, only_sidecar, record_of, results_of_sidecar
 from ddp.train.steps.stopping import StopFlag
 
 
@@ -84,7 +84,7 @@ def test_each_checkpoint_is_evaluated_once_and_the_best_stays(bench: Bench) -> N
     losses = {1: 0.5, 2: 0.2, 3: math.nan, 4: 0.4, 5: 0.2}
     for step, loss in losses.items():
         save(bench.store, step, loss)
-        assert bench.side_car.look() and not bench.side_car.look()
+        assert bench.side_car.evaluate_next() and not bench.side_car.evaluate_next()
     assert bench.evaluated() == list({**losses, 3: None}.items()), "NaN is no JSON"
     assert "NaN" not in (bench.run_dir / "sidecar" / "metrics.jsonl").read_text()
     assert bench.kept() == ["step-00000002"], "the first of equals, which the run has pruned"
@@ -93,11 +93,11 @@ def test_each_checkpoint_is_evaluated_once_and_the_best_stays(bench: Bench) -> N
     assert set(load(bench.run_dir / "sidecar" / "step-00000002").parts) == {"model", "optimizer"}, "can be resumed"
     bench.side_car = bench.started()
     save(bench.store, 5, 0.2)  # the run has gone on from step 4
-    assert not bench.side_car.look() and bench.kept() == ["step-00000002"]
+    assert not bench.side_car.evaluate_next() and bench.kept() == ["step-00000002"]
     save(bench.store, 5, 0.1)  # with other settings
-    assert bench.side_car.look() and bench.kept() == ["step-00000005"]
+    assert bench.side_car.evaluate_next() and bench.kept() == ["step-00000005"]
     save(bench.store, 5, 0.05)
-    assert bench.side_car.look() and bench.kept() == ["step-00000005"]
+    assert bench.side_car.evaluate_next() and bench.kept() == ["step-00000005"]
     assert ddp.load(bench.run_dir).weights["weight"].item() == 0.05
     assert bench.skipped() == [] and len(bench.said) == 7
     without = {
@@ -114,7 +114,7 @@ def test_a_side_car_that_comes_late_or_is_killed_goes_on_from_its_record(
     """What the run has pruned meanwhile is told of; what was evaluated when it was killed is evaluated once more."""
     for step in (1, 2):
         save(bench.store, step, 1 / step)
-    bench.side_car.look()
+    bench.side_car.evaluate_next()
     for step in (3, 4, 5):
         save(bench.store, step, 1 / step)
     assert missing(bench.run_dir) == [4, 5], "2 and 3 were pruned unseen"
@@ -126,7 +126,7 @@ def test_a_side_car_that_comes_late_or_is_killed_goes_on_from_its_record(
     with (bench.run_dir / "sidecar" / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "evalu')  # the disk was full, say
     bench.side_car = bench.started()
-    while bench.side_car.look():
+    while bench.side_car.evaluate_next():
         pass
     assert [step for step, _ in bench.evaluated()] == [1, 4, 5] and missing(bench.run_dir) == []
     assert bench.kept() == ["step-00000005"]
@@ -146,10 +146,10 @@ def test_what_is_not_whole_is_waited_for_and_then_skipped(bench: Bench, caplog: 
     (no_manifest / "manifest.json").unlink()
     (late / "model.pt").write_bytes(whole[:100])
     for _ in range(3):
-        assert not bench.side_car.look() and bench.skipped() == []
+        assert not bench.side_car.evaluate_next() and bench.skipped() == []
         bench.now_s += 3
     (late / "model.pt").write_bytes(whole)
-    assert bench.side_car.look() and bench.evaluated() == [(4, 4.0)]
+    assert bench.side_car.evaluate_next() and bench.evaluated() == [(4, 4.0)]
     bench.now_s += 2
     bench.end()
     bench.follow()
@@ -164,7 +164,7 @@ def test_what_is_not_whole_is_waited_for_and_then_skipped(bench: Bench, caplog: 
     bench.follow()
     assert len(bench.skipped()) == 3, "told once"
     save(bench.store, 1, 1.0)  # the run comes to that step again
-    assert bench.side_car.look() and bench.evaluated()[1:] == [(1, 1.0)]
+    assert bench.side_car.evaluate_next() and bench.evaluated()[1:] == [(1, 1.0)]
 
 
 def test_what_the_run_removes_meanwhile_is_read_to_its_end_and_the_next_one_is_taken(bench: Bench) -> None:
@@ -176,14 +176,14 @@ def test_what_the_run_removes_meanwhile_is_read_to_its_end_and_the_next_one_is_t
         return measure(checkpoint, side)
 
     bench.side_car._measure = removed
-    assert bench.side_car.look() and bench.evaluated() == [(1, 0.1)] and not path.exists()
+    assert bench.side_car.evaluate_next() and bench.evaluated() == [(1, 0.1)] and not path.exists()
     assert set(load(bench.run_dir / "sidecar" / "step-00000001").parts) == {"model", "optimizer"}
     for step in (2, 3):
         save(bench.store, step, float(step))
     gone = listed(bench.store.folder).saved[-1]
     shutil.rmtree(gone.path)
     assert bench.side_car._evaluate(gone, "test", "evaluation") and bench.skipped() == ["it was removed meanwhile"]
-    assert bench.side_car.look() and bench.evaluated() == [(1, 0.1), (3, 3.0)]
+    assert bench.side_car.evaluate_next() and bench.evaluated() == [(1, 0.1), (3, 3.0)]
 
 
 SECRET = "THE PRIVATE KEY OF THE USER"
@@ -260,7 +260,7 @@ def test_a_link_in_the_place_of_its_folder_is_not_followed_also_if_it_comes_late
         )
         for step in (1, 2):
             save(store, step, 1.0)
-            assert side_car.look()
+            assert side_car.evaluate_next()
     assert sorted(path.name for path in mine.folder.iterdir()) == before
     there = {path.name for path in (tmp_path / "run" / "moved").iterdir()}
     assert there == {"best", "latest", "metrics.jsonl", "step-00000002"}
@@ -335,6 +335,6 @@ def test_another_model_s_checkpoint_is_skipped(bench: Bench) -> None:
 
     save(bench.store, 1, 1.0)
     bench.side_car._measure = refuse
-    assert not bench.side_car.look()
+    assert not bench.side_car.evaluate_next()
     bench.now_s += 60
-    assert bench.side_car.look() and bench.skipped() == ["it is of another model"] and bench.kept() == []
+    assert bench.side_car.evaluate_next() and bench.skipped() == ["it is of another model"] and bench.kept() == []

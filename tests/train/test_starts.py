@@ -15,7 +15,7 @@ from torch import nn
 import ddp
 from ddp.comm.watch.call import Call, Envelope, History, plain_calls
 from ddp.errors import ConfigError
-from ddp.train.reports.starts import calls_left
+from ddp.train.reports.history import calls_left
 
 
 def test_the_last_thousand_calls_are_remembered() -> None:

@@ -20,10 +20,10 @@ from ddp.process.memory import resident_bytes
 from ddp.run.launch import command_line
 from ddp.run.launch.supervisor import Ended
 from ddp.run.settings.config import Config
-from ddp.train.checks import watcher as watch
-from ddp.train.checks.watcher import WATCH, Learning, Pace, Watch, guess_of
+from ddp.train import supervision as watch
 from ddp.train.reports.meters import Usage
-from ddp.train.tasks.task import IGNORE, Task, as_task
+from ddp.train.steps.task import IGNORE, Task, as_task
+from ddp.train.supervision import WATCH, Learning, Pace, Watch, guess_of
 
 DRAW = torch.Generator().manual_seed(0)
 CLASSES = torch.multinomial(torch.tensor([0.6, 0.3, 0.1]), 300, replacement=True, generator=DRAW)
@@ -107,20 +107,20 @@ def test_a_loss_is_judged_over_the_last_steps() -> None:
     learning = Learning()
     for _ in range(19):
         learning.add(9.0)
-    assert learning.verdict(1.0) == "", "too few steps"
+    assert learning.problem(1.0) == "", "too few steps"
     learning.add(9.0)
     guessed = "no better than that of a constant guess, 8.9, and does not fall"
-    assert learning.verdict(8.9) == f"the loss of the last 20 steps, 9, is {guessed}"
-    assert learning.verdict(0.0) == "", "all targets are equal"
+    assert learning.problem(8.9) == f"the loss of the last 20 steps, 9, is {guessed}"
+    assert learning.problem(0.0) == "", "all targets are equal"
     for number in range(20):
         learning.add(9.0 - 0.01 * number)
-    assert learning.verdict(1.0) == "", "a short run that has only begun: the loss falls"
+    assert learning.problem(1.0) == "", "a short run that has only begun: the loss falls"
     for number in range(20):
         learning.add(9.0 - 0.008 * number)
-    assert learning.verdict(1.0), "by less than a hundredth in ten steps: it does not"
+    assert learning.problem(1.0), "by less than a hundredth in ten steps: it does not"
     for _ in range(20):
         learning.add(0.989)
-    assert learning.verdict(1.0) == "" and learning.verdict(0.998)
+    assert learning.problem(1.0) == "" and learning.problem(0.998)
 
 
 def test_a_run_is_slow_below_a_share_of_its_median_for_some_time() -> None:

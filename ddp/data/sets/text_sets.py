@@ -276,7 +276,7 @@ def _read(name: str) -> Any:
 #     sample k = (x, y):   x = b[kc : kc + c],  y = b[kc + 1 : kc + c + 1]
 #
 # So every byte but the first is a target exactly once per epoch (a last partial window is left out), and bits per byte
-# of the held-out side are comparable with any other model of the same bytes (`train/tasks/ngram.py` computes some).
+# of the held-out side are comparable with any other model of the same bytes (`train/steps/task.py` computes some).
 #
 # Whole files are held out, by a hash of the path: the same file is on the same side on every machine, in every run.
 # The corpus has no tests, no generated tables (`encodings`, `pydoc_data`: hundreds of near copies, of which one side

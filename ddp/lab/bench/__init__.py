@@ -1,1 +1,1 @@
-"""Measures collectives and training steps beside torch's own, in the same run, for `scripts/ddp bench …`."""
+"""Measures collectives and training steps and torch's own, in the same run, for `scripts/ddp bench …`."""

@@ -21,7 +21,7 @@ same bits on every rank.
 | transport      | an all-reduce of any tensor with shared memory off                          |
 | ring, tree, …  | an all-reduce by that algorithm, in the memory that the algorithm is for    |
 
-`CollectiveCell.legend` says what the figures mean.
+`CollectiveCell.legend` explains the figures.
 
     python -m ddp bench collectives                                    2 and 4 ranks on this host, 1 KB to 64 MB
     python -m ddp bench collectives --workers 2 --sizes 1MB,25MB --cases ring,shared_memory --plot mine.png
@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> str:
 # Each rank counts its calls in a cache line of its own and waits until the other counters have reached its own.
 #
 #     a core for every rank        A waiting rank spins. All ranks leave within some 2 µs of each other.
-#     more ranks than cores        A waiting rank naps between two looks, because a spinning rank takes the core that
+#     more ranks than cores        A waiting rank sleeps between two polls, because a spinning rank takes the core that
 #                                  another one needs, and the scheduler makes it pay for that afterwards: behind a
 #                                  spinning barrier of 4 ranks on 2 cores, Gloo's all-reduce of 1 KB took twice as long.
 #     ranks on several machines    A barrier of torch.distributed, because there is nothing else.
@@ -155,7 +155,7 @@ def open_barrier(rank: int, world_size: int, *, is_crowded: bool) -> Iterator[Ba
 
 @dataclass(frozen=True)
 class Case:
-    """Names a collective to time against Gloo's.
+    """A collective that is timed against Gloo's.
 
     Attributes:
         algorithm: of an all-reduce; "auto" leaves the choice to the communicator.
@@ -186,10 +186,10 @@ CASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCell(TimedCell):
-    """Holds the figures of one case at one size.
+    """The figures of one case at one size.
 
     Attributes:
-        algorithm: what ran; where the case says "auto", what the communicator chose.
+        algorithm: the one that ran; with the case "auto", the communicator's choice.
         nbytes: of the tensor; 0 for a barrier.
         wire_s: the least time that the links of a bed allow.
         delay_s: from host to host, one way.
@@ -259,7 +259,7 @@ class CollectiveCell(TimedCell):
 
 
 class WrongSum(RuntimeError):
-    """Says that an all-reduce that is being timed gives a wrong result."""
+    """The error of a timed all-reduce that gives a wrong result."""
 
 
 @dataclass(frozen=True)
@@ -333,8 +333,8 @@ class TimeCollectives:
 
 
 @dataclass
-class Rival:
-    """Times one of the two: a call, and the buffer that it sums over the ranks, in place (None for a barrier)."""
+class TimedCall:
+    """One of the two: a call, and the buffer that it sums over the ranks, in place (None for a barrier)."""
 
     barrier: Barrier
     call: Callable[[], object]
@@ -365,19 +365,19 @@ class Rival:
         return statistics.median(slowest(times_s[1:]))  # the other rival ran before the first one
 
 
-def _rivals(comm: Communicator, barrier: Barrier, case: Case, nbytes: int) -> tuple[Rival, Rival]:
+def _rivals(comm: Communicator, barrier: Barrier, case: Case, nbytes: int) -> tuple[TimedCall, TimedCall]:
     if case.is_barrier:
-        return Rival(barrier, comm.barrier, None), Rival(barrier, dist.barrier, None)
+        return TimedCall(barrier, comm.barrier, None), TimedCall(barrier, dist.barrier, None)
     numel = nbytes // 4
     mine = comm.allocate(numel, torch.float32) if case.is_allocated else torch.zeros(numel)
     theirs = torch.zeros(numel)
     return (
-        Rival(barrier, lambda: comm.all_reduce(mine, "sum", algorithm=case.algorithm), mine),
-        Rival(barrier, lambda: dist.all_reduce(theirs), theirs),
+        TimedCall(barrier, lambda: comm.all_reduce(mine, "sum", algorithm=case.algorithm), mine),
+        TimedCall(barrier, lambda: dist.all_reduce(theirs), theirs),
     )
 
 
-def check(comm: Communicator, ours: Rival, gloo: Rival, name: str) -> None:
+def check(comm: Communicator, ours: TimedCall, gloo: TimedCall, name: str) -> None:
     """Raises WrongSum unless a sum of random numbers is Gloo's but for rounding, with equal bits on all ranks."""
     if ours.buffer is None or gloo.buffer is None:
         return

@@ -4,7 +4,7 @@
               ├── hosts.py run, on a bed: this very command under torchrun ───── job()    ├── cells ── report
               └── under torchrun already ─────────────────────────────────────── job()    ┘
 
-A job is a function that every rank runs; it returns cells. Where it runs is said by `Bed` and `BenchSite`, below.
+A job is a function that every rank runs; it returns cells. `Bed` and `BenchSite`, below, describe where it runs.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def add_options(parser: Parser, *, workers: str, least: int, turns: int, plots: 
     parser.add_argument(
         "--beside", type=whole(0, most), default=0, metavar="N", help="keep N processes computing on the same cores"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured to FILE, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the cells to FILE, too")
     parser.set_defaults(plot=None, name=" ".join(parser.prog.split()[-2:]))
     rounds = "turns of each rival in a cell (default: %(default)s)"
     parser.add_argument("--turns", type=whole(1), default=turns, help=rounds)
@@ -78,7 +78,7 @@ def place_of(options: argparse.Namespace) -> BenchSite:
     """Returns where the ranks run.
 
     Raises:
-        ConfigError: there is no such place, or what was asked for cannot be written.
+        ConfigError: there is no such place, or a file that was asked for cannot be written.
     """
     for path in filter(None, (options.json, options.plot)):
         if not path.absolute().parent.is_dir():
@@ -130,11 +130,11 @@ def _on_this_host(jobs: Sequence[Job], options: argparse.Namespace) -> list[Cell
         try:
             cells += launch(job, workers=workers, threads_per_worker=1)[0]
         except WorkersFailed as failed:
-            if isinstance(failed.exception, ConfigError):  # every rank has said the same
+            if isinstance(failed.exception, ConfigError):  # the same on every rank
                 raise failed.exception from None
             raise
         if options.json:
-            options.json.write_text(to_json(cells))  # a long run that breaks off leaves what it had
+            options.json.write_text(to_json(cells))  # a long run that is aborted leaves its cells
     return cells
 
 
@@ -155,18 +155,18 @@ def _on_bed(bed: Bed, name: str, kind: type[Cell]) -> list[Cell]:
         kept = Path(folder) / "cells.json"
         hosts = [sys.executable, str(HOSTS), "--name", f"bench{os.getpid()}"]
         command = [*hosts, "run", *up, "-k", str(bed.ranks_per_host), *program, *sys.argv[1:], "--json", str(kept)]
-        said = _lines_of(command)
+        lines = _lines_of(command)
         if not kept.exists():
-            refusals = [line for line in said if f"{name}: " in line]
+            refusals = [line for line in lines if f"{name}: " in line]
             if refusals:
                 raise ConfigError(refusals[0].partition(f"{name}: ")[2].rstrip())
-            sys.exit("".join([*said[-30:], f"{name}: the ranks failed, see above"]))
+            sys.exit("".join([*lines[-30:], f"{name}: the ranks failed, see above"]))
         return from_json(kept.read_text(), kind)
 
 
 def _lines_of(command: Sequence[str]) -> list[str]:
     """Returns the lines that the command prints; passes on its progress meanwhile."""
-    said = []
+    lines = []
     # In a session of its own, so that Ctrl-C reaches only us, and a second one does not leave half a bed.
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -174,13 +174,13 @@ def _lines_of(command: Sequence[str]) -> list[str]:
         assert process.stdout is not None
         try:
             for line in process.stdout:
-                said.append(line)
+                lines.append(line)
                 if PROGRESS in line:
                     say(line.rstrip("\n"), to=sys.stderr)
         except BaseException:
             process.terminate()  # it ends what it has started on the hosts, and removes them
             raise
-    return said
+    return lines
 
 
 # --- The report -------------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ WORDS = ("case", "algorithm", "model", "variant", "method")
 
 
 def print_report(cells: Sequence[Cell], console: Console) -> None:
-    """Prints a table for each place, without empty columns, and what its cells say together; then the legend."""
+    """Prints a table for each place, without empty columns, and notes on all of its cells; then the legend."""
     shown: dict[str, str] = {}
     for where, group in _by_place(cells).items():
         rows = [row for cell in group for row in cell.rows()]
@@ -263,7 +263,7 @@ def draw_plot(cells: Sequence[Any], picture: Path) -> None:
     pyplot.close(figure)
 
 
-# --- Where it runs: on this host or on a bed of network namespaces, alone or beside strangers -------------------------
+# --- Where it runs: on this host or on a bed of network namespaces, alone or with strangers --------------------------
 #
 #     --netbed 2x2@1gbit@1ms     2 hosts with 2 ranks each; each link carries 1 Gbit/s each way; 1 ms from host to host
 #     --beside 1                 one process that only computes runs on the same cores as the ranks
@@ -275,7 +275,7 @@ PAYLOAD = 0.956
 
 @dataclass(frozen=True)
 class Bed:
-    """Describes hosts made of network namespaces, and the links that join them.
+    """Hosts made of network namespaces, and the links that join them.
 
     Attributes:
         name: the text that `parse` has read.
@@ -315,7 +315,7 @@ class BenchSite:
     beside: int = 0
 
     def title(self, world_size: int, num_hosts: int = 1) -> str:
-        """Returns the headline of a report: "2 ranks on one host, 2 cores, beside 1 process that only computes"."""
+        """Returns the headline: "2 ranks on one host, 2 cores, beside 1 process that only computes"."""
         ranks = f"{counted(world_size, 'rank')} on {'one host' if num_hosts == 1 else f'{num_hosts} hosts'}"
         bed = f" (netbed {self.bed.name})" if self.bed else ""
         strangers = "1 process that only computes" if self.beside == 1 else f"{self.beside} processes that only compute"
@@ -347,7 +347,7 @@ def split(option: str, text: str) -> list[str]:
     raise ConfigError(f"{option} {text}: want at least one, or several with commas between them")
 
 
-# --- Strangers beside the ranks --------------------------------------------------------------------------------------
+# --- Strangers on the ranks' cores -----------------------------------------------------------------------------------
 #
 # Keeps strangers, processes that only compute, on the cores of a benchmark where `--beside` asks for them.
 #

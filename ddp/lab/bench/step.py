@@ -9,7 +9,7 @@
     python -m ddp bench step --models mlp-25m --optimizer adamw --variants mirrored,sharded,torch_zero --memory
     python -m ddp bench step --models gpt-10m --variants same_bits,accumulated,bucketed --over accumulated,bucketed
 
-ddp/lab/bench/variants.py says what the variants are, ddp/lab/bench/workloads.py what the models are. Every variant
+ddp/lab/bench/variants.py describes the variants, ddp/lab/bench/workloads.py the models. Every variant
 trains its own copy of a model on the same batch. They take turns (ddp/lab/bench/turns.py); a repetition is one step:
 zero_grad, forward, backward, optimizer. Every worker has one thread.
 
@@ -21,9 +21,9 @@ Memory is measured in a separate launch for each variant, so that no other's cou
 A host's peak is sampled (ddp/lab/bench/turns.py), and shared memory counts once. A worker's is the kernel's high-water
 mark of the resident set, because samples miss short peaks on a busy machine; shared memory counts in full for each.
 
-Note "free blocks". A worker keeps large blocks that are free (`process/memory.py`). What it keeps depends on the order
-in which blocks of several sizes became free, and differs from run to run by more than variants do. So where memory is
-measured each block goes back to the kernel as soon as it is free, and the peak is what the variant needs.
+Note "free blocks". A worker keeps large blocks that are free (`process/memory.py`). Which ones depends on the order in
+which blocks of several sizes became free, and differs from run to run by more than variants do. So where memory is
+measured, each block goes back to the kernel as soon as it is free, and the peak is that of the variant.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCell(TimedCell):
-    """Holds the figures of one model, by variant: a line for each.
+    """The figures of one model, by variant: a line for each.
 
     Attributes:
         over: the variants by whose steps the others are divided.
@@ -133,7 +133,7 @@ class StepCell(TimedCell):
         "model": "what is trained, and the optimizer if it is not SGD",
         "variant": "how it is trained (ddp/lab/bench/variants.py)",
         "step": STEP,
-        "over alone": "step ÷ alone − 1: what communication adds to a step",
+        "over alone": "step ÷ alone − 1: the share that communication adds to a step",
         "µs per parameter": "(step − alone) ÷ number of parameter tensors",
         "wait": "ms per step that backward waits for reductions, on the rank where that is longest",
         "wire": "least ms in which the hosts' links carry the gradients of a step",

@@ -1,4 +1,4 @@
-"""Begins, pairs and ends a measurement: rivals take turns in one run, and memory and bytes are counted beside them.
+"""Begins, pairs and ends a measurement: rivals take turns in one run, while memory and bytes are counted.
 
     turn 1    ours ▓▓▓▓▓    torch ▓▓▓▓▓    alone ▓▓▓▓▓
     turn 2    alone ▓▓▓▓▓   torch ▓▓▓▓▓    ours ▓▓▓▓▓
@@ -48,10 +48,10 @@ ABORT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Cell(ABC):
-    """Is one line of a report, or a few: what ran (`name`), and where (`place`, the title of its table).
+    """One line of a report, or a few: the case that ran (`name`), and where (`place`, the title of its table).
 
     Attributes:
-        legend: by titles of columns, what they show.
+        legend: explanations by title of column.
     """
 
     legend: ClassVar[Mapping[str, str]]
@@ -60,7 +60,7 @@ class Cell(ABC):
 
     @abstractmethod
     def columns(self) -> dict[str, str]:
-        """Returns the line by titles of columns; "" for what was not measured."""
+        """Returns the line by titles of columns; "" for a figure that was not measured."""
 
     def meaning(self, title: str) -> str:
         """Returns the explanation of a column."""
@@ -84,7 +84,7 @@ OVER_TURNS = "least and greatest such ratio of a turn"
 
 @dataclass(frozen=True, kw_only=True)
 class TimedCell(Cell):
-    """Is one line of a report on rivals that took turns.
+    """One line of a report on rivals that took turns.
 
     Attributes:
         rival: the name of the rival that "ours" has to beat.
@@ -153,7 +153,7 @@ def session(join: Callable[[], Joined]) -> Iterator[Joined]:
 
 
 class Rival(Protocol):
-    """Is one of those that take turns: it warms up and chooses how much a turn is, and then runs turns. Collective."""
+    """One of those that take turns: it warms up, chooses the length of a turn, and then runs turns. Collective."""
 
     def find_pace(self) -> None: ...
     def turn_s(self) -> float: ...
@@ -167,7 +167,7 @@ def paired(rivals: Mapping[str, Rival], num_turns: int) -> dict[str, list[float]
 
 
 def take_turns(rivals: Mapping[str, Callable[[], float]], num_turns: int) -> dict[str, list[float]]:
-    """Lets each rival run its turn, `num_turns` times, in alternating order; returns what their turns took."""
+    """Lets each rival run its turn, `num_turns` times, in alternating order; returns the seconds of their turns."""
     turns_s: dict[str, list[float]] = {name: [] for name in rivals}
     for number in range(num_turns):
         for name in list(rivals) if number % 2 == 0 else reversed(list(rivals)):
@@ -199,12 +199,12 @@ def announce(cell: TimedCell) -> None:
 
 # --- Counts of what training uses: memory, bytes of tensors, and bytes that leave a host ------------------------------
 #
-#     peak       what processes hold at one moment: a thread samples them all while they train
-#     held       the bytes of tensors: what several ranks have mapped is one tensor's memory, and counts once
-#     sent       what the kernel has counted at the interfaces of the host
+#     peak       bytes that processes hold at one moment: a thread samples them all while they train
+#     held       the bytes of tensors: memory that several ranks have mapped counts once
+#     sent       bytes that the kernel has counted at the interfaces of the host
 #
-# Memory is the proportional set size (PSS): what k processes have mapped counts 1/k for each, where RSS would count a
-# neighbour's gradients in full. So the sum over the ranks of a host counts shared memory once. Pages of files
+# Memory is the proportional set size (PSS): memory that k processes have mapped counts 1/k for each, where RSS would
+# count a neighbour's gradients in full. So the sum over the ranks of a host counts shared memory once. Pages of files
 # (libraries) are left out, because they count less for a rank whenever a stranger maps them, too.
 
 
@@ -265,7 +265,7 @@ def sampling(*pids: int) -> Iterator[Callable[[], int]]:
 
 
 class Span(NamedTuple):
-    """Memory of a tensor: of what (a file that processes share, or a process), and from which byte to which."""
+    """Memory of a tensor: its owner (a file that processes share, or a process), and from which byte to which."""
 
     of: tuple[str, int]
     start: int
@@ -298,7 +298,7 @@ def bytes_in(spans: Iterable[Span]) -> int:
 
 
 def _shared_mappings() -> list[tuple[int, int, int, tuple[str, int]]]:
-    """Returns addresses, offset and file, by device and inode, of what this process shares with others."""
+    """Returns addresses, offset and file, by device and inode, of the memory that this process shares with others."""
     found = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():

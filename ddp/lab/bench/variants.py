@@ -1,13 +1,13 @@
 """Trains a model in one of several ways, whose steps are timed and whose memory is counted.
 
-| variant           | what a step is                                                                                   |
+| variant           | a step                                                                                           |
 |-------------------|--------------------------------------------------------------------------------------------------|
 | ours              | `ddp.DistributedDataParallel`                                                                    |
 | torch             | `torch.nn.parallel.DistributedDataParallel` on Gloo, with gradient_as_bucket_view=True           |
 | naive             | `ddp.NaiveDataParallel`: one all-reduce per parameter, after backward                            |
 | alone             | no communication; all ranks compute at the same time, as in the others                           |
 | in_backward       | ours with `step_in_backward`: the optimizer steps a bucket while the next one is in flight       |
-| bucketed          | `ddp.BucketedDataParallel`, which leaves out what torch's contract alone needs                   |
+| bucketed          | `ddp.BucketedDataParallel`, without the parts that only torch's contract needs                   |
 | fit               | `ddp.fit` on samples in memory: from one step's beginning to the next one's                      |
 | fit_noise         | the same, and the gradient noise scale is measured in every step instead of every tenth          |
 | by_hand           | the loop of torch's tutorials on the same samples: torch's class, DataLoader, DistributedSampler |
@@ -61,9 +61,8 @@ from ddp.strategies.local_sgd import LocalSteps
 from ddp.strategies.sharded import Sharded
 from ddp.strategies.strategy import Replicated
 from ddp.train.fit import fit
-from ddp.train.steps.callbacks import Callback
-from ddp.train.steps.state import TrainState
-from ddp.train.tasks.task import LanguageModel, Task
+from ddp.train.steps.state import Callback, TrainState
+from ddp.train.steps.task import LanguageModel, Task
 from ddp.units import counted
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -178,7 +177,7 @@ class ByStrategy(Training):
 
 
 class Fitting(Training):
-    """Trains with `ddp.fit`, which logs as it does unless told otherwise, and saves nothing."""
+    """Trains with `ddp.fit`, which logs as by default, and saves nothing."""
 
     noise_scale_every = 0
 
@@ -208,7 +207,7 @@ class FittingWithNoise(Fitting):
 
 
 class StepStarts(Callback):
-    """Notes when each step begins."""
+    """A callback that records when each step begins."""
 
     def __init__(self) -> None:
         self.seen_s: list[float] = []
@@ -268,7 +267,7 @@ class Accumulating(Training):
 
     @contextlib.contextmanager
     def block(self, shard: int) -> Any:
-        """Yields what the loss of a shard is multiplied by; None for nothing."""
+        """Yields the factors on the loss of a shard; None for no factor."""
         replica: Any = self.replica
         with contextlib.nullcontext() if shard == self.shards[-1] else replica.no_sync():
             yield dist.get_world_size() / NUM_SHARDS

@@ -1,6 +1,6 @@
 """Makes the models that the step benchmark trains, each with one worker's batch, in float32 on the CPU.
 
-| name                | what it is hard on                                                                        |
+| name                | what it stresses                                                                          |
 |---------------------|-------------------------------------------------------------------------------------------|
 | small-mlp           | README's first program: hardly anything but the loop                                      |
 | digits-cnn          | the default job: a step of a millisecond or two                                           |
@@ -10,7 +10,7 @@
 | mlp-25m             | 25 M parameters in six tensors: bandwidth                                                 |
 | gpt-10m             | 11 M parameters, 4 × 128 tokens                                                           |
 | gpt-10m-b1          | the same with 128 tokens: more communication for each multiplication                      |
-| tiny-1000           | 1,000 parameters of 4 or 16 numbers: what each costs in the interpreter                   |
+| tiny-1000           | 1,000 parameters of 4 or 16 numbers: the interpreter's cost of each                       |
 | MODULE:NAME         | your own: its method `example_batch()` returns one worker's (inputs, targets)             |
 """
 
@@ -37,7 +37,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Workload(NamedTuple):
-    """Makes a model, and one worker's batch for it; both draw from torch's global generator."""
+    """A model, and one worker's batch for it; both draw from torch's global generator."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[], Batch]
@@ -52,7 +52,7 @@ class TinyLayers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns scores [n, 4] for x [n, 4]."""
-        scale = 1 / len(self.layers)  # keeps what passes through finite, at any depth
+        scale = 1 / len(self.layers)  # keeps activations finite, at any depth
         for layer in self.layers:
             x = x + scale * layer(x)
         return x

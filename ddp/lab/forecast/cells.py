@@ -4,7 +4,7 @@ In each turn, one after another:
 
     alone         rank 0 trains by itself: the step of one worker, from which the naive guess is made
     at once       all ranks train, each by itself: the profile that is forecast from, which has cores and memory shared
-    each method   all ranks train together: what was to be forecast
+    each method   all ranks train together: the step that is forecast
 
 A forecast is made from the turn's own profile, and from links and memory as they were measured before the first turn.
 So it does not know the steps that it is compared with.
@@ -13,7 +13,7 @@ So it does not know the steps that it is compared with.
     python -m ddp bench forecast --netbed 2x1@1gbit                                   on hosts made for it (root)
     python -m ddp bench forecast --netbed 2x1@100mbit --methods plain,int8,powersgd   which is fastest?
 
-ddp/lab/bench/workloads.py says what the models are. Every worker has one thread.
+ddp/lab/bench/workloads.py describes the models. Every worker has one thread.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 
 
 def main(words: Sequence[str]) -> int:
-    """Compares what the words ask for."""
+    """Compares the forecasts that the command line asks for."""
     parser = parser_of("bench forecast", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, workers="1,2", least=1, turns=3)
     add_models(parser, default="digits-cnn,mlp-25m,resnet18-small-stem,gpt-10m")
@@ -80,11 +80,11 @@ def run(options: argparse.Namespace) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastCell(Cell):
-    """Holds the figures of one model and one method; by turn.
+    """The figures of one model and one method, by turn.
 
     Attributes:
         measured_s: the median step, on the slowest rank.
-        forecast_s, naive_s: what was expected of it.
+        forecast_s, naive_s: its forecasts.
         over_fastest: of the method whose forecast is the least: its step ÷ that of the fastest one.
     """
 
@@ -97,7 +97,7 @@ class ForecastCell(Cell):
         "forecast ÷ measured": "of the medians",
         "naive": "ms of a step of one worker, and the bytes of its gradients ÷ the rate of the slowest link",
         "naive ÷ measured": "of the medians",
-        "chosen ÷ fastest": "measured, of the method whose forecast is the least: what trusting the forecast costs",
+        "chosen ÷ fastest": "measured, of the method whose forecast is the least: the cost of trusting the forecast",
     }
     model: str
     measured_s: Sequence[float]
@@ -186,7 +186,7 @@ class CompareForecasts:
 
 
 def chosen(cells: Sequence[ForecastCell]) -> list[ForecastCell]:
-    """Returns the methods of a model; the one with the least forecast knows what choosing it costs."""
+    """Returns the methods of a model; the one with the least forecast has the cost of choosing it."""
     steps_s = [statistics.median(cell.measured_s) for cell in cells]
     forecasts_s = [statistics.median(cell.forecast_s) for cell in cells]
     place = forecasts_s.index(min(forecasts_s))
@@ -234,8 +234,8 @@ class Computing(Paced):
         self, began_s: float, forward_s: float, backward_s: float, ended_s: float, num_samples: int
     ) -> RankStep:
         assert isinstance(self.replica, BucketedDataParallel)
-        told = self.replica.logging_data()
-        reduced_s = sum(each["done_s"] - each["launched_s"] for each in told["buckets"])
+        logged = self.replica.logging_data()
+        reduced_s = sum(each["done_s"] - each["launched_s"] for each in logged["buckets"])
         edges_s = [0.0, *(each - began_s for each in (forward_s, backward_s - reduced_s, backward_s, ended_s))]
         parts: list[Part] = ["forward", "backward", "communication", "update"]
         spans = [Span(part, *edges) for part, edges in zip(parts, pairwise(edges_s), strict=True)]
@@ -244,7 +244,7 @@ class Computing(Paced):
             began_s=began_s,
             num_samples=num_samples,
             backward_began_s=forward_s - began_s,
-            buckets=list(map(bucket_times, told["buckets"])),
+            buckets=list(map(bucket_times, logged["buckets"])),
             spans=spans,
         )
 

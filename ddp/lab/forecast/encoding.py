@@ -1,11 +1,11 @@
-"""Measures on this machine what a hook takes to encode gradients, for forecasts. Nothing is sent.
+"""Measures on this machine how long a hook takes to encode gradients, for forecasts. Nothing is sent.
 
 The hook encodes and decodes random gradients of the shapes that the profiled run has, while a stand-in for the
-communicator takes notes of every collective. So no hook needs its own formula. `forecast --hook` takes those in
+communicator records every collective. So no hook needs its own formula. `forecast --hook` takes those in
 `HOOKS`; another one is an argument of `dispatches`.
 
-Bytes are those of the algorithms that send the least: with h hosts, 2 (h − 1) ÷ h of what is reduced leave each host,
-and (h − 1) ÷ h of what is gathered.
+Bytes are those of the algorithms that send the least: with h hosts, 2 (h − 1) ÷ h of the reduced bytes leave each host,
+and (h − 1) ÷ h of the gathered ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ddp.setting import Narrow, WireName
 LATE = 1 << 30  # steps after which warm-ups are over
 NUM_REPETITIONS = 3
 ADDED_BYTES = 4 << 20
-COPIES = 5  # of a bucket: its parameters, the bucket, what the hook keeps and sends
+COPIES = 5  # of a bucket: its parameters, the bucket, the hook's state and message
 CPU = torch.device("cpu")
 
 WIRES: tuple[Narrow, ...] = ("bf16", "fp16", "int8", "int8_stochastic")
@@ -48,7 +48,7 @@ HOOKS: Mapping[str, Hook] = {
     "powersgd": ErrorFeedback(PowerSGD()),
     "powersgd1": ErrorFeedback(PowerSGD(1)),
 }
-"""What a forecast can ask for; powersgd1 is hook=powersgd hook.rank=1."""
+"""The hooks that a forecast knows; powersgd1 is hook=powersgd hook.rank=1."""
 
 
 def adding_s() -> dict[Narrow, float]:
@@ -70,7 +70,7 @@ def _adding_s(form: WireFormat) -> float:
 def dispatches(
     buckets: Sequence[Sequence[Gradient]], hook: Hook, hosts: Hosts, *, shares_memory: bool
 ) -> list[Dispatch]:
-    """Returns how buckets travel with a hook: what rank 0 of these hosts encodes and sends.
+    """Returns how buckets travel with a hook: the encoding and the messages of rank 0 of these hosts.
 
     Args:
         shares_memory: the ranks of a host add up in its memory first.
@@ -84,10 +84,10 @@ def dispatches(
     known: dict[Any, Dispatch] = {}
     found = []
     for bucket in buckets:
-        alike = tuple((gradient.shape, gradient.dtype) for gradient in bucket)
-        if alike not in known:
-            known[alike] = _dispatch(bucket, hook, hosts, shares_memory=shares_memory)
-        found.append(known[alike])
+        layout = tuple((gradient.shape, gradient.dtype) for gradient in bucket)
+        if layout not in known:
+            known[layout] = _dispatch(bucket, hook, hosts, shares_memory=shares_memory)
+        found.append(known[layout])
     return found
 
 
@@ -99,14 +99,14 @@ def _dispatch(gradients: Sequence[Gradient], hook: Hook, hosts: Hosts, *, shares
     bucket, dry_run = Bucket(0, slots), DryRun(hosts, shares_memory=shares_memory)
     bucket.allocate(torch.zeros(bucket.numel, dtype=gradients[0].dtype))
     compression = Compression(hook, dry_run, [(slot.name, slot.parameter) for slot in slots])  # type: ignore[arg-type]
-    for _ in range(2):  # the first ones make room for what the hook keeps, and for that of the step before
+    for _ in range(2):  # the first ones allocate the hook's state, and that of the step before
         dry_run.encoding_s(compression, bucket)
     encoding_s = median(dry_run.encoding_s(compression, bucket) for _ in range(NUM_REPETITIONS))
     return Dispatch(encoding_s, tuple(dry_run.calls))
 
 
 class DryRun:
-    """Stands for the communicator of rank 0, sends nothing, and notes what was to be sent."""
+    """A stand-in for the communicator of rank 0: sends nothing, and records each message."""
 
     def __init__(self, hosts: Hosts, *, shares_memory: bool) -> None:
         self.rank, self.world_size, self.device = 0, sum(map(len, hosts)), CPU
@@ -121,7 +121,7 @@ class DryRun:
         self._aside_s = 0.0
 
     def encoding_s(self, compression: Compression, bucket: Bucket) -> float:
-        """Returns the seconds in which a hook encodes and decodes a bucket, whose collectives it notes."""
+        """Returns the seconds in which a hook encodes and decodes a bucket, whose collectives it records."""
         bucket.flat.normal_(generator=self._draws)
         self.calls.clear()
         compression.begin()
@@ -142,7 +142,7 @@ class DryRun:
         self.calls.append(Call("all_reduce", wide.nbytes, 2 * crossing, narrow))
 
     def all_gather_(self, flat: Tensor, bounds: Sequence[int], **how: Any) -> Work:
-        """Gives itself in the place of all others what it has to send, so that there is as much to decode."""
+        """Returns its own message in the place of all others', so that there is as much to decode."""
         start_s, number = now_s(), self.slices[self.rank]
         mine = flat[bounds[number] : bounds[number + 1]].clone()
         for start, stop in pairwise(bounds):

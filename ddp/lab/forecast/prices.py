@@ -1,4 +1,4 @@
-"""Tells what collectives cost on some ranks: schedules by the simulator, and memory, as they were measured.
+"""The cost of collectives on given ranks: schedules by the simulator, and memory as it was measured.
 
 A bucket travels by a dispatch: seconds of encoding, and the collectives that are called for it.
 """
@@ -76,18 +76,18 @@ class Measured:
 
 
 class Dispatch(NamedTuple):
-    """Tells how a bucket travels: seconds of a rank for encoding and decoding, and the collectives in their order."""
+    """The way of a bucket: seconds of a rank for encoding and decoding, and the collectives in their order."""
 
     encoding_s: float
     calls: tuple[Call, ...]
 
 
-SMALL = Call("all_reduce", 64)  # totals, verdicts or norms that travel apart from gradients
+SMALL = Call("all_reduce", 64)  # totals, flags or norms that travel separately from gradients
 BARRIER = Call("sum_in_host", 4)
 
 
 class Prices:
-    """Tells what collectives cost on some ranks.
+    """The cost of collectives on given ranks.
 
     Args:
         measured: the figures of their links and memory.
@@ -120,9 +120,9 @@ class Prices:
 
     def of(self, call: Call) -> float:
         """Returns the seconds of a collective."""
-        return self.told(call)[0]
+        return self.price(call)[0]
 
-    def told(self, call: Call) -> tuple[float, str]:
+    def price(self, call: Call) -> tuple[float, str]:
         """Returns the seconds of a collective, and the algorithm of an all-reduce."""
         if self.num_ranks == 1:
             return 0.0, ""
@@ -217,7 +217,7 @@ def measured_on(
         num_measured: the ranks of a host whose memory was measured.
 
     Raises:
-        ConfigError: there are several hosts, and nothing says what the link between them is.
+        ConfigError: there are several hosts, and no argument describes the link between them.
     """
     per_host = max(map(len, hosts))
     network = known.network if known is not None else Network(hosts, Link(0.0, 0.0), Link(0.0, 0.0))

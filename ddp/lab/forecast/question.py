@@ -4,7 +4,7 @@
     python -m ddp forecast runs/one --ranks 64 --per-host 8 --rate 10gbit --alpha 50us --hook powersgd
     python -m ddp forecast runs/one runs/SWEEP --ranks 8                        and how far off it is where it was tried
 
-ddp/lab/forecast/ says how a step is replayed, docs/scaling.md what the answer means.
+ddp/lab/forecast/replay.py describes how a step is replayed, docs/scaling.md how to read the answer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ UNCHECKED = "not checked: name runs with a profile, or a sweep, after the first 
 
 
 def main(words: Sequence[str]) -> int:
-    """Forecasts what the words ask."""
+    """Makes the forecast that the command line asks for."""
     parser = parser_of("forecast", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the folder of a run with a profile")
     parser.add_argument("others", type=Path, nargs="*", help="runs, or sweeps, to compare forecasts with")
@@ -65,7 +65,7 @@ def main(words: Sequence[str]) -> int:
     return respond(parser, parser.parse_args(words), run)
 
 
-# --- what is asked ---------------------------------------------------------------------------------------------------
+# --- the question ----------------------------------------------------------------------------------------------------
 
 
 def run(options: argparse.Namespace) -> str:
@@ -100,7 +100,7 @@ def _forecaster(options: argparse.Namespace, profile: Profile, asked: Asked) -> 
     if asked.num_ranks > 1 or options.others:
         num_known = max(2, min(asked.per_host, available_cores()))
         known = measured_here(num_known, threads)
-    torch.set_num_threads(threads)  # as in a worker, for what hooks take to encode
+    torch.set_num_threads(threads)  # as in a worker, for the seconds that hooks take to encode
     return Forecaster(
         profile=profile,
         known=known,
@@ -115,7 +115,7 @@ def _forecaster(options: argparse.Namespace, profile: Profile, asked: Asked) -> 
 
 
 def _checked(folders: Sequence[Path], forecaster: Forecaster) -> list[str]:
-    """Returns a table of runs: measured, by windows, forecast, the naive guess; and what is not in it."""
+    """Returns a table of runs: measured, by windows, forecast, the naive guess; and notes on the other runs."""
     titles = ("run", "workers", "measured", "±", "forecast", "÷ measured", "naive", "÷ measured")
     rows: list[Sequence[str]] = [titles]
     notes: list[str] = []
@@ -150,10 +150,10 @@ def _asked_of(profile: Profile, ours: Profile) -> Asked:
     return asked_of(profile)
 
 
-# --- what is said -----------------------------------------------------------------------------------------------------
+# --- the answer -------------------------------------------------------------------------------------------------------
 
 
-NEARLY = 0.95  # what is within 5 % counts as equal
+NEARLY = 0.95  # figures within 5 % count as equal
 
 
 def headline(run: Path, forecaster: Forecaster, asked: Asked) -> list[str]:

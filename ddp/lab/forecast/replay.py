@@ -1,9 +1,9 @@
 """Forecasts a training step on other ranks, hosts and links from a step that was profiled: a pure function.
 
-    work        what one rank computes in a step, and when each gradient is ready (`work.py`)
+    work        seconds that one rank computes in a step, and when each gradient is ready (`work.py`)
     dispatch    how a bucket travels: seconds of encoding, and the collectives that are called for it (`prices.py`)
     setup       the ranks that are asked about: hosts, batch, strategy, wire format and cores
-    step        what a rank computes there, and of each bucket when it is ready and what its reduction takes
+    step        seconds that a rank computes there, and of each bucket when it is ready and its reduction's seconds
     replay      the step of all ranks, bucket after bucket in the order of launch, as `replica/backward.py` runs it:
 
     in the foreground    ▓ fc ▓│░ bucket 0 ░│▓▓ conv4 ▓▓│░░ bucket 1 ░░│▓▓ …     backward stands still meanwhile
@@ -15,7 +15,7 @@ A collective begins when its last rank has come, and ends for all ranks together
 Stragglers: in each step each rank's computing is multiplied by a number drawn from the profile's own: what each rank
 computed in each profiled step, relative to the median. With more ranks the slowest draw is slower.
 
-Note "cores". Where a host has no core to spare, what the communication thread computes to encode takes time from
+Note "cores". Where a host has no core to spare, encoding in the communication thread takes time from
 backward: while the wire is busy, backward runs slower by that share.
 """
 
@@ -47,7 +47,7 @@ STRATEGIES: Mapping[str, Strategy] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """The ranks that are asked about, and what a step is there.
+    """The ranks of a forecast, and the properties of a step there.
 
     Attributes:
         prices: of collectives there.
@@ -112,10 +112,10 @@ class Step:
     """A step of all ranks, as the replay runs it.
 
     Attributes:
-        before_s, backward_s, update_s, other_s: what a rank computes.
+        before_s, backward_s, update_s, other_s: a rank's seconds of computing.
         buckets: in the order of launch.
-        opening_s, closing_s, gathering_s: what collectives take that all ranks wait for, before backward, after it, and
-            after the update.
+        opening_s, closing_s, gathering_s: seconds of collectives that all ranks wait for: before backward, after it,
+            and after the update.
         in_background: of backward.
         shares_cores: communication takes time from backward (note "cores").
     """
@@ -139,7 +139,7 @@ def step_of(work: Work, setup: Setup, dispatches: Sequence[Dispatch]) -> Step:
         dispatches: by bucket.
     """
     price, sharded = setup.prices.of, setup.strategy != "replicated"
-    # Loss, count and verdicts ride along in wide buckets (`gradients/layout.py`), or else travel by themselves.
+    # Loss, count and flags ride along in wide buckets (`gradients/layout.py`), or else travel by themselves.
     dtypes = {bucket[0].dtype for bucket in (work.buckets[0], work.buckets[-1])}
     has_hook = any(dispatch.encoding_s for dispatch in dispatches)
     rides = not sharded and not has_hook and setup.wire is None and dtypes <= {torch.float32, torch.float64}
@@ -184,14 +184,14 @@ def replay(step: Step, paces: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns when each of some steps in a row has ended, at its last rank, [num_steps].
 
     Args:
-        paces: what each rank computes in each step takes this many times as long, [num_steps, num_ranks].
+        paces: factors on each rank's computing in each step, [num_steps, num_ranks].
     """
     now, ends = np.zeros(paces.shape[1]), []
     for pace in paces:
         now = together(now + pace * step.before_s, step.opening_s)
         computed_s = done_s = total_s = taken_s = 0.0  # of backward; when the last launched bucket is complete
         for number, bucket in enumerate((*step.buckets, None)):
-            # The last bucket waits for the end of backward, because it carries what each rank has found in it.
+            # The last bucket waits for the end of backward, because it carries the flags of each rank.
             is_last = number >= len(step.buckets) - 1
             until_s = step.backward_s if bucket is None or is_last else max(bucket.ready_s, computed_s)
             share = min(MOST_TAKEN, taken_s / total_s) if step.shares_cores and total_s else 0.0
@@ -233,7 +233,7 @@ class Forecast:
         step_s: the mean of steps whose stragglers were drawn.
         computing_s: of a rank that is no straggler, without communication.
         encoding_s, network_s: of all buckets, hidden by backward or not.
-        exposed_s: what communication adds to computing; waiting_s: what stragglers add to both.
+        exposed_s: added to computing by communication; waiting_s: added to both by stragglers.
         link_bytes: that leave a host in a step.
         algorithm: by which the largest bucket is reduced.
     """
@@ -287,7 +287,7 @@ def forecast(work: Work, setup: Setup, dispatches: Sequence[Dispatch] | None = N
         exposed_s=even_s - computing_s,
         waiting_s=step_s - even_s,
         link_bytes=leaving(calls, len(setup.prices.hosts)),
-        algorithm=setup.prices.told(max(calls, key=lambda call: (call.operation == "all_reduce", call.nbytes)))[1],
+        algorithm=setup.prices.price(max(calls, key=lambda call: (call.operation == "all_reduce", call.nbytes)))[1],
     )
 
 

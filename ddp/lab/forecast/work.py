@@ -1,7 +1,7 @@
-"""Tells what a rank computes in a profiled step, and when each gradient is ready: medians, without its reductions.
+"""The work of a rank in a profiled step, and when each gradient is ready: medians, without its reductions.
 
-Note "samples". Forward, backward and reading grow with a rank's samples; update and the rest do not. What a smaller
-share costs more than in proportion is known once processes of that share were measured: then their profile is the work.
+Note "samples". Forward, backward and reading grow with a rank's samples; update and the rest do not. A smaller
+share may cost more than in proportion; once processes of that share were measured, their profile is the work.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Gradient(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Holds what one rank computes in a step.
+    """The work of one rank in a step.
 
     Attributes:
         num_samples: of the rank.
         before_s: until the backward begins that sends gradients.
-        update_s, other_s: of the optimizer, and of what is in no other part.
+        update_s, other_s: of the optimizer, and of the rest of the step.
         buckets: the gradients of each bucket, in the order in which they are ready.
-        spread: what ranks computed in a step ÷ the median, in the order of size.
+        spread: seconds of ranks in a step ÷ the median, in the order of size.
     """
 
     num_samples: float

@@ -1,1 +1,1 @@
-"""Says what each number of workers has bought: the report of a sweep, and `scale`, which runs a short one."""
+"""The speed-up of each number of workers: the report of a sweep, and `scale`, which runs a short one."""

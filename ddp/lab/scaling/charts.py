@@ -40,7 +40,7 @@ def parts_in(steps: Iterable[Mapping[str, float]]) -> list[str]:
 
 
 class Panel(NamedTuple):
-    """A chart: what it is called, what it says without the picture, and how it is drawn into axes."""
+    """A chart: its title, its text without the picture, and how it is drawn into axes."""
 
     title: str
     words: str
@@ -210,7 +210,7 @@ def svg(panel: Panel, name: str) -> str:
         text = svg_of(figure, name)
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<title>.*?</title>", "", text, flags=re.DOTALL)
-    return re.sub(r' id="[a-zA-Z0-9.]+_\d+"', "", text)  # what nothing refers to
+    return re.sub(r' id="[a-zA-Z0-9.]+_\d+"', "", text)  # ids without a reference
 
 
 def themed(picture: str) -> str:

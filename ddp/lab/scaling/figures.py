@@ -1,4 +1,4 @@
-"""Computes what each number of workers has bought: the figures of one number, of a series, and where more stop paying.
+"""Computes the speed-up of workers: the figures of one number, of a series, and from where more do not pay.
 
 The fewest workers, as a rule one, are the base: k times as many workers are ideal if they are k times as fast. A run
 has reached the target at its first evaluation that is as good (`runs.py`, note "time").
@@ -27,7 +27,7 @@ from ddp.train.reports.profile import PARTS, Profile
 
 
 class Waited(NamedTuple):
-    """Counts how often a rank was the one that the others waited for.
+    """Counts of how often a rank was the one that the others waited for.
 
     Attributes:
         share: of the buckets, in [0, 1], of which this rank's was ready last, by more than the clocks may be off.
@@ -88,7 +88,7 @@ Reason = Literal["speed", "target", "samples"]
 
 
 class Stop(NamedTuple):
-    """Says where more workers stop paying.
+    """The number of workers beyond which more do not pay.
 
     Attributes:
         last: the most workers that pay.
@@ -107,7 +107,7 @@ class Series:
 
     Attributes:
         batch: of all workers for "strong", of each for "weak".
-        settings: what sets the series apart from others of the sweep, by dotted name.
+        settings: those by which the series differs from others of the sweep, by dotted name.
         metric: the name of the main metric; "" if nothing was evaluated.
         target: of that metric; None if no run has it.
         goal: the efficiency that pays.
@@ -159,7 +159,7 @@ def _as_good(metric: float | None, target: float, higher_is_better: bool) -> boo
 
 
 def point_of(repeats: Sequence[Run], of_base: Sequence[Run], target: float | None) -> Point:
-    """Returns the figures of one number of workers, beside the repeats of the base."""
+    """Returns the figures of one number of workers, compared with the repeats of the base."""
     run, base = median_run(repeats), median_run(of_base)
     times = run.workers / base.workers
     rates, of_one = ([rate for each in runs for rate in each.window_rates] for runs in (repeats, of_base))

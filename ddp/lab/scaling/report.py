@@ -1,4 +1,4 @@
-"""Says what each number of workers of a sweep has bought, and where more stop paying (`ddp/lab/scaling/`).
+"""Reports the speed-up of each number of workers of a sweep, and from where more do not pay (`ddp/lab/scaling/`).
 
     python -m ddp train -m cluster.workers=1,2,4 sweep.name=mine
     python -m ddp report runs/mine              writes report.html, and report.md with pictures, into that folder
@@ -58,20 +58,20 @@ def run(options: argparse.Namespace) -> str:
     series, more = compare(runs, target=options.target, goal=options.goal_efficiency)
     notes += more
     if not series:
-        told = "".join(f"\n{note}" for note in notes)
+        listed = "".join(f"\n{note}" for note in notes)
         raise ConfigError(
             f"{options.sweep}: no two runs differ in the number of workers alone: make some, as with "
-            f"train -m cluster.workers=1,2{told}"
+            f"train -m cluster.workers=1,2{listed}"
         )
     sections = [section_of(each, options.price_per_worker_hour) for each in series]
-    said = [f"{section.title}\n  {section.verdict}" for section in sections]
+    lines = [f"{section.title}\n  {section.verdict}" for section in sections]
     if notes:
         sections.append(Section("Not shown", "", notes))
     try:
         write(options.sweep, f"What workers bought: {options.sweep.resolve().name}", sections)
     except OSError as error:
         raise ConfigError(f"{options.sweep}: {error.strerror}; make room there, or copy the sweep elsewhere") from error
-    return "\n".join([*said, *notes, f"{relative_path(options.sweep / 'report.html')}, report.md"])
+    return "\n".join([*lines, *notes, f"{relative_path(options.sweep / 'report.html')}, report.md"])
 
 
 def _finite(text: str) -> float:
@@ -212,7 +212,7 @@ def write(folder: Path, title: str, sections: Sequence[Section]) -> None:
     write_whole(folder / "report.html", html(title, sections, pictures))
 
 
-# --- Sections: what workers bought, in sentences and tables -----------------------------------------------------------
+# --- Sections: a series in sentences and tables ---------------------------------------------------------------------
 
 
 MORE_THAN_IDEAL = 1.15
@@ -224,7 +224,7 @@ class Section(NamedTuple):
 
     Attributes:
         verdict: the sentence that matters most; "" for none.
-        sentences: what has to be known besides.
+        sentences: further facts.
         panels: the charts.
         pays: more workers do, as far as they were measured.
     """
@@ -362,7 +362,7 @@ def metric_of(series: Series) -> str:
 
 
 def target_of(series: Series) -> str:
-    """Returns the target as it is shown, such as "98.33%"."""
+    """Returns the target as text, such as "98.33%"."""
     return metric_in_words(series.metric, series.target)
 
 
@@ -410,7 +410,7 @@ def _goal(series: Series, point: Point) -> str:
 
 
 def to_target(series: Series, price: float | None) -> Table:
-    """Returns the table of what the target, and the whole run, have cost. `price`: of a worker for an hour."""
+    """Returns the table of the costs of the target, and of the whole run. `price`: of a worker for an hour."""
 
     def priced(worker_seconds: float | None) -> str:
         return "" if price is None or worker_seconds is None else _amount(worker_seconds / 3600 * price)

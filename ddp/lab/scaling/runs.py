@@ -1,4 +1,4 @@
-"""Reads what the jobs of a sweep have left: the runs that are complete, and a sentence for each other job.
+"""Reads the runs of a sweep: those that are complete, and a sentence for each other job.
 
 Note "time". Time to a target is that of training steps: evaluations, checkpoints and the start do not count. It is the
 samples of each stretch between two logged steps ÷ its samples per second, as metrics.jsonl has them.
@@ -21,7 +21,7 @@ from ddp.train.checkpoints.checkpoint import flat
 from ddp.train.reports import profile as profiles
 from ddp.train.reports.profile import Profile, read_profile
 from ddp.train.reports.results import evaluations_in, read_metrics, read_summary
-from ddp.train.steps.callbacks import EARLY, MEASURED
+from ddp.train.steps.state import EARLY, MEASURED
 from ddp.train.steps.stopping import is_signal
 
 LEFT_BY_RUNS = ("config.yaml", "summary.json", "metrics.jsonl", RESULT)
@@ -93,7 +93,7 @@ class Run:
 
 
 def read_runs(sweep: Path, *, takes_one: bool = False) -> tuple[list[Run], list[str]]:
-    """Returns the runs in the folder of a sweep, and a sentence for whatever cannot be shown.
+    """Returns the runs in the folder of a sweep, and a sentence for each that cannot be shown.
 
     Args:
         takes_one: the folder may be that of a run.
@@ -180,14 +180,14 @@ def _summary(folder: Path) -> dict[str, Any]:
             raise ValueError("a number is below 1")
         rate = summary["samples_per_s"] or 0.0
     if is_signal(stopped := str(summary.get("stopped_by"))):
-        raise ConfigError(f"it was stopped by {stopped} after {summary.get('steps')} steps; go on with resume=auto")
+        raise ConfigError(f"it was stopped by {stopped} after {summary.get('steps')} steps; resume it with resume=auto")
     if rate <= 0:
         raise ConfigError("it has trained no step")
     return summary
 
 
 def _short(error: Exception, folder: Path) -> str:
-    """Returns the error's text, without the folder, which is named beside it, and without a remedy for one run."""
+    """Returns the error's text, without the folder, which the caller names, and without a remedy for one run."""
     return " ".join(str(error).replace(f"{folder}/", "").partition(". The checkpoints")[0].split()).rstrip(".")
 
 

@@ -1,10 +1,10 @@
-"""Measures in seconds what each number of workers buys: your own run on 1, 2, 4 … workers, one after another.
+"""Measures within seconds the speed-up of each number of workers: your own run on 1, 2, 4 … workers, one after another.
 
     python -m ddp scale model=resnet18 data=synthetic          strong scaling: they share the global batch
     python -m ddp scale batch.global_size='${per_worker:32}'   weak scaling: it grows with them
 
 Each number of workers is a job as of a sweep (`run/launch/jobs.py`). It ends after the seconds, with a profile, and
-without evaluation or checkpoint. So what is said is about speed alone; the report is that of any sweep.
+without evaluation or checkpoint. So it measures speed alone; the report is that of any sweep.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ REFUSED = {
     "cluster.spec": "is for training; here all workers are on this host",
     "cluster.task": "is for training; here all workers are on this host",
     "profile.seconds": "is given as --seconds",
-    "resume": "a run to be measured begins anew; leave it out",
+    "resume": "a run to be measured starts from scratch; leave it out",
     "sweep.parallel": "jobs that run at the same time slow each other down; leave it out",
     "trial": "has too few steps to be measured; leave it out",
 }
@@ -78,7 +78,7 @@ def main(words: Sequence[str]) -> int:
         given = [each for each in settings if not each.startswith("sweep.name=")]
         named = Job([each for each in settings if each not in given], Path()).settings.get("sweep.name", "null")
         name = time.strftime("scale-%Y-%m-%d_%H-%M-%S") if named in ("", "null") else named
-        from_plain({"sweep": {"name": name}})  # which refuses what is no name
+        from_plain({"sweep": {"name": name}})  # which refuses a wrong name
         folder = Path("runs", name).absolute()
         todo = jobs_for(given, folder, numbers=options.workers, seconds=options.seconds)
         try:
@@ -87,11 +87,11 @@ def main(words: Sequence[str]) -> int:
             stopped = jobs.run(iter(todo), folder, in_view=False)
         except OSError as error:
             raise unwritable(error.filename or folder, error) from error
-        status = tell(folder, given)
+        status = show(folder, given)
         if stopped is None:
             return status
         again = shlex.join([program(), "scale", *words, *([] if named == name else [f"sweep.name={quoted(name)}"])])
-        say(f"what is missing is measured by {again}", to=sys.stderr)
+        say(f"measure the missing runs by {again}", to=sys.stderr)
         return stopped
     raise AssertionError("bad input ends the process")
 
@@ -164,28 +164,28 @@ def _numbers(config: Config, asked: Sequence[int] | None) -> list[int]:
 
 
 def compares(configs: Sequence[Config]) -> list[str]:
-    """Returns in sentences what is compared, and where shares of the batch are unequal."""
+    """Returns sentences on the comparison, and on unequal shares of the batch."""
     batches = {config.cluster.workers: config.batch.global_size for config in configs}
     if len(set(batches.values())) == 1:
-        told = [f"Strong scaling: the workers share a global batch of {configs[0].batch.global_size}."]
+        sentences = [f"Strong scaling: the workers share a global batch of {configs[0].batch.global_size}."]
     else:
         each = ", ".join(f"{batch} for {counted(workers, 'worker')}" for workers, batch in batches.items())
-        told = [f"Weak scaling: the global batch grows with the workers, {each}."]
+        sentences = [f"Weak scaling: the global batch grows with the workers, {each}."]
     for workers, batch in batches.items():
         if batch % workers:
             largest = -(-batch // workers)
-            told.append(
+            sentences.append(
                 f"A batch of {batch} does not divide among {workers} workers: a step waits for the largest share, "
                 f"{largest}, so that their efficiency is at most {batch / (workers * largest):.0%}."
             )
-    return told
+    return sentences
 
 
-# --- what the jobs have left -----------------------------------------------------------------------------------------
+# --- results of the jobs ---------------------------------------------------------------------------------------------
 
 
-def tell(folder: Path, given: Sequence[str]) -> int:
-    """Prints what the jobs in a folder say, writes the report, and says what to ask next; returns the status.
+def show(folder: Path, given: Sequence[str]) -> int:
+    """Prints the results of the jobs in a folder, writes the report, and prints the next commands; returns the status.
 
     Args:
         given: the user's settings.
@@ -207,7 +207,7 @@ def tell(folder: Path, given: Sequence[str]) -> int:
 
 
 def _next_commands(folder: Path, series: Series, given: Sequence[str]) -> list[str]:
-    """Returns commands that say whether more workers learn as well, and what more of them than here would buy."""
+    """Returns commands that find out whether more workers learn as well, and forecast the speed-up of still more."""
     points, whole_run = series.points, f"{folder.name}-whole"
     most = points[-1].workers
     workers = f"cluster.workers={','.join(str(point.workers) for point in points)}"

@@ -45,7 +45,6 @@ from ddp.gradients.hook import Hook
 from ddp.gradients.layout import Layout, bucket_limits
 from ddp.gradients.totals import Totals
 from ddp.replica.autograd import uncompiled
-from ddp.replica.backward import State
 from ddp.replica.broadcast import BufferSync, Mode, broadcast_state, check_trainable, sending
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.drop_in import in_backward, torch_names
@@ -181,7 +180,7 @@ class DistributedDataParallel(BucketedDataParallel):
     @uncompiled
     def _begin(self, layout: Layout, adds_to_all: bool, *, if_reached: bool = False) -> bool:
         has_begun = super()._begin(layout, adds_to_all, if_reached=if_reached)
-        if not has_begun and self.backward.state is not State.RUNNING:
+        if not has_begun and not self.backward.is_running:
             torch_names.check_engine(in_backward=True)
         return has_begun
 
@@ -276,7 +275,7 @@ class DistributedDataParallel(BucketedDataParallel):
         self._stepper = self.backward.stepper = in_backward.StepInBackward(make_optimizer)
 
     @property
-    def steps_in_backward(self) -> bool:
+    def steps_in_backward(self) -> bool:  # type: ignore[override]
         """Returns True once `step_in_backward` was called."""
         return isinstance(self._stepper, in_backward.StepInBackward)
 

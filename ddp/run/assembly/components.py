@@ -45,12 +45,11 @@ from ddp.run.settings.choices import Loading
 from ddp.run.settings.config import Config
 from ddp.run.settings.groups import DataFiles
 from ddp.strategies.choice import wrapped
-from ddp.train.checks.supervision import Guard
-from ddp.train.checks.watcher import Watch
 from ddp.train.reports.profiler import Profiler
 from ddp.train.reports.trackers import CSV, MLflow, TensorBoard, Tracker, WandB, refuse_twice
-from ddp.train.steps.callbacks import EMA, Callback, EarlyStopping
-from ddp.train.tasks.task import ByteModel, Classification, LanguageModel, LossFunction, Regression, Task, as_task
+from ddp.train.steps.state import EMA, Callback, EarlyStopping
+from ddp.train.steps.task import ByteModel, Classification, LanguageModel, LossFunction, Regression, Task, as_task
+from ddp.train.supervision import Guard, Watch
 from ddp.units import counted
 
 _NUM_TRIED = 100  # samples, of which one must be readable

@@ -45,14 +45,14 @@ from ddp.strategies.region import refuse_kept
 from ddp.train.arguments import FitArguments
 from ddp.train.checkpoints.checkpoint import check_optimizer
 from ddp.train.checkpoints.checkpoint_store import ANOTHER, check_fits, checkpoints_of, load, resume_from
-from ddp.train.evaluation.sidecar import results_of_sidecar
 from ddp.train.fit import train
 from ddp.train.reports.profile import FILE
 from ddp.train.reports.report import draw_curves, print_summary
 from ddp.train.reports.results import read_summary, write_summary
-from ddp.train.steps.callbacks import EARLY, MEASURED
+from ddp.train.sidecar import results_of_sidecar
+from ddp.train.steps.state import EARLY, MEASURED
 from ddp.train.steps.stopping import StopFlag
-from ddp.train.tasks import ngram
+from ddp.train.steps.task import ngram_bits_per_byte, xz_bits_per_byte
 
 # ------------------------------------------------------------------------------------------- the three entry points
 
@@ -244,10 +244,10 @@ def _yardsticks() -> Mapping[str, float]:
     text = corpus()
     orders = {"bigram": 2, "trigram": 3, "5-gram": 5}
     found = {
-        f"yardstick_{name}": ngram.ngram_bits_per_byte(text.train, text.held_out, order=order)
+        f"yardstick_{name}": ngram_bits_per_byte(text.train, text.held_out, order=order)
         for name, order in orders.items()
     }
-    return {**found, "yardstick_xz": ngram.xz_bits_per_byte(text.train, text.held_out)}
+    return {**found, "yardstick_xz": xz_bits_per_byte(text.train, text.held_out)}
 
 
 def _written_by(config: Config, run_dir: Path) -> str:

@@ -17,7 +17,7 @@ workers and prints the root cause last.
 | trained                                | 0      |                                        |
 | a worker failed or was killed          | 1      | `describe_failures`                    |
 | bad input                              | 2      | `run_folder.prepare`, `translated`     |
-| it did not learn, or became slow, and  | 3      | `ddp/train/checks/watcher.py`; the workers    |
+| it did not learn, or became slow, and  | 3      | `ddp/train/supervision.py`; the workers    |
 | watch.action=stop                      |        | agree, save and exit with 0            |
 | Ctrl-C, or SIGINT to any worker        | 130    | the workers agree, save and exit with  |
 | SIGTERM, to the parent or any worker   | 143    | 0; the parent ends with this status    |
@@ -491,8 +491,8 @@ def exit_with_error(message: str) -> NoReturn:
 def train(config: Config, run_dir: Path) -> int:
     """Starts the workers of a prepared run, waits, and prints how it ended; returns the status (see the table)."""
     from ddp.run.assembly.stages import finish
-    from ddp.train.checks.watcher import WATCH
-    from ddp.train.evaluation.sidecar import has_ended, wait_for
+    from ddp.train.sidecar import has_ended, wait_for
+    from ddp.train.supervision import WATCH
 
     cluster = config.cluster
     digest = hashlib.sha256(settings_text(config).encode()).hexdigest()

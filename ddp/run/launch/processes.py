@@ -109,7 +109,7 @@ def _children() -> list[int]:
 
 # --- The side-car ----------------------------------------------------------------------------------------------------
 #
-# The side-car of a run (`ddp/train/evaluation/sidecar.py`) runs beside its workers, on a core that they leave.
+# The side-car of a run (`ddp/train/sidecar.py`) runs beside its workers, on a core that they leave.
 #
 #     cores 0 1 2 3, three workers × one thread     0 1 2  workers          3  side-car
 #     cores 0 1, two workers                        0 1    workers, and the side-car where they wait: it is told

@@ -72,7 +72,7 @@ def _note_start(
     config: Config, run_dir: Path, position: Mapping[str, Any] | None, dealt: Mapping[str, Any] | None
 ) -> None:
     """Adds a line to starts.jsonl, from which `commands/where.py` knows the settings of every step."""
-    from ddp.train.reports.starts import note_start  # torch, which is imported by now
+    from ddp.train.reports.history import note_start  # torch, which is imported by now
 
     start = {"folder": str(Path.cwd()), "position": position, "settings": asdict(config), "dealt": dealt}
     note_start(run_dir, start, goes_on=config.resume != "none")
@@ -118,7 +118,7 @@ def continued(config: Config, overrides: Sequence[str], run_dir: Path) -> Config
 
 def forget_trial(run_dir: Path) -> None:
     """Removes what says that a run is here, so that a run, or the next trial, may have the folder's name."""
-    from ddp.train.reports.starts import STARTS
+    from ddp.train.reports.history import STARTS
 
     for name in ("config.yaml", STARTS):
         (run_dir / name).unlink(missing_ok=True)

@@ -123,7 +123,7 @@ def train_as(
         leave(status)
     if rank == 0:
         from ddp.run.assembly.stages import finish
-        from ddp.train.evaluation.sidecar import is_followed, wait_for
+        from ddp.train.sidecar import is_followed, wait_for
 
         if config.evaluate.by == "sidecar":
             wait_for(run_dir, partial(is_followed, run_dir), within_s=config.evaluate.wait_s)

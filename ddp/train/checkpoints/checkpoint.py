@@ -6,14 +6,14 @@
     schedule.pt    the state of torch's learning-rate scheduler, if there is one
     position.pt    step and sampler position: global numbers, valid at any world size
     slots.pt       "random": by rank, the states of its generators
-    hook.pt        what a hook has not sent yet, if there is one (`gradients/compression.py`)
+    hook.pt        gradients that a hook has not sent yet, if there is one (`gradients/compression.py`)
     local_sgd.pt   of strategy=local_sgd: the momentum of the common parameters
-    own.pt         by rank what differs from rank 0's: its buffers, and of strategy=local_sgd its optimizer state
+    own.pt         by rank the state that differs from rank 0's: buffers, and of strategy=local_sgd its optimizer state
     callbacks.pt   the states of callbacks, and loss.pt, of the loss (`extra_state.py`)
     meta           the identity of the run (below); readable without loading a tensor
 
 The identity is everything that the bits of the result depend on, apart from the code. A resumed run compares it with
-its own and says what has changed. If nothing has, the run continues as if it had never stopped, bit by bit.
+its own and logs what has changed. If nothing has, the run continues as if it had never stopped, bit by bit.
 
 The generators' states are dropped when the world size changes. Training itself draws from keyed streams
 (`process/streams.py`), so only code of the user's own needs them.
@@ -58,11 +58,10 @@ from ddp.train.checkpoints.checkpoint_store import (
 )
 from ddp.train.checkpoints.extra_state import ExtraState, plain
 from ddp.train.checkpoints.moved import translated
-from ddp.train.steps.callbacks import MEASURED, Callback
-from ddp.train.steps.state import StepReport, TrainState
+from ddp.train.steps.state import MEASURED, Callback, StepReport, TrainState
 
 FREE = ("world_size", "all_reduce", "buckets", "strategy")
-"""Of a run's identity, what the bits do not depend on with `same_bits`."""
+"""Keys of a run's identity on which the bits do not depend with `same_bits`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +158,8 @@ def read_checkpoint(comm: Communicator, path: Path, module: nn.Module) -> Stored
 
     Its names are those of this module, also if an earlier version wrote what torch.compile puts into them.
 
-    What a hook has kept, and what other ranks have of their own, stay on rank 0, because they may be larger than the
-    model. All else goes to the memory of the CPU, because a GPU need not have room for it beside the model.
+    The state of a hook and the other ranks' own states stay on rank 0, because they may be larger than the model. All
+    else goes to the memory of the CPU, because a GPU may have no room for a second model.
 
     Raises:
         CheckpointError: there is none, or none is whole; on every rank.
@@ -196,14 +195,14 @@ def weights_of(checkpoint: StoredCheckpoint, *, averaged: bool = True) -> dict[s
 
 
 def _averages_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns parameters and buffers of the model from what `EMA.state_dict` has returned."""
+    """Returns parameters and buffers of the model from a state of `EMA.state_dict`."""
     prefix = "module."
     named = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
     return {name: value for name, value in named.items() if not is_extra(name)}  # which is the copy's own
 
 
 def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mapping[str, Any]) -> None:
-    """Continues from a checkpoint, and says what has changed since it was saved.
+    """Continues from a checkpoint, and logs the changes since it was saved.
 
     The optimizer's state is the checkpoint's. So are its settings (rates, decay, …), of which some change in training;
     but those that this run begins with another value of are the run's own.
@@ -257,7 +256,7 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
     if changed and state.comm.rank == 0:
         log.warning("the bits of the result may differ from an uninterrupted run: %s", "; ".join(changed))
     if {*meta.all_reduce_choices.values()} <= set(state.comm.plan.algorithms()):
-        state.comm.plan.pin(meta.all_reduce_choices)  # what "auto" chose then; on another layout it chooses anew
+        state.comm.plan.pin(meta.all_reduce_choices)  # the choices of "auto"; on another layout it chooses again
     if meta.gradient_order is not None:
         state.model.adopt_gradient_order(meta.gradient_order)  # the same buckets, because a ring's bits depend on them
     _restore_hook(checkpoint, state)
@@ -283,14 +282,14 @@ def _base_rates(
 
 
 def _restore_hook(checkpoint: StoredCheckpoint, state: TrainState) -> None:
-    """Gives the hook what it has kept. If it is another hook, it begins with nothing, and rank 0 says so."""
+    """Restores the state of the hook. Another hook starts without one, and rank 0 warns."""
     compression = state.model.compression
     then, now = _meta_of(checkpoint).hook, None if compression is None else compression.name
     if then == now and compression is not None:
         compression.load_state_dict(checkpoint.parts.get("hook"))
     elif then is not None and state.comm.rank == 0:
         log.warning(
-            "%s was taken with the hook %s, and this run has %s: what that one has not sent yet is lost",
+            "%s was taken with the hook %s, and this run has %s: gradients that the first has not sent are lost",
             *(checkpoint.path, then, now or "none"),
         )
 
@@ -386,7 +385,7 @@ class Checkpointer(Callback):
     the best.
 
     Args:
-        callbacks: told of each checkpoint.
+        callbacks: whose `checkpoint_saved` runs after each checkpoint.
     """
 
     def __init__(
@@ -426,7 +425,7 @@ class Checkpointer(Callback):
             self._save(state)
 
     def scored(self, state: TrainState) -> None:
-        """Saves what has waited for an evaluation, or was saved when the run stopped, and not yet scored."""
+        """Saves a checkpoint that waits for an evaluation, or one that a stop has saved without a score."""
         if self._due or self._saved_step == state.step:
             self._save(state)
 

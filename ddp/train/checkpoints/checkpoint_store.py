@@ -1,4 +1,4 @@
-"""A checkpoint on the disk: what its folder holds, how it is found, verified and loaded, and how it is written.
+"""A checkpoint on the disk: the files in its folder; how it is found, verified and loaded, and how it is written.
 
     checkpoints/
         step-00000120/            one checkpoint
@@ -11,7 +11,7 @@
 
 The last checkpoint is the one that was saved last (`order` counts saves), not the one of the greatest step, because a
 run may go back to an earlier checkpoint. If a checkpoint has been moved aside as .old-… and its successor is missing,
-the .old-… is taken. Readers write nothing, so they may run beside the writer.
+the .old-… is taken. Readers write nothing, so they may run at the same time as the writer.
 
 Cost: one pass of SHA-256 over the bytes (about 1 s per 2 GB) on top of reading or
 writing.
@@ -70,7 +70,7 @@ class StoredCheckpoint:
         step: committed steps at the time.
         path: its folder.
         score: the figure that decides which one is the best, if there was one.
-        meta: JSON values that were saved beside the parts.
+        meta: JSON values that were saved with the parts.
         parts: name to content, tensors on the CPU.
     """
 
@@ -263,7 +263,7 @@ def _read_manifest(folder: Path) -> Manifest:
 def read(folder: Path, wanted: Wanted = None) -> StoredCheckpoint:
     """Verifies all parts of a checkpoint, and loads those that are wanted; None for all.
 
-    All files are opened before one is read: what is removed meanwhile, or put in their place, makes no difference.
+    All files are opened before one is read, so it does not matter if they are removed or replaced meanwhile.
 
     Raises:
         CheckpointError: what is wrong with it.
@@ -313,7 +313,7 @@ def cause_of(error: Exception) -> str:
 def check_fits(weights: Mapping[str, Any], module: nn.Module, *, source: Path | str) -> None:
     """Raises CheckpointError, naming the first difference, unless `weights` has the module's keys and shapes.
 
-    What a layer's `get_extra_state` has returned may be anything, and only the layer can judge it.
+    A value that a layer's `get_extra_state` has returned may be anything, and only the layer can check it.
     """
     own = module.state_dict()
     for name, value in own.items():
@@ -328,18 +328,18 @@ def check_fits(weights: Mapping[str, Any], module: nn.Module, *, source: Path | 
 
 
 def is_extra(name: str) -> bool:
-    """Returns True for a name that torch gives to what a layer's `get_extra_state` returns."""
+    """Returns True for the name under which torch saves the value of a layer's `get_extra_state`."""
     return name.endswith("_extra_state")
 
 
 def shape_or_type(value: Any) -> list[int] | str:
-    """Returns a tensor's shape, or what another value is."""
+    """Returns a tensor's shape, or the type of another value."""
     return list(value.shape) if isinstance(value, Tensor) else f"({type(value).__name__})"
 
 
 # ------------------------------------------------------------------------ writing: whole or absent, pruned when written
 #
-# What a save does, and why a process killed between any two lines leaves a valid checkpoint behind:
+# The steps of a save, and why a process that is killed between any two of them leaves a valid checkpoint behind:
 #
 #     write     parts and manifest into .tmp-..., each flushed to the disk     killed: the next save removes .tmp-...
 #     publish   rename to step-..., flush the parent                           atomic
@@ -412,7 +412,7 @@ class CheckpointStore:
             return hold(self.folder)
 
     def _sweep(self) -> None:
-        """Removes what killed saves left, and restores what they were about to replace."""
+        """Removes the files of killed saves, and restores the checkpoints that they were replacing."""
         for leftover in self.folder.glob(".tmp-*"):
             _remove(leftover)
         for old in self.folder.glob(".old-*"):
@@ -435,7 +435,7 @@ class CheckpointStore:
         }
         manifest = json_object(to_json(manifest))  # as a reader will see it
         manifest["sha256"] = digest(manifest)
-        made(Manifest, manifest)  # which refuses what no reader would take
+        made(Manifest, manifest)  # which refuses a manifest that no reader would accept
         write_whole(folder / MANIFEST, to_json(manifest, indent=1))
 
     def _publish(self, temporary: Path, path: Path) -> None:
@@ -522,7 +522,7 @@ def _write_part(folder: Path, name: str, content: object) -> dict[str, Any]:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Turns a refusal of the file system into an error that names what was being saved."""
+    """Turns an error of the file system into one that names the part that was being saved."""
     try:
         yield
     except CheckpointError as error:

@@ -1,13 +1,13 @@
-"""Saves and restores what a run has besides model and optimizer: the state of callbacks, and of a loss.
+"""Saves and restores the state of a run besides model and optimizer: that of callbacks, and of a loss.
 
     callbacks.pt   by name ("EMA", or "EMA 2" for the second one of that class): its `state_dict` on rank 0
     loss.pt        by rank: the values of a loss that is a module, or holds one, that have changed since the run began
 
 A value of the loss that has not changed, such as class weights, is the program's own, also when the run is resumed. A
 rank's loss sees this rank's samples alone, so its values differ between ranks. If they do not, or if the world size
-changes, all ranks go on from those of rank 0.
+changes, all ranks continue from those of rank 0.
 
-Whatever has a state that a checkpoint cannot hold is warned of before the first step.
+The run warns before its first step of each state that a checkpoint cannot hold.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ from ddp.data.loading.source import digest_of
 from ddp.errors import CheckpointError, ConfigError
 from ddp.process.terminal import log
 from ddp.train.checkpoints.checkpoint_store import cause_of
-from ddp.train.steps.callbacks import EMA, Callback
-from ddp.train.steps.state import TrainState
-from ddp.train.tasks.task import Task, name_of
+from ddp.train.steps.state import EMA, Callback, TrainState
+from ddp.train.steps.task import Task, name_of
 
 
 class ExtraState(Callback):
@@ -112,7 +111,7 @@ class ExtraState(Callback):
                 self._warn_once(comm, f"{name} {key}", f"{key} of the loss is in no checkpoint ({why})")
         return changed
 
-    # --- what a resumed run finds ------------------------------------------------------------------------------------
+    # --- the states in a checkpoint -----------------------------------------------------------------------------------
 
     def _load_callbacks(self, states: Mapping[str, Any], state: TrainState) -> None:
         comm = state.comm
@@ -122,7 +121,7 @@ class ExtraState(Callback):
                     put_back(self._settings, state.optimizer)  # a scheduler begins by writing its first rates there
                 callback.load_state_dict(states[name])
             elif callback.state_dict():
-                self._warn_once(comm, name, f"the checkpoint has no state of {name}, which begins anew")
+                self._warn_once(comm, name, f"the checkpoint has no state of {name}, which starts from scratch")
         for name in states.keys() - self._callbacks:
             self._warn_once(comm, name, f"the checkpoint has a state of {name}, but this run has no such callback")
 
@@ -140,7 +139,7 @@ class ExtraState(Callback):
                     reason = " ".join(str(error).split())
                     raise CheckpointError(f"the checkpoint is of a run with another loss: {reason}") from error
 
-    # --- what would be lost ------------------------------------------------------------------------------------------
+    # --- states that no checkpoint has --------------------------------------------------------------------------------
 
     def _warn_of_what_is_lost(self, state: TrainState) -> None:
         comm = state.comm
@@ -187,7 +186,7 @@ def named(callbacks: Iterable[Callback]) -> dict[str, Callback]:
 
 
 def stateful_parts(task: Task) -> dict[str, Any]:
-    """Returns the task itself if it has a state, or else what it holds that has one, by the name of the attribute."""
+    """Returns the task itself if it has a state, or else its attributes that have one, by name."""
     if has_state(task):
         return {"": task}
     held = {name: getattr(each, "__self__", each) for name, each in vars(task).items()}  # of a method, its object

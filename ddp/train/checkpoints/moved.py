@@ -1,6 +1,6 @@
-"""Says where a setting has gone: keys and arguments that older versions had; and what words of other libraries mean.
+"""Maps old names to new ones: keys and arguments of older versions, and words of other libraries.
 
-Files of a run that were written before hold the old keys; `translated` brings them up to date, wherever one is read:
+Older files of a run hold the old keys; `translated` brings them up to date, wherever one is read:
 `config.yaml`, `starts.jsonl`, and the identity in a checkpoint.
 """
 
@@ -34,13 +34,14 @@ VALUES: dict[str, dict[Any, Any]] = {
 """New key → old value → new value."""
 
 GONE = ("loader.cache",)
-"""Keys of files that nothing reads any more; a command line that has one is told so (`errors.py::CALLED_ELSEWHERE`)."""
+"""Keys of files that nothing reads any more; on a command line they are an error (`errors.py::CALLED_ELSEWHERE`)."""
 
 
 def translated(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a tree of settings, or an identity, with the keys and values of today.
 
-    An old key beside today's stays, to be refused: files have one of the two, and a command line has defaults already.
+    If an old key and today's are both there, the old one stays, to be refused: a file has one of the two, and a command
+    line has defaults already.
     """
     tree = {key: dict(value) if isinstance(value, Mapping) else value for key, value in plain.items()}
     for old in GONE:
@@ -70,16 +71,16 @@ def _holder(tree: dict[str, Any], key: str) -> tuple[dict[str, Any] | None, str]
 
 # --- Words of other libraries, and of older versions -----------------------------------------------------------------
 #
-# A reader who types `ddp.fit(…, batch_size=64)`, `scripts/ddp train batch_size=64` or `ddp.launch(train, nprocs=2)` is
-# told the word that belongs there. A misspelt word needs no row, because the nearest word is told anyway.
+# For `ddp.fit(…, batch_size=64)`, `scripts/ddp train batch_size=64` or `ddp.launch(train, nprocs=2)` the error names
+# the word that belongs there. A misspelt word needs no row, because errors name the nearest word anyway.
 
 
 class Meaning(NamedTuple):
-    """Tells what a word is called here in three places; "" where it has no name of its own.
+    """The name of a foreign word in three places; "" where it has none.
 
     Attributes:
         setting: key on the command line.
-        fit: argument of `ddp.fit`, or of one of its policies; or what to say there.
+        fit: argument of `ddp.fit`, or of one of its policies; or the remedy as text.
         launch: argument of `ddp.launch`.
     """
 
@@ -98,7 +99,7 @@ _CONVERTED = "give ddp.SyncBatchNorm.convert(model) as the model"
 _APPLIED = "give data that apply it, such as ddp.data.Transformed(samples, transform)"
 _RANKS = (
     'say ddp.BucketedDataParallel(model, comm=…) as the model; with strategy="sharded", '
-    "reducer=ddp.strategies.Sharded.reducer beside it"
+    "reducer=ddp.strategies.Sharded.reducer, too"
 )
 _COMPARED = (
     "say callbacks=[…] with a ddp.Callback that returns them in state_dict, and compares them in load_state_dict, "
@@ -164,7 +165,7 @@ _BATCHES = ("order", "sharding", "num_shards", "micro_size", "skip_steps", "unev
 
 
 def meant_for_fit(name: str) -> str:
-    """Returns the argument that is meant by one that `ddp.fit` does not have, or what to say; "" if that is unknown."""
+    """Returns the argument that is meant by one that `ddp.fit` does not have, or a remedy; "" if neither is known."""
     word = meaning(name).fit or name
     if word in _BATCHES:
         return f"say batches=ddp.Batches({word}=…)"

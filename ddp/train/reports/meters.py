@@ -3,10 +3,10 @@
     Throughput      samples per second, and shares of a step's time
     NoiseScale      the gradient noise scale, from the squared norms of gradients of parts of a batch
     Usage           processor, memory and device of each rank, and samples per second of its own time
-    EpochCheck      the samples of an epoch, against what its order promises
+    EpochCheck      the samples of an epoch, compared with its order
     MetricsFile     a line of all of these every few steps, and one for each evaluation
 
-Ranks measure alike, and rank 0 writes.
+All ranks measure, and rank 0 writes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from ddp.process.files import lines_of, to_append, write_whole
 from ddp.process.memory import resident_bytes
 from ddp.process.records import json_object, to_json
 from ddp.process.terminal import log
-from ddp.train.steps.callbacks import Callback
-from ddp.train.steps.state import StepReport, TrainState
+from ddp.train.steps.state import Callback, StepReport, TrainState
 
 
 class Throughput(Callback):
@@ -53,7 +52,7 @@ class Throughput(Callback):
 
     @property
     def shares(self) -> dict[str, float]:
-        """Returns the shares of a step's time, in [0, 1]: computing is what is not waiting."""
+        """Returns the shares of a step's time, in [0, 1]: all time but waiting is computing."""
         total = self.step_s or 1.0
         compute_s = max(0.0, self.step_s - self.wait_s - self.data_s)
         seconds = {"compute_fraction": compute_s, "wait_fraction": self.wait_s, "data_fraction": self.data_s}
@@ -79,7 +78,7 @@ class Throughput(Callback):
 
 DECAY = 0.98  # of the weight of a measurement, per measurement: the last 50 count
 DECAY_OF_UNIT = 0.8
-FEWEST = 10  # measurements before anything is said
+FEWEST = 10  # measurements before there is an estimate
 
 
 class Estimate(NamedTuple):
@@ -87,7 +86,7 @@ class Estimate(NamedTuple):
 
     Attributes:
         scale, error: the noise scale, and its standard error; None where ‖G‖² does not stand out of the noise.
-        above: there, what the noise scale is larger than.
+        above: there, a lower bound of the noise scale.
     """
 
     scale: float | None
@@ -178,17 +177,17 @@ class NoiseScale(Callback):
         return max(1.0, self._weight**2 / squares - 1)
 
 
-# --- What each rank uses of its host ----------------------------------------------------------------------------------
+# --- Resources that each rank uses ------------------------------------------------------------------------------------
 #
 # logging step   10     20     30     40      …
-# gathered        x                    x            once a second, in words of steps, so that all ranks do the same
+# gathered        x                    x            once a second, counted in steps, so that all ranks do the same
 
 
 EVERY_S = 1.0
 
 
 class Usage:
-    """Gathers what each rank has used since the last time.
+    """Gathers the resources that each rank has used since the last time.
 
     The figures of all ranks travel together, about once a second and at logging steps alone: where one is to follow,
     every rank knows from what was gathered.
@@ -244,7 +243,7 @@ def _of_device(device: torch.device) -> dict[str, float]:
 
 
 class EpochCheck(Callback):
-    """Compares each epoch with what its order promises: number, sum and exclusive or of the numbers of its samples.
+    """Compares each epoch with its order: number, sum and exclusive or of the numbers of its samples.
 
     That costs 15 µs a step and one message an epoch. An order of this package cannot fail it; one of the user's own, or
     a sharding function, can.
@@ -292,12 +291,12 @@ class Meters(NamedTuple):
 class MetricsFile(Callback):
     """Appends to metrics.jsonl on rank 0: one object per logged step, per evaluation, and per report of the test set.
 
-    A resumed run first drops what lies beyond its checkpoint, because those steps are about to happen again. A run that
+    A resumed run first drops the lines beyond its checkpoint, because those steps are about to happen again. A run that
     is complete already reports the same once more, which is not written twice.
 
     Args:
         path: of the file; None: nothing is written.
-        callbacks: told of each object.
+        callbacks: whose `logged` runs with each object.
     """
 
     def __init__(self, path: Path | None, meters: Meters, *, every: int, callbacks: Sequence[Callback] = ()) -> None:

@@ -1,8 +1,8 @@
-"""Says where the time of a step goes, on each rank: the form of RUN_DIR/profile.json.
+"""The time of a step by parts, on each rank: the format of RUN_DIR/profile.json.
 
     data            the rank waits for samples
-    forward, backward, update        it computes; backward without what is exposed of the reductions
-    communication   it waits for bytes: what backward has not hidden, and collectives outside of it
+    forward, backward, update        it computes; backward without the exposed part of the reductions
+    communication   it waits for bytes: reductions that backward has not hidden, and collectives outside of it
     wait            it waits for another rank that has not reached the collective yet
     other           Python between the parts; callbacks run between the steps, and are in none
 
@@ -60,9 +60,9 @@ class BucketTimes:
     done_s: float
 
 
-def bucket_times(told: Mapping[str, Any]) -> BucketTimes:
-    """Returns the times of a bucket from what `logging_data()` has of it, which is more."""
-    return BucketTimes(**{name: told[name] for name in BucketTimes.__dataclass_fields__})
+def bucket_times(logged: Mapping[str, Any]) -> BucketTimes:
+    """Returns the times of a bucket out of its `logging_data()`, which has more."""
+    return BucketTimes(**{name: logged[name] for name in BucketTimes.__dataclass_fields__})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class RankStep:
 
 @dataclass(frozen=True, kw_only=True)
 class ClockOffset:
-    """Says what is added to a rank's clock to get that of rank 0, and how far off that may be."""
+    """The offset from a rank's clock to that of rank 0, and how far off it may be."""
 
     offset_s: float
     error_s: float
@@ -211,7 +211,7 @@ def _check(profile: Profile) -> None:
 #
 #     exposed     the rank's own thread (on a GPU, its stream) is in a collective, or waits for one in the background
 #                   wait             … and the collective has begun here, and not on all ranks yet
-#                   communication    … all the rest of it, with what a hook computes
+#                   communication    … the rest of it, also the computation of a hook
 #     a phase     data, forward, backward, update: as far as it is not exposed
 #     other       neither
 #
@@ -244,7 +244,7 @@ class CallTimes(NamedTuple):
 
 
 class RawStep(NamedTuple):
-    """Holds what one rank has noted in one step, by one clock.
+    """The record of one rank in one step, by one clock.
 
     Attributes:
         exposed: when its thread was in a collective, or waited for one.

@@ -1,14 +1,14 @@
-"""`ddp.Profiler` finds out where the time of a step goes, and leaves it in the run's folder.
+"""`ddp.Profiler` measures where the time of a step goes, and writes it into the run's folder.
 
     step 1 … 5           warm-up: buckets are planned, links are measured, caches fill
-    step 6 … 5 + n       each rank notes phases, calls and waits             → profile.json
+    step 6 … 5 + n       each rank records phases, calls and waits           → profile.json
     the n after those    torch's profiler records each operation             → traces/rank-R.json
 
 Steps count from where the run begins or resumes. The traces are of steps of their own, because recording each operation
 takes time, which would be counted. The other steps are as without a profiler.
 
-With `seconds` the run is there to be measured, and ends after them. The steps that are noted are spread evenly over
-that time: as soon as there are 2 n, every other one is dropped, and from then on half as many are noted.
+With `seconds` the run is there to be measured, and ends after them. The recorded steps are spread evenly over
+that time: as soon as there are 2 n, every other one is dropped, and from then on half as many are recorded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from ddp.process.clock import now_s
 from ddp.process.files import if_possible
 from ddp.process.memory import available_cores
 from ddp.process.terminal import log
-from ddp.replica.bucketed import BucketedDataParallel
 from ddp.train.reports.profile import (
     FILE,
     VERSION,
@@ -45,8 +44,7 @@ from ddp.train.reports.profile import (
     spans_of,
 )
 from ddp.train.reports.traces import FOLDER, STEP_RANGE, Trace, between, compare_clocks
-from ddp.train.steps.callbacks import MEASURED, Callback
-from ddp.train.steps.state import StepReport, TrainState, unmeasured
+from ddp.train.steps.state import MEASURED, Callback, StepReport, TrainState, unmeasured
 
 WARM_UP = 5
 LEAST = 3
@@ -129,7 +127,7 @@ class Profiler(Callback):
             self._trace.stop()
 
     def _leave(self, state: TrainState) -> None:
-        """Writes what was found out. Collective."""
+        """Writes profile.json and traces. Collective."""
         self._is_over, comm, run_dir = True, state.comm, state.run_dir
         assert run_dir is not None
         if self._trace is not None:
@@ -150,7 +148,7 @@ class Profiler(Callback):
 def _noted(state: TrainState, report: StepReport, raw: RawStep) -> dict[str, Any]:
     """Returns this rank's record of a step, in plain values."""
     model = state.model
-    last = model.logging_data() if isinstance(model, BucketedDataParallel) else {"buckets": []}
+    last = model.logging_data()
     return {
         "raw": raw,
         "step": report.step,
@@ -185,7 +183,6 @@ def _step(ranks: Sequence[dict[str, Any]], clocks: Sequence[ClockOffset]) -> lis
 
 def _profile(state: TrainState, steps: list[list[RankStep]], clocks: list[ClockOffset], cores: list[int]) -> Profile:
     model, comm = state.model, state.comm
-    in_background = isinstance(model, BucketedDataParallel) and model.overlaps
     return Profile(
         version=VERSION,
         model=type(model.module).__name__,
@@ -200,7 +197,7 @@ def _profile(state: TrainState, steps: list[list[RankStep]], clocks: list[ClockO
         hook=None if model.compression is None else repr(model.compression.hook),
         wire=model.wire,
         algorithm=comm.plan.describe(),
-        runs="in the background" if in_background else "in the foreground",
+        runs="in the background" if model.overlaps else "in the foreground",
         clock=clocks,
         steps=steps,
     )
@@ -217,10 +214,10 @@ Moment = Any  # a float, or an event
 
 
 class Recording:
-    """Notes what this rank does between `begin` and `end`.
+    """Records phases, calls and waits of this rank between `begin` and `end`.
 
     Args:
-        comm: its calls are noted; its device says how moments are taken.
+        comm: its calls are recorded; its device says how moments are taken.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -249,7 +246,7 @@ class Recording:
         self._comm.history.recorder = self
 
     def end(self) -> RawStep | None:
-        """Notes no more. Returns what was noted of the step, with times on this process's clock; None without one."""
+        """Ends the recording. Returns the record of the step, with times on this process's clock; None without one."""
         self._comm.history.recorder = None
         if self._is_on_gpu:
             self._synchronise()
@@ -269,7 +266,7 @@ class Recording:
                 exposed.append(times)
         return RawStep(step.began_s, step.ended_s, phases, calls, exposed)
 
-    # --- what is told ------------------------------------------------------------------------------------------------
+    # --- what is recorded --------------------------------------------------------------------------------------------
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

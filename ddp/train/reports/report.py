@@ -1,4 +1,4 @@
-"""Shows a run: the progress bar and the last word after a signal; then summary.json, curves.png, and the table."""
+"""Shows a run: the progress bar, and a note after a signal; then summary.json, curves.png, and the table."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from ddp.process.terminal import console as terminal_console
 from ddp.process.terminal import log, say
 from ddp.train.reports.meters import Meters, Throughput
 from ddp.train.reports.results import evaluations_in, is_metric, metric_in_words, read_metrics, words_of
-from ddp.train.steps.callbacks import EARLY, MEASURED, Callback
-from ddp.train.steps.state import StepReport, TrainState, agreed_reason
+from ddp.train.steps.state import EARLY, MEASURED, Callback, StepReport, TrainState, agreed_reason
 from ddp.train.steps.stopping import has_obeyed, is_signal
 from ddp.units import counted
 
@@ -36,22 +35,22 @@ from ddp.units import counted
 REFRESH_EVERY_S = 0.2
 SHORTEST_BAR = 10  # letters
 ESTIMATE_AFTER_S, ESTIMATE_AFTER_SHARE = 10.0, 0.05
-"""An estimate is worth saying after this time, or after this share of the steps."""
+"""An estimate is printed after this time, or after this share of the steps."""
 
 LONG_S = 600.0
-"""A run that takes longer says so."""
+"""A run that takes longer prints an estimate."""
 
 LINE_EVERY_S = 10.0
-"""Off a terminal a line says so often how far the run is."""
+"""Off a terminal, a line is printed this often."""
 
 
 class ProgressBar(Callback):
     """Prints a line per evaluation. Shows a bar on a terminal, and elsewhere prints a line every few seconds.
 
-    The loss of a line is the mean over all samples since the last line. A long run says how long it will take.
+    The loss of a line is the mean over all samples since the last line. A long run prints an estimate of its duration.
 
     Args:
-        if_long: what follows when a long run says so, such as how to shorten it.
+        if_long: advice that follows the warning of a long run, such as how to shorten it.
         clock: seconds, from any start.
     """
 
@@ -72,14 +71,14 @@ class ProgressBar(Callback):
         self._bar: Progress | None = None
         self._first: tuple[int, float] | None = None  # the first step of this run, which is slow, and when it ended
         self._estimated = False
-        self._loss_sum, self._num_items, self._line_s, self._told = 0.0, 0.0, clock(), 0
+        self._loss_sum, self._num_items, self._line_s, self._printed_step = 0.0, 0.0, clock(), 0
 
     def fit_start(self, state: TrainState) -> None:
         self._begin_line(state)
         if state.comm.rank != 0 or not self._console.is_terminal:
             return
         self._bar = Progress(
-            BarColumn(bar_width=None, table_column=Column(ratio=1)),  # what is left of the line
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),  # the rest of the line
             _Facts(self._console),
             console=self._console,
             refresh_per_second=1 / REFRESH_EVERY_S,
@@ -120,7 +119,7 @@ class ProgressBar(Callback):
         self._begin_line(state)
 
     def _begin_line(self, state: TrainState) -> None:
-        self._loss_sum, self._num_items, self._line_s, self._told = 0.0, 0.0, self._clock(), state.step
+        self._loss_sum, self._num_items, self._line_s, self._printed_step = 0.0, 0.0, self._clock(), state.step
 
     @property
     def _rate(self) -> str:
@@ -133,7 +132,7 @@ class ProgressBar(Callback):
         self._end()
 
     def fit_end(self, state: TrainState) -> None:
-        if state.comm.rank == 0 and state.step > self._told:
+        if state.comm.rank == 0 and state.step > self._printed_step:
             self._print_line(state)
         self._end()
         if state.comm.rank == 0 and state.reported:
@@ -146,7 +145,7 @@ class ProgressBar(Callback):
             self._bar = None
 
     def _estimate(self, step: int) -> None:
-        """Says once, as soon as it can be known, that this run will take long."""
+        """Warns once, as soon as this is known, that the run will take long."""
         now = self._clock()
         if self._first is None:
             self._first = step, now
@@ -167,7 +166,7 @@ class ProgressBar(Callback):
 
 
 class StopNote(Callback):
-    """Says where the checkpoint is and how to go on, if a signal has stopped the run (`steps/stopping.py`).
+    """Prints where the checkpoint is and how to resume, if a signal has stopped the run (`steps/stopping.py`).
 
     Args:
         run_dir: the folder of the run; None: nothing is saved.
@@ -190,7 +189,7 @@ class StopNote(Callback):
 
 
 class _Facts(ProgressColumn):
-    """Steps and time left; and then the loss, metrics, speed and epoch, as far as one line has room beside the bar."""
+    """Steps and time left; and then the loss, metrics, speed and epoch, as far as they fit on one line with the bar."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(table_column=Column(no_wrap=True))
@@ -223,7 +222,7 @@ def _clock_time(seconds: float) -> str:
 # --- At its end -------------------------------------------------------------------------------------------------------
 
 
-LINES_WRITTEN = 8  # of what a language model writes
+LINES_WRITTEN = 8  # of a language model's text
 LOWEST_LOSS_SHOWN = 1e-4  # a logarithmic axis needs a floor
 
 
@@ -304,8 +303,8 @@ def draw_curves(metrics: Path, picture: Path, *, summary: Mapping[str, Any]) -> 
 
 
 def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: list[str]) -> None:
-    """Prints the table at the end: quality, speed, shares of the time; then what a language model writes, where the
-    results are, and what to try next.
+    """Prints the table at the end: quality, speed, shares of the time; then text by a language model, where the
+    results are, and commands to try next.
 
     Paths and commands stand below the table, where nothing breaks them, so that they can be copied.
     """
@@ -352,7 +351,7 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, next_commands: l
 
 
 def _by_sidecar(*, evaluated: int, last_step: int | None, skipped: int, missing: list[int]) -> str:
-    """Returns as text what a side-car has done, and what is missing."""
+    """Returns as text how many checkpoints a side-car has evaluated, and how many are missing."""
     last = "" if last_step is None else f", the last one of step {last_step:,}"
     more = [f"{skipped} skipped"] if skipped else []
     more += [f"not in time: step {', '.join(map(str, missing))}"] if missing else []

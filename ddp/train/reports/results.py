@@ -72,17 +72,17 @@ def evaluations_in(metrics: Path, summary: Mapping[str, Any]) -> list[dict[str, 
 
 
 def is_metric(key: str) -> bool:
-    """Returns True for the name of a metric of held-out samples, or of training samples beside them."""
+    """Returns True for the name of a metric of held-out samples, or of training samples evaluated with them."""
     return key.startswith(("validation_", "test_", "training_"))
 
 
 def metric_in_words(key: str, value: float | None) -> str:
-    """Returns a metric as it is shown: an accuracy in percent."""
+    """Returns a metric as text: an accuracy in percent."""
     if value is None:
         return ""
     return f"{value:.2%}" if is_metric(key) and key.endswith("_accuracy") else f"{value:.4f}"
 
 
 def words_of(key: str) -> str:
-    """Returns a metric's name as it is shown."""
+    """Returns a metric's name as text for a table."""
     return key.removeprefix("yardstick_").replace("_", " ")

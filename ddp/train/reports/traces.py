@@ -39,7 +39,7 @@ NUM_MARKS = 5
 
 
 class Trace:
-    """Records each operation of this process from now on, unless somebody else does already."""
+    """Records each operation of this process from now on, unless another profiler records already."""
 
     def __init__(self) -> None:
         self._profile: torch.profiler.profile | None = None
@@ -63,12 +63,12 @@ class Trace:
         return (before_s + after_s) / 2, (after_s - before_s) / 2
 
     def stop(self) -> None:
-        """Records no more."""
+        """Ends the recording."""
         if self._profile is not None and profiler._is_profiler_enabled:
             self._profile.stop()
 
     def write(self, path: Path, clock: ClockOffset, world_size: int) -> None:
-        """Writes what was recorded.
+        """Writes the recorded trace.
 
         Args:
             clock: of this rank.
@@ -108,7 +108,7 @@ class _Trace(NamedTuple):
     """A rank's trace as it was read.
 
     Attributes:
-        shift_us: what is added to its times to get those of rank 0's clock; error_s: how far off that may be.
+        shift_us: added to its times, gives those of rank 0's clock; error_s: how far off that may be.
     """
 
     rank: int
@@ -144,8 +144,8 @@ def _together(traces: Sequence[_Trace], folder: Path) -> dict[str, Any]:
     if not steps_us or worst.error_s * 1e6 > (step_us := median(steps_us)):
         known, step = format_time(worst.error_s), format_time(step_us / 1e6) if steps_us else "no step"
         raise ConfigError(
-            f"the clock of rank {worst.rank} is known to {known}, and a step takes {step}: what came first would be a "
-            "guess; look at the traces one by one"
+            f"the clock of rank {worst.rank} is known to {known}, and a step takes {step}: the order of "
+            "events would be a guess; view the traces one by one"
         )
     first_us = min(event["ts"] + trace.shift_us for trace in traces for event in trace.events if "dur" in event)
     errors = {f"rank {trace.rank}": trace.error_s for trace in traces}
@@ -189,7 +189,7 @@ def _moved(trace: _Trace, by_us: float) -> Iterator[dict[str, Any]]:
         yield moved
 
 
-# --- The clocks of hosts: what to add to a rank's clock to get rank 0's, and how far off that may be ------------------
+# --- The clocks of hosts: the offset from a rank's clock to rank 0's, and how far off it may be -----------------------
 #
 #     rank 0      t0 ───────────╮                ╭─────── t3        Processes of one host read the same clock. Of every
 #                                ╲              ╱                   other host one rank exchanges messages with rank 0,

@@ -1,6 +1,6 @@
-"""Trackers of other projects, and what they have in common: when a run begins there, what is sent, and how it ends.
+"""Trackers of other projects, and their common base: when a run begins there, what is sent, and how it ends.
 
-    first step                      begin(id, start)      a new run there, or that of the checkpoint to go on from
+    first step                      begin(id, start)      a new run there, or that of the checkpoint to resume
                                     settings(values)      of a new one
     each object of metrics.jsonl    metrics(kind, step, values)
     last of all                     file(path, step)      curves.png, and the folder of the last checkpoint
@@ -9,8 +9,8 @@
 A subclass has these methods. Rank 0 alone runs them, one after another in its own thread, so that no step waits
 for a server. All ranks know the id, which is saved with the run: if rank 0 was killed, rank 1 marks the run as failed.
 
-What goes wrong at the beginning is an error of the run, on all ranks. Later on the run continues without the tracker
-and says so once, because hours of training are worth more than their curves.
+A failure at the beginning is an error of the run, on all ranks. Later the run continues without the tracker and
+warns once, because hours of training are worth more than their curves.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from ddp.process.streams import preserved
 from ddp.process.terminal import log
 from ddp.train.checkpoints.checkpoint import flat
 from ddp.train.reports.results import METRICS, read_metrics
-from ddp.train.steps.callbacks import Callback
-from ddp.train.steps.state import TrainState
+from ddp.train.steps.state import Callback, TrainState
 from ddp.train.steps.stopping import is_signal
 
 Status = Literal["finished", "interrupted", "failed"]
@@ -51,7 +50,7 @@ class Start(NamedTuple):
 
     Attributes:
         folder: of the run; None: it has none. name: of that folder.
-        group: what belongs together, such as the folder of a sweep; "" for none.
+        group: name of runs that belong together, such as the folder of a sweep; "" for none.
         step: the step that the run resumes from.
     """
 
@@ -71,7 +70,7 @@ class Tracker(Callback):
     sends nothing.
 
     Args:
-        group: what the run belongs to.
+        group: that the run belongs to.
 
     Raises:
         ConfigError: the library is not installed.
@@ -84,16 +83,16 @@ class Tracker(Callback):
     needs_folder: ClassVar[bool] = False
     """It writes into the run's folder."""
     skips: bool = False
-    """Once begun, `metrics` skips what stands there already, so that a resumed run sends all of metrics.jsonl again."""
+    """Once begun, `metrics` skips lines that were sent already: a resumed run sends all of metrics.jsonl again."""
 
     def __init__(self, *, group: str = "") -> None:
         spec = find_spec(self.module) if self.module else None
         if self.module and (spec is None or spec.origin is None):  # a folder of that name has none, as wandb/ of a run
             raise ConfigError(f"{self.title} is not installed: pip install {self.module}")
         self._group = group
-        self._begins_anew()
+        self._reset()
 
-    def _begins_anew(self) -> None:
+    def _reset(self) -> None:
         self._has_begun, self._id, self._folder = False, "", ""
         self._found: Mapping[str, Any] = {}
         self._thread: HelperThread | None = None  # on the rank that talks to the tracker
@@ -101,7 +100,7 @@ class Tracker(Callback):
         self._checkpoint: Path | None = None
         self._before: list[dict[str, Any]] = []
 
-    # --- what a subclass does ----------------------------------------------------------------------------------------
+    # --- methods of a subclass ---------------------------------------------------------------------------------------
 
     def begin(self, id: str, start: Start) -> str:
         """Imports the library, and begins a run, or resumes that of this id if it is not "". Returns its id.
@@ -127,7 +126,7 @@ class Tracker(Callback):
     def fit_start(self, state: TrainState) -> None:
         if self.needs_folder and state.run_dir is None:
             raise ConfigError(f"{self.title} writes into the run's folder, and folder=None: give a folder")
-        self._begins_anew()
+        self._reset()
         self._folder = "" if state.run_dir is None else str(state.run_dir)
         if state.comm.rank == 0 and state.run_dir is not None:  # before this run adds to it
             self._before = read_metrics(state.run_dir / METRICS)
@@ -355,7 +354,7 @@ def _named(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TensorBoard(Tracker):
-    """Writes event files into the run's folder. What a resumed run makes once more, TensorBoard shows once."""
+    """Writes event files into the run's folder. Steps that a resumed run repeats appear once."""
 
     title, module, needs_folder = "TensorBoard", "tensorboard", True
 
@@ -372,7 +371,7 @@ class TensorBoard(Tracker):
     def metrics(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # a kill would lose what came before the checkpoint, too
+        self._writer.flush()  # a kill would lose metrics of before the checkpoint, too
 
     def file(self, path: Path, step: int) -> None:
         from PIL import Image  # which torch's writer needs for a picture, too
@@ -394,7 +393,7 @@ class TensorBoard(Tracker):
 
 
 class WandB(Tracker):
-    """Sends a run to Weights & Biases, beside any other run that the program has there."""
+    """Sends a run to Weights & Biases, separate from any other run of the program there."""
 
     title, module, skips = "Weights & Biases", "wandb", True
 

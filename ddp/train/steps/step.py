@@ -4,9 +4,9 @@
                                               (gradients are sent during the last one only)
                                               by shards: each shard's in its own block (`replica/by_shards.py`)
                                               of a round each is a step of this rank's own, at its own rate
-    all ranks' totals are known               loss, number of items, does anyone want to stop?
-    a parameter without a gradient?           UnusedParameters, on every rank
-    loss or gradient not a finite number?     Diverged, on every rank; no parameter was changed, and a hook that
+    all ranks' totals are known               loss, number of items, number of ranks that want to stop
+    if a parameter has no gradient            UnusedParameters, on every rank
+    if loss or gradient is not finite         Diverged, on every rank; no parameter was changed, and a hook that
                                               has sent gradients takes the step back. With a loss scale the step is
                                               repeated with a smaller one: same batches, same noise, same buffers
     clip, set the rate, optimizer step        the same on every rank; no optimizer step without a sample on any rank
@@ -43,7 +43,7 @@ from ddp.replica.broadcast import BufferSnapshot
 from ddp.setting import Precision
 from ddp.strategies.strategy import Agreement
 from ddp.train.steps.state import StepReport, TrainState
-from ddp.train.tasks.task import Task, name_of
+from ddp.train.steps.task import Task, name_of
 from ddp.units import counted
 
 TOO_FEW = "Expected more than 1 value per channel"  # torch's words
@@ -72,7 +72,7 @@ class StepRules:
 
 
 Check = Callable[[StepPlan, Agreement], None]
-"""Looks at a step that all ranks have computed, and raises an error, on every rank, if it is not to be made."""
+"""Checks a step that all ranks have computed, and raises an error, on every rank, if it is not to be made."""
 
 
 def unchecked(plan: StepPlan, agreement: Agreement) -> None:
@@ -208,7 +208,7 @@ def backward(
     if model.num_steps == num_averaged:
         model.raise_pending()
         raise ConfigError(
-            f"{name_of(rules.task)}.loss returned a loss that was not computed from what the model returned, so "
+            f"{name_of(rules.task)}.loss returned a loss that was not computed from the model's outputs, so "
             "backward did not reach the model: compute it from model(…), without detach(), item() or torch.tensor()"
         )
 
@@ -225,7 +225,7 @@ def _accumulate(
     """Computes the gradients of some micro-batches: of all that this rank has, or of those of one shard.
 
     Args:
-        totals: what rides along with them, without their losses.
+        totals: that ride along with them, without their losses.
     """
     model, device = state.model, state.comm.device
     for number, micro in enumerate(micros or (None,), 1):
@@ -236,7 +236,7 @@ def _accumulate(
                 batch = None if batch is None else to_device(batch, device)
         if plan.num_inner:
             _set_rate(state, rules, plan.inner(number - 1))
-            if state.stop_flag and not totals.num_stopping:  # a round is long: what is asked in its midst counts
+            if state.stop_flag and not totals.num_stopping:  # a round is long, so a request during it counts
                 totals = totals._replace(num_stopping=1)
                 _say_what_is_left(state, len(micros) - number)
         with state.strategy.micro_batch(is_last=is_last, synchronous=not plan.num_inner) as scale:
@@ -336,13 +336,13 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def _about(batch: Any, model: nn.Module) -> str:
-    """Returns types and shapes of a batch, beside the type of the parameters."""
+    """Returns types and shapes of a batch, and the type of the parameters."""
     shapes = apply_to_collection(batch, Tensor, lambda tensor: _Shape(f"{tensor.dtype} {list(tensor.shape)}"))
     kinds = sorted({str(parameter.dtype) for parameter in model.parameters()})
     return f"the batch was {shapes}, the parameters {', '.join(kinds)}".replace("torch.", "")
 
 
 class _Shape(str):
-    """Is shown without quotes."""
+    """A text whose repr has no quotes."""
 
     __repr__ = str.__str__

@@ -9,8 +9,8 @@ launcher passes on what it got, and Linux sends the parent-death signal once for
 within `ECHO_S` of the first one are the same wish.
 
 Note "the program". A signal asks the program to stop, and not one fit of it. So a program in which a signal has ended a
-fit, such as a loop over folds, ends where it begins the next one. What is typed at a prompt, or stands in a cell of a
-notebook, is a program of its own: a loop there ends, and whatever the user begins next runs.
+fit, such as a loop over folds, ends where it begins the next one. Input at a prompt, or a cell of a notebook, is a
+program by itself: a loop there ends, and the next input runs.
 
 Note "handlers of libraries". submitit answers SIGUSR2 by its own handler: rank 0's requeues the job and ends the
 process. If it ran in the midst of a step, the other ranks would lose rank 0, and the new run the steps since the last
@@ -84,7 +84,7 @@ _obeyed: list[tuple[signal.Signals, Program]] = []  # those that have ended a fi
 
 
 def is_signal(reason: str) -> bool:
-    """Returns True if this is the name of a signal: a run that has stopped for that reason will go on."""
+    """Returns True if this is the name of a signal: a run that has stopped for that reason may continue."""
     return reason in signal.Signals.__members__
 
 
@@ -96,7 +96,7 @@ def has_obeyed(reason: str) -> bool:
 
 
 def _program() -> Program:
-    """Returns the code that the user has begun, if there is any: that of a script, or what a prompt has compiled."""
+    """Returns the code that the user has started, if there is any: a script, or the input at a prompt."""
     namespace, frame = vars(sys.modules["__main__"]), sys._getframe().f_back
     while frame is not None and (frame.f_globals is not namespace or frame.f_code.co_flags & inspect.CO_OPTIMIZED):
         frame = frame.f_back  # that of a function, or of a library
@@ -118,7 +118,7 @@ def flag_of_a_new_fit() -> StopFlag:
 
 
 class StopFlag:
-    """Says whether this rank wants to stop, and why."""
+    """A rank's wish to stop, and its reason."""
 
     def __init__(self) -> None:
         self.reason = ""

@@ -5,11 +5,11 @@
 
     LoadedSteps      of data with a length: the sampler plans steps, or rounds of them, and a loader has their batches
     StreamedSteps    of a stream, on whose end all ranks agree
-    ServedSteps      of a parameter server: updates by what workers have computed  (`train/parameter_server.py`)
+    ServedSteps      of a parameter server: updates from workers' gradients        (`train/parameter_server.py`)
     LeasedSteps      of one of its workers: parts of steps                         (`train/parameter_server.py`)
-    Supervision      wraps loaded steps: it audits them, and recovers from a bad one  (`checks/supervision.py`)
+    Supervision      wraps loaded steps: it audits them, and recovers from a bad one  (`supervision.py`)
 
-Each step is made before the next one is asked for. So a supply knows when the run is over: it looks at the state.
+Each step is made before the next one is requested. So a supply reads from the state whether the run is over.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class EpochSupply(ABC):
                     break
 
     def moved(self) -> None:
-        """Records that the state was moved to another step, so that the epoch begins anew from there."""
+        """Records that the state was moved to another step, so that the epoch is supplied again from there."""
         self._is_moved = True
 
     def _is_over(self) -> bool:
@@ -78,7 +78,7 @@ class EpochSupply(ABC):
 
     @abstractmethod
     def _epoch(self) -> Iterator[tuple[StepPlan, Any]]:
-        """Yields each plan from the state to the end of its epoch, with what its step is computed from."""
+        """Yields each plan from the state to the end of its epoch, with the batches that its step is computed from."""
 
     @abstractmethod
     def _made(self, plan: StepPlan, given: Any) -> StepReport:
@@ -86,7 +86,7 @@ class EpochSupply(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends what reads the samples."""
+        """Ends the loader."""
 
 
 class LoadedSteps(EpochSupply):
@@ -127,7 +127,7 @@ class LoadedSteps(EpochSupply):
 
 # --- A stream, whose end no rank knows -------------------------------------------------------------------------------
 #
-# a pass begins      one message: has each rank a batch, and have all (or no two) ranks begun with the same samples?
+# a pass begins      one message: whether each rank has a batch, and all (or no two) ranks begin with the same samples
 # each step          nothing: the totals count the ranks whose stream ends with it
 # a pass ends        one message: how many samples it had
 
@@ -137,7 +137,7 @@ class StreamedSteps(EpochSupply):
 
     Args:
         sampler: that of the state.
-        uneven: what happens where the stream of one rank ends before that of another.
+        uneven: the policy where the stream of one rank ends before that of another.
 
     Raises:
         ConfigError: the streams are empty, or not as `sharding` says, or uneven where that is an error.

@@ -174,7 +174,7 @@ def test_own_parts_become_components(folder: Path) -> None:
         loss_sum, count = make_task(config).loss(model, batch)
         torch.testing.assert_close(loss_sum, expected)
         assert count == 2
-    config.loss = "ddp.train.tasks.task:Classification"
+    config.loss = "ddp.train.steps.task:Classification"
     assert make_task(config).main_metric == "accuracy"
 
 

@@ -1,55 +1,66 @@
-"""Hashes of a run, by which the first step is found in which two runs differ; and traces, which find where in it.
+"""The history of a run: how it was started, and hashes and traces that find the first step in which two runs differ.
 
-    hashes.jsonl, in the run's folder
-        {"step": 1, "identity": {…}}                         a start of the run, and the first step that it makes
-        {"step": 10, "names": ["0.weight", …]}               of what the next lines have hashes; again if that changes
-        {"step": 10, "loss": "0x1.8p+0", "hashes": "9f3c…"}  `DIGITS` for each name, one after another
-
-Names stand in the order in which an answer has them: parameters and buffers in the model's order, with
-precision="bf16_pure" the master weights; "exp_avg of 0.weight" and the like, in the optimizer's order; "loss scale".
-Names are written once, because they take three times the room of the hashes.
-
-A hash is of bits: −0.0 and 0.0 have different ones. A line costs rank 0 some 1.4 s for each gigabyte of state, and
-the others what a checkpoint costs them: a sharded optimizer's state is collected on rank 0. With strategy="local_sgd"
-the parameters between two agreements are those of rank 0; with a delay the exchange under way ends before, as for a
-checkpoint.
+starts.jsonl    a line for each start, and for each step that a guard has acted on: by it `where` says years later
+                which sample was in which step
+hashes.jsonl    hashes of parameters, buffers, optimizer state and loss, every few steps
+traces          find where two runs part within a step; they are not written
+logs/calls-…    the last collectives of a rank that fails
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from ddp.comm.communicator import Communicator
 from ddp.comm.objects import on_rank_zero
-from ddp.errors import ConfigError
-from ddp.process.files import lines_of, to_append
+from ddp.data.loading.source import Source
+from ddp.data.orders.order import Fixed, Permutation
+from ddp.data.orders.steps import Batches
+from ddp.data.sets.validation import selection_in
+from ddp.errors import USER_ERRORS, ConfigError
+from ddp.policies import Training
+from ddp.process.files import if_possible, lines_of, make_folder, to_append, write_whole
 from ddp.process.records import damage_told, json_object, made, to_json
 from ddp.replica.autograd import tensors_in
 from ddp.replica.broadcast import checksum, tensor_hash
-from ddp.replica.bucketed import BucketedDataParallel
 from ddp.train.checkpoints.checkpoint import changes
 from ddp.train.reports.meters import drop_after
-from ddp.train.steps.callbacks import Callback
-from ddp.train.steps.state import StepReport, TrainState
+from ddp.train.steps.state import Callback, StepReport, TrainState
 
-HASHES = "hashes.jsonl"
+HASHES, STARTS = "hashes.jsonl", "starts.jsonl"
 DIGITS = 16  # 8 bytes, in hexadecimal
 LOSS = "the loss"  # with a space, because a parameter may be called "loss"
 
-# --- Writing ---------------------------------------------------------------------------------------------------------
+# --- Writing hashes --------------------------------------------------------------------------------------------------
+#
+#     {"step": 1, "identity": {…}}                         a start of the run, and the first step that it makes
+#     {"step": 10, "names": ["0.weight", …]}               names of the next lines' hashes; again if they change
+#     {"step": 10, "loss": "0x1.8p+0", "hashes": "9f3c…"}  `DIGITS` for each name, one after another
+#
+# Names stand in the order in which an answer has them: parameters and buffers in the model's order, with
+# precision="bf16_pure" the master weights; "exp_avg of 0.weight" and the like, in the optimizer's order; "loss scale".
+# Names are written once, because they take three times the room of the hashes.
+#
+# A hash is of bits: −0.0 and 0.0 have different ones. A line costs rank 0 some 1.4 s for each gigabyte of state, and
+# the others what a checkpoint costs them: a sharded optimizer's state is collected on rank 0. With strategy="local_sgd"
+# the parameters between two agreements are those of rank 0; with a delay the exchange under way ends before, as for a
+# checkpoint.
 
 
 class HashesFile(Callback):
     """Appends a line to hashes.jsonl every few steps, and after the last one.
 
-    A resumed run first drops what lies beyond its checkpoint, also if it writes no hashes itself.
+    A resumed run first drops the lines beyond its checkpoint, also if it writes no hashes itself.
 
     Args:
         every: steps between two lines; 0: none is written.
@@ -77,7 +88,7 @@ class HashesFile(Callback):
             self._add(state, state.train_loss)
 
     def _begin(self, state: TrainState) -> int:
-        """Returns the last step that has a line, and notes the identity of the run. On rank 0 only."""
+        """Returns the last step that has a line, and records the identity of the run. On rank 0 only."""
         drop_after(state.step, self._path)
         self._names = []
         known = map(json_object, lines_of(self._path))
@@ -92,7 +103,7 @@ class HashesFile(Callback):
         whole, self._last_step = state.strategy.state_dict(), state.step
         if state.comm.rank:
             return
-        if not self._path.exists():  # somebody has deleted it
+        if not self._path.exists():  # it was deleted
             self._begin(state)
         values = dict(_named_values(state, whole))
         if (names := list(values)) != self._names:
@@ -107,7 +118,7 @@ class HashesFile(Callback):
 
 
 def _named_values(state: TrainState, whole: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields by name, in the file's order, what is hashed.
+    """Yields the hashed values by name, in the file's order.
 
     Args:
         whole: the strategy's state.
@@ -131,7 +142,7 @@ def _hash(value: Any) -> str:
     return hashlib.blake2b(" ".join(leaves).encode(), digest_size=DIGITS // 2).hexdigest()
 
 
-# --- Reading ---------------------------------------------------------------------------------------------------------
+# --- Reading hashes --------------------------------------------------------------------------------------------------
 
 
 class Line(NamedTuple):
@@ -171,23 +182,23 @@ def read_hashes(run: Path) -> dict[int, Line]:
             elif "names" in entry:
                 names = made(list[str], entry["names"])
             elif identity is None or len(entry["hashes"]) != len(names) * DIGITS:
-                raise ValueError("the lines before do not name what it has hashes of")
+                raise ValueError("the lines before do not name its hashes")
             else:
                 found[step] = Line(identity, names, str(entry["hashes"]), str(entry["loss"]))
     return dict(sorted(found.items()))
 
 
-# --- Comparing -------------------------------------------------------------------------------------------------------
+# --- Comparing hashes ------------------------------------------------------------------------------------------------
 
 
 class Comparison(NamedTuple):
-    """Says from which step on two runs differ.
+    """The step from which on two runs differ.
 
     Attributes:
         steps: that both have hashes of, in their order.
         last_equal: the last one before any difference; None: the first one differs.
         first_different: None: all are equal.
-        names: of what differs there, in the order of a line.
+        names: of the values that differ there, in the order of a line.
         num_names: of all that one of them has a hash of there; 0 if nothing differs.
         changed: settings and surroundings that the bits depend on, and that differ: "seed was 0, is 1".
     """
@@ -231,7 +242,7 @@ def _in_words(lines: Mapping[int, Line]) -> str:
     return f"steps {', '.join(map(str, list(lines)[:3]))}{' …' if len(lines) > 3 else ''}" if lines else "none"
 
 
-# --- Tracing: a checksum of what each module gives, and of each gradient, in the order of time ------------------------
+# --- Tracing: a checksum of each module's outputs, and of each gradient, in the order of time ------------------------
 #
 # Two runs that differ are made again from a checkpoint, each with its own settings, and their traces are compared
 # (`commands/same_bits.py`): the first entry that differs is where their bits part.
@@ -245,7 +256,7 @@ class StepTrace(NamedTuple):
 
     Attributes:
         entries: in the order of time.
-        updated: by what was updated in the step, its checksum afterwards: of parameters and buffers.
+        updated: checksums of parameters and buffers after the step, by name.
     """
 
     step: int
@@ -298,10 +309,9 @@ class Trace(Callback):
             self._note(state, title, tensor)
 
     def _note(self, state: TrainState, title: str, tensor: Tensor) -> None:
-        model = state.model
-        by_shards = model.by_shards if isinstance(model, BucketedDataParallel) else None
-        if by_shards is not None and by_shards.running is not None:  # else it is another forward than a step's
-            self._entries.append((by_shards.running, title, checksum(tensor)))
+        shard = state.model.accumulation.running
+        if shard is not None:  # else it is another forward than a step's
+            self._entries.append((shard, title, checksum(tensor)))
 
 
 def parting(one: list[StepTrace], other: list[StepTrace]) -> tuple[int, str] | None:
@@ -319,3 +329,116 @@ def parting(one: list[StepTrace], other: list[StepTrace]) -> tuple[int, str] | N
         if changed:
             return here.step, f"{changed[0]}, while all gradients of all shards are equal"
     return None
+
+
+# --- Starts, and what became of bad steps ----------------------------------------------------------------------------
+#
+# starts.jsonl has a line for each start:
+#
+#     folder, settings     where it was started, and how, as `ddp/run/settings/config.py` has it
+#     position             step and sampler state that it continued from; null for a new run
+#     dealt                facts about samples that only the program has, and that a sampler asks for
+#     order                identity of the order that these must give; null: they give it by themselves
+#
+# After it comes a line for each step that the guard has left out, and for each after which the run has gone back:
+#
+#     left_out, went_back  step, epoch, position at which it begins, size, and why; and the step and the sampler
+#                          state to which the run has gone back
+#
+# The command line writes all of a line, and `ddp.fit` what it knows. An order or a sharding that is an object of the
+# program cannot be written. Then `where` finds another identity of the order than the one here, and says so.
+
+_WORDS: dict[type, str] = {Fixed: "fixed", Permutation: "permutation"}
+
+
+def note_start(run_dir: Path, start: Mapping[str, Any], *, goes_on: bool) -> None:
+    """Writes a line, after those of the resumed run."""
+    path = run_dir / STARTS
+    noted = "".join(f"{line}\n" for line in (lines_of(path) if goes_on else ()))
+    write_whole(path, f"{noted}{to_json(start, default=int)}\n")  # of NumPy's
+
+
+def note_incident(run_dir: Path, incident: Mapping[str, Any]) -> None:
+    """Writes a line about a step that the guard left out, or after which it went back (`supervision.py`)."""
+    note_start(run_dir, incident, goes_on=True)
+
+
+def note_start_of_fit(
+    run_dir: Path,
+    source: Source,
+    state: TrainState,
+    length: Training,
+    batches: Batches,
+    validation_data: Any,
+    *,
+    goes_on: bool,
+) -> None:
+    """Notes the start of a run that was made from Python. On rank 0 only.
+
+    Args:
+        length, batches, validation_data: the arguments of the fit.
+        goes_on: the run is one that was resumed.
+    """
+    samples, sampler = _whole(source.samples), state.sampler
+    sizes = getattr(samples, "file_sizes", None)
+    data = {
+        "name": "digits",  # any, because `dealt` stands for the samples
+        "order": _WORDS.get(type(batches.order), "auto"),
+        "sharding": batches.sharding if isinstance(batches.sharding, str) else "auto",
+        "skip_steps": list(batches.skip_steps or ()),
+        "validation": validation_data if isinstance(validation_data, float) else None,
+    }
+    parts = {"num_shards": sampler.num_shards, "micro_size": sampler.micro_size}
+    settings = {
+        "seed": batches.seed,
+        "epochs": length.epochs,
+        "max_steps": length.max_steps,
+        "cluster": {"workers": state.comm.world_size},
+        "batch": _batch(sampler.sizes.setting) | parts,
+        "loader": {"num_workers": source.num_workers},
+        "data": data,
+    }
+    start = {
+        "folder": str(Path.cwd()),
+        "position": {"step": state.step, "sampler": sampler.state_dict()} if goes_on else None,
+        "settings": settings,
+        "dealt": {"num_samples": len(samples)} | ({} if sizes is None else {"file_sizes": np.asarray(sizes).tolist()}),
+        "order": sampler.order.identity,
+    }
+    note_start(run_dir, start, goes_on=goes_on)
+
+
+def _whole(samples: Any) -> Any:
+    """Returns the data set of which a share may have been set apart."""
+    part = selection_in(samples)
+    return samples if part is None else part.samples
+
+
+def _batch(setting: Any) -> dict[str, Any]:
+    """Returns the global batch, or how it grows, as `Steps.setting` has it, in the words of the settings."""
+    if isinstance(setting, int):
+        return {"global_size": setting}
+    if isinstance(setting, list) and len(setting) == 3:
+        return {"warmup_size": setting[0], "global_size": setting[1], "warmup_samples": setting[2]}
+    return {}  # a budget of tokens, which has its own order
+
+
+# --- The last calls of a rank that fails ------------------------------------------------------------------------------
+
+
+@contextmanager
+def calls_left(run_dir: Path | None, comm: Communicator) -> Iterator[None]:
+    """Leaves this rank's last calls in RUN_DIR/logs/calls-rank-R.jsonl if the block fails and the error is no user's.
+
+    Args:
+        run_dir: None: nothing is written.
+    """
+    try:
+        yield
+    except Exception as error:
+        if run_dir is not None and not isinstance(error, USER_ERRORS):
+            path = run_dir / "logs" / f"calls-rank-{comm.rank}.jsonl"
+            with if_possible(path):
+                make_folder(path.parent)
+                write_whole(path, "".join(f"{to_json(call)}\n" for call in comm.recent_calls()))
+        raise

@@ -1,6 +1,6 @@
-"""The held-out samples of a run: which there are, what it chooses by, and when the model is evaluated on them.
+"""The held-out samples of a run: which there are, which of them it chooses by, and when it is evaluated on them.
 
-    validation_data   test_data     while the run goes on     at its end     `state.main_metric`
+    validation_data   test_data     while the run trains      at its end     `state.main_metric`
     given             given         validation                test           validation_loss, say
     given             none          validation                               validation_loss
     none              given         test                                     test_loss; the run says so at its end
@@ -28,10 +28,9 @@ from ddp.errors import ConfigError
 from ddp.policies import Evaluation
 from ddp.process.terminal import log
 from ddp.setting import Precision
-from ddp.train.evaluation.evaluate import evaluate
-from ddp.train.steps.callbacks import EARLY, Callback, EarlyStopping
-from ddp.train.steps.state import TrainState, agreed_reason
-from ddp.train.tasks.task import Task
+from ddp.train.evaluate import evaluate
+from ddp.train.steps.state import EARLY, Callback, EarlyStopping, TrainState, agreed_reason
+from ddp.train.steps.task import Task
 
 Side = Literal["validation", "test", "training"]
 
@@ -71,7 +70,7 @@ class HeldOut(NamedTuple):
         """Returns this with this number of training samples, spread over all of them.
 
         Raises:
-            ConfigError: there are no held-out samples beside which they could be evaluated; or the data are a stream.
+            ConfigError: there are no held-out samples to be evaluated with them; or the data are a stream.
         """
         if not number:
             return self
@@ -110,9 +109,9 @@ def held_out_of(
     Raises:
         ConfigError: some have no sample, or cannot be had by index.
     """
-    test = _read_alike(test_data, source, collate, what="test_data")
+    test = _source_like(test_data, source, collate, what="test_data")
     if not isinstance(validation_data, numbers.Real):
-        return source, HeldOut(_read_alike(validation_data, source, collate, what="validation_data"), test)
+        return source, HeldOut(_source_like(validation_data, source, collate, what="validation_data"), test)
     share = float(validation_data)
     _check_share(share, source)
     train, validation, words = choose(len(source.samples), share, seed=seed, what="validation_data")
@@ -134,7 +133,7 @@ def _check_share(share: float, source: Source) -> None:
         )
 
 
-def _read_alike(data: Any, source: Source, collate: Collate | None, *, what: str) -> Source | None:
+def _source_like(data: Any, source: Source, collate: Collate | None, *, what: str) -> Source | None:
     """Returns held-out samples, which are read as the training samples are, unless they are in a DataLoader.
 
     Raises:
@@ -160,7 +159,7 @@ class Evaluator:
 
     Args:
         when: after which steps, and how many samples at once.
-        callbacks: told of each evaluation that chooses.
+        callbacks: whose `evaluated` runs after each evaluation that chooses.
     """
 
     def __init__(

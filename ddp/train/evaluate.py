@@ -9,8 +9,8 @@ parts, and divided once: no padding, no mean of means. 13 samples, V = 4 parts, 
     batches       of a part                             01  2 |34  5 |67  8 |9 10  11 12
     sums          in order, the same on every rank    ((part 0 + part 1) + part 2) + part 3
 
-W says who makes a sum, and never what is in it. So with one V, metrics have the same bits at any W. Without a V each
-rank has one part, which makes the fewest batches, and then the last bits depend on W.
+W decides which rank makes a sum, and never which samples are in it. So with one V, metrics have the same bits at any W.
+Without a V each rank has one part, which makes the fewest batches, and then the last bits depend on W.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ddp.train.checkpoints.extra_state import loss_modules
 from ddp.train.steps.state import loading
 from ddp.train.steps.step import to_device
 from ddp.train.steps.stopping import StopFlag
-from ddp.train.tasks.task import Rows, Task, as_task, name_of, outputs_of
+from ddp.train.steps.task import Rows, Task, as_task, name_of, outputs_of
 
 _SAY_HOW = "give task=, a ddp.Task whose outputs(model, batch) returns [n, ...] for n samples"
 POLL_EVERY = 16  # batches between two polls of the stop flag
@@ -218,8 +218,8 @@ def _together(comm: Communicator, batches: Sequence[Tensor], num_samples: int) -
     if (num_rows := sum(num for num, *_ in shapes)) != num_samples:
         raise ConfigError(f"the outputs have {num_rows} rows for {num_samples} samples: {_SAY_HOW}")
     mine = torch.cat([each.reshape(-1) for each in batches] or [torch.empty(0, dtype=dtypes[0], device="cpu")])
-    beside = on_cpu(comm)
-    flat = torch.cat(beside.all_gather(mine.to(beside.device))).cpu()
+    host = on_cpu(comm)
+    flat = torch.cat(host.all_gather(mine.to(host.device))).cpu()
     if len({tuple(row) for _, *row in shapes}) <= 1:
         return flat.view(num_rows, *(shapes[0][1:] if shapes else ()))
     pieces = flat.split([math.prod(shape) for shape in shapes])
@@ -344,7 +344,7 @@ def add_metrics(task: Task, found: Any, sums: dict[str, Any]) -> None:
     """Adds each metric to `sums`: numbers; on a GPU float64 scalars, for which no batch waits; rows as they are.
 
     Args:
-        found: what `task.metrics` has returned.
+        found: the result of `task.metrics`.
 
     Raises:
         ConfigError: a metric has another form; the message has its name.

@@ -1,15 +1,15 @@
 """A side-car evaluates a run's checkpoints in its own process, so that training never waits for an evaluation.
 
     RUN_DIR/checkpoints/step-00000120/    the run writes it, and removes it when newer ones are there
-         │ all of its files are opened before one is read: what the side-car has begun to read stays
+         │ all of its files are opened before one is read, so those that the side-car reads stay
     RUN_DIR/sidecar/
         step-00000080/, best         the best so far, and its name, in the form of the run's own
         metrics.jsonl                a line for each checkpoint: evaluated, or skipped and why
         .lock                        while a side-car follows the run: which process
 
-Neither side asks whether the other one lives. The run writes whole checkpoints, and the side-car's state is its folder.
-So either may be killed at any moment and started again, and no weights are evaluated twice: `weights` of a line is
-their checksum.
+Neither process checks whether the other one lives. The run writes whole checkpoints, and the side-car's state is its
+folder. So either may be killed at any moment and started again, and no weights are evaluated twice: `weights` of a line
+is their checksum.
 
 A checkpoint that is not whole may be on its way over a slow file system. It is looked at again for a while, and then
 skipped. That checkpoints were removed before the side-car has reached them shows in `order`, which counts saves.
@@ -33,7 +33,7 @@ from ddp.process.files import hold, make_folder, pinned, to_append, write_whole
 from ddp.process.records import to_json
 from ddp.process.terminal import log, say
 from ddp.train.checkpoints.checkpoint_store import MANIFEST, CheckpointStore, Saved, StoredCheckpoint, listed, read
-from ddp.train.evaluation.held_out import Side
+from ddp.train.held_out import Side
 from ddp.train.reports.results import METRICS, SIDECAR, is_metric, read_metrics, read_summary
 from ddp.train.steps.stopping import StopFlag, is_signal
 from ddp.units import counted
@@ -63,7 +63,7 @@ def missing(run_dir: Path) -> list[int]:
 
 
 def has_ended(run_dir: Path) -> bool:
-    """Returns True if a run has written its results, and will not go on, as one does that a signal has stopped."""
+    """Returns True if a run has written its results and will not continue, unlike one that a signal has stopped."""
     try:
         return not is_signal(str(read_summary(run_dir).get("stopped_by")))
     except (OSError, ValueError):
@@ -169,7 +169,7 @@ class SideCar:
         self._measure, self._sides, self._say, self._clock = measure, sides, say, clock
         self._main_metric, self._sign = f"{sides[0]}_{main_metric}", 1.0 if higher_is_better else -1.0
         self._store = CheckpointStore(folder, keep_last=1, best="max" if higher_is_better else "min")
-        self._doubted: dict[Path, float] = {}  # what is not whole, and since when
+        self._doubted: dict[Path, float] = {}  # incomplete checkpoints, and since when they are
         self._record = _record_in(folder)
         if self._record:  # without a line that was cut off: the next one would join it
             write_whole(folder / METRICS, "".join(f"{to_json(entry)}\n" for entry in self._record))
@@ -180,7 +180,7 @@ class SideCar:
     def follow(
         self, stop: StopFlag, *, patience_s: float = math.inf, pause: Callable[[float], None] = time.sleep
     ) -> None:
-        """Evaluates what the run saves, until it has ended and nothing is left, or a signal asks to stop.
+        """Evaluates the run's checkpoints, until it has ended and none is left, or a signal asks to stop.
 
         Args:
             patience_s: how long nothing need happen in the folder of a run that has not ended.
@@ -191,7 +191,7 @@ class SideCar:
         signs, since_s = _signs_of_life(self._run_dir), self._clock()
         while not stop:
             is_last_look = has_ended(self._run_dir)  # before it, because a run saves before it ends
-            did_something = self.look()
+            did_something = self.evaluate_next()
             if stop or (is_last_look and not did_something and not self._doubted):
                 break
             if did_something or signs != (signs := _signs_of_life(self._run_dir)):
@@ -206,13 +206,13 @@ class SideCar:
         if not stop:
             self._report()
 
-    def look(self) -> bool:
+    def evaluate_next(self) -> bool:
         """Evaluates the first checkpoint that is new and whole. Returns False if there was none."""
         self._doubted = {path: since_s for path, since_s in self._doubted.items() if path.exists()}
         saved, unreadable = listed(self._run_dir / "checkpoints")
-        told = {entry.get("unreadable") for entry in self._record}
+        reported = {entry.get("unreadable") for entry in self._record}
         for path in unreadable:
-            if path.name not in told and self._is_given_up(path):
+            if path.name not in reported and self._is_given_up(path):
                 self._skip(path.name, f"its {MANIFEST} is missing or damaged", unreadable=path.name)
         for each in reversed(saved):
             is_new = not _is_done(each, self._record)
@@ -234,7 +234,7 @@ class SideCar:
                 self._evaluate(each, self._sides[1], "report")
 
     def _note_gap(self, order: int, *, num_unknown: int) -> None:
-        """Tells of checkpoints that were removed before they were seen.
+        """Records the checkpoints that were removed before they were evaluated.
 
         Args:
             order: of one that is new; num_unknown: how many are there that cannot say theirs.

@@ -1,4 +1,4 @@
-"""Checks of the first batches: does the loss add up, so that ranks and micro-batches may share a batch?
+"""Checks of the first batches: the loss must add up, so that ranks and micro-batches may share a batch.
 
     whole batch of n       (L, c)            sum: L = L₁ + L₂         mean: L = (k·L₁ + (n−k)·L₂) / n
     its first k samples    (L₁, c₁)          counts: c = c₁ + c₂
@@ -42,11 +42,10 @@ from ddp.replica.autograd import leaves_of
 from ddp.replica.sync_batchnorm import waits
 from ddp.setting import Uneven
 from ddp.train.checkpoints.extra_state import loss_modules
-from ddp.train.evaluation.evaluate import add_metrics, finished
-from ddp.train.steps.callbacks import BatchCallback
-from ddp.train.steps.state import StepReport, TrainState
+from ddp.train.evaluate import add_metrics, finished
+from ddp.train.steps.state import BatchCallback, StepReport, TrainState
 from ddp.train.steps.step import REMEDY, TOO_FEW, sum_and_count
-from ddp.train.tasks.task import LossFunction, Rows, Task, length_of, name_of
+from ddp.train.steps.task import LossFunction, Rows, Task, length_of, name_of
 
 
 def warn_of_other_weights(task: Task, module: nn.Module, batch: Any, own: Container[int]) -> None:
@@ -75,8 +74,8 @@ class FirstBatchCheck:
     Args:
         with_one: sizes of the steps in which some rank has a share of one sample.
         num_calls: returns the number of collectives that this rank has called.
-        if_it_waits: is told which of the methods loss and metrics call collectives; then no sums are compared, because
-            those of a batch depend on what other ranks have.
+        if_it_waits: called with the methods, of loss and metrics, that call collectives; then no sums are compared,
+            because those of a batch depend on the batches of other ranks.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class Sums:
         self._task, self._module, self._pieces, at = task, module, pieces, num_samples // 2
         self._num_calls, self.waiting = num_calls, set[str]()
         self._rows, self._sizes = (slice(None), slice(at), slice(at, None)), (num_samples, at, num_samples - at)
-        self._tolerance, self._told = _tolerance(module), set[str]()  # the latter: what was warned of
+        self._tolerance, self._warned = _tolerance(module), set[str]()  # the latter: names that were warned of
         self._drawn, self._piece, self._number = list[Tensor | None](), 0, 0  # of `draw`
 
     def judge(self) -> None:
@@ -232,8 +231,8 @@ class Sums:
                 f"{where} returned the count {count} for {num_samples} samples, but {counts[0]} and {counts[1]} for "
                 "two parts of them: return how many terms are in the sum, such as len(targets)"
             )
-        if not adds_up and name not in self._told:
-            self._told.add(name)
+        if not adds_up and name not in self._warned:
+            self._warned.add(name)
             log.warning(
                 "the %s of a batch (%.4g) is not the sum of its parts' %s (%.4g + %.4g), as with class weights, "
                 "ignore_index, or losses over pairs of samples. So the result depends on how a batch is cut; to be "
@@ -299,7 +298,7 @@ def _refuse_broadcast(task: Task, module: nn.Module, batch: Any) -> None:
 
 
 def _tolerance(module: nn.Module) -> float:
-    """Returns by how much sums may differ that were added in another order, relatively."""
+    """Returns the relative tolerance of sums that were added in another order."""
     kinds = {(p.dtype.itemsize, p.device.type) for p in module.parameters() if p.is_floating_point()}
     if any(size < 4 for size, _ in kinds):
         return 5e-2
@@ -313,7 +312,7 @@ def _cut(batch: Any, num_samples: int, at: int) -> tuple[Any, Any] | None:
 
 
 _WHOLE = object()
-"""Stands for what cannot be cut."""
+"""Placeholder for a value that cannot be cut."""
 
 
 def _part(value: Any, which: slice, num_samples: int) -> Any:
@@ -340,7 +339,7 @@ def _evaluating() -> Iterator[None]:
         yield
 
 
-# --- Layers and losses that look at a whole batch ---------------------------------------------------------------------
+# --- Layers and losses that read a whole batch ------------------------------------------------------------------------
 #
 #     BatchNorm                     one value per channel has no variance: torch raises at the first share of one sample
 #     SyncBatchNorm                 its forward waits for all ranks, so all need as many forwards

@@ -14,7 +14,7 @@ from torch.optim import SGD
 
 import ddp
 from ddp.errors import ConfigError
-from ddp.train.tasks.task import IGNORE, Batch, ByteModel, Classification, LanguageModel, Regression, Task, as_task
+from ddp.train.steps.task import IGNORE, Batch, ByteModel, Classification, LanguageModel, Regression, Task, as_task
 
 Member = tuple[Task, nn.Module, Batch]
 

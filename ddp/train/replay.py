@@ -31,7 +31,6 @@ from ddp.data.orders.sampler import Micro, StepPlan
 from ddp.errors import AuditFailed, one_line
 from ddp.replica.autograd import tensors_in
 from ddp.replica.broadcast import checksum
-from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.by_shards import ByShards
 from ddp.train.steps.state import TrainState
 from ddp.train.steps.step import StepRules, forward, to_device
@@ -70,7 +69,7 @@ class Replay:
         self.state, self._rules, self._read = state, replace(rules, batch_checks=()), read
 
     def batches(self, plan: StepPlan, shard: int) -> Iterator[tuple[Micro, Any]]:
-        """Yields the micro-batches of any shard of a step, with what they have of it, on this rank's device."""
+        """Yields the micro-batches of any shard of a step, with their batches, on this rank's device."""
         sampler = self.state.sampler
         for micro in sampler.part_of(plan, shard, sampler.num_shards).micros:
             if (batch := self._read(plan, micro)) is not None:
@@ -102,8 +101,8 @@ class Replay:
 
 # --- A bad step is explained -----------------------------------------------------------------------------------------
 #
-# Each rank computes its own shards of the step once more, with an observer on each module. Of all that is found on all
-# ranks, the earliest is told:
+# Each rank computes its own shards of the step once more, with an observer on each module. Of all findings of
+# all ranks, the earliest is reported:
 #
 #     parameters    a parameter is not finite before the step
 #     samples       a batch has a number that is not finite
@@ -129,10 +128,10 @@ class Finding(NamedTuple):
     Attributes:
         stage: its place in the table above.
         place: of a module, in the order of calls.
-        what: as text.
+        what: it is, as text.
         shard: of the step.
-        samples: that it concerns; all of a micro-batch if no row tells.
-        are_known: a row for each sample has told.
+        samples: that it concerns; all of a micro-batch if the tensor has no row for each sample.
+        are_known: the samples were found by their rows.
     """
 
     stage: int
@@ -144,7 +143,7 @@ class Finding(NamedTuple):
 
 
 def explain_divergence(replay: Replay, plan: StepPlan) -> tuple[str, bool]:
-    """Returns what is not finite in a step that has been taken back, and where that begins. Collective.
+    """Returns which values of a step that was taken back are not finite, and where that begins. Collective.
 
     Returns:
         That as text, and True if samples are to blame, so that no learning rate would help.
@@ -175,7 +174,7 @@ def explain_spike(replay: Replay, plan: StepPlan) -> str:
         return "It is not computed again, because layers wait for other ranks in each forward"
     for shard in own_shards(plan):
         total, count, samples = 0.0, 0.0, list[int]()
-        with suppress(Exception), replay.state.model.isolated(), torch.no_grad():  # of the user's code; others go on
+        with suppress(Exception), replay.state.model.isolated(), torch.no_grad():  # of the user's code
             for micro, batch in replay.batches(plan, shard):
                 loss_sum, num_items = replay.forward(micro, batch)
                 total, count = total + float(loss_sum), count + float(num_items)
@@ -188,10 +187,10 @@ def explain_spike(replay: Replay, plan: StepPlan) -> str:
     first, *others = sorted(shards, key=lambda each: -each[2] / (each[3] or 1))
     rank, shard, total, count, samples = first
     rest = sum(each[2] for each in others) / (sum(each[3] for each in others) or 1)
-    beside = f", and {rest:.4g} in the others" if others else ""
+    compared = f", and {rest:.4g} in the others" if others else ""
     return (
         f"Computed again, the highest loss is that of shard {shard} on rank {rank}, {total / (count or 1):.4g} per "
-        f"item{beside}, {_named(samples, False)}"
+        f"item{compared}, {_named(samples, False)}"
     )
 
 
@@ -239,7 +238,7 @@ def _first(replay: Replay, micro: Micro, batch: Any) -> Finding | None:
             return Finding(SAMPLES, 0, f"the samples themselves{given} are not finite", shard, *_rows(bad, micro))
         if seen.first is not None:
             name, tensor, is_before = seen.first
-            what = f"what {name} is given is not finite" if is_before else f"the outputs of {name} are not finite"
+            what = f"the input of {name} is not finite" if is_before else f"the outputs of {name} are not finite"
             return Finding(FORWARD, seen.num_calls, what, shard, *_rows(tensor, micro))
         if not math.isfinite(float(loss_sum.detach())):
             return Finding(LOSS, 0, "the loss is not finite, while all outputs are", shard, micro.indices, False)
@@ -273,7 +272,7 @@ class _Seen:
 
 @contextmanager
 def _observed(module: nn.Module) -> Iterator[_Seen]:
-    """Looks, inside the block, at the outputs of all modules, and at the gradients of these."""
+    """Observes, inside the block, the outputs of all modules, and the gradients of these."""
     seen, handles = _Seen(), []
 
     def observe(name: str, _: nn.Module, given: Any, by_name: Any, outputs: Any) -> None:
@@ -286,9 +285,9 @@ def _observed(module: nn.Module) -> Iterator[_Seen]:
                 seen.first = name, tensor.detach() if before is None else before.detach(), before is not None
                 return
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(lambda gradient: look(name, gradient))
+                tensor.register_hook(lambda gradient: observe_gradient(name, gradient))
 
-    def look(name: str, gradient: Tensor) -> None:
+    def observe_gradient(name: str, gradient: Tensor) -> None:
         seen.num_calls += seen.first is None
         if seen.first is None and not _is_finite(gradient):
             seen.first = name, gradient.detach(), False
@@ -332,12 +331,12 @@ def _rows(tensor: Tensor, micro: Micro) -> tuple[list[int], bool]:
 #     every `every` steps   rank r in turn is audited: another rank computes one of its shards again. Where they differ,
 #                           a third decides; with two ranks, the pair is named
 #
-# What the audited rank is judged by is the gradient that it has contributed, before it is added to others. A shard is
-# computed by a second rank before the update, because parameters are still those of the step.
+# The audit compares the gradient that the audited rank has contributed, before it is added to others. A second rank
+# computes the shard before the update, while parameters are still those of the step.
 
 
 class Turn(NamedTuple):
-    """Says which shard is audited in a step.
+    """The shard that is audited in a step.
 
     Attributes:
         owner: the rank that contributes it.
@@ -399,7 +398,7 @@ class Audit:
         self._by_shards.watch(self._turn.shard if self._turn is not None and is_mine else None)
 
     def check(self, plan: StepPlan) -> None:
-        """Compares what ranks have computed of the shard that is audited, once its step is computed, if one is.
+        """Compares the ranks' results for the audited shard, if there is one, once its step is computed.
 
         Raises:
             AuditFailed: they differ; names the rank that computes wrongly, or the pair.
@@ -440,12 +439,12 @@ class Audit:
 
     @property
     def _by_shards(self) -> ByShards:
-        model = self._state.model
-        assert isinstance(model, BucketedDataParallel) and model.by_shards is not None
-        return model.by_shards
+        by_shards = self._state.model.accumulation
+        assert isinstance(by_shards, ByShards)
+        return by_shards
 
     def _in_words(self, turn: Turn, found: Mapping[int, Outcome]) -> str:
-        """Returns who computes wrongly, as far as that can be told. Collective."""
+        """Returns which ranks compute wrongly, as far as the audit can tell. Collective."""
         groups = agreeing(found)
         known = all_gather_object(self._state.comm, facts())
         about = [f"rank {rank} on host {each}" for rank, each in enumerate(known)]
@@ -455,19 +454,19 @@ class Audit:
         if len(most) > len(groups[1]):
             wrong = "; ".join(about[rank] for rank in rest)
             agree = f"{counted(len(most), 'rank')} ({', '.join(map(str, most))}) agree"
-            return f"{what}. {agree}, and not {wrong}: take that machine out, and {self._go_on(rest)}"
+            return f"{what}. {agree}, and not {wrong}: take that machine out, and {self._resume_from(rest)}"
         named = "; ".join(about[rank] for rank in sorted(found))
         other = "a third" if len(found) == 2 else "another"
         return (
             f"{what}. There is no majority among {named}: if all have the same processor and library, one computes "
-            f"wrongly; find out which by comparing with {other}, and {self._go_on(found)}"
+            f"wrongly; find out which by comparing with {other}, and {self._resume_from(found)}"
         )
 
-    def _go_on(self, suspects: Iterable[int]) -> str:
-        """Returns from where a run can go on without what these ranks have computed since their last audit."""
+    def _resume_from(self, suspects: Iterable[int]) -> str:
+        """Returns the advice to resume from before these ranks' last audit, as text."""
         if not self._passed_at:
             return "begin again from where this run began"
-        return f"go on from the checkpoint of step {min(self._passed_at[rank] for rank in suspects)} or before"
+        return f"resume from the checkpoint of step {min(self._passed_at[rank] for rank in suspects)} or before"
 
 
 def agreeing(found: Mapping[int, Outcome]) -> list[list[int]]:
@@ -480,6 +479,6 @@ def agreeing(found: Mapping[int, Outcome]) -> list[list[int]]:
 
 
 def facts() -> str:
-    """Returns this rank's host, and what its kernels depend on."""
+    """Returns this rank's host, and the facts that its kernels depend on."""
     cpu, threads = torch.backends.cpu.get_cpu_capability(), counted(torch.get_num_threads(), "thread")
     return f"{host_name()} ({platform.machine()} {cpu}, torch {torch.__version__}, {threads})"

@@ -1,1 +1,0 @@
-"""Checks of batches and steps, and the recovery from a bad step."""

@@ -1,1 +1,0 @@
-"""Evaluations: of held-out samples during a run, and by a separate process."""

@@ -1,1 +1,0 @@
-"""Tasks: loss, metrics and outputs of a batch, as sums that any number of ranks can add."""
