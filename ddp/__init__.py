@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from ddp.comm.session import init as init
     from ddp.comm.session import shutdown as shutdown
     from ddp.data.orders.distributed_sampler import DistributedSampler as DistributedSampler
-    from ddp.data.orders.sampler import EvaluationSampler as EvaluationSampler
+    from ddp.data.orders.distributed_sampler import EvaluationSampler as EvaluationSampler
     from ddp.data.orders.sampler import TrainSampler as TrainSampler
     from ddp.data.orders.steps import Batches as Batches
     from ddp.data.orders.steps import BatchWarmup as BatchWarmup
@@ -130,8 +130,8 @@ if TYPE_CHECKING:
 _NAMES = {  # module → what a user finds in ddp
     "ddp.comm.communicator": "Communicator",
     "ddp.comm.session": "init shutdown",
-    "ddp.data.orders.distributed_sampler": "DistributedSampler",
-    "ddp.data.orders.sampler": "EvaluationSampler TrainSampler",
+    "ddp.data.orders.distributed_sampler": "DistributedSampler EvaluationSampler",
+    "ddp.data.orders.sampler": "TrainSampler",
     "ddp.data.orders.steps": "BatchWarmup Batches",
     "ddp.data.samples": "Splits",
     "ddp.errors": "AuditFailed CheckpointError CollectiveMismatch CommunicatorBroken ConfigError Diverged HookFailed "

@@ -121,8 +121,8 @@ SUBJECTS = {  # chapter → the functions that it is about
         "gradients/bucket.py: views_of, fill",
     ],
     "08_who_gets_which_sample": [
-        "data/orders/sampler.py: parts, _plans_from, EvaluationSampler.__init__",
-        "data/orders/distributed_sampler.py: num_samples, total_size, _order",
+        "data/orders/sampler.py: parts, _plans_from",
+        "data/orders/distributed_sampler.py: EvaluationSampler.__init__, num_samples, total_size, _order",
     ],
     "09_accumulation": ["data/orders/sampler.py: parts", "replica/replica.py: no_sync, ride_along"],
     "10_a_worker_dies": [

@@ -27,8 +27,9 @@ import torch
 
 from ddp.data.loading.fetching import UNREADABLE, DeviceCopies, Fetched, KeyedBatches, ReadAhead, Request
 from ddp.data.loading.processes import Limits, LoaderWatch, data_loader
+from ddp.data.orders.distributed_sampler import EvaluationSampler
 from ddp.data.orders.order import Checksum
-from ddp.data.orders.sampler import EvaluationSampler, Micro, StepPlan, TrainSampler
+from ddp.data.orders.sampler import Micro, StepPlan, TrainSampler
 from ddp.data.samples import Collate
 from ddp.errors import ConfigError, UnreadableSample
 from ddp.process import gpu

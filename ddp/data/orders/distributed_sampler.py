@@ -1,4 +1,7 @@
-"""A drop-in for `torch.utils.data.DistributedSampler`: the same indices, with an epoch that moves by itself.
+"""Samplers for a loop of one's own.
+
+    DistributedSampler    a drop-in for torch's class: the same indices, with an epoch that moves by itself
+    EvaluationSampler     each sample exactly once over all ranks, one contiguous run per rank
 
 Ranks read positions rank, rank + W, … of the epoch's permutation, which is lengthened from its own beginning (or cut:
 `drop_last`) to a multiple of W. torch's class repeats its first order for ever unless the caller sets the epoch; here
@@ -234,3 +237,33 @@ class _Indices(Iterator[int]):
         told = sampler._pass.stage is _Stage.ANNOUNCED and sampler._pass.epoch != this.epoch
         if this.start < consumed < length or not told:
             self._begin(this, consumed)
+
+
+# --- Evaluation: each sample exactly once over all ranks -------------------------------------------------------------
+
+
+class EvaluationSampler(Sampler[int]):
+    """Gives each sample to exactly one rank: rank r reads [r*n//W, (r+1)*n//W), in the data set's order.
+
+    Shares differ by at most one sample, and a rank may have none. So reduce metrics as (sum, count).
+
+    Attributes:
+        share: the indices of this rank.
+
+    Raises:
+        ConfigError: `rank` outside [0, num_replicas), or no default for them.
+    """
+
+    def __init__(
+        self, dataset_or_length: Sized | int, *, num_replicas: int | None = None, rank: int | None = None
+    ) -> None:
+        self.num_replicas, self.rank = replicas(num_replicas, rank)
+        length = dataset_or_length if isinstance(dataset_or_length, int) else len(dataset_or_length)
+        begin, end = (r * length // self.num_replicas for r in (self.rank, self.rank + 1))
+        self.share = range(begin, end)
+
+    def __len__(self) -> int:
+        return len(self.share)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.share)

@@ -1,7 +1,4 @@
-"""Samplers say which samples a rank reads, in which order. Their state is three numbers or nothing.
-
-    TrainSampler         for `fit`: each sample exactly once per epoch, in steps of a global batch
-    EvaluationSampler    each sample exactly once over all ranks, one contiguous run per rank
+"""The sampler of `fit` says which samples a rank reads, in which order: each once an epoch, in steps of a global batch.
 
 The state is (seed, epoch, consumed), and `consumed` counts *global* samples of the epoch. No rank occurs in it, so it
 is O(1), equal on all ranks, and valid at any other world size. A saved state also names the order that it belongs to,
@@ -29,12 +26,11 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch.utils.data import Sampler
 
 from ddp.data.orders.order import Checksum, FirstOf, Order, Permutation, indices, length_of
 from ddp.data.orders.sharding import OwnSharding, shard_order
@@ -430,33 +426,6 @@ class TrainSampler:
         if state.get("length", self.length) != self.length:  # their positions were those of other epochs
             skipped = [each._replace(start=0, stop=0) for each in skipped]
         self._begin(loaded, num_steps=num_steps, skipped=skipped, ahead=ahead)
-
-
-class EvaluationSampler(Sampler[int]):
-    """Gives each sample to exactly one rank: rank r reads [r*n//W, (r+1)*n//W), in the data set's order.
-
-    Shares differ by at most one sample, and a rank may have none. So reduce metrics as (sum, count).
-
-    Attributes:
-        share: the indices of this rank.
-
-    Raises:
-        ConfigError: `rank` outside [0, num_replicas), or no default for them.
-    """
-
-    def __init__(
-        self, dataset_or_length: Sized | int, *, num_replicas: int | None = None, rank: int | None = None
-    ) -> None:
-        self.num_replicas, self.rank = replicas(num_replicas, rank)
-        length = dataset_or_length if isinstance(dataset_or_length, int) else len(dataset_or_length)
-        begin, end = (r * length // self.num_replicas for r in (self.rank, self.rank + 1))
-        self.share = range(begin, end)
-
-    def __len__(self) -> int:
-        return len(self.share)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.share)
 
 
 def sampler_of(

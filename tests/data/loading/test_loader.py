@@ -21,8 +21,9 @@ from torch.utils.data import Dataset
 
 from ddp.data.loading.loader import EvaluationLoader, TrainLoader, num_evaluation_batches
 from ddp.data.loading.processes import process_options
+from ddp.data.orders.distributed_sampler import EvaluationSampler
 from ddp.data.orders.order import Weighted
-from ddp.data.orders.sampler import EvaluationSampler, TrainSampler
+from ddp.data.orders.sampler import TrainSampler
 from ddp.data.orders.steps import SamplerState
 from ddp.data.samples import WholeBatches
 from ddp.errors import ConfigError, LoaderLost, UnreadableSample

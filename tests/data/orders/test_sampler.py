@@ -10,9 +10,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp.data.orders.distributed_sampler import DistributedSampler
+from ddp.data.orders.distributed_sampler import DistributedSampler, EvaluationSampler
 from ddp.data.orders.order import Fixed, Order, Permutation
-from ddp.data.orders.sampler import EvaluationSampler, StepPlan, TrainSampler
+from ddp.data.orders.sampler import StepPlan, TrainSampler
 from ddp.data.orders.steps import SamplerState
 from ddp.errors import ConfigError
 
