@@ -250,8 +250,10 @@ class Rider:
         return self.rows[0]
 
     def allocate(self) -> None:
-        """Allocates the rows of numbers that travel apart. Collective."""
-        if self.carrier is None:
+        """Allocates the rows of numbers that travel apart. Collective where there are shards."""
+        if self.carrier is None and self._num_shards is None:
+            self.rows = torch.zeros(self._shape, dtype=torch.float64, device=self._comm.device)
+        elif self.carrier is None:
             memory = self._comm.allocate(math.prod(self._shape), torch.float64)
             weakref.finalize(self, self._comm.free, memory).atexit = False
             self.rows = memory.view(self._shape)
