@@ -105,8 +105,7 @@ class HostLinks:
             bounds: where its chunks begin, and where the last one ends; cut evenly unless given.
         """
         if self.world_size == 1:  # nothing travels, and nothing is added
-            if not is_identity(reduction.divide_by):
-                divided_(flat, reduction.divide_by)
+            divided_(flat, reduction.divide_by)
             return
         unit, shrink = (1, 1) if reduction.wire is None else (reduction.wire.unit, reduction.wire.shrink)
         if bounds is None:
