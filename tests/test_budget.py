@@ -15,7 +15,7 @@ LIMITS = {
     "code lines outside of lab/": 34_750,
     "code lines of lab/": 3_800,
     "code lines of comm/, gradients/ and replica/": 10_330,
-    "modules outside of lab/": 279,
+    "modules outside of lab/": 278,
     "folders and files at the top": 21,
     "parameters of fit": 20,  # with **mistyped, which takes names that it does not have
     "lines of a function": 62,
