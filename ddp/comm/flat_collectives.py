@@ -39,8 +39,8 @@ import torch
 from torch import Tensor
 
 from ddp.collectives.all_to_all import schedule_over_shards
-from ddp.collectives.catalog import ALL_REDUCE, SCHEDULES, all_reduce_schedules
-from ddp.collectives.placed import Hosts, rooted
+from ddp.collectives.catalog import ALL_REDUCE, all_reduce_schedules
+from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Expression, Goal, Schedule, canonical, offsets
 from ddp.collectives.shards import is_canonical_over_ranks, nodes_by_rank
 from ddp.comm.host_links import CrossHost, HostLinks, by_size
@@ -177,6 +177,8 @@ class FlatCollectives:
         self.routes = possible_routes(hosts, shared_memory=self._shares_memory)
         self._memory = group if cross_host is None else None  # in which all ranks reach each other's tensors
         self._slicing = cross_host if cross_host is not None and cross_host.slices is not None else None
+        self._by_rank = self._memory or links  # for slices in the order of ranks; in that of `slices`:
+        self._by_slices = self._slicing or self._by_rank
         self.slices = list(range(self.world_size))
         if self._slicing is not None and self._slicing.slices is not None:
             self.slices = self._slicing.slices
@@ -282,7 +284,7 @@ class FlatCollectives:
     def reduce(self, flat: Tensor, root: int, reduction: Reduction) -> None:
         """Combines `flat` over all ranks into the root's; the others' is undefined then."""
         scaled_(flat, reduction.before)
-        self.along_tree("reduce", flat, root, reduction=reduction._replace(divide_by=1))
+        self.links.along_tree("reduce", flat, root, reduction=reduction._replace(divide_by=1))
         if self.rank == root:
             _finished(flat, reduction)
 
@@ -302,29 +304,11 @@ class FlatCollectives:
         Args:
             by_rank: as in `reduce_scatter`.
         """
-        if self._memory is not None:
-            self._memory.all_gather(flat, bounds, sequence=sequence)
-        elif not by_rank and self._slicing is not None:
-            self._slicing.all_gather(flat, bounds, sequence=sequence)
-        else:
-            self.links.run(by_size("all_gather", flat.nbytes, self.world_size), flat, bounds)
+        (self._by_rank if by_rank else self._by_slices).all_gather(flat, bounds, sequence=sequence)
 
     def broadcast(self, flat: Tensor, root: int, sequence: int) -> None:
         """Gives everyone the root's values, in place."""
-        if self._memory is not None:
-            self._memory.broadcast(flat, root, sequence=sequence)
-        else:
-            self.along_tree("broadcast", flat, root)
-
-    def along_tree(
-        self, operation: str, flat: Tensor, root: int, bounds: Sequence[int] | None = None, reduction: Reduction = SUM
-    ) -> None:
-        """Runs "gather", "scatter", "reduce" or "broadcast" over a tree with this root, in place.
-
-        Args:
-            bounds: rank r's part of a gather or scatter is flat[bounds[r]:bounds[r + 1]].
-        """
-        self.links.run(rooted(SCHEDULES[f"tree_{operation}"], root), flat, bounds, reduction)
+        self._by_rank.broadcast(flat, root, sequence=sequence)
 
     def gather_numbers(self, numbers: list[int], device: torch.device, sequence: int) -> list[list[int]]:
         """Returns every rank's numbers, by rank; equally many."""
@@ -344,7 +328,7 @@ class FlatCollectives:
         if root is None:
             self.all_gather(flat, bounds, sequence, by_rank=True)
         else:
-            self.along_tree("gather", flat, root, bounds)
+            self.links.along_tree("gather", flat, root, bounds)
         return by_rank(flat, rows, mine) if root in (None, self.rank) else []
 
     def scatter(self, pieces: Sequence[Tensor], root: int, device: torch.device) -> Tensor:
@@ -355,7 +339,7 @@ class FlatCollectives:
         flat = torch.empty(bounds[-1], dtype=getattr(torch, dtype), device=device)
         if pieces:
             torch.cat([with_rows(piece).reshape(-1) for piece in pieces], out=flat)
-        self.along_tree("scatter", flat, root, bounds)
+        self.links.along_tree("scatter", flat, root, bounds)
         return flat[bounds[self.rank] : bounds[self.rank + 1]].clone().view(shapes[self.rank])
 
     def all_to_all(self, pieces: Sequence[Tensor], sequence: int) -> list[Tensor]:
@@ -369,16 +353,9 @@ class FlatCollectives:
         self.links.exchange(outgoing, going, incoming, pending, longest=longest)
         return by_rank(incoming, rows, pieces[0])
 
-    def barrier(self, device: torch.device, sequence: int) -> None:
+    def barrier(self, sequence: int) -> None:
         """Returns once every rank has called it."""
-        if self.cross_host is not None:
-            self.cross_host.barrier(sequence=sequence)
-        elif self.group is not None:
-            self.group.barrier(sequence=sequence)
-        else:
-            flag = torch.zeros(1, dtype=torch.uint8, device=device)
-            self.links.run(SCHEDULES["recursive_doubling"], flag, reduction=Reduction("max"))
-            self.links.on_host(flag)  # on a GPU the host waits here
+        (self.cross_host or self.group or self.links).barrier(sequence=sequence)
 
     # --- memory and the end ------------------------------------------------------------------------------------------
 
