@@ -39,8 +39,8 @@ import torch
 from torch import Tensor
 
 from ddp.collectives.all_to_all import schedule_over_shards
-from ddp.collectives.catalog import ALL_REDUCE, SCHEDULES, all_reduce_schedules
-from ddp.collectives.placed import Hosts, rooted
+from ddp.collectives.catalog import ALL_REDUCE, all_reduce_schedules
+from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Expression, Goal, Schedule, canonical, offsets
 from ddp.collectives.shards import is_canonical_over_ranks, nodes_by_rank
 from ddp.comm.host_links import CrossHost, HostLinks, by_size
@@ -53,7 +53,6 @@ from ddp.comm.reduction import (
     by_rank,
     divided_,
     dtype_name,
-    is_identity,
     scaled_,
     with_rows,
 )
@@ -176,16 +175,16 @@ class FlatCollectives:
         self.links, self.hosts, self.group, self.cross_host = links, hosts, group, cross_host
         self._shares_memory = group is not None or cross_host is not None
         self.routes = possible_routes(hosts, shared_memory=self._shares_memory)
+        self._memory = group if cross_host is None else None  # in which all ranks reach each other's tensors
+        self._slicing = cross_host if cross_host is not None and cross_host.slices is not None else None
+        self._by_rank = self._memory or links  # for slices in the order of ranks; in that of `slices`:
+        self._by_slices = self._slicing or self._by_rank
         self.slices = list(range(self.world_size))
-        if cross_host is not None and cross_host.slices is not None:
-            self.slices = cross_host.slices
+        if self._slicing is not None and self._slicing.slices is not None:
+            self.slices = self._slicing.slices
         self._unshared: set[int] = set()  # addresses of what `allocate` gave, where no memory is shared
 
     # --- what is reachable here --------------------------------------------------------------------------------------
-
-    def memory_of(self, flat: Tensor) -> HostGroup | None:
-        """Returns the memory in which all ranks reach such a tensor, if they share any."""
-        return self.group if self.cross_host is None and flat.is_cpu else None
 
     def offers(self, algorithm: str) -> bool:
         """Returns True for "auto", and for any name that a route here answers to."""
@@ -203,19 +202,16 @@ class FlatCollectives:
 
     def all_reduce(self, flat: Tensor, route: Route, reduction: Reduction = SUM, sequence: int = 0) -> None:
         """Combines `flat` over all ranks by the given route, in place."""
-        if not is_identity(reduction.before):
-            scaled_(flat, reduction.before)
+        scaled_(flat, reduction.before)
         if route.schedule is None:
-            memory = self.memory_of(flat)
-            assert memory is not None  # `Plan.route` refuses a tensor that no memory can reach
-            memory.all_reduce(flat, reduction.op, divide_by=int(reduction.divide_by), sequence=sequence)
+            assert self._memory is not None
+            self._memory.all_reduce(flat, reduction.op, divide_by=int(reduction.divide_by), sequence=sequence)
         elif route.in_memory:
             assert self.cross_host is not None
             self.cross_host.all_reduce(flat, route.schedule, reduction, sequence=sequence)
         else:
             self.links.run(route.schedule, flat, reduction=reduction)
-        if not is_identity(reduction.after):
-            scaled_(flat, reduction.after)
+        scaled_(flat, reduction.after)
 
     def reduce_shards(
         self,
@@ -238,11 +234,10 @@ class FlatCollectives:
         """
         number = self.slices[self.rank]
         total = rows[0] if bounds is None else rows[0, bounds[number] : bounds[number + 1]]
-        group = self.group if self.cross_host is None and rows.is_cpu else None
-        if group is not None and group.reduce_shards(
+        if self._memory is not None and self._memory.reduce_shards(
             rows, num_shards, bounds, divide_by=int(reduction.divide_by), sequence=sequence
         ):
-            return total if is_identity(reduction.after) else scaled_(total, reduction.after).add_(0.0)
+            return scaled_(total, reduction.after).add_(0.0)
         if bounds is None and route is not None:
             self.all_reduce(total, route, reduction, sequence)
             return total.add_(0.0)
@@ -254,7 +249,7 @@ class FlatCollectives:
         else:
             schedule = schedule_over_shards(num_shards, Goal.REDUCE_SCATTER, tuple(self.slices))
             self.links.run_over_shards(schedule, nodes, bounds, reduction, chunk=number)
-        return (total if is_identity(reduction.after) else scaled_(total, reduction.after)).add_(0.0)
+        return scaled_(total, reduction.after).add_(0.0)
 
     def reduce_scatter(
         self, flat: Tensor, bounds: Sequence[int], reduction: Reduction, sequence: int, *, by_rank: bool = False
@@ -266,38 +261,37 @@ class FlatCollectives:
         """
         number = self.rank if by_rank else self.slices[self.rank]
         mine = flat[bounds[number] : bounds[number + 1]]
-        if not is_identity(reduction.before):
-            scaled_(flat, reduction.before)
-        if memory := self.memory_of(flat):
-            memory.reduce_scatter(flat, bounds, reduction.op, divide_by=int(reduction.divide_by), sequence=sequence)
+        scaled_(flat, reduction.before)
+        if self._memory is not None:
+            self._memory.reduce_scatter(
+                flat, bounds, reduction.op, divide_by=int(reduction.divide_by), sequence=sequence
+            )
             return _finished(mine, reduction._replace(divide_by=1))
         undivided = reduction._replace(divide_by=1)  # a schedule takes partial sums that it passes on for complete ones
-        if not by_rank and (cross_host := self._slicing(flat)):
-            cross_host.reduce_scatter(flat, bounds, undivided, sequence=sequence)
+        if not by_rank and self._slicing is not None:
+            self._slicing.reduce_scatter(flat, bounds, undivided, sequence=sequence)
         else:
             self.links.run(by_size("reduce_scatter", flat.nbytes, self.world_size), flat, bounds, undivided)
         return _finished(mine, reduction)
 
     def gather_on_hosts(self, flat: Tensor, bounds: Sequence[int], sequence: int) -> None:
         """Gives each rank the slices of its counterparts on the other hosts, in place."""
-        if cross_host := self._slicing(flat):
-            cross_host.gather_across(flat, bounds)
+        if self._slicing is not None:
+            self._slicing.gather_across(flat, bounds)
         elif len(self.hosts) > 1:  # of one rank each
             self.all_gather(flat, bounds, sequence)
 
     def reduce(self, flat: Tensor, root: int, reduction: Reduction) -> None:
         """Combines `flat` over all ranks into the root's; the others' is undefined then."""
-        if not is_identity(reduction.before):
-            scaled_(flat, reduction.before)
-        self.along_tree("reduce", flat, root, reduction=reduction._replace(divide_by=1))
+        scaled_(flat, reduction.before)
+        self.links.along_tree("reduce", flat, root, reduction=reduction._replace(divide_by=1))
         if self.rank == root:
             _finished(flat, reduction)
 
     def sum_in_host(self, flat: Tensor, reduction: Reduction, sequence: int) -> None:
         """Combines `flat` over the ranks that share this host's memory, in place."""
-        if not is_identity(reduction.before):
-            scaled_(flat, reduction.before)
-        if self.group is not None and flat.is_cpu:
+        scaled_(flat, reduction.before)
+        if self.group is not None:
             self.group.all_reduce(flat, reduction.op, divide_by=int(reduction.divide_by), sequence=sequence)
             reduction = reduction._replace(divide_by=1)
         _finished(flat, reduction)
@@ -310,29 +304,11 @@ class FlatCollectives:
         Args:
             by_rank: as in `reduce_scatter`.
         """
-        if memory := self.memory_of(flat):
-            memory.all_gather(flat, bounds, sequence=sequence)
-        elif not by_rank and (cross_host := self._slicing(flat)):
-            cross_host.all_gather(flat, bounds, sequence=sequence)
-        else:
-            self.links.run(by_size("all_gather", flat.nbytes, self.world_size), flat, bounds)
+        (self._by_rank if by_rank else self._by_slices).all_gather(flat, bounds, sequence=sequence)
 
     def broadcast(self, flat: Tensor, root: int, sequence: int) -> None:
         """Gives everyone the root's values, in place."""
-        if memory := self.memory_of(flat):
-            memory.broadcast(flat, root, sequence=sequence)
-        else:
-            self.along_tree("broadcast", flat, root)
-
-    def along_tree(
-        self, operation: str, flat: Tensor, root: int, bounds: Sequence[int] | None = None, reduction: Reduction = SUM
-    ) -> None:
-        """Runs "gather", "scatter", "reduce" or "broadcast" over a tree with this root, in place.
-
-        Args:
-            bounds: rank r's part of a gather or scatter is flat[bounds[r]:bounds[r + 1]].
-        """
-        self.links.run(rooted(SCHEDULES[f"tree_{operation}"], root), flat, bounds, reduction)
+        self._by_rank.broadcast(flat, root, sequence=sequence)
 
     def gather_numbers(self, numbers: list[int], device: torch.device, sequence: int) -> list[list[int]]:
         """Returns every rank's numbers, by rank; equally many."""
@@ -352,7 +328,7 @@ class FlatCollectives:
         if root is None:
             self.all_gather(flat, bounds, sequence, by_rank=True)
         else:
-            self.along_tree("gather", flat, root, bounds)
+            self.links.along_tree("gather", flat, root, bounds)
         return by_rank(flat, rows, mine) if root in (None, self.rank) else []
 
     def scatter(self, pieces: Sequence[Tensor], root: int, device: torch.device) -> Tensor:
@@ -363,7 +339,7 @@ class FlatCollectives:
         flat = torch.empty(bounds[-1], dtype=getattr(torch, dtype), device=device)
         if pieces:
             torch.cat([with_rows(piece).reshape(-1) for piece in pieces], out=flat)
-        self.along_tree("scatter", flat, root, bounds)
+        self.links.along_tree("scatter", flat, root, bounds)
         return flat[bounds[self.rank] : bounds[self.rank + 1]].clone().view(shapes[self.rank])
 
     def all_to_all(self, pieces: Sequence[Tensor], sequence: int) -> list[Tensor]:
@@ -377,16 +353,9 @@ class FlatCollectives:
         self.links.exchange(outgoing, going, incoming, pending, longest=longest)
         return by_rank(incoming, rows, pieces[0])
 
-    def barrier(self, device: torch.device, sequence: int) -> None:
+    def barrier(self, sequence: int) -> None:
         """Returns once every rank has called it."""
-        if self.cross_host is not None:
-            self.cross_host.barrier(sequence=sequence)
-        elif self.group is not None:
-            self.group.barrier(sequence=sequence)
-        else:
-            flag = torch.zeros(1, dtype=torch.uint8, device=device)
-            self.links.run(SCHEDULES["recursive_doubling"], flag, reduction=Reduction("max"))
-            self.links.on_host(flag)  # on a GPU the host waits here
+        (self.cross_host or self.group or self.links).barrier(sequence=sequence)
 
     # --- memory and the end ------------------------------------------------------------------------------------------
 
@@ -427,13 +396,7 @@ class FlatCollectives:
         inside = [_renamed(canonical(len(host)), host) for host in self.hosts]  # the order of `host_reduce.py`
         return (inside[0], inside[1]) == canonical(self.world_size)
 
-    def _slicing(self, flat: Tensor) -> CrossHost | None:
-        """Returns the connection of the hosts' memories, if such a tensor goes through it in slices."""
-        return self.cross_host if self.cross_host is not None and self.cross_host.slices and flat.is_cpu else None
-
 
 def _finished(result: Tensor, reduction: Reduction) -> Tensor:
     """Divides a result that is not divided yet, and makes up for smaller terms."""
-    if not is_identity(reduction.divide_by):
-        divided_(result, reduction.divide_by)
-    return result if is_identity(reduction.after) else scaled_(result, reduction.after)
+    return scaled_(divided_(result, reduction.divide_by), reduction.after)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ddp.collectives.catalog import SCHEDULES
-from ddp.collectives.placed import Hosts
+from ddp.collectives.placed import Hosts, rooted
 from ddp.collectives.schedule import SEGMENT_BYTES, Goal, Schedule, offsets
 from ddp.collectives.shards import nodes_by_rank
 from ddp.comm.call_queue import Runner, Work, done
@@ -105,8 +105,7 @@ class HostLinks:
             bounds: where its chunks begin, and where the last one ends; cut evenly unless given.
         """
         if self.world_size == 1:  # nothing travels, and nothing is added
-            if not is_identity(reduction.divide_by):
-                divided_(flat, reduction.divide_by)
+            divided_(flat, reduction.divide_by)
             return
         unit, shrink = (1, 1) if reduction.wire is None else (reduction.wire.unit, reduction.wire.shrink)
         if bounds is None:
@@ -167,16 +166,40 @@ class HostLinks:
         incoming[coming[self.rank] : coming[self.rank + 1]].copy_(outgoing[mine])
         self._execute(SCHEDULES["all_to_all_exchange"], [outgoing, incoming], [going, coming], longest=longest)
 
+    def all_gather(self, flat: Tensor, bounds: Sequence[int], *, sequence: int = 0) -> None:
+        """Gives everyone rank r's flat[bounds[r]:bounds[r + 1]], in place."""
+        self.run(by_size("all_gather", flat.nbytes, self.world_size), flat, bounds)
+
+    def broadcast(self, flat: Tensor, root: int, *, sequence: int) -> None:
+        """Gives everyone the root's values, in place."""
+        self.along_tree("broadcast", flat, root)
+
+    def barrier(self, *, sequence: int) -> None:
+        """Returns once every rank has called it."""
+        flag = torch.zeros(1, dtype=torch.uint8, device=self._settings.device)
+        self.run(SCHEDULES["recursive_doubling"], flag, reduction=Reduction("max"))
+        self.on_host(flag)  # on a GPU the host waits here
+
+    def along_tree(
+        self, operation: str, flat: Tensor, root: int, bounds: Sequence[int] | None = None, reduction: Reduction = SUM
+    ) -> None:
+        """Runs "gather", "scatter", "reduce" or "broadcast" over a tree with this root, in place.
+
+        Args:
+            bounds: rank r's part of a gather or scatter is flat[bounds[r]:bounds[r + 1]].
+        """
+        self.run(rooted(SCHEDULES[f"tree_{operation}"], root), flat, bounds, reduction)
+
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Returns everyone's bytes, by rank."""
         sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self._settings.device)
         sizes[self.rank] = len(payload)
-        self.run(by_size("all_gather", sizes.nbytes, self.world_size), sizes, range(self.world_size + 1))
+        self.all_gather(sizes, range(self.world_size + 1))
         bounds = [0, *accumulate(self.on_host(sizes).tolist())]
         data = torch.zeros(bounds[-1], dtype=torch.uint8, device=self._settings.device)
         if payload:
             data[bounds[self.rank] : bounds[self.rank + 1]] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        self.run(by_size("all_gather", data.nbytes, self.world_size), data, bounds)
+        self.all_gather(data, bounds)
         everything = self.on_host(data).numpy().tobytes()
         return [everything[start:stop] for start, stop in pairwise(bounds)]
 
@@ -359,8 +382,7 @@ class CrossHost:
         if self._group is not None:
             self._group.barrier(sequence=sequence)  # all of this host are here
         if self._place == 0 and self._counterparts is not None:
-            flag = torch.zeros(1, dtype=torch.uint8, device="cpu")
-            self._counterparts.run(SCHEDULES["recursive_doubling"], flag, reduction=Reduction("max"))
+            self._counterparts.barrier(sequence=sequence)
         if self._group is not None:
             self._group.barrier(sequence=sequence)  # and all of the others
 

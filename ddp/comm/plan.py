@@ -222,17 +222,11 @@ class Plan:
 
         Args:
             wire: the format in which numbers travel.
-
-        Raises:
-            ConfigError: the route uses the host's memory, and the tensor is elsewhere.
         """
         asked = self.algorithm if algorithm == "auto" else algorithm
         if asked == "auto":
             asked = self._choose(flat.nbytes, wire)
-        route = self._routes.get(asked) or cheapest(self.ranking(flat.nbytes, wire), asked)
-        if route.in_memory and not flat.is_cpu:
-            raise ConfigError(f"a tensor on {flat.device}: this communicator's are on the CPU; move it there")
-        return route
+        return self._routes.get(asked) or cheapest(self.ranking(flat.nbytes, wire), asked)
 
     def route_over_shards(self, flat: Tensor, num_shards: int) -> Route | None:
         """Returns the route over the ranks that adds up their nodes as the tree over the shards does; None: none does.

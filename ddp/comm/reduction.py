@@ -82,14 +82,14 @@ def divided_(numbers: Tensor, divisor: float | Tensor) -> Tensor:
     """Divides in place. A GPU would round its own divisor to the numbers' type first, if that is narrow."""
     if isinstance(divisor, Tensor) and numbers.dtype.itemsize < 4:
         return numbers.copy_(numbers.float().div_(divisor))
-    return numbers.div_(divisor)
+    return numbers if is_identity(divisor) else numbers.div_(divisor)
 
 
 def scaled_(numbers: Tensor, factor: float | Tensor) -> Tensor:
     """Multiplies in place, as `divided_` divides."""
     if isinstance(factor, Tensor) and numbers.dtype.itemsize < 4:
         return numbers.copy_(numbers.float().mul_(factor))
-    return numbers.mul_(factor)
+    return numbers if is_identity(factor) else numbers.mul_(factor)
 
 
 _PLAIN = {op: Reduction(op) for op in COMBINE}

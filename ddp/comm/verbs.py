@@ -420,7 +420,7 @@ class Verbs:
     def barrier(self, *, label: str = "") -> None:
         """Returns once every rank has called it."""
         call = self._queue.number("barrier", label=label)
-        self._queue.run(call, lambda: self._collectives.barrier(self.device, call.sequence))
+        self._queue.run(call, lambda: self._collectives.barrier(call.sequence))
 
     def agree_any(self, flag: bool, *, label: str = "agree_any") -> bool:
         """Returns True on every rank if `flag` is true on any."""

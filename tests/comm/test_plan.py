@@ -279,13 +279,6 @@ def test_a_name_that_leaves_something_open_is_the_cheapest_that_answers_to_it() 
         chooser.check("abacus")
 
 
-def test_a_tensor_elsewhere_is_not_reduced_in_memory() -> None:
-    elsewhere = torch.zeros(10, device="meta")
-    with pytest.raises(ConfigError, match="a tensor on meta: this communicator's are on the CPU; move it there"):
-        auto(ONE_HOST).route(elsewhere, "auto")
-    assert auto(ONE_HOST).route(elsewhere, "ring").name == "ring"
-
-
 def test_pinned_choices_are_taken() -> None:
     ran: list[str] = []
     chooser = auto(FAR, ran=ran)

@@ -104,7 +104,10 @@ ELSEWHERE = {  # what a line is about, if that is not what its chapter is about
     "mmap.mmap(-1": "ranks that cannot share memory",
 }
 SUBJECTS = {  # chapter → the functions that it is about
-    "01_send_and_receive": ["comm/messages.py: post, wait_for, wait, add", "comm/watch/status.py: stuck, _deadlock"],
+    "01_send_and_receive": [
+        "comm/communicator.py: post, wait_for, wait, add",
+        "comm/watch/status.py: stuck, _deadlock",
+    ],
     "02_ring": ["collectives/ring.py: reduce_scatter, all_gather, all_reduce"],
     "03_trees": [
         "collectives/tree.py: reduce, broadcast, distances",
