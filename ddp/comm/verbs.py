@@ -26,7 +26,7 @@ from typing import Any, Literal, SupportsInt, TypeAlias, TypedDict, TypeVar, Unp
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, profiler
+from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ddp.collectives.schedule import offsets
@@ -156,11 +156,8 @@ class Verbs:
                 wide, narrow = widened(flat, wire)
                 route = self.plan.route(wide, algorithm, narrow)
                 reduction = reduction_of(op, wide.dtype, self.world_size, divide_by, narrow)
-                if profiler._is_profiler_enabled:  # inside of the call's own range
-                    name = f"ddp: {route.name}"
-                    recorded(name, self._collectives.all_reduce, wide, route, reduction, call.sequence)
-                else:
-                    self._collectives.all_reduce(wide, route, reduction, call.sequence)
+                name = f"ddp: {route.name}"  # inside of the call's own range
+                recorded(name, self._collectives.all_reduce, wide, route, reduction, call.sequence)
                 write_back(flat if wide is flat else flat.copy_(wide), tensors)
             return tensor
 

@@ -38,8 +38,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
+from ddp.comm.meeting.private_store import private_folder
 from ddp.comm.meeting.role import STORE, Job, Role, publish_end
-from ddp.comm.meeting.secret import private_folder
 from ddp.process.clock import Patience, now_s
 from ddp.process.files import make_folder, to_append
 from ddp.process.memory import available_cores
