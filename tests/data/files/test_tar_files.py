@@ -279,7 +279,7 @@ def test_samples_that_cannot_be_decoded_are_named(tmp_path: Path) -> None:
         UnreadableSample, match=r"/a.tar, sample 0, at byte 0 cannot be decoded \(UnidentifiedImageError"
     ):
         open_tar(tmp_path, decode=ImageAndClass())[0]
-    with pytest.raises(UnreadableSample, match=r"sample 1, at byte 2048 .*\['txt'\], and not jpg or .* beside cls"):
+    with pytest.raises(UnreadableSample, match=r"sample 1, at byte 2048 .*\['txt'\], and not jpg or .* next to cls"):
         open_tar(tmp_path, decode=ImageAndClass())[1]
     with pytest.raises(UnreadableSample, match=r"sample 2, .* cls is 2, and num_classes=2 has the classes 0 … 1\)"):
         open_tar(tmp_path, decode=ImageAndClass(num_classes=2))[2]
