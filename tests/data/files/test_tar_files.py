@@ -201,9 +201,9 @@ def test_damaged_and_foreign_files_are_named(tmp_path: Path) -> None:
     refused(gzip.compress(whole), "is compressed, .*: unpack it")
     refused(b"text " * 1000, "is cut off or no tar file")
     refused(
-        whole[:1536] + b"x" * 512 + whole[2048:], r"goes on after its last member, at byte 1536: a header is damaged"
+        whole[:1536] + b"x" * 512 + whole[2048:], r"continues after its last member, at byte 1536: a header is damaged"
     )
-    refused(whole + whole, "goes on after its last member")
+    refused(whole + whole, "continues after its last member")
     write_tar(tmp_path / "a.tar", [("README", b"x")])
     refused((tmp_path / "a.tar").read_bytes(), "holds no sample")
     write_tar(tmp_path / "a.tar", [("a.jpg", b"x"), ("a.cls", b"x"), ("a.JPG", b"x")])

@@ -418,7 +418,7 @@ def drawing() -> DataLoader[Any]:
         ),
         (
             (drawing(), TENSORS),
-            "train is a DataLoader with a sampler of its own, which ddp.fit takes: give its data set",
+            "train is a DataLoader with its own sampler, which ddp.fit takes: give its data set",
         ),
     ],
 )
