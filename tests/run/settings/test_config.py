@@ -270,7 +270,7 @@ def test_impossible_value_names_key_and_value(key: str, value: object) -> None:
         ({"run": {"name": 0o10}}, "run.name=8: expected a text; a file has it in quotes"),
         ({"sweep": {"name": True}}, "sweep.name=True: expected a text or null; a file has it in quotes"),
         ({"init_from": {"skip": [7]}}, "init_from.skip[0]=7: expected a text; a file has it in quotes"),
-        ({"optim": {"name": "sgd", "lr": "1e-3"}}, "optim.lr=1e-3: expected a number, and has a text: leave out its"),
+        ({"optim": {"name": "sgd", "lr": "1e-3"}}, "optim.lr=1e-3: expected a number, got a text: leave out its"),
     ],
 )
 def test_contradictions_unknown_keys_and_wrong_types(plain: dict[str, Any], words: str) -> None:
@@ -333,7 +333,7 @@ def test_each_mode_of_servers_starts_from_settings(mode: dict[str, Any], bound: 
     assert config.batch.num_shards == {"backup_workers": 2, "mode": 1}.get(next(iter(mode), ""), 3)
     assert config.cluster.servers == 1
     config.cluster.servers = 0
-    with pytest.raises(ConfigError, match=r"^cluster\.servers=0: strategy=parameter_server needs one among the"):
+    with pytest.raises(ConfigError, match=r"^cluster\.servers=0: strategy=parameter_server needs at least one server"):
         resolve(config, local_workers=2)  # of processes that others have started
 
 
