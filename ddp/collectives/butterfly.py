@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ddp.collectives.placed import placed
-from ddp.collectives.schedule import Goal, Recv, Round, Schedule, Send, one_per_rank, whole
+from ddp.collectives.schedule import Goal, Recv, Round, Schedule, Send, one_chunk, one_per_rank
 
 
 def all_reduce(rank: int, num_ranks: int) -> Iterator[Round]:
@@ -44,7 +44,7 @@ def all_reduce(rank: int, num_ranks: int) -> Iterator[Round]:
 
 def recursive_doubling(rank: int, num_ranks: int) -> Iterator[Round]:
     """Every rank ends with the sum; the buffer is one chunk."""
-    yield from folded(Schedule(doubling, Goal.ALL_REDUCE, whole), rank, num_ranks)
+    yield from folded(Schedule(doubling, Goal.ALL_REDUCE, one_chunk), rank, num_ranks)
 
 
 def halving_doubling(rank: int, num_ranks: int) -> Iterator[Round]:

@@ -38,21 +38,21 @@ import ddp.collectives.placed as placed
 import ddp.collectives.ring as ring
 import ddp.collectives.tree as tree
 from ddp.collectives.placed import Hosts as Hosts
-from ddp.collectives.schedule import Algorithm, Goal, Recv, Round, ScheduleError, Send, one_per_rank, whole
+from ddp.collectives.schedule import Algorithm, Goal, Recv, Round, ScheduleError, Send, one_chunk, one_per_rank
 from ddp.collectives.schedule import Schedule as Schedule
 from ddp.errors import ConfigError
 
 ALL_REDUCE = {  # of those that are equally fast, "auto" takes the first
     "ring": Schedule(ring.all_reduce, Goal.ALL_REDUCE, one_per_rank),
-    "tree": Schedule(tree.all_reduce, Goal.ALL_REDUCE, whole),
+    "tree": Schedule(tree.all_reduce, Goal.ALL_REDUCE, one_chunk),
     "double_tree": Schedule(tree.double_all_reduce, Goal.ALL_REDUCE, tree.halves),
     "butterfly": Schedule(butterfly.all_reduce, Goal.ALL_REDUCE, butterfly.largest_power_of_two),
-    "recursive_doubling": Schedule(butterfly.recursive_doubling, Goal.ALL_REDUCE, whole),
+    "recursive_doubling": Schedule(butterfly.recursive_doubling, Goal.ALL_REDUCE, one_chunk),
     "circulant": Schedule(circulant.all_reduce, Goal.ALL_REDUCE, one_per_rank),
     "all_to_all": Schedule(all_to_all.all_reduce, Goal.ALL_REDUCE, one_per_rank),
-    "master_worker": Schedule(master_worker.all_reduce, Goal.ALL_REDUCE, whole),
+    "master_worker": Schedule(master_worker.all_reduce, Goal.ALL_REDUCE, one_chunk),
     "round_robin": Schedule(master_worker.round_robin, Goal.ALL_REDUCE, one_per_rank),
-    "naive_all_to_all": Schedule(all_to_all.naive, Goal.ALL_REDUCE, whole),
+    "naive_all_to_all": Schedule(all_to_all.naive, Goal.ALL_REDUCE, one_chunk),
 }
 SCHEDULES = {
     **ALL_REDUCE,
@@ -63,12 +63,12 @@ SCHEDULES = {
     "all_to_all_reduce_scatter": Schedule(all_to_all.reduce_scatter, Goal.REDUCE_SCATTER, one_per_rank),
     "all_to_all_all_gather": Schedule(all_to_all.all_gather, Goal.ALL_GATHER, one_per_rank),
     "all_to_all_exchange": Schedule(all_to_all.exchange, Goal.ALL_TO_ALL, one_per_rank),
-    "tree_broadcast": Schedule(tree.broadcast, Goal.BROADCAST, whole),
-    "tree_reduce": Schedule(tree.reduce, Goal.REDUCE, whole),
+    "tree_broadcast": Schedule(tree.broadcast, Goal.BROADCAST, one_chunk),
+    "tree_reduce": Schedule(tree.reduce, Goal.REDUCE, one_chunk),
     "tree_gather": Schedule(tree.gather, Goal.GATHER, one_per_rank),
     "tree_scatter": Schedule(tree.scatter, Goal.SCATTER, one_per_rank),
-    "master_worker_reduce": Schedule(master_worker.reduce, Goal.REDUCE, whole),
-    "master_worker_broadcast": Schedule(master_worker.broadcast, Goal.BROADCAST, whole),
+    "master_worker_reduce": Schedule(master_worker.reduce, Goal.REDUCE, one_chunk),
+    "master_worker_broadcast": Schedule(master_worker.broadcast, Goal.BROADCAST, one_chunk),
 }
 BETWEEN_HOSTS = {
     "hierarchical": "ring",
@@ -98,7 +98,7 @@ def all_reduce_schedules(hosts: Hosts) -> dict[str, Schedule]:
     ranks = sorted(rank for host in hosts for rank in host)
     if not ranks or ranks != list(range(len(ranks))) or not all(hosts):
         raise ValueError(f"hosts={hosts}: give every host its ranks, each of 0, 1, 2, … exactly once, none empty")
-    found = {name: each for name, each in ALL_REDUCE.items() if name in SHIPPED or not _mistake(each, len(ranks))}
+    found = {name: each for name, each in ALL_REDUCE.items() if name in SHIPPED or not _fault(each, len(ranks))}
     rows = placed.rows_of(hosts)
     if len(rows) > 1:
         in_rows = partial(placed.two_dimensional, rows=rows)
@@ -162,12 +162,12 @@ def prove(schedule: Schedule, num_ranks: int, *, what: str) -> None:
     Raises:
         ConfigError: it is no right all-reduce of this number of ranks; begins with `what`, and says where.
     """
-    if mistake := _mistake(schedule, num_ranks):
-        raise ConfigError(f"{what}: {mistake}")
+    if fault := _fault(schedule, num_ranks):
+        raise ConfigError(f"{what}: {fault}")
 
 
 @lru_cache(maxsize=256)
-def _mistake(schedule: Schedule, num_ranks: int) -> str:
+def _fault(schedule: Schedule, num_ranks: int) -> str:
     """Returns the fault of a schedule, or an empty text."""
     if schedule.goal is not Goal.ALL_REDUCE:
         return f"is no all-reduce, but one where {schedule.goal.value}"

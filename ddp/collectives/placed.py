@@ -58,7 +58,7 @@ from math import isqrt
 
 import ddp.collectives.ring as ring
 import ddp.collectives.tree as tree
-from ddp.collectives.schedule import Add, Goal, Recv, Round, Schedule, Send, around, one_per_rank, whole
+from ddp.collectives.schedule import Add, Goal, Recv, Round, Schedule, Send, around, one_chunk, one_per_rank
 
 Hosts = tuple[tuple[int, ...], ...]  # the ranks of every host; hosts may differ in size
 
@@ -122,8 +122,8 @@ def _renamed(op: Send | Recv | Add, ranks: Sequence[int], chunks: range) -> Send
 # --- all-reduces that know on which hosts the ranks are --------------------------------------------------------------
 
 
-TREE_REDUCE = Schedule(tree.reduce, Goal.REDUCE, whole)
-TREE_BROADCAST = Schedule(tree.broadcast, Goal.BROADCAST, whole)
+TREE_REDUCE = Schedule(tree.reduce, Goal.REDUCE, one_chunk)
+TREE_BROADCAST = Schedule(tree.broadcast, Goal.BROADCAST, one_chunk)
 RING_REDUCE_SCATTER = Schedule(ring.reduce_scatter, Goal.REDUCE_SCATTER, one_per_rank)
 RING = Schedule(ring.all_reduce, Goal.ALL_REDUCE, one_per_rank)
 RING_ALL_GATHER = Schedule(ring.all_gather, Goal.ALL_GATHER, one_per_rank)

@@ -83,7 +83,7 @@ def one_per_rank(num_ranks: int) -> int:
     return num_ranks
 
 
-def whole(num_ranks: int) -> int:
+def one_chunk(num_ranks: int) -> int:
     """Returns 1: the buffer is one chunk."""
     return 1
 
@@ -404,18 +404,18 @@ class SymbolicRun:
         value = self.buffers[holders[0]][0, chunk]
         if value is None or value.contributors != self._wanted(chunk):
             missing = self._wanted(chunk) & ~(value.contributors if value else 0)
-            what = f"chunk {chunk} ends as {_shown(value)}: not each contribution once"
+            what = f"chunk {chunk} ends as {_as_text(value)}: not each contribution once"
             hint = "" if chunk in self._travelled else self._not_sent()
             raise self._wrong_end(holders[0], f"{what}, that of {self._whose(missing)} is missing{hint}")
         for rank in holders:
             other = self.buffers[rank][0, chunk]
             if other is not value:
-                there = f"as {_shown(value)} on rank {holders[0]}"
+                there = f"as {_as_text(value)} on rank {holders[0]}"
                 is_same_sum = other is not None and other.contributors == value.contributors
                 hint = OTHER_ORDER if is_same_sum else ""
-                raise self._wrong_end(rank, f"chunk {chunk} ends as {_shown(other)}, but {there}{hint}")
+                raise self._wrong_end(rank, f"chunk {chunk} ends as {_as_text(other)}, but {there}{hint}")
         if self.num_shards is not None and value.expression != canonical(self.num_shards):
-            what = f"chunk {chunk} ends as {_shown(value)}, not as the canonical tree over the shards"
+            what = f"chunk {chunk} ends as {_as_text(value)}, not as the canonical tree over the shards"
             raise self._wrong_end(holders[0], f"{what}: its bits would depend on the number of ranks")
         return value.expression
 
@@ -450,7 +450,7 @@ class SymbolicRun:
         return f"; no rank sends this chunk: {whole}, a chunk per rank unless num_chunks says otherwise"
 
 
-def _shown(value: Value | None) -> str:
+def _as_text(value: Value | None) -> str:
     return "nothing of use" if value is None else str(value.expression)
 
 

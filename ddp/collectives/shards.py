@@ -54,8 +54,8 @@ def is_node(shards: range, num_shards: int) -> bool:
     return shards.stop <= num_shards and largest_nodes(shards, num_shards) == [shards]
 
 
-def additions(nodes: Sequence[Node], whole: Node) -> list[Addition]:
-    """Returns the additions, in order, that make one sum of nodes which `whole` consists of; it ends at the first."""
+def additions(nodes: Sequence[Node], root: Node) -> list[Addition]:
+    """Returns the additions, in order, that make one sum of nodes which `root` consists of; it ends at the first."""
     given = frozenset(nodes)
     number = {node.start: index for index, node in enumerate(nodes)}  # also of the sum that begins at this shard
 
@@ -66,7 +66,7 @@ def additions(nodes: Sequence[Node], whole: Node) -> list[Addition]:
             yield from of(right)
             yield number[left.start], number[right.start]
 
-    return list(of(whole))
+    return list(of(root))
 
 
 @lru_cache(maxsize=256)

@@ -117,15 +117,15 @@ def facts(
     """
     unanswered: list[str] = []
 
-    def answer(what: str, ask: Callable[[], Answer], otherwise: Answer) -> Answer:
+    def ask(what: str, question: Callable[[], Answer], default: Answer) -> Answer:
         try:
-            return within(ANSWER_S, ask)
+            return within(ANSWER_S, question)
         except TimeoutError:
             unanswered.append(what)
-            return otherwise
+            return default
 
     interfaces = {name: _address_of(name) for _, name in socket.if_nameindex()}
-    shared_bytes, shared_free = answer("/dev/shm", lambda: _room_in(SHARED), (0, 0))
+    shared_bytes, shared_free = ask("/dev/shm", lambda: _room_in(SHARED), (0, 0))
     folder, temporary = Path.cwd(), Path(os.environ.get("TMPDIR") or "/tmp")
     return HostFacts(
         kernel=kernel,
@@ -137,10 +137,10 @@ def facts(
         load=os.getloadavg()[0],
         threads=threads,
         variables={name: os.environ[name] for name in (*THREAD_VARIABLES, *VARIABLES, INTERFACE) if name in os.environ},
-        gpus=answer("the driver of the GPUs", gpus, []),
+        gpus=ask("the driver of the GPUs", gpus, []),
         num_gpus=len(list(GPUS.glob("*"))),
         interfaces=interfaces,
-        address=answer(f"the name {socket.gethostname()}", lambda: _gloo_s_address(interfaces), ""),
+        address=ask(f"the name {socket.gethostname()}", lambda: _gloo_s_address(interfaces), ""),
         shared_bytes=shared_bytes,
         shared_free=shared_free,
         left_behind=list(map(str, left_behind)),
@@ -149,11 +149,11 @@ def facts(
         pinned_bytes=_limit(resource.RLIMIT_MEMLOCK),
         adapters=sorted(each.name for each in ADAPTERS.glob("*")),
         folder=str(folder),
-        disk_free=answer(f"the folder {folder}", lambda: _room_in(folder)[1] if _is_writable(folder) else -1, -1),
+        disk_free=ask(f"the folder {folder}", lambda: _room_in(folder)[1] if _is_writable(folder) else -1, -1),
         temporary=str(temporary),
-        temporary_free=answer(f"the folder {temporary}", lambda: _room_in(temporary)[1], 0),
+        temporary_free=ask(f"the folder {temporary}", lambda: _room_in(temporary)[1], 0),
         data=data,
-        data_is=answer(f"the folder {data}", lambda: _state_of(Path(data)), "usable"),
+        data_is=ask(f"the folder {data}", lambda: _state_of(Path(data)), "usable"),
         unanswered=unanswered,
     )
 

@@ -43,7 +43,7 @@ Name = Annotated[str, re.compile(r"\w{1,64}", re.ASCII)]
 
 
 @contextmanager
-def damage_told(what: object, remedy: str = "", kind: type[ValueError] = ConfigError) -> Iterator[None]:
+def damage_as_error(what: object, remedy: str = "", kind: type[ValueError] = ConfigError) -> Iterator[None]:
     """Turns whatever the reading of a file raises into one error of a kind, in one line."""
     try:
         yield
