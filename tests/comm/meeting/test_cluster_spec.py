@@ -131,7 +131,7 @@ def test_each_task_of_tensorflow_s_variable_has_its_rank(text: str, expected: Ra
         ),
         (tf_config(worker(0), {"worker": ["h:1"], "chief": ["g:1", "g:2"]}), "TF_CONFIG.cluster.chief: has more than"),
         (tf_config({"type": "ps", "index": 0}, {"worker": ["h:1"], "ps": ["h:2"]}), "TF_CONFIG.cluster.ps: is for s"),
-        (tf_config(worker(0), {"worker": ["h:1"], "ps": ["h:2"]}), "leave the job out, or take that one"),
+        (tf_config(worker(0), {"worker": ["h:1"], "ps": ["h:2"]}), "leave the job out, or take that"),
     ],
 )
 def test_a_description_that_cannot_be_right_is_refused_by_its_field(text: str, words: str) -> None:
