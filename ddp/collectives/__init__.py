@@ -1,10 +1,10 @@
 """Collectives as data: schedules that say who sends which chunk to whom, in which round. No torch here.
 
-`schedule.py` has the vocabulary and the checker. The algorithms follow, the simplest first. `catalog.py` lists them all
-by name, `simulate.py` runs them on a logical clock, `cost.py` predicts their time, and
-`ddp/comm/execute.py` runs them on tensors.
+`schedule.py` has the vocabulary and the checker. The algorithms are in a module each; `catalog.py` lists them all by
+name, `simulate.py` runs them on a logical clock, `cost.py` predicts their time, and `ddp/comm/execute.py` runs them on
+tensors.
 
-    from ddp.collectives import Recv, Send, register        # for an all-reduce of your own
+    from ddp.collectives import Recv, Send, register        # for your own all-reduce
 """
 
 from ddp.collectives.catalog import register as register

@@ -1,7 +1,7 @@
-"""All-to-all: everyone talks to everyone at once, in one round.
+"""All-to-all: every rank talks to every other one, in one round.
 
-    reduce-scatter   everyone sends chunk r to its owner r; the owner adds the p−1 copies to its own
-    all-gather       everyone sends the chunk it owns to everyone
+    reduce-scatter   every rank sends chunk r to its owner r; the owner adds the p−1 copies to its own
+    all-gather       every rank sends the chunk it owns to all others
     exchange         rank s has a chunk for every rank d: the transpose of the matrix "chunk d of rank s"
 
     exchange of 3 ranks      rank 0: 00 01 02  →  00 10 20        chunk d of rank s leaves buffer 0 of rank s
@@ -14,33 +14,33 @@
     all-reduce         p        2        2(p−1),  2(p−1)/p·N                2(p−1)α + 2(p−1)/p·Nβ + (p−1)/p·Nγ
     exchange           p        1        p−1,     (p−1)/p·N                 (p−1)α + (p−1)/p·Nβ
 
-Each half sends (p−1)/p·N bytes, as a ring does, and both together take two rounds instead of 2(p−1). Where all p−1
-messages of a round travel at the same time (a full crossbar, shared memory, few ranks), the α term is 2α. With many
-ranks the network has p² flows at once, and switches begin to drop packets: then a ring wins.
+Each half sends (p−1)/p·N bytes, as a ring does, and both halves take two rounds instead of 2(p−1). If all p−1 messages
+of a round travel at the same time (a full crossbar, shared memory, few ranks), the α term is 2α. With many ranks the
+network has p² flows at once, and switches begin to drop packets: then a ring is faster.
 
-Every rank begins with its right neighbour, because otherwise all would send to rank 0 first. Chunk r is added up on
-rank r, from there to the right: the same bits everywhere, but not canonical beyond two ranks.
+Every rank begins with its right neighbour, because otherwise all would send to rank 0 first. Rank r adds up chunk r,
+starting with its own part and continuing to the right: the same bits everywhere, but not canonical beyond two ranks.
 
-Note "naive". Everyone sends everything to everyone, and each rank adds it all up for itself.
+Note "naive". Every rank sends everything to all others, and each rank adds it all up itself.
 
-    0 ◀─▶ 1        every rank ends its one round with all p vectors
+    0 ◀─▶ 1        every rank ends its single round with all p vectors
     ▲ ╲ ╱ ▲
     │  ╳  │        0 + 1 + 2 + 3 on each of them, in the order of the ranks
     ▼ ╱ ╲ ▼
     2 ◀─▶ 3
 
-    chunks 1  ·  rounds 1  ·  sent per rank p−1 messages, (p−1)N; by all together p(p−1)N
+    chunks 1  ·  rounds 1  ·  sent per rank p−1 messages, (p−1)N; by all ranks p(p−1)N
     time (p−1)(α + Nβ + Nγ), on one port
 
-It is the first row of every table of costs: no all-reduce takes fewer rounds, and none moves more bytes or adds more
-often, because every rank computes the same sums. So it suits few ranks and messages of a few bytes. The all-reduce
-above lets each rank add up one chunk for all, which takes a second round, and sends p/2 times less.
+No all-reduce takes fewer rounds, and none moves more bytes or adds more often, because every rank computes the same
+sums. So it suits few ranks and messages of a few bytes. The all-reduce above lets each rank add up one chunk for all,
+which takes a second round, and sends p/2 times less.
 
-Each rank has a contribution of its own already. If it simply added the others to it, rank 0 would compute (0 + 1) + 2
-and rank 2 (2 + 0) + 1, which are not the same bits. So what comes from lower ranks is added up `before` the rank's own.
-The order is then that of the ranks everywhere: canonical to 3 ranks.
+Each rank already has its own contribution. If it simply added the others to it, rank 0 would compute (0 + 1) + 2 and
+rank 2 (2 + 0) + 1, which have different bits. So contributions of lower ranks are added up `before` the rank's own. The
+order is then that of the ranks everywhere: canonical up to 3 ranks.
 
-Note "slice owners". The shards of a batch are added up in the order of their tree, on any number of ranks.
+Note "slice owners". It adds up the shards of a batch in the order of their tree, on any number of ranks.
 
 A rank holds the sums of its own shards: its nodes of the tree (`shards.py`), each in its own buffer. Chunk s has
 an owner, rank s. The owner collects chunk s of every node of every rank, adds them up as the tree says, and sends the
@@ -57,10 +57,10 @@ total to everyone. So the bits of the total depend on the number of shards alone
                1 += 4              (4,5) + (6,7)
                0 += 1              (0,1,2,3) + (4,5,6,7)
 
-    round 2    Chunk s of buffer 0 goes from rank s to everyone: an all-gather.
+    round 2    Chunk s of buffer 0 goes from rank s to all others: an all-gather.
 
-The total ends in buffer 0. So an addition of which buffer 0 is one side changes buffer 0, and any other addition
-changes its left side. Both have the same bits, because a + b has those of b + a.
+The total ends in buffer 0. So an addition that involves buffer 0 changes buffer 0, and any other addition changes its
+left side. The bits are the same, because a + b has those of b + a.
 
 For p ranks, k nodes on this rank, K on all of them, buffers of N bytes:
 
@@ -69,15 +69,15 @@ For p ranks, k nodes on this rank, K on all of them, buffers of N bytes:
     all-gather        p        1        p−1,         (p−1)/p·N                 (p−1)/p·N         0
     all-reduce        p        2        (k+1)(p−1),  (k+1)(p−1)/p·N            (K−k+p−1)/p·N     (K−1)/p·N
 
-All ranks together send (K+p)(p−1)/p·N bytes. With one node per rank (K = p) that is what `all_to_all` sends, and a
-ring. The nodes of other ranks need (K−k)/p·N bytes of memory besides. For 8 shards:
+All ranks send (K+p)(p−1)/p·N bytes in total. With one node per rank (K = p), `all_to_all` and a ring send as much. The
+nodes of other ranks take another (K−k)/p·N bytes of memory. For 8 shards:
 
     ranks                      1      2      3      4      5      6      7      8
     nodes of all ranks, K      1      2      5      4      6      6      7      8
     sent by all, times N       0      2      5.33   6      8.8    10     12     14
 
-Source: the owners are those of the reduce-scatter above. That one adds in the order of the
-ranks, from the owner on; this one in the order of the tree over the shards, which is the same for any number of ranks.
+Source: the owners are those of the reduce-scatter above. That one adds in the order of the ranks, beginning with the
+owner; this one in the order of the tree over the shards, which is the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _one(chunk: int) -> range:
 # --- slice owners ----------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=256)  # one object each, because others cache what they derive from a schedule
+@lru_cache(maxsize=256)  # one object each, because callers cache what they derive from a schedule
 def schedule_over_shards(num_shards: int, goal: Goal, slices: tuple[int, ...] = ()) -> Schedule:
     """Returns the all-reduce, or the reduce-scatter, that adds up this number of shards.
 
@@ -175,7 +175,7 @@ def all_reduce_over_shards(rank: int, num_ranks: int, *, num_shards: int) -> Ite
 
 
 def _with_slices(algorithm: Algorithm, slices: Sequence[int], rank: int, num_ranks: int) -> Iterator[Round]:
-    """Yields rounds, each of whose transfers moves one chunk, with the chunks that `slices` has in their places."""
+    """Yields rounds of one-chunk transfers, with each chunk replaced by its entry in `slices`."""
     for ops in algorithm(rank, num_ranks):
         yield tuple(replace(op, chunks=range(slices[op.chunks.start], slices[op.chunks.start] + 1)) for op in ops)
 
@@ -190,8 +190,8 @@ def _buffers(rank: int, num_ranks: int, num_shards: int) -> list[range]:
 
 
 def _added(buffers: Sequence[range], additions: Iterable[Addition], chunks: range) -> Iterator[Add]:
-    """Yields the additions of all nodes, such that their sum ends in buffer 0."""
-    where = [buffer for of_rank in buffers for buffer in of_rank]  # by node: what it is part of by now
+    """Yields the additions of all nodes, so that their sum ends in buffer 0."""
+    where = [buffer for of_rank in buffers for buffer in of_rank]  # by node: the buffer of the sum that now contains it
     for left, right in additions:
         into, other = where[left], where[right]
         if other == 0:

@@ -1,13 +1,13 @@
-"""Butterfly: every rank talks to the rank whose number differs in one bit, in every round in another bit.
+"""Butterfly: in every round, each rank talks to the rank whose number differs in one bit, another bit per round.
 
     distance   1              2              4                  rank 5 of 8 talks to 4, then to 7, then to 1
     ranks      0─1 2─3 4─5    0─2 1─3 4─6    0─4 1─5 2─6 3─7
 
 Two all-reduces, for p ranks, p a power of two, and a buffer of N bytes:
 
-    recursive doubling    Both partners exchange all they have and add. After round k, groups of 2^k ranks hold
+    recursive doubling    Both partners exchange their whole buffers and add. After round k, groups of 2^k ranks hold
                           their sum.
-    halving-doubling      Halving: both partners exchange the half that the other one keeps, add, and go on with their
+    halving-doubling      Halving: each partner sends the half that the other one keeps, adds, and continues with its
                           own half; after log₂ p rounds a rank has the sum of N/p. Doubling: the same way back, the
                           finished parts grow by exchange. (Rabenseifner, "Optimization of collective reduction
                           operations", 2004)
@@ -20,13 +20,13 @@ Recursive doubling has the fewest rounds that are possible, so it suits small me
 ring's bytes in far fewer rounds, but each rank has another partner in every round.
 
 Note "nearest first". Textbooks halve with the farthest partner first. Here the nearest comes first, so that the largest
-messages stay among neighbours (on one host) and every chunk is summed in the canonical order.
+messages stay between neighbours (on one host) and every chunk is summed in the canonical order.
 
 Note "any number". With p' ranks beyond the largest power of two p, 2p' ranks begin as pairs of neighbours: the odd one
-of each pair sends all it has to the even one, waits, and gets the result, as in MPICH (Thakur, Rabenseifner & Gropp,
-"Optimization of collective communication operations in MPICH", 2005). That takes two more rounds, and the busiest rank
-sends N more. Since pairs of neighbours come first, the sum stays canonical wherever it can (3, 6, 7, 12, 14, …).
-`circulant.py` does without the extra bytes.
+of each pair sends its whole buffer to the even one, waits, and gets the result, as in MPICH (Thakur, Rabenseifner &
+Gropp, "Optimization of collective communication operations in MPICH", 2005). That takes two more rounds, and the
+busiest rank sends N more. Since pairs of neighbours come first, the sum stays canonical where possible (3, 6, 7, 12,
+14, …). `circulant.py` avoids the extra bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ddp.collectives.placed import placed
-from ddp.collectives.schedule import Goal, Recv, Round, Schedule, Send, one_per_rank, whole
+from ddp.collectives.schedule import Goal, Recv, Round, Schedule, Send, one_chunk, one_per_rank
 
 
 def all_reduce(rank: int, num_ranks: int) -> Iterator[Round]:
@@ -44,7 +44,7 @@ def all_reduce(rank: int, num_ranks: int) -> Iterator[Round]:
 
 def recursive_doubling(rank: int, num_ranks: int) -> Iterator[Round]:
     """Every rank ends with the sum; the buffer is one chunk."""
-    yield from folded(Schedule(doubling, Goal.ALL_REDUCE, whole), rank, num_ranks)
+    yield from folded(Schedule(doubling, Goal.ALL_REDUCE, one_chunk), rank, num_ranks)
 
 
 def halving_doubling(rank: int, num_ranks: int) -> Iterator[Round]:
@@ -70,7 +70,7 @@ def doubling(rank: int, num_ranks: int) -> Iterator[Round]:
 
 
 def folded(schedule: Schedule, rank: int, num_ranks: int) -> Iterator[Round]:
-    """Plays an all-reduce for a power of two of ranks with any number of them: see the note "any number"."""
+    """Runs an all-reduce for a power of two of ranks on any number of ranks: see the note "any number"."""
     power = largest_power_of_two(num_ranks)
     paired = 2 * (num_ranks - power)  # ranks 0 … paired−1 are pairs of neighbours
     players = [*range(0, paired, 2), *range(paired, num_ranks)]

@@ -17,12 +17,13 @@
     hierarchical          see placed.py
     slice_owners          p           2                 see all_to_all.py           always, over shards
 
-(+…) for a number of ranks that is no power of two. Which one is cheapest depends on α, β and the layout: see `cost.py`.
+(+…) if the number of ranks is not a power of two. The cheapest one depends on α, β and the layout: see `cost.py`.
 
-`slice_owners` adds up the shards of a batch, where the others add up ranks. A rank's buffers are sums of its own shards
-then, so it is no choice for an ordinary all-reduce, and "auto" does not take it.
+`slice_owners` adds up the shards of a batch, while the others add up ranks. A rank's buffers are then sums of its own
+shards, so it cannot be an ordinary all-reduce, and "auto" does not take it.
 
-`register` adds an all-reduce of the user's own. It is offered wherever it is proven: by name, and to "auto".
+`register` adds a user's all-reduce. It is offered by name and to "auto", for every number of ranks for which it is
+proven.
 """
 
 from __future__ import annotations
@@ -38,21 +39,21 @@ import ddp.collectives.placed as placed
 import ddp.collectives.ring as ring
 import ddp.collectives.tree as tree
 from ddp.collectives.placed import Hosts as Hosts
-from ddp.collectives.schedule import Algorithm, Goal, Recv, Round, ScheduleError, Send, one_per_rank, whole
+from ddp.collectives.schedule import Algorithm, Goal, Recv, Round, ScheduleError, Send, one_chunk, one_per_rank
 from ddp.collectives.schedule import Schedule as Schedule
 from ddp.errors import ConfigError
 
-ALL_REDUCE = {  # of those that are equally fast, "auto" takes the first
+ALL_REDUCE = {  # "auto" takes the first of equally fast ones
     "ring": Schedule(ring.all_reduce, Goal.ALL_REDUCE, one_per_rank),
-    "tree": Schedule(tree.all_reduce, Goal.ALL_REDUCE, whole),
+    "tree": Schedule(tree.all_reduce, Goal.ALL_REDUCE, one_chunk),
     "double_tree": Schedule(tree.double_all_reduce, Goal.ALL_REDUCE, tree.halves),
     "butterfly": Schedule(butterfly.all_reduce, Goal.ALL_REDUCE, butterfly.largest_power_of_two),
-    "recursive_doubling": Schedule(butterfly.recursive_doubling, Goal.ALL_REDUCE, whole),
+    "recursive_doubling": Schedule(butterfly.recursive_doubling, Goal.ALL_REDUCE, one_chunk),
     "circulant": Schedule(circulant.all_reduce, Goal.ALL_REDUCE, one_per_rank),
     "all_to_all": Schedule(all_to_all.all_reduce, Goal.ALL_REDUCE, one_per_rank),
-    "master_worker": Schedule(master_worker.all_reduce, Goal.ALL_REDUCE, whole),
+    "master_worker": Schedule(master_worker.all_reduce, Goal.ALL_REDUCE, one_chunk),
     "round_robin": Schedule(master_worker.round_robin, Goal.ALL_REDUCE, one_per_rank),
-    "naive_all_to_all": Schedule(all_to_all.naive, Goal.ALL_REDUCE, whole),
+    "naive_all_to_all": Schedule(all_to_all.naive, Goal.ALL_REDUCE, one_chunk),
 }
 SCHEDULES = {
     **ALL_REDUCE,
@@ -63,12 +64,12 @@ SCHEDULES = {
     "all_to_all_reduce_scatter": Schedule(all_to_all.reduce_scatter, Goal.REDUCE_SCATTER, one_per_rank),
     "all_to_all_all_gather": Schedule(all_to_all.all_gather, Goal.ALL_GATHER, one_per_rank),
     "all_to_all_exchange": Schedule(all_to_all.exchange, Goal.ALL_TO_ALL, one_per_rank),
-    "tree_broadcast": Schedule(tree.broadcast, Goal.BROADCAST, whole),
-    "tree_reduce": Schedule(tree.reduce, Goal.REDUCE, whole),
+    "tree_broadcast": Schedule(tree.broadcast, Goal.BROADCAST, one_chunk),
+    "tree_reduce": Schedule(tree.reduce, Goal.REDUCE, one_chunk),
     "tree_gather": Schedule(tree.gather, Goal.GATHER, one_per_rank),
     "tree_scatter": Schedule(tree.scatter, Goal.SCATTER, one_per_rank),
-    "master_worker_reduce": Schedule(master_worker.reduce, Goal.REDUCE, whole),
-    "master_worker_broadcast": Schedule(master_worker.broadcast, Goal.BROADCAST, whole),
+    "master_worker_reduce": Schedule(master_worker.reduce, Goal.REDUCE, one_chunk),
+    "master_worker_broadcast": Schedule(master_worker.broadcast, Goal.BROADCAST, one_chunk),
 }
 BETWEEN_HOSTS = {
     "hierarchical": "ring",
@@ -81,16 +82,16 @@ OVER_SHARDS = {  # by number of shards
 }
 
 SHIPPED = frozenset({"auto", "shared_memory", "two_dimensional", *SCHEDULES, *BETWEEN_HOSTS, *OVER_SHARDS})
-MOST_CHUNKS = 1 << 20  # of a schedule of the user's own, by which a buffer is cut
-MOST_ROUNDS = 10_000  # of a schedule of the user's own, and ten more per rank; beyond it counts as one without an end
+MOST_CHUNKS = 1 << 20  # of a user's schedule, in chunks of a buffer
+MOST_ROUNDS = 10_000  # of a user's schedule, and ten more per rank; with more it counts as endless
 
 
 def all_reduce_schedules(hosts: Hosts) -> dict[str, Schedule]:
-    """Returns every all-reduce for ranks that stand on these hosts, by name.
+    """Returns every all-reduce for the ranks on these hosts, by name.
 
-    Those that need a layout are left out where they would be the same as a flat one: `two_dimensional` needs ranks that
-    fill a grid, the hierarchical ones need several hosts, one of them with several ranks. The user's own are left out
-    where they are wrong for this number of ranks.
+    Schedules that need a layout are left out if they would equal a flat one: `two_dimensional` needs ranks that fill a
+    grid, the hierarchical ones need several hosts, one of them with several ranks. A user's schedules are left out if
+    they are wrong for this number of ranks.
 
     Raises:
         ValueError: the hosts do not hold each rank 0, 1, … exactly once.
@@ -98,7 +99,7 @@ def all_reduce_schedules(hosts: Hosts) -> dict[str, Schedule]:
     ranks = sorted(rank for host in hosts for rank in host)
     if not ranks or ranks != list(range(len(ranks))) or not all(hosts):
         raise ValueError(f"hosts={hosts}: give every host its ranks, each of 0, 1, 2, … exactly once, none empty")
-    found = {name: each for name, each in ALL_REDUCE.items() if name in SHIPPED or not _mistake(each, len(ranks))}
+    found = {name: each for name, each in ALL_REDUCE.items() if name in SHIPPED or not _fault(each, len(ranks))}
     rows = placed.rows_of(hosts)
     if len(rows) > 1:
         in_rows = partial(placed.two_dimensional, rows=rows)
@@ -114,11 +115,11 @@ def _hierarchical(hosts: Hosts, between: Schedule) -> Schedule:
     return Schedule(algorithm, Goal.ALL_REDUCE, lambda num_ranks: num_chunks)
 
 
-# --- all-reduces of the user's own -------------------------------------------------------------------------------
+# --- a user's all-reduces ----------------------------------------------------------------------------------------
 
 
 def register(name: str, algorithm: Algorithm, *, num_chunks: Callable[[int], int] = one_per_rank) -> None:
-    """Adds an all-reduce to the catalog, under its name, before `ddp.init`.
+    """Adds an all-reduce to the catalog under this name; to be called before `ddp.init`.
 
     All ranks must register the same: ranks that run different schedules wait for each other until the deadline.
 
@@ -127,12 +128,12 @@ def register(name: str, algorithm: Algorithm, *, num_chunks: Callable[[int], int
         num_chunks: the number of chunks into which it cuts the buffer, by number of ranks.
 
     Raises:
-        ConfigError: the name is taken or no word, or the schedule is wrong for one of 1 to 8 ranks.
+        ConfigError: the name is taken or not an identifier, or the schedule is wrong for one of 1 to 8 ranks.
     """
     if not name.isidentifier():
-        raise ConfigError(f"schedule {name!r}: is no name; take letters, digits and underscores")
+        raise ConfigError(f"schedule {name!r}: is not a name; take letters, digits and underscores")
     if name in SHIPPED or name in ALL_REDUCE:
-        raise ConfigError(f"schedule {name!r}: there is one of this name already; take another")
+        raise ConfigError(f"schedule {name!r}: the name is taken; choose another one")
     schedule = own_all_reduce(Schedule(algorithm, Goal.ALL_REDUCE, num_chunks))
     for num_ranks in range(1, 9):
         prove(schedule, num_ranks, what=f"schedule {name!r}")
@@ -140,39 +141,40 @@ def register(name: str, algorithm: Algorithm, *, num_chunks: Callable[[int], int
 
 
 def add(name: str, schedule: Schedule) -> None:
-    """Puts an all-reduce of the user's own into the catalog."""
+    """Adds a user's all-reduce to the catalog."""
     ALL_REDUCE[name] = SCHEDULES[name] = schedule
 
 
 def own_schedules() -> list[str]:
-    """Returns the names of the all-reduces that the user has added."""
+    """Returns the names of the user's all-reduces."""
     return [name for name in ALL_REDUCE if name not in SHIPPED]
 
 
 def own_all_reduce(found: Schedule | Algorithm) -> Schedule:
-    """Returns a schedule of the user's own whose mistakes are sentences; a generator alone has one chunk per rank."""
+    """Returns a user's schedule with readable errors; a plain generator has one chunk per rank."""
     schedule = found if isinstance(found, Schedule) else Schedule(found, Goal.ALL_REDUCE, one_per_rank)
     algorithm, num_chunks = partial(_guarded, schedule.algorithm), partial(_counted, schedule.num_chunks)
     return schedule._replace(algorithm=algorithm, num_chunks=num_chunks)
 
 
 def prove(schedule: Schedule, num_ranks: int, *, what: str) -> None:
-    """Checks a schedule of the user's own.
+    """Checks a user's schedule.
 
     Raises:
-        ConfigError: it is no right all-reduce of this number of ranks; begins with `what`, and says where.
+        ConfigError: it is not a correct all-reduce for this number of ranks; the message begins with `what`, and says
+            where.
     """
-    if mistake := _mistake(schedule, num_ranks):
-        raise ConfigError(f"{what}: {mistake}")
+    if fault := _fault(schedule, num_ranks):
+        raise ConfigError(f"{what}: {fault}")
 
 
 @lru_cache(maxsize=256)
-def _mistake(schedule: Schedule, num_ranks: int) -> str:
+def _fault(schedule: Schedule, num_ranks: int) -> str:
     """Returns the fault of a schedule, or an empty text."""
     if schedule.goal is not Goal.ALL_REDUCE:
-        return f"is no all-reduce, but one where {schedule.goal.value}"
+        return f"is not an all-reduce: its goal is that {schedule.goal.value}"
     if schedule.num_shards is not None:
-        return "adds up shards, where an all-reduce adds up ranks: leave num_shards out"
+        return "adds up shards, but an all-reduce adds up ranks: leave num_shards out"
     try:
         schedule.check(num_ranks)
     except ScheduleError as error:
@@ -181,7 +183,7 @@ def _mistake(schedule: Schedule, num_ranks: int) -> str:
 
 
 def _counted(num_chunks: Callable[[int], int], num_ranks: int) -> int:
-    """Returns the number of chunks that the user's function says."""
+    """Returns the number of chunks by the user's function."""
     try:
         number: object = num_chunks(num_ranks)
     except Exception as error:
@@ -192,7 +194,7 @@ def _counted(num_chunks: Callable[[int], int], num_ranks: int) -> int:
 
 
 def _guarded(algorithm: Algorithm, rank: int, num_ranks: int) -> Iterator[Round]:
-    """Yields the rounds of the user's generator, after looking at the type of everything in them."""
+    """Yields the rounds of the user's generator, after checking the types in them."""
     number = 0
 
     def wrong(what: str) -> ScheduleError:
@@ -201,12 +203,12 @@ def _guarded(algorithm: Algorithm, rank: int, num_ranks: int) -> Iterator[Round]
     try:
         for ops in algorithm(rank, num_ranks):
             transfers = [op for op in ops if isinstance(op, Send | Recv)] if isinstance(ops, tuple) else []
-            if not isinstance(ops, tuple) or len(transfers) < len(ops):  # an Add needs a buffer that no rank has here
-                raise wrong(f"yields {ops!r:.80}, which is no tuple of Send and Recv")
+            if not isinstance(ops, tuple) or len(transfers) < len(ops):  # a rank has no second buffer for an Add
+                raise wrong(f"yields {ops!r:.80}, which is not a tuple of Send and Recv")
             if not all(type(op.peer) is int and isinstance(op.chunks, range) for op in transfers):
-                raise wrong(f"yields {ops!r:.80}, where a peer is no whole number, or chunks are no range")
+                raise wrong(f"yields {ops!r:.80}, where a peer is not a whole number, or chunks are not a range")
             if number == MOST_ROUNDS + 10 * num_ranks:
-                raise wrong("goes on and on; a schedule ends")
+                raise wrong("never ends; a schedule must end")
             yield ops
             number += 1
     except ScheduleError:

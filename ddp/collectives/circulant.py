@@ -1,18 +1,18 @@
-"""Circulant graph: in every round each rank sends to the rank d places on, for d = 1, 2, 4, …; any number of ranks.
+"""Circulant graph: in every round each rank sends to the rank d places ahead, for d = 1, 2, 4, …; any number of ranks.
 
     all-gather, 5 ranks, what rank 0 has      round 1, from rank 1: 0 1      round 2, from rank 2: 0 1 2 3
                                               round 3, from rank 4: 0 1 2 3 4
 
-After round k every rank has 2^(k+1) consecutive chunks, its own the first of them; the last round brings the rest.
-Backwards, with additions, it is a reduce-scatter; one after the other, the two make an all-reduce.
+After round k every rank has 2^(k+1) consecutive chunks, beginning with its own; the last round brings the rest.
+Backwards, with additions, it is a reduce-scatter; the two in sequence make an all-reduce.
 
                        chunks   rounds      bytes sent per rank   time
     all-gather         p        ⌈log₂ p⌉    (p−1)/p·N             ⌈log₂ p⌉α + (p−1)/p·Nβ
     reduce-scatter     p        ⌈log₂ p⌉    (p−1)/p·N             ⌈log₂ p⌉α + (p−1)/p·N(β + γ)
     all-reduce         p        2⌈log₂ p⌉   2(p−1)/p·N            2⌈log₂ p⌉α + 2(p−1)/p·Nβ + (p−1)/p·Nγ
 
-So rounds and bytes are those of the butterfly at *every* p; the butterfly needs two more rounds and N more bytes where
-p is no power of two. A run of chunks that passes the end of the buffer takes two messages, which are in flight
+So rounds and bytes are those of the butterfly at *every* p; the butterfly needs two more rounds and N more bytes if p
+is not a power of two. A run of chunks that passes the end of the buffer takes two messages, which are in flight
 together. The order of additions differs from chunk to chunk: not canonical.
 
 Source: Bruck, Ho, Kipnis, Upfal & Weathersby, "Efficient algorithms for all-to-all communications in multiport

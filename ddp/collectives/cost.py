@@ -1,8 +1,8 @@
-"""Predicts what an all-reduce costs, by the textbook's formulas, in whose order `auto` times the algorithms.
+"""Predicts the cost of an all-reduce by textbook formulas, in whose order `auto` times the algorithms.
 
 p ranks, a buffer of N bytes, links of latency α and β seconds per byte, γ seconds per byte added. Every message of a
-round is in flight at the same time; those that share a port follow each other at a distance of the gap g (the
-docstrings of the algorithms count α there: g = α). L = ⌈log₂ p⌉; p' = 2^⌊log₂ p⌋:
+round is in flight at the same time; those that share a port follow each other at intervals of the gap g (the docstrings
+of the algorithms assume g = α). L = ⌈log₂ p⌉; p' = 2^⌊log₂ p⌋:
 
     algorithm            seconds                                                       the simulator says
     naive_all_to_all     α + (p−2)g + (p−1)N(β + γ)                                    the same
@@ -11,7 +11,7 @@ docstrings of the algorithms count α there: g = α). L = ⌈log₂ p⌉; p' = 2
     double_tree          2L(α + g + Nβ) + L·Nγ                                         less, by up to one half
     butterfly            2L·α + 2(p−1)/p·Nβ + (p−1)/p·Nγ, p = 2^k                      the same
     recursive_doubling   L(α + Nβ + Nγ), p = 2^k                                       the same
-       … any other p     that for p', and 2(α + Nβ) + Nγ for folding                   the same
+       … any other p     the cost for p', and 2(α + Nβ) + Nγ for folding                   the same
     circulant            2L(α + g) + 2(p−1)/p·Nβ + (p−1)/p·Nγ                          the same if g = 0, else less
     all_to_all           2(α + (p−2)g) + 2(p−1)/p·Nβ + (p−1)/p·Nγ                      the same
     master_worker        2(α + (p−2)g) + 2(p−1)Nβ + (p−1)Nγ                            the same
@@ -26,11 +26,11 @@ docstrings of the algorithms count α there: g = α). L = ⌈log₂ p⌉; p' = 2
 "The same" holds for one message per transfer, on links that the ranks of a host do not share, and is tested. Longer
 buffers are cut into segments that overlap, so they cost less; `simulate.py` counts that, the formulas do not.
 
-A formula takes the worst link, shared by as many ranks of a host as may use it at once, and so gives an upper bound.
+A formula uses the worst link, shared by as many ranks of a host as may use it at once, and so gives an upper bound.
 
 Bandwidths are those of nccl-tests (its PERFORMANCE.md): *algorithm bandwidth* is bytes of the buffer per second. *Bus
-bandwidth* is that times the share of the buffer that must leave and enter each rank whatever the algorithm, 2(p−1)/p
-for an all-reduce; it compares to the speed of the link, at any number of ranks.
+bandwidth* is that times the share of the buffer that must leave and enter each rank with any algorithm, 2(p−1)/p for an
+all-reduce; it is comparable to the speed of the link at any number of ranks.
 
 Source: Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in MPICH", 2005, section 3
 (the model) and 4 (tree, butterfly, recursive doubling, ring); the others in the docstrings of the algorithms.
@@ -58,7 +58,7 @@ class Link:
     Attributes:
         alpha_s: seconds from a byte's departure to its arrival.
         beta_s: seconds per byte.
-        gap_s: seconds for which a message keeps a port busy besides its bytes.
+        gap_s: seconds for which a message keeps a port busy in addition to its bytes.
     """
 
     alpha_s: float
@@ -165,7 +165,7 @@ def two_dimensional(t: Terms, num_rows: int) -> float:
 
 
 def _folded(t: Terms, seconds: Callable[[Terms], float]) -> float:
-    """Ranks beyond a power of two hand over what they have first, and receive the result last."""
+    """Returns the cost if ranks beyond a power of two send their buffers first, and receive the result last."""
     power = 1 << (t.num_ranks.bit_length() - 1)
     fold_s = 2 * (t.alpha_s + t.nbytes * t.beta_s) + t.nbytes * t.gamma_s if power < t.num_ranks else 0.0
     return seconds(t._replace(num_ranks=power)) + fold_s
@@ -183,7 +183,7 @@ FLAT: dict[str, Callable[[Terms], float]] = {
         *(master_worker, round_robin, naive_all_to_all),
     )
 }
-ONE_OF_A_HOST_CROSSES = {"ring", "tree"}  # with hosts of neighbouring ranks; else any number of them may at once
+ONE_OF_A_HOST_CROSSES = {"ring", "tree"}  # on hosts of neighbouring ranks; else any number of ranks may cross at once
 HIERARCHICAL = {"hierarchical": ring} | {
     f"hierarchical+{name}": FLAT[name] for name in ("butterfly", "recursive_doubling", "tree")
 }
@@ -209,7 +209,7 @@ def textbook(name: str, nbytes: int, network: Network) -> float | None:
 
 
 def formula_s(name: str, schedule: Schedule, nbytes: int, network: Network) -> float:
-    """Returns the seconds of an all-reduce by its formula; without one, of its rounds and its busiest rank's bytes."""
+    """Returns the seconds of an all-reduce by its formula; without one, by its rounds and its busiest rank's bytes."""
     seconds = textbook(name, nbytes, network)
     if seconds is None:
         link, moved = network.between, volume(schedule, nbytes, network.num_ranks)
@@ -221,7 +221,7 @@ def formula_s(name: str, schedule: Schedule, nbytes: int, network: Network) -> f
 
 
 def about_messages(schedule: Schedule, num_ranks: int) -> int:
-    """Returns the number of messages if every rank sends as many as the last one: a leaf of trees, a worker."""
+    """Returns the number of messages if every rank sends as many as the last one, a leaf of trees or a worker."""
     rounds = schedule.algorithm(num_ranks - 1, num_ranks)
     return num_ranks * sum(isinstance(op, Send) for ops in rounds for op in ops)
 
@@ -235,7 +235,7 @@ class Volume(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def volume(schedule: Schedule, nbytes: int, num_ranks: int) -> Volume:
-    """Counts the rounds of a schedule, and the bytes that it makes a rank send."""
+    """Returns the rounds of a schedule, and the bytes that a rank sends."""
     ranks = range(num_ranks) if about_messages(schedule, num_ranks) <= COUNTED_MESSAGES else range(1)
     schedules = [list(schedule.algorithm(rank, num_ranks)) for rank in ranks]
     chunks = [sum(len(op.chunks) for ops in rounds for op in ops if isinstance(op, Send)) for rounds in schedules]
@@ -246,7 +246,7 @@ def volume(schedule: Schedule, nbytes: int, num_ranks: int) -> Volume:
 
 
 def bus_factor(goal: Goal, num_ranks: int) -> float:
-    """Returns the share of the buffer that must leave or enter the busiest rank's link, whatever the algorithm."""
+    """Returns the share of the buffer that must cross the busiest rank's link with any algorithm."""
     if goal is Goal.ALL_REDUCE:
         return 2 * (num_ranks - 1) / num_ranks
     if goal in (Goal.BROADCAST, Goal.REDUCE):

@@ -1,4 +1,4 @@
-"""Master and workers: everyone sends everything to rank 0, which adds it up and sends the sum back.
+"""Master and workers: every rank sends its buffer to rank 0, which adds them up and sends the sum back.
 
         1   2   3                 1   2   3
          ╲  │  ╱                   ╲  │  ╱         p−1 messages each way, all of them over rank 0's link
@@ -9,9 +9,9 @@
     broadcast     1        1        (p−1) messages, ·N     0             (p−1)(α + Nβ)
     all-reduce    1        2        (p−1) messages, ·N     N             2(p−1)(α + Nβ) + (p−1)Nγ
 
-The parameter server's pattern. Its two rounds suit few ranks and small messages. Beyond that the master's link is the
-bottleneck while all others idle; round-robin and `all_to_all.py` give every rank a turn, or a share, of the master's
-work. The sum runs from rank 0 up, one by one: canonical to 3 ranks.
+This is the parameter server's pattern. Its two rounds suit few ranks and small messages. Beyond that the master's link
+is the bottleneck while all others idle; round-robin and `all_to_all.py` give every rank a turn, or a share, of the
+master's work. Rank 0 adds in the order of the ranks: canonical up to 3 ranks.
 
 Note "round-robin". Ranks take turns as the master: rank i is the master of chunk i, one after another.
 
@@ -20,9 +20,9 @@ Note "round-robin". Ranks take turns as the master: rank i is the master of chun
     chunks p  ·  rounds 2p  ·  messages sent per rank 2(p−1), bytes 2(p−1)/p·N
     time 2p(p−1)(α + N/p·β) + (p−1)Nγ, on one port: a round lasts as long as its master's p−1 messages
 
-Over the whole collective every rank sends as much as in a ring, and no rank is a bottleneck for ever. That is better
-than one master for all chunks, whose link carries (p−1)N each way. But only one master works at a time. If all masters
-work at once, the same messages take two rounds: that is `all_to_all.py`.
+Over the whole collective every rank sends as much as in a ring, and no rank stays the bottleneck. That is better than
+one master for all chunks, whose link carries (p−1)N each way. But only one master works at a time. If all masters work
+at once, the same messages take two rounds, as in `all_to_all.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Schedules inside schedules: other ranks play what was written for ranks 0 … k−1, on a part of the buffer.
+"""Schedules inside schedules: any ranks run a schedule for ranks 0 … k−1, on a part of the buffer.
 
 A schedule knows its ranks and chunks by number only. So "a ring among the leaders of the hosts", "a tree from root
 3", "a column of the grid, on its own block of the buffer" need no new algorithm, only other numbers:
@@ -6,9 +6,9 @@ A schedule knows its ranks and chunks by number only. So "a ring among the leade
     written for        ring of 3       rank 0 → 1 → 2      chunk 0        chunk 1        chunk 2
     played by          ranks 1, 4, 7   rank 1 → 4 → 7      chunks 6-7     chunks 8-9     chunks 10-11
 
-Ranks that do not play yield as many empty rounds, so that round k stays the same moment on every rank.
+Ranks that do not take part yield as many empty rounds, so that round k stays the same moment on every rank.
 
-Two all-reduces are made so, which know on which hosts the ranks are.
+Two all-reduces that use the layout of hosts are built this way.
 
 Hierarchical: first inside every host, then among the hosts' leaders, then inside every host again.
 
@@ -25,15 +25,15 @@ For H hosts of L ranks, a ring between, a buffer of N bytes; α', β' of the lin
     rounds 2⌈log₂ L⌉ + 2(H−1)  ·  sent by a leader to other hosts 2(H−1)/H·N, by other ranks nothing
     time 2⌈log₂ L⌉(α + Nβ) + 2(H−1)α' + 2(H−1)/H·Nβ' + (⌈log₂ L⌉ + (H−1)/H)Nγ
 
-Only leaders send to other hosts: a host's wire carries 2(H−1)/H·N whatever the number of its ranks, and slow rounds
-(α') count hosts, not ranks. A flat ring in an unlucky order of ranks pays both for every rank. Inside the host
-the leader is the bottleneck; the two-dimensional all-reduce lets every rank of a host carry its own slice to the other
-hosts instead.
+Only leaders send to other hosts: a host's link carries 2(H−1)/H·N for any number of ranks, and the number of slow
+rounds (α') depends on hosts, not ranks. A flat ring in an unlucky order of ranks pays both for every rank. Inside the
+host the leader is the bottleneck; the two-dimensional all-reduce lets every rank of a host carry its own slice to the
+other hosts instead.
 
-Hosts may differ in size: a short host waits, in empty rounds, for the longest. Source: Jia et al., "Highly scalable
+Hosts may differ in size: a smaller host waits for the largest in empty rounds. Source: Jia et al., "Highly scalable
 deep learning training system with mixed-precision: training ImageNet in four minutes", 2018.
 
-Two-dimensional: ranks stand in rows and columns. Along rows, down columns, and along rows again.
+Two-dimensional: ranks form rows and columns. It reduces along rows, then columns, and gathers along rows.
 
     2 rows of 3     0  1  2       reduce-scatter along rows     every rank has its row's sum of one third
                     3  4  5       all-reduce along columns      … the sum over all rows of that third
@@ -44,10 +44,10 @@ For R rows of C ranks, rings both ways, a buffer of N bytes (p = R·C):
     chunks C·R  ·  rounds 2(C−1) + 2(R−1)  ·  bytes sent per rank 2(C−1)/C·N + 2(R−1)/R·N/C = 2(p−1)/p·N
     time (2(C−1) + 2(R−1))α + 2(p−1)/p·Nβ + (p−1)/p·Nγ
 
-That is the ring's bytes with the square root of its rounds. And when the rows are hosts, every rank of a host carries
-its own 1/C of the buffer to the other hosts, all at once. So all network cards of a host are busy, not only that of the
-leader, and between hosts there are R−1 rounds each way. Source: Ying et al., "Image classification at supercomputer
-scale", 2018 (2-D torus); Cho, Finkler & Kung, "BlueConnect", 2019.
+That is the ring's bytes with the square root of its rounds. And if the rows are hosts, every rank of a host carries its
+own 1/C of the buffer to the other hosts, all at once. So all network cards of a host are busy, not only that of the
+leader, with R−1 rounds each way between hosts. Source: Ying et al., "Image classification at supercomputer scale", 2018
+(2-D torus); Cho, Finkler & Kung, "BlueConnect", 2019.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ from math import isqrt
 
 import ddp.collectives.ring as ring
 import ddp.collectives.tree as tree
-from ddp.collectives.schedule import Add, Goal, Recv, Round, Schedule, Send, around, one_per_rank, whole
+from ddp.collectives.schedule import Add, Goal, Recv, Round, Schedule, Send, around, one_chunk, one_per_rank
 
 Hosts = tuple[tuple[int, ...], ...]  # the ranks of every host; hosts may differ in size
 
 
 def placed(schedule: Schedule, rank: int, *, ranks: Sequence[int], chunks: range) -> Iterator[Round]:
-    """Yields the rounds of `rank` while `ranks` play `schedule` on the part `chunks` of the buffer.
+    """Yields the rounds of `rank` while `ranks` run `schedule` on the part `chunks` of the buffer.
 
     Args:
-        ranks: the ranks that play rank 0, 1, … of the schedule.
+        ranks: the ranks in the places of rank 0, 1, … of the schedule.
         chunks: as many as the schedule has, or a multiple; then each of its chunks stands for several of these.
     """
     if rank not in ranks:
@@ -80,21 +80,21 @@ def placed(schedule: Schedule, rank: int, *, ranks: Sequence[int], chunks: range
 
 
 def side_by_side(schedule: Schedule, rank: int, *, groups: Hosts, chunks: range) -> Iterator[Round]:
-    """Yields the rounds of `rank` while every group plays `schedule` by itself; short ones wait for the longest."""
+    """Yields the rounds of `rank` while every group runs `schedule` separately; short ones wait for the longest."""
     longest = max(num_rounds(schedule, size) for size in {len(group) for group in groups})
     mine = next(group for group in groups if rank in group)
     yield from placed(schedule, rank, ranks=mine, chunks=chunks)
     yield from [()] * (longest - num_rounds(schedule, len(mine)))
 
 
-@cache  # one object per root, because others cache what they derive from a schedule under the schedule itself
+@cache  # one object per root, because callers cache what they derive from a schedule
 def rooted(schedule: Schedule, root: int) -> Schedule:
-    """Returns the schedule with `root` in the place of rank 0; ranks, and chunks that belong to ranks, move by it."""
+    """Returns the schedule with `root` in the place of rank 0; ranks, and the chunks of ranks, are rotated."""
     return schedule._replace(algorithm=partial(_rotated, schedule, root))
 
 
 def num_rounds(schedule: Schedule, num_ranks: int) -> int:
-    """Returns the number of rounds of a schedule, counted on rank 0, because it is the same on every rank."""
+    """Returns the number of rounds of a schedule, which is the same on every rank."""
     return sum(1 for _ in schedule.algorithm(0, num_ranks))
 
 
@@ -111,7 +111,7 @@ def _part(chunks: range, of: range, each: int) -> range:
 
 
 def _renamed(op: Send | Recv | Add, ranks: Sequence[int], chunks: range) -> Send | Recv | Add:
-    """Returns the same operation on other chunks, with that one of `ranks` as its peer."""
+    """Returns the operation on other chunks, with its peer replaced by an entry of `ranks`."""
     if isinstance(op, Add):
         return Add(op.into, op.other, chunks)
     if isinstance(op, Send):
@@ -119,11 +119,11 @@ def _renamed(op: Send | Recv | Add, ranks: Sequence[int], chunks: range) -> Send
     return Recv(ranks[op.peer], chunks, op.add, op.buffer, op.before)
 
 
-# --- all-reduces that know on which hosts the ranks are --------------------------------------------------------------
+# --- all-reduces by the layout of hosts ------------------------------------------------------------------------------
 
 
-TREE_REDUCE = Schedule(tree.reduce, Goal.REDUCE, whole)
-TREE_BROADCAST = Schedule(tree.broadcast, Goal.BROADCAST, whole)
+TREE_REDUCE = Schedule(tree.reduce, Goal.REDUCE, one_chunk)
+TREE_BROADCAST = Schedule(tree.broadcast, Goal.BROADCAST, one_chunk)
 RING_REDUCE_SCATTER = Schedule(ring.reduce_scatter, Goal.REDUCE_SCATTER, one_per_rank)
 RING = Schedule(ring.all_reduce, Goal.ALL_REDUCE, one_per_rank)
 RING_ALL_GATHER = Schedule(ring.all_gather, Goal.ALL_GATHER, one_per_rank)
@@ -138,7 +138,7 @@ def hierarchical(rank: int, num_ranks: int, *, hosts: Hosts, between: Schedule) 
 
 
 def two_dimensional(rank: int, num_ranks: int, *, rows: Hosts) -> Iterator[Round]:
-    """Every rank ends with the sum of every chunk, a chunk per rank; all rows are equally long."""
+    """Every rank ends with the sum of every chunk, a chunk per rank; all rows have equal length."""
     row = next(row for row in rows if rank in row)
     place, num_rows = row.index(rank), len(rows)
     everything, mine = range(num_ranks), range(place * num_rows, (place + 1) * num_rows)
@@ -148,7 +148,7 @@ def two_dimensional(rank: int, num_ranks: int, *, rows: Hosts) -> Iterator[Round
 
 
 def rows_of(hosts: Hosts) -> Hosts:
-    """Returns the hosts, if they are several and equally large; else rows as near to a square as the number allows."""
+    """Returns the hosts, if there are several of equal size; else rows as close to a square as possible."""
     length = len(hosts[0])
     if length > 1 and len(hosts) > 1 and all(len(host) == length for host in hosts):
         return hosts

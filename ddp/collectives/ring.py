@@ -9,13 +9,13 @@ all-reduce algorithms for clusters of workstations", 2009):
 
     rounds 2(p−1)  ·  bytes sent per rank 2(p−1)/p·N  ·  time 2(p−1)α + 2(p−1)/p·Nβ + (p−1)/p·Nγ
 
-Note "two ranks". Right and left neighbour are then the same rank, and both halves fold into one exchange of whole
+Note "two ranks". Right and left neighbour are then the same rank, and both halves merge into one exchange of whole
 buffers: the same bytes in one round instead of two, although both ranks then add everything. On one busy host, where
 waking a process up takes longer than moving the bytes, a message of 64 KB becomes several times faster.
 
 The β term is the lower bound for point-to-point algorithms; the α term grows with p, so a tree is faster for small
-messages. Every chunk is summed in another rotation of the ranks: replicas agree bitwise, but the bits depend on where
-the chunk borders lie. `python -m ddp draw ring 4` shows the rounds.
+messages. Every chunk is summed in a different rotation of the ranks: replicas agree bitwise, but the bits depend on the
+chunk boundaries. `python -m ddp draw ring 4` shows the rounds.
 """
 
 from __future__ import annotations

@@ -1,39 +1,39 @@
-"""A collective is data: rounds of sends and receives, and a checker that proves what they do.
+"""Collectives as data: rounds of sends and receives, and a checker that proves their result.
 
 A schedule is a generator `algorithm(rank, num_ranks)` that yields *rounds*. A round is a tuple of `Send` and `Recv`:
-the transfers that this rank has in flight together. The next round starts when all of them have completed. A rank
-that idles yields an empty round, so that round k means the same moment on every rank. A schedule never sees a tensor.
-It speaks of *chunks* 0 … n−1 of a buffer, and numbers the *buffers* where a rank holds several; an `Add` at the end of
-a round adds one of them to another:
+the transfers that this rank has in flight together. The next round starts when all of them have completed. A rank that
+idles yields an empty round, so that round k means the same moment on every rank. A schedule never sees a tensor. It
+names *chunks* 0 … n−1 of a buffer, and *buffers* by number if a rank holds several; an `Add` at the end of a round adds
+one of them to another:
 
     rank 0 of a ring of 3:   (Send(1, chunks 2), Recv(2, chunks 1, add))      round 1
                              (Send(1, chunks 1), Recv(2, chunks 0, add))      round 2
                              …
 
 The executor applies receives that add in the order in which they are *listed*, never in the order of arrival: the
-order of additions is part of the schedule, and with it every bit of the result. What is there already comes first in
-the sum; `before` puts messages ahead of it: they are added up first, in their order, then what is there, then the other
-messages. The round's `Add`s come last, in their order, once everything received has been written or added. A round may
-send a chunk and add to it; the peer then gets the value from before the addition.
+order of additions is part of the schedule, and with it every bit of the result. The present value comes first in the
+sum; `before` puts messages ahead of it: they are added up first, in their order, then the present value, then the other
+messages. The round's `Add`s come last, in their order, after everything received has been written or added. A round may
+send a chunk and add to it; the peer then gets the value before the addition.
 
 `Schedule.check` runs a schedule for all ranks at once on symbols instead of numbers. Every chunk becomes an expression,
-a nested pair of ranks such as ((0, 1), (2, 3)): the sum with its order of additions. (A pair has no order, because
-a + b and b + a have the same bits.) The checker proves:
+a nested pair of ranks such as ((0, 1), (2, 3)): the sum with its order of additions. (A pair is unordered, because a +
+b and b + a have the same bits.) The checker proves:
 
     no deadlock        each send of a round has its receive in the same round, and vice versa. So every round completes
                        once its ranks have reached it, even on a transport such as NCCL, where a send only completes
                        when its receive is posted; by induction the last round completes too
     no race            no transfer of a round overwrites what another one reads or writes
-    no waste           no transfer brings a value to where it already is
+    no waste           no transfer delivers a value that is already there
     exactly once       no contribution is added twice, and none is missing at the end
     one result         all ranks end with the same expression, and so with the same bits
 
-Note "canonical". A schedule is canonical when every chunk is added up as the binary tree over the ranks that
-`canonical` returns: nearest neighbours first, split at the largest power of two. The bits then depend neither on
-where chunk borders lie nor on which canonical schedule ran: binomial tree, butterfly, or a host's shared memory.
+Note "canonical". A schedule is canonical if every chunk is added up in the order of the binary tree over the ranks that
+`canonical` returns: nearest neighbours first, split at the largest power of two. The bits then depend neither on the
+chunk boundaries nor on the schedule, as long as it is canonical: binomial tree, butterfly, or a host's shared memory.
 
 Note "over shards". A schedule with `num_shards` adds up the shards of a batch instead of the ranks. A rank's buffers
-hold sums of its own shards at first: buffer k the k-th of its nodes (`shards.py`). The expressions then consist of
+initially hold sums of its own shards: buffer k the k-th of its nodes (`shards.py`). The expressions then consist of
 shards, and the sum must be the canonical tree over them, because its bits must not depend on the number of ranks.
 """
 
@@ -51,7 +51,7 @@ from ddp.collectives.shards import halves, nodes_by_rank
 # --- chunks ----------------------------------------------------------------------------------------------------------
 
 SEGMENT_BYTES = 4 << 20
-"""Size of a pipelining piece of a chunk, unless the user names another."""
+"""Default size of a pipelining piece of a chunk."""
 
 
 def offsets(numel: int, num_chunks: int, unit: int = 1) -> list[int]:
@@ -67,7 +67,7 @@ def offsets(numel: int, num_chunks: int, unit: int = 1) -> list[int]:
 
 
 def around(first: int, count: int, num_chunks: int) -> tuple[range, ...]:
-    """Returns `count` chunks from `first` on, on a circle of `num_chunks`, as one run, or two if they pass the end."""
+    """Returns `count` chunks from `first`, on a circle of `num_chunks`, as one run, or two if they pass the end."""
     first %= num_chunks
     passed = first + count - num_chunks
     if passed <= 0:
@@ -83,7 +83,7 @@ def one_per_rank(num_ranks: int) -> int:
     return num_ranks
 
 
-def whole(num_ranks: int) -> int:
+def one_chunk(num_ranks: int) -> int:
     """Returns 1: the buffer is one chunk."""
     return 1
 
@@ -102,11 +102,11 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Receives chunks into one of this rank's buffers, and adds them to what is there (`add`) or overwrites it.
+    """Receives chunks into one of this rank's buffers, and adds them to the present value (`add`) or overwrites it.
 
     Attributes:
-        before: in the sum, what is received stands before what is there, not after it. Messages of a round that do so
-            for the same chunk must bring the same run of chunks.
+        before: the received value comes before the present one in the sum, not after it. Messages of a round with
+            `before` for the same chunk must bring the same run of chunks.
     """
 
     peer: int
@@ -118,7 +118,7 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Adds chunks of this rank's buffer `other` to its buffer `into`, after all that the round receives."""
+    """Adds chunks of this rank's buffer `other` to its buffer `into`, after all receives of the round."""
 
     into: int
     other: int
@@ -140,7 +140,7 @@ class Goal(Enum):
     GATHER = "rank r starts with chunk r, rank 0 ends with all chunks"
     BROADCAST = "rank 0 starts with every chunk, every rank ends with them"
     SCATTER = "rank 0 starts with every chunk, rank r ends with chunk r"
-    ALL_TO_ALL = "chunk d of rank s ends as chunk s of rank d in buffer 1, where every rank's own chunk stands already"
+    ALL_TO_ALL = "chunk d of rank s ends as chunk s of rank d in buffer 1, which already holds every rank's own chunk"
 
     @property
     def adds(self) -> bool:
@@ -149,7 +149,7 @@ class Goal(Enum):
 
     @property
     def chunk_per_rank(self) -> bool:
-        """Returns True if chunks belong to ranks, and False if a schedule may cut the buffer as it likes."""
+        """Returns True if chunks belong to ranks, and False if a schedule may cut the buffer freely."""
         return self not in (Goal.ALL_REDUCE, Goal.REDUCE, Goal.BROADCAST)
 
 
@@ -161,8 +161,8 @@ class ScheduleError(AssertionError):
 class Proof:
     """The proof of a schedule by `Schedule.check`, with its counts of rounds, messages and chunks."""
 
-    expressions: tuple[Expression, ...]  # what each chunk becomes
-    canonical: bool  # True if every chunk is added up in the order of `canonical`, and where nothing is added
+    expressions: tuple[Expression, ...]  # of each chunk at the end
+    canonical: bool  # True if every chunk is added up in the order of `canonical`, or if nothing is added
     num_rounds: int
     num_chunks: int
     messages_sent: tuple[int, ...]  # by each rank
@@ -170,7 +170,7 @@ class Proof:
 
     @property
     def busiest(self) -> Fraction:
-        """Returns how much the rank that sends most sends, in buffers: 3/2 for a ring of 4."""
+        """Returns how many buffers the busiest rank sends: 3/2 for a ring of 4."""
         return Fraction(max(self.chunks_sent), self.num_chunks)
 
 
@@ -179,7 +179,7 @@ class Schedule(NamedTuple):
 
     Attributes:
         num_chunks: by number of ranks.
-        num_shards: the contributions are those of n shards of a batch (note "over shards"); None: of the ranks.
+        num_shards: number of shards of a batch that contribute (note "over shards"); None: ranks contribute.
     """
 
     algorithm: Algorithm
@@ -191,10 +191,10 @@ class Schedule(NamedTuple):
         """Proves that this schedule reaches its goal.
 
         Args:
-            root: the rank that takes the part of rank 0 in the goal.
+            root: the rank in the role of rank 0 in the goal.
 
         Raises:
-            ScheduleError: it does not; the message says where.
+            ScheduleError: it does not; the message names rank, round and chunk.
         """
         goal, num_chunks = self.goal, self.num_chunks(num_ranks)
         if goal.chunk_per_rank and num_chunks != num_ranks:
@@ -218,10 +218,10 @@ class Schedule(NamedTuple):
 
 
 def canonical(num_contributors: int, first: int = 0) -> Expression:
-    """Returns the binary tree over ranks or shards that splits at the largest power of two: 5 → (((0, 1), (2, 3)), 4).
+    """Returns the binary tree over ranks or shards, split at the largest power of two: 5 → (((0, 1), (2, 3)), 4).
 
     Args:
-        first: the number of the first of them.
+        first: the number of the first contributor.
     """
     if num_contributors == 1:
         return first
@@ -239,26 +239,26 @@ OTHER_ORDER = (
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """The content of a chunk. Equal values are one object, so that comparing them costs nothing; they never change."""
+    """The immutable content of a chunk. Equal values are one object, so that comparing them is free."""
 
     expression: Expression
-    contributors: int  # bit r is set if the contribution of rank r (over shards: of shard r) is in it
+    contributors: int  # bit r is set if it contains the contribution of rank r (over shards: of shard r)
 
 
 class SymbolicRun:
-    """Holds the buffers of all ranks, and plays one round after the other on them."""
+    """The buffers of all ranks, on which it runs one round after another."""
 
     def __init__(self, schedule: Schedule, num_ranks: int, *, root: int = 0) -> None:
         goal, num_chunks = schedule.goal, schedule.num_chunks(num_ranks)
         self.num_ranks, self.goal, self.num_chunks, self.root = num_ranks, goal, num_chunks, root
         self.num_shards, self.num_contributors = schedule.num_shards, schedule.num_shards or num_ranks
-        self.round_number = 0  # rounds that have begun: the first one is round 1
+        self.round_number = 0  # number of rounds begun: the first one is round 1
         self.messages_sent, self.chunks_sent = [0] * num_ranks, [0] * num_ranks
-        self._travelled: set[int] = set()  # the chunks that any rank has sent
+        self._travelled: set[int] = set()  # chunks that any rank has sent
         self._sums: dict[tuple[Value, Value], Value] = {}
         everyone, chunks = range(num_ranks), range(num_chunks)
-        self._own = [[Value(rank, 1 << rank) for _ in chunks] for rank in everyone]  # what each rank contributes
-        # by rank: (buffer, chunk) → what stands there; None: nothing of use
+        self._own = [[Value(rank, 1 << rank) for _ in chunks] for rank in everyone]  # each rank's contribution
+        # by rank: (buffer, chunk) → its value; None: undefined
         self.buffers: list[dict[tuple[int, int], Value | None]] = [
             {(0, chunk): self._own[rank][chunk] if self._has_at_first(rank, chunk) else None for chunk in chunks}
             for rank in everyone
@@ -280,13 +280,13 @@ class SymbolicRun:
         return True
 
     def play(self, rounds: tuple[Round | None, ...]) -> None:
-        """Plays one round of all ranks: everything is sent first, and then written or added in the order listed."""
+        """Runs one round of all ranks: everything is sent first, and then written or added in the order listed."""
         self.round_number += 1
         on_the_way: dict[tuple[int, int], list[Send]] = {}  # between two ranks, in the order listed
         receives, additions = list[tuple[int, Recv]](), list[tuple[int, Add]]()
         for rank, ops in enumerate(rounds):
             if ops is None:
-                raise self._error(rank, "its schedule has ended, while that of another rank goes on")
+                raise self._error(rank, "its schedule has ended, while that of another rank continues")
             for op in ops:
                 self._forbid_nonsense(rank, op)
                 if isinstance(op, Send):
@@ -302,7 +302,7 @@ class SymbolicRun:
         arrived = [(rank, op, self._delivered(rank, op, on_the_way.get((op.peer, rank)))) for rank, op in receives]
         for (rank, peer), sends in on_the_way.items():
             if sends:
-                raise self._error(rank, f"deadlock: rank {peer} takes no {_named(sends[0].chunks)} in this round")
+                raise self._error(rank, f"deadlock: rank {peer} receives no {_named(sends[0].chunks)} in this round")
         self._write_before([each for each in arrived if each[1].before])
         for rank, op, values in arrived:
             if not op.before:
@@ -316,12 +316,12 @@ class SymbolicRun:
         if not op.chunks or op.chunks.step != 1 or op.chunks.start < 0 or op.chunks.stop > self.num_chunks:
             raise self._error(rank, f"{op.chunks} is not a run of the chunks 0 to {self.num_chunks - 1}")
         if isinstance(op, Recv) and op.before and not op.add:
-            raise self._error(rank, f"overwrites {_named(op.chunks)} and says before=True, which goes with add=True")
+            raise self._error(rank, f"overwrites {_named(op.chunks)} with before=True, which needs add=True")
 
     def _forbid_races(self, rank: int, ops: Round) -> None:
         overwritten = [(op.buffer, c) for op in ops if isinstance(op, Recv) and not op.add for c in op.chunks]
         if overwritten:
-            # Not by an Add: it comes after all that is received, and adds what was.
+            # Except an Add, which comes after all receives and adds their results.
             transfers = [op for op in ops if not isinstance(op, Add)]
             used = {(op.buffer, c) for op in transfers if isinstance(op, Send) or op.add for c in op.chunks}
             if len(set(overwritten)) < len(overwritten) or not used.isdisjoint(overwritten):
@@ -335,7 +335,7 @@ class SymbolicRun:
         if not sends:
             raise self._error(rank, f"deadlock: rank {op.peer} sends no {_named(op.chunks)} in this round")
         send = sends.pop(0)
-        # Chunks may differ in length by an element, so they keep their number; those of an all-to-all have one length.
+        # Chunks may differ in length by one element, so they keep their numbers; in an all-to-all all have one length.
         fits = len(send.chunks) == len(op.chunks) if self.goal is Goal.ALL_TO_ALL else send.chunks == op.chunks
         if not fits:
             raise self._error(rank, f"expects {_named(op.chunks)}, rank {op.peer} sends {_named(send.chunks)}")
@@ -343,12 +343,12 @@ class SymbolicRun:
         for chunk in send.chunks:
             value = self.buffers[op.peer].get((send.buffer, chunk))
             if value is None:
-                raise self._error(op.peer, f"sends chunk {chunk}, where it has nothing of use")
+                raise self._error(op.peer, f"sends chunk {chunk}, which is undefined there")
             values.append(value)
         return values
 
     def _write_before(self, arrived: list[tuple[int, Recv, list[Value]]]) -> None:
-        """Adds up, chunk by chunk, what comes before the value that is there, and adds that value to it."""
+        """Sums, chunk by chunk, the messages that come before the present value, and adds that value."""
         sums: dict[tuple[int, int, int], Value] = {}  # by rank, buffer and chunk
         for rank, op, values in arrived:
             for chunk, value in zip(op.chunks, values, strict=True):
@@ -362,7 +362,7 @@ class SymbolicRun:
         for chunk, value in zip(op.chunks, values, strict=True):
             here = buffer.get((op.buffer, chunk))
             if value is here:
-                raise self._error(rank, f"chunk {chunk} brings what is there already")
+                raise self._error(rank, f"chunk {chunk} is there already")
             buffer[op.buffer, chunk] = self._sum(rank, chunk, here, value) if op.add else value
 
     def _add(self, rank: int, op: Add) -> None:
@@ -371,16 +371,16 @@ class SymbolicRun:
         for chunk in op.chunks:
             value = self.buffers[rank].get((op.other, chunk))
             if value is None:
-                raise self._error(rank, f"adds chunk {chunk} of buffer {op.other}, where it has nothing of use")
+                raise self._error(rank, f"adds chunk {chunk} of buffer {op.other}, which is undefined")
             values.append(value)
         self._write(rank, Recv(rank, op.chunks, add=True, buffer=op.into), values)
 
     def _sum(self, rank: int, chunk: int, here: Value | None, value: Value) -> Value:
         if here is None:
-            raise self._error(rank, f"adds to chunk {chunk}, where it has nothing of use")
+            raise self._error(rank, f"adds to chunk {chunk}, which is undefined")
         if twice := here.contributors & value.contributors:
             raise self._error(rank, f"adds the contribution of {self._whose(twice)} to chunk {chunk} twice")
-        # A pair has no order (a + b is b + a): the part with the smallest rank or shard is written first.
+        # A pair is unordered (a + b is b + a): the part with the smallest rank or shard is written first.
         smallest = [part.contributors & -part.contributors for part in (here, value)]
         first, second = (here, value) if smallest[0] < smallest[1] else (value, here)
         found = self._sums.get((first, second))
@@ -390,32 +390,32 @@ class SymbolicRun:
         return found
 
     def prove(self) -> tuple[Expression, ...]:
-        """Compares what every rank ends with to the goal; returns what each chunk has become."""
+        """Compares every rank's final buffers to the goal; returns the expression of each chunk."""
         return tuple(self._proven(chunk) for chunk in range(self.num_chunks))
 
     def _proven(self, chunk: int) -> Expression:
         if self.goal is Goal.ALL_TO_ALL:
             for rank, buffer in enumerate(self.buffers):
                 if buffer[1, chunk] is not self._own[chunk][rank]:
-                    what = f"chunk {chunk} of buffer 1 is not what rank {chunk} had for rank {rank}"
+                    what = f"chunk {chunk} of buffer 1 is not rank {chunk}'s chunk for rank {rank}"
                     raise self._wrong_end(rank, what)
             return chunk
         holders = self._holders(chunk)
         value = self.buffers[holders[0]][0, chunk]
         if value is None or value.contributors != self._wanted(chunk):
             missing = self._wanted(chunk) & ~(value.contributors if value else 0)
-            what = f"chunk {chunk} ends as {_shown(value)}: not each contribution once"
+            what = f"chunk {chunk} ends as {_as_text(value)}: not each contribution once"
             hint = "" if chunk in self._travelled else self._not_sent()
             raise self._wrong_end(holders[0], f"{what}, that of {self._whose(missing)} is missing{hint}")
         for rank in holders:
             other = self.buffers[rank][0, chunk]
             if other is not value:
-                there = f"as {_shown(value)} on rank {holders[0]}"
+                there = f"as {_as_text(value)} on rank {holders[0]}"
                 is_same_sum = other is not None and other.contributors == value.contributors
                 hint = OTHER_ORDER if is_same_sum else ""
-                raise self._wrong_end(rank, f"chunk {chunk} ends as {_shown(other)}, but {there}{hint}")
+                raise self._wrong_end(rank, f"chunk {chunk} ends as {_as_text(other)}, but {there}{hint}")
         if self.num_shards is not None and value.expression != canonical(self.num_shards):
-            what = f"chunk {chunk} ends as {_shown(value)}, not as the canonical tree over the shards"
+            what = f"chunk {chunk} ends as {_as_text(value)}, not as the canonical tree over the shards"
             raise self._wrong_end(holders[0], f"{what}: its bits would depend on the number of ranks")
         return value.expression
 
@@ -450,8 +450,8 @@ class SymbolicRun:
         return f"; no rank sends this chunk: {whole}, a chunk per rank unless num_chunks says otherwise"
 
 
-def _shown(value: Value | None) -> str:
-    return "nothing of use" if value is None else str(value.expression)
+def _as_text(value: Value | None) -> str:
+    return "undefined" if value is None else str(value.expression)
 
 
 def _sum_of(node: range) -> Value:
@@ -474,7 +474,7 @@ def draw(algorithm: Algorithm, num_ranks: int) -> str:
       rank 1   chunk 0 → rank 2      chunk 2 += rank 0
       rank 2   chunk 1 → rank 0      chunk 0 += rank 1
 
-    What a rank adds up among its own buffers stands on a line below: "then in chunk 1: buffer 0 += 2".
+    Additions among a rank's own buffers are on a line below: "then in chunk 1: buffer 0 += 2".
     """
     programs = [list(algorithm(rank, num_ranks)) for rank in range(num_ranks)]
     transfers = [op for program in programs for ops in program for op in ops if not isinstance(op, Add)]
@@ -486,7 +486,7 @@ def draw(algorithm: Algorithm, num_ranks: int) -> str:
         for number, rounds in enumerate(zip_longest(*programs, fillvalue=()), start=1)
         if any(rounds)
     ]
-    return "\n\n".join(blocks) or "nothing to do: one rank has every contribution already"
+    return "\n\n".join(blocks) or "nothing to do: a single rank already has every contribution"
 
 
 def _lines(rank: int, ops: Round, width: int) -> str:

@@ -1,17 +1,17 @@
-"""The tree over the shards of a batch: which sums a worker makes by itself, and which the workers make together.
+"""The tree over the shards of a batch: the sums inside a worker, and those between workers.
 
-A batch is cut into V shards, and worker r of W computes shards ⌊rV/W⌋ … ⌊(r+1)V/W⌋−1. Their gradients are added up as
-the canonical tree over the *shards* (`schedule.py`, note "canonical"), whatever W is; so W changes no bit. A *node* is
-a run of shards whose sum is a part of the tree. A worker adds up all that lies within its own shards, and is left with
-the largest nodes there:
+A batch is cut into V shards, and worker r of W computes shards ⌊rV/W⌋ … ⌊(r+1)V/W⌋−1. Their gradients are added up in
+the order of the canonical tree over the *shards* (`schedule.py`, note "canonical") for any W, so W does not change the
+bits. A *node* is a run of shards whose sum is a part of the tree. A worker adds up its own shards as far as the tree
+allows, and keeps the largest nodes:
 
     V = 8                    0   1   2   3   4   5   6   7            W = 3     worker 0   worker 1   worker 2
                              └─┬─┘   └─┬─┘   └─┬─┘   └─┬─┘            shards    0 1        2 3 4      5 6 7
                                └───┬───┘       └───┬───┘              nodes     (0,1)      (2,3) 4    5 (6,7)
                                    └───────┬───────┘
 
-The workers add up those nodes: here ((0,1) + (2,3)) + ((4 + 5) + (6,7)). If each worker has one node, and what is left
-of the tree is the canonical tree over the *workers*, any canonical schedule does that. Else `all_to_all.py` does.
+The workers add up those nodes: here ((0,1) + (2,3)) + ((4 + 5) + (6,7)). If each worker has one node, and the rest of
+the tree is the canonical tree over the *workers*, any canonical schedule can do that. Otherwise `all_to_all.py` does.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Sum = TypeVar("Sum")
 
 
 def shards_of_rank(rank: int, num_ranks: int, num_shards: int) -> range:
-    """Returns the shards of a worker, of which there may be none."""
+    """Returns the shards of a worker; possibly none."""
     return range(rank * num_shards // num_ranks, (rank + 1) * num_shards // num_ranks)
 
 
 def halves(node: Node) -> tuple[Node, Node]:
-    """Returns the two nodes that a node of several shards is the sum of: split at the largest power of two."""
+    """Returns the two children of a node of several shards, split at the largest power of two."""
     middle = node.start + (1 << (len(node) - 1).bit_length() - 1)
     return range(node.start, middle), range(middle, node.stop)
 
 
 def largest_nodes(shards: range, num_shards: int) -> list[Node]:
-    """Returns the largest nodes of the tree that lie within a run of shards, in order; together they are that run."""
+    """Returns the largest nodes of the tree within a run of shards, in order; they cover the run."""
 
     def within(node: Node) -> Iterator[Node]:
         if shards.start <= node.start and node.stop <= shards.stop:
@@ -54,10 +54,10 @@ def is_node(shards: range, num_shards: int) -> bool:
     return shards.stop <= num_shards and largest_nodes(shards, num_shards) == [shards]
 
 
-def additions(nodes: Sequence[Node], whole: Node) -> list[Addition]:
-    """Returns the additions, in order, that make one sum of nodes which `whole` consists of; it ends at the first."""
+def additions(nodes: Sequence[Node], root: Node) -> list[Addition]:
+    """Returns the additions, in order, that sum the nodes of `root` into the first one."""
     given = frozenset(nodes)
-    number = {node.start: index for index, node in enumerate(nodes)}  # also of the sum that begins at this shard
+    number = {node.start: index for index, node in enumerate(nodes)}  # also for the sum that begins at this shard
 
     def of(node: Node) -> Iterator[Addition]:
         if node not in given:
@@ -66,26 +66,26 @@ def additions(nodes: Sequence[Node], whole: Node) -> list[Addition]:
             yield from of(right)
             yield number[left.start], number[right.start]
 
-    return list(of(whole))
+    return list(of(root))
 
 
 @lru_cache(maxsize=256)
 def nodes_by_rank(num_ranks: int, num_shards: int) -> tuple[tuple[Node, ...], ...]:
-    """Returns, by worker, the nodes that it is left with."""
+    """Returns, by worker, the nodes that it keeps."""
     shards = [shards_of_rank(rank, num_ranks, num_shards) for rank in range(num_ranks)]
     return tuple(tuple(largest_nodes(each, num_shards)) for each in shards)
 
 
 def most_nodes(num_ranks: int, num_shards: int) -> int:
-    """Returns the largest number of nodes that a worker is left with."""
+    """Returns the largest number of nodes that a worker keeps."""
     return max(map(len, nodes_by_rank(num_ranks, num_shards)))
 
 
 @lru_cache(maxsize=256)
 def additions_between(num_ranks: int, num_shards: int) -> tuple[Addition, ...]:
-    """Returns the additions of all workers' nodes, which are numbered in the order of workers.
+    """Returns the additions of all workers' nodes, numbered in the order of workers.
 
-    With a shard for each worker, that is the canonical tree over the workers.
+    With one shard per worker, they form the canonical tree over the workers.
     """
     nodes = [node for mine in nodes_by_rank(num_ranks, num_shards) for node in mine]
     return tuple(additions(nodes, range(num_shards)))
@@ -93,19 +93,19 @@ def additions_between(num_ranks: int, num_shards: int) -> tuple[Addition, ...]:
 
 @lru_cache(maxsize=256)
 def is_canonical_over_ranks(num_ranks: int, num_shards: int) -> bool:
-    """Returns True if each worker has one node, and these are added up as the canonical tree over the workers."""
+    """Returns True if each worker has one node, and their sum is the canonical tree over the workers."""
     has_one_each = most_nodes(num_ranks, num_shards) == 1
     return has_one_each and additions_between(num_ranks, num_shards) == additions_between(num_ranks, num_ranks)
 
 
-# --- A rank's part of the tree: sums on a stack, of which siblings become one ----------------------------------------
+# --- A rank's part of the tree: a stack of sums, on which siblings are merged ----------------------------------------
 #
 # A rank computes one shard after another, so its part of the tree is a binary counter. For shards 0 to 3:
 #
 #     shard      0         1            2            3
 #     stack      0      →  (0,1)        (0,1)  2  →  (0,1) (2,3)  →  ((0,1),(2,3))
 #
-# So the stack has at most 1 + log₂ n sums of n shards. At the end it has the rank's nodes, one on each level.
+# So the stack has at most 1 + log₂ n sums of n shards. At the end it holds the rank's nodes, one on each level.
 
 
 class TreeSlot(NamedTuple):
@@ -113,7 +113,7 @@ class TreeSlot(NamedTuple):
 
     Attributes:
         level: counted from the bottom.
-        num_merges: how often the two sums on top become one then.
+        num_merges: how often the two sums on top are then merged.
     """
 
     level: int
@@ -121,7 +121,7 @@ class TreeSlot(NamedTuple):
 
 
 def places(shards: range, num_shards: int) -> dict[int, TreeSlot]:
-    """Returns the places of a rank's shards, in their order."""
+    """Returns the slots of a rank's shards, in their order."""
     found, stack = dict[int, TreeSlot](), list[range]()
     for shard in shards:
         stack.append(range(shard, shard + 1))
@@ -133,13 +133,13 @@ def places(shards: range, num_shards: int) -> dict[int, TreeSlot]:
 
 
 class Stack(Generic[Sum]):
-    """Sums of what each shard has: vectors of totals and of measured squares; buffers.
+    """A stack of sums over shards: of vectors of totals or measured squares, or of buffers.
 
     Args:
-        add: adds the second to the first, and returns that.
+        add: adds the second argument to the first, and returns the first.
 
     Attributes:
-        nodes: from the bottom.
+        nodes: the sums, from the bottom.
     """
 
     def __init__(self, add: Callable[[Sum, Sum], Sum]) -> None:
@@ -147,8 +147,8 @@ class Stack(Generic[Sum]):
         self._add = add
 
     def push(self, node: Sum, place: TreeSlot) -> None:
-        """Adds what a shard has, which must not be used any more."""
+        """Pushes a shard's value, which the caller must not use any more."""
         self.nodes.append(node)
-        for _ in range(min(place.num_merges, len(self.nodes) - 1)):  # fewer in a step that is refused
+        for _ in range(min(place.num_merges, len(self.nodes) - 1)):  # fewer in a refused step
             above = self.nodes.pop()
             self.nodes[-1] = self._add(self.nodes[-1], above)

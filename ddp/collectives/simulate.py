@@ -1,30 +1,29 @@
-"""Runs a schedule for all ranks on a logical clock, and finds when each rank would be done on a given network.
+"""Runs a schedule for all ranks on a logical clock, and computes when each rank would finish on a given network.
 
 The simulator starts no process, holds no tensor and waits for nothing: it is a heap of events. So ten thousand ranks
-take seconds, and the answer is the same on every machine. It models what `ddp/comm/execute.py` does, on links of
-Hockney's kind:
+take seconds, and the result is the same on every machine. It models `ddp/comm/execute.py` on links of Hockney's model:
 
     a message of n bytes     leaves its sender over n·beta seconds, is under way for alpha, and lands over n·beta: it
                              has arrived alpha + n·beta after it began; the sender is done with it after n·beta
     beginning                a message begins when both sides have posted it
-    a port                   carries one message after another, at a distance of `gap` besides their bytes
+    a port                   carries one message after another, with `gap` between them
     inside a host            every rank has a port out and a port in
     between hosts            the ranks of a host share one port out and one port in: its network interface, full duplex
-    a rank                   takes its lanes in turn: it waits for a lane's round, adds what arrived, and what an `Add`
-                             says (gamma per byte), and posts that lane's next round. Other lanes' messages move
+    a rank                   takes its lanes in turn: it waits for a lane's round, adds what arrived, makes the `Add`s
+                             (gamma per byte), and posts that lane's next round. Other lanes' messages move
                              meanwhile: pipelining
 
                      rank 0   ▓▓▓▓ out ▓▓▓▓
                                  ╲ alpha    ╲
                      rank 1        ▓▓▓▓ in ▓▓▓▓▒▒ add ▒▒  next round …
 
-Messages for the same port queue in the order in which they reach it. Real flows share the port instead: whichever
-begins first then finishes later, but the last one finishes at the same time. With one message per transfer this is the
+Messages for the same port queue in the order in which they reach it. Real flows share the port instead: then the
+earlier ones finish later, but the last one finishes at the same time. With one message per transfer this is the
 textbook's cost in `cost.py`; a test compares them.
 
 Note "symmetry". In a ring or an all-to-all on equal hosts, every host does the same at the same time. Then the
-simulator runs one host, whose messages leave on one side and come in on the other. This is not an approximation: it
-computes the same sum once instead of once per host. So a ring of 10,000 ranks, 2·10⁸ messages, takes seconds.
+simulator runs one host, whose messages leave on one side and arrive on the other. This is not an approximation: it
+computes the same times once instead of once per host. So a ring of 10,000 ranks, 2·10⁸ messages, takes seconds.
 
 Source: R. Hockney, "The communication challenge for MPP", 1994 (alpha and beta); A. Alexandrov et al., "LogGP", 1995
 (the gap; a sender is free before its message has arrived).
@@ -46,7 +45,7 @@ from ddp.collectives.schedule import SEGMENT_BYTES, Add, Recv, Round, Schedule, 
 
 ELEMENT_BYTES = 4
 SIMULATED_MESSAGES = 20_000  # of a schedule that `cost_s` simulates: half a second
-MOST_MESSAGES = 1_000_000  # of the ranks that are simulated: 20 seconds, and 1 GB
+MOST_MESSAGES = 1_000_000  # of the simulated ranks: 20 seconds, and 1 GB
 MANY_RANKS = 64  # with more, `repeats` compares a sample of the ranks
 
 
@@ -67,13 +66,13 @@ class Timeline:
     """The result of a simulation.
 
     Attributes:
-        finish_s: by rank, when it was done.
+        finish_s: by rank, its end.
         num_rounds: rounds of the busiest rank, in one lane.
         num_lanes: segments that each chunk was cut into.
-        num_messages: messages of all ranks together.
+        num_messages: messages of all ranks.
         bytes_sent: by rank.
         host_bytes_sent: by host, the bytes that left it.
-        moved: every message; only those of the ranks that were simulated, where one host stood for all.
+        moved: every message; only those of the simulated ranks, if one host represented all.
     """
 
     finish_s: tuple[float, ...]
@@ -101,10 +100,10 @@ def simulate(
 
     Args:
         segment_bytes: size of a pipelining segment of a chunk, as in `execute`.
-        every_host: simulate every host, even where one would stand for all.
+        every_host: simulate every host, even if one could represent all.
 
     Raises:
-        ScheduleError: the ranks wait for each other for ever, or there are too many messages to simulate.
+        ScheduleError: the ranks deadlock, or there are too many messages to simulate.
     """
     num_ranks = network.num_ranks
     cut = _Cut(offsets(numel, schedule.num_chunks(num_ranks)), max(1, segment_bytes // ELEMENT_BYTES))
@@ -115,7 +114,7 @@ def simulate(
 
 
 def whole_chunks(numel: int, num_chunks: int) -> int:
-    """Returns `numel`, rounded up to chunks of one length: then hosts that do the same are simulated once."""
+    """Returns `numel`, rounded up to chunks of equal length, so that identical hosts are simulated once."""
     return -(-numel // num_chunks) * num_chunks
 
 
@@ -123,13 +122,13 @@ def whole_chunks(numel: int, num_chunks: int) -> int:
 def cost_s(
     name: str, schedule: Schedule, nbytes: int, network: Network, *, segment_bytes: int = SEGMENT_BYTES
 ) -> float:
-    """Returns the simulated seconds of an all-reduce of `nbytes`: a pure function of its arguments, remembered.
+    """Returns the simulated seconds of an all-reduce of `nbytes`: a pure function of its arguments, cached.
 
-    An answer takes milliseconds for up to 16 ranks, and some tens of them for up to 64, or for any number where every
-    host does the same (ring, all-to-all).
+    It takes milliseconds for up to 16 ranks, and tens of milliseconds for up to 64, or for any number if all hosts are
+    identical (ring, all-to-all).
 
     Args:
-        name: the schedule's name in the catalog, whose formula answers for more than `SIMULATED_MESSAGES` messages.
+        name: the schedule's name in the catalog, whose formula is used for more than `SIMULATED_MESSAGES` messages.
     """
     num_ranks = network.num_ranks
     if num_ranks == 1:
@@ -146,7 +145,7 @@ def cost_s(
 
 
 class _Cut:
-    """A buffer, cut into chunks and segments: tells which messages a transfer becomes."""
+    """A buffer, cut into chunks and segments, which determine the messages of a transfer."""
 
     def __init__(self, bounds: list[int], segment_numel: int) -> None:
         self._bounds, self._segment_numel = bounds, segment_numel
@@ -155,7 +154,7 @@ class _Cut:
         self.num_lanes = max(1, -(-max(lengths) // segment_numel))
 
     def messages(self, chunks: range, lane: int) -> list[int]:
-        """Returns the bytes of each message that a transfer of `chunks` is in this lane; none of them is empty."""
+        """Returns the bytes of each message of a transfer of `chunks` in this lane, without empty ones."""
         bounds = self._bounds
         if self.num_lanes == 1:  # neighbouring chunks travel as one message
             numel = bounds[chunks.stop] - bounds[chunks.start]
@@ -165,13 +164,13 @@ class _Cut:
         return [numel * ELEMENT_BYTES for numel in numels if numel > 0]
 
     def num_messages(self, chunks: range) -> int:
-        """Returns the number of messages that a transfer of `chunks` is in all lanes, at most."""
+        """Returns an upper bound of the number of messages of a transfer of `chunks` in all lanes."""
         return 1 if self.num_lanes == 1 else self.num_lanes * len(chunks)
 
 
 @dataclass(slots=True, eq=False)
 class _Rank:
-    """One simulated rank: where it sits, its schedule, its clock, and its lanes in the order of their turns."""
+    """One simulated rank: its host, schedule and clock, and its lanes in the order of their turns."""
 
     number: int
     host: int
@@ -188,8 +187,8 @@ class _Lane:
     rank: _Rank
     number: int
     round_number: int = -1
-    num_left: int = 0  # messages of the round that are not done
-    ready_s: float = 0.0  # when the last message that is done was done
+    num_left: int = 0  # unfinished messages of the round
+    ready_s: float = 0.0  # when the last finished message finished
     num_adding: int = 0  # bytes to be added after the round
 
 
@@ -204,7 +203,7 @@ class _Posted(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Message:
-    """A message that both sides have posted."""
+    """A message posted by both sides."""
 
     sender: _Lane
     receiver: _Lane
@@ -220,8 +219,8 @@ class _Message:
 class _Run:
     """The event loop. Ranks 0 … period − 1 are simulated; rank r behaves as rank r mod period.
 
-    An event is a message that has reached its port out, or its port in. Events are taken in the order of time; those of
-    one moment by distance of the ranks, sender's place on its host, and posting: an order that looks the same from
+    An event is a message that has reached its port out, or its port in. Events are processed in the order of time;
+    those of one moment by distance of the ranks, sender's place on its host, and posting: an order that is the same for
     every host, so that it does not break the symmetry.
     """
 
@@ -240,7 +239,7 @@ class _Run:
         self.moved: list[Moved] = []
 
     def _rounds(self, schedule: Schedule, rank: int) -> Iterator[Round]:
-        """Yields the rounds of a rank, and counts their messages: too many are refused before they fill the memory."""
+        """Yields the rounds of a rank, and counts their messages, to refuse too many before they fill the memory."""
         for ops in schedule.algorithm(rank, self.num_ranks):
             yield ops
             self.num_messages += sum(self.cut.num_messages(op.chunks) for op in ops if isinstance(op, Send))
@@ -269,7 +268,7 @@ class _Run:
         return self._result()
 
     def _advance(self, rank: _Rank) -> None:
-        """Takes the lanes in turn up to the first one whose round is not over."""
+        """Advances the lanes in turn, up to the first one whose round is not over."""
         while rank.lanes and not rank.lanes[0].num_left:
             lane = rank.lanes.popleft()
             rank.clock_s = max(rank.clock_s, lane.ready_s) + self.network.gamma_s * lane.num_adding
@@ -277,7 +276,7 @@ class _Run:
                 rank.lanes.append(lane)
 
     def _post_next(self, lane: _Lane) -> bool:
-        """Posts the lane's next round. Returns False when there is none."""
+        """Posts the lane's next round. Returns False if there is none."""
         lane.round_number += 1
         if lane.round_number == len(lane.rank.rounds):
             return False
@@ -328,7 +327,7 @@ class _Run:
         self.events[time_s].append(message)
 
     def _depart(self, message: _Message, now_s: float) -> None:
-        """Occupies the sender's port. The sender is done when the last byte has left."""
+        """Occupies the sender's port. The sender's side finishes when the last byte has left."""
         link = message.link
         message.start_s = max(now_s, self.out_free_s[message.out_port])
         left_s = message.start_s + message.num_bytes * link.beta_s
@@ -337,7 +336,7 @@ class _Run:
         self._done(message.sender, left_s)
 
     def _arrive(self, message: _Message, start_s: float, now_s: float) -> None:
-        """Occupies the receiver's port. The receiver is done when the last byte has landed."""
+        """Occupies the receiver's port. The receiver's side finishes when the last byte has landed."""
         link, lane = message.link, message.receiver
         end_s = max(now_s, self.in_free_s[message.in_port]) + message.num_bytes * link.beta_s
         self.in_free_s[message.in_port] = end_s + link.gap_s
@@ -352,7 +351,7 @@ class _Run:
             self._advance(lane.rank)
 
     def _result(self) -> Timeline:
-        sent, left = [0] * self.period, [0] * self.period  # bytes, and those of them that leave the host
+        sent, left = [0] * self.period, [0] * self.period  # bytes, and the bytes that leave the host
         for message in self.moved:
             sent[message.sender] += message.num_bytes
             if self.host_of[message.receiver] != self.host_of[message.sender]:
@@ -374,9 +373,9 @@ class _Run:
 
 @lru_cache(maxsize=1024)
 def repeats(schedule: Schedule, hosts: Hosts) -> bool:
-    """Returns True if every host does the same (on one host: every rank), with peers moved by the same distance.
+    """Returns True if all hosts (on one host: all ranks) behave identically, with peers moved by the same distance.
 
-    The function compares the rounds of every rank; of a sample of ranks, if there are more than `MANY_RANKS`.
+    It compares the rounds of every rank, or of a sample if there are more than `MANY_RANKS`.
     """
     num_ranks, per_host = sum(map(len, hosts)), len(hosts[0])
     if num_ranks % per_host or hosts != equal_hosts(num_ranks, per_host):
@@ -397,8 +396,8 @@ def repeats(schedule: Schedule, hosts: Hosts) -> bool:
 def _seen_from(rank: int, schedule: Schedule, num_ranks: int) -> Iterator[list[tuple[int, bool, int, bool]]]:
     """Yields a rank's rounds as seen from that rank: distance to the peer, direction, number of chunks, and if added.
 
-    Only what concerns one peer stands in the order of posting, since the simulator takes messages by distance. An `Add`
-    is at distance 0, where no peer is.
+    Only the order of posting to the same peer matters, because the simulator orders messages by distance. An `Add` has
+    distance 0, which no peer has.
     """
     for ops in schedule.algorithm(rank, num_ranks):
         seen = [

@@ -2,7 +2,7 @@
 
     broadcast from rank 0, 8 ranks      round 1: 0→4      round 2: 0→2 4→6      round 3: 0→1 2→3 4→5 6→7
 
-             0                          Reduce is the same picture backwards: the leaves send first, every inner rank
+             0                          Reduce is the same backwards: the leaves send first, and every inner rank
       ┌──────┼───┐                      adds what its children send, nearest neighbour first. So the sum is the
       4      2   1                      canonical binary tree over the ranks, for any number of them.
     ┌─┴─┐    │
@@ -22,14 +22,14 @@ A buffer of N bytes, p ranks, α per message, β per byte sent, γ per byte adde
 The tree has p−1 edges, each used once: every schedule but the all-reduce is p−1 messages.
 
 Source: Chan, Heimlich, Purkayastha & van de Geijn, "Collective communication: theory, practice, and experience",
-2007, minimum spanning tree (MST) algorithms. A tree suits small messages, and transfers that happen only once. Where
-the root's ⌈log₂ p⌉·N is too much, the double tree sends less; `butterfly.py` and `ring.py` send least.
+2007, minimum spanning tree (MST) algorithms. A tree suits small messages, and transfers that happen only once. If the
+root's ⌈log₂ p⌉·N is too much, the double tree sends less; `butterfly.py` and `ring.py` send least.
 
 Note "double tree". Two binary trees work at once, each for one half of the buffer, and an inner node of one is a leaf
 of the other.
 
-A leaf of a tree sends N and then only waits, so half of the ranks, and half of the network, idle. The remedy is two
-trees such that every rank is an inner node of at most one of them. Each carries half of the buffer:
+A leaf of a tree sends N and then only waits, so half of the ranks, and half of the network, are idle. The remedy is two
+trees in which every rank is an inner node of at most one. Each carries half of the buffer:
 
     tree 0, 8 ranks     0              tree 1: every rank       7
                         │              one to the left          │
@@ -40,7 +40,7 @@ trees such that every rank is an inner node of at most one of them. Each carries
                   1   3   5   7                           0   2   4   6
 
 Both are binary trees in the order of the ranks: positions with an odd number are leaves, and a position whose lowest
-bit is 2^h has height h. For an odd number of ranks there is no position 0: the tree hangs at the largest power of two.
+bit is 2^h has height h. For an odd number of ranks there is no position 0: the root is at the largest power of two.
 
     chunks 2  ·  rounds 2⌈log₂ p⌉ (p odd: 2⌊log₂ p⌋)  ·  sent per rank: at most 4 halves, 2N
     time 2⌈log₂ p⌉(α + Nβ) + ⌈log₂ p⌉Nγ for one message. The executor cuts a long message into segments, which follow
@@ -48,7 +48,7 @@ bit is 2^h has height h. For an odd number of ranks there is no position 0: the 
 
 So it has the α term of a tree and, for long messages, a β term near the ring's. Source: Sanders, Speck & Träff,
 "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009; in NCCL since 2.4. The order of
-additions is not canonical, because an inner node stands between its children.
+additions is not canonical, because an inner node is between its children.
 """
 
 from __future__ import annotations
@@ -175,11 +175,11 @@ class Node(NamedTuple):
 def node(rank: int, num_ranks: int, *, tree: int) -> Node:
     """Returns the place of `rank`.
 
-    In tree 1 each rank stands one position further than in tree 0, so that leaves become inner nodes.
+    In tree 1 each rank is one position further than in tree 0, so that leaves become inner nodes.
     """
     first, last = (0, num_ranks - 1) if num_ranks % 2 == 0 else (1, num_ranks)
     position = (rank + tree - first) % num_ranks + first
-    bit = position & -position or 1 << last.bit_length()  # the lowest one; position 0 stands above all others
+    bit = position & -position or 1 << last.bit_length()  # the lowest one; position 0 is above all others
     # In a full tree the children are half a `bit` away, left and right, and the parent is a `bit` away, on the side
     # where the next higher bit is set. At the right edge positions are missing; nodes below a missing one move up.
     parent = (position ^ bit) | 2 * bit

@@ -1,25 +1,25 @@
-"""Gives calls of one communicator their turn: numbers them, runs one at a time, and blames a rank that breaks one.
+"""Serializes the calls of one communicator: numbers them, runs one at a time, and names the rank that breaks one.
 
 All ranks must call the same collectives in the same order. So a communicator serves one thread at a time, because two
-threads would take turns in an order that differs from rank to rank. A thread that calls while another thread's
+threads would interleave in an order that differs from rank to rank. A thread that calls while another thread's
 collective is running is refused (`subgroup` gives it a communicator of its own). Calls with `async_op=True` are queued
 in their order.
 
-A call is numbered when it is made. The number, its label and whom it waits for are what the watchdog publishes, and
-what a `PeerLost` carries. After an error the communicator refuses further calls: the ranks no longer agree on what came
-last. With `debug=True` the ranks compare what they call before every collective, so that a wrong operation, shape or
-dtype is reported, where otherwise the result would be undefined.
+A call is numbered when it is made. The watchdog publishes the number, the label and the rank that the call waits for,
+and a `PeerLost` carries them. After an error the communicator refuses further calls: the ranks no longer agree on which
+call was the last. With `debug=True` the ranks compare what they call before every collective, so that a wrong
+operation, shape or dtype is an error instead of an undefined result.
 
-A wait for a message takes its turn, too, but has no number among the collectives, because only two ranks know of it.
+A wait for a message is queued, too, but has no number among the collectives, because only two ranks know of it.
 
 One background thread per communicator, its `Runner`, runs asynchronous collectives one after another, in the order in
-which they were called. That order is the same on every rank, and it is all the agreement that the ranks need. Waits
-inside release the interpreter lock, so backward and optimizer go on meanwhile. A synchronous call that finds nothing in
-flight runs in the caller's own thread, which saves two thread switches.
+which they were called. That order is the same on every rank, and the ranks need no other agreement. Its waits release
+the interpreter lock, so backward and optimizer continue meanwhile. If nothing is in flight, a synchronous call runs in
+the caller's own thread, which saves two thread switches.
 
-On a GPU with NCCL there is no such thread: `nccl.py` enqueues. Where GPU tensors travel through the host, the thread
-works on its own stream, which first waits for what the caller's stream has produced so far; `Work.wait` makes the
-caller's stream wait for the result. Nothing synchronises the device.
+On a GPU with NCCL there is no such thread, because `nccl.py` enqueues collectives. Where GPU tensors travel through the
+host, the thread works on its own stream, which first waits for what the caller's stream has produced so far;
+`Work.wait` makes the caller's stream wait for the result. Nothing synchronises the device.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from typing_extensions import TypeVar
 from ddp.comm.host_memory import NoSharedMemory
 from ddp.comm.transport.edge import Gather, TransportError
 from ddp.comm.transport.shared_memory import SLICE_S
-from ddp.comm.watch.call import Call, History, Noted, disagreement, recorded
+from ddp.comm.watch.call import Call, CallRecord, History, disagreement, recorded
 from ddp.comm.watch.watchdog import Watchdog
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost, safe_str
 from ddp.process import gpu
@@ -50,24 +50,24 @@ from ddp.process.clock import now_s
 CPU = torch.device("cpu")
 Result = TypeVar("Result", default=Any)
 
-LET_GO_S = 2.0  # time for what is still in flight when the program ends
+LET_GO_S = 2.0  # longest wait at the end of the program for collectives in flight
 
 
 class CallQueue:
     """Runs the collectives of one communicator.
 
     Args:
-        watchdog: is told what this rank does, and says who is missing.
-        world_ranks: what the ranks are called in the communicator that `ddp.init` made.
+        watchdog: publishes what this rank does, and finds the rank that is missing.
+        world_ranks: the ranks' numbers in the communicator that `ddp.init` made.
         device: where this rank's tensors live.
-        gather: all-gather of bytes, by which the ranks compare their calls; None: they do not.
+        gather: all-gather of bytes, with which the ranks compare their calls; None: they do not compare.
 
     Attributes:
         num_calls: the number of calls so far, which is also the number of the last one.
-        error: what ended the communicator, if anything has.
+        error: the error that ended the communicator, if any.
         history: the last calls that have begun.
-        neighbour: the rank that a collective is said to wait for first.
-        runners: what is in flight on these ends in `abandon`.
+        neighbour: the rank that a collective is reported to wait for first.
+        runners: `abandon` ends what is in flight on these.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class CallQueue:
         self.num_calls = 0
         self.error: BaseException | None = None
         self.history = History()
-        self._num_runs = 0  # collectives so far, with each one inside of a chain
+        self._num_runs = 0  # collectives so far, including those inside chains
         self._rank, self._world_ranks = rank, world_ranks
         self.neighbour = (rank + 1) % len(world_ranks)
         self._watchdog, self._gather = watchdog, gather
         self._runner = Runner(f"ddp-collectives-{rank}", device, self.history)
-        self._beside = Runner(f"ddp-chain-{rank}", device, self.history)  # for what a chain does not wait for
-        self.runners = [self._runner, self._beside]
+        self._chain_runner = Runner(f"ddp-chain-{rank}", device, self.history)  # for asynchronous calls in a chain
+        self.runners = [self._runner, self._chain_runner]
         self._turn = threading.Lock()  # held while a collective runs
         self._running = Call(0, "start-up")
         self._chain: int | None = None  # the thread in which one runs
@@ -96,7 +96,7 @@ class CallQueue:
         label: str = "",
         how: tuple[object, ...] = (),
     ) -> Call:
-        """Numbers a call, and returns it with its description, which is the same on every rank.
+        """Numbers a call. Returns it with its description, which is the same on every rank.
 
         Raises:
             CommunicatorBroken: an earlier collective failed.
@@ -121,17 +121,17 @@ class CallQueue:
     def refuse_if_broken(self) -> None:
         """Raises CommunicatorBroken if an earlier call failed."""
         if self.error is not None:
-            raise CommunicatorBroken(f"the communicator is out of use since: {_words(self.error)}") from self.error
+            raise CommunicatorBroken(f"the communicator is out of use since: {_text_of(self.error)}") from self.error
 
     @overload
     def run(self, call: Call, collective: Callable[[], Result], *, async_op: Literal[False] = False) -> Result: ...
     @overload
     def run(self, call: Call, collective: Callable[[], Result], *, async_op: bool) -> Result | Work[Result]: ...
     def run(self, call: Call, collective: Callable[[], Result], *, async_op: bool = False) -> Result | Work[Result]:
-        """Runs a collective now, or on the background thread: behind what is in flight.
+        """Runs a collective after those in flight: in this thread, or on the background thread.
 
         Returns:
-            What the collective returns; with `async_op` a `Work`.
+            The collective's result; with `async_op` a `Work`.
 
         Raises:
             PeerLost: a rank did not take part within the deadline.
@@ -139,17 +139,17 @@ class CallQueue:
             CommunicatorBroken: an earlier collective failed.
         """
         in_chain = self._chain is not None and self._is_in_chain
-        runner = self._beside if in_chain else self._runner
+        runner = self._chain_runner if in_chain else self._runner
         if not async_op and runner.is_idle():
             return self._run_now(call, collective, not in_chain)
         work = runner.submit(partial(self._run_now, call, collective, not in_chain), call)
         return work if async_op else work.wait()
 
     def run_chain(self, call: Call, chain: Callable[[], Result], *, async_op: bool = False) -> Result | Work[Result]:
-        """Runs a function that calls collectives, as one of them: they run in its thread, with no other in between.
+        """Runs a function that calls collectives as one collective: they run in its thread, with no other in between.
 
-        With `async_op` they run on another thread, in their order, while the function continues, until they have ended.
-        They have its number, because other calls may be numbered meanwhile, at another moment on each rank.
+        Its calls with `async_op` run in order on another thread, while the function continues. They share the number of
+        the chain, because other calls may be numbered meanwhile, at another moment on each rank.
         """
 
         def run() -> Result:
@@ -157,9 +157,9 @@ class CallQueue:
             try:
                 return chain()
             finally:
-                while not self._beside.is_idle_within(SLICE_S):
+                while not self._chain_runner.is_idle_within(SLICE_S):
                     pass  # until its own deadline
-                self._beside.is_idle()
+                self._chain_runner.is_idle()
                 self._chain = None
 
         return self.run(call, chain if self._is_in_chain else run, async_op=async_op)
@@ -169,17 +169,17 @@ class CallQueue:
         return self._chain is not None and self._chain == threading.get_ident()
 
     def _run_now(self, call: Call, collective: Callable[[], Result], takes_turn: bool) -> Result:
-        """Runs one collective in this thread; a failure becomes a PeerLost with the culprit's name.
+        """Runs one collective in this thread; turns a failure into a PeerLost that names the culprit.
 
         Args:
-            takes_turn: no other one may run meanwhile; False in a chain, which has the turn.
+            takes_turn: hold the lock meanwhile; False in a chain, which holds it already.
         """
         if takes_turn:
             self.refuse_if_broken()  # what was in flight may have failed since the call was made
             if not self._turn.acquire(False):
                 self._refuse_second_thread(call)
         try:
-            self._running, gather, noted = call, None, self.history.note(call)
+            self._running, gather, record = call, None, self.history.note(call)
             if call.message is None:
                 self._num_runs, gather = self._num_runs + 1, self._gather
             self._begin(call)
@@ -187,9 +187,9 @@ class CallQueue:
                 raise CollectiveMismatch(difference)
             in_profile = profiler._is_profiler_enabled  # on any thread
             result = recorded(call.range, collective) if in_profile else collective()
-            self._is_through(noted)
+            self._complete(record)
             if (recorder := self.history.recorder) is not None:
-                recorder.ended(noted)
+                recorder.ended(record)
             return result
         except TransportError as error:
             self.error = lost = self._lost(error)
@@ -201,7 +201,7 @@ class CallQueue:
             raise
         except (ConfigError, NoSharedMemory):
             raise  # on every rank, before anything was sent
-        except BaseException as error:  # also Ctrl-C: the others go on to calls that this rank has not finished
+        except BaseException as error:  # also Ctrl-C: the others continue with calls that this rank has not finished
             self.error = error
             if not isinstance(error, CollectiveMismatch):
                 self._watchdog.fail(f"{type(error).__name__}: {safe_str(error)}")
@@ -212,32 +212,32 @@ class CallQueue:
                 self._turn.release()
 
     def _begin(self, call: Call) -> None:
-        """Notes that the call waits from now on."""
+        """Records that the call begins to wait."""
         peer, run = (self.neighbour, self._num_runs) if call.message is None else (call.message.peer, 0)
         self._watchdog.begin(call, peer, run)
 
-    def _is_through(self, noted: Noted) -> None:
-        """Notes that the call has ended well."""
-        noted.done_s = now_s()
+    def _complete(self, record: CallRecord) -> None:
+        """Records that the call has completed."""
+        record.done_s = now_s()
 
     def _end(self) -> None:
         self._watchdog.end()
 
     def close(self) -> None:
-        """Ends after what is in flight, and says goodbye."""
+        """Waits for what is in flight, and leaves the communicator."""
         self._runner.close()
-        self._beside.close()
+        self._chain_runner.close()
         self._watchdog.leave()
         self.error = self.error or CommunicatorBroken("it was closed")
 
     def abandon(self, reason: str = "") -> None:
         """Ends this rank's part when it stops early, or the program ends.
 
-        If the interpreter exits while a thread is inside one of torch's waits, the process ends by SIGABRT. So whatever
-        is still in flight is broken off first.
+        If the interpreter exits while a thread is inside one of torch's waits, the process ends by SIGABRT. So
+        everything in flight is aborted first.
 
         Args:
-            reason: why this rank stops early: the others are told, and nothing is waited for. "": the program ends.
+            reason: why this rank stops early: the others are notified, and nothing is waited for. "": the program ends.
         """
         if reason:
             self._watchdog.fail(reason)
@@ -249,12 +249,12 @@ class CallQueue:
                 runner.is_idle_within(LET_GO_S)
         for runner in self.runners:
             runner.end()
-        # Its words alone: an error's traceback holds the loss, and its graph, by way of a replica, the communicator.
-        # Python's collector does not see such a circle, because one part of it is in C++.
-        self.error = CommunicatorBroken(_words(self.error) if self.error else reason or "the program has ended")
+        # Only its text: the error's traceback holds the loss, and its graph, by way of a replica, the communicator.
+        # Python's collector cannot see this cycle, because a part of it is in C++.
+        self.error = CommunicatorBroken(_text_of(self.error) if self.error else reason or "the program has ended")
 
     def _refuse_second_thread(self, call: Call) -> None:
-        """Raises RuntimeError, because two threads of a rank would take turns in an order that other ranks lack."""
+        """Raises RuntimeError, because two threads of a rank would interleave differently on each rank."""
         error = RuntimeError(
             f"{call.title} began in thread {threading.current_thread().name!r} while {self._running.title} was running "
             "in another one; a communicator serves one thread at a time: give each its own communicator, "
@@ -265,8 +265,8 @@ class CallQueue:
         raise error
 
     def _lost(self, error: TransportError) -> PeerLost:
-        """Returns the error that names the rank to blame, by what the ranks publish about themselves."""
-        if self._has_ended:  # it is never read; and a thread must not be inside the store when the program ends
+        """Returns the error that names the rank to blame, which the published statuses tell."""
+        if self._has_ended:  # the error is never read; and no thread may be inside the store when the program ends
             raise CommunicatorBroken(str(error)) from error
         lost = self._watchdog.find_culprit(error.peer, str(error))
         if self._world_ranks[lost.rank] != lost.rank:
@@ -274,7 +274,7 @@ class CallQueue:
         return lost
 
 
-def _words(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     return str(error) or type(error).__name__  # Ctrl-C has no text
 
 
@@ -294,18 +294,17 @@ class Work(ABC, Generic[Result]):
     def wait(self, timeout_s: float | None = None) -> Result:
         """Returns the collective's result once it is complete, or raises its error.
 
-        On a GPU the result is complete for the current stream, which waits; the host continues, unless the collective
-        still runs on a thread. Every collective ends by its own deadline; `timeout_s` bounds this wait more tightly
-        (TimeoutError).
+        On a GPU the current stream waits for the result; the host continues, unless the collective still runs on a
+        thread. Every collective ends by its own deadline; `timeout_s` bounds this wait more tightly (TimeoutError).
         """
 
     @abstractmethod
     def is_completed(self) -> bool:
-        """Returns True once the collective has ended, well or badly."""
+        """Returns True once the collective has completed or failed."""
 
 
 class ThreadWork(Work[Result]):
-    """A collective of a `Runner`, or one that has ended."""
+    """A collective of a `Runner`, or one that has already ended."""
 
     def __init__(
         self,
@@ -331,7 +330,7 @@ class ThreadWork(Work[Result]):
             stream: the current one, on a GPU.
 
         Returns:
-            On a GPU, an event, and what must be kept until then, because it holds tensors.
+            On a GPU, an event, and the object that must be kept until then, because it holds tensors.
         """
         collective, self._collective = self._collective, None  # it holds tensors
         assert collective is not None
@@ -368,14 +367,14 @@ class ThreadWork(Work[Result]):
         return self._future.done()
 
     def is_completed_within(self, timeout_s: float) -> bool:
-        """Waits for the end of the collective, well or badly; returns False if it has not come by then."""
+        """Waits until the collective has completed or failed; returns False if it has not by then."""
         return not wait([self._future], timeout_s).not_done
 
 
 def hold_current_stream(finished: torch.cuda.Event, result: object, device: torch.device) -> None:
     """Makes the device's current stream wait for a collective that has been queued on another one.
 
-    Its result may come from the other stream's memory, which is not free while this one reads.
+    Its result may lie in the other stream's memory, which must not be reused while this one reads.
     """
     stream = gpu.cuda.current_stream(device)
     stream.wait_event(finished)
@@ -385,14 +384,14 @@ def hold_current_stream(finished: torch.cuda.Event, result: object, device: torc
 
 
 def done(result: Result) -> ThreadWork[Result]:
-    """Returns a work that has ended already."""
+    """Returns a `Work` that is already complete."""
     work = ThreadWork(lambda: result)
     work.run()
     return work
 
 
 class Runner:
-    """Runs collectives in order, on the background thread.
+    """Runs collectives in order on a background thread.
 
     Args:
         history: whose recorder measures waits for them.
@@ -405,9 +404,9 @@ class Runner:
         self._thread: threading.Thread | None = None
 
     def is_idle(self) -> bool:
-        """Returns True if all that was submitted has ended: the caller may as well run the next one itself.
+        """Returns True if everything submitted has ended, so that the caller may run the next one itself.
 
-        On CUDA, the caller's stream then comes after it, because both use the same scratch memory.
+        On CUDA, it makes the caller's stream wait for the last one, because both use the same scratch memory.
         """
         if self._last is not None and self._last.is_completed():
             if (finished := self._last._finished) is not None:
@@ -416,7 +415,7 @@ class Runner:
         return self._last is None
 
     def submit(self, collective: Callable[[], Result], call: Call | None = None) -> Work[Result]:
-        """Queues it behind everything submitted before."""
+        """Queues a collective after everything submitted before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             self._thread.start()
@@ -426,20 +425,20 @@ class Runner:
 
     @property
     def thread(self) -> int | None:
-        """The number of the background thread; None before there is one."""
+        """The ident of the background thread; None before it starts."""
         return None if self._thread is None else self._thread.ident
 
     def is_idle_within(self, timeout_s: float) -> bool:
-        """Waits for what was submitted; returns False if it has not ended by then."""
+        """Waits for everything submitted; returns False if it has not ended by then."""
         return self._last is None or self._last.is_completed_within(timeout_s)
 
     def close(self) -> None:
-        """Ends the thread after what is queued, and waits for that."""
+        """Ends the thread after everything queued, and waits for it."""
         if (thread := self.end()) is not None:
             thread.join()
 
     def end(self) -> threading.Thread | None:
-        """Ends the thread after what is queued; returns it, if there was one."""
+        """Ends the thread after everything queued; returns it, if there was one."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._queue.put(None)
@@ -448,7 +447,7 @@ class Runner:
     def _loop(self) -> None:
         stream = gpu.cuda.Stream(self._device) if self._device.type == gpu.KIND else None
         with gpu.cuda.stream(stream) if stream is not None else nullcontext():
-            kept: list[tuple[torch.cuda.Event, object]] = []  # what the GPU may still read, as there was no wait
+            kept: list[tuple[torch.cuda.Event, object]] = []  # tensors that the GPU may still read
             while (work := self._queue.get()) is not None:
                 kept = [each for each in kept if not each[0].query()]
                 if (queued := work.run(stream)) is not None:
@@ -464,7 +463,7 @@ class HostCopy:
 
     Args:
         tensors: of any shape and type; numbers are exact up to 2⁵³.
-        refuse: raises an error if what a collective has left in them means nothing.
+        refuse: raises an error if a failed collective has left undefined values in them.
     """
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device, refuse: Callable[[], None]) -> None:
@@ -479,7 +478,7 @@ class HostCopy:
         self._is_there = gpu.cuda.current_stream(device).record_event()
 
     def read(self) -> list[list[float]]:
-        """Returns the numbers of each tensor, as a list. Waits for the GPU, if it has not come that far.
+        """Returns the numbers of each tensor, as a list; waits for the GPU if necessary.
 
         Raises:
             PeerLost, CommunicatorBroken: the collectives before it failed.

@@ -1,4 +1,4 @@
-"""Refuses what no collective can do. Each function raises ConfigError, on every rank, before anything is sent."""
+"""Checks of arguments. Each function raises ConfigError, on every rank, before anything is sent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, 
 
 
 def tensors(given: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns the given tensors; accepts one, or a sequence."""
+    """Returns the given tensor or tensors as a sequence."""
     if isinstance(given, Tensor):
         return (given,)
     if not isinstance(given, Sequence) or not all(isinstance(each, Tensor) for each in given):
@@ -72,7 +72,7 @@ def holds_result(tensor: Tensor) -> None:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Returns True unless each stride is longer than all that the shorter ones span."""
+    """Returns True unless each stride is longer than the span of all shorter ones."""
     spanned = 0
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
         if stride <= spanned:
@@ -82,13 +82,13 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 def memory(numel: int, dtype: torch.dtype) -> None:
-    """Refuses a number of elements that no tensor has, and a type that is none of plain numbers."""
+    """Refuses an impossible number of elements, and a dtype that is not of plain numbers."""
     if not isinstance(numel, int) or isinstance(numel, bool) or numel < 0:
         raise ConfigError(f"numel={numel!r}: must be a whole number, at least 0")
     if not isinstance(dtype, torch.dtype) or dtype in QUANTIZED:
         raise ConfigError(f"dtype={dtype!r}: must be a dtype of plain numbers, such as torch.float32")
     if numel * dtype.itemsize >= 1 << 62:
-        raise ConfigError(f"numel={numel} of {dtype}: no machine has so much memory")
+        raise ConfigError(f"numel={numel} of {dtype}: no machine has that much memory")
 
 
 @cache  # asked at every call
@@ -105,7 +105,7 @@ def operation(op: str, dtype: torch.dtype) -> None:
 
 
 def reduction(op: str, dtype: torch.dtype, divide_by: SupportsInt = 1, wire_name: WireName | None = None) -> None:
-    """Refuses an operation, a divisor or a wire format that is unknown, or that does not go with the others."""
+    """Refuses an operation, a divisor or a wire format that is unknown, or incompatible with the others."""
     if op not in OPERATIONS:
         hint = did_you_mean(str(op).rpartition(".")[2], OPERATIONS)  # of torch's ReduceOp, too
         raise ConfigError(f"op={op!r} is unknown; choose one of {', '.join(OPERATIONS)}.{hint}".removesuffix("."))
@@ -124,12 +124,12 @@ def reduction(op: str, dtype: torch.dtype, divide_by: SupportsInt = 1, wire_name
 
 
 def wire(name: WireName | None, op: str, dtype: torch.dtype) -> None:
-    """Refuses a format that such a tensor may not travel in."""
+    """Refuses a wire format that this tensor cannot travel in."""
     if name is None:
         return
     narrow = torch.float32 if name == "fp32" else wire_format(name).dtype
     if op not in ("sum", "mean"):
-        raise ConfigError(f"wire={name!r} with op={op!r}: what travels is added up; take op='sum', or leave it out")
+        raise ConfigError(f"wire={name!r} with op={op!r}: only sums can travel in it; take op='sum', or leave it out")
     if not dtype.is_floating_point:
         raise ConfigError(f"wire={name!r} with {dtype}: a wire format is for floating point tensors; leave it out")
     if name != "fp32" and dtype.itemsize < narrow.itemsize:
@@ -150,20 +150,20 @@ def pieces(given: Sequence[Tensor] | None, world_size: int, device: torch.device
 
 
 def rows(given: Sequence[Tensor]) -> None:
-    """Refuses tensors that differ in another dimension than the first."""
+    """Refuses tensors that differ in any dimension but the first."""
     if len({tensor.shape[1:] for tensor in given}) > 1:
         shapes = [list(tensor.shape) for tensor in given]
         raise ConfigError(f"the tensors may differ in the first dimension only: {shapes}")
 
 
 def root(rank: int, world_size: int) -> None:
-    """Refuses a root that is no rank."""
+    """Refuses a root that is not a rank."""
     if not 0 <= rank < world_size:
         raise ConfigError(f"root={rank} is no rank of a world of {world_size}")
 
 
 def message(device: torch.device, tensor: object, name: str, rank: int, *, me: int, world_size: int) -> None:
-    """Refuses anything but one dense tensor, and a peer that is no other rank."""
+    """Refuses anything but one dense tensor, and a peer that is not another rank."""
     if not isinstance(tensor, Tensor):
         raise ConfigError(f"a message is one tensor, got {tensor!r}: send each tensor by itself")
     on(device, tensor)
@@ -182,7 +182,7 @@ def subgroup(ranks: Sequence[int], world_size: int) -> None:
 
 
 def size(nbytes: int) -> None:
-    """Refuses a size that no tensor has."""
+    """Refuses an impossible size."""
     if not isinstance(nbytes, int) or nbytes < 0:
         raise ConfigError(f"nbytes={nbytes!r}: a tensor has 0 bytes or more, a whole number")
 
@@ -207,7 +207,7 @@ def slices(flat: Tensor, bounds: Sequence[int], world_size: int) -> None:
 
 
 def rows_of_shards(given: Tensor | Sequence[Tensor], num_shards: int, world_size: int, op: str, wire: object) -> None:
-    """Refuses anything but rows of the nodes of a tree over shards, to be added up."""
+    """Refuses anything but a row for each of this rank's nodes of the tree over shards."""
     if num_shards < world_size:
         raise ConfigError(f"num_shards={num_shards} for {world_size} ranks: give at least as many shards as ranks")
     num_rows = most_nodes(world_size, num_shards)

@@ -5,7 +5,7 @@
     comm.all_reduce(t, algorithm="ring")  by that schedule; "auto" takes the fastest of a short trial
     comm.reduce_scatter(t)                rank r's share of the sum
     comm.reduce_scatter_(t, bounds)       the same in place, in slices of any length; comm.all_gather_(t, bounds)
-    comm.all_gather(t), comm.gather(t)    everyone's tensor, by rank; first dimensions may differ
+    comm.all_gather(t), comm.gather(t)    every rank's tensor, by rank; first dimensions may differ
     comm.broadcast(t), comm.reduce(t)     in place, from or to a root
     comm.scatter(list), comm.all_to_all(list)
     comm.barrier(), comm.agree_any(flag)
@@ -15,22 +15,22 @@
     comm.subgroup(ranks)                  a communicator of some of the ranks
     comm.plan.explain(nbytes)             every algorithm: its formula, its time, and what "auto" takes
 
-The collectives among them are in `verbs.py`. Here is how a communicator begins and ends, and what its ranks wait for
-besides collectives: messages, and what all ranks do by other means (`Peers`).
+The collectives among them are in `verbs.py`. This module has the beginning and end of a communicator, and what its
+ranks wait for besides collectives: messages, and what all ranks do by other means (`Peers`).
 
     rank 0   send(x, 1)  ── message #1 from 0 to 1 ──▶  recv(y, 0)   rank 1
              recv(z, 1)  ◀── message #1 from 1 to 0 ──  send(y, 0)
              send(x, 1)  ── message #2 from 0 to 1 ──▶  recv(y, 0)
 
 No other rank knows of a message, so it has no number among the collectives. Each rank counts what it sends to each peer
-and what it receives from there. Both ends count the same, and so they find each other.
+and what it receives from there. Both ends count the same messages, so their numbers match.
 
-A message is posted at once, beside the collectives that are in flight. The wait for it takes its turn behind them
-(`CallQueue`), is watched, and has a deadline. A send ends when the peer has taken the message. So two ranks that both
-send first and receive later would wait for each other for ever; the watchdog tells them so.
+A message is posted at once, even while collectives are in flight. The wait for it is queued after them (`CallQueue`),
+is watched, and has a deadline. A send completes when the peer has received the message. So two ranks that both send
+first and receive later would deadlock; the watchdog reports that.
 
 A transport without tags (NCCL) matches messages by their order alone, and deadlocks if they are posted one by one.
-There messages are kept until the first of them is waited for, and then posted together.
+So messages are held back until one of them is waited for, and then posted together.
 """
 
 from __future__ import annotations
@@ -73,19 +73,19 @@ class Communicator(Verbs):
 
     Args:
         transport: the edges between the ranks.
-        watchdog: says who is missing; without one, the transport's word is taken.
-        hosts: the ranks of every host, if known; then the ranks do not look for shared memory.
-        world_ranks: what its ranks are called in the communicator that `ddp.init` made.
+        watchdog: finds the rank that is missing; without one, the transport's error names it.
+        hosts: the ranks of every host, if known; then the ranks do not test for shared memory.
+        world_ranks: its ranks' numbers in the communicator that `ddp.init` made.
         channels: numbers the channels of the transport.
 
     Attributes:
         rank, world_size: this process's number, and how many there are.
         settings, and of them device, generation, abort_s: see `Settings`.
-        warn_s: seconds in one wait after which a warning says who is missing.
+        warn_s: seconds in one wait after which a warning names the missing rank.
         hosts: the ranks of every host.
-        plan: which algorithm an all-reduce takes.
+        plan: chooses the algorithm of an all-reduce.
         peers: waits for what the other ranks do by other means than collectives.
-        slices: by rank, the number of its slice in `reduce_scatter_` and `all_gather_`; its rank, but on several hosts.
+        slices: by rank, the number of its slice in `reduce_scatter_` and `all_gather_`; on one host, its rank.
         host_partition: the part of each tensor that every rank carries from its host to the others.
 
     Raises:
@@ -148,7 +148,7 @@ class Communicator(Verbs):
     @overload
     def send(self, tensor: Tensor, dst: int, *, async_op: Later, label: str = "") -> Message: ...
     def send(self, tensor: Tensor, dst: int, *, async_op: bool = False, label: str = "") -> Message | None:
-        """Sends `tensor` to rank `dst`, which calls `recv`; returns once that rank has taken it.
+        """Sends `tensor` to rank `dst`, which calls `recv`; returns once that rank has received it.
 
         The messages from one rank to another are received in the order in which they were sent.
 
@@ -158,7 +158,7 @@ class Communicator(Verbs):
             label: name of this call in errors and profiles.
 
         Raises:
-            ConfigError: there is no such rank, or this cannot be sent.
+            ConfigError: there is no such rank, or the tensor cannot be sent.
             PeerLost: `dst` did not receive it within the deadline, or both ranks wait for each other.
             CommunicatorBroken: an earlier call failed.
         """
@@ -173,10 +173,10 @@ class Communicator(Verbs):
     @overload
     def recv(self, tensor: Tensor, src: int, *, async_op: Later, label: str = "") -> Message: ...
     def recv(self, tensor: Tensor, src: int, *, async_op: bool = False, label: str = "") -> Tensor | Message:
-        """Fills `tensor` with what rank `src` has sent, and returns it. Raises what `send` does.
+        """Receives the next message from rank `src` into `tensor`, and returns it. Raises what `send` does.
 
         Args:
-            tensor: of the sender's dtype, with as many elements as the sender's; it may be laid out otherwise.
+            tensor: of the sender's dtype, with as many elements as the sender's; its memory layout may differ.
             async_op, label: as in `send`.
         """
         checks.message(self.device, tensor, "src", src, me=self.rank, world_size=self.world_size)
@@ -197,22 +197,22 @@ class Communicator(Verbs):
     def chain(
         self, function: Callable[[], Result], *, async_op: bool = False, label: str = ""
     ) -> Result | Work[Result]:
-        """Runs a function that calls collectives of this communicator, as if it were one.
+        """Runs a function that calls collectives of this communicator as one collective.
 
-        They run in its thread, in its turn, with no other collective in between. Those that it calls with `async_op`
-        run one after another while it continues.
+        They run in its thread, with no other collective in between. Those that it calls with `async_op` run one after
+        another while it continues.
 
         Returns:
-            What the function returns; with `async_op` a `Work`.
+            The function's result; with `async_op` a `Work`.
         """
         return self._queue.run_chain(self._queue.number("chain", label=label), function, async_op=async_op)
 
     def to_host(self, *tensors: Tensor) -> HostCopy:
-        """Returns the numbers of these tensors as they are now, on their way to the host. Not collective."""
+        """Begins to copy the present numbers of these tensors to the host. Not collective."""
         return HostCopy(tensors, self.device, self._queue.refuse_if_broken)
 
     def sum_in_host(self, flat: Tensor, *, divide_by: SupportsInt = 1, label: str = "") -> None:
-        """Sums over the ranks that share this host's memory, in place; alone, a rank only divides.
+        """Sums over the ranks that share this host's memory, in place; a rank that is alone only divides.
 
         Args:
             flat: [numel], contiguous.
@@ -234,23 +234,23 @@ class Communicator(Verbs):
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Returns [numel] zeros, in the memory that this communicator's collectives reach without a copy. Collective.
 
-        It belongs to the communicator, and is released when every rank has called `free`, or with the communicator.
+        The memory is released when every rank has called `free`, or with the communicator.
         """
         checks.memory(numel, dtype)
         call = self._queue.number("allocate", f"{numel} {dtype}")
         return self._queue.run(call, lambda: self._collectives.allocate(numel, dtype, self.device, call.sequence))
 
     def free(self, tensor: Tensor) -> None:
-        """Gives memory from `allocate` back. Every rank calls it; no collective may still use the tensor.
+        """Frees memory from `allocate`. Every rank calls it; no collective may still use the tensor.
 
-        From any thread, and at any time: a finalizer may call it in the midst of another collective.
+        Any thread may call it at any time, such as a finalizer during another collective.
         """
         self._collectives.free(tensor)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         """Returns a communicator of some of the ranks, in the order given; None on the others. Collective over all.
 
-        Its collectives are numbered and watched by themselves and may run beside this one's.
+        Its collectives are numbered and watched separately, and may run concurrently with this one's.
         """
         checks.subgroup(ranks, self.world_size)
         call = self._queue.number("subgroup", f"of {list(ranks)}")
@@ -278,7 +278,7 @@ class Communicator(Verbs):
 
     @property
     def is_stream_ordered(self) -> bool:
-        """Returns True if collectives are enqueued on a GPU, and the host waits for none of them."""
+        """Returns True if collectives are enqueued on a GPU, so that the host waits for none of them."""
         return isinstance(self._queue, StreamQueue)
 
     @property
@@ -293,11 +293,11 @@ class Communicator(Verbs):
 
     @property
     def history(self) -> History:
-        """The last calls, those of subgroups left out."""
+        """The last calls, without those of subgroups."""
         return self._queue.history
 
     def runs_in_background(self, thread: int) -> bool:
-        """Returns True if a collective that this thread runs does not hold up the thread that has called it."""
+        """Returns True if this is a background thread, whose collectives do not block their caller."""
         return self.is_stream_ordered or any(runner.thread == thread for runner in self._queue.runners)
 
     def recent_calls(self) -> list[dict[str, Any]]:
@@ -310,17 +310,17 @@ class Communicator(Verbs):
         return sorted([*plain_calls(self._queue.history.since(), **more), *others], key=lambda call: call["began_s"])
 
     def abandon(self, reason: str = "") -> None:
-        """Ends this rank's part at once, and breaks off what is in flight.
+        """Ends this rank's part at once, and aborts everything in flight.
 
         Args:
-            reason: why this rank stops early, for the others; "" if the program ends.
+            reason: why this rank stops early, as the others are to report it; "" if the program ends.
         """
         for group in self._groups:
             group.abandon(reason)
         self._queue.abandon(reason)
 
     def close(self) -> None:
-        """Ends after what is in flight, and says goodbye. The communicator cannot be used afterwards."""
+        """Waits for everything in flight, and leaves. The communicator cannot be used afterwards."""
         self._is_closed = True
         for group in self._groups:
             group.close()
@@ -335,19 +335,19 @@ class Messages:
     """The messages of one rank.
 
     Args:
-        timeout_s: longest wait for a peer that lives.
+        timeout_s: longest wait for a peer that is alive.
 
     Attributes:
-        posted: how many there have been, by route ("to rank 1").
-        in_flight: those that have not been waited for to the end. It keeps their tensors, which Gloo writes to.
+        posted: number of messages so far, by route ("to rank 1").
+        in_flight: messages whose wait has not ended. Keeps their tensors alive, because Gloo writes to them.
     """
 
     def __init__(self, transport: Transport, queue: CallQueue, *, timeout_s: float) -> None:
         self.posted: dict[str, int] = {}
         self.in_flight: dict[Envelope, Message] = {}
         self._transport, self._queue, self._timeout_s = transport, queue, timeout_s
-        self._together = Posting(transport)  # what waits to be posted, where there are no tags
-        self._lock = threading.Lock()  # two threads may post, and no two messages have one number
+        self._together = Posting(transport)  # messages held back, where there are no tags
+        self._lock = threading.Lock()  # two threads may post, and messages need distinct numbers
 
     def post(self, direction: Direction, peer: int, tensor: Tensor, *, label: str = "") -> Message:
         """Posts one end of a message; returns at once.
@@ -372,7 +372,7 @@ class Messages:
         return message
 
     def wait_for(self, message: Message) -> None:
-        """Waits in its turn until a message has arrived."""
+        """Waits, after the collectives before it, until a message has completed."""
 
         def finish() -> None:
             with self._lock:
@@ -381,7 +381,7 @@ class Messages:
             if envelope.direction == "from":
                 write_back(message.flat, (message.tensor,))
                 if not message.tensor.is_inference():
-                    increment_version(message.tensor)  # the transport has written past autograd, which must know of it
+                    increment_version(message.tensor)  # because autograd does not see the transport's write
 
         envelope = message.envelope
         verb = "send" if envelope.direction == "to" else "recv"
@@ -400,12 +400,12 @@ class Message:
         self._messages = messages
 
     def wait(self) -> Tensor | None:
-        """Returns the tensor of a `recv` once it is filled; None for a `send`, once the peer has taken it.
+        """Returns the tensor of a `recv` once it is filled; None for a `send`, once the peer has received it.
 
-        Call it for every message, also for one that you send: until then, its tensor is kept.
+        Call it for every message, also for a `send`: until then, its tensor is kept alive.
 
         Raises:
-            PeerLost: the peer did not do its part within the deadline, or both wait for each other.
+            PeerLost: the peer did not post its end within the deadline, or both wait for each other.
             CommunicatorBroken: an earlier call failed.
         """
         if self.envelope in self._messages.in_flight:
@@ -414,14 +414,14 @@ class Message:
 
 
 class Posting:
-    """The transfers that go to the transport together: one, or with a transport without tags, several."""
+    """The transfers that are posted together: one, or several if the transport has no tags."""
 
     def __init__(self, transport: Transport) -> None:
         self.is_posted = False
         self._transport = transport
         self._sends: list[Transfer] = []
         self._receives: list[Transfer] = []
-        self._ready: list[torch.cuda.Event] = []  # of a GPU, from when on tensors may be read and written
+        self._ready: list[torch.cuda.Event] = []  # on a GPU: after these, the tensors may be read and written
         self._pending: Pending | None = None
         self._error: TransportError | None = None
 
@@ -431,7 +431,7 @@ class Posting:
         (self._sends if direction == "to" else self._receives).append(transfer)
 
     def post(self) -> None:
-        """Posts what has been added, once. If that fails, `wait` says so, which has its turn and finds out why."""
+        """Posts what has been added, once. If that fails, `wait` raises the error, because it can find the culprit."""
         if self.is_posted:
             return
         self.is_posted = True
@@ -443,7 +443,7 @@ class Posting:
             self._error = error
 
     def wait(self, timeout_s: float) -> None:
-        """Returns once all transfers are done, as often as it is called."""
+        """Returns once all transfers are complete; may be called several times."""
         if self._error is not None:
             raise self._error
         if self._pending is not None:
@@ -455,17 +455,17 @@ class Posting:
 
 
 class Peers:
-    """Waits for what the other ranks do by other means than collectives: with their numbers, deadlines and blame.
+    """Waits for what the other ranks do without collectives, with the same numbers, deadlines and errors.
 
     Args:
-        timeout_s: longest wait for a rank that lives.
+        timeout_s: longest wait for a rank that is alive.
     """
 
     def __init__(self, queue: CallQueue, watchdog: Watchdog, rank: int, *, timeout_s: float) -> None:
         self._queue, self._watchdog, self._rank, self._timeout_s = queue, watchdog, rank, timeout_s
 
     def wait_for_rank_zero(self, label: str) -> None:
-        """Returns once rank 0 has called it too, however long that takes while rank 0 lives.
+        """Returns once rank 0 has called it too; waits as long as rank 0 is alive.
 
         Raises:
             PeerLost: rank 0 failed, left, or shows no sign of life.
@@ -475,19 +475,19 @@ class Peers:
             if self._rank == 0:
                 self._watchdog.publish(f"passed/{call.sequence}", "")
             else:
-                self._watchdog.wait_for_word(f"passed/{call.sequence}", 0, call)
+                self._watchdog.wait_for_value(f"passed/{call.sequence}", 0, call)
         except PeerLost as lost:
             self._queue.error = lost
             raise
 
     def wait_for(self, wait: Callable[[float], bool], *, label: str) -> None:
-        """Waits for what the ranks do by other means: a future of torch.distributed, say. Every rank calls it.
+        """Waits for work outside of collectives, such as a future of torch.distributed. Every rank calls it.
 
         Args:
-            wait: waits for the given seconds at most; returns True if the wait is over. It is called until it is.
+            wait: waits for at most the given seconds, and returns True once the work is complete; called until then.
 
         Raises:
-            PeerLost: it was not there within the deadline.
+            PeerLost: the work did not complete within the deadline.
         """
         neighbour = self._queue.neighbour
 
@@ -502,7 +502,7 @@ class Peers:
         self._queue.run(self._queue.number("wait", label=label), until_there)
 
     def find_lost(self, label: str) -> PeerLost | None:
-        """Returns the rank that is surely lost after an error outside of this communicator, if any. Not collective."""
+        """Returns the rank that is surely lost, if any, after an error outside of this communicator. Not collective."""
         call = Call(self._queue.num_calls, "wait", name=label)
         lost = self._watchdog.find_lost(call, self._queue.neighbour)
         self._queue.error = self._queue.error or lost

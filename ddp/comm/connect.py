@@ -1,23 +1,23 @@
-"""Connects one rank with the others: by links, in the memory of its host, and by both together.
+"""Connects one rank with the others: by links, through the memory of its host, or by both.
 
     discover    finds out which ranks share a host
     join        does so, and connects those through memory
     connect     does so, and adds links to the other hosts: everything that a communicator uses
 
-Which ranks share a host is found by trying, never by inference: LOCAL_WORLD_SIZE says nothing about sub-groups,
-containers or uneven layouts; equal host names say nothing about shared memory. So every rank offers a shared memory
-with a random number in it, and tries to read everyone else's:
+The ranks find out who shares a host by trying, never by inference: LOCAL_WORLD_SIZE says nothing about sub-groups,
+containers or uneven layouts; equal host names say nothing about shared memory. So every rank offers shared memory with
+a random number in it, and tries to read that of all others:
 
-    1  gather     everyone's boot id, and where each rank's memory is, and its number
-    2  try        open the memory of each rank with the same boot id; the same number in it means: we share a host
-    3  gather     whom one has reached
+    1  gather     every rank's boot id, and the path and number of its memory
+    2  try        open the memory of each rank with the same boot id; the right number in it means a shared host
+    3  gather     the ranks that each has reached
     4  group      ranks that all reach each other, greedily by rank: the same result everywhere, from the same facts
 
 Virtual machines cloned from one image have equal boot ids, and a PID means another process in another namespace; the
-number settles both cases. If some pair with equal boot ids misses each other through memfds, steps 1 to 3 are repeated
-with files in /dev/shm, which containers may share where processes hide from each other.
+number settles both cases. If some ranks with equal boot ids cannot reach each other through memfds, steps 1 to 3 are
+repeated with files in /dev/shm, which containers may share although their processes cannot see each other.
 
-Cost: two gathers (four in the second case) of some hundred bytes, one open and one read per neighbour.
+Cost: two gathers (four in the second case) of a few hundred bytes, one open and one read per neighbour.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Channels:
         self._last, self._lock = 0, threading.Lock()
 
     def take(self, gather: Gather) -> int:
-        """Returns a channel that no group with any of these ranks has. Collective over the ranks of `gather`.
+        """Returns a channel that no other group with any of these ranks has. Collective over the ranks of `gather`.
 
-        Another thread may be taking one for other ranks meanwhile. So each rank first reserves the number for itself.
+        Another thread may take a channel for other ranks meanwhile. So each rank first reserves the number for itself.
         """
         while True:
             number: int = max(gathered(gather, self._last)) + 1
@@ -88,14 +88,14 @@ def connect(links: HostLinks, watchdog: Watchdog, settings: Settings, channels: 
 
 
 class Joined(NamedTuple):
-    """The hosts of the ranks, as they found out together. The same on all ranks, but for `pids` and `group`.
+    """The hosts of the ranks. The same on all ranks, except for `pids` and `group`.
 
     Attributes:
         hosts: the ranks of every host.
         names: by rank, the name of its host, with its task in the description of a cluster.
-        pids: by rank of this host, its process, where that can be known here.
-        shares_memory: the ranks of every host with several are in its memory together.
-        group: this host's memory; None where the rank is alone, or no memory is shared.
+        pids: by rank of this host, its process, if that is known here.
+        shares_memory: on every host with several ranks, they share its memory.
+        group: this host's memory; None if the rank is alone, or no memory is shared.
         obstacle: why ranks of one host cannot share memory, if they should.
     """
 
@@ -120,13 +120,13 @@ def join(
 
     Args:
         gather: all-gather of bytes; keeps its own deadline.
-        shared_memory: join them in the host's memory, too.
+        shared_memory: connect them through the host's memory, too.
         timeout_s: longest wait for a rank of this host.
         hopeless_because: see `Barrier`.
         kinds: which memory to try, in order of preference; the same on every rank.
 
     Raises:
-        TransportError: a rank of this host did not come.
+        TransportError: a rank of this host did not take part.
     """
     layout = discover(rank, gather, kinds=kinds)
     ranks, kind = layout.host_of(rank)
@@ -167,12 +167,12 @@ def join(
 
 
 def _processors() -> list[int]:
-    """Returns those that this process may run on."""
+    """Returns the processors that this process may run on."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def _mapped(memory: SharedMemory, *, size: int = 0) -> SharedMemory:
-    """Returns the memory of a host, with its pages mapped; with a barrier of `size` ranks where it is new."""
+    """Returns the memory of a host, with its pages mapped; with a barrier of `size` ranks if it is new."""
     try:
         memory.prefault(0, len(memory.buffer))
         if size:
@@ -190,21 +190,21 @@ def _mapped(memory: SharedMemory, *, size: int = 0) -> SharedMemory:
 class RankLocation:
     """Location of a rank: its kernel, its process and its memory."""
 
-    boot_id: str  # "" where the kernel does not tell
+    boot_id: str  # "" if the kernel does not say
     pid_namespace: str
     pid: int
     path: str  # of its memory; "" if it has none of that kind
-    number: str  # what stands in it
+    number: str  # written into that memory
 
 
 class Neighbours(NamedTuple):
-    """The result of the discovery. The same on every rank, but for `pids` and `reasons`.
+    """The result of the discovery. The same on every rank, except for `pids` and `reasons`.
 
     Attributes:
         hosts: the ranks of every host, ascending; hosts are ordered by their first rank.
-        kinds: by host, the memory through which all its ranks reach each other; None for a rank alone.
-        pids: by rank, its process as this rank knows it; None where it lives in another PID namespace.
-        reasons: by rank, why it shares no memory with this one although it runs under the same kernel.
+        kinds: by host, the memory through which all its ranks reach each other; None for a single rank.
+        pids: by rank, its process as this rank knows it; None if that is in another PID namespace.
+        reasons: by rank under the same kernel, why it shares no memory with this one.
     """
 
     hosts: Hosts
@@ -218,7 +218,7 @@ class Neighbours(NamedTuple):
 
 
 def discover(rank: int, gather: Gather, *, kinds: Sequence[Kind] = KINDS) -> Neighbours:
-    """Finds out who shares a host with whom. Collective over all ranks of `gather`.
+    """Finds out which ranks share a host. Collective over all ranks of `gather`.
 
     Args:
         gather: all-gather of bytes; keeps its own deadline.
@@ -242,10 +242,10 @@ def discover(rank: int, gather: Gather, *, kinds: Sequence[Kind] = KINDS) -> Nei
 
 
 def group(reached: Sequence[Reached]) -> tuple[Hosts, tuple[Kind | None, ...]]:
-    """Groups ranks that all reach each other by one kind of memory: each joins the first such host, or founds one.
+    """Groups ranks that all reach each other by one kind of memory: each joins the first such host, or starts one.
 
     Args:
-        reached: by rank, whom it reached and how.
+        reached: by rank, the ranks that it reached, and how.
 
     Returns:
         The hosts, and by host the kind; None where a rank is alone.
@@ -278,7 +278,7 @@ def _try(rank: int, gather: Gather, kind: Kind) -> tuple[list[RankLocation], lis
     """Takes steps 1 to 3 with one kind of memory.
 
     Returns:
-        Everyone's facts; by rank, whom it reached; and by rank, why this one missed it.
+        Every rank's location; by rank, the ranks that it reached; and by rank, why this one did not reach it.
     """
     number = secrets.token_bytes(PROBE_BYTES)
     memory, own_reason = None, ""

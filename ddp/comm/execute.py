@@ -1,30 +1,30 @@
 """Runs a schedule on real memory: the one executor behind every collective.
 
-    program     what a schedule means for one rank and one length of buffer: which elements go where, round by round.
-                Pure numbers, worked out once and kept
+    program     turns a schedule into the transfers of one rank for one length of buffer, round by round.
+                Pure numbers, computed once and cached
     execute     runs it on tensors
 
 Segments and lanes. Every chunk is cut into segments of at most `segment_numel` elements. Segment j of all chunks is
-*lane* j: a whole collective of its own, on its own pieces of the buffer. All lanes post their first round at once; then
-the executor takes them in turn: wait for the lane's round, add what arrived, post the lane's next round. So while
-one segment is being added, the others are on the wire: that is the pipelining.
+*lane* j: a complete, separate collective, on its own pieces of the buffer. All lanes post their first round at once;
+then the executor takes them in turn: it waits for the lane's round, adds what arrived, and posts the lane's next round.
+So one segment is added while the others are on the wire (pipelining).
 
     lane 0   ▓ post ─── wire ─── ▓ add, post ─── wire ─── ▓ …
     lane 1     ▓ post ─── wire ─── ▓ add, post ─── wire ─── ▓ …
 
-Every rank takes its lanes in the same order, so that messages between two ranks match in order of posting.
+Every rank takes its lanes in the same order, so that the messages of two ranks match in order of posting.
 
 Note "narrow wire". With a wire format every message is encoded, and what arrives is added to the wide value that is
 there: the sums are accumulated in the tensor's own type. A sender rounds its own copy too: then two ranks that exchange
 their parts and both add them (recursive doubling) get the same bits, and so does a rank that keeps what it passed on.
-A sum that is complete here and is not sent is rounded, too, because others may have received theirs; but not
+A sum that is complete here and is not sent is rounded, too, because other ranks may have received it rounded; but not
 where every rank ends with its own sums (reduce-scatter).
 
-Note "complete sums". A mean divides every sum once. The rank that adds the last term to an element divides it there and
-then, and passes it on divided. Every rank can tell from the schedule: if the last receive of an element adds it, or an
+Note "complete sums". A mean divides every sum once. The rank that adds the last term to an element divides it at once,
+and passes it on divided. Every rank derives that from the schedule: if the last receive of an element adds it, or an
 `Add` does after that, the sum is complete on this rank, which divides it; if that receive overwrites it, it has been
 divided elsewhere. So most ranks divide only their own share, while other lanes are on the wire. Only buffer 0 ends with
-complete sums: in others stand parts of them.
+complete sums; the others hold partial sums.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ddp.collectives.schedule import Add, Algorithm, Recv, Round, Send
 from ddp.comm.reduction import COMBINE, SUM, Reduction, divided_, is_identity
 from ddp.comm.transport.edge import Pending, Transfer, Transport
 
-Offsets = tuple[int, ...]  # where a buffer's chunks begin, in elements; the last entry is its length
+Offsets = tuple[int, ...]  # the start of each chunk of a buffer, in elements; the last entry is its length
 
 # --- what is to be done ----------------------------------------------------------------------------------------------
 
@@ -54,18 +54,18 @@ class Piece(NamedTuple):
     buffer: int
     start: int
     stop: int
-    add: bool  # what arrives is added; else it replaces what is there
+    add: bool  # add what arrives; else it replaces the value here
     before: bool = False  # … and comes first in the sum
 
 
 class Step(NamedTuple):
-    """One round of a lane. It may be empty, because a rank that skipped rounds would mix up its messages."""
+    """One round of a lane. It may be empty, because the messages of a rank that skipped rounds would not match."""
 
     sends: tuple[Piece, ...]
     receives: tuple[Piece, ...]
     additions: tuple[tuple[Piece, Piece], ...]  # after the receives: the second piece is added to the first
     sums: tuple[Piece, ...]  # note "complete sums"
-    unsent: tuple[Piece, ...]  # those of them that this rank does not send
+    unsent: tuple[Piece, ...]  # of these, the ones that this rank does not send
 
 
 NO_STEP = Step((), (), (), (), ())
@@ -87,7 +87,7 @@ def program(
     Args:
         offsets: by buffer; almost always of one.
         segment_numel: elements of a pipelining piece of a chunk. The same on all ranks.
-        longest: elements of the longest chunk on any rank, where this rank's offsets do not tell.
+        longest: elements of the longest chunk on any rank, if this rank's offsets do not show it.
     """
     rounds = list(algorithm(rank, num_ranks))
     if longest is None:
@@ -96,7 +96,7 @@ def program(
     complete, sent = _complete_sums(rounds), _last_sent(rounds)
 
     def runs(lane: int, buffer: int, chunks: range) -> Iterator[tuple[int, int]]:
-        """Yields a lane's parts of these chunks, nothing empty. Where there is one lane, neighbours travel as one."""
+        """Yields a lane's non-empty parts of these chunks. With a single lane, neighbouring chunks are merged."""
         bounds, done = offsets[buffer], lane * segment_numel
         found = [(bounds[k] + done, min(bounds[k] + done + segment_numel, bounds[k + 1])) for k in chunks]
         if num_lanes == 1:
@@ -123,10 +123,10 @@ def program(
 
 
 def _complete_sums(rounds: Sequence[Round]) -> dict[int, list[int]]:
-    """Returns, by round, the chunks of buffer 0 to which something is added in it, and which nothing changes later."""
+    """Returns, by round, the chunks of buffer 0 that receive their last addition in it and do not change later."""
     last: dict[int, tuple[int, bool]] = {}
     for number, ops in enumerate(rounds):
-        for op in sorted(ops, key=lambda op: isinstance(op, Add)):  # wherever they are listed, these come last
+        for op in sorted(ops, key=lambda op: isinstance(op, Add)):  # additions come last, wherever they are listed
             if isinstance(op, Recv) and op.buffer == 0:
                 last.update(dict.fromkeys(op.chunks, (number, op.add)))
             elif isinstance(op, Add) and op.into == 0:
@@ -167,8 +167,8 @@ def execute(
 
     Args:
         buffers: [numel] each, contiguous.
-        is_shared: several ranks end with the same sums, which must have the same bits, however they have travelled.
-        scratch: where incoming parts land before they are added; kept by the caller from one collective to the next.
+        is_shared: several ranks end with the same sums, whose bits must be equal on all of them.
+        scratch: memory for incoming parts before they are added; the caller keeps it between collectives.
         timeout_s: longest silence of a neighbour, in seconds.
         waiting_for: called before each wait, with the peer of the round's first transfer.
 
@@ -187,9 +187,9 @@ def execute(
 
 
 class Scratch:
-    """Memory for what is on its way in, one block per dtype and device, grown to the largest need and kept.
+    """Memory for incoming parts: one block per dtype and device, grown to the largest need and kept.
 
-    A fresh block per collective would cost more in page faults than the additions themselves.
+    The page faults of a new block per collective would cost more than the additions themselves.
     """
 
     def __init__(self) -> None:
@@ -197,11 +197,11 @@ class Scratch:
         self._used = 0
 
     def reset(self) -> None:
-        """Takes back everything handed out."""
+        """Releases all that was taken."""
         self._used = 0
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns [numel], shared with no one until `reset`."""
+        """Returns [numel], which nothing else uses until `reset`."""
         start, self._used = self._used, self._used + numel
         block = self._blocks.get((dtype, device))
         if block is None or block.numel() < self._used:
@@ -229,12 +229,12 @@ class _Lane:
         self._step = NO_STEP
         self._pending: Pending | None = None
         self._arriving: list[tuple[Piece, Tensor]] = []  # by way of scratch
-        self._departure: Tensor | None = None  # both kept from round to round
+        self._departure: Tensor | None = None  # both are reused in every round
         self._landing: Tensor | None = None
         self.first_peer = transport.rank
 
     def post_next(self) -> bool:
-        """Posts the next round; returns False when there is none."""
+        """Posts the next round; returns False if there is none."""
         step = next(self._steps, None)
         if step is None:
             return False
@@ -246,9 +246,9 @@ class _Lane:
         return True
 
     def end_round(self, timeout_s: float) -> None:
-        """Waits for the round, then adds what arrived and what is here, as listed, and divides the complete sums.
+        """Waits for the round, then makes its additions in the order listed, and divides the complete sums.
 
-        Sends have ended too by then, so that a round may send a chunk and add to it (recursive doubling does).
+        Its sends have completed by then, so a round may send a chunk and add to it, as recursive doubling does.
         """
         if self._pending is not None:
             self._pending.wait(timeout_s)
@@ -266,8 +266,8 @@ class _Lane:
             self._rounded(self._step.unsent)
 
     def _add_before(self, arriving: Sequence[tuple[Piece, Tensor]]) -> None:
-        """Adds up what comes before this rank's own parts, and then adds it to them; a + b has the bits of b + a."""
-        sums: dict[Piece, Tensor] = {}  # by what they are added to
+        """Sums the parts that precede this rank's own, and adds the sum to its own; a + b has the bits of b + a."""
+        sums: dict[Piece, Tensor] = {}  # by the piece that they are added to
         for piece, arrived in arriving:
             place, part = piece._replace(peer=self._transport.rank), self._part(piece)
             is_first = place not in sums
@@ -279,7 +279,7 @@ class _Lane:
             self._combine(part, total, out=part)
 
     def _take(self, arrived: Tensor, part: Tensor, *, add: bool) -> None:
-        """Adds what has arrived to a part of a buffer, or writes it there."""
+        """Adds an incoming part to a part of a buffer, or copies it there."""
         if self._wire is not None:
             (self._wire.add if add else self._wire.decode)(arrived, part)
         elif add:
@@ -293,7 +293,7 @@ class _Lane:
         return [Transfer(piece.peer, encoded) for piece, encoded in zip(pieces, self._rounded(pieces), strict=True)]
 
     def _rounded(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
-        """Returns pieces encoded, and keeps here what the others get (note "narrow wire")."""
+        """Returns pieces encoded, and rounds the local copies to what the others get (note "narrow wire")."""
         assert self._wire is not None
         self._departure, room = self._room(self._departure, pieces)
         for piece, encoded in zip(pieces, room, strict=True):
@@ -303,7 +303,7 @@ class _Lane:
         return room
 
     def _incoming(self, pieces: tuple[Piece, ...]) -> list[Transfer]:
-        """Receives straight to where it belongs, or by way of scratch if it is to be added or widened."""
+        """Receives directly into the buffer, or into scratch memory if the part is to be added or widened."""
         detours = [piece for piece in pieces if piece.add or self._wire is not None]
         self._arriving = []
         if detours:
@@ -320,7 +320,7 @@ class _Lane:
         return flat if piece.stop - piece.start == flat.numel() else flat[piece.start : piece.stop]
 
     def _room(self, block: Tensor | None, pieces: Sequence[Piece]) -> tuple[Tensor, Sequence[Tensor]]:
-        """Returns a block that is large enough, this one if it is; and a place in it for each piece."""
+        """Returns a block that is large enough, the given one if possible; and a part of it for each piece."""
         sizes = [piece.stop - piece.start for piece in pieces]
         if self._wire is not None:
             sizes = list(map(self._wire.length, sizes))

@@ -1,4 +1,4 @@
-"""Every collective on a flat tensor, by the fastest means that connect this rank with the others.
+"""Every collective on a flat tensor, by the fastest route between this rank and the others.
 
     memory          all ranks share a host's memory                      `host_reduce.py`
     cross host      memory inside each host, links between the hosts     `host_links.py`
@@ -6,25 +6,24 @@
 
 An all-reduce has several routes:
 
-    name                    where it is possible    what happens
+    name                    possible with           what happens
     "ring", "tree", …       everywhere              the algorithm's schedule runs over the transport
-    "shared_memory"         all ranks on one host   each rank adds up its slice of everyone's buffer, in memory
+    "shared_memory"         all ranks on one host   each rank adds up its slice of all buffers, in memory
     "shared_memory+ring"    several hosts           each host adds up in its memory; rank i of each host carries slice i
                                                     across, by a ring; each host hands the slices out in its memory
 
-The third kind sends over a host's link only what must cross it: each byte leaves a host as often as if the host were
-one rank. A long buffer crosses piece by piece, so that additions in memory overlap with the transfers.
+The third kind sends only what must cross a host's link: each byte leaves a host as often as if the host were one rank.
+A long buffer crosses piece by piece, so that additions in memory overlap with transfers.
 
-Note "host partition". Where gradients are encoded on the way, a rank carries a part of each tensor from its host to the
+Note "host partition". If gradients are encoded on the way, each rank carries a part of each tensor from its host to the
 others:
 
     2 hosts of 2 ranks          place 0 carries the first half of each tensor, place 1 the second half
     ranks without a memory      each is a host of its own, and carries all
       that they share
 
-The ranks of a host add up in memory first (`sum_in_host`). Then each encodes what it carries, and no other rank of its
-host does. So the ranks share the work of encoding and the memory for what it leaves behind, and a host sends as much as
-if it were one rank.
+The ranks of a host add up in memory first (`sum_in_host`). Then each encodes only the part that it carries. So the
+ranks share the work of encoding and the memory for residuals, and a host sends as much as if it were one rank.
 """
 
 from __future__ import annotations
@@ -84,13 +83,13 @@ class Route:
         """The name that `algorithm=` accepts."""
         return "+".join(filter(None, [IN_MEMORY if self.in_memory else "", self.algorithm]))
 
-    def answers_to(self, name: str) -> bool:
-        """Returns True if a user who asks for `name` accepts this route. "shared_memory" stands for all that use it."""
+    def matches(self, name: str) -> bool:
+        """Returns True if this route fits the user's `algorithm=name`. "shared_memory" stands for all that use it."""
         return name == self.name or (self.in_memory and name == IN_MEMORY)
 
     @cached_property
     def is_canonical(self) -> bool:
-        """Returns True if this route adds up every element as the canonical binary tree over the ranks."""
+        """Returns True if this route adds up every element in the order of the canonical binary tree over the ranks."""
         num_ranks = sum(map(len, self.hosts))
         if not self.in_memory:
             return self.schedule is not None and self.schedule.check(num_ranks).canonical
@@ -116,7 +115,7 @@ def possible_routes(hosts: Hosts, *, shared_memory: bool) -> dict[str, Route]:
 
 
 def _renamed(expression: Expression, names: Sequence[Expression]) -> Expression:
-    """Returns the expression with another one in the place of each leaf."""
+    """Returns the expression with each leaf replaced by another expression."""
     if isinstance(expression, int):
         return names[expression]
     return _renamed(expression[0], names), _renamed(expression[1], names)
@@ -124,12 +123,12 @@ def _renamed(expression: Expression, names: Sequence[Expression]) -> Expression:
 
 @dataclass(frozen=True)
 class HostPartition:
-    """The places of all ranks on their hosts.
+    """The part of each tensor that every rank carries between hosts.
 
     Args:
         hosts: by rank, the number of its host.
         places: by rank, its number among the ranks of its host.
-        num_places: number of ranks that carry something on each host: all of the smallest host's.
+        num_places: number of ranks that carry a part on each host: the size of the smallest host.
     """
 
     hosts: Sequence[int]
@@ -138,7 +137,7 @@ class HostPartition:
 
     @property
     def num_hosts(self) -> int:
-        """The number of hosts; with one, nothing has to travel."""
+        """The number of hosts; with one, nothing travels."""
         return max(self.hosts) + 1
 
     def part_of(self, numel: int, rank: int) -> slice:
@@ -157,7 +156,7 @@ class FlatCollectives:
         links: edges to all ranks.
         hosts: the ranks of every host.
         group: this host's ranks in memory, if it has several and they share it.
-        cross_host: connects the memories of several hosts, where ranks of a host share memory.
+        cross_host: connects several hosts whose ranks share memory.
 
     Attributes:
         routes: every route that an all-reduce can take here, by name.
@@ -175,20 +174,20 @@ class FlatCollectives:
         self.links, self.hosts, self.group, self.cross_host = links, hosts, group, cross_host
         self._shares_memory = group is not None or cross_host is not None
         self.routes = possible_routes(hosts, shared_memory=self._shares_memory)
-        self._memory = group if cross_host is None else None  # in which all ranks reach each other's tensors
+        self._memory = group if cross_host is None else None  # shared by all ranks
         self._slicing = cross_host if cross_host is not None and cross_host.slices is not None else None
-        self._by_rank = self._memory or links  # for slices in the order of ranks; in that of `slices`:
+        self._by_rank = self._memory or links  # slices in the order of ranks; below, in that of `slices`
         self._by_slices = self._slicing or self._by_rank
         self.slices = list(range(self.world_size))
         if self._slicing is not None and self._slicing.slices is not None:
             self.slices = self._slicing.slices
-        self._unshared: set[int] = set()  # addresses of what `allocate` gave, where no memory is shared
+        self._unshared: set[int] = set()  # addresses from `allocate` that are not in shared memory
 
     # --- what is reachable here --------------------------------------------------------------------------------------
 
     def offers(self, algorithm: str) -> bool:
-        """Returns True for "auto", and for any name that a route here answers to."""
-        return algorithm == "auto" or any(route.answers_to(algorithm) for route in self.routes.values())
+        """Returns True for "auto", and for any name that fits a route here."""
+        return algorithm == "auto" or any(route.matches(algorithm) for route in self.routes.values())
 
     @property
     def host_partition(self) -> HostPartition:
@@ -201,7 +200,7 @@ class FlatCollectives:
     # --- reductions --------------------------------------------------------------------------------------------------
 
     def all_reduce(self, flat: Tensor, route: Route, reduction: Reduction = SUM, sequence: int = 0) -> None:
-        """Combines `flat` over all ranks by the given route, in place."""
+        """Reduces `flat` over all ranks by the given route, in place."""
         scaled_(flat, reduction.before)
         if route.schedule is None:
             assert self._memory is not None
@@ -222,15 +221,15 @@ class FlatCollectives:
         sequence: int,
         bounds: Sequence[int] | None = None,
     ) -> Tensor:
-        """Adds up the nodes of all ranks (`collectives/shards.py`) into row 0, in place; no zero of a sum has a sign.
+        """Adds up the nodes of all ranks (`collectives/shards.py`) into row 0, in place; zeros of the sum are positive.
 
         Args:
-            rows: [largest number of nodes that a rank has, numel]; all but row 0 is undefined then.
-            route: of an all-reduce over the ranks that adds up in the same order; None: slices go to their owners.
-            bounds: where slices begin in the order of `slices`, as in `reduce_scatter`; None: every rank gets all.
+            rows: [largest number of nodes of a rank, numel]; all rows but row 0 are undefined afterwards.
+            route: of an all-reduce over the ranks that adds in the same order; None: by the owners of slices.
+            bounds: the starts of slices in the order of `slices`, as in `reduce_scatter`; None: every rank gets all.
 
         Returns:
-            What this rank has of row 0.
+            This rank's part of row 0.
         """
         number = self.slices[self.rank]
         total = rows[0] if bounds is None else rows[0, bounds[number] : bounds[number + 1]]
@@ -254,10 +253,10 @@ class FlatCollectives:
     def reduce_scatter(
         self, flat: Tensor, bounds: Sequence[int], reduction: Reduction, sequence: int, *, by_rank: bool = False
     ) -> Tensor:
-        """Combines and returns this rank's slice of `flat`, in place; the rest of `flat` is undefined then.
+        """Reduces and returns this rank's slice of `flat`, in place; the other slices are undefined afterwards.
 
         Args:
-            by_rank: slices are in the order of ranks, and not of `slices`.
+            by_rank: slices are in the order of ranks, not of `slices`.
         """
         number = self.rank if by_rank else self.slices[self.rank]
         mine = flat[bounds[number] : bounds[number + 1]]
@@ -267,7 +266,7 @@ class FlatCollectives:
                 flat, bounds, reduction.op, divide_by=int(reduction.divide_by), sequence=sequence
             )
             return _finished(mine, reduction._replace(divide_by=1))
-        undivided = reduction._replace(divide_by=1)  # a schedule takes partial sums that it passes on for complete ones
+        undivided = reduction._replace(divide_by=1)  # a schedule would divide partial sums, too
         if not by_rank and self._slicing is not None:
             self._slicing.reduce_scatter(flat, bounds, undivided, sequence=sequence)
         else:
@@ -275,21 +274,21 @@ class FlatCollectives:
         return _finished(mine, reduction)
 
     def gather_on_hosts(self, flat: Tensor, bounds: Sequence[int], sequence: int) -> None:
-        """Gives each rank the slices of its counterparts on the other hosts, in place."""
+        """Copies to each rank the slices of its counterparts on the other hosts, in place."""
         if self._slicing is not None:
             self._slicing.gather_across(flat, bounds)
         elif len(self.hosts) > 1:  # of one rank each
             self.all_gather(flat, bounds, sequence)
 
     def reduce(self, flat: Tensor, root: int, reduction: Reduction) -> None:
-        """Combines `flat` over all ranks into the root's; the others' is undefined then."""
+        """Reduces `flat` over all ranks into the root's; that of the others is undefined afterwards."""
         scaled_(flat, reduction.before)
         self.links.along_tree("reduce", flat, root, reduction=reduction._replace(divide_by=1))
         if self.rank == root:
             _finished(flat, reduction)
 
     def sum_in_host(self, flat: Tensor, reduction: Reduction, sequence: int) -> None:
-        """Combines `flat` over the ranks that share this host's memory, in place."""
+        """Reduces `flat` over the ranks that share this host's memory, in place."""
         scaled_(flat, reduction.before)
         if self.group is not None:
             self.group.all_reduce(flat, reduction.op, divide_by=int(reduction.divide_by), sequence=sequence)
@@ -299,7 +298,7 @@ class FlatCollectives:
     # --- what moves without being combined ---------------------------------------------------------------------------
 
     def all_gather(self, flat: Tensor, bounds: Sequence[int], sequence: int, *, by_rank: bool = False) -> None:
-        """Gives everyone each rank's slice of `flat`, in place.
+        """Copies each rank's slice of `flat` to every rank, in place.
 
         Args:
             by_rank: as in `reduce_scatter`.
@@ -307,11 +306,11 @@ class FlatCollectives:
         (self._by_rank if by_rank else self._by_slices).all_gather(flat, bounds, sequence=sequence)
 
     def broadcast(self, flat: Tensor, root: int, sequence: int) -> None:
-        """Gives everyone the root's values, in place."""
+        """Copies the root's values to every rank, in place."""
         self._by_rank.broadcast(flat, root, sequence=sequence)
 
     def gather_numbers(self, numbers: list[int], device: torch.device, sequence: int) -> list[list[int]]:
-        """Returns every rank's numbers, by rank; equally many."""
+        """Returns every rank's numbers, by rank; all ranks have equally many."""
         count = len(numbers)
         table = torch.zeros(self.world_size, count, dtype=torch.int64, device=device)
         table[self.rank] = torch.tensor(numbers, device=device)
@@ -320,7 +319,7 @@ class FlatCollectives:
         return rows
 
     def gather_rows(self, mine: Tensor, sequence: int, root: int | None = None) -> list[Tensor]:
-        """Returns every rank's [n, ...], by rank, where n may differ; with a root only there, elsewhere nothing."""
+        """Returns every rank's [n, ...], by rank; n may differ. With a root, other ranks get an empty list."""
         rows = [num_rows for (num_rows,) in self.gather_numbers([len(mine)], mine.device, sequence)]
         bounds = bounds_of(rows, mine)
         flat = mine.new_empty(bounds[-1])
@@ -332,7 +331,7 @@ class FlatCollectives:
         return by_rank(flat, rows, mine) if root in (None, self.rank) else []
 
     def scatter(self, pieces: Sequence[Tensor], root: int, device: torch.device) -> Tensor:
-        """Returns this rank's of the root's tensors, whose shapes may differ; the other ranks have none."""
+        """Returns this rank's tensor from the root's list; shapes may differ. The other ranks pass no tensors."""
         about = [[list(piece.shape) for piece in pieces], dtype_name(pieces[0].dtype)] if pieces else ""
         shapes, dtype = gathered(self.links.gather_bytes, about)[root]
         bounds = [0, *accumulate(map(math.prod, shapes))]
@@ -346,11 +345,11 @@ class FlatCollectives:
         """Sends pieces[r], [n, ...], to rank r; returns what rank 0, 1, … sent here."""
         table = self.gather_numbers([len(piece) for piece in pieces], pieces[0].device, sequence)  # [from][to], in rows
         rows = [row[self.rank] for row in table]
-        going, pending = bounds_of(table[self.rank], pieces[0]), bounds_of(rows, pieces[0])
+        bounds_out, bounds_in = bounds_of(table[self.rank], pieces[0]), bounds_of(rows, pieces[0])
         outgoing = torch.cat([piece.reshape(-1) for piece in pieces])
-        incoming = outgoing.new_empty(pending[-1])
+        incoming = outgoing.new_empty(bounds_in[-1])
         longest = max(map(max, table)) * pieces[0].shape[1:].numel()
-        self.links.exchange(outgoing, going, incoming, pending, longest=longest)
+        self.links.exchange(outgoing, bounds_out, incoming, bounds_in, longest=longest)
         return by_rank(incoming, rows, pieces[0])
 
     def barrier(self, sequence: int) -> None:
@@ -360,12 +359,12 @@ class FlatCollectives:
     # --- memory and the end ------------------------------------------------------------------------------------------
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, sequence: int) -> Tensor:
-        """Returns [numel] zeros, in the host's memory where its ranks share it."""
+        """Returns [numel] zeros, in the host's memory if its ranks share it."""
         if self.group is not None:
             try:
                 return self.group.allocate(numel, dtype, sequence=sequence)
             except NoSharedMemory as error:  # on all ranks of the host
-                log.warning("a buffer of %d %s is not shared with the neighbours: %s", numel, dtype, error)
+                log.warning("a buffer of %d %s is not shared with the host's other ranks: %s", numel, dtype, error)
         try:
             with torch.inference_mode(False):
                 tensor = torch.zeros(numel, dtype=dtype, device=device)
@@ -375,14 +374,14 @@ class FlatCollectives:
         return tensor
 
     def free(self, tensor: Tensor) -> None:
-        """Gives memory from `allocate` back, from any thread and at any time."""
+        """Frees memory from `allocate`, from any thread and at any time."""
         if tensor.data_ptr() in self._unshared:
             self._unshared.discard(tensor.data_ptr())
         elif self.group is not None:
             self.group.free(tensor)
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         if self.cross_host is not None:
             self.cross_host.close()
         if self.group is not None:
@@ -390,7 +389,7 @@ class FlatCollectives:
 
     @cached_property
     def _is_canonical_in_slices(self) -> bool:
-        """Returns True if `reduce_scatter` adds up as the canonical tree over the ranks: in memory, on two hosts."""
+        """Returns True if `reduce_scatter` adds up in the order of the canonical tree over the ranks."""
         if self.cross_host is None or self.cross_host.slices is None or len(self.hosts) != 2:
             return False
         inside = [_renamed(canonical(len(host)), host) for host in self.hosts]  # the order of `host_reduce.py`
@@ -398,5 +397,5 @@ class FlatCollectives:
 
 
 def _finished(result: Tensor, reduction: Reduction) -> Tensor:
-    """Divides a result that is not divided yet, and makes up for smaller terms."""
+    """Divides a result that is not divided yet, and scales it back if its terms were scaled down."""
     return scaled_(divided_(result, reduction.divide_by), reduction.after)

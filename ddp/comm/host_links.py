@@ -1,8 +1,8 @@
 """One rank's edges: runs the schedules of collectives over a transport.
 
-All tensors here are flat, contiguous, and of the same length on all ranks. Ranks whose tensors are not never meet: the
-transport keeps apart what differs in anything that the length of a message depends on. A failed transfer is a
-`TransportError` that names the peer by its rank in the communicator.
+All tensors here are flat, contiguous, and of the same length on all ranks. The messages of other tensors never match:
+the transport separates collectives that differ in anything that the length of a message depends on. A failed transfer
+is a `TransportError` that names the peer by its rank in the communicator.
 
 `CrossHost` is an all-reduce over several hosts: in the memory of each host, between the hosts, and in memory again.
 
@@ -10,7 +10,7 @@ transport keeps apart what differs in anything that the length of a message depe
     host 1    ranks 2 3        on each host        rank 1 ── slice 1 ── rank 3        out in memory
 
 Ranks in the same place on every host are *counterparts*; each group of counterparts carries its own slice across, by
-any algorithm of the catalog. Where hosts differ in size, the smallest one sets how many ranks of each host carry one.
+any algorithm of the catalog. If hosts differ in size, the smallest one sets how many ranks of each host carry a slice.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from ddp.setting import Additions
 
 CPU = torch.device("cpu")
 MAX_PLANS = 256
-FEW_BYTES, FEW_RANKS = 64 << 10, 8  # of all ranks together; up to these, a round costs more than its messages
+FEW_BYTES, FEW_RANKS = 64 << 10, 8  # of all ranks; up to these, a round costs more than its messages
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The choices of one communicator, which its subgroups inherit. The same on all ranks, but for `device`.
+    """The settings of one communicator, which its subgroups inherit. The same on all ranks, except for `device`.
 
     Attributes:
-        device: where this rank's tensors live.
-        backend: "gloo", "nccl", or "auto": what `agreed_backend` finds.
+        device: the device of this rank's tensors.
+        backend: "gloo", "nccl", or "auto": the result of `agreed_backend`.
         generation: version of the membership.
-        algorithm: what `algorithm="auto"` in a call stands for; "auto" here: the route that takes least time.
+        algorithm: the meaning of `algorithm="auto"` in a call; "auto" here: the fastest route.
         order: "canonical" lets "auto" take only routes whose additions follow the canonical binary tree over the ranks.
-        shared_memory: let CPU tensors go through the memory of a host where its ranks share it.
+        shared_memory: let CPU tensors go through the memory of a host if its ranks share it.
         segment_bytes: size of a pipelining piece of a chunk.
         abort_s: longest wait for a neighbour, in seconds.
-        debug: compare what the ranks call before every collective.
+        debug: compare the ranks' calls before every collective.
     """
 
     device: torch.device = CPU
@@ -74,8 +74,8 @@ class HostLinks:
     """Runs schedules on this rank, over one transport.
 
     Args:
-        watchdog: is told whom each wait is for.
-        ranks: what the transport's ranks are called in the communicator; its own numbers unless given.
+        watchdog: records the rank that each wait is for.
+        ranks: the numbers of the transport's ranks in the communicator; the same numbers unless given.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class HostLinks:
         self.rank, self.world_size, self.transport = transport.rank, transport.world_size, transport
         self._watchdog, self._settings, self._ranks = watchdog, settings, ranks or range(self.world_size)
         self._scratch, self._landings = Scratch(), Scratch()
-        self._is_enqueued = isinstance(transport, NcclTransport)  # then no wait is here
+        self._is_enqueued = isinstance(transport, NcclTransport)  # then the host never waits
         self._plan = lru_cache(MAX_PLANS)(partial(_planned, transport))
 
     def among(self, ranks: Sequence[int], channel: int) -> HostLinks:
-        """Returns the edges between some of the ranks, of which this is one. Collective over them.
+        """Returns the edges between some of the ranks, including this one. Collective over them.
 
         Args:
             channel: an unused channel of the transport.
@@ -102,16 +102,16 @@ class HostLinks:
         """Runs a schedule over one buffer.
 
         Args:
-            bounds: where its chunks begin, and where the last one ends; cut evenly unless given.
+            bounds: the start of each chunk, and the end of the last one; cut evenly unless given.
         """
-        if self.world_size == 1:  # nothing travels, and nothing is added
+        if self.world_size == 1:  # there is no transfer and no addition
             divided_(flat, reduction.divide_by)
             return
         unit, shrink = (1, 1) if reduction.wire is None else (reduction.wire.unit, reduction.wire.shrink)
         if bounds is None:
             bounds = offsets(flat.numel(), schedule.num_chunks(self.world_size), unit)
         if shrink != 1:
-            flat.mul_(1 / shrink)  # which changes no digit
+            flat.mul_(1 / shrink)  # a power of two, so it changes no digit
         is_divided = not is_identity(reduction.divide_by)
         if is_divided:
             reduction = reduction._replace(divide_by=reduction.divide_by / shrink)
@@ -128,12 +128,13 @@ class HostLinks:
         *,
         chunk: int | None = None,
     ) -> None:
-        """Runs a schedule over the shards of a batch. The result is in `rows[0]`; the other rows are used up.
+        """Runs a schedule over the shards of a batch. The result is in `rows[0]`; the other rows are undefined
+        afterwards.
 
         Args:
             rows: [numel] each: the sums of this rank's nodes (`nodes_by_rank`), in their order.
-            bounds: where the chunks of a row begin, and where the last one ends; cut evenly unless given.
-            chunk: that this rank owns; its own number unless given.
+            bounds: the start of each chunk of a row, and the end of the last one; cut evenly unless given.
+            chunk: the chunk that this rank owns; its own number unless given.
         """
         assert schedule.num_shards is not None and reduction.wire is None, "sums over shards travel as they are"
         nodes = nodes_by_rank(self.world_size, schedule.num_shards)
@@ -154,24 +155,24 @@ class HostLinks:
         self._execute(schedule, [*rows, *landings], places, reduction)
 
     def exchange(
-        self, outgoing: Tensor, going: Sequence[int], incoming: Tensor, coming: Sequence[int], *, longest: int
+        self, outgoing: Tensor, bounds_out: Sequence[int], incoming: Tensor, bounds_in: Sequence[int], *, longest: int
     ) -> None:
-        """Sends chunk r of `outgoing` to each rank r, where it becomes the chunk of `incoming` with this rank's number.
+        """Sends chunk r of `outgoing` to each rank r, as the chunk of its `incoming` that has this rank's number.
 
         Args:
-            going, coming: where their chunks begin, and where the last one ends.
+            bounds_out, bounds_in: the start of each of their chunks, and the end of the last one.
             longest: elements of the longest chunk on any rank.
         """
-        mine = slice(going[self.rank], going[self.rank + 1])
-        incoming[coming[self.rank] : coming[self.rank + 1]].copy_(outgoing[mine])
-        self._execute(SCHEDULES["all_to_all_exchange"], [outgoing, incoming], [going, coming], longest=longest)
+        mine = slice(bounds_out[self.rank], bounds_out[self.rank + 1])
+        incoming[bounds_in[self.rank] : bounds_in[self.rank + 1]].copy_(outgoing[mine])
+        self._execute(SCHEDULES["all_to_all_exchange"], [outgoing, incoming], [bounds_out, bounds_in], longest=longest)
 
     def all_gather(self, flat: Tensor, bounds: Sequence[int], *, sequence: int = 0) -> None:
-        """Gives everyone rank r's flat[bounds[r]:bounds[r + 1]], in place."""
+        """Copies rank r's flat[bounds[r]:bounds[r + 1]] to every rank, in place."""
         self.run(by_size("all_gather", flat.nbytes, self.world_size), flat, bounds)
 
     def broadcast(self, flat: Tensor, root: int, *, sequence: int) -> None:
-        """Gives everyone the root's values, in place."""
+        """Copies the root's values to every rank, in place."""
         self.along_tree("broadcast", flat, root)
 
     def barrier(self, *, sequence: int) -> None:
@@ -191,7 +192,7 @@ class HostLinks:
         self.run(rooted(SCHEDULES[f"tree_{operation}"], root), flat, bounds, reduction)
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Returns everyone's bytes, by rank."""
+        """Returns every rank's bytes, by rank."""
         sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self._settings.device)
         sizes[self.rank] = len(payload)
         self.all_gather(sizes, range(self.world_size + 1))
@@ -207,7 +208,7 @@ class HostLinks:
         """Returns the result of a collective in a tensor, on the CPU.
 
         Raises:
-            TransportError: the collective was aborted meanwhile, so that the numbers mean nothing.
+            TransportError: the collective was aborted meanwhile, so the numbers are undefined.
         """
         numbers = result.cpu()
         if self._is_enqueued and (culprit := self._watchdog.hopeless_because()):
@@ -226,7 +227,7 @@ class HostLinks:
         reduction: Reduction = SUM,
         longest: int | None = None,
     ) -> None:
-        # What is enqueued is not cut: on a GPU more commands cost more than an overlap of additions and transfers wins.
+        # No segments on a stream: on a GPU, more commands cost more than overlapping additions and transfers saves.
         segment_bytes = sys.maxsize if self._is_enqueued else self._settings.segment_bytes
         segment_numel = max(1, segment_bytes // buffers[0].element_size())
         if reduction.wire is not None:
@@ -258,11 +259,11 @@ def _planned(
     longest: int | None,
     numbers: tuple[object, ...],
 ) -> tuple[Program, Transport]:
-    """Returns this rank's program, and the edges on which it meets only ranks that run the same schedule.
+    """Returns this rank's program, and edges on which its messages match only those of the same schedule.
 
     Args:
         places: by buffer, its bounds. Those of buffer 0 are the same on all ranks, unless `longest` is given.
-        numbers: what the elements are, and what is done with them.
+        numbers: the dtype of the elements, and the operation on them.
     """
     steps = program(
         schedule.algorithm,
@@ -277,7 +278,7 @@ def _planned(
 
 
 def _spelled(part: object) -> str:
-    """Returns the name of an algorithm, with those of what it is made of: the same words in every process."""
+    """Returns the name of an algorithm and of its parts: the same text in every process."""
     if isinstance(part, partial):
         return f"{_spelled(part.func)}({', '.join(map(_spelled, (*part.args, *part.keywords.values())))})"
     if isinstance(part, Schedule):
@@ -286,7 +287,7 @@ def _spelled(part: object) -> str:
 
 
 def by_size(operation: str, nbytes: int, num_ranks: int) -> Schedule:
-    """Returns a schedule: for many bytes a ring, where ranks talk to neighbours only; else one with few rounds."""
+    """Returns a schedule: for many bytes a ring, in which ranks talk to neighbours only; else one with few rounds."""
     if nbytes > FEW_BYTES:
         return SCHEDULES[f"ring_{operation}"]
     return SCHEDULES[f"{'all_to_all' if num_ranks <= FEW_RANKS else 'circulant'}_{operation}"]
@@ -299,16 +300,17 @@ CROSSING_BYTES = 2 << 20  # the part of a buffer that crosses between hosts whil
 
 
 class CrossHost:
-    """This rank's part between its host and the others.
+    """This rank's part in the collectives between its host and the others.
 
     Args:
         wire: edges to all ranks.
-        group: this host's memory; None where the rank is alone.
+        group: this host's memory; None if the rank is alone.
         channel: an unused channel of the transport.
 
     Attributes:
-        slices: by rank, the number of its slice in `reduce_scatter` and `all_gather`; None where hosts differ in size.
-            Counterparts have slices side by side, because those of a host add up their slices' terms in one piece.
+        slices: by rank, the number of its slice in `reduce_scatter` and `all_gather`; None if hosts differ in size.
+            Counterparts have adjacent slices, because the ranks of a host add up the terms of these slices in one
+            piece.
         runner: runs the crossings of a long buffer.
     """
 
@@ -320,15 +322,15 @@ class CrossHost:
         if self._num_slices == max(map(len, hosts)):
             order = [rank for counterparts in zip(*hosts, strict=True) for rank in counterparts]
             self.slices = [order.index(rank) for rank in range(len(order))]
-        self._counterparts = None  # where this rank carries nothing
+        self._counterparts = None  # if this rank carries nothing
         if self._place < self._num_slices:
             self._counterparts = links.among([host[self._place] for host in hosts], channel)
         self.runner = Runner(f"ddp-crossings-{links.rank}", torch.device("cpu"))
 
     def all_reduce(self, flat: Tensor, schedule: Schedule, reduction: Reduction, *, sequence: int) -> None:
-        """Combines `flat` over all ranks, piece by piece, so that work in memory overlaps with the transfers.
+        """Reduces `flat` over all ranks, piece by piece, so that work in memory overlaps with the transfers.
 
-        While piece k crosses, on its own thread, this thread hands out piece k−1 and then adds up piece k+1.
+        While another thread sends piece k across, this thread hands out piece k−1 and then adds up piece k+1.
 
         Args:
             flat: [numel].
@@ -340,7 +342,7 @@ class CrossHost:
             piece = flat[start:stop]
             slices = offsets(len(piece), self._num_slices)
             if self._group is not None:
-                slices += [len(piece)] * (self._group.size + 1 - len(slices))  # the others have nothing to carry
+                slices += [len(piece)] * (self._group.size + 1 - len(slices))  # the other ranks carry nothing
                 self._group.reduce_scatter(piece, slices, reduction.op, sequence=sequence)
             cross = partial(self._cross, piece, slices, schedule, reduction)
             crossing.append((piece, slices, self.runner.submit(cross) if len(bounds) > 2 else done(cross())))
@@ -349,10 +351,10 @@ class CrossHost:
         self._hand_out(*crossing.popleft(), sequence=sequence)
 
     def reduce_scatter(self, flat: Tensor, bounds: Sequence[int], reduction: Reduction, *, sequence: int) -> None:
-        """Combines each rank's slice of `flat` over all ranks, in place; the rest of `flat` is undefined then.
+        """Reduces each rank's slice of `flat` over all ranks, in place; its other slices are undefined afterwards.
 
         Args:
-            bounds: where the slices begin, in the order of `slices`, and where the last one ends.
+            bounds: the start of each slice, in the order of `slices`, and the end of the last one.
         """
         num_hosts = len(self._hosts)
         if self._group is not None:
@@ -360,7 +362,7 @@ class CrossHost:
         self._run("reduce_scatter", flat, bounds, reduction)
 
     def all_gather(self, flat: Tensor, bounds: Sequence[int], *, sequence: int) -> None:
-        """Gives everyone each rank's slice of `flat`, in place.
+        """Copies each rank's slice of `flat` to every rank, in place.
 
         Args:
             bounds: as in `reduce_scatter`.
@@ -370,7 +372,7 @@ class CrossHost:
             self._group.all_gather(flat, bounds[:: len(self._hosts)], sequence=sequence)
 
     def gather_across(self, flat: Tensor, bounds: Sequence[int]) -> None:
-        """Gives each rank the slices of its counterparts, which lie beside its own, in place.
+        """Copies to each rank the slices of its counterparts, which are adjacent to its own, in place.
 
         Args:
             bounds: as in `reduce_scatter`.
@@ -380,18 +382,18 @@ class CrossHost:
     def barrier(self, *, sequence: int) -> None:
         """Returns once every rank has called it."""
         if self._group is not None:
-            self._group.barrier(sequence=sequence)  # all of this host are here
+            self._group.barrier(sequence=sequence)  # all ranks of this host have arrived
         if self._place == 0 and self._counterparts is not None:
             self._counterparts.barrier(sequence=sequence)
         if self._group is not None:
-            self._group.barrier(sequence=sequence)  # and all of the others
+            self._group.barrier(sequence=sequence)  # and those of all other hosts
 
     def close(self) -> None:
         """Ends the thread."""
         self.runner.close()
 
     def _run(self, operation: str, flat: Tensor, bounds: Sequence[int], reduction: Reduction) -> None:
-        """Runs a schedule among the counterparts, on what their slices have in common."""
+        """Runs a schedule among the counterparts, on the range that spans their slices."""
         assert self._counterparts is not None
         first = self._place * len(self._hosts)
         mine = bounds[first : first + len(self._hosts) + 1]
@@ -400,7 +402,7 @@ class CrossHost:
         self._counterparts.run(schedule, part, [bound - mine[0] for bound in mine], reduction)
 
     def _cross(self, piece: Tensor, slices: Sequence[int], schedule: Schedule, reduction: Reduction) -> None:
-        """Combines this rank's slice with its counterparts', if it carries one."""
+        """Reduces this rank's slice over its counterparts, if it carries one."""
         if self._counterparts is not None:
             mine = piece[slices[self._place] : slices[self._place + 1]]
             self._counterparts.run(schedule, mine, reduction=reduction)

@@ -1,21 +1,21 @@
-"""The ranks of one host share a barrier, entries of what each is calling, and memory to work in.
+"""The memory that the ranks of one host share: a barrier, an entry for each rank's current call, and working memory.
 
     barrier     semaphores                             `comm/transport/shared_memory.py`
-    entries     2 × n            what each rank is calling, compared at the first barrier of every collective
-    notes       n                a line of text per rank, for the rare exchange of one
-    inboxes     2 × n × a piece  what each rank contributes, for all others to read
+    entries     2 × n            each rank's current call, compared at the first barrier of every collective
+    notes       n                a line of text per rank, for rare messages
+    inboxes     2 × n × a piece  each rank's contribution, for all others to read
     regions                      allocated memory: n planes, one per rank, in one mapping
 
-Everybody maps all of it, and touches it once at the beginning.
+Every rank maps all of it, and touches it once at the beginning.
 
-Note "turns". Inboxes are used in turns: piece t stands in half t mod 2. A rank writes piece t+2 only after a barrier
-that comes later than the one at which piece t was handed over, and a rank that reaches a barrier has read all that was
-handed over at earlier ones. So two halves are enough, within a collective and from one to the next, and no collective
-of this kind needs a barrier at its end. Entries take turns for the same reason.
+Note "turns". The halves of the inboxes alternate: piece t is in half t mod 2. A rank writes piece t+2 only after a
+barrier that follows the one at which piece t was handed over, and a rank that reaches a barrier has read everything
+that was handed over at earlier ones. So two halves are enough, within a collective and between collectives, and no
+collective of this kind needs a barrier at its end. Entries alternate for the same reason.
 
-Note "mismatch". Everybody writes an entry before the first barrier of a collective and compares it with the others'
+Note "mismatch". Every rank writes an entry before the first barrier of a collective and compares it with the others'
 after it. That costs a copy of 40 bytes, and a comparison for each neighbour. All ranks read the same entries, so all of
-them raise, at the same place, and none is left waiting. Only then do they tell each other what they called, as text.
+them raise at the same place, and none is left waiting. Only then do they exchange their calls as text.
 """
 
 from __future__ import annotations
@@ -42,40 +42,40 @@ Made = TypeVar("Made")
 
 
 class NoSharedMemory(MemoryError):
-    """The ranks of a host could not allocate memory together. Raised on all of them; says which could not, and why."""
+    """The ranks of a host could not allocate shared memory. Raised on all of them; says which could not, and why."""
 
 
 # --- what a rank is calling ------------------------------------------------------------------------------------------
 
 
 class Entry(NamedTuple):
-    """A call of a host's collective. The same on all its ranks, but for where their tensors lie."""
+    """A call of a host's collective. The same on all its ranks, except for the place of their tensors."""
 
     words: str
     digest: bytes  # of the words
-    region: int  # allocated memory's number, 0 for any other memory
-    offset: int  # bytes from its beginning
+    region: int  # number of the allocated region, 0 for any other memory
+    offset: int  # in bytes
 
 
 @lru_cache(maxsize=512)
 def entry(words: str, region: int = 0, offset: int = 0) -> Entry:
-    """Returns the entry of a call that goes by these words."""
+    """Returns the entry of a call with this description."""
     return Entry(words, hashlib.blake2b(words.encode(), digest_size=8).digest(), region, offset)
 
 
 _ENTRY = struct.Struct("<qq8sqq")  # number of the call, divisor, digest, region, offset
-_WHAT = slice(0, 24)  # of it: all that must agree
+_WHAT = slice(0, 24)  # the part that must agree
 
 
 # --- the memory ------------------------------------------------------------------------------------------------------
 
 
 class Region:
-    """Allocated memory: a plane per rank, one behind the other.
+    """Allocated memory: a plane per rank, one after another.
 
     Attributes:
         number: counts the allocations; the same on every rank.
-        addresses: by rank, where its plane begins in this process.
+        addresses: by rank, the address of its plane in this process.
     """
 
     def __init__(self, memory: SharedMemory, number: int, *, size: int) -> None:
@@ -99,16 +99,16 @@ class HostMemory:
     """This rank's end of the memory.
 
     Args:
-        memory: `num_bytes(size)`, at whose beginning `Barrier.create` has made a barrier.
-        names: by rank of the host, the name that its container has for the host.
+        memory: of `num_bytes(size)`, beginning with a barrier from `Barrier.create`.
+        names: by rank of the host, the host's name in its container.
         pids, hopeless_because: see `Barrier`.
         timeout_s: longest wait for the others.
 
     Attributes:
         ranks: the communicator's ranks on this host, ascending.
-        index, size: this rank's place among them, and how many they are.
-        wait: returns once every rank has called it; raises TransportError if one does not come.
-        give_up: tells the others not to wait for this rank.
+        index, size: this rank's place among them, and their number.
+        wait: returns once every rank has called it; raises TransportError if one does not.
+        give_up: ends the others' waits for this rank.
         piece_bytes: the bytes of a tensor that go through inboxes at a time.
         inboxes: [half][index][piece_bytes].
     """
@@ -147,18 +147,18 @@ class HostMemory:
 
     @staticmethod
     def num_bytes(size: int) -> int:
-        """Returns the memory that `size` ranks work in, besides what they allocate."""
+        """Returns the size of the memory that `size` ranks work in, without allocated regions."""
         return _inboxes_at(size) + 2 * size * _piece_bytes(size)
 
     def enter(self, call: Entry, sequence: int, divide_by: int = 1) -> bool:
-        """Comes to the first barrier of a collective.
+        """Waits at the first barrier of a collective, and compares the calls.
 
         Returns:
-            True if the entries agree in everything; False if tensors lie in different places. The same on all ranks.
+            True if the entries are identical; False if tensors lie in different places. The same on all ranks.
 
         Raises:
             CollectiveMismatch: the ranks are calling different things.
-            TransportError: a rank did not come.
+            TransportError: a rank did not take part.
         """
         self._half_of_entries ^= 1
         places, buffer = self._entries[self._half_of_entries], self._memory.buffer
@@ -175,13 +175,13 @@ class HostMemory:
         return True
 
     def next_half(self) -> int:
-        """Returns the half of the inboxes whose turn it is. All ranks call it equally often."""
+        """Returns the half of the inboxes to use next. All ranks call it equally often."""
         self._half ^= 1
         return self._half
 
     def find(self, address: int, num_bytes: int) -> Region | None:
-        """Returns the region that this range lies in, in this rank's plane."""
-        for start in list(self._regions):  # a copy of numbers, since a finalizer may call `free` at any moment
+        """Returns the region whose plane on this rank contains this range; None: no region does."""
+        for start in list(self._regions):  # a copy, because a finalizer may call `free` at any moment
             region = self._regions.get(start)
             if region is not None and start <= address and address + num_bytes <= start + region.plane_bytes:
                 return region
@@ -190,8 +190,8 @@ class HostMemory:
     def allocate(self, numel: int, dtype: torch.dtype, sequence: int) -> Tensor:
         """Returns [numel] zeros in a new region. Collective.
 
-        The first rank makes the memory and tells the others where it is; they map it; each tells what went wrong, if
-        anything; and from the same notes all reach the same result.
+        The first rank creates the memory and sends the others its path; they map it. Each sends its error, if any, and
+        all derive the same result from the same notes.
 
         Raises:
             NoSharedMemory: on all ranks.
@@ -208,15 +208,15 @@ class HostMemory:
             path, *_ = self._exchange(memory.path if memory is not None else "")
             if self.index != 0 and path:
                 memory, problem = tried(lambda: SharedMemory.attach(path, num_bytes))
-            if memory is not None:  # its own plane first: pages belong to the node of the first rank to touch them
+            if memory is not None:  # its own plane first: a page belongs to the node of the first rank to touch it
                 _, problem = tried(partial(memory.prefault, self.index * plane_bytes, (self.index + 1) * plane_bytes))
             problems = self._exchange(problem)
         finally:
             if memory is not None:
                 memory.forget()
         if memory is None or any(problems):
-            said = [f"rank {rank}: {problem}" for rank, problem in zip(self.ranks, problems, strict=True) if problem]
-            raise NoSharedMemory(f"{num_bytes} bytes for the {self.size} ranks of this host: {'; '.join(said)}")
+            texts = [f"rank {rank}: {problem}" for rank, problem in zip(self.ranks, problems, strict=True) if problem]
+            raise NoSharedMemory(f"{num_bytes} bytes for the {self.size} ranks of this host: {'; '.join(texts)}")
         memory.prefault(0, num_bytes)
         self._num_allocations += 1
         region = Region(memory, self._num_allocations, size=self.size)
@@ -224,29 +224,30 @@ class HostMemory:
         return region.tensor(self.index, numel, dtype)
 
     def free(self, tensor: Tensor) -> None:
-        """Forgets an allocated tensor's region. Its memory ends when all ranks have, and no tensor in it is referenced.
+        """Forgets an allocated tensor's region. Its memory ends once all ranks have done so, and no tensor refers to
+        it.
 
-        From any thread, and at any time: finalizers call it.
+        Any thread may call it at any time: finalizers do.
 
         Raises:
-            ConfigError: the tensor is none of `allocate`'s, or is freed already.
+            ConfigError: the tensor is not from `allocate`, or was freed before.
         """
         if tensor.numel() and self._regions.pop(tensor.untyped_storage().data_ptr(), None) is None:
-            raise ConfigError("free takes a tensor that allocate has given, once")
+            raise ConfigError("free takes a tensor from allocate, once")
 
     def close(self) -> None:
-        """Tells the others that this rank will not come again. The mapping ends with this object."""
+        """Ends the others' waits for this rank. The mapping ends with this object."""
         self._barrier.leave()
         self._regions.clear()
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _refuse_mismatch(self, found: Sequence[bytes], mine: str) -> None:
-        self._half = 0  # some have taken a turn, some not; but all have done with what was handed in before
-        said = self._exchange(mine)
+        self._half = 0  # the ranks may differ in it here; all have read what was handed over before
+        texts = self._exchange(mine)
         other = next(index for index in range(self.size) if found[index] != found[self.index])
         lines = [
-            f"  rank {self.ranks[index]} on host {self._names[index]}: {said[index]}"
+            f"  rank {self.ranks[index]} on host {self._names[index]}: {texts[index]}"
             for index in sorted((self.index, other))
         ]
         raise CollectiveMismatch(
@@ -260,12 +261,12 @@ class HostMemory:
         buffer[self._notes[self.index]] = text.encode()[:NOTE_BYTES].ljust(NOTE_BYTES, b"\0")
         self.wait()
         texts = [buffer[note].rstrip(b"\0").decode(errors="replace") for note in self._notes]
-        self.wait()  # all have read them
+        self.wait()  # until all have read them
         return texts
 
 
 def tried(make: Callable[[], Made]) -> tuple[Made | None, str]:
-    """Returns the result of `make`, or the reason why the system could not do it."""
+    """Returns the result of `make`, or None and the system's reason."""
     try:
         return make(), ""
     except OSError as error:
@@ -277,7 +278,7 @@ def _inboxes_at(size: int) -> int:
 
 
 def _piece_bytes(size: int) -> int:
-    """Returns the size of the pieces that go through inboxes: they fit the caches, and are worth a barrier."""
+    """Returns the size of the pieces that go through inboxes: they fit in the caches, and are worth a barrier."""
     return min(size * SLICE_BYTES, PIECE_BYTES)
 
 

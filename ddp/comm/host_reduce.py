@@ -2,31 +2,31 @@
 
 Three methods of an all-reduce (n ranks, N bytes):
 
-    mailbox     N ≤ SMALL_BYTES. Everyone copies its tensor to its inbox; barrier; everyone adds up all inboxes.
+    mailbox     N ≤ SMALL_BYTES. Every rank copies its tensor to its inbox; barrier; every rank adds up all inboxes.
                 1 barrier; N copied, nN read.
     zero-copy   tensors from `allocate`, in the same place on all ranks. Barrier; rank r adds up slice r of all tensors
                 in that very memory, in blocks that fit the cache, and writes it to slice r of all; barrier.
                 2 barriers; N read, N written.
-    staged      any other tensor, in pieces that fit the cache. Everyone copies all but its own slice of the piece to
-                its inbox; barrier; rank r adds the others' slices r to its own, into its inbox; barrier; everyone
-                copies slice r out of inbox r. Piece k+1 goes in before the barrier that piece k comes out after.
-                pieces + 1 barriers; 2N copied, N read.
+    staged      any other tensor, in pieces that fit the cache. Every rank copies all but its own slice of the piece to
+                its inbox; barrier; rank r adds the others' slices r to its own, into its inbox; barrier; every rank
+                copies slice r out of inbox r. Piece k+1 is copied in before the barrier after which piece k is copied
+                out. pieces + 1 barriers; 2N copied, N read.
 
 All three add every element in the order of the canonical binary tree over the ranks, nearest neighbours first:
 3 → ((0,1),2), 4 → ((0,1),(2,3)), 5 → (((0,1),(2,3)),4). So the bits depend neither on the method nor on where slices
 begin. The mean divides once, after adding.
 
-Sums over the *shards* of a batch (`collectives/shards.py`) go the zero-copy way alone: what is added up then are the
-rows of all ranks' tensors, one for each node that a rank has.
+Sums over the *shards* of a batch (`collectives/shards.py`) use only the zero-copy method, and add up the rows of all
+ranks' tensors, one for each node of a rank.
 
     reduce-scatter   the first half of an all-reduce, with slices given by the caller
     all-gather       through the inboxes, or straight out of the others' allocated tensors
     broadcast        an all-gather in which one slice is everything
 
-Which thread reduces: the one that calls. Copies, additions and sleeps release the interpreter lock, and while another
-thread computes in Python it takes up to the switch interval (5 ms) to get it back. Measured with 2 ranks on two cores,
-25 MB on a background thread: 4 ms while the main thread sleeps, 36 ms while it computes in pure Python; for ordinary
-tensors 14 and 300 ms. Fewer and larger blocks made no difference.
+The calling thread reduces. Copies, additions and sleeps release the interpreter lock, and getting it back takes up to
+the switch interval (5 ms) while another thread computes in Python. Measured with 2 ranks on two cores, 25 MB on a
+background thread: 4 ms while the main thread sleeps, 36 ms while it computes in pure Python; for ordinary tensors 14
+and 300 ms. Fewer and larger blocks made no difference.
 
 Source of the idea: Graham and Shipman, "MPI support for multi-core architectures: optimized shared memory collectives"
 (EuroPVM/MPI 2008).
@@ -52,8 +52,8 @@ from ddp.comm.transport.shared_memory import LINE_BYTES, copy_bytes
 from ddp.errors import CollectiveMismatch
 
 SMALL_BYTES = 64 << 10
-SMALL_ALLOCATED_BYTES = 8 << 10  # up to here allocated memory is copied, too: one barrier is cheaper than two
-BLOCK_BYTES = 512 << 10  # of all ranks' tensors together: a quarter of a usual second-level cache
+SMALL_ALLOCATED_BYTES = 8 << 10  # up to this size, allocated memory is copied, too: one barrier is cheaper than two
+BLOCK_BYTES = 512 << 10  # of all ranks' tensors: a quarter of a usual second-level cache
 MAX_PLANS = 512
 
 
@@ -61,7 +61,7 @@ MAX_PLANS = 512
 
 
 class _Arithmetic:
-    """Adds up the tensors of a group: operation, order, and the division at the end."""
+    """The reduction of a group's tensors: operation, order, and division at the end."""
 
     def __init__(self, op: str, steps: Iterable[Addition]) -> None:
         self._combine = COMBINE[op]
@@ -75,8 +75,8 @@ class _Arithmetic:
         self._combine(leaves[here], leaves[other], out=out)
         divide(out, divide_by)
 
-    def beside(self, leaves: Sequence[Tensor], out: Tensor, scratch: Sequence[Tensor], divide_by: int) -> None:
-        """Adds up the leaves into `out`, which is none of them, without changing them.
+    def out_of_place(self, leaves: Sequence[Tensor], out: Tensor, scratch: Sequence[Tensor], divide_by: int) -> None:
+        """Adds up the leaves into `out`, which is not one of them, without changing them.
 
         Args:
             scratch: [size // 2] tensors like `out`.
@@ -93,25 +93,26 @@ def divide(out: Tensor, divide_by: int) -> None:
     if divide_by.bit_count() != 1 or (out.is_complex() and divide_by != 1):
         out.div_(divide_by)
     elif divide_by != 1:
-        out.mul_(1 / divide_by)  # a power of two: the same bits, in less than half the time
+        out.mul_(1 / divide_by)  # by a power of two: the same bits, in less than half the time
 
 
-# --- plans: what is prepared once for many calls ---------------------------------------------------------------------
+# --- plans: prepared once for many calls
+# ----------------------------------------------------------------------------------
 
 
 class _Plan(NamedTuple):
-    """An all-reduce of a certain size, dtype and operation, wherever the tensor lies."""
+    """An all-reduce of a certain size, dtype and operation, for a tensor in any memory."""
 
     call: Entry
     arithmetic: _Arithmetic
-    pieces: list[_Piece]  # what goes through the inboxes
+    pieces: list[_Piece]  # that go through the inboxes
 
 
 class _Allocated(NamedTuple):
     """An all-reduce of a tensor in allocated memory."""
 
     call: Entry
-    blocks: list[_Block]  # what this rank adds up in that memory
+    blocks: list[_Block]  # that this rank adds up in that memory
 
 
 class _Piece(NamedTuple):
@@ -119,43 +120,43 @@ class _Piece(NamedTuple):
 
     start: int  # bytes of the tensor
     stop: int
-    mine_start: int  # what is not handed in: this rank's slice; nothing if every rank adds up everything
+    mine_start: int  # this rank's slice, which is not copied in; empty if every rank adds up everything
     mine_stop: int
-    cuts: list[tuple[int, int]]  # by index, its slice, in bytes of the tensor
-    bench: _Bench
+    cuts: list[tuple[int, int]]  # by index, the rank's slice, in bytes of the tensor
+    workspace: _Workspace
 
 
-class _Bench(NamedTuple):
-    """The place in the shared memory where a slice is worked on."""
+class _Workspace(NamedTuple):
+    """The shared memory in which a slice is added up."""
 
     inboxes: list[list[int]]  # [half][index], addresses
-    leaves: list[list[Tensor]]  # [half][index], the slice in everyone's inboxes
+    leaves: list[list[Tensor]]  # [half][index], the slice in all inboxes
     scratch: Sequence[Tensor]  # [size // 2], for partial sums
 
 
 class _Block(NamedTuple):
     """A part of this rank's slice that fits the cache, in the memory of all ranks."""
 
-    leaves: tuple[Tensor, ...]  # by rank; of rows, by rank and by node of it
-    others: Tensor  # [size − 1, numel]: of all ranks but the first, their only row or their row 0
-    mine: Tensor  # the same of this rank
+    leaves: tuple[Tensor, ...]  # by rank; of rows, by rank and node
+    others: Tensor  # [size − 1, numel]: row 0 of all ranks but the first
+    mine: Tensor  # the same for this rank
 
 
 class HostGroup:
     """This rank's end of the collectives of its host. Made by `join`; used by one thread at a time.
 
-    Every collective names the call by `sequence`, the same on all ranks. Tensors are flat, contiguous, on the CPU, of
-    one length on all ranks, and of a dtype that torch computes with. All may raise:
+    `sequence` numbers the call, the same on all ranks. Tensors are flat, contiguous, on the CPU, of one length on all
+    ranks, and of a dtype that torch computes with. All may raise:
 
-        CollectiveMismatch   ranks called different things; nothing was done, the group can go on
-        TransportError       a rank did not come, or is gone; the group is out of use
+        CollectiveMismatch   ranks called different collectives; nothing was done, and the group can continue
+        TransportError       a rank did not take part, or has gone; the group is out of use
 
     Args:
-        num_processors: how many the host's ranks may run on, all together.
+        num_processors: the number of processors that the host's ranks may use in all.
 
     Attributes:
         ranks: the communicator's ranks on this host, ascending.
-        index, size: this rank's place among them, and how many they are.
+        index, size: this rank's place among them, and their number.
     """
 
     def __init__(self, memory: HostMemory, *, num_processors: int) -> None:
@@ -165,7 +166,7 @@ class HostGroup:
         self._others = [other for other in range(self.size) if other != self.index]
         self._plan = functools.lru_cache(MAX_PLANS)(self._new_plan)
         self._allocated = functools.lru_cache(MAX_PLANS)(self._new_allocated)
-        self._bench = functools.lru_cache(MAX_PLANS)(self._new_bench)
+        self._workspace = functools.lru_cache(MAX_PLANS)(self._new_workspace)
         self._blocks = functools.lru_cache(MAX_PLANS)(self._new_blocks)
         self._arithmetic = functools.lru_cache(MAX_PLANS)(self._new_arithmetic)
 
@@ -175,9 +176,9 @@ class HostGroup:
             raise TransportError(self.ranks[self.index], f"this host's group is out of use: {self._out_of_use}")
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Puts the group out of use on all ranks if a collective breaks off: its barrier is out of step then."""
-        on_all_ranks_alike = CollectiveMismatch, NoSharedMemory  # between two barriers
-        if error is not None and not isinstance(error, on_all_ranks_alike):
+        """Puts the group out of use on all ranks if a collective fails, because its barrier is out of step then."""
+        raised_on_all_ranks = CollectiveMismatch, NoSharedMemory  # between two barriers
+        if error is not None and not isinstance(error, raised_on_all_ranks):
             self._out_of_use = str(error) or type(error).__name__
             self._memory.give_up()
 
@@ -189,12 +190,12 @@ class HostGroup:
             self._memory.enter(_BARRIER, sequence)
 
     def all_reduce(self, flat: Tensor, op: str, *, divide_by: int = 1, sequence: int) -> None:
-        """Combines `flat` over the ranks of the host, in place.
+        """Reduces `flat` over the ranks of the host, in place.
 
         Args:
             flat: [numel].
             op: "sum", "product", "min" or "max".
-            divide_by: what the result is divided by, for a mean; floating point and complex only.
+            divide_by: the divisor of the result, for a mean; floating point and complex only.
         """
         with self:
             memory, address, numel, dtype = self._memory, flat.data_ptr(), flat.numel(), flat.dtype
@@ -213,15 +214,15 @@ class HostGroup:
                 memory.wait()
                 return
             else:
-                memory.next_half()  # those with other memory have handed theirs in already
-            half = self._hand_in(address, plan.pieces[0])  # the ranks' tensors lie in different places: all copy theirs
+                memory.next_half()  # ranks with other memory have copied their tensors in already
+            half = self._hand_in(address, plan.pieces[0])  # the tensors lie in different places: all ranks copy
             memory.wait()
             self._add_copies(flat, plan, half, divide_by)
 
     def reduce_scatter(
         self, flat: Tensor, bounds: Sequence[int], op: str, *, divide_by: int = 1, sequence: int
     ) -> None:
-        """Combines member i's flat[bounds[i]:bounds[i + 1]] over the host; the rest of `flat` is undefined then.
+        """Reduces member i's flat[bounds[i]:bounds[i + 1]] over the host; the rest of `flat` is undefined afterwards.
 
         Args:
             flat: [numel].
@@ -253,12 +254,13 @@ class HostGroup:
     def reduce_shards(
         self, rows: Tensor, num_shards: int, bounds: Sequence[int] | None = None, *, divide_by: int = 1, sequence: int
     ) -> bool:
-        """Adds up the nodes of all members (`collectives/shards.py`), in place. No zero in a sum has a sign then.
+        """Adds up the nodes of all members (`collectives/shards.py`), in place; zeros of the sum are positive.
 
         Args:
-            rows: [largest number of nodes that a member has, numel]; the sum replaces row 0, and the rest is undefined.
+            rows: [largest number of nodes of a member, numel]; the sum replaces row 0, and the other rows are
+                undefined.
             num_shards: of the tree.
-            bounds: member i gets the sum of the elements from bounds[i] to bounds[i + 1] alone; None: all get all.
+            bounds: member i gets only the sum of the elements from bounds[i] to bounds[i + 1]; None: all get all.
             divide_by: as in `all_reduce`.
 
         Returns:
@@ -283,7 +285,7 @@ class HostGroup:
             return True
 
     def all_gather(self, flat: Tensor, bounds: Sequence[int], *, sequence: int) -> None:
-        """Gives everyone member i's flat[bounds[i]:bounds[i + 1]], in place.
+        """Copies member i's flat[bounds[i]:bounds[i + 1]] to every member, in place.
 
         Args:
             flat: [numel].
@@ -292,7 +294,7 @@ class HostGroup:
         self._gather("all_gather", flat, bounds, _slices(bounds), sequence)
 
     def broadcast(self, flat: Tensor, root_index: int, *, sequence: int) -> None:
-        """Gives everyone the values of member `root_index`, in place.
+        """Copies the values of member `root_index` to every member, in place.
 
         Args:
             flat: [numel].
@@ -305,7 +307,7 @@ class HostGroup:
     def allocate(self, numel: int, dtype: torch.dtype, *, sequence: int) -> Tensor:
         """Returns [numel] zeros that the collectives reach without a copy. Collective over the host.
 
-        The memory stays until every rank has called `free`, or `close`, and let go of its tensor.
+        The memory stays until every rank has called `free` or `close`, and has no reference to its tensor.
 
         Raises:
             NoSharedMemory: there is not enough memory; raised on all ranks.
@@ -316,50 +318,50 @@ class HostGroup:
             return tensor
 
     def free(self, tensor: Tensor) -> None:
-        """Gives back what `allocate` gave; waits for no rank. From any thread. The tensor stays, as ordinary memory."""
+        """Frees memory from `allocate`; waits for no rank. From any thread. The tensor stays, as ordinary memory."""
         if not self._closed:
             self._memory.free(tensor)
             self._forget_places()
 
     def close(self) -> None:
-        """Ends this rank's part. Tensors from `allocate` stay usable, as ordinary memory."""
+        """Leaves the group. Tensors from `allocate` stay usable, as ordinary memory."""
         if not self._closed:
             self._closed, self._out_of_use = True, self._out_of_use or "closed"
             self._memory.close()
             del self._memory
             self._forget_places()
             self._plan.cache_clear()
-            self._bench.cache_clear()
+            self._workspace.cache_clear()
 
     def _forget_places(self) -> None:
-        """Forgets which tensors lie in allocated memory."""
+        """Clears the caches of tensors by address."""
         self._allocated.cache_clear()
         self._blocks.cache_clear()
 
-    # --- how they are done -------------------------------------------------------------------------------------------
+    # --- implementation ----------------------------------------------------------------------------------------------
 
     def _hand_in(self, address: int, piece: _Piece) -> int:
-        """Copies all of a piece but this rank's own slice to its inbox. Returns the half that it is in."""
+        """Copies all of a piece but this rank's own slice to its inbox. Returns the half that holds it."""
         half = self._memory.next_half()
-        inbox = piece.bench.inboxes[half][self.index] - piece.start
+        inbox = piece.workspace.inboxes[half][self.index] - piece.start
         copy_bytes(inbox + piece.start, address + piece.start, piece.mine_start - piece.start)
         copy_bytes(inbox + piece.mine_stop, address + piece.mine_stop, piece.stop - piece.mine_stop)
         return half
 
     def _add_copies(self, flat: Tensor, plan: _Plan, half: int, divide_by: int) -> None:
-        """Adds up what the ranks have handed in: everything in a mailbox; else its slice, piece by piece.
+        """Adds up the inboxes: all of a mailbox; else this rank's slice, piece by piece.
 
-        The sum of a slice stands in this rank's slice of its own inbox, which no hand-in touches: the others may still
-        read it then. So slices have the same place in all pieces of a tensor.
+        The sum of a slice goes to this rank's slice of its own inbox, where `_hand_in` does not write, because the
+        others may still read it. So slices have the same place in all pieces of a tensor.
         """
-        add, pieces, address, item = plan.arithmetic.beside, plan.pieces, flat.data_ptr(), flat.element_size()
+        add, pieces, address, item = plan.arithmetic.out_of_place, plan.pieces, flat.data_ptr(), flat.element_size()
         if flat.nbytes <= SMALL_BYTES:
-            add(pieces[0].bench.leaves[half], flat, pieces[0].bench.scratch, divide_by)
+            add(pieces[0].workspace.leaves[half], flat, pieces[0].workspace.scratch, divide_by)
             return
         for number, piece in enumerate(pieces, start=1):
-            leaves, inboxes = piece.bench.leaves[half].copy(), piece.bench.inboxes[half]
+            leaves, inboxes = piece.workspace.leaves[half].copy(), piece.workspace.inboxes[half]
             out, leaves[self.index] = leaves[self.index], flat[piece.mine_start // item : piece.mine_stop // item]
-            add(leaves, out, piece.bench.scratch, divide_by)
+            add(leaves, out, piece.workspace.scratch, divide_by)
             if number < len(pieces):
                 half = self._hand_in(address, pieces[number])
             self._memory.wait()
@@ -407,20 +409,20 @@ class HostGroup:
     def _pieces(self, numel: int, dtype: torch.dtype) -> list[_Piece]:
         item, num_bytes, piece_bytes = dtype.itemsize, numel * dtype.itemsize, self._memory.piece_bytes
         if num_bytes <= SMALL_BYTES:
-            return [_Piece(0, num_bytes, 0, 0, [], self._bench(0, num_bytes, dtype))]
+            return [_Piece(0, num_bytes, 0, 0, [], self._workspace(0, num_bytes, dtype))]
         pieces, slices = [], list(pairwise(_cuts(min(numel, piece_bytes // item), self.size, item)))
         for start in range(0, num_bytes, piece_bytes):
             stop = min(start + piece_bytes, num_bytes)
             cuts = [(min(start + a * item, stop), min(start + b * item, stop)) for a, b in slices]
             first, last = cuts[self.index]
-            pieces.append(_Piece(start, stop, first, last, cuts, self._bench(first - start, last - start, dtype)))
+            pieces.append(_Piece(start, stop, first, last, cuts, self._workspace(first - start, last - start, dtype)))
         return pieces
 
-    def _new_bench(self, start: int, stop: int, dtype: torch.dtype) -> _Bench:
-        """Returns the place for the slice from `start` to `stop` bytes of a piece."""
+    def _new_workspace(self, start: int, stop: int, dtype: torch.dtype) -> _Workspace:
+        """Returns the workspace for the slice from `start` to `stop` bytes of a piece."""
         inboxes = self._memory.inboxes
         with torch.inference_mode(False):
-            return _Bench(
+            return _Workspace(
                 [[box.data_ptr() for box in half] for half in inboxes],
                 [[box[start:stop].view(dtype) for box in half] for half in inboxes],
                 torch.empty(self.size // 2, (stop - start) // dtype.itemsize, dtype=dtype, device="cpu").unbind(),
@@ -429,11 +431,11 @@ class HostGroup:
     def _new_blocks(
         self, address: int, numel: int, dtype: torch.dtype, num_shards: int, mine: tuple[int, int]
     ) -> list[_Block]:
-        """Returns a slice of all members' tensors, which lie in the same place, block by block.
+        """Returns the blocks of a slice of all members' tensors, which lie in the same place.
 
         Args:
-            num_shards: of the tree whose nodes are rows of the tensors; with one shard for each member, one row.
-            mine: where the slice begins and ends.
+            num_shards: of the tree whose nodes are the rows of the tensors; as many as members: one row each.
+            mine: the start and end of the slice.
         """
         nodes, (start, stop) = nodes_by_rank(self.size, num_shards), mine
         num_rows = most_nodes(self.size, num_shards)
@@ -445,7 +447,7 @@ class HostGroup:
             first = offset + (row * numel + start) * dtype.itemsize
             rows.append(region.planes(dtype, first, first + (stop - start) * dtype.itemsize).split(length, dim=1))
         found = []
-        for blocks in zip(*rows, strict=True) if stop > start else ():  # of each row, [size, up to length]
+        for blocks in zip(*rows, strict=True) if stop > start else ():  # for each row, [size, up to length]
             leaves = tuple(blocks[row][rank] for rank, its in enumerate(nodes) for row in range(len(its)))
             found.append(_Block(leaves, blocks[0][1:], blocks[0][self.index]))
         return found
@@ -465,14 +467,14 @@ def _slices(bounds: Sequence[int]) -> str:
 
 
 def _cuts(numel: int, size: int, itemsize: int) -> list[int]:
-    """Returns where the slices of an all-reduce begin: on cache lines, of one length but for the last ones."""
+    """Returns the bounds of the slices of an all-reduce: on cache lines, of one length except for the last ones."""
     unit = max(1, LINE_BYTES // itemsize)
     step = -(-numel // (size * unit)) * unit
     return [min(index * step, numel) for index in range(size + 1)]
 
 
 def _runs(bounds: Sequence[int], step: int) -> Iterator[list[tuple[int, int]]]:
-    """Yields, piece by piece, what it has of each member's slice: (start, stop)."""
+    """Yields, piece by piece, the part of each member's slice: (start, stop)."""
     slices = list(pairwise(bounds))
     for done in range(0, max(stop - start for start, stop in slices), step):
         yield [(min(start + done, stop), min(start + done + step, stop)) for start, stop in slices]

@@ -1,32 +1,33 @@
-"""Collectives on GPUs, by NCCL: each rank has a GPU of its own, on which they are enqueued; the host waits for none.
+"""Collectives on GPUs, by NCCL: each rank enqueues them on its own GPU, and the host waits for none.
 
-    StreamQueue      gives collectives their turn on a GPU, as `call_queue.py` does elsewhere
+    StreamQueue      serializes collectives on a GPU, as `call_queue.py` does elsewhere
     NcclTransport    the edges between the ranks
 
-The thread that calls a collective enqueues the whole of it on the communicator's stream: batches of NCCL, and the
-additions between them. So the order in which threads call is the order on the GPU, and all ranks must have the same.
+The calling thread enqueues a whole collective on the communicator's stream: batches of NCCL, and the additions between
+them. So the order of calls is the order on the GPU, and must be the same on all ranks.
 
     caller's stream      … writes x ─╮ event                           ╭ `Work.wait` …  reads x
     communicator's                   ╰ batch ─ add ─ batch ─ … ─ event ╯
     NCCL's                             ╰─────╯     ╰─────╯
 
-Because every collective is on one stream, all may use the same scratch memory. The stream has high priority: additions
-are short, and other ranks wait for them.
+Because all collectives are on one stream, they may share scratch memory. The stream has high priority: additions are
+short, and other ranks wait for them.
 
-A thread beside it, the *lookout*, asks the events whether the GPU has come that far. It keeps what a collective reads
-or writes until then, so that the memory is not reused; and it keeps the deadline, which begins when the GPU reaches
-the collective. If a peer is missing it notes the error, which the next call raises, and aborts NCCL: then the GPU goes
-on with numbers that mean nothing. So code that reads a result on the host asks `refuse_if_broken` before believing it.
+A second thread, the *monitor*, polls the events. It holds references to what a collective reads or writes until the GPU
+is done with it, so that the memory is not reused; and it enforces the deadline, which begins when the GPU reaches the
+collective. If a peer is missing, it records the error, which the next call raises, and aborts NCCL: then the GPU
+continues with undefined numbers. So code that reads a result on the host calls `refuse_if_broken` before using it.
 
-The transport is made from torch's own object, past torch's groups: with those, one timeout holds for every operation,
-waited for or not, and torch ends the process; and groups that overlap may get each other's names.
+The transport uses torch's backend object directly, without torch's groups: with those, one timeout holds for every
+operation, waited for or not, and torch ends the process; and the names of overlapping groups may collide.
 
 A round is one coalesced batch: posted one by one, "send, then receive" on both sides deadlocks, since NCCL runs the
-operations of a pair in launch order (NVIDIA/nccl#479). The batch begins when the current stream has reached it, and
-`wait` makes the current stream wait for its end. Everything travels as bytes, because NCCL lacks some of torch's types.
+operations of a pair in launch order (NVIDIA/nccl#479). The batch begins when the current stream reaches it, and `wait`
+makes the current stream wait for its end. Everything travels as bytes, because NCCL lacks some of torch's types.
 
-Note "errors". torch calls a batch complete once there is an error, and its `wait` is silent: only `exception` tells.
-By itself, torch's thread would end the process then; `TORCH_NCCL_ASYNC_ERROR_HANDLING=0` leaves it to us.
+Note "errors". After an error, torch reports a batch as complete, and its `wait` raises nothing: only `exception`
+returns the error. By default, torch's thread would then end the process; `TORCH_NCCL_ASYNC_ERROR_HANDLING=0` leaves the
+error to us.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from ddp.comm.call_queue import LET_GO_S, CallQueue, Result, Work, done, hold_current_stream
 from ddp.comm.meeting.private_store import for_torch, part_of
 from ddp.comm.transport.edge import NO_DEADLINE, Gather, GiveUpCheck, Pending, Transfer, Transport, TransportError
-from ddp.comm.watch.call import Call, History, Noted
+from ddp.comm.watch.call import Call, CallRecord, History
 from ddp.comm.watch.watchdog import Watchdog
 from ddp.errors import CommunicatorBroken, PeerLost, first_line
 from ddp.process import gpu
@@ -56,35 +57,35 @@ from ddp.process.terminal import log
 
 ProcessGroupNCCL: Any = getattr(dist, "ProcessGroupNCCL", None)  # None: a build of torch without NCCL
 ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # note "errors"
-BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"  # with which the host would wait
+BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"  # would make the host wait
 POLL_S = 0.002
-ABORT_S = 60.0  # longest wait for NCCL to end
-SLOW_S = 1.0  # a collective that takes longer is looked at more closely
+ABORT_S = 60.0  # longest wait for NCCL to shut down
+SLOW_S = 1.0  # after this, a collective is checked for NCCL's errors
 
 
 class Flight:
-    """A collective that has been enqueued, or is being.
+    """A collective that has been enqueued, or is being enqueued.
 
     Attributes:
         peer, run: see `Wait`.
         began: the GPU has reached it.
-        ended: the GPU is through with it; None while the host still enqueues it.
-        keeps: what holds its tensors.
-        noted: the calls in it, as the history has them.
-        done_s: when it was seen to have ended.
+        ended: the GPU has completed it; None while the host still enqueues it.
+        keeps: objects that hold its tensors.
+        records: of the calls in it, which the history has, too.
+        done_s: when the monitor saw that it had ended.
     """
 
     def __init__(self, call: Call, peer: int, began: torch.cuda.Event, *keeps: object) -> None:
         self.call, self.peer, self.began, self.keeps = call, peer, began, list(keeps)
         self.run, self.done_s = 0, 0.0
-        self.noted: list[Noted] = []
+        self.records: list[CallRecord] = []
         self.ended: torch.cuda.Event | None = None
 
     def is_over(self) -> bool:
         return self.ended is not None and self.ended.query()
 
     def is_surely_over(self) -> bool:
-        """Returns False also if the GPU has failed, so that it does not answer."""
+        """Returns True if it has ended; False also if the GPU has failed."""
         try:
             return self.is_over()
         except RuntimeError:
@@ -99,7 +100,7 @@ class StreamWork(Work[Result]):
 
     @property
     def done_s(self) -> float:  # type: ignore[override]
-        """Returns when it was seen to have ended; 0 before."""
+        """Returns when the monitor saw that it had ended; 0 before."""
         return self._flight.done_s
 
     def wait(self, timeout_s: float | None = None) -> Result:
@@ -116,7 +117,7 @@ class StreamQueue(CallQueue):
     """Enqueues the collectives of one communicator.
 
     Args:
-        timeout_s: longest wait of the GPU for a rank that lives.
+        timeout_s: longest wait of the GPU for a rank that is alive.
     """
 
     def __init__(
@@ -132,18 +133,18 @@ class StreamQueue(CallQueue):
         super().__init__(watchdog, rank, world_ranks, device=transport.device, gather=gather)
         self._transport, self._device, self._timeout_s = transport, transport.device, timeout_s
         self._stream = gpu.cuda.Stream(self._device, priority=-1)
-        self._flight: Flight | None = None  # that is being enqueued
+        self._flight: Flight | None = None  # the one that is being enqueued
         self._last: Flight | None = None
-        self._failure: BaseException | None = None  # found by the lookout, and not raised yet
+        self._failure: BaseException | None = None  # found by the monitor, and not raised yet
         self._is_aborted, self._abort_once = False, threading.Lock()
         self._flights: SimpleQueue[Flight | None] = SimpleQueue()
         known = weakref.ref(self), self._flights
-        self._lookout = threading.Thread(target=_look_out, args=known, name=f"ddp-lookout-{rank}", daemon=True)
-        self._lookout.start()
+        self._monitor = threading.Thread(target=_watch_flights, args=known, name=f"ddp-monitor-{rank}", daemon=True)
+        self._monitor.start()
         weakref.finalize(self, self._flights.put, None).atexit = False
 
     def run(self, call: Call, collective: Callable[[], Result], *, async_op: bool = False) -> Any:
-        if self._is_in_chain:  # and so on the stream
+        if self._is_in_chain:  # which is on the stream
             result = self._run_now(call, collective, False)
             return done(result) if async_op else result
         self.refuse_if_broken()
@@ -153,7 +154,7 @@ class StreamQueue(CallQueue):
             flight = self._flight = self._last = Flight(call, peer, self._stream.record_event(), collective)
             with gpu.cuda.stream(self._stream):
                 try:
-                    self._flights.put(flight)  # in here, where Ctrl-C ends it, too
+                    self._flights.put(flight)  # inside the `try`, so that Ctrl-C is handled, too
                     result = self._run_now(call, collective, True)
                     flight.keeps.append(result)
                 except BaseException:
@@ -169,23 +170,23 @@ class StreamQueue(CallQueue):
         if self._flight is not None and call.message is None:
             self._flight.run = self._num_runs
 
-    def _is_through(self, noted: Noted) -> None:
-        """Has the lookout note it, once the GPU is through with it."""
+    def _complete(self, record: CallRecord) -> None:
+        """Lets the monitor record the end, once the GPU has completed the call."""
         if self._flight is not None:
-            self._flight.noted.append(noted)
+            self._flight.records.append(record)
 
     def _end(self) -> None:
-        """Does nothing: it continues when the GPU does."""
+        """Does nothing, because the wait ends on the GPU."""
 
     def refuse_if_broken(self) -> None:
-        """Raises what the lookout has found, once; later CommunicatorBroken."""
+        """Raises the monitor's error, once; later CommunicatorBroken."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
         super().refuse_if_broken()
 
     def _lost(self, error: TransportError) -> PeerLost:
-        """Returns the lookout's finding, if there is one: the transport has failed because it was aborted."""
+        """Returns the monitor's error, if any, because then the transport has failed because it was aborted."""
         failure, self._failure = self._failure, None
         return failure if isinstance(failure, PeerLost) else super()._lost(error)
 
@@ -198,7 +199,7 @@ class StreamQueue(CallQueue):
 
     def close(self) -> None:
         self._flights.put(None)
-        self._lookout.join()
+        self._monitor.join()
         if self._failure is not None:
             log.error("%s", self._failure)
         if self.error is None:
@@ -217,14 +218,14 @@ class StreamQueue(CallQueue):
         if not is_over:
             self._abort()
         self._flights.put(None)
-        self._lookout.join(LET_GO_S)  # a thread that is inside CUDA when the interpreter exits would abort the process
+        self._monitor.join(LET_GO_S)  # a thread that is inside CUDA when the interpreter exits would abort the process
 
-    # --- the lookout -------------------------------------------------------------------------------------------------
+    # --- the monitor -------------------------------------------------------------------------------------------------
 
-    def look_at(self, flight: Flight, patience: Patience) -> None:
-        """Keeps the deadline of a collective that the GPU has reached, and has not ended."""
+    def check_deadline(self, flight: Flight, patience: Patience) -> None:
+        """Enforces the deadline of a collective that the GPU has reached, but not completed."""
         if self.error is not None:
-            self._abort()  # unless that was done, because somebody else has found the error
+            self._abort()  # if the error was found elsewhere
             return
         if culprit := self._watchdog.hopeless_because():
             self._fail(TransportError(flight.peer, f"rank {culprit[0]}: {culprit[1]}", timed_out=True))
@@ -234,17 +235,17 @@ class StreamQueue(CallQueue):
         elif patience.limit_s - patience.left_s() > SLOW_S and (failure := self._transport.failure()):
             self._fail(TransportError(flight.peer, failure))
 
-    def note(self, flight: Flight) -> Patience:
-        """Notes that the GPU waits in a collective from now on. Returns the patience with it."""
+    def begin_wait(self, flight: Flight) -> Patience:
+        """Records that the GPU begins to wait in a collective. Returns the deadline of the wait."""
         self._watchdog.begin(flight.call, flight.peer, flight.run)
         return Patience(self._timeout_s)
 
-    def forget(self) -> None:
-        """Notes that the GPU waits no more."""
+    def end_wait(self) -> None:
+        """Records that the GPU no longer waits."""
         self._watchdog.end()
 
-    def lose(self, error: BaseException) -> None:
-        """Notes an error of the GPU itself."""
+    def fail(self, error: BaseException) -> None:
+        """Records an error of the GPU itself."""
         self.error = self.error or error
         self._failure = self._failure or error
         self._watchdog.fail(f"{type(error).__name__}: {first_line(error)}")
@@ -260,30 +261,30 @@ class StreamQueue(CallQueue):
         self._abort()
 
 
-def _look_out(queue: weakref.ref[StreamQueue], flights: SimpleQueue[Flight | None]) -> None:
-    """Sees one collective after the other to its end."""
+def _watch_flights(queue: weakref.ref[StreamQueue], flights: SimpleQueue[Flight | None]) -> None:
+    """Watches one collective after another until its end."""
     while (flight := flights.get()) is not None:
         patience: Patience | None = None
         try:
             while not flight.is_over():
                 here = queue()
                 if here is not None and patience is None and flight.began.query():
-                    patience = here.note(flight)
+                    patience = here.begin_wait(flight)
                 elif here is not None and patience is not None:
-                    here.look_at(flight, patience)
+                    here.check_deadline(flight, patience)
                 del here
                 time.sleep(POLL_S)
-        except Exception as error:  # the GPU itself has failed, say: no event ends any more
+        except Exception as error:  # such as a failure of the GPU: no event completes any more
             if (here := queue()) is not None:
-                here.lose(error)
+                here.fail(error)
                 del here
         flight.done_s, here = now_s(), queue()
         flight.keeps.clear()
         if here is not None and here.error is None:
-            for noted in flight.noted:
-                noted.done_s = flight.done_s
+            for record in flight.records:
+                record.done_s = flight.done_s
         if here is not None and patience is not None:
-            here.forget()
+            here.end_wait()
         del flight, here
 
 
@@ -291,7 +292,8 @@ def _look_out(queue: weakref.ref[StreamQueue], flights: SimpleQueue[Flight | Non
 
 
 class NcclTransport(Transport):
-    """Point-to-point over NCCL, on GPU tensors: one batch per round. Collective to make; the host waits meanwhile.
+    """Point-to-point over NCCL, on GPU tensors: one batch per round. Its construction is collective and blocks the
+    host.
 
     Args:
         store: of these ranks alone, and of this transport.
@@ -324,7 +326,7 @@ class NcclTransport(Transport):
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
         backend = self._backend
         transfers = [(backend.recv, *each) for each in receives] + [(backend.send, *each) for each in sends]
-        transfers = [each for each in transfers if each[-1].numel()]  # the peer has no bytes either
+        transfers = [each for each in transfers if each[-1].numel()]  # the peer skips empty transfers, too
         if not transfers:
             return _Batch(None)
         try:
@@ -337,15 +339,15 @@ class NcclTransport(Transport):
         return _Batch(self._last)
 
     def among(self, ranks: Sequence[int], channel: int, hopeless_because: GiveUpCheck) -> NcclTransport:
-        """Makes a communicator of NCCL's own, because NCCL knows no tags. Collective over these ranks.
+        """Makes another NCCL communicator, because NCCL has no tags. Collective over these ranks.
 
-        All ranks must enqueue what they do on both in one order.
+        All ranks must enqueue the work of both in the same order.
         """
         store = part_of(self._store, f"channel {channel}")
         return NcclTransport(store, list(ranks).index(self.rank), len(ranks), self.device)
 
     def failure(self) -> str:
-        """Returns the error that NCCL has met, as text; "" without one (note "errors")."""
+        """Returns NCCL's error as text; "" without one (note "errors")."""
         if self._last is None or not self._last.is_completed():
             return ""
         try:
@@ -355,11 +357,11 @@ class NcclTransport(Transport):
         return "" if error is None else first_line(error)
 
     def abort(self) -> None:
-        """Ends whatever is on its way, here; other ranks wait in vain."""
+        """Ends everything in flight on this rank; other ranks keep waiting."""
         self._backend.abort()
 
     def close(self) -> None:
-        """Gives the connections back. Nothing may be on its way."""
+        """Closes the connections. Nothing may be in flight."""
         self._backend.shutdown()
 
 

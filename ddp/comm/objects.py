@@ -1,12 +1,12 @@
-"""Sends small Python objects over a communicator: as plain values and tensors, carried by the ordinary collectives.
+"""Sends small Python objects over a communicator, as plain values and tensors, by ordinary collectives.
 
-This is for rare and small things: names in an error, random states of a checkpoint. An object travels as
+It is for rare, small objects: names in an error, random states of a checkpoint. An object travels as
 
     8 bytes        the length of the text
     text           JSON: numbers, texts, lists; anything else as {"is": its form, "of": what it is made of}
     bytes          of all tensors and byte strings, one after another
 
-A receiver makes nothing but what the tables of this module name. Pickle would run code of the sender.
+A receiver creates only objects of the types in this module's tables. Pickle would run code of the sender.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ HEAD_BYTES = 8
 
 
 class Form(NamedTuple):
-    """Says how values of a type are taken apart into a list, and made again from it."""
+    """The conversion of a type's values to a list and back."""
 
     type: type
-    apart: Callable[[Any], list[Any]]
-    made: Callable[[list[Any]], Any]
+    to_list: Callable[[Any], list[Any]]
+    from_list: Callable[[list[Any]], Any]
 
 
 def _pairs(values: dict[Any, Any]) -> list[Any]:
@@ -48,7 +48,7 @@ def _pairs(values: dict[Any, Any]) -> list[Any]:
 def _dtype(name: list[Any]) -> torch.dtype:
     found = getattr(torch, name[0])
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name[0]!r} is no dtype")
+        raise ValueError(f"{name[0]!r} is not a dtype")
     return found
 
 
@@ -73,16 +73,16 @@ _ERRORS = {
 
 
 def all_gather_object(comm: Communicator, value: Any) -> list[Any]:
-    """Returns every rank's object, by rank. Tensors are on the CPU then, and named tuples are tuples.
+    """Returns every rank's object, by rank. Tensors come back on the CPU, and named tuples as tuples.
 
     Raises:
-        TypeError: an object of this type is not sent.
+        TypeError: objects of this type cannot be sent.
     """
     return [unpacked(data) for data in _arrived(comm, comm.all_gather(gpu.sent(packed(value), comm.device)))]
 
 
 def broadcast_object(comm: Communicator, value: Any, root: int = 0) -> Any:
-    """Returns the root's object on every rank, as `all_gather_object` does; what the others pass is ignored."""
+    """Returns the root's object on every rank, as `all_gather_object` does; ignores that of the others."""
     return unpacked(_broadcast(comm, packed(value if comm.rank == root else None), root))
 
 
@@ -93,7 +93,7 @@ def gather_object(comm: Communicator, value: Any) -> list[Any]:
 
 
 def scatter_object(comm: Communicator, values: Sequence[Any] | None) -> Any:
-    """Returns the object that rank 0 has for this rank; what the others pass is ignored. None: none has one."""
+    """Returns rank 0's object for this rank; ignores the others' `values`. With None on rank 0, returns None."""
     values = [None] * comm.world_size if values is None else values
     data = [gpu.sent(packed(value), comm.device) for value in values] if comm.rank == 0 else None
     return unpacked(_arrived(comm, [comm.scatter(data)])[0])
@@ -114,16 +114,16 @@ def _arrived(comm: Communicator, data: list[Tensor]) -> list[Tensor]:
     if comm.device.type != gpu.KIND:
         return data
     found = [gpu.leaving(each) for each in data]
-    comm.to_host(data[0][:1]).read()  # waits for all of them, and raises the error if it was aborted
+    comm.to_host(data[0][:1]).read()  # waits for the collective, and raises its error if it was aborted
     return found
 
 
 def on_rank_zero(comm: Communicator, work: Callable[[], Result], *, label: str) -> Result:
-    """Does `work` on rank 0 while the others wait, for as long as rank 0 lives. Returns its result on every rank.
+    """Does `work` on rank 0 while the others wait as long as rank 0 is alive. Returns its result on every rank.
 
-    For what one rank does for all and may take long: writing or reading a checkpoint. A collective's deadline would end
-    the run over a slow disk. An exception of `work` is raised on every rank, so that none waits in vain; away from rank
-    0 as a RuntimeError, unless its class is one of this package's or of Python's own.
+    For long work by one rank for all, such as writing or reading a checkpoint, where a slow disk would exceed a
+    collective's deadline. An exception of `work` is raised on every rank, so that none waits in vain; on other ranks it
+    is a RuntimeError, unless its class belongs to this package or to Python's builtins.
     """
     outcome, raised = torch.empty(0, dtype=torch.uint8), None
     if comm.rank == 0:
@@ -143,7 +143,7 @@ def on_rank_zero(comm: Communicator, work: Callable[[], Result], *, label: str) 
 
 
 def error_values(error: Exception) -> tuple[str, list[Any] | None, str]:
-    """Returns class, arguments and text of an exception; no arguments if these, or its class, are not sent."""
+    """Returns class, arguments and text of an exception; no arguments if these, or its class, cannot be sent."""
     name, arguments = type(error).__name__, None
     if _ERRORS.get(name) is type(error):
         with suppress(TypeError):
@@ -153,7 +153,7 @@ def error_values(error: Exception) -> tuple[str, list[Any] | None, str]:
 
 
 def error_of(name: str, arguments: list[Any] | None, text: str, *, where: str) -> Exception:
-    """Returns the exception of which `error_values` has returned these, or a RuntimeError without its arguments."""
+    """Returns the exception with these `error_values`, or a RuntimeError if there are no arguments."""
     return RuntimeError(f"{name} on {where}: {text}") if arguments is None else _ERRORS[name](*arguments)
 
 
@@ -164,7 +164,7 @@ def packed(value: Any) -> Tensor:
     """Returns the object as bytes, on the CPU.
 
     Raises:
-        TypeError: an object of this type is not sent.
+        TypeError: objects of this type cannot be sent.
     """
     parts: list[Tensor] = []
     text = json.dumps(_plain(value, parts)).encode()
@@ -173,16 +173,16 @@ def packed(value: Any) -> Tensor:
 
 
 def unpacked(data: Tensor) -> Any:
-    """Returns the object that `packed` has made bytes of.
+    """Returns the object from the bytes of `packed`.
 
     Raises:
-        ValueError, KeyError, RuntimeError, …: it has not made these.
+        ValueError, KeyError, RuntimeError, …: `packed` has not made these bytes.
     """
     end = HEAD_BYTES + int.from_bytes(data[:HEAD_BYTES].numpy().tobytes(), "little")
     rest = data[end:]
 
     def taken(num_bytes: int) -> Tensor:
-        """Returns the next bytes, in their own memory: a view would keep those of all others."""
+        """Returns the next bytes, as a copy, because a view would keep all bytes alive."""
         nonlocal rest
         if len(rest[:num_bytes]) != num_bytes:
             raise ValueError(f"{num_bytes} bytes of a value, but {len(rest)} are left")
@@ -199,19 +199,19 @@ def unpacked(data: Tensor) -> Any:
             return taken(num_bytes).view(_dtype([name])).as_strided(shape, strides)
         if plain["is"] == "bytes":
             return taken(*plain["of"]).numpy().tobytes()
-        return _FORMS[plain["is"]].made(made(plain["of"]))
+        return _FORMS[plain["is"]].from_list(made(plain["of"]))
 
     return made(json.loads(data[HEAD_BYTES:end].numpy().tobytes()))
 
 
 def _plain(value: Any, parts: list[Tensor]) -> Any:
-    """Returns a value as JSON can hold it, and appends its bytes to `parts`."""
+    """Returns a value in a form for JSON, and appends its bytes to `parts`."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, np.generic):
         return _plain(value.item(), parts)
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized:
-        dense = torch.empty_like(value, device="cpu").copy_(value.detach())  # of its own memory format
+        dense = torch.empty_like(value, device="cpu").copy_(value.detach())  # in its own memory format
         parts.append(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8))
         about = [str(value.dtype).removeprefix("torch."), list(dense.shape), list(dense.stride()), parts[-1].numel()]
         return {"is": "tensor", "of": about}
@@ -222,5 +222,5 @@ def _plain(value: Any, parts: list[Tensor]) -> Any:
         return [_plain(each, parts) for each in value]
     if forms := [form for form, each in _FORMS.items() if isinstance(value, each.type)]:
         form = min(forms, key=lambda form: _FORMS[form].type is not type(value))  # a named tuple is sent as a tuple
-        return {"is": form, "of": _plain(_FORMS[form].apart(value), parts)}
-    raise TypeError(f"an object of type {type(value).__qualname__} is not sent between ranks: make it of plain values")
+        return {"is": form, "of": _plain(_FORMS[form].to_list(value), parts)}
+    raise TypeError(f"an object of type {type(value).__qualname__} cannot be sent between ranks: use plain values")

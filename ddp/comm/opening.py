@@ -1,26 +1,26 @@
 """Opens a communicator: the ranks of one store and generation connect, and prove who they are.
 
-Nothing is remembered here, so a process may open one after the other, or several at once: `session.py` does it for
-`ddp.init`, and a change of membership gives another store, generation, rank and world size.
+This module keeps no state, so a process may open several, in turn or at once: `session.py` opens one for `ddp.init`,
+and a change of membership brings a new store, generation, rank and world size.
 
-Note "proof". Gloo accepts any process that connects to its port and says the right small number for a rank, and every
-user of a host can connect there. So, before anything that arrives is believed, each rank
+Note "proof". Gloo accepts any process that connects to its port with the right small number as its rank, and every user
+of a host can connect there. So, before a rank uses anything that arrives, it
 
     puts an unpredictable number into the private store
     sends each peer the code of (its own number, the peer's number), which takes the secret
     compares what each peer has sent with the code of (the peer's number, its own number)
 
-The numbers are new for each set of connections. So no code that was seen elsewhere, or that a peer has sent itself, is
-right here. A connection carries one code of 32 bytes each way.
+The numbers are new for each set of connections. So replayed or reflected codes are wrong. A connection carries one code
+of 32 bytes each way.
 
-Note "device". NCCL carries tensors between the ranks, or Gloo does, through the host. A rank chooses its device alone
-(`chosen_device`), from what was asked for and what the program has begun. Then all ranks tell each other what they
-have, and decide the same (`agreed_backend`): what cannot work is an error on each of them, before any of them waits for
-another one's connection.
+Note "device". NCCL carries tensors between the ranks, or Gloo does, through the host. Each rank chooses its device
+(`chosen_device`) by the request and the devices that the program uses already. Then all ranks exchange their
+capabilities and reach the same decision (`agreed_backend`): an impossible combination is an error on every rank, before
+any rank waits for a connection.
 
-Neither the number of ranks on a host nor that of the GPUs that a rank sees tells whether each rank has a GPU of its
-own, because a launcher may show each rank one GPU alone, which is cuda:0 then (`srun --gpus-per-task`, Ray,
-Kubernetes). So the ranks compare hosts and UUIDs.
+The number of ranks on a host and the number of GPUs that a rank sees do not show whether each rank has its own GPU,
+because a launcher may show each rank only one GPU, which is then cuda:0 (`srun --gpus-per-task`, Ray, Kubernetes). So
+the ranks compare hosts and UUIDs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.connect import boot_id
 from ddp.comm.host_links import CPU, Settings
 from ddp.comm.meeting.private_store import code_of, part_of, secret
-from ddp.comm.meeting.rendezvous import answered
+from ddp.comm.meeting.rendezvous import ask_store
 from ddp.comm.transport.edge import Transfer, Transport, TransportError, never_hopeless
 from ddp.comm.transport.gloo import GlooConnections, GlooTransport, StagedGlooTransport, gloo_of
 from ddp.comm.watch.watchdog import SILENCE_S, Watchdog
@@ -78,25 +78,25 @@ def open_communicator(
     """Connects this rank with the others, over their own connections. Collective over them.
 
     Args:
-        store: of this session of the ranks alone (`rendezvous`), with nothing in it from an earlier one; a connection
-            to it of its own (`clone`), if others are opened at the same time.
+        store: of this session of the ranks alone (`rendezvous`), without keys of an earlier one; a separate connection
+            (`clone`) if others are opened at the same time.
         generation: version of the membership.
-        rank, world_size: this process's number, and how many there are.
+        rank, world_size: this process's number, and the number of processes.
         settings: see `Settings`.
-        warn_s: seconds in one wait after which a warning says who is missing.
-        ranks: the ranks of torch.distributed, if they are only some of all.
-        torch_s: a group of torch's, whose connections must be proved, too.
+        warn_s: seconds in one wait after which a warning names the missing rank.
+        ranks: these ranks' numbers in torch.distributed, if they are a subset.
+        torch_s: a process group of torch, whose connections must be proved, too.
 
     Raises:
         ConfigError: on every rank: see `agreed_backend`.
-        PeerLost: a rank could not be reached, or is none of this launch.
+        PeerLost: a rank could not be reached, or does not belong to this launch.
         RuntimeError: NCCL failed on this rank.
     """
     settings = replace(settings, generation=generation)
-    abort_s, connect_s = settings.abort_s, min(settings.abort_s, SILENCE_S)  # everyone has just been here
+    abort_s, connect_s = settings.abort_s, min(settings.abort_s, SILENCE_S)  # all ranks have just met
     everyone, timeout = range(world_size), timedelta(seconds=connect_s)
     watch = partial(Watchdog, store, rank, world_size, generation=generation, warn_s=warn_s, abort_s=abort_s)
-    watchdog = answered(watch, within_s=abort_s)
+    watchdog = ask_store(watch, within_s=abort_s)
     try:
 
         def over_nccl() -> Transport:
@@ -114,9 +114,9 @@ def open_communicator(
             return kind(connections, everyone, rank, watchdog.hopeless_because)
 
         try:
-            mine = take(settings.device, settings.backend)
+            mine = capabilities_of(settings.device, settings.backend)
             backend = agreed_backend(store, rank, ranks or everyone, mine, watchdog.wait_for_start_up)
-            transport = None if backend == "nccl" else answered(over_gloo, within_s=abort_s)
+            transport = None if backend == "nccl" else ask_store(over_gloo, within_s=abort_s)
         except (PeerLost, ConfigError):
             raise
         except RuntimeError as error:
@@ -132,15 +132,15 @@ def open_communicator(
 
 
 def prove(connections: GlooConnections, world_size: int, store: Store, key: bytes, *, timeout_s: float) -> None:
-    """Returns once every peer has proved that it knows the key, and this rank has (note "proof"). Collective.
+    """Returns once this rank and every peer have proved that they know the key (note "proof"). Collective.
 
     Args:
-        connections: between these ranks; nothing was sent over them before.
-        store: of this session of the ranks, in which no stranger can write unnoticed; new for each transport.
+        connections: between these ranks, and not used before.
+        store: of this session of the ranks, in which foreign writes are detected; a new part for each transport.
 
     Raises:
-        PeerLost: somebody else has taken a peer's end of the connection.
-        TransportError: a peer does not answer.
+        PeerLost: a foreign process has taken a peer's end of the connection.
+        TransportError: a peer does not respond.
     """
     rank, everyone = connections.rank, range(world_size)
     transport = GlooTransport(connections, everyone, rank, never_hopeless)
@@ -165,17 +165,17 @@ def prove(connections: GlooConnections, world_size: int, store: Store, key: byte
 
 
 def device_of(module: nn.Module) -> torch.device | None:
-    """Returns where a module's gradients are reduced: on a GPU if any of its tensors is there; None without tensors."""
+    """Returns the device for a module's gradients: a GPU if any of its tensors is there; None without tensors."""
     devices = [tensor.device for tensor in chain(module.parameters(), module.buffers())]
     kinds = (gpu.KIND, "cpu")
     return next((each for kind in kinds for each in devices if each.type == kind), None)
 
 
 def device_named(name: str | int | torch.device) -> torch.device:
-    """Returns the device that somebody names; a number is that of a GPU.
+    """Returns the device of this name; a number is that of a GPU.
 
     Raises:
-        ConfigError: it is no device, or of a kind that is not supported.
+        ConfigError: it is not a device, or of a kind that is not supported.
     """
     try:
         device = torch.device(gpu.KIND, name) if isinstance(name, int) else torch.device(name)
@@ -189,20 +189,20 @@ def device_named(name: str | int | torch.device) -> torch.device:
 def chosen_device(
     asked: str | int | torch.device | None, local_rank: int, bound: torch.device | None = None
 ) -> torch.device:
-    """Returns the device for what was asked; a GPU with its number, which need not be there.
+    """Returns the requested device; a GPU with its number, which need not exist.
 
-    A GPU without a number is the one that is bound; or the current one if the program has begun to use GPUs, because it
-    may have set it; or that of the rank's number on its host.
+    A GPU without a number is the bound one; else the current one if the program already uses GPUs, because it may have
+    set it; else that of the rank's number on its host.
 
     Args:
         asked: see `ddp.init`.
         local_rank: this rank's number among the ranks of its host.
-        bound: what torch's process group is for, if the application has said it; of GPUs perhaps without a number.
+        bound: the device of torch's process group, if the application has set it; a GPU may have no number.
 
     Raises:
         ConfigError: as `device_named`.
     """
-    has_begun = gpu.cuda.is_initialized()  # asked first, because torch may begin in order to name its default device
+    has_begun = gpu.cuda.is_initialized()  # first, because torch may initialize CUDA to name its default device
     if bound is not None and bound.type != gpu.KIND:
         bound = None
     if asked is None:
@@ -223,32 +223,32 @@ def chosen_device(
 
 
 def show_only(devices: Sequence[int]) -> None:
-    """Lets this process, and those that it starts, see only these of the GPUs that it sees; before it uses any.
+    """Restricts this process and its children to these GPUs; to be called before it uses any.
 
     Args:
-        devices: numbers among those that CUDA_VISIBLE_DEVICES names, if that is set; each once.
+        devices: numbers among those in CUDA_VISIBLE_DEVICES, if that is set; each once.
 
     Raises:
-        ConfigError: one of them is not there, or the process has begun to use GPUs.
+        ConfigError: one of them does not exist, or the process already uses GPUs.
     """
-    shown = os.environ.get(VISIBLE_GPUS)
-    names = shown.split(",") if shown is not None else list(map(str, range(max(devices) + 1)))
+    visible = os.environ.get(VISIBLE_GPUS)
+    names = visible.split(",") if visible is not None else list(map(str, range(max(devices) + 1)))
     os.environ[VISIBLE_GPUS] = ",".join(names[each] for each in devices if each < len(names))
-    if (found := gpu.cuda.device_count()) != len(devices):  # CUDA leaves out what is not there, and all behind it
+    if (found := gpu.cuda.device_count()) != len(devices):  # CUDA drops a missing one, and all after it
         raise ConfigError(
             f"cluster.devices={list(devices)}: torch finds {found} of these, where CUDA_VISIBLE_DEVICES is "
-            f"{shown or 'not set'}; take GPUs that are there, or leave it out"
+            f"{visible or 'not set'}; take GPUs that exist, or leave it out"
         )
 
 
-class Means(NamedTuple):
-    """Says what one rank has for the exchange of tensors.
+class Capabilities(NamedTuple):
+    """The device and backends of one rank.
 
     Attributes:
-        backend: what was asked for.
-        kind: of the device where its tensors are.
-        gpu: a GPU's name that is the same for all ranks; "" on the CPU.
-        has_nccl: its build of torch can do NCCL.
+        backend: the requested one.
+        kind: the type of its tensors' device.
+        gpu: an identifier of the GPU that is the same on all ranks; "" on the CPU.
+        has_nccl: its build of torch has NCCL.
         problem: why this device or backend is not possible here; "" if it is.
     """
 
@@ -259,9 +259,9 @@ class Means(NamedTuple):
     problem: str = ""
 
 
-def take(device: torch.device, backend: str) -> Means:
-    """Returns the `Means` of this rank. Makes the GPU this thread's, unless the program has used GPUs before."""
-    means = Means(backend, device.type, has_nccl=nccl.ProcessGroupNCCL is not None)
+def capabilities_of(device: torch.device, backend: str) -> Capabilities:
+    """Returns this rank's capabilities. Makes the GPU the current one, unless the program already uses GPUs."""
+    mine = Capabilities(backend, device.type, has_nccl=nccl.ProcessGroupNCCL is not None)
     num_gpus = gpu.cuda.device_count() if device.type == gpu.KIND else 0
     problem = ""
     if backend not in ("auto", "gloo", "nccl"):
@@ -278,46 +278,48 @@ def take(device: torch.device, backend: str) -> Means:
         try:
             if not gpu.cuda.is_initialized():
                 gpu.cuda.set_device(device)
-            return means._replace(gpu=f"{_host()} {uuid_of(device)}")
-        except RuntimeError as error:  # the driver's
-            problem = f"device={device} does not begin ({first_line(error)}); fix that, or use device=cpu"
-    return means._replace(problem=problem)
+            return mine._replace(gpu=f"{_host()} {uuid_of(device)}")
+        except RuntimeError as error:  # from the driver
+            problem = f"device={device} cannot be used ({first_line(error)}); fix that, or use device=cpu"
+    return mine._replace(problem=problem)
 
 
 def _host() -> str:
-    """Returns a name for this host, by NCCL's rules: NCCL_HOSTID makes hosts of what is one."""
+    """Returns a name for this host, by NCCL's rules: NCCL_HOSTID may divide a host into several."""
     return os.environ.get("NCCL_HOSTID") or boot_id() or socket.gethostname()
 
 
 def uuid_of(device: torch.device) -> str:
-    """Returns the GPU's UUID; of a build that does not tell it, the number by which this process is shown it."""
-    shown = f"{device.index} of {os.environ.get(VISIBLE_GPUS, 'all')}"
-    return str(getattr(gpu.cuda.get_device_properties(device), "uuid", shown))
+    """Returns the GPU's UUID; if torch's build lacks it, the GPU's number among the visible ones."""
+    visible = f"{device.index} of {os.environ.get(VISIBLE_GPUS, 'all')}"
+    return str(getattr(gpu.cuda.get_device_properties(device), "uuid", visible))
 
 
 def agreed_backend(
-    store: Store, rank: int, ranks: Sequence[int], mine: Means, read: Callable[[str, int], bytes] | None = None
+    store: Store, rank: int, ranks: Sequence[int], mine: Capabilities, read: Callable[[str, int], bytes] | None = None
 ) -> str:
     """Returns "nccl" if every rank has its own GPU, else "gloo"; the same on every rank. Collective over them.
 
     Args:
         store: of this session of the ranks alone.
         rank: this rank's number among them.
-        ranks: what they are called in messages.
-        mine: what this rank has.
-        read: returns what a rank has written under a name, once it has; None: the store waits for it.
+        ranks: their numbers in messages.
+        mine: this rank's capabilities.
+        read: waits for a rank's value under a name, and returns it; None: the store's own wait.
 
     Raises:
-        ConfigError: on every rank: one of them has a problem, or what they have asked for does not go together.
+        ConfigError: on every rank: one of them has a problem, or their requests are incompatible.
     """
     everyone = range(len(ranks))
     store.set(f"means/{rank}", json.dumps(mine))
     read = read or (lambda name, _: store.get(name))
-    told = [mine if other == rank else Means(*json.loads(read(f"means/{other}", other))) for other in everyone]
+    capabilities = [
+        mine if other == rank else Capabilities(*json.loads(read(f"means/{other}", other))) for other in everyone
+    ]
     try:
-        backend, reason = _decided(ranks, told)
+        backend, reason = _decide(ranks, capabilities)
     except ConfigError:
-        with contextlib.suppress(DistError):  # the rank that keeps the store ends once all have read what it holds
+        with contextlib.suppress(DistError):  # the rank that serves the store ends once all have read it
             store.set(f"read/{rank}", "")
             store.multi_get([f"read/{other}" for other in everyone])
         raise
@@ -326,25 +328,25 @@ def agreed_backend(
     return backend
 
 
-def _decided(ranks: Sequence[int], told: Sequence[Means]) -> tuple[str, str]:
-    """Returns the backend, and why it is not NCCL if that was left open; raises ConfigError as `agreed_backend`."""
-    for problem, at in _by_value(ranks, [each.problem for each in told]).items():
+def _decide(ranks: Sequence[int], capabilities: Sequence[Capabilities]) -> tuple[str, str]:
+    """Returns the backend, and why "auto" is not NCCL; raises ConfigError as `agreed_backend`."""
+    for problem, at in _by_value(ranks, [each.problem for each in capabilities]).items():
         if problem:
             raise ConfigError(f"{_named(at)}: {problem}" if len(ranks) > 1 else problem)
-    kinds = _by_value(ranks, [each.kind for each in told])
+    kinds = _by_value(ranks, [each.kind for each in capabilities])
     if len(kinds) > 1:
         raise ConfigError(
-            f"the device is {_listed(kinds)}: put the models of all ranks on one kind of device, or say "
+            f"the device is {_listed(kinds)}: put the models of all ranks on one kind of device, or call "
             "ddp.init(device=…) on each"
         )
-    asked = _by_value(ranks, [each.backend for each in told])
+    asked = _by_value(ranks, [each.backend for each in capabilities])
     asked.pop("auto", None)
     if len(asked) > 1:
         raise ConfigError(f"backend is {_listed(asked)}: give all ranks the same one")
     if CPU.type in kinds or "gloo" in asked:
         return "gloo", ""
-    lacking = [name for name, each in zip(ranks, told, strict=True) if not each.has_nccl]
-    sharing = [at for at in _by_value(ranks, [each.gpu for each in told]).values() if len(at) > 1]
+    lacking = [name for name, each in zip(ranks, capabilities, strict=True) if not each.has_nccl]
+    sharing = [at for at in _by_value(ranks, [each.gpu for each in capabilities]).values() if len(at) > 1]
     if lacking:
         reason = f"the torch of {_named(lacking)} is built without NCCL"
     elif sharing:
@@ -357,7 +359,7 @@ def _decided(ranks: Sequence[int], told: Sequence[Means]) -> tuple[str, str]:
 
 
 def _by_value(ranks: Sequence[int], values: Sequence[Value]) -> dict[Value, list[int]]:
-    """Returns by value the ranks that have it."""
+    """Returns the ranks by their value."""
     found: dict[Value, list[int]] = {}
     for name, value in zip(ranks, values, strict=True):
         found.setdefault(value, []).append(name)

@@ -5,13 +5,13 @@
     anything else               the formulas of `collectives/cost.py` order the routes; the first of them are timed, as
                                 many as fit into `TRIAL_S`; the fastest one is taken
 
-Note "formula and trial". A formula knows what bytes cost on a wire. Where moving them takes long, it is within a tenth,
-and timing the routes would take seconds, so the formulas alone decide. A formula knows little about ranks that wait for
-a core: with more ranks than cores it is off by a factor of two or three. But there an all-reduce takes milliseconds, so
-trials are cheap. A formula counts an addition in a host's memory as free, and a host as one rank of the algorithm that
-connects the hosts: "shared_memory+ring" on h hosts costs what a ring of h ranks does.
+Note "formula and trial". A formula counts what bytes cost on a wire. For large buffers it is accurate to a tenth, and
+timing the routes would take seconds, so the formulas alone decide. A formula does not count waits for a core: with more
+ranks than cores it is off by a factor of two or three. But there an all-reduce takes milliseconds, so trials are cheap.
+A formula treats additions in a host's memory as free, and a host as one rank of the algorithm between hosts:
+"shared_memory+ring" on h hosts costs what a ring of h ranks does.
 
-The figures of the links are measured once, in a fraction of a second, before the first formula:
+The parameters of the links are measured once, in a fraction of a second, before the first formula:
 
     figure    what the ranks run                                               who runs it
     α         rounds in which each rank sends 8 bytes to the next rank of a    inside: all ranks of every host at once
@@ -20,21 +20,21 @@ The figures of the links are measured once, in a fraction of a second, before th
     β         the same with one message of 4 MB: what a byte adds              the same
     γ         `add_` of 4 MB: seconds per byte                                 every rank
 
-The rounds of most schedules are such exchanges, so α covers everything that a round costs: Python's time between two
-rounds, a send that waits for its receiver, a core that is shared with other ranks. One rank per host is enough between
-hosts, because the ranks of a host share its link.
+The rounds of most schedules are such exchanges, so α covers the whole overhead of a round: Python's time between
+rounds, a send that waits for its receiver, a core shared with other ranks. One rank per host is enough between hosts,
+because the ranks of a host share its link.
 
-In each repetition of a measurement the slowest rank's time counts, because a collective ends with its last rank. Of the
-repetitions the median counts, because a minimum would promise what is rarely reached, and one interruption would spoil
-a mean. All ranks exchange all their times, so all have the same figures.
+A repetition takes as long as its slowest rank, because a collective ends with its last rank. The median of the
+repetitions is used, because a minimum is rarely reached again, and one interruption would distort a mean. All ranks
+exchange all their times, so all have the same figures.
 
-All ranks must take the same way without asking each other. So a choice is a pure function of numbers that all of them
-have. It uses additions, multiplications and comparisons alone, because their results are the same bits on every machine
-(logarithms are not). Equal costs are ordered by name.
+All ranks must choose the same route without further communication. So a choice is a pure function of numbers that all
+of them have. It uses additions, multiplications and comparisons alone, because their results are the same bits on every
+machine (logarithms are not). Equal costs are ordered by name.
 
 Sizes up to the same power of two share a trial, so there are few trials, however many sizes a job has. Every choice is
-remembered by its size. Because it comes from measurements, another run may choose otherwise, and by another route the
-sums have other bits. A run that must repeat another one bit by bit takes over its `choices`.
+cached by its size. Because it depends on measurements, another run may choose differently, and another route gives sums
+with other bits. A run that must repeat another one bit by bit pins its `choices`.
 """
 
 from __future__ import annotations
@@ -68,19 +68,19 @@ from ddp.setting import Narrow
 from ddp.units import binary_size, counted, format_time, lines_of_table
 
 Result = TypeVar("Result")
-Times = dict[str, list[float]]  # by what was timed, the seconds of each repetition; absent where a rank took no part
+Times = dict[str, list[float]]  # by name, the seconds of each repetition; absent if a rank took no part
 
-TRIAL_S = 0.3  # the most time that trials of one size should take
+TRIAL_S = 0.3  # limit for the trials of one size
 DIRECT = "all_to_all"
 NEARLY = 1.1  # times that differ by no more count as equal
-NUM_REPETITIONS, IN_A_ROW = 5, 8  # repetitions of a measurement; calls or rounds in each repetition of a short one
+NUM_REPETITIONS, IN_A_ROW = 5, 8  # repetitions of a measurement; calls or rounds in a repetition of a short one
 SMALL_BYTES, BULK_BYTES, NUM_MESSAGES = 8, 4 << 20, 8
 
 # --- times -----------------------------------------------------------------------------------------------------------
 
 
 def timed(runs: Mapping[str, Callable[[], object]], in_a_row: int = 1, *, device: torch.device) -> Times:
-    """Runs each of these several times, in turn, so that a disturbance hits all of them equally.
+    """Times each of these several times, in turn, so that a disturbance affects all of them equally.
 
     Args:
         in_a_row: calls in each repetition.
@@ -101,7 +101,7 @@ def timed(runs: Mapping[str, Callable[[], object]], in_a_row: int = 1, *, device
 
 
 def agreed(mine: Times, gather: Callable[[Times], Sequence[Times]]) -> dict[str, float]:
-    """Returns, by name, the median over the repetitions of the slowest rank's time: the same on all ranks."""
+    """Returns, by name, the median over the repetitions of the slowest rank's time, which is the same on all ranks."""
     everyone = gather(mine)
     names = dict.fromkeys(name for times in everyone for name in times)
     by_rank = {name: [times[name] for times in everyone if name in times] for name in names}
@@ -112,7 +112,7 @@ def agreed(mine: Times, gather: Callable[[Times], Sequence[Times]]) -> dict[str,
 
 
 def measured_network(links: HostLinks, hosts: Hosts, device: torch.device) -> Network:
-    """Measures the links that are there. Collective.
+    """Measures the existing links. Collective.
 
     Raises:
         TransportError: a rank did not take part in time.
@@ -133,9 +133,9 @@ def measured_network(links: HostLinks, hosts: Hosts, device: torch.device) -> Ne
 
 
 def network_of(times: Mapping[str, float], hosts: Hosts) -> Network:
-    """Computes the figures of the links from the agreed times."""
+    """Computes the parameters of the links from the agreed times."""
     inside, between = _link(times, "inside"), _link(times, "between")
-    one_link = inside or between or Link(0.0, 0.0)  # a link that does not exist is the other one
+    one_link = inside or between or Link(0.0, 0.0)  # a missing link takes the figures of the other
     return Network(hosts, inside or one_link, between or one_link, times["adding"] / BULK_BYTES)
 
 
@@ -164,14 +164,14 @@ def _link(times: Mapping[str, float], name: str) -> Link | None:
 
 
 class Candidate(NamedTuple):
-    """A route of an all-reduce, and the seconds that it takes by its formula."""
+    """A route of an all-reduce, and its seconds by formula."""
 
     route: Route
     formula_s: float
 
 
 def ranked(routes: Iterable[Route], nbytes: int, network: Network) -> list[Candidate]:
-    """Returns these routes in the order of what their formulas say of an all-reduce of `nbytes`; the cheapest first."""
+    """Returns these routes in the order of their formulas for an all-reduce of `nbytes`, the cheapest first."""
     num_hosts = len(network.hosts)
     across = replace(network, hosts=equal_hosts(num_hosts, 1))  # a host counts as one rank
 
@@ -186,15 +186,15 @@ def ranked(routes: Iterable[Route], nbytes: int, network: Network) -> list[Candi
 
 
 class Plan:
-    """Chooses for one communicator. Every rank asks the same questions in the same order.
+    """Chooses the routes of one communicator. All ranks make the same calls in the same order.
 
     Attributes:
-        algorithm: what "auto" stands for: "auto", or the name of a route.
-        choices: bytes, with the wire format if there is one, and "canonical" if only such routes were asked for → name
-            of the route that was chosen.
+        algorithm: the meaning of "auto": "auto", or the name of a route.
+        choices: bytes, with the wire format if any, and "canonical" if only such routes were allowed → name of the
+            chosen route.
 
     Raises:
-        ConfigError: the algorithm asked for is not possible here.
+        ConfigError: the requested algorithm is not possible here.
     """
 
     def __init__(self, collectives: FlatCollectives, settings: Settings, queue: CallQueue) -> None:
@@ -202,13 +202,13 @@ class Plan:
         self.choices: dict[str, str] = {}
         self._collectives, self._settings, self._routes = collectives, settings, collectives.routes
         self._network: Network | None = None
-        self._trials: dict[tuple[int, Narrow | None], dict[str, float]] = {}  # by bytes and format, by route
+        self._trials: dict[tuple[int, Narrow | None], dict[str, float]] = {}  # by bytes and format, then by route
         on_one_host = len(collectives.hosts) == 1 and settings.device.type == gpu.KIND
         self._is_direct = on_one_host and (settings.order == "any" or self._routes[DIRECT].is_canonical)
         self.check(self.algorithm)
 
     def check(self, name: str) -> None:
-        """Accepts the name of a route, "auto", or "shared_memory", which stands for several routes on several hosts.
+        """Accepts the name of a route, "auto", or "shared_memory", which fits several routes on several hosts.
 
         Raises:
             ConfigError: there is no such route here.
@@ -218,7 +218,7 @@ class Plan:
             raise ConfigError(f"algorithm={name!r} is not possible here.{hint} Choose one of auto, {routes}")
 
     def route(self, flat: Tensor, algorithm: str, wire: Narrow | None = None) -> Route:
-        """Returns the route for this tensor. The name may stand for several routes.
+        """Returns the route for this tensor. The name may fit several routes.
 
         Args:
             wire: the format in which numbers travel.
@@ -229,34 +229,35 @@ class Plan:
         return self._routes.get(asked) or cheapest(self.ranking(flat.nbytes, wire), asked)
 
     def route_over_shards(self, flat: Tensor, num_shards: int) -> Route | None:
-        """Returns the route over the ranks that adds up their nodes as the tree over the shards does; None: none does.
+        """Returns the route over the ranks that adds their nodes in the order of the tree over the shards; None: none
+        does.
 
         Raises:
-            ConfigError: the user has asked for a route that adds up in another order.
+            ConfigError: the requested route adds up in another order.
         """
         if not is_canonical_over_ranks(self._collectives.world_size, num_shards):
             return None
         if self.algorithm == "auto":
             return self._routes[self._choose(flat.nbytes, is_canonical=True)]
         ranking = self.ranking(flat.nbytes, is_canonical=True)
-        if not any(each.route.answers_to(self.algorithm) for each in ranking):
+        if not any(each.route.matches(self.algorithm) for each in ranking):
             names = ", ".join(each.route.name for each in ranking)
             raise ConfigError(
-                f"algorithm={self.algorithm!r} adds up in another order than the tree over {num_shards} shards: take "
+                f"algorithm={self.algorithm!r} does not add up in the order of the tree over {num_shards} shards: take "
                 f"auto, or one of {names}"
             )
         return cheapest(ranking, self.algorithm)
 
     def algorithms(self) -> list[str]:
-        """Returns every algorithm that an all-reduce can take here: what `algorithm=` accepts besides "auto"."""
+        """Returns every algorithm for an all-reduce here: the values of `algorithm=` besides "auto"."""
         return list(self._routes)
 
     @property
     def overlaps(self) -> bool:
         """Returns True if an all-reduce in the background runs without taking CPU time from the caller.
 
-        It does if there are links to wait for, or a processor to spare. Otherwise the foreground takes less time,
-        because it needs no thread switches.
+        It does so if there are links to wait for, or a free processor. Otherwise the foreground is faster, because it
+        needs no thread switches.
         """
         group = self._collectives.group
         if group is None or self.algorithm not in ("auto", IN_MEMORY) or IN_MEMORY not in self._routes:
@@ -264,17 +265,17 @@ class Plan:
         return group.num_processors >= group.size * (torch.get_num_threads() + 1)
 
     def choose(self, nbytes: int, wire: Narrow | None = None) -> str:
-        """Returns the algorithm that "auto" takes for a buffer of this size. Collective: the first call may measure."""
-        return self._asked("choose", nbytes, lambda: self._choose(nbytes, wire))
+        """Returns the choice of "auto" for a buffer of this size. Collective: the first call may measure."""
+        return self._in_collective("choose", nbytes, lambda: self._choose(nbytes, wire))
 
     def network(self) -> Network:
-        """Returns the figures of the links. Collective: the first call measures."""
-        return self._asked("network", 0, self._links)
+        """Returns the parameters of the links. Collective: the first call measures."""
+        return self._in_collective("network", 0, self._links)
 
-    def _asked(self, question: str, nbytes: int, answer: Callable[[], Result]) -> Result:
-        """Answers a question about some bytes in a collective, because the first question measures."""
+    def _in_collective(self, question: str, nbytes: int, compute: Callable[[], Result]) -> Result:
+        """Runs `compute` as a collective call, because the first one measures."""
         checks.size(nbytes)
-        return self._queue.run(self._queue.number(question, how=(nbytes,)), answer)
+        return self._queue.run(self._queue.number(question, how=(nbytes,)), compute)
 
     def _choose(self, nbytes: int, wire: Narrow | None = None, *, is_canonical: bool = False) -> str:
         if IN_MEMORY in self._routes:
@@ -293,11 +294,11 @@ class Plan:
         return self.choices[key]
 
     def ranking(self, nbytes: int, wire: Narrow | None = None, *, is_canonical: bool = False) -> list[Candidate]:
-        """Returns every route with its formula, the cheapest first, for a question that has its turn.
+        """Returns every route with its formula, the cheapest first; to be called inside a collective.
 
         Args:
             wire: as in `route`.
-            is_canonical: of those alone that add up as the canonical tree over the ranks, whatever `order` is.
+            is_canonical: only routes in the order of the canonical tree over the ranks, whatever `order` is.
         """
         is_any = self._settings.order == "any" and not is_canonical
         routes = (route for route in self._routes.values() if is_any or route.is_canonical)
@@ -309,7 +310,7 @@ class Plan:
         return self._network
 
     def _trial(self, nbytes: int, candidates: Sequence[Candidate], wire: Narrow | None = None) -> dict[str, float]:
-        """Times these routes; seconds by name, remembered."""
+        """Times these routes. Returns the seconds by name, which are cached."""
         if (nbytes, wire) not in self._trials:
             device, gather = self._settings.device, partial(gathered, self._collectives.links.gather_bytes)
             flat = torch.zeros(nbytes // 4, dtype=torch.float32, device=device)
@@ -323,14 +324,14 @@ class Plan:
         return self._trials[nbytes, wire]
 
     def explain(self, nbytes: int, *, num_shards: int | None = None) -> str:
-        """Returns a table of every algorithm: what its formula says, and what it took in the trial. Collective.
+        """Returns a table of every algorithm with its time by formula and in the trial. Collective.
 
         Args:
-            num_shards: of sums over this number of shards of a batch, which have other algorithms to choose among.
+            num_shards: for sums over this number of shards of a batch, which have other algorithms.
         """
         if num_shards is None:
-            return self._asked("explain", nbytes, lambda: self._explain(nbytes))
-        return self._asked("explain", nbytes, lambda: self._explain_over_shards(nbytes, num_shards))
+            return self._in_collective("explain", nbytes, lambda: self._explain(nbytes))
+        return self._in_collective("explain", nbytes, lambda: self._explain_over_shards(nbytes, num_shards))
 
     def _explain_over_shards(self, nbytes: int, num_shards: int) -> str:
         world_size, what = self._collectives.world_size, f"sum of {num_shards} shards, {nbytes:,} bytes"
@@ -353,7 +354,7 @@ class Plan:
         return "\n".join([title, *table(self.ranking(nbytes), nbytes, size, times)])
 
     def pin(self, choices: Mapping[str, str]) -> None:
-        """Takes over what another run chose.
+        """Takes over the choices of another run.
 
         Raises:
             ConfigError: a route is not possible here.
@@ -363,7 +364,7 @@ class Plan:
         self.choices.update(choices)
 
     def describe(self) -> str:
-        """Says how all-reduces go here, in a few words: for a headline, and for the identity in a checkpoint."""
+        """Returns a short description of the routes, for a headline and for the identity in a checkpoint."""
         if self.algorithm != "auto":
             return self.algorithm
         if IN_MEMORY in self._routes:
@@ -377,48 +378,48 @@ class Plan:
 
 
 def size_of_trial(nbytes: int) -> int:
-    """Returns the size that stands for this one in trials: the next power of two."""
+    """Returns the size that trials use for this one: the next power of two."""
     return max(4, 1 << (nbytes - 1).bit_length())
 
 
 def trial_s(candidate: Candidate) -> float:
-    """Returns the seconds of timing this route, by its formula."""
+    """Returns the seconds that timing this route takes, by its formula."""
     return (NUM_REPETITIONS + 1) * candidate.formula_s
 
 
 def affordable(ranking: Sequence[Candidate]) -> list[Candidate]:
-    """Returns the cheapest routes, as many as can be timed within `TRIAL_S`."""
+    """Returns as many of the cheapest routes as can be timed within `TRIAL_S`."""
     taken_s = accumulate(map(trial_s, ranking))
     return [candidate for candidate, until_s in zip(ranking, taken_s, strict=True) if until_s <= TRIAL_S]
 
 
 def fastest(routes: Mapping[str, Route], times: Mapping[str, float]) -> str:
-    """Returns the name of the route to take, given what the routes take.
+    """Returns the name of the best route by these times.
 
-    Of those that are nearly as fast as the fastest: one through memory, because that takes less CPU time; then the
-    first in the catalog, which begins with the ring, because there every rank talks to its neighbours only.
+    Among routes that are nearly as fast as the fastest, one through memory comes first, because it takes less CPU time;
+    then the first in the catalog, which begins with the ring, because its ranks talk to neighbours only.
     """
     near = [route for route in routes.values() if times.get(route.name, inf) <= NEARLY * min(times.values())]
     return min(near, key=lambda route: not route.in_memory).name
 
 
 def cheapest(ranking: Sequence[Candidate], name: str) -> Route:
-    """Returns the first route of a ranking that answers to the name.
+    """Returns the first route of a ranking that fits the name.
 
     Raises:
-        ConfigError: none does, because of the order of additions that was asked for.
+        ConfigError: none does, because of the required order of additions.
     """
     for candidate in ranking:
-        if candidate.route.answers_to(name):
+        if candidate.route.matches(name):
             return candidate.route
-    raise ConfigError(f"no way {name!r} adds in canonical order here; leave order at 'any', or take another way")
+    raise ConfigError(f"no route {name!r} adds in canonical order here; leave order at 'any', or take another route")
 
 
 # --- for a reader ----------------------------------------------------------------------------------------------------
 
 
 def table(ranking: Sequence[Candidate], nbytes: int, size: int, times: Mapping[str, float]) -> list[str]:
-    """Returns the lines of a table: what every route takes by its formula, what it moves, and what it took.
+    """Returns the lines of a table: every route's time by formula, its rounds and bytes, and its measured time.
 
         way            formula  rounds  sent by a rank  32 MB timed
      1  all_to_all     40.4 ms       2         37.5 MB      48.2 ms
@@ -426,8 +427,8 @@ def table(ranking: Sequence[Candidate], nbytes: int, size: int, times: Mapping[s
 
     Args:
         nbytes: of the buffer.
-        size: the bytes of what was timed.
-        times: by the name of a route, what it took.
+        size: the bytes of the timed buffer.
+        times: by route, its measured seconds.
     """
     rows = [("", "way", "formula", "rounds", "sent by a rank", f"{binary_size(size)} timed")]
     for number, (route, seconds) in enumerate(ranking, start=1):

@@ -1,23 +1,23 @@
 """Turns a user's tensors into the flat buffers that collectives run on, and combines two buffers into one.
 
-`op=` says how two are combined. A mean is a sum that is divided once, at the end.
+`op=` is the operation on two buffers. A mean is a sum that is divided once, at the end.
 
-`wire=` says what travels between hosts in the place of a tensor's own numbers:
+`wire=` is the format in which a tensor's numbers travel between hosts:
 
     bf16    float32's range, 8 bits of precision                         2 bytes a number
     fp16    11 bits of precision, from 6e-8 to 65504                     2 bytes a number
     int8    whole numbers up to 127, and a scale for every block         1 byte a number, and 4 a block
     int8_stochastic    the same, rounded up or down by chance, so that the mean over many different blocks is right
-    fp32    no narrower than float32: tensors of a narrower type are made float32, and added up so
+    fp32    at least float32: tensors of a narrower type are converted, and added up as float32
 
-Sums stay wide: what arrives is widened, and then added. So a number is rounded once for each hop that it makes.
+Sums stay wide: incoming numbers are widened, and then added. So a number is rounded once per hop.
 
-A rank that passes on what it has received encodes it again, and must reach the same bits, or replicas would differ. A
-cast keeps what a cast has left. An int8 block keeps its largest number at 127 scales, from which the same scale follows
-to the bit, and so the same whole numbers. Blocks must be the same, too: chunks begin at multiples of `unit`.
+A rank that forwards numbers encodes them again, and must get the same bits, or replicas would differ. A second cast
+changes nothing. In an int8 block the largest number stays at 127 scales, which gives the same scale to the bit, and so
+the same whole numbers. The blocks must be the same, too: chunks begin at multiples of `unit`.
 
-fp16 has a small range. Where sums are divided in the end, a buffer is divided by a power of two before anything of it
-travels (`shrink`), and sums by the rest. So terms, sums and the result are all about as large as a mean.
+fp16 has a small range. If sums are divided in the end, a buffer is divided by a power of two before it travels
+(`shrink`), and its sums by the remaining factor. So terms, sums and the result are all about as large as a mean.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ COMBINE: dict[str, Callable[..., Tensor]] = {
     "min": torch.minimum,
     "max": torch.maximum,
 }
-"""By operation, the function of two tensors; its `out` may be one of them."""
+"""The function of two tensors for each operation; its `out` may be one of them."""
 
 
 class OnDevice:
-    """A divisor that a GPU computes, so that the host need not wait for it."""
+    """A divisor that is computed on a GPU, so that the host need not wait for it."""
 
     def on_device(self) -> Tensor | None:
-        """Returns it as a scalar, on the current stream; None if the host knows it."""
+        """Returns the divisor as a scalar, on the current stream; None if it is on the host."""
         return None
 
 
 class Reduction(NamedTuple):
-    """An operation on the ranks' tensors, and what happens to its result on the way.
+    """An operation on the ranks' tensors, with its scaling and wire format.
 
     Attributes:
-        divide_by: what every sum is divided by, once: a whole number, but where a wire format has shrunk the terms; or
-            a scalar that only the GPU knows.
-        wire: how numbers travel between hosts, if not in the tensors' own type.
-        before, after: what terms and results are multiplied by, where sums would overflow and a mean does not.
+        divide_by: the divisor of every sum: a whole number, unless a wire format has shrunk the terms; or a scalar that
+            exists only on the GPU.
+        wire: the format in which numbers travel between hosts, if not the tensors' own type.
+        before, after: factors of terms and results, for means whose sums would overflow.
     """
 
     op: str = "sum"
@@ -74,12 +74,12 @@ class Reduction(NamedTuple):
 
 
 def is_identity(factor: float | Tensor) -> bool:
-    """Returns True for 1, which changes nothing. A factor that exists only on the GPU is never read."""
+    """Returns True for 1, which is a no-op. A factor that exists only on the GPU is never read."""
     return not isinstance(factor, Tensor) and factor == 1
 
 
 def divided_(numbers: Tensor, divisor: float | Tensor) -> Tensor:
-    """Divides in place. A GPU would round its own divisor to the numbers' type first, if that is narrow."""
+    """Divides in place. A divisor on the GPU would first be rounded to the numbers' type, if that is narrow."""
     if isinstance(divisor, Tensor) and numbers.dtype.itemsize < 4:
         return numbers.copy_(numbers.float().div_(divisor))
     return numbers if is_identity(divisor) else numbers.div_(divisor)
@@ -96,9 +96,9 @@ _PLAIN = {op: Reduction(op) for op in COMBINE}
 SUM = _PLAIN["sum"]
 
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""Types that torch hardly computes with, and those whose sums and products have the same bits."""
+"""Types that torch hardly supports, and the types whose sums and products have the same bits."""
 
-OVERFLOWING = (torch.float16, torch.complex32)  # 65504 is the largest: a sum may be infinite, and the mean far from it
+OVERFLOWING = (torch.float16, torch.complex32)  # up to 65504: a sum may overflow although the mean is small
 
 
 def reduction_of(
@@ -115,7 +115,7 @@ def reduction_of(
     divisor: int | Tensor
     if not isinstance(divide_by, OnDevice) or (known := divide_by.on_device()) is None:
         divisor = int(divide_by)
-    elif wire == "fp16":  # whose numbers may overflow; no power of two can be chosen without knowing the divisor
+    elif wire == "fp16":  # its numbers may overflow, and a power of two depends on the divisor
         return Reduction(op, 1, wire_format(wire), known.reciprocal())
     else:
         divisor = known
@@ -133,15 +133,15 @@ def reduction_of(
 
 
 def reduction_of_shards(dtype: torch.dtype, num_shards: int, divide_by: SupportsInt) -> Reduction:
-    """Returns the sum of shards, each of which was divided by `overflow_headroom` if its sums may overflow."""
+    """Returns the reduction of shards, each of which was divided by `overflow_headroom` if sums may overflow."""
     found = reduction_of("sum", dtype, num_shards, divide_by)
-    if dtype in OVERFLOWING and is_identity(found.before):  # nothing divides
+    if dtype in OVERFLOWING and is_identity(found.before):  # there is no divisor
         return found._replace(after=overflow_headroom(num_shards))
     return found._replace(before=1.0)
 
 
 def overflow_headroom(num_terms: int) -> int:
-    """Returns the divisor of n terms whose sum must not overflow: a power of two, because that loses no digits."""
+    """Returns a divisor for n terms whose sum must not overflow: a power of two, which loses no digits."""
     return 1 << (num_terms - 1).bit_length()
 
 
@@ -155,9 +155,9 @@ def refuse_divisor_out_of_range(divide_by: int) -> None:
 
 
 def flatten(tensor: Tensor) -> Tensor:
-    """Returns [numel], contiguous: the tensor's own memory, or a copy where that is laid out otherwise.
+    """Returns [numel], contiguous: the tensor's own memory, or a copy if it is not contiguous.
 
-    Wide unsigned integers, which torch hardly computes with, become signed ones; sums and products have the same bits.
+    Wide unsigned integers, which torch hardly supports, become signed ones; sums and products have the same bits.
     """
     if (
         tensor.dim() == 1
@@ -165,14 +165,14 @@ def flatten(tensor: Tensor) -> Tensor:
         and tensor.is_floating_point()
         and not (tensor.requires_grad or tensor.is_neg())
     ):
-        return tensor  # a bucket: what all this is for, and the quickest way through
+        return tensor  # a bucket: the most frequent case
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     signed = SIGNED.get(flat.dtype)
     return flat if signed is None else flat.view(signed)
 
 
 def buffers(given: Tensor | Sequence[Tensor]) -> list[tuple[Tensor, Sequence[Tensor]]]:
-    """Returns flat buffers, and the tensors that each holds: a tensor's own memory, or copies of a list's by dtype."""
+    """Returns flat buffers, and the tensors in each: a tensor's own memory, or copies of a list by dtype."""
     if isinstance(given, Tensor):
         return [(flatten(given), (given,))]
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -182,7 +182,7 @@ def buffers(given: Tensor | Sequence[Tensor]) -> list[tuple[Tensor, Sequence[Ten
 
 
 def write_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copies a buffer back into the tensors that it holds, unless it is their own memory."""
+    """Copies a buffer back into its tensors, unless it is their own memory."""
     if flat is tensors[0]:
         return
     for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
@@ -197,17 +197,17 @@ def with_rows(tensor: Tensor) -> Tensor:
 
 
 def by_rank(flat: Tensor, rows: Sequence[int], like: Tensor) -> list[Tensor]:
-    """Returns a flat buffer's pieces, rank r's with rows[r] rows, in all else shaped like a tensor."""
+    """Returns a flat buffer's pieces: rank r's with rows[r] rows, otherwise in the shape of `like`."""
     bounds = bounds_of(rows, like)
     return [flat[a:b].view(n, *like.shape[1:]) for n, (a, b) in zip(rows, pairwise(bounds), strict=True)]
 
 
 def bounds_of(rows: Sequence[int], like: Tensor) -> list[int]:
-    """Returns where each rank's rows begin in a flat buffer, in elements; the last entry is its length."""
+    """Returns the start of each rank's rows in a flat buffer, in elements; the last entry is its length."""
     return [0, *accumulate(n * like.shape[1:].numel() for n in rows)]
 
 
-@cache  # a message of a few bytes takes a few microseconds
+@cache  # matters for messages that take a few microseconds
 def dtype_name(dtype: torch.dtype) -> str:
     """Returns "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")
@@ -217,12 +217,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 NAMES: tuple[str, ...] = (*get_args(Narrow), "fp32")
-BLOCK = 256  # numbers with one scale
-STRETCH = 256 * BLOCK  # numbers whose temporary copies fit a CPU's cache; on a GPU each stretch would cost commands
+BLOCK = 256  # numbers per scale
+STRETCH = 256 * BLOCK  # numbers whose temporary copies fit in a CPU's cache; on a GPU each stretch would cost commands
 MOST = 127
 SCALE_BYTES, ALIGNMENT_BYTES = 4, 16
 HASH = (-1_640_531_535, 2_135_587_861, 1_540_483_477)  # odd numbers without a pattern in their bits
-TINY = torch.finfo(torch.float32).tiny  # smaller scales lose digits, and their blocks are zeros then
+TINY = torch.finfo(torch.float32).tiny  # smaller scales lose digits, so their blocks become zeros
 BELOW_TINY = TINY * (1 - 2**-23)
 
 
@@ -231,8 +231,8 @@ class WireFormat(ABC):
 
     Attributes:
         dtype: of the elements that travel.
-        shrink: a power of two, by which numbers must be divided before they are encoded.
-        unit: a message begins at a multiple of this, counted in numbers from the start of the buffer.
+        shrink: a power of two by which numbers must be divided before they are encoded.
+        unit: messages begin at multiples of this many numbers from the start of the buffer.
     """
 
     dtype: torch.dtype
@@ -245,15 +245,15 @@ class WireFormat(ABC):
 
     @abstractmethod
     def encode(self, numbers: Tensor, into: Tensor) -> None:
-        """Writes numbers, [numel], as they travel, [length(numel)]."""
+        """Encodes numbers, [numel], into [length(numel)]."""
 
     @abstractmethod
     def decode(self, encoded: Tensor, into: Tensor) -> None:
-        """Writes what has travelled as numbers."""
+        """Decodes into numbers."""
 
     @abstractmethod
     def add(self, encoded: Tensor, to: Tensor) -> None:
-        """Adds what has travelled to numbers, in their own type."""
+        """Decodes and adds to numbers, in their own type."""
 
     def bytes_of(self, numel: int) -> int:
         """Returns the number of bytes that carry `numel` numbers."""
@@ -284,14 +284,13 @@ class Cast(WireFormat):
 
 
 class Int8(WireFormat):
-    """Whole numbers of eight bits, with a float32 scale for each block: its largest number divided by 127.
+    """8-bit integers, with a float32 scale for each block: its largest number divided by 127.
 
-    A message is the scales, and then the whole numbers, as bytes. A number differs from what was encoded by half a
-    scale at most; by less than a scale, if chance decides. A block with a number that is not finite has only such ones
-    afterwards.
+    A message is the scales, and then the integers, as bytes. The error of a number is at most half a scale; less than a
+    scale with stochastic rounding. A block with a non-finite number has only non-finite numbers afterwards.
 
     Args:
-        by_chance: a number is rounded up with a probability of what is behind the point, and not to the nearest.
+        by_chance: stochastic rounding, up with the probability of the fractional part, instead of to nearest.
     """
 
     def __init__(self, *, by_chance: bool = False) -> None:
@@ -317,10 +316,10 @@ class Int8(WireFormat):
             whole.copy_(self._by_chance(steps, values, scales) if self._is_by_chance else steps.round_())
 
     def _by_chance(self, steps: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-        """Rounds up with a probability of what is behind the point; whole numbers stay, in spite of rounding errors.
+        """Rounds up with the probability of the fractional part; whole numbers stay, in spite of rounding errors.
 
-        The draw is a hash of the value, its place in the block and the block's scale, which is another one in each step
-        of a training. So it is the same wherever two ranks round the same, and when a run is repeated.
+        The draw is a hash of the value, its place in the block and the block's scale, which differs in each step. So it
+        is the same if two ranks round the same value, and if a run is repeated.
         """
         place = torch.arange(values.shape[1], dtype=torch.int32, device=values.device)
         of_block = scales.view(torch.int32).unsqueeze(1) * HASH[2]
@@ -337,7 +336,7 @@ class Int8(WireFormat):
             values.add_(torch.mul(whole, scales.unsqueeze(1)))
 
     def _blocks(self, numbers: Tensor, encoded: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yields views of some blocks at a time: numbers and whole numbers, [blocks, numbers], and scales, [blocks]."""
+        """Yields views of some blocks at a time: numbers and integers, [blocks, numbers], and scales, [blocks]."""
         numel = len(numbers)
         num_blocks = -(-numel // BLOCK)
         scales = encoded[: SCALE_BYTES * num_blocks].view(torch.float32)
@@ -353,17 +352,17 @@ class Int8(WireFormat):
 
 
 def widened(tensor: Tensor, name: WireName | None) -> tuple[Tensor, Narrow | None]:
-    """Returns the tensor that is added up, widened if asked for, and the narrow format in which it travels, if any."""
+    """Returns the tensor to add up, widened if requested, and the narrow format in which it travels, if any."""
     if name == "fp32":
         return tensor.to(torch.promote_types(tensor.dtype, torch.float32)), None
     return tensor, name
 
 
 def wire_format(name: Narrow, divide_by: int = 1) -> WireFormat:
-    """Returns the format of this name, for sums that will be divided by so much.
+    """Returns the format of this name, for sums that will be divided by `divide_by`.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the name is unknown.
     """
     match name:
         case "bf16":

@@ -1,7 +1,7 @@
-"""The session of this process: what `ddp.init`, `ddp.shutdown` and `current` remember, in one object.
+"""The session of this process: the state of `ddp.init`, `ddp.shutdown` and `current`, in one object.
 
-`init` takes what is there, in this order: an initialised torch.distributed, the environment of a launcher
-(`meeting/place.py`), or nothing: then it is a world of one. `opening.py` connects the ranks.
+`init` uses, in this order, an initialised torch.distributed, or the environment of a launcher (`meeting/place.py`);
+without either, this is a world of one. `opening.py` connects the ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.host_links import Settings
 from ddp.comm.meeting.place import ALONE, RankPlace, place
 from ddp.comm.meeting.private_store import for_torch, part_of, sealed, secret
-from ddp.comm.meeting.rendezvous import Opened, answered, join_role, on_this_host, open_store, rendezvous
+from ddp.comm.meeting.rendezvous import Opened, ask_store, join_role, on_this_host, open_store, rendezvous
 from ddp.comm.opening import WARN_S, chosen_device, device_named, open_communicator
 from ddp.errors import CommunicatorBroken, ConfigError, PeerLost, first_line, safe_str
 from ddp.process import gpu
@@ -36,23 +36,23 @@ from ddp.process.terminal import follow_rank, log
 from ddp.setting import Additions
 
 ABORT_S = 600.0
-ANSWER_S = 3.0  # wait for a store that has answered before
-LAST_S = 10.0  # longest wait of the rank that serves the store for the others, which have reached the last barrier
+ANSWER_S = 3.0  # longest wait for a store that has responded before
+LAST_S = 10.0  # longest wait, after the last barrier, of the rank that serves the store for the others
 POLL_S = 0.05
 
 
 @dataclass
 class _Session:
-    """Remembers the communicators of this process, and what `shutdown` must undo."""
+    """The communicators of this process, and the state that `shutdown` must undo."""
 
-    comms: dict[tuple[dist.ProcessGroup, str], Communicator] = field(default_factory=dict)  # by kind of device, too
-    generation: int = -1  # of the last one for all ranks
-    owned_store: Store | None = None  # of torch.distributed, if `init` began it
-    hooks: tuple[Any, Any] = None, None  # sys.excepthook before that, and torch's, which names the rank
-    met: tuple[RankPlace, Opened] | None = None  # the launcher's store, once for a meeting place
-    on_host: tuple[int, int] | None = None  # number among the ranks of this host, and how many these are
+    comms: dict[tuple[dist.ProcessGroup, str], Communicator] = field(default_factory=dict)  # and by kind of device
+    generation: int = -1  # of the last communicator of all ranks
+    owned_store: Store | None = None  # of torch.distributed, if `init` initialized it
+    hooks: tuple[Any, Any] = None, None  # sys.excepthook before that, and torch's own, which names the rank
+    met: tuple[RankPlace, Opened] | None = None  # the launcher's store, one per address
+    on_host: tuple[int, int] | None = None  # number among the ranks of this host, and their number
     handled: BaseException | None = None  # the exception in whose handler the session began
-    pid: int = os.getpid()  # a forked child ends for itself
+    pid: int = os.getpid()  # a forked child leaves it alone
 
 
 _session = _Session()
@@ -75,22 +75,21 @@ def init(
     After `torch.distributed.destroy_process_group` by the application, the next call makes a new one.
 
     Args:
-        device: "cpu", "cuda", one GPU ("cuda:1" or 1) or a torch.device: where the tensors are that its verbs take.
-            "auto": a GPU where there is one. None: a GPU if the program has begun to use one
-            (`torch.cuda.set_device`, or a tensor there), or its process group is for GPUs; else the CPU. A replica
-            whose parameters are elsewhere has its own communicator, over the same ranks.
-            A GPU without a number is that of the process group's `device_id`, or the current one, or that of
-            LOCAL_RANK, which becomes the current one then.
-        backend: "gloo", "nccl", or "auto": NCCL where each rank has a GPU of its own.
+        device: "cpu", "cuda", one GPU ("cuda:1" or 1) or a torch.device: the device of its collectives' tensors.
+            "auto": a GPU if there is one. None: a GPU if the program already uses one (`torch.cuda.set_device`, or a
+            tensor there), or its process group is for GPUs; else the CPU. A replica whose parameters are elsewhere has
+            its own communicator, over the same ranks. A GPU without a number is that of the process group's
+            `device_id`, else the current one, else that of LOCAL_RANK, which then becomes the current one.
+        backend: "gloo", "nccl", or "auto": NCCL if each rank has its own GPU.
         algorithm, order, shared_memory, segment_bytes, debug: see `Settings`.
-        warn_s: seconds in one wait after which a warning says who is missing.
+        warn_s: seconds in one wait after which a warning names the missing rank.
         abort_s: seconds in one wait after which PeerLost is raised; None: the timeout of the application's process
-            group, else 600. A rank that died or shows no sign of life is given up earlier (`watchdog.py`).
+            group, else 600. A rank that has died or shows no sign of life is given up earlier (`watchdog.py`).
 
     Raises:
-        ConfigError: on every rank, a device or backend that one of them does not have, or that do not go together; a
-            deadline out of its range.
-        PeerLost: a rank did not come within `abort_s`.
+        ConfigError: on every rank, a device or backend that is missing on one of them or incompatible with the others';
+            a deadline out of range.
+        PeerLost: a rank did not arrive within `abort_s`.
     """
     if abort_s is not None and not 0 < abort_s <= LONGEST_S:
         raise ConfigError(f"abort_s={abort_s}: must be seconds, above 0 and at most {LONGEST_S:g}")
@@ -125,13 +124,13 @@ def init(
 
 
 def current(device: torch.device | None = None) -> Communicator:
-    """Returns the process's communicator; made with the defaults if there is none yet.
+    """Returns the process's communicator; creates it with the defaults if there is none yet.
 
     Args:
-        device: where the tensors are; None: of the first communicator.
+        device: of the tensors; None: that of the first communicator.
     """
     if dist.group.WORLD is not None and _known(dist.group.WORLD) is not None:
-        return communicator_of(dist.group.WORLD, device)  # also one that is broken, and says so
+        return communicator_of(dist.group.WORLD, device)  # even if it is broken, because its calls raise that
     return init(device=device)
 
 
@@ -144,13 +143,13 @@ def _known(group: dist.ProcessGroup, device: torch.device | None = None) -> Comm
 
 
 def communicator_of(group: dist.ProcessGroup, device: torch.device | None = None) -> Communicator:
-    """Returns a communicator of the ranks of one of torch's process groups. Collective among them; made once for each.
+    """Returns a communicator for the ranks of one of torch's process groups. Collective among them; cached per group.
 
     It has the group's timeout, and otherwise the settings of the process's communicator, if there is one. Its
-    connections are its own, so that its messages never mix with those that the application sends over the group.
+    connections are its own, so that its messages never mix with the application's messages over the group.
 
     Args:
-        device: where the tensors are; None: of the group's first communicator, or else of the process's.
+        device: of the tensors; None: that of the group's first communicator, else of the process's.
 
     Raises:
         ConfigError: this process does not belong to the group.
@@ -164,12 +163,12 @@ def communicator_of(group: dist.ProcessGroup, device: torch.device | None = None
     if (known := _known(group, device)) is not None:
         return known
     wanted = device or (world.device if world is not None else None)
-    as_if_all_were = dist.get_rank(), dist.get_world_size()  # because only all ranks together can count
+    as_if_all_were = dist.get_rank(), dist.get_world_size()  # because counting the ranks of a host takes all ranks
     on_host = _session.on_host or ((here := place()) and here.on_host) or as_if_all_were
     chosen = chosen_device(wanted, on_host[0], _bound(group) or _bound(dist.group.WORLD))
     base = world.settings if world is not None else Settings(device=chosen)
-    backend = base.backend if chosen.type == gpu.KIND else "auto"  # that of GPUs need not be one for the CPU
-    algorithm = base.algorithm if chosen.type == base.device.type else "auto"  # the memory of a host is for the CPU
+    backend = base.backend if chosen.type == gpu.KIND else "auto"  # a backend for GPUs need not work on the CPU
+    algorithm = base.algorithm if chosen.type == base.device.type else "auto"  # shared memory is for the CPU
     settings = replace(
         base,
         device=chosen,
@@ -182,17 +181,17 @@ def communicator_of(group: dist.ProcessGroup, device: torch.device | None = None
 
 
 def on_cpu(comm: Communicator) -> Communicator:
-    """Returns the communicator of the same ranks for tensors on the CPU. Collective; made once for each process group.
+    """Returns the communicator of the same ranks for tensors on the CPU. Collective; cached per process group.
 
-    What may be as large as a model goes over it, because there may be no room for another one on the GPU. A subgroup
-    has none, and is returned itself.
+    Data as large as a model goes over it, because the GPU may have no memory for a second model. A subgroup has none,
+    and is returned itself.
     """
     group = next((of for (of, _), each in _session.comms.items() if each is comm), None)
     return comm if group is None or comm.device.type == "cpu" else communicator_of(group, torch.device("cpu"))
 
 
 def _opened(group: dist.ProcessGroup | None, settings: Settings, *, warn_s: float) -> Communicator:
-    """Opens a communicator of a group's ranks, and remembers it; without a group, begins torch.distributed first."""
+    """Opens and caches a communicator of a group's ranks; without a group, initializes torch.distributed first."""
     if group is None:
         store = _join(warn_s=warn_s, abort_s=settings.abort_s)
         group = dist.distributed_c10d._get_default_group()
@@ -208,7 +207,7 @@ def _opened(group: dist.ProcessGroup | None, settings: Settings, *, warn_s: floa
         settings,
         warn_s=warn_s,
         ranks=() if is_world else dist.get_process_group_ranks(group),
-        torch_s=group if is_world and _session.owned_store is not None else None,  # then we began torch.distributed
+        torch_s=group if is_world and _session.owned_store is not None else None,  # `init` made the group
     )
     _session.comms[group, settings.device.type], _session.pid = comm, os.getpid()
     return comm
@@ -224,19 +223,19 @@ def _forget_what_ended() -> None:
 
 
 def _end_what_failed() -> None:
-    """Ends a session that has failed, so that a new one can begin, and a group of torch's that such a one has left."""
+    """Ends a failed session, and the process group that it has left, so that a new one can begin."""
     if dist.group.WORLD is None:
         return
     known = _known(dist.group.WORLD)
     if any(comm.is_broken for (group, _), comm in _session.comms.items() if group is dist.group.WORLD):
-        shutdown(failed="a collective of its own failed, and it begins anew")
+        shutdown(failed="a collective of its own failed, and it starts again")
         known = None
     if known is None and _session.owned_store is not None:
         _end_torch_distributed(failed=True)
 
 
 def has_failed() -> bool:
-    """Returns True if torch.distributed is there only because a session that `init` began has failed."""
+    """Returns True if torch.distributed is still initialized only because a session of `init` has failed."""
     known = None if dist.group.WORLD is None else _known(dist.group.WORLD)
     return _session.owned_store is not None and (known is None or known.is_broken)
 
@@ -249,22 +248,19 @@ def _end(comm: Communicator, failed: str = "") -> None:
 
 
 def shutdown(*, failed: str = "") -> None:
-    """Ends the communicator, and torch.distributed if `init` began it. Harmless without one, or after an error.
+    """Ends the communicator, and torch.distributed if `init` initialized it. Harmless without one, or after an error.
 
-    If it is called while an exception is being raised (`finally: ddp.shutdown()`), this rank counts as stopping early.
-    The same holds inside an `except` block, because the two cannot be told apart here.
-
-    Raises:
-        PeerLost: on GPUs, a collective that was enqueued has not ended, so that its results mean nothing.
+    Called while an exception propagates (`finally: ddp.shutdown()`), it reports that this rank stops early. The same
+    holds inside an `except` block, because the two cases look the same here.
 
     Args:
-        failed: why this rank stops early. Then the others are told, and nothing is waited for: what may still be in
-            flight ends with the process.
+        failed: why this rank stops early. Then it notifies the others, and does not wait: collectives in flight end
+            with the process.
 
     Raises:
-        PeerLost: a collective that was enqueued on a GPU has failed since, so that its results mean nothing.
+        PeerLost: a collective that was enqueued on a GPU has failed since, so its results are undefined.
     """
-    if os.getpid() != _session.pid:  # a forked child, which is none of the ranks
+    if os.getpid() != _session.pid:  # a forked child, which is not a rank
         return
     failed = failed or _in_flight()
     if not failed:
@@ -281,24 +277,24 @@ def shutdown(*, failed: str = "") -> None:
         if not failed:
             world.barrier()  # the store stays until no rank needs it
     except CommunicatorBroken:
-        pass  # the program has been told before
+        pass  # the program has seen the error before
     except PeerLost as lost:
-        if lost.sequence <= num_calls:  # what was enqueued before never came
+        if lost.sequence <= num_calls:  # a collective that was enqueued before has failed
             raise
-        log.warning("at the end: %s", lost)  # this rank has all that it wanted
+        log.warning("at the end: %s", lost)  # this rank has all its results
     finally:
         ends_well = not failed and not world.is_broken
         _end(world, failed)
         if (store := _session.owned_store) is not None and ends_well:
             _end_torch_distributed()
-            with contextlib.suppress(PeerLost):  # this rank has all that it wanted
-                answered(partial(_leave, store, world.rank, world.world_size), within_s=LAST_S)
+            with contextlib.suppress(PeerLost):  # this rank has all its results
+                ask_store(partial(_leave, store, world.rank, world.world_size), within_s=LAST_S)
 
 
 def _leave(store: Store, rank: int, world_size: int) -> None:
-    """Says that this rank needs the store no more. Returns at once, but where it is served: there once all said so.
+    """Announces that this rank no longer needs the store. The rank that serves it waits until all have done so.
 
-    Otherwise the client of a rank that is a little later would find the server gone, and print that.
+    Otherwise the client of a slightly later rank would find the server gone, and print that.
     """
     with contextlib.suppress(DistError):
         store.set(f"leaves/{rank}", "")
@@ -309,29 +305,29 @@ def _leave(store: Store, rank: int, world_size: int) -> None:
 
 
 def _end_torch_distributed(*, failed: bool = False) -> None:
-    """Ends torch.distributed, which `init` began; after a failure without waiting for what NCCL still does."""
+    """Ends torch.distributed, which `init` initialized; after a failure without waiting for NCCL."""
     if failed and any(str(dist.get_backend(group)) == "nccl" for group in dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._abort_process_group()
     else:
         dist.destroy_process_group()
     _session.owned_store, (before, torch_s) = None, _session.hooks
-    if sys.excepthook is torch_s:  # each session would add its own
+    if sys.excepthook is torch_s:  # otherwise each session would add one
         sys.excepthook = before
 
 
 @atexit.register
 def _end_with_the_program() -> None:
-    """Ends what a program without a `shutdown` has left."""
+    """Ends the session of a program that has not called `shutdown`."""
     if os.getpid() == _session.pid:
-        error = getattr(sys, "last_value", None)  # what the interpreter has just printed
+        error = getattr(sys, "last_value", None)  # the exception that the interpreter has just printed
         for comm in _session.comms.values():
             comm.abandon(f"{type(error).__name__}: {safe_str(error)}" if error is not None else "")
 
 
 def _in_flight() -> str:
-    """Returns the exception that the session is being left by, as text; "" if there is none, or a plain `sys.exit()`.
+    """Returns the exception that ends the session, as text; "" if there is none, or a plain `sys.exit()`.
 
-    One that was being handled when the session began (`except: main()`) does not leave it.
+    An exception that was already being handled when the session began (`except: main()`) does not count.
     """
     error = sys.exception()
     if error is None and not threading.main_thread().is_alive():  # called by atexit
@@ -342,7 +338,7 @@ def _in_flight() -> str:
 
 
 def _bound(group: dist.ProcessGroup | None) -> torch.device | None:
-    """Returns the devices of a process group of the application's: one device, or GPUs alone, as one of NCCL's is."""
+    """Returns the devices of the application's process group: one device, or GPUs for a group of NCCL's alone."""
     if group is None:
         return None
     is_for_gpus = {each.type for each in group._device_types} == {gpu.KIND}
@@ -350,7 +346,7 @@ def _bound(group: dist.ProcessGroup | None) -> torch.device | None:
 
 
 def _timeout_s(group: dist.ProcessGroup) -> float:
-    """Returns how long the application lets a collective of its process group take."""
+    """Returns the timeout of the application's process group."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         if options is not None:
@@ -359,9 +355,9 @@ def _timeout_s(group: dist.ProcessGroup) -> float:
 
 
 def _join(*, warn_s: float, abort_s: float) -> Store:
-    """Begins torch.distributed with the other ranks; returns a store of this session.
+    """Initializes torch.distributed with the other ranks; returns a store of this session.
 
-    Gloo carries set-up even on GPUs: it needs no device, and its errors have a text.
+    Gloo carries the set-up even on GPUs, because it needs no device, and its errors have a text.
     """
     timeout = timedelta(seconds=abort_s)
     here = place() or ALONE
@@ -371,9 +367,9 @@ def _join(*, warn_s: float, abort_s: float) -> Store:
     hook = sys.excepthook
     begin = partial(dist.init_process_group, "gloo", rank=rank, world_size=world_size, timeout=timeout)
     try:
-        answered(lambda: begin(store=for_torch(store)), within_s=abort_s)
+        ask_store(lambda: begin(store=for_torch(store)), within_s=abort_s)
     except PeerLost as late:
-        if not _answers(store):
+        if not _is_reachable(store):
             raise
         raise _not_connected(store, rank, world_size, TimeoutError(f"no connection for {abort_s:g} s")) from late
     except RuntimeError as error:
@@ -383,7 +379,7 @@ def _join(*, warn_s: float, abort_s: float) -> Store:
 
 
 def _on_this_host(*, warn_s: float, abort_s: float) -> tuple[int, int]:
-    """Returns this rank's number on its host, and how many ranks are there. Collective, unless a launcher says so."""
+    """Returns this rank's number on its host, and the number of ranks there. Collective, unless already known."""
     here = place() or ALONE
     if here.on_host is not None:
         return here.on_host
@@ -393,10 +389,10 @@ def _on_this_host(*, warn_s: float, abort_s: float) -> tuple[int, int]:
 
 
 def _met(here: RankPlace, *, warn_s: float, abort_s: float) -> Store:
-    """Returns a part of the launcher's store that is new, once all ranks have come there.
+    """Returns a new part of the launcher's store, once all ranks have arrived there.
 
     These processes may have met here before, with other ranks, so that another one serves the store now. The rank that
-    served it then stops when it comes here, which may be after the others have come.
+    served it then stops its server when it arrives here, perhaps after the others.
     """
     patience, before = Patience(abort_s), _session.met[0] if _session.met else here._replace(port=0)
     has_met_here = (before.address, before.port) == (here.address, here.port)
@@ -409,7 +405,7 @@ def _met(here: RankPlace, *, warn_s: float, abort_s: float) -> Store:
             part, ranks = part_of(store, "ddp"), (here.rank, here.world_size)
             return rendezvous(part, *ranks, warn_s=warn_s, abort_s=abort_s, tasks=here.tasks)
         except (ConfigError, PeerLost):
-            if not has_met_here or (store is not None and _answers(store)) or not patience.left_s():
+            if not has_met_here or (store is not None and _is_reachable(store)) or not patience.left_s():
                 raise
             time.sleep(POLL_S)
 
@@ -419,27 +415,27 @@ def _kept_store(here: RankPlace) -> Store | None:
     if _session.met is not None:
         there, (store, _) = _session.met
         is_same = (there.address, there.port, there.rank == 0) == (here.address, here.port, here.rank == 0)
-        if is_same and _answers(store):
+        if is_same and _is_reachable(store):
             return store
         _session.met = None
     return None
 
 
 def _not_connected(store: Store, rank: int, world_size: int, error: Exception) -> PeerLost:
-    """Returns the error for ranks that have come, and that torch could not connect: one has gone in between."""
+    """Returns the error if ranks have arrived, but torch could not connect them, because one has gone since."""
     others = [other for other in range(world_size) if other != rank]
-    gone = answered(lambda: [each for each in others if not store.check([f"joins/{each}"])], within_s=ANSWER_S)
+    gone = ask_store(lambda: [each for each in others if not store.check([f"joins/{each}"])], within_s=ANSWER_S)
     reason = (
-        f"it came, but could not be connected ({first_line(error)}): it was killed or stopped, a firewall stands "
+        f"it arrived, but could not be connected ({first_line(error)}): it was killed or stopped, a firewall is "
         "between the hosts, or GLOO_SOCKET_IFNAME names an interface that others do not reach"
     )
     return PeerLost((gone or others)[0], "unknown", 0, 0, "start-up", reason)
 
 
-def _answers(store: Store) -> bool:
-    """Returns False if the process that served the store has gone, or is stopped."""
+def _is_reachable(store: Store) -> bool:
+    """Returns False if the process that serves the store has gone, or is stopped."""
     try:
-        answered(lambda: store.check(["ddp"]), within_s=ANSWER_S)
+        ask_store(lambda: store.check(["ddp"]), within_s=ANSWER_S)
     except (DistError, PeerLost):
         return False
     return True

@@ -1,9 +1,9 @@
-"""The verbs of a communicator: each checks its tensors, numbers the call, and queues what `FlatCollectives` does.
+"""The verbs of a communicator: each checks its tensors, numbers the call, and queues an operation of `FlatCollectives`.
 
-With `async_op=True` a verb returns a `Work` at once; leave its tensors alone until `wait` has returned the result. The
+With `async_op=True` a verb returns a `Work` at once; do not touch its tensors until `wait` has returned the result. The
 label is the call's name in errors and profiles.
 
-Note "gradients". In a graph of autograd, an all-gather and an all-reduce have a gradient, which comes from all ranks:
+Note "gradients". In an autograd graph, an all-gather and an all-reduce have a gradient, to which all ranks contribute:
 
     forward                          backward, of a loss Lᵣ on each rank r
     all_gather   every rank has zᵣ   reduce-scatter   ∂/∂zᵣ = Σₛ ∂Lₛ/∂zᵣ
@@ -12,9 +12,9 @@ Note "gradients". In a graph of autograd, an all-gather and an all-reduce have a
 So each rank gets the gradient of the *sum* of all ranks' losses. `ddp.fit` divides it by the global count, and
 `DistributedDataParallel` by the world size, whereby it becomes the gradient of the mean of the losses.
 
-Every rank's loss must depend on the result, because the backward is a collective, too. What is computed after the
-model's forward is differentiated before the model, so no bucket of gradients is in flight yet. Inside of a model it
-takes its turn among them, which is the same on all ranks if their graphs are identical.
+Every rank's loss must depend on the result, because the backward is a collective, too. For a collective after the
+model's forward, the backward runs before that of the model, when no bucket of gradients is in flight. Inside a model,
+it runs between buckets, in an order that is the same on all ranks if their graphs are identical.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from ddp.setting import WireName
 
 Now = Literal[False]  # of `async_op`
 Later = Literal[True]
-Given = TypeVar("Given", bound=Tensor | list[Tensor])
+Input = TypeVar("Input", bound=Tensor | list[Tensor])
 Result = TypeVar("Result")
 Eventual: TypeAlias = Result | Work[Result]
 """The result of a verb; with `async_op`, its `Work`."""
 
 
 class Terms(TypedDict, total=False):
-    """The keywords of both reductions of flat tensors, for the type checker."""
+    """The keywords that the reductions of flat tensors share, for the type checker."""
 
     divide_by: SupportsInt
     wire: WireName | None
@@ -78,7 +78,7 @@ class ScatterTerms(Terms, total=False):
 
 
 class Verbs:
-    """The collectives that a user calls. The class of a communicator derives from it."""
+    """The collectives that a user calls; the base class of a communicator."""
 
     rank: int
     world_size: int
@@ -91,14 +91,14 @@ class Verbs:
     # --- reductions --------------------------------------------------------------------------------------------------
 
     @overload
-    def all_reduce(self, tensor: Given, op: Op = "sum", *, async_op: Now = False, **how: Unpack[How]) -> Given: ...
+    def all_reduce(self, tensor: Input, op: Op = "sum", *, async_op: Now = False, **how: Unpack[How]) -> Input: ...
     @overload
-    def all_reduce(self, tensor: Given, op: Op = "sum", *, async_op: Later, **how: Unpack[How]) -> Work[Given]: ...
+    def all_reduce(self, tensor: Input, op: Op = "sum", *, async_op: Later, **how: Unpack[How]) -> Work[Input]: ...
     @overload
-    def all_reduce(self, tensor: Given, op: Op = "sum", *, async_op: bool, **how: Unpack[How]) -> Eventual[Given]: ...
+    def all_reduce(self, tensor: Input, op: Op = "sum", *, async_op: bool, **how: Unpack[How]) -> Eventual[Input]: ...
     def all_reduce(
         self,
-        tensor: Given,
+        tensor: Input,
         op: Op = "sum",
         *,
         algorithm: str = "auto",
@@ -107,30 +107,31 @@ class Verbs:
         num_shards: int | None = None,
         async_op: bool = False,
         label: str = "",
-    ) -> Eventual[Given]:
-        """Combines `tensor` over all ranks, in place; bitwise the same everywhere afterwards.
+    ) -> Eventual[Input]:
+        """Reduces `tensor` over all ranks, in place; the result is bitwise identical on all ranks.
 
-        Of a tensor that was computed in a graph of autograd, a sum or a mean has a gradient (note "gradients").
+        If autograd tracks the tensor, a sum or a mean has a gradient (note "gradients").
 
         Args:
-            tensor: any shape, the same on every rank; or a list, which travels together (one message per dtype).
-            op: "sum", "mean" (floating point only), "product", "min" or "max". Of bools, sum means any, product all.
+            tensor: of any shape, the same on every rank; or a list, which is reduced together (one message per dtype).
+            op: "sum", "mean" (floating point only), "product", "min" or "max". For bools, sum means any, product all.
             algorithm: one of `plan.algorithms()`, or "auto".
-            divide_by: divisor of the result, applied as a part of the collective at almost no cost. It is an int, or an
-                object whose `int()` is taken once all earlier collectives are complete. The same on every rank.
-            wire: "bf16", "fp16", "int8" or "int8_stochastic": how numbers travel between hosts (`reduction.py`); sums
-                are kept in the tensor's own type. What goes through a host's memory is not encoded. "fp32": a tensor of
-                a narrower type travels and is added up as float32.
-            num_shards: the tensor is [rows, …], in memory from `allocate`: a row for each node of the tree over so many
-                shards that this rank has (`collectives/shards.py`), and as many rows as the rank with most nodes. Row 0
-                becomes the sum of all ranks' nodes, in which no zero has a sign; the others are undefined then. With
-                op="sum", and without a wire format. What is float16, whose sums may overflow, was divided by
-                `reduction.overflow_headroom(num_shards)` before it was added up; the result makes up for that.
-            async_op: return a `Work` at once; leave `tensor` alone until its `wait` has returned.
+            divide_by: divisor of the result, applied inside the collective at almost no cost: an int, or an object
+                whose `int()` is taken once all earlier collectives are complete. The same on every rank.
+            wire: the format in which numbers travel between hosts, "bf16", "fp16", "int8" or "int8_stochastic"
+                (`reduction.py`); sums are kept in the tensor's own type, and transfers in a host's memory are not
+                encoded. "fp32": a tensor of a narrower type travels and is added up as float32.
+            num_shards: the tensor is [rows, …], in memory from `allocate`: a row for each of this rank's nodes of the
+                tree over this many shards (`collectives/shards.py`), and as many rows as the rank with most nodes. Row
+                0 becomes the sum of all ranks' nodes, in which zeros are positive; the other rows are undefined
+                afterwards. Only with op="sum", and without a wire format. Float16 numbers, whose sums may overflow,
+                must have been divided by `reduction.overflow_headroom(num_shards)` before they were added up; the
+                result is scaled back.
+            async_op: return a `Work` at once; do not touch `tensor` until its `wait` has returned.
             label: name of this call in messages and profiles.
 
         Raises:
-            ConfigError: an operation or algorithm that does not exist here, or does not fit the tensor.
+            ConfigError: the operation or algorithm does not exist here, or does not fit the tensor.
             PeerLost: a rank did not take part within the deadline.
             CollectiveMismatch: a rank called another collective.
             CommunicatorBroken: an earlier collective failed.
@@ -148,7 +149,7 @@ class Verbs:
             checks.rows_of_shards(tensor, num_shards, self.world_size, op, wire)
         call = self._queue.number("all_reduce", op, tensor, label, how=(algorithm, wire, num_shards))
 
-        def run() -> Given:
+        def run() -> Input:
             if isinstance(tensor, Tensor) and num_shards is not None:
                 self._reduce_shards(tensor, num_shards, divide_by, call.sequence)
                 return tensor
@@ -156,7 +157,7 @@ class Verbs:
                 wide, narrow = widened(flat, wire)
                 route = self.plan.route(wide, algorithm, narrow)
                 reduction = reduction_of(op, wide.dtype, self.world_size, divide_by, narrow)
-                name = f"ddp: {route.name}"  # inside of the call's own range
+                name = f"ddp: {route.name}"  # inside the call's own range
                 recorded(name, self._collectives.all_reduce, wide, route, reduction, call.sequence)
                 write_back(flat if wide is flat else flat.copy_(wide), tensors)
             return tensor
@@ -166,7 +167,7 @@ class Verbs:
     def _reduce_shards(
         self, rows: Tensor, num_shards: int, divide_by: SupportsInt, sequence: int, bounds: Sequence[int] | None = None
     ) -> Tensor:
-        """Adds up the nodes of all ranks. Returns what this rank has of row 0."""
+        """Adds up the nodes of all ranks. Returns this rank's part of row 0."""
         flats = rows.view(len(rows), -1)
         route = None if bounds is not None else self.plan.route_over_shards(flats[0], num_shards)
         reduction = reduction_of_shards(rows.dtype, num_shards, divide_by)
@@ -180,7 +181,7 @@ class Verbs:
     def reduce_scatter(
         self, tensor: Tensor, op: Op = "sum", *, async_op: bool = False, label: str = ""
     ) -> Eventual[Tensor]:
-        """Returns this rank's chunk of the combined tensor; `tensor` itself is left as it was.
+        """Returns this rank's chunk of the reduced tensor; `tensor` is not changed.
 
         Returns:
             [numel of chunk], flat: elements r·N//p to (r+1)·N//p of the flattened tensor, for rank r of p.
@@ -224,17 +225,17 @@ class Verbs:
         async_op: bool = False,
         label: str = "",
     ) -> Eventual[Tensor]:
-        """Combines slice s of `flat` over all ranks into that of the rank whose number in `slices` is s, in place.
+        """Reduces slice s of `flat` over all ranks to the rank whose number in `slices` is s, in place.
 
-        The rest of `flat` is undefined then.
+        The rest of `flat` is undefined afterwards.
 
         Args:
             flat: [numel], contiguous.
-            bounds: world_size + 1 ascending positions: where each slice begins, and where the last one ends.
+            bounds: world_size + 1 ascending positions: the start of each slice, and the end of the last one.
             on_hosts: every host gets the whole result: a rank also has the slices of its counterparts, the ranks in its
-                place on the other hosts, which lie beside its own. Not with a wire format, nor where hosts differ in
+                place on the other hosts, which are adjacent to its own. Not with a wire format, nor if hosts differ in
                 size.
-            num_shards: as in `all_reduce`; then `flat` is [rows, numel], and slices are those of row 0.
+            num_shards: as in `all_reduce`; then `flat` is [rows, numel], and the slices are of row 0.
             op, divide_by, wire, async_op, label: as in `all_reduce`.
         """
         checks.on(self.device, flat)
@@ -272,14 +273,14 @@ class Verbs:
     def reduce(
         self, tensor: Tensor, root: int = 0, op: Op = "sum", *, async_op: bool = False, label: str = ""
     ) -> Eventual[Tensor]:
-        """Combines `tensor` over all ranks into the root's, in place; the others' are left as they were."""
+        """Reduces `tensor` over all ranks into the root's, in place; those of the others are not changed."""
         checks.root(root, self.world_size)
         checks.result_on(self.device, tensor)
         checks.reduction(op, tensor.dtype)
         call = self._queue.number("reduce", f"{op} to {root}", tensor, label)
 
         def run() -> Tensor:
-            flat = flatten(tensor).clone()  # inner ranks of the tree add up in it
+            flat = flatten(tensor).clone()  # because inner ranks of the tree add up in it
             self._collectives.reduce(flat, root, reduction_of(op, flat.dtype, self.world_size))
             if self.rank == root:
                 write_back(flat, (tensor,))
@@ -294,7 +295,7 @@ class Verbs:
     @overload
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: Later, label: str = "") -> Work[Tensor]: ...
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False, label: str = "") -> Eventual[Tensor]:
-        """Gives every rank the root's values, in place."""
+        """Copies the root's values to every rank, in place."""
         checks.root(root, self.world_size)
         checks.result_on(self.device, tensor)
         call = self._queue.number("broadcast", f"from {root}", tensor, label)
@@ -334,7 +335,7 @@ class Verbs:
     def all_gather_(
         self, flat: Tensor, bounds: Sequence[int], *, async_op: bool = False, label: str = ""
     ) -> Eventual[Tensor]:
-        """Gives everyone slice s of `flat` from the rank whose number in `slices` is s, in place.
+        """Copies slice s of `flat` from the rank whose number in `slices` is s to every rank, in place.
 
         Args:
             flat, bounds: as in `reduce_scatter_`.
@@ -382,10 +383,10 @@ class Verbs:
     def scatter(
         self, tensors: Sequence[Tensor] | None = None, root: int = 0, *, async_op: bool = False, label: str = ""
     ) -> Eventual[Tensor]:
-        """Returns rank r's tensor out of the root's list; shapes may differ. The other ranks pass nothing.
+        """Returns tensor r of the root's list on rank r; shapes may differ. The other ranks pass nothing.
 
         Raises:
-            ConfigError: the root has not one tensor per rank, or they differ in dtype.
+            ConfigError: the root's list does not have one tensor per rank, or they differ in dtype.
         """
         checks.root(root, self.world_size)
         if self.rank == root:
@@ -402,10 +403,10 @@ class Verbs:
     def all_to_all(
         self, tensors: Sequence[Tensor], *, async_op: bool = False, label: str = ""
     ) -> Eventual[list[Tensor]]:
-        """Sends tensors[r] to rank r; returns what rank 0, 1, … sent here.
+        """Sends tensors[r] to rank r; returns the tensors received from rank 0, 1, ….
 
         Args:
-            tensors: one per rank, [n, ...]; n may differ and may be 0, all else must agree between all ranks.
+            tensors: one per rank, [n, ...]; n may differ and may be 0, all else must agree on all ranks.
         """
         checks.pieces(tensors, self.world_size, self.device)
         pieces = [with_rows(piece) for piece in tensors]
@@ -428,7 +429,7 @@ class Verbs:
 
 
 def _agreed(tensor: Tensor) -> tuple[object, ...]:
-    """Returns the properties that must agree between ranks whose first dimensions may differ."""
+    """Returns the properties that must agree on all ranks if first dimensions may differ."""
     return "rows", list(tensor.shape[1:]), tensor.dtype
 
 
@@ -439,20 +440,20 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def is_differentiated(tensors: Sequence[Tensor], *, in_place: bool, async_op: bool) -> bool:
-    """Returns True if autograd is to differentiate a collective of these tensors.
+    """Returns True if autograd must track a collective of these tensors.
 
     Args:
-        in_place: the result takes their place, so that a leaf gets no more than a value.
+        in_place: the result replaces them, so that a leaf only gets a new value.
 
     Raises:
-        ConfigError: it cannot, because the result is not waited for.
+        ConfigError: it cannot, because of `async_op`.
     """
-    needing = list(filter(_REQUIRES_GRAD, tensors))  # none in most calls, which shall lose no microsecond here
+    needing = list(filter(_REQUIRES_GRAD, tensors))  # empty in most calls, which must not lose a microsecond here
     if not needing or not torch.is_grad_enabled() or (in_place and all(x.is_leaf for x in needing)):
         return False
     if async_op:
         raise ConfigError(
-            "async_op=True of a tensor that requires a gradient, and autograd does not wait for it: leave async_op "
+            "async_op=True of a tensor that requires a gradient: autograd does not wait for it; leave async_op "
             "out, or pass its .detach()"
         )
     return True
@@ -475,10 +476,10 @@ class _AllGather(Function):
 
 
 def all_reduce_in_graph(comm: Verbs, tensors: Sequence[Tensor], op: str, how: dict[str, Any]) -> None:
-    """Sums or averages tensors over all ranks, in place; each has a gradient then.
+    """Sums or averages tensors over all ranks, in place, with a gradient for each.
 
     Raises:
-        ConfigError: another operation, which has no gradient here.
+        ConfigError: any other operation, because it has no gradient here.
     """
     if op not in ("sum", "mean") or how["num_shards"] is not None:
         raise ConfigError(f"op={op!r} of a tensor that requires a gradient: take sum or mean, or pass its .detach()")
@@ -497,5 +498,5 @@ class _AllReduce(Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         label = f"{ctx.how['label'] or 'all_reduce'}, backward"
-        mine = [each.clone() for each in gradients]  # which may be others' memory
+        mine = [each.clone() for each in gradients]  # the originals may be shared
         return None, None, None, *ctx.comm.all_reduce(mine, ctx.op, **{**ctx.how, "label": label})

@@ -27,7 +27,7 @@ from ddp.data.sets.validation import selection_in, with_share
 from ddp.errors import ConfigError
 from ddp.process.arguments import program, whole
 from ddp.process.files import lines_of
-from ddp.process.records import damage_told, json_object
+from ddp.process.records import damage_as_error, json_object
 from ddp.run.assembly.components import load_data
 from ddp.run.assembly.sampling import StandInData, num_parts, sampler_for
 from ddp.run.settings.address import no_own_code
@@ -55,7 +55,7 @@ def where(run: Path, *, step: int | None, sample: int | None, epoch: int | None)
     """
     if (step is None) == (sample is None) or (sample is None) != (epoch is None):
         raise ConfigError("ask for --step N, or for --sample N --epoch N")
-    with no_own_code("where"), damage_told(run / STARTS, "no answer can be had from it"):
+    with no_own_code("where"), damage_as_error(run / STARTS, "no answer can be had from it"):
         starts = starts_of(run)
         if step is not None:
             return samples_of_step(starts, step)

@@ -210,7 +210,7 @@ class _Page:
     def legend(self, height: float) -> Iterator[str]:
         """Explains the picture in two lines along the foot of the page."""
         y, goal = height - FOOTER + 24.0, self.goal
-        moves = [(0.0, "nothing of use"), (1.0, "has it")]
+        moves = [(0.0, "undefined"), (1.0, "has it")]
         cells = [(1 / 3, "some contributions"), (1.0, "all of them")] if goal.adds else moves
         for place, (full, meaning) in enumerate(cells):
             x = MARGIN + 150.0 * place

@@ -1,1 +1,1 @@
-"""The process and its machine: a clock, a log, files, memory, a terminal, its GPU, and its random streams."""
+"""The process and its machine: clock, log, files, memory, terminal, GPU and random streams."""

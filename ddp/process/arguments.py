@@ -1,13 +1,13 @@
-"""Reads a command line: an error is one line, and a number that cannot work is refused with the reason.
+"""Parses a command line: an error is one line, and an impossible number is refused with the reason.
 
     parser = Parser(description=__doc__)
     parser.add_argument("--workers", type=whole(2, 16, "one worker alone has nothing to reduce"), default=2)
 
     --workers 1000000   →   bench: argument --workers: 1000000: give a whole number from 2 to 16: one worker alone …
 
-Every number of every command has one of these types, so that no command checks one by itself.
+Every number of every command has one of these types, so no command checks its own numbers.
 
-The other way round, a command that a message prints begins as the user's own did (below).
+A command in a message begins with the words that the user typed (below).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ddp.process.files import at_home
 Value = TypeVar("Value")
 
 OTHER_TYPES = re.compile(r"null|true|false|[+-]?(nan|inf)|[\d._e+-]+", re.IGNORECASE)
-"""What Hydra takes for something else than a text."""
+"""Texts that Hydra reads as another type."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line that says what was wrong and what to do. A path may begin with ~."""
+    """A parser whose errors are one line with the fault and the remedy. A path may begin with ~."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -50,7 +50,7 @@ def whole(least: int, most: int | None = None, why: str = "") -> Callable[[str],
     """Returns the type of a whole number within these bounds.
 
     Args:
-        most: None: there is no largest one.
+        most: None: no upper bound.
         why: the reason for the bounds.
     """
     bounds = f"from {least:,} up" if most is None else f"from {least:,} to {most:,}"
@@ -58,7 +58,7 @@ def whole(least: int, most: int | None = None, why: str = "") -> Callable[[str],
     def read(text: str) -> int:
         try:
             number = int(text)
-        except ValueError:  # also for more digits than Python reads
+        except ValueError:  # also for more digits than Python parses
             number = least - 1
         if number < least or (most is not None and number > most):
             raise argparse.ArgumentTypeError(f"{text:.40}: give a whole number {bounds}{why and ': '}{why}")
@@ -79,7 +79,7 @@ def positive(text: str) -> float:
 
 
 def checked(read: Callable[[str], Value]) -> Callable[[str], Value]:
-    """Returns `read` as a type for argparse, which would replace the sentence of a ConfigError by one of its own."""
+    """Returns `read` as a type for argparse, which would otherwise replace the message of a ConfigError."""
 
     def typed(text: str) -> Value:
         try:
@@ -91,16 +91,15 @@ def checked(read: Callable[[str], Value]) -> Callable[[str], Value]:
 
 
 def listed(read: Callable[[str], Value]) -> Callable[[str], list[Value]]:
-    """Returns the type of several values with commas between them, each of which `read` reads."""
+    """Returns the type of a comma-separated list of values, each parsed by `read`."""
     return lambda text: [read(part) for part in dict.fromkeys(text.split(","))]
 
 
 # --- Commands as the user would type them ----------------------------------------------------------------------------
-#
 # A command that this package prints begins as the user's own did:
 #
-#     scripts/ddp train …             the script says under which name it was called, in DDP_COMMAND
-#     python recipes/train.py …       the interpreter remembers what was typed; `python -m ddp train …` as well
+#     scripts/ddp train …             the script passes its name in DDP_COMMAND
+#     python recipes/train.py …       from the interpreter's `sys.orig_argv`; `python -m ddp train …` as well
 #     torchrun …                      python -m ddp train …, because torchrun's own arguments do not reach its processes
 
 
@@ -110,7 +109,7 @@ def program() -> str:
 
 
 def train_command(*settings: str) -> str:
-    """Returns a command line that trains with these settings, as the user would type it in the same folder."""
+    """Returns a command line that trains with these settings, as the user would type it in this folder."""
     begin = len(sys.orig_argv) - len(sys.argv[1:])
     is_changed = [*map(_bare, sys.orig_argv[begin:])] != [*map(_bare, sys.argv[1:])]
     is_typed = not ("DDP_COMMAND" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ or is_changed)
@@ -119,23 +118,23 @@ def train_command(*settings: str) -> str:
 
 
 def typed_settings(*without: str) -> list[str]:
-    """Returns the settings of this process's command line, except those of some keys, and of Hydra's own.
+    """Returns the settings of this process's command line, without those of some keys, and without Hydra's own.
 
-    A key stands for all keys below it, too.
+    A key includes all keys below it.
     """
     settings = [argument.lstrip("+") for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")]
-    settings = [re.sub(r'^([\w.]+=)"(.*)"$', r"\1\2", each) for each in settings]  # the launcher will quote them again
+    settings = [re.sub(r'^([\w.]+=)"(.*)"$', r"\1\2", each) for each in settings]  # the launcher quotes them again
     keys = tuple(f"{key}{end}" for key in without for end in "=.")
     return [each for each in settings if not each.startswith(("hydra.", *keys))]
 
 
 def _bare(setting: str) -> str:
-    """Returns a setting without what the launcher adds for Hydra."""
+    """Returns a setting without the launcher's additions for Hydra."""
     return setting.lstrip("+").replace('"', "")
 
 
 def setting_for(run_dir: Path, name: str) -> str:
-    """Returns the setting that names this run's folder on the command line. `name`: its run.name."""
+    """Returns the command-line setting of this run's folder. `name`: its run.name."""
     if run_dir.resolve() == Path("runs", name).resolve():
         return f"run.name={quoted(name)}"
     return f"hydra.run.dir={quoted(str(relative_path(run_dir)))}"
@@ -147,7 +146,7 @@ def relative_path(folder: Path) -> Path:
 
 
 def quoted(value: str) -> str:
-    """Returns a text as Hydra reads it back: in quotes if it could be of another type, or could not be read at all."""
+    """Returns a text for Hydra: in quotes if Hydra would read another type, or could not parse it."""
     if re.fullmatch(r"[\w/.+@%-]+", value, re.ASCII) and not OTHER_TYPES.fullmatch(value):
         return value
     escaped = re.sub(r'(\\+)(?="|$)', r"\1\1", value).replace('"', r"\"")

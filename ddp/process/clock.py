@@ -1,6 +1,6 @@
 """Time and deadlines, in one place: every duration of this package is monotonic and in seconds.
 
-A call that may never return is made by another thread (`within`), so that the caller need not wait for it for ever.
+Another thread makes a call that may never return (`within`), so that the caller need not wait for ever.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 now_s = time.perf_counter
-LONGEST_S = 1e9  # of a deadline; operating systems count it in whole numbers
-PAUSED_S = 3.0  # a process that looks at the clock this much later than intended was not running in between
+LONGEST_S = 1e9  # longest deadline, because operating systems count in integers
+PAUSED_S = 3.0  # a process that checks the clock this much later than intended was not running in between
 
 
 class Patience:
-    """A deadline for a wait that looks at the clock every second or so, and that may be paused itself.
+    """A deadline for a wait that checks the clock every second or so, in a process that may be paused.
 
-    A process that is stopped (Ctrl-Z, a frozen container, a suspended laptop) does not look at the clock. Its peers
-    were most often paused with it and go on when it does. So the deadline begins anew then.
+    A process that is stopped (Ctrl-Z, a frozen container, a suspended laptop) does not check the clock. Its peers were
+    most often paused with it, and continue when it does. So the deadline then restarts.
 
     Args:
-        limit_s: how long the wait may take, in seconds of running.
+        limit_s: longest wait, in seconds of running.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -36,7 +36,7 @@ class Patience:
         self._start_s = self._last_s = time.monotonic()
 
     def left_s(self) -> float:
-        """Looks at the clock; returns the seconds that are left, 0 once the deadline has passed."""
+        """Checks the clock; returns the remaining seconds, 0 once the deadline has passed."""
         now = time.monotonic()
         if now - self._last_s > PAUSED_S:
             self._start_s = now
@@ -45,7 +45,7 @@ class Patience:
 
 
 class Stopwatch:
-    """Adds up the time spent inside `with watch.running():` blocks. It is not re-entrant, and for one thread."""
+    """Adds up the time spent inside `with watch.running():` blocks. It is not re-entrant, nor thread-safe."""
 
     def __init__(self) -> None:
         self.total_s = 0.0
@@ -59,7 +59,7 @@ class Stopwatch:
             self.total_s += now_s() - start_s
 
     def take_s(self) -> float:
-        """Returns the total so far, and starts again from zero."""
+        """Returns the total so far, and resets it."""
         total_s, self.total_s = self.total_s, 0.0
         return total_s
 
@@ -68,7 +68,7 @@ class Stopwatch:
 
 
 class HelperThread:
-    """A thread that makes one call after the other.
+    """A thread that makes one call after another.
 
     A `ThreadPoolExecutor` would do, but the interpreter joins its threads when it ends: a read that hangs would keep
     the process alive. This one is a daemon.
@@ -82,13 +82,13 @@ class HelperThread:
         Thread(target=_make, args=(self._calls,), name=name, daemon=True).start()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Returns the future of a call, which is made once those before it are over, unless it is cancelled."""
+        """Returns the future of a call, which runs after those before it, unless it is cancelled."""
         future: Future[T] = Future()
         self._calls.put((call, future))
         return future
 
     def end(self) -> None:
-        """Ends the thread, without waiting, once the calls that it has been given are over."""
+        """Ends the thread after the submitted calls; does not wait."""
         self._calls.put(None)
 
 
@@ -104,14 +104,14 @@ def _make(calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> N
 
 
 _idle: list[HelperThread] = []
-os.register_at_fork(after_in_child=_idle.clear)  # threads do not exist in a forked child
+os.register_at_fork(after_in_child=_idle.clear)  # a forked child has no threads
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T:
-    """Returns the result of a call that another thread makes, or raises its error. After the deadline it is left alone.
+    """Returns the result of a call on another thread, or raises its error. After the deadline, abandons the call.
 
     Raises:
-        TimeoutError: it has not ended within `limit_s` seconds of running.
+        TimeoutError: the call has not ended within `limit_s` seconds of running.
     """
     try:
         helper = _idle.pop()
@@ -122,10 +122,10 @@ def within(limit_s: float, call: Callable[[], T]) -> T:
         while not future.done() and (left_s := patience.left_s()):
             wait([future], timeout=min(left_s, PAUSED_S / 3))
     finally:
-        if future.done() and not _idle:  # one is kept, however many have worked at once
+        if future.done() and not _idle:  # keeps only one thread
             _idle.append(helper)
         else:
             helper.end()
     if not future.done():
-        raise TimeoutError(f"no answer within {limit_s:g} s")
+        raise TimeoutError(f"no response within {limit_s:g} s")
     return future.result()

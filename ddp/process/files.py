@@ -1,23 +1,22 @@
-"""Files that are whole or absent, whenever the process is killed or the power fails; and folders with one writer.
+"""Files that are complete or absent, even if the process is killed or the power fails; and folders with one writer.
 
     write     .tmp-NAME in the same folder, flushed to the disk       killed: NAME is what it was
     rename    .tmp-NAME to NAME                                       atomic
     flush     the folder, whose entry is new                          power cut: NAME is the old file or the new one
 
-The entry of a new folder needs its parent's flush in the same way, because otherwise a power cut may take a whole run.
+A new folder's entry needs a flush of its parent in the same way, because otherwise a power cut may lose a whole run.
 
-A process that writes into a folder for long holds it (`hold`), so that a second writer is refused instead of mixing its
+A process that keeps writing into a folder locks it (`hold`), so that a second writer is refused instead of mixing its
 files with those of the first.
 
-Note "links". A user who may write into a folder can leave a link there that leads to a file of somebody else. So a file
-of a run, an index or a cache is either made anew (`new_file`), or opened by `opened`, which follows no link; and a
-folder that another user's link leads to is not used (`make_folder`). Folders above the last one are the user's own
-choice.
+Note "links". A user who may write into a folder can leave a link there to another user's file. So a file of a run, an
+index or a cache is either created (`new_file`), or opened by `opened`, which follows no link; and a folder behind
+another user's link is not used (`make_folder`). Folders above the last one are the user's own choice.
 
-Note "which lock". flock(2) belongs to the open file, and the kernel releases it when the process ends, however it ends.
-A lock of fcntl(2) would be lost as soon as anyone in this process closes the file, such as a callback that copies the
-folder. A forked child, such as a loader's worker, shares the open file and would keep the lock of a parent that was
-killed; so children close it.
+Note "which lock". A flock(2) belongs to the open file, and the kernel releases it when the process ends in any way. A
+lock of fcntl(2) would be lost as soon as any code in this process closes the file, such as a callback that copies the
+folder. A forked child, such as a loader's worker, shares the open file and would keep the lock of a killed parent; so
+children close it.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _OF_SYSTEMS = ("@eaDir", "#recycle", "__MACOSX", "lost+found")
 
 
 def is_hidden(name: str) -> bool:
-    """Returns True for a file or folder that somebody's tools have left, such as .ipynb_checkpoints or @eaDir."""
+    """Returns True for files and folders of other tools, such as .ipynb_checkpoints or @eaDir."""
     return name in _OF_SYSTEMS or (name.startswith(".") and name not in (".", ".."))
 
 
@@ -52,30 +51,30 @@ AnyPath = TypeVar("AnyPath", str, Path)
 
 
 def at_home(path: AnyPath) -> AnyPath:
-    """Returns a path with a user's folder in the place of ~ or ~NAME at its beginning; as it is where there is none."""
-    return type(path)(os.path.expanduser(path))  # noqa: PTH111  # Path's refuses a file ~draft
+    """Returns a path with ~ or ~NAME at its beginning expanded; unchanged if there is no such user."""
+    return type(path)(os.path.expanduser(path))  # noqa: PTH111  # that of Path raises for a file ~draft
 
 
 _CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
-"""Errors of some network file systems when a folder is flushed, and of any if the folder cannot be read."""
+"""Errors of some network file systems when a folder is flushed, and of all if the folder cannot be read."""
 
 _LOCK = ".lock"
 _CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 """Errors of file systems without locks."""
 
 MOST = 64 << 20
-"""Bytes of a text file."""
+"""Largest size of a text file."""
 _CHUNK = 1 << 20
 
 # ------------------------------------------------------------------------------- files in folders that others may write
 
 
 def opened(path: Path, flags: int, *, any_owner: bool = False) -> int:
-    """Opens a file, and returns its descriptor; see the note "links".
+    """Opens a file, and returns its descriptor (note "links").
 
     Args:
-        flags: of os.open, without O_TRUNC, which would empty a file before it is looked at.
-        any_owner: it is read alone, and what it holds is not written elsewhere, so its owner and its other names do not
+        flags: of os.open, without O_TRUNC, which would empty a file before it is checked.
+        any_owner: it is only read, and its content is not written elsewhere, so its owner and other names do not
             matter.
 
     Raises:
@@ -83,13 +82,13 @@ def opened(path: Path, flags: int, *, any_owner: bool = False) -> int:
             neither this user nor the folder's.
         OSError: it cannot be opened.
     """
-    try:  # without O_NONBLOCK a pipe would be waited for
+    try:  # because without O_NONBLOCK a pipe would block
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except OSError as error:
         if path.is_symlink():
             raise _planted(path, "is a link") from error
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise _planted(path, "is no ordinary file") from error
+            raise _planted(path, "is not a regular file") from error
         raise
     try:
         _check_ordinary(path, os.fstat(descriptor), any_owner=any_owner)
@@ -103,7 +102,7 @@ def opened(path: Path, flags: int, *, any_owner: bool = False) -> int:
 def _check_ordinary(path: Path, file: os.stat_result, *, any_owner: bool) -> None:
     folder = path.parent.stat()
     if not stat.S_ISREG(file.st_mode):
-        raise _planted(path, "is no ordinary file")
+        raise _planted(path, "is not a regular file")
     if any_owner or not why_shared(path.parent, folder):
         return
     if file.st_nlink > 1:
@@ -123,11 +122,11 @@ def read_own(path: Path, *, most: int = MOST, any_owner: bool = False) -> str:
     """Returns the text of a file.
 
     Args:
-        most: bytes that it may have.
+        most: largest size in bytes.
         any_owner: as in `opened`.
 
     Raises:
-        ConfigError, OSError: as `opened`; or it is larger.
+        ConfigError, OSError: as `opened`; or the file is larger.
     """
     with to_read(path, any_owner=any_owner) as file:
         size = os.fstat(file.fileno()).st_size
@@ -137,18 +136,18 @@ def read_own(path: Path, *, most: int = MOST, any_owner: bool = False) -> str:
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """Yields the lines of a file, without the last one if a crash has cut it off; none where there is no file.
+    """Yields the lines of a file, without an incomplete last one; nothing if there is no file.
 
     Raises:
-        ConfigError, OSError: as `opened`; or it holds bytes that are no text.
+        ConfigError, OSError: as `opened`; or the file holds bytes that are not text.
     """
     if not os.path.lexists(path):
         return
     with to_read(path) as file:
         parts = []
         while part := file.readline(_CHUNK):
-            if b"\0" in part:  # a hole, which may be of any size
-                raise ConfigError(f"{path} is damaged: it holds bytes that are no text; remove it")
+            if b"\0" in part:  # a hole, which may have any size
+                raise ConfigError(f"{path} is damaged: it holds bytes that are not text; remove it")
             parts.append(part)
             if part.endswith(b"\n"):
                 yield b"".join(parts)[:-1].decode(errors="replace")
@@ -165,7 +164,7 @@ def to_read(path: Path, *, any_owner: bool = False) -> IO[bytes]:
 
 
 def to_append(path: Path) -> TextIOWrapper:
-    """Opens a text file to add to it, or makes it.
+    """Opens a text file to append to it, or creates it.
 
     Raises:
         ConfigError, OSError: as `opened`.
@@ -175,7 +174,7 @@ def to_append(path: Path) -> TextIOWrapper:
 
 
 def new_file(path: Path, *, mode: int = 0o666) -> IO[bytes]:
-    """Makes a file in place of what a killed process has left under this name, and opens it for writing."""
+    """Creates a file for writing, after removing what a killed process may have left under this name."""
     path.unlink(missing_ok=True)
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb")
 
@@ -184,7 +183,7 @@ def new_file(path: Path, *, mode: int = 0o666) -> IO[bytes]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Puts `text` in place of a file's content, so that a reader finds all of the old or all of the new."""
+    """Replaces a file's content atomically: a reader finds all of the old text or all of the new."""
     with whole_file(path, temporary=f".tmp-{path.name}") as file:
         file.write(text.encode(errors="backslashreplace"))
     flush_folder(path.parent)
@@ -192,10 +191,10 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: Path, *, temporary: str = "") -> Iterator[IO[bytes]]:
-    """Yields a file that takes the place of `path` if the block ends well.
+    """Yields a file that replaces `path` if the block succeeds.
 
     Args:
-        temporary: its name until then, of a single writer; "": several processes may write one at once.
+        temporary: its name until then, for a single writer; "": several processes may write at once.
     """
     written = path.with_name(temporary or f".tmp-{uuid.uuid4().hex}-{path.name}")
     try:
@@ -210,7 +209,7 @@ def whole_file(path: Path, *, temporary: str = "") -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def if_possible(path: Path) -> Iterator[None]:
-    """Begins a block that writes what a run can do without: where it cannot, as on a full disk, a warning says so."""
+    """Turns errors of writing an optional file, such as a full disk, into a warning."""
     try:
         yield
     except (OSError, ConfigError) as error:
@@ -219,10 +218,10 @@ def if_possible(path: Path) -> Iterator[None]:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder, and those above it that are missing, so that they survive a power cut.
+    """Creates a folder, and missing ones above it, so that they survive a power cut.
 
     Raises:
-        ConfigError: another user's link stands in its place; see the note "links".
+        ConfigError: another user's link is in its place (note "links").
     """
     refuse_others_link(folder)
     new = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -232,18 +231,18 @@ def make_folder(folder: Path) -> None:
 
 
 def refuse_unwritable_name(folder: Path) -> None:
-    """Raises ConfigError if a folder's name is not in UTF-8, because torch reads back no checkpoint from there."""
+    """Raises ConfigError if a folder's name is not UTF-8, because torch cannot load a checkpoint from there."""
     try:
         str(folder).encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"{folder}: this name is not in UTF-8, and torch reads back no file from such a folder; take another one"
+            f"{folder}: this name is not UTF-8, and torch cannot load files from such a folder; choose another one"
         ) from error
 
 
 @contextlib.contextmanager
 def pinned(folder: Path) -> Iterator[Path]:
-    """Yields a name that stays this folder's for the duration of the block, whatever is put in its place meanwhile.
+    """Yields a path that refers to this folder during the block, even if another one takes its place.
 
     Raises:
         ConfigError: it is a link.
@@ -272,7 +271,7 @@ def refuse_others_link(folder: Path) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Makes new and renamed entries of a folder survive a power cut, if its file system can."""
+    """Makes new and renamed entries of a folder survive a power cut, if its file system supports that."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -288,29 +287,29 @@ def flush_folder(folder: Path) -> None:
 
 
 class Hold:
-    """A folder that no other process may write, until it was closed as often as this process has held it."""
+    """A lock on a folder against other writers, until `close` was called as often as this process has called `hold`."""
 
     def __init__(self, number: tuple[int, int], lock: Path, descriptor: int | None) -> None:
         self._number, self._lock, self._descriptor, self.count = number, lock, descriptor, 0
 
     def close(self) -> None:
-        """Lets others write, once it was called as often as the folder was held."""
+        """Releases the lock, once it was called as often as `hold`."""
         self.count -= 1
         if self.count == 0:
             _held.pop(self._number, None)
             if self._descriptor is not None:
-                with contextlib.suppress(OSError):  # before the lock is released: afterwards the file is another's
+                with contextlib.suppress(OSError):  # before the release, because afterwards the file is another's
                     self._lock.unlink()
             self.forget()
 
     def forget(self) -> None:
-        """Closes this process's descriptor and leaves the file; a lock that was inherited stays the parent's."""
+        """Closes this process's descriptor and leaves the file; an inherited lock stays with the parent."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
-_held: dict[tuple[int, int], Hold] = {}  # by the number of the folder, which may be renamed
+_held: dict[tuple[int, int], Hold] = {}  # by device and inode of the folder, which may be renamed
 
 
 def _forget_what_the_parent_holds() -> None:
@@ -323,7 +322,7 @@ os.register_at_fork(after_in_child=_forget_what_the_parent_holds)
 
 
 def hold(folder: Path) -> Hold:
-    """Keeps other processes from writing into a folder, which exists; warns if its file system has no locks.
+    """Locks an existing folder against other writing processes; warns if its file system has no locks.
 
     Raises:
         ConfigError: another process holds it; the message says which.
@@ -345,14 +344,14 @@ def hold(folder: Path) -> Hold:
 
 
 def is_held(folder: Path) -> bool:
-    """Returns True if a process, which may be this one, holds a folder; also if its file system has no locks."""
+    """Returns True if any process, including this one, holds a folder; also if its file system has no locks."""
     try:
         descriptor = opened(folder / _LOCK, os.O_RDONLY)
     except (OSError, ConfigError):
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for a child that was forked meanwhile
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for children forked meanwhile
     except OSError as error:
         return isinstance(error, BlockingIOError) or error.errno in _CANNOT_LOCK
     finally:
@@ -361,14 +360,14 @@ def is_held(folder: Path) -> bool:
 
 
 def _lock(path: Path) -> int:
-    """Locks a file and writes into it which process has; returns its descriptor."""
+    """Locks a file and writes this process's name into it; returns its descriptor."""
     while True:
         descriptor = opened(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.truncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()}\n".encode(), 0)
-            if os.fstat(descriptor).st_nlink > 0:  # otherwise the last holder has removed it since it was opened here
+            if os.fstat(descriptor).st_nlink > 0:  # otherwise its last holder has removed it since it was opened
                 return descriptor
         except BlockingIOError:
             holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "another process"
@@ -383,15 +382,13 @@ def _lock(path: Path) -> int:
         os.close(descriptor)
 
 
-# --- A folder for as long as a block runs ----------------------------------------------------------------------------
-#
-# A folder for as long as a block runs, which does not outlive a killed process for long.
-#
-# The process that makes such a folder holds it (`files.hold`). The kernel lets go of it when the process ends, however
-# it ends, and the next process that makes one in the same place removes those that no process holds.
+# --- Scratch folders -------------------------------------------------------------------------------------------------
+# A scratch folder exists while a block runs, and does not outlive a killed process for long.
+# The process that creates such a folder holds it (`hold`). The kernel releases the lock when the process ends in any
+# way, and the next process that creates one in the same place removes those that no process holds.
 
 
-_NEW = ".new"  # until it is held, no other process looks for it
+_NEW = ".new"  # of a folder that is not held yet, which other processes ignore
 
 
 @contextlib.contextmanager
@@ -399,11 +396,11 @@ def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
     """Yields a new folder that only this user can enter, and removes it at the end of the block.
 
     Args:
-        parent: where it is, on a file system with locks.
-        prefix: begins its name, and no other's, because folders of that name that no process holds are removed.
+        parent: its parent, on a file system with locks.
+        prefix: of its name alone, because folders with this prefix that no process holds are removed.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     for other in parent.glob(f"{prefix}*"):
         _remove_if_left(other)
@@ -419,7 +416,7 @@ def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
 
 def _remove_if_left(folder: Path) -> None:
     """Removes the folder of a process that was killed."""
-    with contextlib.suppress(ConfigError, OSError):  # another process holds it, or it has just gone
+    with contextlib.suppress(ConfigError, OSError):  # another process holds it, or has just removed it
         found = folder.lstat()
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
             with contextlib.closing(hold(folder)) as held:

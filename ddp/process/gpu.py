@@ -1,6 +1,6 @@
-"""The GPU's one name in this package, and torch's module for it.
+"""The GPU's name in this package, and torch's module for it.
 
-The tests put a stand-in in the place of both (`tests/gpu_standin/`), so that what is done on a GPU runs without one.
+The tests replace both by a stand-in (`tests/gpu_standin/`), so that the code for GPUs runs without one.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ cuda = torch.cuda
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor of the CPU's on a device. The host does not wait until a GPU has it."""
+    """Returns a CPU tensor on a device. The host does not wait for the copy to a GPU."""
     return (tensor.pin_memory() if device.type == KIND else tensor).to(device, non_blocking=True)
 
 
 def leaving(tensor: Tensor) -> Tensor:
-    """Returns a tensor on the CPU. That of a GPU's is there once the GPU's current stream has been waited for."""
+    """Returns a tensor on the CPU. A copy from a GPU is complete once its current stream has been waited for."""
     if tensor.device.type != KIND:
         return tensor.cpu()
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def reduced(each: object) -> Any:
-    """Returns the pickled form of a GPU's tensor: as one on the CPU, so that no reader needs a GPU.
+    """Returns the pickled form of a GPU tensor, as one on the CPU, so that no reader needs a GPU.
 
     For `reducer_override` of a pickler; NotImplemented for all other objects.
     """

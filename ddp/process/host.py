@@ -1,10 +1,10 @@
-"""Finds out about this host: packages, cores, memory, limits, network, folders. Nothing is judged here.
+"""Collects facts about this host: packages, cores, memory, limits, network, folders. It does not evaluate them.
 
     which address Gloo takes    that of the interface in GLOO_SOCKET_IFNAME; else the first one that this host's name
                                 has and that can be listened on; else the loopback's (torch, ProcessGroupGloo)
 
-A question that may hang, to a name server, a driver or a network file system, has its own deadline. What was not
-answered is listed.
+A query that may hang, to a name server, a driver or a network file system, has its own deadline. Queries without a
+response are listed.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ SHARED, GPUS, ADAPTERS = Path("/dev/shm"), Path("/proc/driver/nvidia/gpus"), Pat
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_CBWR")
 INTERFACE = "GLOO_SOCKET_IFNAME"
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
-ANSWER_S = 20.0  # a driver that has slept takes seconds for each GPU
+ANSWER_S = 20.0  # an idle driver takes seconds for each GPU to wake up
 LOOPBACK = "127."
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 class Demand(NamedTuple):
-    """Says which versions of a package somebody admits: "ddp" or another package."""
+    """The versions of a package that another one admits: "ddp" or one of its dependencies."""
 
     by: str
     package: str
@@ -51,24 +51,24 @@ class Demand(NamedTuple):
 
 @dataclass(kw_only=True)
 class HostFacts:
-    """Facts that one process knows about itself and its host, in plain values, so that ranks can send them.
+    """Facts of one process about itself and its host, as plain values that ranks can send.
 
     Attributes:
-        kernel: the same in all processes under one kernel.
+        kernel: an identifier of the running kernel.
         versions: of each package, and of python; "" where it is missing.
-        cores: numbers of those that this process may use.
-        quota: how many cores' time the control groups allow.
-        load: processes that wanted a core, as a mean over the last minute.
-        gpus: name and bytes of each that torch sees; `num_gpus` is what the driver shows.
+        cores: numbers of the cores that this process may use.
+        quota: the number of cores whose time the control groups allow.
+        load: mean number of runnable processes over the last minute.
+        gpus: name and bytes of each GPU that torch sees; `num_gpus`: their number by the driver.
         interfaces: by name, the IPv4 address; "" without one.
         address: where Gloo listens; "" if that is unknown.
         shared_bytes, shared_free: of /dev/shm; 0 where it cannot be written.
-        left_behind: paths there of processes that have ended.
-        pinned_bytes: that a process may keep from being moved, which the adapters need.
+        left_behind: paths there from processes that have ended.
+        pinned_bytes: that a process may lock in memory, as network adapters need.
         disk_free: bytes free in the current folder; -1 where it cannot be written.
         temporary: where programs put temporary files; `temporary_free`: bytes.
         data: the folder of data sets; `data_is`: "absent", "usable", or why it is neither.
-        unanswered: what had no answer in time.
+        unanswered: the queries without a response in time.
     """
 
     host: str = field(default_factory=socket.gethostname)
@@ -109,23 +109,23 @@ def facts(
     gpus: Callable[[], list[tuple[str, int]]],
     left_behind: Sequence[Path],
 ) -> HostFacts:
-    """Returns the facts that this process finds.
+    """Returns the facts that this process collects.
 
     Args:
         data: the folder of data sets.
-        kernel, threads, gpus, left_behind: what only torch, or a part of this package that needs it, can tell.
+        kernel, threads, gpus, left_behind: facts that need torch, which this module does not import.
     """
     unanswered: list[str] = []
 
-    def answer(what: str, ask: Callable[[], Answer], otherwise: Answer) -> Answer:
+    def ask(what: str, question: Callable[[], Answer], default: Answer) -> Answer:
         try:
-            return within(ANSWER_S, ask)
+            return within(ANSWER_S, question)
         except TimeoutError:
             unanswered.append(what)
-            return otherwise
+            return default
 
     interfaces = {name: _address_of(name) for _, name in socket.if_nameindex()}
-    shared_bytes, shared_free = answer("/dev/shm", lambda: _room_in(SHARED), (0, 0))
+    shared_bytes, shared_free = ask("/dev/shm", lambda: _room_in(SHARED), (0, 0))
     folder, temporary = Path.cwd(), Path(os.environ.get("TMPDIR") or "/tmp")
     return HostFacts(
         kernel=kernel,
@@ -137,10 +137,10 @@ def facts(
         load=os.getloadavg()[0],
         threads=threads,
         variables={name: os.environ[name] for name in (*THREAD_VARIABLES, *VARIABLES, INTERFACE) if name in os.environ},
-        gpus=answer("the driver of the GPUs", gpus, []),
+        gpus=ask("the driver of the GPUs", gpus, []),
         num_gpus=len(list(GPUS.glob("*"))),
         interfaces=interfaces,
-        address=answer(f"the name {socket.gethostname()}", lambda: _gloo_s_address(interfaces), ""),
+        address=ask(f"the name {socket.gethostname()}", lambda: _gloo_s_address(interfaces), ""),
         shared_bytes=shared_bytes,
         shared_free=shared_free,
         left_behind=list(map(str, left_behind)),
@@ -149,11 +149,11 @@ def facts(
         pinned_bytes=_limit(resource.RLIMIT_MEMLOCK),
         adapters=sorted(each.name for each in ADAPTERS.glob("*")),
         folder=str(folder),
-        disk_free=answer(f"the folder {folder}", lambda: _room_in(folder)[1] if _is_writable(folder) else -1, -1),
+        disk_free=ask(f"the folder {folder}", lambda: _room_in(folder)[1] if _is_writable(folder) else -1, -1),
         temporary=str(temporary),
-        temporary_free=answer(f"the folder {temporary}", lambda: _room_in(temporary)[1], 0),
+        temporary_free=ask(f"the folder {temporary}", lambda: _room_in(temporary)[1], 0),
         data=data,
-        data_is=answer(f"the folder {data}", lambda: _state_of(Path(data)), "usable"),
+        data_is=ask(f"the folder {data}", lambda: _state_of(Path(data)), "usable"),
         unanswered=unanswered,
     )
 
@@ -175,9 +175,9 @@ def _limit(kind: int) -> int:
 
 @functools.cache
 def demands() -> Sequence[Demand]:
-    """Returns the versions that this package admits, by its metadata, and those that each package it needs admits.
+    """Returns the versions that this package and its dependencies admit, by their metadata.
 
-    There are none where this package is not installed, but lies on the path.
+    There are none if this package is not installed, but only on the path.
     """
     try:
         about = metadata.metadata(PACKAGE)
@@ -188,7 +188,7 @@ def demands() -> Sequence[Demand]:
 
 
 def _demands_of(package: str) -> list[Demand]:
-    """Returns the requirements of a package; none of one that is not installed."""
+    """Returns the requirements of a package; none if it is not installed."""
     try:
         wanted = [Requirement(each) for each in metadata.requires(package) or ()]
     except metadata.PackageNotFoundError:
@@ -223,12 +223,12 @@ def _address_of(interface: str) -> str:
 
 
 def gloo_s_interfaces() -> list[str]:
-    """Returns the interfaces that Gloo is told to take; none: it chooses one."""
+    """Returns the interfaces in GLOO_SOCKET_IFNAME; none: Gloo chooses one."""
     return [name for name in os.environ.get(INTERFACE, "").split(",") if name]
 
 
 def _gloo_s_address(interfaces: Mapping[str, str]) -> str:
-    """Returns the address at which Gloo listens; "" if the interface that it is told to take is not there."""
+    """Returns the address at which Gloo listens; "" if the interface in GLOO_SOCKET_IFNAME is missing."""
     if named := gloo_s_interfaces():
         return interfaces.get(named[0], "")
     try:
@@ -253,7 +253,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _room_in(folder: Path) -> tuple[int, int]:
-    """Returns the bytes of a folder's file system, and those that are free; 0 where it cannot be written."""
+    """Returns the bytes of a folder's file system, and its free bytes; 0 if it cannot be written."""
     try:
         room = shutil.disk_usage(folder)
     except OSError:
@@ -262,7 +262,7 @@ def _room_in(folder: Path) -> tuple[int, int]:
 
 
 def _state_of(folder: Path) -> str:
-    """Returns "absent" or "usable" for a folder that data sets are kept in; else why it is not usable."""
+    """Returns "absent" or "usable" for a folder of data sets; else why it is not usable."""
     if not folder.exists():
         return "absent"
     if not folder.is_dir():

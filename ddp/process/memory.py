@@ -1,9 +1,9 @@
-"""The memory of a process, its cores, a signal when its parent dies, and variables of its environment.
+"""A process's memory and cores, the signal when its parent dies, and variables of its environment.
 
-This is imported before torch.
+This module is imported before torch.
 
-    what the host has        cores, and bytes that are left; whether a tensor fills its own memory without gaps
-    garbage collection       kept from what importing torch leaves for good
+    what the host has        cores and available bytes; if a tensor fills its memory without gaps
+    garbage collection       ignores the permanent objects of importing torch
     the C library            keeps large blocks in the process
 """
 
@@ -20,24 +20,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # because this is imported before torch
+if TYPE_CHECKING:  # because this module is imported before torch
     from torch import Tensor
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def available_cores() -> int:
-    """Returns the number of cores that this process may keep busy: those that it may use, within its quota."""
+    """Returns the number of cores that this process may keep busy, within its affinity and quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min(cores, core_quota())))
 
 
 def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
-    """Returns the bytes that the kernel counts as available; infinity where it does not say.
+    """Returns the bytes that the kernel counts as available; infinity if it does not say.
 
-    The kernel promises more than it has, and ends the process that touches the rest. In a container the limit of the
-    control group counts, too, and those of the groups around it. What a group holds of files it has read is not counted
-    as used, since the kernel takes that back first.
+    The kernel promises more than it has, and kills a process that touches more. In a container the limit of the control
+    group counts, too, and those of its parent groups. A group's page cache is not counted as used, because the kernel
+    reclaims it first.
     """
     meminfo = _fields(proc / "meminfo")
     left = [meminfo["MemAvailable:"] << 10] if "MemAvailable:" in meminfo else []
@@ -50,15 +50,15 @@ def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
 
 
 def resident_bytes(proc: Path = PROC) -> int:
-    """Returns the bytes of this process that are in memory, shared ones included; 0 where the kernel does not say."""
+    """Returns the resident bytes of this process, including shared ones; 0 if the kernel does not say."""
     pages = _text(proc / "self" / "statm").split()
     return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
 
 
 def core_quota(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
-    """Returns how many cores' time the control groups allow to this process; infinity where they set no limit.
+    """Returns the number of cores whose time the control groups allow this process; infinity without a limit.
 
-    `docker run --cpus` and Kubernetes limit it so, and all cores stay visible.
+    `docker run --cpus` and Kubernetes set such a limit, while all cores stay visible.
     """
     limits = [
         [word for name in _QUOTA[version] for word in _text(folder / name).split()]
@@ -68,7 +68,7 @@ def core_quota(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
     return min((int(share) / int(period) for share, period in set_ones), default=math.inf)
 
 
-# Files of a control group, by its version: the limit, what is used, and what of that the kernel takes back; the quota.
+# Files of a control group, by version: limit, usage and its reclaimable part; and quota.
 _MEMORY = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
@@ -77,19 +77,19 @@ _QUOTA = {1: ("cpu.cfs_quota_us", "cpu.cfs_period_us"), 2: ("cpu.max",)}
 
 
 def _groups(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple[int, Path]]:
-    """Yields version and folder of each control group of this process, and of those around it."""
+    """Yields version and folder of each control group of this process, and of its parents."""
     for line in _text(proc / "self" / "cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         version = 2 if path and not controllers else 1 if controller in controllers.split(",") else None
         if version is not None:
             root = cgroups if version == 2 else cgroups / controller
-            inner = root / path.lstrip("/")  # a container may see its own as root
+            inner = root / path.lstrip("/")  # a container may see its own group as the root
             folders = (inner, *inner.parents)
             yield from ((version, folder) for folder in folders if folder == root or root in folder.parents)
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Reads lines of a name and a number."""
+    """Returns the numbers in lines of a name and a number."""
     words = (line.split() for line in _text(path).splitlines())
     return {line[0]: int(line[1]) for line in words if len(line) >= 2 and line[1].isdigit()}
 
@@ -112,29 +112,27 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 # --- Garbage collection ----------------------------------------------------------------------------------------------
-#
-# Python's garbage collector, kept from the 450,000 objects that importing torch leaves for good.
-#
-# The collector would walk them again and again while they come, at every full collection of training, and once more
-# when the interpreter ends: together more than a second of each process. So it waits until they are there, and then
-# leaves them out (`gc.freeze`).
+# Python's garbage collector ignores the 450,000 objects that importing torch creates permanently.
+# The collector would traverse them repeatedly during the import, at every full collection of training, and once more
+# when the interpreter ends: more than a second of each process in all. So it is stopped during the import, and then
+# excludes them (`gc.freeze`).
 
 
 def collect_later() -> None:
-    """Stops the collector until `collect_from_now_on`, and makes the end of the process short."""
+    """Stops the collector until `collect_from_now_on`, and shortens the end of the process."""
     gc.disable()
     skip_at_exit()
 
 
 def collect_from_now_on() -> None:
-    """Starts the collector; it never looks at what stands already."""
+    """Starts the collector, which ignores all present objects."""
     gc.freeze()
     gc.enable()
 
 
 @contextmanager
 def leave_out() -> Iterator[None]:
-    """Stops the collector for a block of imports, and leaves out what they make."""
+    """Stops the collector during a block of imports, and excludes their objects."""
     gc.disable()
     try:
         yield
@@ -143,12 +141,12 @@ def leave_out() -> Iterator[None]:
 
 
 def skip_at_exit() -> None:
-    """Lets the process end without a last search: its memory is given back anyway."""
+    """Lets the process end without a last collection, because its memory is freed anyway."""
     atexit.register(_freeze_or_search)
 
 
 def _freeze_or_search() -> None:
-    """Leaves out everything; but the bindings of triton, which comes with torch for CUDA, report that as leaks."""
+    """Excludes everything; collects if triton is loaded, whose bindings would report leaks."""
     if "triton" in sys.modules:
         gc.unfreeze()
     else:
@@ -158,10 +156,9 @@ def _freeze_or_search() -> None:
 # --- The C library's allocator ---------------------------------------------------------------------------------------
 #
 # Keeps large blocks of memory in a worker: settings of the C library's allocator, and of torch's.
-#
-# By default the C library gives each large block back to the kernel as soon as it is free, and a step that takes it
-# anew pays for every page of it again. With these settings an MLP of 25M parameters trains a fifth faster. The cost: a
-# worker keeps what it has once taken.
+# By default the C library returns each large block to the kernel as soon as it is free, and a step that allocates it
+# again pays for every page again. With these settings an MLP of 25M parameters trains a fifth faster. The cost: a
+# worker keeps all memory that it has ever taken.
 #
 #     variable                  set by `ddp.launch` and the recipes   set by `ddp.init` in a program that runs already
 #     MALLOC_MMAP_THRESHOLD_    yes                                   yes (`mallopt`)
@@ -173,14 +170,14 @@ def _freeze_or_search() -> None:
 
 
 BLOCK_BYTES = 1 << 30
-COPY_BYTES = 16 << 20  # copies of this size go past the caches: `gradients/bucket.py` makes them
+COPY_BYTES = 16 << 20  # copies of this size bypass the caches: `gradients/bucket.py` makes them
 VARIABLES = {
     "MALLOC_MMAP_THRESHOLD_": str(BLOCK_BYTES),
     "MALLOC_TRIM_THRESHOLD_": str(BLOCK_BYTES),
     "THP_MEM_ALLOC_ENABLE": "1",
     "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={COPY_BYTES:#x}",
 }
-_MALLOPT = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_TRIM_THRESHOLD_": -1}  # the same in the terms of malloc.h
+_MALLOPT = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_TRIM_THRESHOLD_": -1}  # the same as parameters of `mallopt`
 
 
 def variables() -> dict[str, str]:
@@ -189,7 +186,7 @@ def variables() -> dict[str, str]:
 
 
 def keep_large_blocks() -> None:
-    """Sets, in this process, what can still be set while it runs."""
+    """Applies the settings that can still be changed in a running process."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # the GNU C library's
     for name in variables():
         if name in _MALLOPT and mallopt is not None:
@@ -204,11 +201,9 @@ def give_back_free_blocks() -> None:
 
 
 # --- A signal when the parent dies -----------------------------------------------------------------------------------
-#
-# Workers ask for SIGTERM, on which they can still agree to stop (`run/launch/worker.py`). Loader processes ask for
+# Workers request SIGTERM, after which they can still agree to stop (`run/launch/worker.py`). Loader processes request
 # SIGKILL: they may be waiting in a read that never returns, and have nothing to save (`data/loading/loader.py`).
-#
-# Linux only. The parent is the *thread* that has forked this process.
+# Linux only. The parent is the *thread* that forked this process.
 
 
 def ask_for_signal(number: int) -> bool:
@@ -225,7 +220,7 @@ def ask_for_signal(number: int) -> bool:
 
 @contextmanager
 def variable_set(name: str, value: str) -> Iterator[None]:
-    """Gives a variable of the environment another value during the block, for a library that has no other switch."""
+    """Sets an environment variable during the block, for a library that has no other switch."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

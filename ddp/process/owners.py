@@ -1,13 +1,13 @@
-"""Says whether other users than this one could have written a file, could change it, or could put another in its place.
+"""Checks whether other users could have written a file, could change it, or could replace it.
 
-Owners and modes say so, and who is another:
+It goes by owners and modes. Which users count as others:
 
     root, this user                                                 are trusted
-    a group of this user alone, as many systems make for each       is this user
-    everyone else who may write                                     is another
+    a group of this user alone, as many systems make for each       counts as this user
+    everyone else who may write                                     is another user
 
     why_shared           one file or folder: its owner and its mode
-    why_in_other_hands   a path: also its links, and the folders above, in which another could rename what is below
+    why_in_other_hands   a path: also its links, and the folders above, in which others could rename entries
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import stat
 from pathlib import Path
 
 NOTHING, WRITE, ANYTHING = 0o0, 0o2, 0o7
-"""What others may be allowed: bits of a mode. NOTHING: only the owner counts."""
+"""Rights of others, as bits of a mode. NOTHING: only the owner counts."""
 
-_NOBODY = 65534  # whom root's folders seem to belong to in a container whose user namespace has no root
+_NOBODY = 65534  # apparent owner of root's folders in a container whose user namespace lacks root
 
 
 def why_shared(path: Path, status: os.stat_result, *, rights: int = WRITE) -> str:
@@ -29,7 +29,7 @@ def why_shared(path: Path, status: os.stat_result, *, rights: int = WRITE) -> st
 
     Args:
         status: of the path, or of the file that was opened there.
-        rights: that others must not have.
+        rights: the ones that others must not have.
     """
     if status.st_uid not in (0, os.geteuid()):
         return f"{path} belongs to {user_name(status.st_uid)}"
@@ -39,12 +39,12 @@ def why_shared(path: Path, status: os.stat_result, *, rights: int = WRITE) -> st
 
 
 def why_in_other_hands(path: Path) -> str:
-    """Returns the reason why other users decide what is at a path; "" if they do not.
+    """Returns the reason why other users control a path; "" if they do not.
 
-    The current folder and those above it are not looked at, because the user has chosen to be there.
+    The current folder and those above it are not checked, because the user has chosen to be there.
 
     Raises:
-        OSError: there is nothing.
+        OSError: the path does not exist.
     """
     here = Path.cwd()
     for way in dict.fromkeys((path.absolute(), path.resolve())):
@@ -56,11 +56,11 @@ def why_in_other_hands(path: Path) -> str:
 
 
 def _why_others_rename_in(folder: Path) -> str:
-    """Returns the reason why others may replace what this user has in a folder; "" if they may not."""
+    """Returns the reason why others may replace this user's entries in a folder; "" if they may not."""
     status, link = folder.stat(), folder.lstat()
     if stat.S_ISLNK(link.st_mode) and link.st_uid != _NOBODY and (why := why_shared(folder, link, rights=NOTHING)):
-        return why  # its owner may let it lead elsewhere
-    is_sticky = status.st_mode & stat.S_ISVTX  # as /tmp: everyone renames their own entries alone
+        return why  # its owner may retarget a link
+    is_sticky = status.st_mode & stat.S_ISVTX  # as in /tmp: only owners rename their entries
     rights = NOTHING if is_sticky else WRITE
     return "" if status.st_uid == _NOBODY else why_shared(folder, status, rights=rights)
 
@@ -75,7 +75,7 @@ def _is_alone_in(group: int) -> bool:
 
 
 def user_name(uid: int) -> str:
-    """Returns the name of a user, with the number if the host has no name for it."""
+    """Returns the name of a user; the number if the host has no name for it."""
     try:
         return f"user {pwd.getpwuid(uid).pw_name}"
     except KeyError:

@@ -1,13 +1,13 @@
-"""Reads what the files of a run hold, whichever program has written them, and writes JSON that every program can read.
+"""Reads files of a run safely, whoever has written them, and writes JSON that every program can read.
 
-    files.read_own     the text of a file of bounded size, which is no link, pipe or device
-    from_json          the value in a text, which is not nested deeply and holds no number too large for a float
+    files.read_own     the text of a file of bounded size, which is not a link, pipe or device
+    from_json          the value in a text, with bounded nesting and no number too large for a float
     made               the value as an instance of a type: a dataclass, a list, Literal["a", "b"], Digest …
     to_json            the text of a value; NaN and infinities, which JSON does not have, become null
 
-Whatever the bytes of a file are, reading ends in a value or in one ValueError: in no other error, in no endless wait,
-and in no more memory than some twenty times the size of the file. A dataclass says what a file must hold, so that no
-command looks at a value of another type than it expects.
+For any bytes in a file, reading returns a value or raises a single ValueError: no other error, no endless wait, and no
+more memory than some twenty times the size of the file. A dataclass describes what a file must hold, so no command gets
+a value of an unexpected type.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from ddp.errors import CheckpointError, ConfigError, one_line, printable
 T = TypeVar("T")
 
 DEPTH = 64
-"""Deepest nesting of lists and mappings."""
+"""Maximum nesting of lists and mappings."""
 LARGEST = 1 << 128
-"""Numbers are below, as those of float32 are, so that what is computed with them is a number, too."""
+"""Upper bound of numbers, as for float32, so that results computed from them stay finite."""
 
 DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""Errors of code that goes through a value of a form that it does not expect."""
+"""Errors of code that reads a value of an unexpected form."""
 
 Count = Annotated[int, range(1 << 53)]
 Digest = Annotated[str, re.compile("[0-9a-f]{64}")]
 Name = Annotated[str, re.compile(r"\w{1,64}", re.ASCII)]
-"""Of a file: it leads out of no folder."""
+"""A file name that cannot leave its folder."""
 
 
 @contextmanager
-def damage_told(what: object, remedy: str = "", kind: type[ValueError] = ConfigError) -> Iterator[None]:
-    """Turns whatever the reading of a file raises into one error of a kind, in one line."""
+def damage_as_error(what: object, remedy: str = "", kind: type[ValueError] = ConfigError) -> Iterator[None]:
+    """Turns every error of reading a file into one error of type `kind`, in one line."""
     try:
         yield
-    except (ConfigError, CheckpointError) as error:  # which may quote a value of the file
+    except (ConfigError, CheckpointError) as error:  # whose text may quote the file
         raise kind(printable(str(error), is_line=True)) from error
     except (OSError, *DAMAGE) as error:
         key = f"it has no {error.args[0]}" if isinstance(error, KeyError) else ""
@@ -76,10 +76,10 @@ def from_json(text: str, *, keeps_nan: bool = False) -> Any:
     """Returns the value in a text.
 
     Args:
-        keeps_nan: reads NaN and infinities, which older files hold, as such; else as None.
+        keeps_nan: return NaN and infinities, which older files hold, as such; else as None.
 
     Raises:
-        ValueError: there is none, in whichever way the text is damaged.
+        ValueError: the text is damaged in any way.
     """
     try:
         value = json.loads(text, parse_constant=float if keeps_nan else lambda _: None)
@@ -97,32 +97,32 @@ def from_json(text: str, *, keeps_nan: bool = False) -> Any:
 
 
 def json_object(text: str, *, keeps_nan: bool = False) -> dict[str, Any]:
-    """Returns the JSON object in a text; as `from_json`.
+    """Returns the JSON object in a text, as `from_json` does.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the text does not hold one.
     """
     return made(dict[str, Any], from_json(text, keeps_nan=keeps_nan))
 
 
 def made(kind: type[T], plain: Any) -> T:
-    """Returns a plain value as one of this type. Keys that a dataclass does not have are left out.
+    """Returns a plain value as an instance of this type. Unknown keys of a dataclass are dropped.
 
     Raises:
-        ValueError: it is of another type; the message has the key.
+        ValueError: the value has another type; the message has the key.
     """
     value: T = Maker().made(kind, plain)
     return value
 
 
 class Maker:
-    """Makes instances of types from plain values; settings have a subclass, which knows their groups and says more."""
+    """Creates instances of types from plain values; settings have a subclass with their groups and better errors."""
 
     def made(self, kind: Any, plain: Any, key: str = "", *, expected: Any = None) -> Any:
-        """Returns a plain value as one of type `kind`.
+        """Returns a plain value as an instance of `kind`.
 
         Args:
-            key: names the value in errors; expected: what they say was expected, if not `kind`.
+            key: names the value in errors; expected: the expectation in errors, if not `kind`.
         """
         origin, args = get_origin(kind), get_args(kind)
         expected = expected or kind
@@ -155,7 +155,7 @@ class Maker:
         return self.refused(expected, plain, key)
 
     def record(self, kind: Any, plain: Mapping[str, Any], key: str) -> Any:
-        """Returns an instance of a dataclass; fields that are missing take their defaults."""
+        """Returns an instance of a dataclass; missing fields take their defaults."""
         needed = [each.name for each in fields(kind) if each.default is each.default_factory is MISSING]
         prefix = f"{key}." if key else ""
         if missing := [name for name in needed if name not in plain]:
@@ -164,7 +164,7 @@ class Maker:
         return kind(**{name: self.made(hint, plain[name], f"{prefix}{name}") for name, hint in found.items()})
 
     def refused(self, expected: Any, plain: Any, key: str) -> Any:
-        """Raises the error for a value of another type than expected, or returns one that takes its place."""
+        """Raises the error for a value of an unexpected type, or returns a replacement."""
         raise ValueError(f"{f'{key}=' if key else ''}{reprlib.repr(plain)}: expected {described(expected)}")
 
 
@@ -174,14 +174,14 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _of_tuple(kind: Any) -> Sequence[Any]:
-    """Returns the types of a tuple's values; none for another type."""
+    """Returns the types of a tuple's values; empty for other types."""
     if isinstance(kind, type) and issubclass(kind, tuple):
         return list(_hints(kind).values())
     return get_args(kind) if get_origin(kind) is tuple else ()
 
 
 def described(kind: Any) -> str:
-    """Returns the name of a type in the words of a user."""
+    """Returns the name of a type for users."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return " or ".join(described(option) for option in args)

@@ -1,10 +1,10 @@
-"""The Python stack of another thread of this process, and the user's own line in a traceback.
+"""The Python stack of another thread of this process, and the user's own frame in a traceback.
 
-`sys._current_frames` would return frame objects, and each `f_back` of them makes one for the caller. In CPython 3.11
-that may start the garbage collector. A finalizer then lets the other thread run, the thread returns from the very frame
-in question, and memory is written to that has become something else: a crash, much later, somewhere else. Frame objects
-also keep alive what their frames refer to. So `faulthandler` writes down the stack here: it makes no objects, and no
-Python code runs meanwhile.
+`sys._current_frames` would return frame objects, and each `f_back` creates another one for the caller. In CPython 3.11
+that may start the garbage collector. If a finalizer then lets the other thread run, that thread may return from the
+very frame in question, and freed memory is written to: a crash, much later, somewhere else. Frame objects also keep
+alive the objects of their frames. So `faulthandler` writes the stack here: it creates no objects, and no Python code
+runs meanwhile.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _ESCAPED = re.compile(r"\\(?:x(..)|u(.{4})|U(.{8}))")
 
 
 def stack_of(thread: int) -> list[FrameSummary]:
-    """Returns the Python calls that a thread is in, the innermost last.
+    """Returns the active Python calls of a thread, the innermost last.
 
     Args:
         thread: its `ident`.
 
     Returns:
-        The innermost 100 calls at most, and names of up to 500 characters. The list is empty for a thread that has
-        ended, runs no Python code, or is older than a hundred others.
+        At most the innermost 100 calls, with names of up to 500 characters. The list is empty for a thread that has
+            ended, runs no Python code, or is older than a hundred others.
     """
     try:
         with _file() as file:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             lines = file.read().splitlines()
-    except OSError:  # such as: no descriptor is left
+    except OSError:  # such as no free descriptor
         return []
     frames: list[FrameSummary] = []
     is_wanted = False
@@ -58,7 +58,7 @@ _NOT_THE_USERS = ("<frozen", *(f"{place}{os.sep}" for place in (Path(__file__).p
 
 
 def is_installed(file: str) -> bool:
-    """Returns True for code of an installed library other than this package and Python's own."""
+    """Returns True for code of an installed library, but not of this package or Python itself."""
     path = Path(file)
     return not _INSTALLED.isdisjoint(path.parts) and not path.is_relative_to(Path(__file__).parents[1])
 
@@ -70,10 +70,10 @@ def users_frame(error: BaseException) -> traceback.FrameSummary | None:
 
 
 def _unescaped(text: bytes) -> str:
-    """Returns the text that faulthandler has written in ASCII."""
+    """Returns the original text of faulthandler's ASCII output."""
     return _ESCAPED.sub(lambda found: chr(int(found[found.lastindex or 0], 16)), text.decode("ascii"))
 
 
 def _file() -> IO[bytes]:
-    """Opens a file without a name, in memory if the platform can."""
+    """Opens an anonymous file, in memory if the platform supports that."""
     return os.fdopen(os.memfd_create("stack"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()

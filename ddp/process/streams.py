@@ -1,14 +1,14 @@
-"""Named random streams: a random number depends on what it is for, never on a rank or on a loader worker.
+"""Named random streams: a random number depends on its purpose, never on a rank or a loader worker.
 
     stream           keyed by                      draws
     "init"           (seed)                        the model's first weights, equal on every rank
     "order"          (seed, epoch)                 the epoch's order (`data/orders/order.py`)
-    "augmentation"   (seed, epoch, sample index)   a sample's random transforms, in whichever process fetches it
-    "collation"      (seed, epoch, first index)    what a collate function draws for a batch, such as masks
+    "augmentation"   (seed, epoch, sample index)   a sample's random transforms, in any process
+    "collation"      (seed, epoch, first index)    a collate function's draws for a batch, such as masks
     "dropout"        (seed, step, shard, part)     the noise of one micro-batch's forward and backward
 
 So samples and shards never share their noise by accident, and a run that is resumed, or continued at another world
-size, draws what the uninterrupted run would have drawn.
+size, draws the same numbers as the uninterrupted run.
 
 A key becomes a seed through BLAKE2b (RFC 7693) of its unambiguous text, cut to 63 bits. The number is the same in every
 process and version, and unrelated for neighbouring keys (seed + epoch + index would collide). That takes about 3 us,
@@ -44,7 +44,7 @@ def stream_seed(seed: int, *keys: int | str) -> int:
 
 
 def _text(key: int | str) -> str:
-    # A string carries its length, so that no two lists of keys give the same text.
+    # The length of a string is included, so that no two lists of keys give the same text.
     return f"s{len(key)}:{key};" if isinstance(key, str) else f"i{operator.index(key)};"
 
 
@@ -68,7 +68,7 @@ def seed_generators(value: int, *, device: torch.device | str) -> None:
 
 
 class GeneratorStates(NamedTuple):
-    """The states of the CPU generators of `seed_generators`, as values that can be compared."""
+    """The states of the CPU generators of `seed_generators`, as comparable values."""
 
     torch: bytes
     python: Any

@@ -1,14 +1,14 @@
 """The output of a process: its standard streams, and its log.
 
-The streams never end a run: their reader left, the disk is full, the terminal closed, a letter is unknown. From the
-first write that fails on, such a stream goes to /dev/null. A letter that its encoding lacks becomes "?". Only
-processes that belong to this package use these streams: the launcher's command and its workers.
+A failed write never ends a run, whether its reader left, the disk is full, the terminal closed, or a character cannot
+be encoded. After the first failed write, a stream goes to /dev/null. A character that its encoding lacks becomes "?".
+Only processes that belong to this package use these streams: the launcher's command and its workers.
 
-`say` prints every text of this package, and `console` what rich lays out: both let no control character of somebody
-else's file through. What a user's own code prints is left alone.
+`say` prints every text of this package, and `console` the layouts of rich; both remove control characters, which a file
+may contain. The output of a user's own code is unchanged.
 
-Ctrl-C is heard in Python as a KeyboardInterrupt. One that comes while compiled modules are imported is lost there, or
-becomes an error of theirs, such as "module 'numpy' has no attribute 'minimum'". `ended_by_ctrl_c` is for imports.
+Ctrl-C is a KeyboardInterrupt in Python. During the import of compiled modules it is lost, or becomes another error,
+such as "module 'numpy' has no attribute 'minimum'". `ended_by_ctrl_c` is for imports.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 FULL_S = 5.0
-"""A stream that does not block counts as broken once it has refused bytes for this long."""
+"""A non-blocking stream counts as broken once it has refused bytes for this long."""
 
 
 def say(text: object, *, to: TextIO | None = None) -> None:
@@ -41,10 +41,10 @@ def say(text: object, *, to: TextIO | None = None) -> None:
 
 
 def console(*, wide: int | None = None, **options: Any) -> Console:
-    """Returns a console of rich, which takes no text for markup, and prints it `printable`.
+    """Returns a console of rich that ignores markup and prints only `printable` text.
 
     Args:
-        wide: columns where the output is a file or a pipe, which has no edge.
+        wide: columns if the output is a file or a pipe, which has no width.
     """
     from rich.console import Console
     from rich.segment import Segment
@@ -59,11 +59,11 @@ def console(*, wide: int | None = None, **options: Any) -> Console:
 
 
 def keep_writing() -> None:
-    """Makes standard output and error survive every failed write. A stream that was replaced stays as it is."""
+    """Makes standard output and error survive every failed write. A replaced stream stays unchanged."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
-        except OSError:  # closed (`>&-`): the next file or socket would get this number, and prints would go there
+        except OSError:  # closed (`>&-`): otherwise the next file or socket would get this number, and the output
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stdout is sys.__stdout__:
         sys.stdout = tolerant(1, like=sys.stdout)
@@ -73,14 +73,14 @@ def keep_writing() -> None:
 
 @contextlib.contextmanager
 def ended_by_ctrl_c() -> Iterator[None]:
-    """Lets Ctrl-C end this process at once in the block, where it would raise; for imports (see above)."""
-    is_main = threading.current_thread() is threading.main_thread()  # the only one that may set a handler
+    """Lets Ctrl-C end this process at once during the block, instead of raising; for imports (see above)."""
+    is_main = threading.current_thread() is threading.main_thread()  # only this thread may set a handler
     if raises := is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:
-        if raises and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # else a module has set one of its own
+        if raises and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # else a module has set its own handler
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -98,7 +98,7 @@ def tolerant(fd: int, *, like: TextIO | None) -> io.TextIOWrapper:
 
 
 class _Tolerant(io.FileIO):
-    """A file whose descriptor becomes /dev/null once it cannot be written, also for C++ and child processes."""
+    """A file whose descriptor becomes /dev/null after a failed write, also for C++ and child processes."""
 
     def write(self, data: ReadableBuffer) -> int:
         """Writes all of `data`, or drops it."""
@@ -118,23 +118,20 @@ class _Tolerant(io.FileIO):
 
 
 # --- The log ---------------------------------------------------------------------------------------------------------
-#
-# One logger for the package: every line says which rank logs it; rank 0 alone reaches the terminal.
-#
+# One logger for the package: every line has its rank; only rank 0 reaches the terminal.
 # `log` is an ordinary `logging.Logger` named "ddp", so applications can redirect it. `follow_rank` sets the prefix, and
-# tells lightning-utilities' `rank_zero_*` helpers the rank; call it at every change of membership.
-#
+# the rank of lightning-utilities' `rank_zero_*` helpers; call it at every change of membership.
 # An engine, or `logging.basicConfig`, may have given the root logger of every rank a handler that writes to the
-# terminal. It gets the warnings of rank 0. Any other line is not for it, because whatever a user is to see beside
-# warnings is printed, once, unless `progress=False`. All other handlers get every line, and so does one that is
-# attached to "ddp". Every line is `printable`, because it may quote a file of somebody else's.
+# terminal. It gets only the warnings of rank 0, because all other output for users is printed, once, unless
+# `progress=False`. All other handlers get every line, and so does one that is attached to "ddp". Every line is
+# `printable`, because it may quote a foreign file.
 
 
 log = logging.getLogger("ddp")
 
 
 class _RankFilter(logging.Filter):
-    """Adds `rank` and `world_size` to everything that is logged, and keeps most of it from terminals."""
+    """Adds `rank` and `world_size` to every record, and filters what reaches a terminal."""
 
     rank, world_size, role = 0, 1, ""
 
@@ -150,11 +147,11 @@ class _RankFilter(logging.Filter):
         for handler in [*log.handlers, *(each for each in above if not _is_terminal(each))]:
             if record.levelno >= handler.level:
                 handler.handle(record)
-        return False  # all who are to have it, have it
+        return False  # the handlers that should get it have got it
 
 
 def _in_line(value: object) -> object:
-    """Returns a value for a message, in one line: it may be of a file that somebody else has written."""
+    """Returns a value for a message, in one line, because it may come from a foreign file."""
     return printable(str(value), is_line=True) if isinstance(value, (str, PurePath, Exception)) else value
 
 
@@ -169,9 +166,9 @@ log.addFilter(_rank_filter)
 
 
 def follow_rank(rank: int, world_size: int, role: str = "") -> None:
-    """Makes every later log line carry this rank, and the task of a cluster that it is, such as worker:1."""
+    """Adds this rank, and its task in a cluster, such as worker:1, to every later log line."""
     _rank_filter.rank, _rank_filter.world_size, _rank_filter.role = rank, world_size, f" {role}" if role else ""
-    from lightning_utilities.core.rank_zero import rank_zero_only  # half of what importing this module would take
+    from lightning_utilities.core.rank_zero import rank_zero_only  # imported here, because it is slow
 
     rank_zero_only.rank = rank  # type: ignore[attr-defined]
 

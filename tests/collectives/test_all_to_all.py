@@ -117,12 +117,12 @@ MUTANTS = {
         lambda adds: [*adds[:-1], Add(1, 0, C)],
         "not each contribution once, that of shards 4, 5, 6, 7 is missing",
     ),
-    "to itself": (lambda adds: [*adds, Add(0, 0, C)], "chunk 1 brings what is there already"),
+    "to itself": (lambda adds: [*adds, Add(0, 0, C)], "chunk 1 is there already"),
     "of an empty buffer": (
         lambda adds: [*adds, Add(0, 5, C)],
-        "rank 1 in round 1: adds chunk 1 of buffer 5, where it has nothing of use",
+        "rank 1 in round 1: adds chunk 1 of buffer 5, which is undefined",
     ),
-    "to an empty buffer": (lambda adds: [*adds, Add(5, 0, C)], "adds to chunk 1, where it has nothing of use"),
+    "to an empty buffer": (lambda adds: [*adds, Add(5, 0, C)], "adds to chunk 1, which is undefined"),
     "of a chunk that does not exist": (
         lambda adds: [*adds, Add(0, 1, range(3, 4))],
         "is not a run of the chunks 0 to 2",
@@ -166,9 +166,9 @@ def test_it_is_known_by_name_and_not_offered_as_an_all_reduce_over_ranks() -> No
 def test_a_schedule_over_shards_cannot_be_registered() -> None:
     from ddp.collectives.catalog import own_all_reduce, prove, register
 
-    with pytest.raises(ConfigError, match="own: adds up shards, where an all-reduce adds up ranks: leave num_shards"):
+    with pytest.raises(ConfigError, match="own: adds up shards, but an all-reduce adds up ranks: leave num_shards"):
         prove(own_all_reduce(over_shards(8)), 2, what="own")
-    with pytest.raises(ConfigError, match=r"rank 0 in round 1: yields .* which is no tuple of Send and Recv"):
+    with pytest.raises(ConfigError, match=r"rank 0 in round 1: yields .* which is not a tuple of Send and Recv"):
         register("own", partial(all_to_all.all_reduce_over_shards, num_shards=8))
 
 

@@ -94,7 +94,7 @@ def test_send_before_receive_on_both_sides_is_a_deadlock() -> None:
         yield (Send(1 - rank, BOTH),)
         yield (Recv(1 - rank, BOTH, add=True),)
 
-    rejects(send_then_receive, "deadlock: rank 1 takes no chunks 0-1 in this round")
+    rejects(send_then_receive, "deadlock: rank 1 receives no chunks 0-1 in this round")
 
 
 def test_overwriting_what_is_being_sent_is_a_race() -> None:
@@ -166,7 +166,7 @@ def test_before_goes_with_add_and_with_equal_runs() -> None:
             else (Send(2, runs[rank]),)
         )
 
-    rejects(overwriting, "rank 1 in round 1: overwrites chunks 0-1 and says before=True, which goes with add=True")
+    rejects(overwriting, "rank 1 in round 1: overwrites chunks 0-1 with before=True, which needs add=True")
     rejects(overlapping, "rank 2 in round 1: runs of chunks that are added before what is there overlap", 3)
 
 
@@ -230,7 +230,7 @@ def test_sending_what_one_has_not() -> None:
     def too_early(rank: int, num_ranks: int) -> Iterator[Round]:
         yield (Send(0, BOTH),) if rank == 1 else (Recv(1, BOTH, add=False),)
 
-    rejects(too_early, "rank 1 in round 1: sends chunk 0, where it has nothing of use", goal=Goal.BROADCAST)
+    rejects(too_early, "rank 1 in round 1: sends chunk 0, which is undefined there", goal=Goal.BROADCAST)
 
 
 @pytest.mark.parametrize("peer", [0, 2, -1])
@@ -247,7 +247,7 @@ def test_ranks_with_unequal_numbers_of_rounds() -> None:
     def idle(rank: int, num_ranks: int) -> Iterator[Round]:
         yield from [()] * rank
 
-    rejects(idle, "rank 0 in round 1: its schedule has ended, while that of another rank goes on")
+    rejects(idle, "rank 0 in round 1: its schedule has ended, while that of another rank continues")
 
 
 @pytest.mark.parametrize("goal", Goal)

@@ -503,7 +503,7 @@ def test_a_second_thread_is_refused_while_the_first_is_in_a_collective() -> None
 @pytest.mark.quick(4)
 def test_a_fault_in_any_round_of_any_algorithm(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank ends: with a PeerLost that names the call, or, if it needed nothing more, with the right sum."""
-    monkeypatch.setattr("ddp.comm.watch.watchdog.JUDGE_S", 0.05)  # whom it names is another test's subject
+    monkeypatch.setattr("ddp.comm.watch.watchdog.SEARCH_S", 0.05)  # whom it names is another test's subject
     for fail_round in range(busiest_rounds(name, 5)):
 
         def run(transport: SimulatedTransport, fail_round: int = fail_round) -> Tensor | str:

@@ -22,7 +22,7 @@ from torch.distributed import HashStore
 import ddp
 from ddp.comm import checks, nccl, opening, session
 from ddp.comm.host_links import CPU
-from ddp.comm.opening import Means, agreed_backend, chosen_device, device_of, take
+from ddp.comm.opening import Capabilities, agreed_backend, capabilities_of, chosen_device, device_of
 from ddp.errors import ConfigError
 from ddp.process import gpu
 from ddp.run.assembly import stages
@@ -86,7 +86,7 @@ def test_a_worker_sees_only_the_gpus_that_are_named(
     monkeypatch.setattr("torch.cuda.device_count", visible)
     monkeypatch.setattr("torch.set_num_threads", then)
     config = from_plain({"cluster": {"devices": devices}})
-    refused = r"=\[.*\]: torch finds [01] of these, where CUDA_VISIBLE_DEVICES is .*; take GPUs that are there, or"
+    refused = r"=\[.*\]: torch finds [01] of these, where CUDA_VISIBLE_DEVICES is .*; take GPUs that exist, or"
     ended = pytest.raises(InterruptedError, match=f"^{after}$") if after else pytest.raises(ConfigError, match=refused)
     with ended, stages.joined(config):
         pass
@@ -112,7 +112,7 @@ def test_a_worker_sees_only_the_gpus_that_are_named(
         (torch.device("cuda"), None, None, "cuda:1"),
         ("cuda:0", 2, "cuda:3", "cuda:0"),
         (0, 2, "cuda:3", "cuda:0"),
-        ("cuda:9", None, None, "cuda:9"),  # `take` says that it is not there
+        ("cuda:9", None, None, "cuda:9"),  # `capabilities_of` says that it is not there
         ("cpu", 2, "cuda:3", "cpu"),
         ("cpu:0", None, None, "cpu"),
     ],
@@ -155,7 +155,7 @@ def test_a_module_without_parameters_is_where_its_buffers_are() -> None:
 def test_a_rank_sets_the_current_gpu_unless_somebody_may_have_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for begun, expected in ((None, 1), (0, 0), (2, 2)):
         monkeypatch.setattr(gpu, "cuda", gpus := Gpus(*"abcd", current=begun))
-        assert take(torch.device("cuda:1"), "auto").problem == ""
+        assert capabilities_of(torch.device("cuda:1"), "auto").problem == ""
         assert gpus.current == expected
 
 
@@ -165,7 +165,7 @@ def test_a_gpu_is_known_by_host_and_uuid(monkeypatch: pytest.MonkeyPatch) -> Non
     for uuid, host in (("a", ""), ("b", ""), ("a", ""), ("a", "elsewhere")):
         monkeypatch.setattr(gpu, "cuda", Gpus(uuid))
         monkeypatch.setenv("NCCL_HOSTID", host)
-        taken.append(take(torch.device("cuda:0"), "auto").gpu)
+        taken.append(capabilities_of(torch.device("cuda:0"), "auto").gpu)
     assert taken[0] == taken[2]
     assert len(set(taken)) == 3
 
@@ -175,7 +175,7 @@ def test_a_gpu_without_a_uuid_is_known_by_what_the_process_is_shown(monkeypatch:
     for index, shown in ((0, "4"), (0, "5"), (1, "4,5"), (0, "4")):
         monkeypatch.setattr(gpu, "cuda", Gpus("", ""))
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
-        taken.append(take(torch.device("cuda", index), "auto").gpu)
+        taken.append(capabilities_of(torch.device("cuda", index), "auto").gpu)
     assert taken[0] == taken[3]
     assert len(set(taken)) == 3
 
@@ -186,30 +186,30 @@ def test_a_gpu_without_a_uuid_is_known_by_what_the_process_is_shown(monkeypatch:
         ("cpu", "mpi", "backend='mpi' is unknown; use auto, gloo or nccl"),
         ("cpu", "nccl", "backend=nccl needs a GPU for each rank, but tensors are on the CPU; use backend=gloo"),
         ("cuda:2", "auto", "device=cuda:2, but torch sees 2 GPUs here, counted from 0; use another one"),
-        ("cuda:1", "auto", "device=cuda:1 does not begin (CUDA error: unknown error); fix that, or use device=cpu"),
+        ("cuda:1", "auto", "device=cuda:1 cannot be used (CUDA error: unknown error); fix that, or use device=cpu"),
     ],
 )
 def test_what_is_not_possible_here_is_a_problem(
     device: str, backend: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "cuda", Gpus("a", "broken"))
-    assert take(torch.device(device), backend).problem == problem
+    assert capabilities_of(torch.device(device), backend).problem == problem
 
 
 # --- what all decide -------------------------------------------------------------------------------------------------
 
-CPU_ONLY = Means("auto", "cpu")
-OWN = [Means("auto", "cuda", f"host {uuid}", True) for uuid in "abc"]
+CPU_ONLY = Capabilities("auto", "cpu")
+OWN = [Capabilities("auto", "cuda", f"host {uuid}", True) for uuid in "abc"]
 SHARED = [OWN[0], OWN[1], OWN[0]]
 WITHOUT = OWN[1]._replace(has_nccl=False)
 NO_SUCH = OWN[1]._replace(problem="device=cuda:9, but torch sees 2 GPUs here")
 
 
-def asking(backend: str, *means: Means) -> list[Means]:
+def asking(backend: str, *means: Capabilities) -> list[Capabilities]:
     return [each._replace(backend=backend) for each in means]
 
 
-def decided(means: list[Means], ranks: list[int]) -> list[str]:
+def decided(means: list[Capabilities], ranks: list[int]) -> list[str]:
     """What `agreed_backend` returns or raises on every rank."""
     store = HashStore()
 
@@ -243,7 +243,7 @@ def decided(means: list[Means], ranks: list[int]) -> list[str]:
         ([CPU_ONLY, NO_SUCH], "rank 11: device=cuda:9"),
     ],
 )
-def test_all_ranks_decide_alike_and_an_error_names_the_ranks(means: list[Means], expected: str) -> None:
+def test_all_ranks_decide_alike_and_an_error_names_the_ranks(means: list[Capabilities], expected: str) -> None:
     first, *others = decided(means, list(range(10, 10 + len(means))))
     assert set(others) <= {first}
     assert first == expected if expected in ("gloo", "nccl") else expected in first

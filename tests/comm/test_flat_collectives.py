@@ -26,8 +26,8 @@ def test_memory_adds_ways_where_ranks_share_a_host(hosts: Hosts, through_memory:
     assert list(found) == over_transport + through_memory
     assert all(name == route.name for name, route in found.items())
     assert [name for name, route in found.items() if route.in_memory] == through_memory
-    assert [name for name, route in found.items() if route.answers_to("shared_memory")] == through_memory
-    assert [name for name, route in found.items() if route.answers_to("ring")] == ["ring"]
+    assert [name for name, route in found.items() if route.matches("shared_memory")] == through_memory
+    assert [name for name, route in found.items() if route.matches("ring")] == ["ring"]
 
 
 def test_memory_is_canonical_where_its_ranks_are_a_branch_of_the_tree() -> None:

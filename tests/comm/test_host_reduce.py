@@ -433,7 +433,7 @@ def test_ranks_that_call_different_things_are_all_told_both(
 
 
 def ask_for_nonsense(group: HostGroup) -> None:
-    with pytest.raises(ConfigError, match="free takes a tensor that allocate has given"):
+    with pytest.raises(ConfigError, match="free takes a tensor from allocate"):
         group.free(torch.ones(3))
     group.barrier(sequence=2)
 

@@ -25,7 +25,7 @@ import ddp
 from ddp.comm.communicator import Communicator
 from ddp.comm.host_links import Settings
 from ddp.comm.transport.edge import Pending, Transfer
-from ddp.comm.transport.gloo import NOBODY_SENDS, collective_tag, message_tag
+from ddp.comm.transport.gloo import UNUSED_TAG, collective_tag, message_tag
 from ddp.comm.watch import watchdog as watchdog_module
 from ddp.comm.watch.watchdog import Watchdog
 from ddp.errors import CommunicatorBroken, ConfigError, PeerLost
@@ -253,7 +253,7 @@ def test_tags_tell_collectives_and_messages_apart() -> None:
     tags = {(n, kind): message_tag(3, n, kind) for n in (1, 2, 1023, 1024) for kind in kinds}
     assert len(set(tags.values())) == len(tags)
     for tag in tags.values():
-        assert 1 << 30 <= tag < NOBODY_SENDS
+        assert 1 << 30 <= tag < UNUSED_TAG
     collectives = {collective_tag(channel, kind) for channel in (0, 3, 1023) for kind in kinds}
     assert len(collectives) == 3 * len(kinds)
     assert max(collectives) < 1 << 30
@@ -362,7 +362,7 @@ WRONG: dict[str, tuple[list[Callable[[Communicator], Any]], list[str]]] = {
 def test_who_is_to_blame(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By ranks on threads, with watchdogs of their own."""
     monkeypatch.setattr(watchdog_module, "INTERVAL_S", 0.05)
-    monkeypatch.setattr(watchdog_module, "JUDGE_S", 1.0)
+    monkeypatch.setattr(watchdog_module, "SEARCH_S", 1.0)
     others_have_ended.clear()
     programs, says = WRONG[what]
     store, world_size, ended = HashStore(), len(programs), list[int]()

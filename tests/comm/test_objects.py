@@ -65,7 +65,7 @@ def test_tensors_come_out_with_their_bits_layout_and_memory_of_their_own() -> No
 
 
 def test_what_cannot_be_sent_is_named() -> None:
-    with pytest.raises(TypeError, match="an object of type Random is not sent between ranks: make it of plain values"):
+    with pytest.raises(TypeError, match="an object of type Random cannot be sent between ranks: use plain values"):
         packed({"key": [random.Random()]})
     with pytest.raises(TypeError, match="an object of type Tensor"):
         packed(torch.eye(2).to_sparse())

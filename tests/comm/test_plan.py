@@ -268,7 +268,7 @@ def test_on_one_host_memory_is_taken_at_once() -> None:
     assert not ran
 
 
-def test_a_name_that_leaves_something_open_is_the_cheapest_that_answers_to_it() -> None:
+def test_a_name_that_leaves_something_open_is_the_cheapest_that_matches() -> None:
     flat = torch.zeros(1 << 20)
     chooser = auto(TWO_HOSTS)
     expected = next(name for name in names(1 << 22, TWO_HOSTS) if name.startswith("shared_memory+"))
@@ -305,7 +305,7 @@ def test_a_trial_times_canonical_ways_only_if_asked_to() -> None:
     assert chooser.choose(1000) == "tree"
     assert all(routes(FAR)[name].is_canonical for name in ran)
     hosts = equal_hosts(6, 3)
-    with pytest.raises(ConfigError, match="no way 'shared_memory' adds in canonical order here"):
+    with pytest.raises(ConfigError, match="no route 'shared_memory' adds in canonical order here"):
         auto(hosts, order="canonical").route(torch.zeros(10), "shared_memory")
 
 

@@ -220,7 +220,7 @@ def memory_is_freed_from_any_thread(comm: Communicator) -> None:
         flat = torch.full((numel,), 4096.0)
         assert (comm.all_reduce(flat, divide_by=divide_and_free if numel == 3070 else 4096) == comm.world_size).all()
     finalizer.join()
-    with pytest.raises(ConfigError, match="a tensor that allocate has given, once"):
+    with pytest.raises(ConfigError, match="a tensor from allocate, once"):
         comm.free(inside)
         comm.barrier()
 

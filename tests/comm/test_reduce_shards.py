@@ -220,7 +220,7 @@ def test_ranks_with_other_numbers_of_shards_are_told(how: dict[str, Any]) -> Non
 
 def in_another_order() -> None:
     comm = ddp.init(abort_s=30, shared_memory=False, algorithm="ring")
-    with pytest.raises(ConfigError, match="algorithm='ring' adds up in another order than the tree over 3 shards: tak"):
+    with pytest.raises(ConfigError, match="algorithm='ring' does not add up in the order of the tree over 3 s"):
         comm.all_reduce(torch.ones(1, 9), num_shards=3)
     assert wrong_sums(comm, 8, 30, torch.float32, 1, allocated=False) == []  # over which a ring has no say
     ddp.shutdown()

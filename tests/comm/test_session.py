@@ -98,21 +98,21 @@ class Stopped(HashStore):
 
 def test_a_store_that_stops_to_answer_holds_nobody_beyond_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddp.comm.meeting.rendezvous.LET_GO_S", 0.0)
-    for name in ("INTERVAL_S", "JUDGE_S", "STORE_S"):
+    for name in ("INTERVAL_S", "SEARCH_S", "STORE_S"):
         monkeypatch.setattr(watchdog, name, 0.05)
     store, of_watchdog = Stopped(), Stopped()
-    with pytest.raises(PeerLost, match=r"lost rank 0 .*has not answered for 0.1 s: it was stopped"):
+    with pytest.raises(PeerLost, match=r"lost rank 0 .*has not responded for 0.1 s: it was stopped"):
         rendezvous(store, 1, 2, warn_s=9, abort_s=0.1)
     watches = watchdog.Watchdog(of_watchdog, 1, 2, generation=0, warn_s=9, abort_s=0.1)
     watches.begin(Call(1, "all_reduce"), 0)
     lost = watches.find_culprit(0)
     monkeypatch.setattr(watchdog, "STALE_S", 0.1)
-    with pytest.raises(PeerLost, match=r"lost rank 0 .* does not answer"):
-        watches.wait_for_word("passed", 0, Call(2, "wait_for_rank_zero"))
+    with pytest.raises(PeerLost, match=r"lost rank 0 .* does not respond"):
+        watches.wait_for_value("passed", 0, Call(2, "wait_for_rank_zero"))
     watches.fail("as a session that ends after an error")
     watches.leave()
     assert "lost rank 0 " in str(lost)
-    assert "does not answer" in lost.reason
+    assert "does not respond" in lost.reason
     for each in (store, of_watchdog):
         each.goes_on.set()
 
@@ -124,7 +124,7 @@ def test_a_firewall_between_the_ranks_is_no_fault_of_the_store(monkeypatch: pyte
     monkeypatch.setattr(session, "place", lambda: RankPlace("", 0, 2))
     monkeypatch.setattr(session, "for_torch", lambda store: store)
     monkeypatch.setattr(session.dist, "init_process_group", lambda *_, **__: for_ever.wait())
-    with pytest.raises(PeerLost, match=r"lost rank 1 .*no connection for 0\.1 s.* a firewall stands between the hosts"):
+    with pytest.raises(PeerLost, match=r"lost rank 1 .*no connection for 0\.1 s.* a firewall is between the hosts"):
         session._join(warn_s=9, abort_s=0.1)
     for_ever.set()
 
@@ -135,7 +135,7 @@ def test_ranks_that_torch_cannot_connect_name_the_one_that_has_gone() -> None:
         store.set(f"joins/{rank}", "")
     lost = session._not_connected(store, 0, 3, RuntimeError("wait timeout"))
     assert "lost rank 1 " in str(lost)
-    assert "it came, but could not be connected (wait timeout)" in lost.reason
+    assert "it arrived, but could not be connected (wait timeout)" in lost.reason
 
 
 def begin_again_and_again() -> list[tuple[float, float, float]]:
@@ -366,7 +366,7 @@ def test_whoever_waits_at_the_start_says_for_whom() -> None:
     assert warned == ["start-up has waited 0 s for rank(s) [1, 2] of 3"]
     assert "lost rank 1 " in reason
     assert "of 3 ranks, [1, 2] did not come within 0.5 s: start each once" in reason
-    assert warned_1 == [f"start-up has waited 0 s for rank 0, which keeps the store of the ranks at 127.0.0.1:{port}"]
+    assert warned_1 == [f"start-up has waited 0 s for rank 0, which serves the store of the ranks at 127.0.0.1:{port}"]
     assert "lost rank 0 " in reason_1
     assert of_0.startswith(f"MASTER_ADDR=127.0.0.1, MASTER_PORT={taken['MASTER_PORT']}: rank 0 cannot serve the store")
     assert of_0.endswith("and a port that is free there")

@@ -341,7 +341,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Makes of this process a rank that the other one, on another host, does not reach."""
 
     def refuse(**_: object) -> None:
-        raise PeerLost(1, "b", 0, 0, "start-up", "it came, but could not be connected")
+        raise PeerLost(1, "b", 0, 0, "start-up", "it arrived, but could not be connected")
 
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():

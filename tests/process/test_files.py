@@ -218,7 +218,7 @@ def test_no_file_is_written_or_emptied_through_a_link(name: str, tmp_path: Path)
             shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
     if name in OPENS:
         os.mkfifo(path)
-        with pytest.raises(ConfigError, match=rf"^{path} is no ordinary file"):
+        with pytest.raises(ConfigError, match=rf"^{path} is not a regular file"):
             OPENS[name](path)
 
 
@@ -238,7 +238,7 @@ def test_a_pipe_in_the_place_of_settings_holds_nobody(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.yaml")
     os.mkfifo(tmp_path / STARTS)
     assert settings_of(tmp_path) is None
-    with pytest.raises(ConfigError, match=r"is damaged: .*config\.yaml is no ordinary file"):
+    with pytest.raises(ConfigError, match=r"is damaged: .*config\.yaml is not a regular file"):
         read_settings(tmp_path / "config.yaml")
     assert _absolute({"path": "a.csv"}, tmp_path / STARTS)["path"] == str(Path("a.csv").absolute())
 

@@ -336,7 +336,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a folder's name": (
         F.cross_entropy,
         {"folder": os.fsdecode(b"r\xff")},
-        "this name is not in UTF-8, and torch reads back no file from such a folder",
+        "this name is not UTF-8, and torch cannot load files from such a folder",
     ),
     "a schedule's name": (F.cross_entropy, {"schedule": "cosine"}, "schedule='cosine': give a function"),
     "a schedule of epochs": (

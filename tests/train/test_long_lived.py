@@ -65,7 +65,7 @@ def settled(limit: Counter[str] | None = None) -> Counter[str]:
 
 def rounds(port: int, folder: Path, num_rounds: int) -> tuple[Counter[str], Counter[str], bool]:
     """Rounds of runs, each another way; returns what was held after the first one, and after the last one."""
-    watchdog.INTERVAL_S, watchdog.STALE_S, watchdog.JUDGE_S = 0.05, 0.3, 0.3  # until a lost rank is given up
+    watchdog.INTERVAL_S, watchdog.STALE_S, watchdog.SEARCH_S = 0.05, 0.3, 0.3  # until a lost rank is given up
     first = int(os.environ["RANK"])
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
         del os.environ[name]  # so that the ranks count who is on this host, and rank 0 serves the store

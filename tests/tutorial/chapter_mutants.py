@@ -131,7 +131,7 @@ SUBJECTS = {  # chapter → the functions that it is about
     "10_a_worker_dies": [
         "train/checkpoints/checkpoint.py: save_checkpoint, restore, step_end",
         "train/steps/state.py: load_position",
-        "comm/transport/shared_memory.py: Life.__init__, goes_on",
+        "comm/transport/shared_memory.py: ProcessHandle.__init__, is_running",
         "run/launch/failures.py: describe_failures, _aside, _death",
     ],
     "12_large_batches": [

@@ -167,7 +167,7 @@ TYPICAL = {
         "02",
         ", Recv(left, range(incoming, incoming + 1), add=True)",
         ",",
-        "deadlock: rank 1 takes no chunk 1 in this round\n",
+        "deadlock: rank 1 receives no chunk 1 in this round\n",
     ),
     "ring: a round too few": Typical("02", "(num_ranks - 1):", "(num_ranks - 2):", "no rank sends this chunk"),
     "ring: everything each time": Typical(
@@ -413,7 +413,7 @@ RECURSION = "  mine.py, line 1: def f(): f()\n"
         ),
         (
             "def reduce_scatter(rank, num_ranks):\n    while True:\n        yield ()\ndef all_gather(): 0\n",
-            "reduce_scatter with 1 rank: rank 0 in round 10011: goes on and on; a schedule ends",
+            "reduce_scatter with 1 rank: rank 0 in round 10011: never ends; a schedule must end",
         ),
         (
             "import sys\ndef reduce_scatter(rank, num_ranks):\n    sys.exit(0)\n    yield\ndef all_gather(): 0\n",

@@ -1,1 +1,1 @@
-"""Meeting: ranks find each other, and each makes sure that the others are of the same launch."""
+"""Meeting: ranks find each other, and each checks that the others belong to the same launch."""

@@ -10,15 +10,15 @@
 | ps        | the servers, for a strategy with parameter servers; refused in all others   |
 | evaluator | no rank, and need not be listed: the side-car of what the others train      |
 
-Kubeflow's `sparseCluster` (`enableDynamicWorker`) names only itself to a server, and the servers to a worker. So these
-processes meet as those that are started by hand (`rendezvous.py`).
+Kubeflow's `sparseCluster` (`enableDynamicWorker`) names only the process itself to a server, and the servers to a
+worker. So these processes meet like those started by hand (`rendezvous.py`).
 
 The tasks of a job are a list of addresses HOST:PORT, or a mapping from their indices to addresses. The ranks meet at
-the address of rank 0. From the other addresses they know which ranks share a host, and whom to name as missing.
+the address of rank 0. The other addresses say which ranks share a host, and name a missing rank.
 
 `TF_CONFIG` is TensorFlow's (https://www.tensorflow.org/guide/distributed_training#tf_config). Its fields for platforms
-and for TensorFlow's own connections mean nothing here. An unknown field is refused, because behind it may be the
-cluster, without which each process would train alone.
+and for TensorFlow's own connections are ignored. An unknown field is refused, because it may be a misspelt cluster,
+without which each process would train alone.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WORDS = (*FORMERLY, *JOBS)
 VARIABLE, SETTING, SPARSE = "TF_CONFIG", "cluster.spec", "sparseCluster"
 KEYS = {VARIABLE: (f"{VARIABLE}.cluster", f"{VARIABLE}.task"), SETTING: (SETTING, "cluster.task")}  # named in errors
 IGNORED = ("environment", "rpc_layer", "job", "service", "session_master", "eval_session_master", "model_dir")
-NUMBER = r"(0|[1-9][0-9]{0,8})"  # in one spelling
+NUMBER = r"(0|[1-9][0-9]{0,8})"  # without leading zeros
 ADDRESS = re.compile(rf"([^\s:/\[\]]+|\[[\w:.%]+\]):{NUMBER}")
 
 
@@ -72,7 +72,7 @@ class Cluster(NamedTuple):
 
     Attributes:
         source: where it is described: TF_CONFIG or cluster.spec.
-        ranks: the servers, and then the tasks that train, by rank.
+        ranks: by rank, the servers, then the tasks that train.
         task: this process.
     """
 
@@ -91,9 +91,9 @@ class Cluster(NamedTuple):
         return sum(each.job == "ps" for each in self.ranks)
 
 
-# --- the description that counts for this process ---------------------------------------------------------------------
+# --- the description of this process ----------------------------------------------------------------------------------
 
-_own: Cluster | None = None  # that of this process's command line
+_own: Cluster | None = None  # from this process's command line
 _may_have_servers = False
 
 
@@ -104,13 +104,13 @@ def take_cluster(spec: Mapping[str, Any], task: str | None) -> None:
 
 
 def allow_servers() -> None:
-    """Lets the description of a cluster have parameter servers, because this process will have a role (`role.py`)."""
+    """Allows parameter servers in the description, because this process will have a role (`role.py`)."""
     global _may_have_servers
     _may_have_servers = True
 
 
 def is_on_command_line() -> bool:
-    """Returns True if the command line of this process describes a cluster, which counts before TF_CONFIG."""
+    """Returns True if the command line of this process describes a cluster, which takes precedence over TF_CONFIG."""
     return _own is not None
 
 
@@ -124,28 +124,28 @@ def described_ranks(env: Mapping[str, str]) -> Cluster | None:
     """Returns the described cluster in which this process is a rank; None without one, and in the evaluator.
 
     Raises:
-        ConfigError: it has parameter servers, and this process will have no role.
+        ConfigError: it has parameter servers, but this process will have no role.
     """
     cluster = described(env)
     if cluster is None or cluster.rank is None:
         return None
     if cluster.num_servers and not _may_have_servers:
         raise ConfigError(
-            f"{KEYS[cluster.source][0]}.ps: is for strategy=parameter_server, and in all others the workers keep the "
-            "parameters: leave the job out, or take that one, which ddp.fit begins without a ddp.init before it"
+            f"{KEYS[cluster.source][0]}.ps: is for strategy=parameter_server; in all others the workers keep the "
+            "parameters: leave the job out, or take that strategy, with which no ddp.init may precede ddp.fit"
         )
     return cluster
 
 
 def described_servers() -> int:
-    """Returns how many tasks of the described cluster are servers, if it may have some, and this process is a rank."""
+    """Returns the number of servers in the described cluster, if it may have any and this process is a rank."""
     cluster = described_ranks(os.environ) if _may_have_servers else None
     return 0 if cluster is None else cluster.num_servers
 
 
 def evaluator() -> str:
     """Returns "evaluator:0, as TF_CONFIG says" in the evaluator of a cluster, which is no rank; "" elsewhere."""
-    with contextlib.suppress(ConfigError):  # the caller that needs the place reports it
+    with contextlib.suppress(ConfigError):  # callers that need the place report it
         if (cluster := described(os.environ)) is not None and cluster.rank is None:
             return f"{cluster.task}, as {cluster.source} says"
     return ""
@@ -155,7 +155,7 @@ def refuse_evaluator(what: str) -> None:
     """Raises ConfigError in the evaluator of a cluster, because `what` trains."""
     if me := evaluator():
         raise ConfigError(
-            f"{what}: this process is {me}, which trains nothing; run here what follows the others' training: "
+            f"{what}: this process is {me}, which trains nothing; here, run a command that follows the others: "
             f"{program()} sidecar RUN, or {program()} evaluate region=NAME"
         )
 
@@ -164,7 +164,7 @@ def refuse_evaluator(what: str) -> None:
 
 
 def from_variable(text: str) -> Cluster | None:
-    """Returns the cluster in `TF_CONFIG`; None if it lists no task, and this process may be alone.
+    """Returns the cluster in `TF_CONFIG`; None if it lists no task, so that this process may be alone.
 
     Raises:
         ConfigError: it is malformed, or contradicts itself; the message names the field.
@@ -199,10 +199,10 @@ def from_settings(spec: Mapping[str, Any], task: str | None, variable: str = "")
     """Returns the cluster that `cluster.spec` describes, and in it the task `cluster.task`, such as "worker:1".
 
     Args:
-        variable: `TF_CONFIG`, which says what the settings leave out.
+        variable: `TF_CONFIG`, which supplies what the settings leave out.
 
     Raises:
-        ConfigError: as above; or the two contradict.
+        ConfigError: as above; or the two contradict each other.
     """
     tasks, mine, (_, theirs, their_task) = _tasks(SETTING, spec), _named(task), _variable(variable)
     if tasks and theirs and tasks != theirs:
@@ -210,7 +210,7 @@ def from_settings(spec: Mapping[str, Any], task: str | None, variable: str = "")
     if mine and their_task and mine != their_task:
         raise ConfigError(f"cluster.task={mine}: but {VARIABLE}.task is {their_task}: leave one out")
     if not tasks and not theirs and not (mine and mine.job == "evaluator"):
-        raise ConfigError(f"cluster.task={task}: is a task of no cluster; give {SETTING}, too, or {VARIABLE}")
+        raise ConfigError(f"cluster.task={task}: there is no cluster; give {SETTING}, too, or {VARIABLE}")
     return _cluster(SETTING, tasks or theirs, mine or their_task)
 
 
@@ -222,7 +222,7 @@ def _cluster(source: str, tasks: Sequence[ClusterTask], task: ClusterTask | None
     ranks = tuple(sorted((each for each in tasks if each.job != "evaluator"), key=lambda each: each.job != "ps"))
     listed = {str(each): each for each in tasks}
     if task.job != "evaluator" and str(task) not in listed:
-        raise ConfigError(f"{task_key}={task}: is no task of {key}, which has {_list(tasks) or 'none'}")
+        raise ConfigError(f"{task_key}={task}: is not a task of {key}, which has {_list(tasks) or 'none'}")
     return Cluster(source, ranks, task if task.job == "evaluator" else listed[str(task)])
 
 
@@ -253,11 +253,11 @@ def _variable(text: str) -> tuple[Mapping[str, Any], list[ClusterTask], ClusterT
 
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns an object of JSON's; refuses one that has a field twice, of which JSON takes the last."""
+    """Returns a JSON object; refuses duplicate fields, of which `json` would keep the last."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"{name!r} is there twice")
+            raise ValueError(f"{name!r} is given twice")
         found[name] = value
     return found
 
@@ -303,7 +303,7 @@ def _tasks_of_job(key: str, job: str, listed: Any) -> list[ClusterTask]:
         read = ADDRESS.fullmatch(address) if isinstance(address, str) else None
         if read is None or not 0 < int(read[2]) < 1 << 16:
             raise ConfigError(f"{key}[{index}]={address!s:.60}: must be an address HOST:PORT")
-    # Names of hosts have no case; that of an interface, behind a "%", has one.
+    # Host names are case-insensitive; the name of an interface after "%" is not.
     one_case = (address if "%" in address else address.lower() for address in listed or ())
     return [ClusterTask(job, index, address) for index, address in enumerate(one_case)]
 

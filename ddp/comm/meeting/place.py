@@ -1,4 +1,4 @@
-"""Says which rank this process is, of how many, and where they meet, from what its launcher put into the environment.
+"""Finds this process's rank, the world size, and where the ranks meet, from the environment that its launcher has set.
 
 | launcher              | rank, world size               | of its host                          | they meet at       |
 |-----------------------|--------------------------------|--------------------------------------|--------------------|
@@ -12,27 +12,27 @@
 | none, TensorFlow's    | cluster.spec, TF_CONFIG        | the same                             | rank 0's address   |
 | Spark, barrier stage  | BarrierTaskContext             |                                      | rank 0's host      |
 
-A process with a role in a run with parameter servers (`role.py`) has its place by that: a server is a rank among the
+In a run with parameter servers, the role of a process (`role.py`) decides its place: a server is a rank among the
 servers, and a worker is alone, whatever the variables say. Otherwise the first row that is set counts. Without any,
-this process is a world of its own. If variables show several processes and yet not which of them this one is, each
-would train alone, so that is refused. One row may say that this process is alone where another one shows more:
-independent programs in one step of Slurm's say so by RANK=0 and WORLD_SIZE=1, and so does what is left of torchrun's
-ranks, and keeps its LOCAL_RANK. That row counts, and a warning says so.
+this process is a world of one. If variables show several processes, but not which of them this one is, each would train
+alone, so that is an error. One row may say that this process is alone while another one shows more: independent
+programs in one Slurm step set RANK=0 and WORLD_SIZE=1, and so does a surviving rank of torchrun, whose LOCAL_RANK is
+still set. Then the first row counts, and a warning says so.
 
-A description of the whole cluster (`cluster_spec.py`) needs no launcher. On the command line, `cluster.spec` counts
-before every launcher that says that this process is alone, and next to any other one it is refused.
+A description of the whole cluster (`cluster_spec.py`) needs no launcher. On the command line, `cluster.spec` overrides
+every launcher that says that this process is alone, and is an error next to any other launcher.
 
-PyTorchJob sets RANK and WORLD_SIZE alone. Where a row lacks what is said of the host, the ranks count
+PyTorchJob sets only RANK and WORLD_SIZE. If the host's columns are missing, the ranks of a host count each other
 (`rendezvous.py::on_this_host`).
 
-Note "two launchers". One may start the other: srun starts torchrun or a worker of Ray on each node, and these number
-their ranks in their own way. But if RANK was set by hand, and another launcher says that this process has another rank
-among as many, one of both is wrong, so that is refused.
+Note "two launchers". One may start the other: srun starts torchrun or a Ray worker on each node, and these number their
+ranks differently. But if RANK was set by hand, and another launcher gives this process a different rank in the same
+world size, one of them is wrong, so that is an error.
 
 Slurm's variables are those of a job *step*, because a batch script, which is one process, has SLURM_NTASKS as well.
 
-Note "meeting". MASTER_ADDR and MASTER_PORT count before all else, if they are set. MPI itself tells its ranks no
-address before MPI_Init. On one host its ranks meet at a port that follows from the process which has started them all.
+Note "meeting". MASTER_ADDR and MASTER_PORT override all else. MPI gives its ranks no address before MPI_Init. On one
+host its ranks meet at a port derived from the process that has started them all.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from ddp.process.terminal import log
 
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, NUM_PORTS = 15_000, 15_000
-"""Ports that follow from a job's name: below those that kernels give away."""
+"""Ports derived from a job's name: below the kernel's ephemeral ports."""
 
 HOW_TO_START = "start it with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
 
@@ -68,10 +68,10 @@ class RankPlace(NamedTuple):
 
     Attributes:
         launcher: name of the launcher that started the ranks.
-        local_rank, local_world_size: its number among the ranks of its host, and how many these are; None: unknown.
-        address, port: where rank 0 keeps the store; "" and 0 if torch.distributed has one, or none is needed.
-        tasks: by rank, the task that the description of a cluster has for it; empty without one.
-        part: what this process is in a run with parameter servers, as "worker 1"; "" elsewhere.
+        local_rank, local_world_size: its number among the ranks of its host, and their number; None: unknown.
+        address, port: where rank 0 serves the store; "" and 0 if torch.distributed has one, or none is needed.
+        tasks: by rank, its task in the description of a cluster; empty without one.
+        part: the role of this process in a run with parameter servers, as "worker 1"; "" elsewhere.
     """
 
     launcher: str
@@ -86,12 +86,12 @@ class RankPlace(NamedTuple):
 
     @property
     def role(self) -> str:
-        """The task that this process is, as "worker:1", or its part; "" without a description of the cluster."""
+        """The task of this process, as "worker:1", or its part; "" without a description of the cluster."""
         return str(self.tasks[self.rank]) if self.tasks else self.part
 
     @property
     def on_host(self) -> tuple[int, int] | None:
-        """Its number among the ranks of its host, and how many these are; None if only all ranks together know."""
+        """Its number among the ranks of its host, and their number; None if the ranks must count each other."""
         if self.world_size == 1:
             return self.local_rank or 0, 1
         if self.local_rank is None or self.local_world_size is None:
@@ -101,7 +101,7 @@ class RankPlace(NamedTuple):
 
 ALONE = RankPlace("", 0, 1)
 
-# --- the table: what each launcher says ------------------------------------------------------------------------------
+# --- the table of launchers ------------------------------------------------------------------------------------------
 
 Env = Mapping[str, str]  # without empty values
 Store = tuple[str, int]  # its address and port; "" and 0: unknown
@@ -111,7 +111,7 @@ class _Launcher(NamedTuple):
     """The variables of one launcher; "" where it has none.
 
     Attributes:
-        store: returns where the ranks meet without MASTER_ADDR and MASTER_PORT, by its variable for the rank as well.
+        store: returns where the ranks meet without MASTER_ADDR and MASTER_PORT; also given the name of `rank`.
         places: False: its variables only show that there are other processes.
     """
 
@@ -141,7 +141,7 @@ def _unknown(env: Env, found: RankPlace, variable: str) -> Store:
 
 
 def _on_one_host(env: Env, found: RankPlace, variable: str) -> Store:
-    """Returns where ranks meet that are all on this host (note "meeting")."""
+    """Returns where ranks meet if all are on this host (note "meeting")."""
     if found.local_world_size != found.world_size:
         return "", 0
     return LOOPBACK, _port_of(f"{os.getuid()} {_starter(variable)}")
@@ -177,20 +177,21 @@ _LAUNCHERS = (  # in this order
     _row("jsrun", "JSM_NAMESPACE_", places=False),
     _row("PMIx", "PMIX_", "RANK", places=False),
 )
-_NESTED = ("TORCHELASTIC_RUN_ID", "RAY_JOB_ID")  # of those that set RANK, and may be started by another launcher
+_NESTED = ("TORCHELASTIC_RUN_ID", "RAY_JOB_ID")  # set by launchers that set RANK and may be started by another launcher
 
 
-# --- how it is read --------------------------------------------------------------------------------------------------
+# --- reading it ------------------------------------------------------------------------------------------------------
 
 
 def place(environment: Env | None = None) -> RankPlace | None:
-    """Returns this process's place among the ranks that a launcher has started, or None if it is alone.
+    """Returns this process's place among the ranks of its launcher, or None if it is alone.
 
     Args:
-        environment: that of this process, unless given.
+        environment: the environment; that of this process unless given.
 
     Raises:
-        ConfigError: the variables contradict, are malformed, or show several processes but not which one this is.
+        ConfigError: the variables contradict each other, are malformed, or do not say which of several processes this
+            is.
     """
     if environment is None:
         return _of_role() or _in_group() or _by_variables(os.environ) or _in_barrier_stage()
@@ -207,7 +208,7 @@ def _of_role() -> RankPlace | None:
 
 
 def _in_group() -> RankPlace | None:
-    """Returns this process's place in a torch.distributed that has begun already, whatever has begun it."""
+    """Returns this process's place if torch.distributed is already initialized, by whatever code."""
     dist, session = sys.modules.get("torch.distributed"), sys.modules.get("ddp.comm.session")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
@@ -222,7 +223,7 @@ def _in_group() -> RankPlace | None:
 
 
 def _in_barrier_stage() -> RankPlace | None:
-    """Returns the place of this task among those of a stage that Spark starts together, or not at all."""
+    """Returns the place of this task in a barrier stage of Spark."""
     spark = sys.modules.get("pyspark")
     task = None if spark is None else spark.TaskContext.get()
     if spark is None or not isinstance(task, spark.BarrierTaskContext):
@@ -237,11 +238,11 @@ def _by_variables(environment: Env) -> RankPlace | None:
     env = {name: value for name, value in environment.items() if value}
     launcher = launched_by = _launcher(env)
     if cluster_spec.is_on_command_line():
-        launcher = None  # it has started this process alone, or is refused
+        launcher = None  # its world size is 1, or `_problems` refuses it
     found = _described(env) if launcher is None else _placed(launcher, env)
     for problem in _problems(env, launched_by, found):
         raise ConfigError(problem)
-    # A worker's launcher has said it already.
+    # A worker's launcher has warned already.
     if found is not None and found.world_size == 1 and FOLDER not in env and (
         sign := next(filter(None, (each.sign(env) for each in _LAUNCHERS)), "")
     ):
@@ -255,18 +256,18 @@ def _by_variables(environment: Env) -> RankPlace | None:
 def _launcher(env: Env) -> _Launcher | None:
     whole = [each for each in _LAUNCHERS if each.is_whole(env)]
     if whole == [_SLURM, _PMI] and env[_PMI.world_size] != env[_SLURM.world_size]:
-        return _PMI  # mpiexec inside of a step of one task; srun --mpi=pmi2 sets both the same
+        return _PMI  # mpiexec inside a step of one task; srun --mpi=pmi2 sets both to the same
     return whole[0] if whole else None
 
 
 def _placed(launcher: _Launcher, env: Env) -> RankPlace:
-    """Returns the place that the variables of one launcher give."""
+    """Returns the place by the variables of one launcher."""
     numbers = [_number(env, name) if name in env else None for name in launcher[1:5]]
     (rank, world_size), (local_rank, local_size) = [number or 0 for number in numbers[:2]], numbers[2:]
     if not 0 <= rank < world_size:
         size = launcher.world_size
         raise ConfigError(f"{launcher.rank}={rank} with {size}={world_size}: ranks are 0 to {size} - 1")
-    most = world_size if world_size > 1 else math.inf  # a process that trains alone may have others next to it
+    most = world_size if world_size > 1 else math.inf  # a process that trains alone may share its host
     for name, is_wrong in (
         (launcher.local_rank, local_rank is not None and not 0 <= local_rank < (local_size or most)),
         (launcher.local_world_size, local_size is not None and not 0 < local_size <= most),
@@ -278,7 +279,7 @@ def _placed(launcher: _Launcher, env: Env) -> RankPlace:
     if launcher is _SLURM:
         local_size = _tasks_on_this_node(env)
     found = RankPlace(launcher.name, rank, world_size, local_rank, local_size and min(local_size, world_size))
-    if world_size == 1 and not launcher_serves(env):  # it has no store to share
+    if world_size == 1 and not launcher_serves(env):  # a world of one needs no store
         return found
     because, default = f"{launcher.world_size}={world_size}", launcher.store(env, found, launcher.rank)
     address, port = store_address(env, default, because=because, all_of_them="ranks", keeper="rank 0")
@@ -286,7 +287,7 @@ def _placed(launcher: _Launcher, env: Env) -> RankPlace:
 
 
 def _described(env: Env) -> RankPlace | None:
-    """Returns the place of this process in the cluster that is described: servers, the chief, the other workers."""
+    """Returns the place of this process in the described cluster: first servers, then the chief, then other workers."""
     cluster = cluster_spec.described_ranks(env)
     if cluster is None or (rank := cluster.rank) is None:
         return None
@@ -299,10 +300,10 @@ def _described(env: Env) -> RankPlace | None:
 
 
 def _problems(env: Env, launcher: _Launcher | None, found: RankPlace | None) -> Iterator[str]:
-    """Yields each contradiction between the variables and the place that was found, and what to do.
+    """Yields each contradiction between the variables and the place found, with its remedy.
 
     Args:
-        launcher: the first one whose variables are whole; None without one.
+        launcher: the first one whose variables are complete; None without one.
     """
     by_torchrun, spec = launcher is _TORCHRUN, cluster_spec.SETTING if cluster_spec.is_on_command_line() else ""
     if spec and launcher is not None and (by_torchrun or _number(env, launcher.world_size) != 1):
@@ -316,7 +317,7 @@ def _problems(env: Env, launcher: _Launcher | None, found: RankPlace | None) -> 
             if env.get(name, "1") not in ("1", "1:1"):
                 yield f"{name}={env[name]} is for torchrun, which reads it: start this with torchrun PROGRAM"
         for each in _LAUNCHERS:
-            # A batch script of Slurm's is one process, and has the rank 0. PMIx has no size, and stands next to others.
+            # A Slurm batch script is one process with rank 0. PMIx sets no size, and occurs next to others.
             if found is None and each is not _SLURM and each.rank in env and each.world_size not in env:
                 size = each.world_size or _TORCHRUN.world_size
                 yield f"{each.rank}={env[each.rank]}, but {size} is not set: {HOW_TO_START}"
@@ -342,14 +343,14 @@ def launcher_serves(env: Env = os.environ) -> bool:
     return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-# --- questions about this process ------------------------------------------------------------------------------------
+# --- this process ----------------------------------------------------------------------------------------------------
 
 
 def is_rank() -> bool:
-    """Returns True in a process that is to work as one rank.
+    """Returns True if this process is to work as one rank.
 
-    A world of one is none unless torchrun's variables or `cluster.spec` say so: a single task of srun may start workers
-    of its own.
+    A world of one is not a rank unless torchrun's variables or `cluster.spec` say so: a single task of srun may start
+    its own workers.
     """
     found = place()
     says_so = (_TORCHRUN.name, cluster_spec.SETTING)
@@ -357,52 +358,52 @@ def is_rank() -> bool:
 
 
 def refuse_workers(what: str, *, instead: str) -> None:
-    """Raises ConfigError in a rank that is not alone, because `what` would start workers in each of them."""
+    """Raises ConfigError in a rank that is not alone, because `what` would start workers in every rank."""
     who = ""
     if (mine := current_role()) is not None:
         who = f"{mine} already"
     elif (me := role_from_env()) is not None and me.job:
         who = f"a {me.job} already, as {ROLE} says"
     elif (found := place()) is not None and found.world_size > 1:
-        by = "RANK" if found.launcher == _TORCHRUN.name else found.launcher  # which many others set as well
+        by = "RANK" if found.launcher == _TORCHRUN.name else found.launcher  # because many other launchers set it, too
         who = f"rank {found.rank} of {found.world_size} already, as {by} says"
     if who:
         raise ConfigError(f"{what}: this process is {who}: {instead}")
 
 
 def number_of(here: RankPlace, servers: int, *, setting: str) -> int:
-    """Returns a rank's number where servers have the first ones: they are a launcher's last ranks, or tasks ps.
+    """Returns a rank's number if servers have the first numbers: they are a launcher's last ranks, or tasks ps.
 
     Raises:
-        ConfigError: all processes would be servers; `setting` says how many are.
+        ConfigError: all processes would be servers; `setting` names the setting with their number.
     """
     if servers >= here.world_size:
         raise ConfigError(
-            f"{setting}={servers}: of the {here.world_size} that were started, one at least must be a worker: start "
+            f"{setting}={servers}: of the {here.world_size} started processes, at least one must be a worker: start "
             "more processes, or take fewer servers"
         )
     return here.rank if here.tasks else (here.rank + servers) % here.world_size
 
 
 def roles() -> list[str]:
-    """Returns the tasks that the ranks are, such as "worker:1", by rank; empty without a description of the cluster."""
+    """Returns the task of each rank, such as "worker:1"; empty without a description of the cluster."""
     return [str(task) for task in _place_if_clear().tasks]
 
 
 def host_name() -> str:
-    """Returns the name of this host, and which task of a cluster this process is, if it is one: "node7 as worker:1"."""
+    """Returns the name of this host, with this process's task in a cluster, if any: "node7 as worker:1"."""
     role = _place_if_clear().role
     return f"{socket.gethostname()} as {role}" if role else socket.gethostname()
 
 
 def _place_if_clear() -> RankPlace:
-    """Returns the place of this process, or one alone if the variables contradict: calls that need it raise that."""
+    """Returns this process's place, or that of a world of one if the variables contradict each other."""
     with contextlib.suppress(ConfigError):
         return place() or ALONE
     return ALONE
 
 
-# --- how values are read ---------------------------------------------------------------------------------------------
+# --- reading values --------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -411,13 +412,13 @@ def _warn_once(sentence: str) -> None:
 
 
 def first_host(nodes: str) -> str:
-    """Returns the first host of a list as Slurm writes it: "node[007-012,15],gpu3" → "node007"."""
+    """Returns the first host of a Slurm node list: "node[007-012,15],gpu3" → "node007"."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else nodes)
 
 
 def _tasks_of_nodes(env: Env) -> list[int]:
-    """Returns Slurm's number of tasks of each node, which it writes as "2(x3),1"."""
+    """Returns the number of tasks on each node, which Slurm writes as "2(x3),1"."""
     counts: list[int] = []
     for part in env.get(_TASKS, "").split(","):
         if read := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
@@ -443,14 +444,14 @@ def _port_of(job: str) -> int:
 
 
 def _starter(variable: str) -> str:
-    """Returns the name of the process that has started all ranks of this host: the nearest one that is no rank itself.
+    """Returns the name of the process that has started all ranks of this host: the nearest one that is not a rank.
 
-    A rank may be the child of a shell that the launcher has started in its place.
+    The launcher may have started a shell for each rank, whose child the rank is.
     """
     process = os.getppid()
     try:
         while f"\0{variable}=".encode() in b"\0" + Path(f"/proc/{process}/environ").read_bytes():
             process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:  # another system than Linux, or another user's process
+    except OSError:  # not Linux, or another user's process
         return str(process)
     return str(process)

@@ -1,4 +1,4 @@
-"""Meets in private: a secret of a launch, and stores in which no other user can be taken for a rank.
+"""Private meeting: the secret of a launch, and stores in which no other user can pose as a rank.
 
 No other user of the ranks' hosts can read the secret:
 
@@ -6,15 +6,15 @@ No other user of the ranks' hosts can read the secret:
     torchrun, srun, mpirun, …       DDP_SECRET, if the user has set it: the same for all ranks
     otherwise                       there is none, and any process that reaches the ranks' ports can be one of them
 
-With it the ranks meet in a store that others do not reach, or cannot write to unnoticed, and both ends of each
-connection prove that they know it (`../opening.py`). It never stands on a command line, which every user of a host can
-read. It is in a worker's environment, which only the same user can read, so a rank's own child processes have it, too.
+With the secret, the ranks meet in a store that others cannot reach, or cannot write to unnoticed, and both ends of each
+connection prove that they know it (`../opening.py`). It is never on a command line, which every user of a host can
+read. It is in a worker's environment, which only the same user can read, and which a rank's child processes inherit.
 
     Folder    files in a folder that only the launch's user can enter: ranks of one host
     Sealed    a store that others reach, too, such as torchrun's. Names and values carry codes that need the secret, so
               that what others write is not found, or refused. They can still delete what is there, which ends the run
 
-Both are stores for torch as well. But torch's `PrefixStore` does not keep a store of Python alive; so `part_of` makes
+Both are stores for torch as well. But torch's `PrefixStore` does not keep a Python store alive, so `part_of` makes
 their parts.
 """
 
@@ -43,19 +43,19 @@ from ddp.process.owners import ANYTHING, why_shared
 
 VARIABLE, FOLDER = "DDP_SECRET", "DDP_PRIVATE_FOLDER"
 MIN_LENGTH = 16
-_NAME = "ddp-secret-"  # older versions, which do not hold their folders, have "ddp-private-"
+_NAME = "ddp-secret-"  # older versions, which do not lock their folders, use "ddp-private-"
 
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
     """Yields a new folder that only this user can enter, with a new secret in it, for the ranks of one launch.
 
-    It is in memory where that is possible, because ranks write there all the time, and must not wait for a busy disk.
+    It is in memory if possible, because ranks write there all the time, and must not wait for a busy disk.
     """
     with contextlib.ExitStack() as until_end:
         try:
             folder = until_end.enter_context(_with_secret("/dev/shm"))
-        except OSError:  # none here, or none that can be written
+        except OSError:  # it does not exist, or cannot be written
             folder = until_end.enter_context(_with_secret(tempfile.gettempdir()))
         yield folder
 
@@ -68,10 +68,10 @@ def _with_secret(place: str) -> Iterator[Path]:
 
 
 def take_secret(folder: Path) -> None:
-    """Puts what the launcher has left in its folder into the environment of this process.
+    """Puts the secret in the launcher's folder into the environment of this process.
 
     Raises:
-        ConfigError: the folder is not this user's alone.
+        ConfigError: other users have rights on the folder.
     """
     if why := why_shared(folder, folder.lstat(), rights=ANYTHING):
         raise ConfigError(f"{why}: one of them may have put it there; delete it, and start again")
@@ -80,9 +80,9 @@ def take_secret(folder: Path) -> None:
 
 
 def private_part(port: int) -> Path | None:
-    """Returns the folder in which the ranks that meet at this port can meet as well; None outside of a launch of ours.
+    """Returns the private folder for the ranks that meet at this port; None outside of a launch by this package.
 
-    Processes that a rank starts inherit its environment, but are ranks of another job if they meet at another port.
+    Child processes of a rank inherit its environment, but if they meet at another port, they are ranks of another job.
     """
     folder = Path(os.environ.get(FOLDER, ""))
     return folder if folder.name == str(port) else None
@@ -104,30 +104,30 @@ def secret() -> bytes:
 
 
 def code_of(key: bytes, *parts: bytes) -> bytes:
-    """Returns 32 bytes that only those can compute who know the key: HMAC-SHA-256 (RFC 2104) of all parts."""
+    """Returns 32 bytes that cannot be computed without the key: HMAC-SHA-256 (RFC 2104) of all parts."""
     return hmac.digest(key, b"".join(len(part).to_bytes(8, "little") + part for part in parts), "sha256")
 
 
 # --- the stores -------------------------------------------------------------------------------------------------------
 
-SHORTEST_S, LONGEST_S = 0.0005, 0.005  # pauses between two looks for a file
+SHORTEST_S, LONGEST_S = 0.0005, 0.005  # between two checks for a file
 TIMEOUT = timedelta(seconds=300)  # as torch's stores
 
 
 class _Private(Store):
-    """A store whose names begin with the name of the part that it is."""
+    """A store that prefixes all its keys."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__()
         self.prefix = prefix
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Returns the values of several names, and waits for each."""
+        """Returns the values of several keys; waits for each."""
         return [self.get(key) for key in keys]
 
 
 class Folder(_Private):
-    """A store of files: each is written under another name first, so that readers find it whole."""
+    """A store of files. Each is written under another name first, so that no reader sees a part of it."""
 
     def __init__(self, path: Path, prefix: str = "") -> None:
         super().__init__(prefix)
@@ -141,7 +141,7 @@ class Folder(_Private):
         return Folder(self._path, self.prefix)
 
     def for_torch(self) -> Store:
-        """Returns a store of torch's own in the same place: its threads may outlive Python's interpreter."""
+        """Returns torch's own store in the same place, because torch's threads may outlive Python's interpreter."""
         return FileStore(str(self._file("torch")), -1)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -169,10 +169,10 @@ class Folder(_Private):
             pause_s = min(2 * pause_s, LONGEST_S)
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter, and returns what it is then."""
+        """Adds to a counter, and returns its new value."""
         with _raised_as_torch_does():
             self._path.mkdir(mode=0o700, exist_ok=True)
-            with self._file(f"{key}/lock").open("ab") as lock:  # next to the counter, which a kill must leave whole
+            with self._file(f"{key}/lock").open("ab") as lock:  # separate, so that a kill leaves the counter intact
                 fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed
                 total = (int(self.get(key)) if self.check([key]) else 0) + amount
                 self.set(key, str(total))
@@ -183,7 +183,7 @@ class Folder(_Private):
 
 
 class Sealed(_Private):
-    """A part of another store, which only those can write to unnoticed who know the secret."""
+    """A part of another store, in which writes without the secret are detected."""
 
     def __init__(self, store: Store, key: bytes, prefix: str = "") -> None:
         super().__init__(prefix)
@@ -197,7 +197,7 @@ class Sealed(_Private):
         return Sealed(self._store.clone(), self._key, self.prefix)  # type: ignore[attr-defined]
 
     def for_torch(self) -> Store:
-        """Returns a store of torch's own in the same place, in which nothing is sealed."""
+        """Returns torch's own store in the same place, in which nothing is sealed."""
         return PrefixStore(self._name("torch"), self._store)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -219,7 +219,7 @@ class Sealed(_Private):
         self._store.wait([self._name(key) for key in keys], timeout)
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter, which the store keeps; so it is not sealed."""
+        """Adds to a counter, which is not sealed because the store updates it."""
         return int(self._store.add(self._name(key), amount))
 
     def _name(self, key: str) -> str:
@@ -230,17 +230,17 @@ class Sealed(_Private):
 
 
 def part_of(store: Store, name: str) -> Store:
-    """Returns the part of a store whose names begin with `name`."""
+    """Returns the part of a store under the prefix `name`."""
     return store.part(name) if isinstance(store, (Folder, Sealed)) else PrefixStore(name, store)
 
 
 def for_torch(store: Store) -> Store:
-    """Returns a store that torch may keep: nothing in it is sealed."""
+    """Returns a store for torch to keep, in which nothing is sealed."""
     return store.for_torch() if isinstance(store, (Folder, Sealed)) else store
 
 
 def sealed(store: Store, key: bytes) -> Store:
-    """Returns a store of torch's, sealed if there is a secret."""
+    """Returns torch's store, sealed if there is a secret."""
     return Sealed(store, key) if key else store
 
 
@@ -250,7 +250,7 @@ def _as_bytes(value: str | bytes) -> bytes:
 
 @contextlib.contextmanager
 def _raised_as_torch_does() -> Iterator[None]:
-    """Raises a failure of the file system as the error of a store that is out of reach."""
+    """Raises a failure of the file system as torch's error of an unreachable store."""
     try:
         yield
     except OSError as error:

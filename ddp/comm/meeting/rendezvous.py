@@ -1,16 +1,16 @@
-"""The rendezvous: how processes find each other, in a part of a store that belongs to one session of theirs alone.
+"""The rendezvous: how processes find each other, in a part of a store that belongs to a single session.
 
     ranks                 have numbers, and wait for each other: before every session (`session.py`), and before every
                           attempt under torchrun (`torchrun.py`)
     servers and workers   that no launcher of this package has started get their roles here (`role.py`):
 
-    DDP_ROLE        server 0 serves the store at MASTER_ADDR:MASTER_PORT, and says in it what the run is. Every other
-                    process comes when it likes, and has the number of its arrival as its index
-    DDP_SERVERS     below a launcher: all ranks meet, and the last ones are servers
-    TF_CONFIG       the same, and the tasks of the job ps are servers
+    DDP_ROLE        server 0 serves the store at MASTER_ADDR:MASTER_PORT, and describes the run in it. Every other
+                    process may come at any time; its index counts the arrivals
+    DDP_SERVERS     under a launcher: all ranks meet, and the last ones are servers
+    TF_CONFIG       the same, but the tasks of the job ps are servers
 
-Server 0 is the one server; of several, the first that can serve at that address. The store ends with it, and so does
-the run: the processes that are left end, too, and servers that are started again meet new workers there.
+Of several servers, server 0 is the first one that can serve at that address. The store ends with it, and so does the
+run: the remaining processes end, too, and restarted servers meet new workers there.
 """
 
 from __future__ import annotations
@@ -43,52 +43,52 @@ from ddp.units import counted
 Result = TypeVar("Result")
 
 POLL_S = 0.05
-SERVING_S = 30.0  # longest wait of rank 0 for the store that it serves itself
-LET_GO_S = 2.0  # beyond a deadline of ours, for torch's client to keep its own
+SERVING_S = 30.0  # longest wait of rank 0 for its own store
+LET_GO_S = 2.0  # after our deadline, for torch's client to reach its own
 NUM_WORKERS = 2  # by default, as in `ddp.launch`
-REACH_S = 5.0  # longest wait for a host that does not answer, before the next try
+REACH_S = 5.0  # longest wait for a silent host before the next try
 
 
-def answered(work: Callable[[], Result], *, within_s: float) -> Result:
-    """Returns the result of `work`, which asks the store of the ranks.
+def ask_store(work: Callable[[], Result], *, within_s: float) -> Result:
+    """Returns the result of `work`, which calls the store of the ranks.
 
-    torch's client alone would wait for ever for a process that is stopped.
+    Without this deadline, torch's client would wait for a stopped process for ever.
 
     Raises:
-        PeerLost: there is no answer in time.
+        PeerLost: the store has not responded in time.
     """
     try:
         return within(within_s + LET_GO_S, work)
     except TimeoutError as error:
         late = error
-    reason = f"the store that it keeps has not answered for {within_s:g} s: it was stopped, or its host is down"
+    reason = f"the store that it serves has not responded for {within_s:g} s: it was stopped, or its host is down"
     raise PeerLost(0, "unknown", 0, 0, "start-up", reason) from late
 
 
 def rendezvous(
     store: Store, rank: int, world_size: int, *, warn_s: float, abort_s: float, tasks: Sequence[ClusterTask] = ()
 ) -> Store:
-    """Returns a part of the store that belongs to this session of the ranks alone, once all of them have come.
+    """Returns a part of the store for this session of the ranks alone, once all of them have arrived.
 
-    A store may outlive the processes that wrote to it: torchrun's serves one attempt after the other, and a process may
-    begin a second session. A rank that read what an earlier session left there would connect to processes that are
-    gone. So each rank draws a token, and a session is named by all of its ranks' tokens:
+    A store may outlive the processes that wrote to it: torchrun's store serves several attempts, and a process may
+    begin a second session. A rank that read the keys of an earlier session would connect to processes that are gone. So
+    each rank draws a token, and the tokens of all its ranks name a session:
 
-        here/RANK            the rank's token, drawn anew for each session
+        here/RANK            the rank's token, a new one for each session
         roster               the tokens that rank 0 has found, as a list
         seen/NAME/RANK       the rank has found its own token in the roster of that name
 
-    A rank that has gone does not answer a new roster, so all have come once all answers to one roster are there.
+    A rank that has gone never confirms a new roster, so all ranks are there once all have confirmed one roster.
 
     Args:
-        tasks: by rank, what the description of a cluster calls it; empty without one.
+        tasks: by rank, its task in the description of a cluster; empty without one.
 
     Raises:
-        PeerLost: a rank did not come within `abort_s`; connecting to it would wait in silence.
-        ConfigError: two processes have come as this rank, and the other one has met the ranks, or will.
+        PeerLost: a rank did not arrive within `abort_s`.
+        ConfigError: two processes have arrived as this rank, and the other one is in the session.
     """
     meet = partial(_meet, store, rank, world_size, warn_s=warn_s, abort_s=abort_s, tasks=tasks)
-    return answered(meet, within_s=abort_s)
+    return ask_store(meet, within_s=abort_s)
 
 
 def _meet(
@@ -116,13 +116,13 @@ def _meet(
                 if store.check(seen):
                     return part_of(store, name)
             if store.get(f"here/{rank}").decode() != token:
-                raise ConfigError(f"two processes have come as {_named([rank], tasks)}: start each once")
+                raise ConfigError(f"two processes have started as {_named([rank], tasks)}: start each once")
             left_s = patience.left_s()
             if not left_s or (abort_s - left_s > warn_s and not has_warned):
                 missing = [other for other, key in enumerate(seen) if not store.check([key])] or [0]
                 who, twice = _named(missing, tasks), ""
-                if tokens[rank:][:1] not in ([], [""], [token]):  # of a session that continues without this process
-                    twice = f"; another process has come as {_named([rank], tasks)} before this one"
+                if tokens[rank:][:1] not in ([], [""], [token]):  # the session continues without this process
+                    twice = f"; another process has started as {_named([rank], tasks)} before this one"
                 if not left_s:
                     same = f" with the same {VARIABLE}" if secret() else ""
                     reason = f"of {world_size} ranks, {who} did not come within {abort_s:g} s{twice}: start each once"
@@ -132,20 +132,20 @@ def _meet(
             time.sleep(min(left_s, pause_s))
             pause_s = min(2 * pause_s, POLL_S)
     except DistError as error:
-        reason = f"the store that it keeps is out of reach ({first_line(error)})"
+        reason = f"the store that it serves is out of reach ({first_line(error)})"
         raise PeerLost(0, "unknown", 0, 0, "start-up", reason) from error
 
 
 def _named(ranks: Sequence[int], tasks: Sequence[ClusterTask]) -> str:
-    """Returns these ranks as text: the tasks that they are where a cluster is described."""
+    """Returns these ranks as text: as tasks if a cluster is described."""
     return ", ".join(f"{tasks[rank]} at {tasks[rank].address}" for rank in ranks if tasks) or str(list(ranks))
 
 
 def on_this_host(here: RankPlace, store: Store, *, within_s: float) -> tuple[int, int]:
-    """Returns this rank's number among the ranks of its host, and how many these are. Collective, unless it is known.
+    """Returns this rank's number among the ranks of its host, and their number. Collective, unless that is known.
 
     Args:
-        store: of this session of the ranks alone, in which all have come.
+        store: of this session of the ranks alone, in which all have arrived.
     """
 
     def count() -> tuple[int, int]:
@@ -153,20 +153,20 @@ def on_this_host(here: RankPlace, store: Store, *, within_s: float) -> tuple[int
         hosts = [store.get(f"host/{rank}") for rank in range(here.world_size)]
         return hosts[: here.rank].count(hosts[here.rank]), hosts.count(hosts[here.rank])
 
-    return here.on_host or answered(count, within_s=within_s)
+    return here.on_host or ask_store(count, within_s=within_s)
 
 
 class Opened(NamedTuple):
-    """A store of all ranks, for as long as this is kept."""
+    """The store of all ranks, which may end with this object."""
 
     store: Store
-    server: Store | None = None  # apart from the store, which whatever is in flight after a failure may keep for long
+    server: Store | None = None  # separate, because calls in flight after a failure may keep the store alive
 
 
 def open_store(place: RankPlace, *, warn_s: float, abort_s: float) -> Opened:
-    """Returns the store of all ranks: in the private folder of a launch, or torchrun's agent's, or rank 0 serves it.
+    """Returns the store of all ranks: in the private folder of a launch, from torchrun's agent, or from rank 0.
 
-    If torch.distributed has begun, it has one. Servers have a part of the run's, which no earlier ones have used.
+    If torch.distributed is initialized, it has one. Servers take an unused part of the run's store.
 
     Raises:
         ConfigError: rank 0 cannot serve it at this address, or the secret could be guessed.
@@ -185,7 +185,7 @@ def open_store(place: RankPlace, *, warn_s: float, abort_s: float) -> Opened:
 
 
 def _served(place: RankPlace, timeout_s: float) -> Store:
-    """Returns rank 0's store, which this process serves from now on. It does not wait for clients."""
+    """Returns rank 0's store, which this process now serves. Does not wait for clients."""
     choices = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
     try:
         return TCPStore(place.address, place.port, timeout=timedelta(seconds=timeout_s), **choices)
@@ -208,9 +208,9 @@ def _keeper(place: RankPlace) -> str:
 
 
 def _reached(place: RankPlace, *, warn_s: float, abort_s: float) -> Store:
-    """Returns a client of the store that another process serves, once it does.
+    """Returns a client of the store that another process serves, once it is up.
 
-    A thread connects, because torch's client would wait for ever for a program of another kind at that port.
+    A thread connects, because torch's client would wait for ever for another kind of program at that port.
     """
     found: list[Store] = []
     failed: list[Exception] = []
@@ -224,12 +224,12 @@ def _reached(place: RankPlace, *, warn_s: float, abort_s: float) -> Store:
                     socket.create_connection((place.address, place.port), timeout=REACH_S).close()
                     break
                 except OSError:
-                    if over.is_set() or not patience.left_s():  # the caller does not wait for torch's client
+                    if over.is_set() or not patience.left_s():  # the caller has stopped waiting
                         raise
                 time.sleep(POLL_S)
             left = timedelta(seconds=max(1.0, patience.left_s()))
             found.append(TCPStore(place.address, place.port, is_master=False, timeout=left))
-        except Exception as error:  # of torch's store, or for a name that is none of a host
+        except Exception as error:  # of torch's store, or for an unknown host name
             failed.append(error)
         over.set()
 
@@ -240,15 +240,15 @@ def _reached(place: RankPlace, *, warn_s: float, abort_s: float) -> Store:
         where = f"{where} as {place.tasks[0]}"
     if not over.wait(min(warn_s, abort_s)):
         who = _keeper(place)
-        log.warning("start-up has waited %.0f s for %s, which keeps the store of the ranks at %s", warn_s, who, where)
+        log.warning("start-up has waited %.0f s for %s, which serves the store of the ranks at %s", warn_s, who, where)
         over.wait(max(0.0, abort_s - warn_s))
         over.set()
-        connecting.join(LET_GO_S)  # one that returns from torch while the interpreter exits would abort the process
+        connecting.join(LET_GO_S)  # a return from torch while the interpreter exits would abort the process
     if found:
         found[0].set_timeout(timedelta(seconds=abort_s))
         return found[0]
-    why = first_line(failed[0]) if failed else f"nothing that it says within {abort_s:g} s"
-    reason = f"the store of the ranks, which it keeps at {where}, is out of reach ({why}): start it first"
+    why = first_line(failed[0]) if failed else f"no reply within {abort_s:g} s"
+    reason = f"the store of the ranks, which it serves at {where}, is out of reach ({why}): start it first"
     if place.part:
         reason = f"no server serves a store at {where} ({why}): start one, with the same address and port"
     raise PeerLost(0, "unknown", 0, 0, "start-up", reason)
@@ -258,11 +258,11 @@ def _reached(place: RankPlace, *, warn_s: float, abort_s: float) -> Store:
 
 
 def join_role(*, warn_s: float, abort_s: float) -> Role | None:
-    """Returns the role of this process; joins the others first, if the variables give it one. None for a rank.
+    """Returns the role of this process, after joining the others if the variables set one; None for a rank.
 
     Raises:
-        ConfigError: what the variables say cannot be.
-        PeerLost: the others have not come within `abort_s`.
+        ConfigError: the variables are contradictory.
+        PeerLost: the others have not arrived within `abort_s`.
     """
     if (mine := current_role()) is not None:
         return mine
@@ -281,13 +281,13 @@ def join_role(*, warn_s: float, abort_s: float) -> Role | None:
 def arrive(
     me: RoleSettings, prepare: Callable[[], dict[str, Any]], *, warn_s: float, abort_s: float
 ) -> tuple[Role, dict[str, Any]]:
-    """Returns the role of this process, and what server 0 says of the run.
+    """Returns the role of this process, and server 0's description of the run.
 
     Args:
-        prepare: returns that on server 0, as JSON can hold it, with the number of `workers`, if it knows better.
+        prepare: on server 0, returns that description as JSON values; it may set the number of `workers`.
 
     Raises:
-        ConfigError: the store cannot be served there, or there are as many servers already.
+        ConfigError: the store cannot be served there, or there are enough servers already.
         PeerLost: server 0 is not there, or has gone.
     """
     opened = _opened(me, warn_s=warn_s, abort_s=abort_s)
@@ -298,23 +298,23 @@ def arrive(
         run_store.set("run", json.dumps(run))
     else:
         try:
-            index = answered(partial(run_store.add, job, 1), within_s=abort_s) - (job == "worker")
-            answered(partial(run_store.wait, ["run"], timedelta(seconds=abort_s)), within_s=abort_s)
+            index = ask_store(partial(run_store.add, job, 1), within_s=abort_s) - (job == "worker")
+            ask_store(partial(run_store.wait, ["run"], timedelta(seconds=abort_s)), within_s=abort_s)
             run = json.loads(run_store.get("run"))
         except DistError as error:
             same = f", has another {VARIABLE}" if secret() else ""
             reason = (
-                f"server 0 at {me.address}:{me.port} has gone{same}, or does not say what the run is "
+                f"server 0 at {me.address}:{me.port} has gone{same}, or has not described the run "
                 f"({first_line(error)}): see what it prints, start it again, and then this process"
             )
             raise PeerLost(0, "unknown", 0, 0, "start-up", reason) from error
     servers = run["servers"]
     if me.num_servers not in (None, servers):
-        raise ConfigError(f"{SERVERS}={me.num_servers} (cluster.servers): server 0 says {servers}; give all the same")
+        raise ConfigError(f"{SERVERS}={me.num_servers} (cluster.servers): server 0 has {servers}; give all the same")
     if job == "server" and index >= servers:
-        is_one = servers == 1
+        single = servers == 1
         raise ConfigError(
-            f"{ROLE}=server (cluster.role): {'one' if is_one else servers} {'is' if is_one else 'are'} there already; "
+            f"{ROLE}=server (cluster.role): {'one' if single else servers} {'is' if single else 'are'} there already; "
             f"start a worker, or all again with {counted(index + 1, 'server')}"
         )
     return Role(job, index, run["workers"], servers, part_of(run_store, "roles"), served=opened.server), run
@@ -344,12 +344,12 @@ def is_here(address: str) -> bool:
 
 
 def is_on_loopback(address: str) -> bool:
-    """Returns True for an address that only processes of the same host reach."""
+    """Returns True for an address that only processes of the same host can reach."""
     return address == "localhost" or address.startswith("127.0.0.") or address == "::1"
 
 
 def _by_rank(me: RoleSettings, *, warn_s: float, abort_s: float) -> Role:
-    """Returns the role of a rank of a launcher's, whose last ranks are servers. Collective."""
+    """Returns the role of a rank of a launcher, whose last ranks are servers. Collective."""
     if distributed.is_initialized():
         raise ConfigError(
             f"{SERVERS}={me.num_servers}: torch.distributed has begun, in which servers and workers are both ranks; "

@@ -1,15 +1,15 @@
 """The role of this process in a run with parameter servers: a server, or a worker.
 
-    servers   are the ranks of the run: a communicator of their own, of `num_servers` ranks
-    workers   are no ranks: each is a world of one, and meets the servers in the store
+    servers   are the ranks of the run: they have a communicator of `num_servers` ranks
+    workers   are not ranks: each is a world of one, and meets the servers in the store
 
-Without a role a process is a rank as its launcher says (`place.py`). A launcher of this package gives each process its
-role. Elsewhere these variables say it, and `rendezvous.py` reads them when the process joins the others:
+Without a role, a process is a rank of its launcher (`place.py`). A launcher of this package gives each process its
+role. Elsewhere these variables set it, and `rendezvous.py` reads them when the process joins the others:
 
-    DDP_ROLE      server or worker: a process that is started by hand, whose index is that of its arrival
-    DDP_SERVERS   number of servers; below a launcher, and without DDP_ROLE, they are its last ranks
+    DDP_ROLE      server or worker: a process that is started by hand; its index counts the arrivals
+    DDP_SERVERS   number of servers; under a launcher, without DDP_ROLE, they are its last ranks
     DDP_WORKERS   number of workers that server 0 expects: a step of mode=sync has as many parts
-    TF_CONFIG     the tasks of a cluster: those of the job ps are its servers (`cluster_spec.py`)
+    TF_CONFIG     the tasks of a cluster; those of the job ps are its servers (`cluster_spec.py`)
 
 On the command line of `train`, `cluster.role`, `cluster.servers` and `cluster.workers` are their other names.
 """
@@ -37,11 +37,11 @@ class Role:
     """The role of one process.
 
     Attributes:
-        job, index: "server" or "worker", and its number among those of its job.
-        num_workers, num_servers: of the run; more workers may come, and some may be lost.
+        job, index: "server" or "worker", and its number within the job.
+        num_workers, num_servers: of the run; workers may join and be lost later.
         store: where the servers and workers of the run meet.
-        incarnation: how often it has been started before; the servers are only started together.
-        served: the store of all, if this process serves it.
+        incarnation: number of its restarts; the servers are only restarted together.
+        served: the store of all processes, if this one serves it.
     """
 
     job: Job
@@ -56,7 +56,7 @@ class Role:
     def of_number(
         cls, number: int, *, workers: int, servers: int, store: Store, incarnation: int = 0, served: Store | None = None
     ) -> Role:
-        """Returns the role of a process by its number in a launch, in which the servers have the first ones."""
+        """Returns the role of a process by its number in a launch, in which the servers come first."""
         job: Job = "server" if number < servers else "worker"
         index = number if job == "server" else number - servers
         return cls(job, index, workers, servers, store, incarnation, served)
@@ -69,7 +69,7 @@ _current: Role | None = None
 
 
 def current_role() -> Role | None:
-    """Returns the role of this process; None where a run has no parameter servers."""
+    """Returns the role of this process; None in a run without parameter servers."""
     return _current
 
 
@@ -85,7 +85,7 @@ ROLE, SERVERS, WORKERS = "DDP_ROLE", "DDP_SERVERS", "DDP_WORKERS"
 
 
 class RoleSettings(NamedTuple):
-    """Settings of a process's role, as the environment has them before it joins the others.
+    """Settings of a process's role from its environment, before it joins the others.
 
     Attributes:
         job: None: its rank decides.
@@ -101,13 +101,13 @@ class RoleSettings(NamedTuple):
 
 
 def role_from_env(environment: Mapping[str, str] | None = None) -> RoleSettings | None:
-    """Returns what the variables say; None if that is nothing, or a launcher of this package has started the process.
+    """Returns the settings in the variables; None without any, or if a launcher of this package started the process.
 
     Args:
-        environment: that of this process, unless given.
+        environment: the environment; that of this process unless given.
 
     Raises:
-        ConfigError: they are malformed, or contradict those of a launcher.
+        ConfigError: the variables are malformed, or contradict those of a launcher.
     """
     env = {name: value for name, value in (os.environ if environment is None else environment).items() if value}
     job = env.get(ROLE)
@@ -128,7 +128,7 @@ def role_from_env(environment: Mapping[str, str] | None = None) -> RoleSettings 
             f"cluster.servers=1, or {SERVERS}=1 to a program, for which the last rank is a server"
         )
     if "TF_CONFIG" in env:
-        raise ConfigError(f"{ROLE}={job}: TF_CONFIG says which task this process is; leave one of the two out")
+        raise ConfigError(f"{ROLE}={job}: TF_CONFIG sets the task of this process, too; leave one of the two out")
     address, port = store_address(env, because=f"{ROLE}={job}", all_of_them="servers and workers", keeper="server 0")
     return RoleSettings("server" if job == "server" else "worker", servers, workers, address, port)
 
@@ -139,13 +139,13 @@ def store_address(
     """Returns the address and port at which the processes meet: MASTER_ADDR and MASTER_PORT, or the default of each.
 
     Args:
-        because: the variable, with its value, that shows that there are several processes.
+        because: the variable, with its value, that shows several processes.
         all_of_them, keeper: names of the processes, and of the one that serves the store, for errors.
 
     Raises:
         ConfigError: one is malformed, or is neither set nor has a default.
     """
-    address = env.get("MASTER_ADDR", "").strip("[]") or default[0]  # as a URL has an IPv6 address
+    address = env.get("MASTER_ADDR", "").strip("[]") or default[0]  # an IPv6 address as in a URL
     port = env.get("MASTER_PORT", str(default[1] or "")).strip()
     if port and not (port.isdecimal() and 0 < int(port) < 1 << 16):
         raise ConfigError(f"MASTER_PORT={port}: must be from 1 to 65535, the same for all {all_of_them}")
@@ -164,20 +164,20 @@ def _count(env: Mapping[str, str], name: str) -> int | None:
     return None if value is None else int(value)
 
 
-# --- how a process has ended, which its launcher writes into the store ------------------------------------------------
+# --- the end of a process, which its launcher writes into the store ---------------------------------------------------
 
 
 def publish_end(of: Role, how: str) -> None:
-    """Publishes how a process has ended, such as "was killed by SIGKILL"; "" if it has done its work."""
+    """Publishes how a process has ended, such as "was killed by SIGKILL"; "" if it is done."""
     of.store.set(f"ended/{of}/{of.incarnation}" if how else f"done/{of}", how)
 
 
 def is_done(store: Store, role: str) -> bool:
-    """Returns True if a process, such as "worker 1", has done its work: of a launch, or of the fit of this store."""
+    """Returns True if a process, such as "worker 1", is done: in the launch or the fit of this store."""
     return bool(store.check([f"done/{role}"]))
 
 
 def how_ended(store: Store, job: Job, index: int, incarnation: int = 0) -> str:
-    """Returns how that process has ended, such as "was killed by SIGKILL"; "" while it runs."""
+    """Returns how a process has ended, such as "was killed by SIGKILL"; "" while it runs."""
     key = f"ended/{job} {index}/{incarnation}"
     return store.get(key).decode() if store.check([key]) else ""

@@ -1,19 +1,19 @@
 """Transport over torch.distributed's point-to-point operations, by Gloo: CPU tensors, and GPU tensors through the host.
 
-Its connections are its own, so that its messages never mix with those of the application.
+It has its own connections, so that its messages never mix with those of the application.
 
-Every transfer is a `send` or `recv` of its own; messages between two ranks match in order of posting. Gloo knows no
-CUDA tensors: those are staged through pinned host memory.
+Every transfer is a separate `send` or `recv`; messages between two ranks match in order of posting. Gloo does not
+support CUDA tensors here: those are staged through pinned host memory.
 
-Note "tags". Gloo puts a message into the receive with the same tag. If that is shorter, the process aborts; if it is
-longer, there is no error. So every message has a tag that says what it is, and ends that differ never meet: then the
-watchdog can tell who did what. Bit 30 keeps the tags of messages between two ranks apart from those of collectives.
+Note "tags". Gloo delivers a message to the receive with the same tag. If that is shorter, the process aborts; if it is
+longer, there is no error. So the tag encodes the properties of a message, and ends that differ never match: then the
+watchdog can find the cause. Bit 30 distinguishes messages between two ranks from those of collectives.
 
-Note "interrupting Gloo". A thread inside one of Gloo's waits can look at nothing else, and Gloo's own deadline passes
-while the process is stopped. So Gloo waits without a deadline, and a thread of ours beside it keeps the deadline and
-asks whether the wait is in vain. It ends a wait by a second one, for a message that is never sent, with a timeout of a
-millisecond. When that has passed, Gloo closes all connections of this object, and with them every wait ends. No
-collective over them could go on.
+Note "interrupting Gloo". A thread inside one of Gloo's waits cannot check anything else, and Gloo's own deadline also
+runs while the process is stopped. So Gloo waits without a deadline, and a second thread enforces the deadline and
+checks whether the wait can still succeed. It ends a wait by another one, for a message that is never sent, with a
+timeout of a millisecond. After that Gloo closes all connections of this object, which ends every wait. No collective
+could continue over them.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ from ddp.process.host import gloo_s_interfaces
 
 WATCH_EVERY_S = 0.25
 AT_ONCE = timedelta(milliseconds=1)
-NOBODY_SENDS = (1 << 31) - 1  # a tag that nothing else has
+UNUSED_TAG = (1 << 31) - 1  # of no message
 
 
 def gloo_of(store: Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-    """Returns Gloo's own object, once its ranks are connected.
+    """Returns Gloo's backend object, once its ranks are connected.
 
-    All of a process share the thread that looks after their connections, because it wakes up a hundred times a second.
+    All objects of a process share the thread for their connections, because it wakes up a hundred times a second.
     """
-    # Not by `dist.new_group`, which would read addresses that an earlier session has left in the same store.
+    # Not by `dist.new_group`, which would read addresses of an earlier session from the same store.
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices, options._timeout, options._threads = _devices(*gloo_s_interfaces()), timeout, 1
     return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 
-_known: dict[tuple[Any, ...], list[Any]] = {}  # by process, because a forked child has no such thread
+_known: dict[tuple[Any, ...], list[Any]] = {}  # by process, because a forked child lacks the thread
 
 
 def _devices(*interfaces: str) -> list[Any]:
-    """Returns Gloo's devices of this process, on these interfaces; none: on one that Gloo chooses."""
+    """Returns this process's Gloo devices on these interfaces; without interfaces, on one that Gloo chooses."""
     key, gloo = (os.getpid(), *interfaces), dist.ProcessGroupGloo
     if key not in _known:
         _known[key] = [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]
@@ -73,14 +73,14 @@ class GlooConnections:
     """This process's connections to all ranks, shared by all its waits, and a thread that ends overdue waits.
 
     Args:
-        backend: Gloo's own object: past torch's dispatcher, which costs half of a `dist.isend`.
+        backend: Gloo's own object, which avoids torch's dispatcher, half the cost of a `dist.isend`.
         rank: this process's number in it.
     """
 
     def __init__(self, backend: Any, rank: int) -> None:
         self.backend, self.rank = backend, rank
-        self.interrupted = ""  # why no wait can succeed any more
-        self.waits: dict[int, tuple[float, GiveUpCheck]] = {}  # those in progress: their timeout in seconds
+        self.interrupted = ""  # the reason why no wait can succeed any more
+        self.waits: dict[int, tuple[float, GiveUpCheck]] = {}  # in progress, with their timeout in seconds
         self.numbers = itertools.count()  # of the waits
         self._absent, self._nothing = int(rank == 0), torch.empty(1, device="cpu")
         name, mine = f"ddp-gloo-{rank}", weakref.ref(self)  # the thread ends when the connections are unreferenced
@@ -90,10 +90,10 @@ class GlooConnections:
         thread.start()
 
     def interrupt(self, reason: str) -> None:
-        """Ends all waits of this process, also those that begin later (note "interrupting Gloo")."""
+        """Ends all present and future waits of this process (note "interrupting Gloo")."""
         self.interrupted = self.interrupted or reason
         try:
-            self.backend.recv([self._nothing], self._absent, NOBODY_SENDS).wait(AT_ONCE)
+            self.backend.recv([self._nothing], self._absent, UNUSED_TAG).wait(AT_ONCE)
         except RuntimeError:
             return
 
@@ -104,7 +104,7 @@ _program_ends = threading.Event()
 
 
 def _keep_for_ever() -> None:
-    """Keeps Gloo's objects in a forked child: destroying one would wait for threads that only the parent has."""
+    """Keeps Gloo's objects alive in a forked child: destroying one would wait for threads that only the parent has."""
     for each in (*(connections.backend for connections in _open), *_known.values()):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
@@ -114,7 +114,7 @@ os.register_at_fork(after_in_child=_keep_for_ever)
 
 @atexit.register
 def _end_watching() -> None:
-    """Ends the threads beside the waits: one that is inside Gloo when the interpreter exits would abort the process."""
+    """Ends the deadline threads: one that is inside Gloo when the interpreter exits would abort the process."""
     _program_ends.set()
     for thread in list(_watching):
         thread.join(timeout=1)
@@ -141,11 +141,11 @@ class GlooTransport:
     """Point-to-point over Gloo, on CPU tensors.
 
     Args:
-        ranks: the group's ranks, in the connections' numbers.
-        rank: this one's place among them.
+        ranks: by rank of the group, its rank in the connections.
+        rank: this process's rank in the group.
         hopeless_because: see `Transport.among`.
-        channel: this group's number; other groups over the same connections have other ones.
-        tag: of all its transfers.
+        channel: this group's number, unique among groups over the same connections.
+        tag: the tag of all transfers.
     """
 
     connections: GlooConnections
@@ -161,7 +161,7 @@ class GlooTransport:
         self.world_size = len(self.ranks)
 
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
-        """Posts receives first: a Gloo send starts moving when its receiver has announced where the bytes go."""
+        """Posts receives first, because a Gloo send begins once its receiver has announced the destination."""
         backend = self.connections.backend
         works = [(peer, self._posted(backend.recv, data, peer)) for peer, data in receives]
         works += [(peer, self._posted(backend.send, data, peer)) for peer, data in sends]
@@ -176,12 +176,12 @@ class GlooTransport:
         return replace(self, tag=message_tag(self.channel, number, kind))
 
     def among(self, ranks: Sequence[int], channel: int, hopeless_because: GiveUpCheck) -> GlooTransport:
-        """Returns the same connections for another group. They end when the last transport is forgotten."""
+        """Returns a transport over the same connections for another group. They end with the last transport."""
         names, rank = [self.ranks[rank] for rank in ranks], list(ranks).index(self.rank)
         return type(self)(self.connections, names, rank, hopeless_because, channel)
 
     def _posted(self, operation: Callable[[list[Tensor], int, int], dist.Work], data: Tensor, peer: int) -> dist.Work:
-        """Posts one transfer. That fails, too, if the peer's connection has broken since the last round."""
+        """Posts one transfer; raises TransportError if the peer's connection has broken since the last round."""
         try:
             return operation([data], self.ranks[peer], self.tag)
         except RuntimeError as error:
@@ -189,22 +189,21 @@ class GlooTransport:
 
 
 def message_tag(channel: int, number: int, kind: tuple[int, str]) -> int:
-    """Returns the tag of a message between two ranks: bit 30, ten bits of its number, twenty of what else must agree.
+    """Returns the tag of a message between two ranks: bit 30, ten bits of its number, twenty of its other properties.
 
-    Messages of one pair that are in flight together differ in their numbers, so that no two of them have the same tag
-    by chance.
+    Messages of one pair that are in flight together have distinct numbers, so no two of them share a tag by chance.
     """
     return 1 << 30 | (number & 1023) << 20 | _agreed(channel, kind)
 
 
 def collective_tag(channel: int, kind: Hashable) -> int:
-    """Returns the tag of all transfers of a collective: ten bits of the channel, twenty of what else must agree."""
+    """Returns the tag of all transfers of a collective: ten bits of the channel, twenty of its other properties."""
     return (channel & 1023) << 20 | _agreed(channel, kind)
 
 
 @lru_cache(1024)
 def _agreed(channel: int, kind: Hashable) -> int:
-    """Returns twenty bits, but never all ones: see NOBODY_SENDS."""
+    """Returns twenty bits, but never all ones: see UNUSED_TAG."""
     return zlib.crc32(f"{channel} {kind}".encode()) % ((1 << 20) - 1)
 
 
@@ -246,7 +245,7 @@ class _StagedRound(NamedTuple):
     def wait(self, timeout_s: float) -> None:
         self.inner.wait(timeout_s)
         for (_, arrived), (_, target) in zip(self.incoming, self.receives, strict=True):
-            target.copy_(arrived, non_blocking=True)  # the pinned block is not reused before this copy is done
+            target.copy_(arrived, non_blocking=True)  # the pinned block is not reused before this copy completes
 
 
 def _pinned(like: Tensor) -> Tensor:

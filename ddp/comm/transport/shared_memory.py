@@ -1,31 +1,31 @@
-"""Memory that processes of one host share, and a barrier in it: what `comm/host_reduce.py` is built from.
+"""Memory that processes of one host share, and a barrier in it, on which `comm/host_reduce.py` is built.
 
     kind         neighbours find it at           limit                       a crash leaves
     "memfd"      /proc/PID/fd/N of the creator   the host's memory           nothing: it has no name
-    "/dev/shm"   /dev/shm/ddp-…                  the mount's size, often     the name, if it came before everyone
+    "/dev/shm"   /dev/shm/ddp-…                  the mount's size, often     the name, unless all ranks
                                                  64 MB in a container        had mapped the memory
 
-`memfd_create` comes first. Opening a neighbour's descriptor requires the right to inspect its process, which a process
-of another user or in another PID namespace lacks. In that case a file in /dev/shm is tried. Its memory is reserved at
-once (`posix_fallocate`), because touching a page that does not exist ends in SIGBUS, long after the call that could
-have said so. With both kinds, the path is needed only until every neighbour has mapped the memory. Then the creator
+`memfd_create` is tried first. Opening a neighbour's descriptor requires the right to inspect its process, which a
+process of another user or in another PID namespace lacks. Then a file in /dev/shm is tried. Its memory is reserved at
+once (`posix_fallocate`), because otherwise touching a missing page ends in SIGBUS, long after the call that could have
+reported it. With both kinds, the path is needed only until every neighbour has mapped the memory. Then the creator
 calls `forget`, and the memory ends with its last mapping.
 
 The barrier is n × n semaphores, glibc's `sem_t`, called through ctypes. Calls that never wait (a post, a try) keep the
-interpreter lock, because giving it up costs more than the call, and up to 5 ms while another thread is busy in Python.
-The call that waits, `sem_clockwait`, releases the lock, and takes no processor time from the rank that it waits for. It
-uses the monotonic clock, so that setting the wall clock neither ends nor prolongs a wait. It waits in slices, so that
-signals are handled, and that the waiting rank can check whether the other one is still alive. Where it is missing
-(macOS, musl, glibc before 2.30), `why_unsupported` says so and the caller stays with its sockets.
+interpreter lock, because releasing it costs more than the call, and up to 5 ms while another thread is busy in Python.
+The call that waits, `sem_clockwait`, releases the lock, and takes no CPU time from the rank that it waits for. It uses
+the monotonic clock, so that setting the wall clock neither ends nor prolongs a wait. It waits in slices, so that
+signals are handled, and the waiting rank can check whether the other one is still alive. Where it is missing (macOS,
+musl, glibc before 2.30), `why_unsupported` says so, and the caller uses its sockets.
 
 Note "patience". Sleeping and being woken on another processor costs 10 to 50 µs, on a virtual machine mostly for waking
-up the processor. Ranks that come at about the same time need not pay for that. So a wait tries for about as long as a
+up the processor. Ranks that arrive at about the same time can avoid that cost. So a wait spins for about as long as a
 sleep would cost before it sleeps, which is never more than twice the best possible cost (Karlin, Li, Manasse and
 Owicki, "Empirical studies of competitive spinning for a shared-memory multiprocessor", SOSP 1991). After each try it
-gives the processor away (`sched_yield`), because the rank that it waits for may need that very processor: there may be
-more ranks than processors, or another program may keep one busy. Switching from one process to the next costs 2 µs, and
-no processor falls asleep in between. A barrier after 30 µs of work, measured on two cores, with and without giving the
-processor away: of 2 ranks 1 and 1 µs; of 2 ranks beside another program 35 and 52 µs; of 4 ranks 40 and 156 µs.
+yields the processor (`sched_yield`), because the rank that it waits for may need that very processor: there may be more
+ranks than processors, or another program may keep one busy. Switching between processes costs 2 µs, and no processor
+goes idle in between. A barrier after 30 µs of work, measured on two cores, with and without yielding: of 2 ranks 1 and
+1 µs; of 2 ranks next to another program 35 and 52 µs; of 4 ranks 40 and 156 µs.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from ddp.process.owners import NOTHING, why_shared
 Kind = Literal["memfd", "/dev/shm"]
 KINDS: tuple[Kind, ...] = ("memfd", "/dev/shm")
 
-LINE_BYTES = 64  # a cache line: what two processes write stands on two of them
-SLICE_S = 0.5  # longest sleep without looking up
+LINE_BYTES = 64  # a cache line; data of two writers is on different lines
+SLICE_S = 0.5  # longest sleep between checks
 TRIES = 128  # some 40 to 80 µs: note "patience"
-KEEP_LOCK_BYTES = 32 << 10  # copying this much takes less time than giving the interpreter lock up and getting it back
+KEEP_LOCK_BYTES = 32 << 10  # copying this much takes less time than releasing and reacquiring the interpreter lock
 _NAMED = Path("/dev/shm")
 _NAME = re.compile(r"ddp-(\d+)-[0-9a-f]{16}")
 _PATH = re.compile(rf"/proc/\d+/fd/\d+|{_NAMED}/{_NAME.pattern}")
@@ -69,25 +69,25 @@ class SharedMemory:
     """One mapping. It ends with this object and the last tensor over its `buffer`.
 
     Attributes:
-        path: where neighbours find the memory, as long as its creator has not called `forget`.
+        path: where neighbours find the memory, until its creator calls `forget`.
         buffer: the bytes.
-        address: where they start in this process.
+        address: of the first byte in this process.
     """
 
     def __init__(self, descriptor: int, path: str, num_bytes: int) -> None:
         self.path = path
         self.buffer = mmap.mmap(descriptor, num_bytes)
-        with torch.inference_mode(False):  # memory allocated in inference mode is to be trained in later
+        with torch.inference_mode(False):  # the memory may later be trained in
             self.bytes = torch.frombuffer(self.buffer, dtype=torch.uint8)  # [num_bytes]
         self.address = self.bytes.data_ptr()
         self._descriptor: int | None = None
 
     @classmethod
     def create(cls, kind: Kind, num_bytes: int) -> SharedMemory:
-        """Makes new memory, all zero.
+        """Creates zeroed memory.
 
         Raises:
-            OSError: there is not enough memory, or none of this kind.
+            OSError: there is not enough memory, or this kind is not supported.
         """
         if num_bytes > (available := available_bytes()):
             raise OSError(errno.ENOMEM, f"{num_bytes} bytes of shared memory wanted, {available} are left here")
@@ -116,29 +116,29 @@ class SharedMemory:
         """Maps the memory that a neighbour has created.
 
         Raises:
-            OSError: it cannot be reached from here, or is another one, or another user's, who could cut it off.
+            OSError: it cannot be reached from here, is other memory, or belongs to another user, who could truncate it.
         """
         is_memfd = path.startswith("/proc/")
         if not _PATH.fullmatch(path) or (is_memfd and not str(Path(path).readlink()).startswith("/memfd:ddp-")):
-            raise OSError(errno.EPERM, "is no memory of a neighbour", path)  # but some file of the user's
+            raise OSError(errno.EPERM, "is no memory of a neighbour", path)  # but a file of the user
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if is_memfd else os.O_NOFOLLOW))
         try:
-            if why_shared(Path(path), os.fstat(descriptor), rights=NOTHING):  # of the mode, a memfd shows nothing
+            if why_shared(Path(path), os.fstat(descriptor), rights=NOTHING):  # a memfd has no meaningful mode
                 raise OSError(errno.EPERM, "belongs to another user", path)
             return cls(descriptor, path, num_bytes)
-        except ValueError as error:  # how mmap says that the file is shorter than that
+        except ValueError as error:  # from mmap, if the file is shorter
             raise OSError(errno.EINVAL, str(error), path) from error
         finally:
             os.close(descriptor)
 
     def forget(self) -> None:
-        """Closes the path, once everyone who should has attached. Harmless on attached memory."""
+        """Closes the path, once every neighbour has attached. Harmless on attached memory."""
         if self._descriptor is not None:
             _end(self._descriptor, self.path)
             self._descriptor = None
 
     def prefault(self, start: int, stop: int) -> None:
-        """Brings the pages of a range into this process's page table now, rather than at their first touch.
+        """Maps the pages of a range into this process's page table now, instead of at their first touch.
 
         Args:
             start, stop: multiples of the page size.
@@ -149,9 +149,9 @@ class SharedMemory:
         try:
             self.buffer.madvise(_POPULATE_WRITE, start, stop - start)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # EINVAL: a kernel that does not know the request
+            if error.errno != errno.EINVAL:  # EINVAL: the kernel does not support the request
                 raise
-            # Reading makes the pages, too. Writing back what was read could undo what a neighbour writes meanwhile.
+            # Reading maps the pages, too. Writing the values back could undo a neighbour's concurrent write.
             self.bytes[start : stop : mmap.PAGESIZE].max()
 
 
@@ -164,7 +164,7 @@ def _end(descriptor: int, path: str) -> None:
 def left_behind(folder: Path = _NAMED) -> list[Path]:
     """Returns the files of processes of this user that were killed before everyone had mapped the memory.
 
-    A process of another PID namespace that shares the folder counts as ended, too.
+    A process in another PID namespace that shares the folder also counts as ended.
     """
     found = [(path, named) for path in folder.glob("ddp-*") if (named := _NAME.fullmatch(path.name))]
     return [path for path, named in found if _is_mine(path) and not Path(f"/proc/{named[1]}").exists()]
@@ -173,7 +173,7 @@ def left_behind(folder: Path = _NAMED) -> list[Path]:
 def _is_mine(path: Path) -> bool:
     try:
         return path.lstat().st_uid == os.geteuid()
-    except FileNotFoundError:  # its creator has just ended it
+    except FileNotFoundError:  # its creator has just removed it
         return False
 
 
@@ -184,7 +184,7 @@ _holding_memmove = ctypes.PYFUNCTYPE(None, _ADDRESS, _ADDRESS, ctypes.c_size_t)(
 
 
 def copy_bytes(to: int, source: int, num_bytes: int) -> None:
-    """Copies between two addresses; releases the interpreter lock if it takes a while."""
+    """Copies between two addresses; releases the interpreter lock for large copies."""
     if num_bytes > KEEP_LOCK_BYTES:
         _releasing_memmove(to, source, num_bytes)
     elif num_bytes:
@@ -199,7 +199,7 @@ class _Timespec(ctypes.Structure):
 
 
 def why_unsupported() -> str:
-    """Returns the reason why this platform has no semaphores between processes; "" if it has."""
+    """Returns the reason why this platform has no semaphores between processes; "" if it has them."""
     try:
         libc = ctypes.CDLL(None)
     except (OSError, TypeError):
@@ -209,7 +209,7 @@ def why_unsupported() -> str:
 
 
 class _Semaphores:
-    """The C library's functions on semaphores; a semaphore is an address here."""
+    """The C library's semaphore functions; a semaphore is an address here."""
 
     def __init__(self) -> None:
         holding, releasing = ctypes.PyDLL(None), ctypes.CDLL(None, use_errno=True)
@@ -224,12 +224,12 @@ class _Semaphores:
         self._until_reference = ctypes.pointer(self._until)
 
     def create(self, semaphore: int) -> None:
-        """Makes a semaphore that counts 0 and is shared between processes."""
+        """Initializes a semaphore to 0, shared between processes."""
         if self._init(semaphore, 1, 0) != 0:
             raise OSError("sem_init failed")
 
     def sleep(self, semaphore: int, *, until_s: float) -> bool:
-        """Takes a post. Returns False if none came by `until_s` on the monotonic clock, or a signal came first."""
+        """Takes a post. Returns False without one by `until_s` on the monotonic clock, or after a signal."""
         self._until.seconds = int(until_s)
         self._until.nanoseconds = int(until_s % 1 * 1e9)
         if self._clock_wait(semaphore, time.CLOCK_MONOTONIC, self._until_reference) == 0:
@@ -243,10 +243,10 @@ class _Semaphores:
 # --- the barrier -----------------------------------------------------------------------------------------------------
 
 
-class Life:
-    """Knows whether a process still runs. Says yes where that is unknown: no pidfds, or another PID namespace.
+class ProcessHandle:
+    """A handle that knows whether a process still runs. Unknown counts as running: no pidfds, another PID namespace.
 
-    Any thread may ask, at any time.
+    Any thread may use it, at any time.
     """
 
     def __init__(self, pid: int | None) -> None:
@@ -257,39 +257,39 @@ class Life:
             except OSError:
                 return
 
-    def goes_on(self) -> bool:
+    def is_running(self) -> bool:
         """Returns False once the process has ended."""
         if (descriptor := self._descriptor) is None:
             return True
-        poll = select.poll()  # a new one, because no two threads may use one at the same time
+        poll = select.poll()  # a new one, because two threads may not share it
         poll.register(descriptor, select.POLLIN)
         return not any(event & select.POLLIN for _, event in poll.poll(0))  # not POLLNVAL, after `close`
 
     def close(self) -> None:
-        """Gives the descriptor back."""
+        """Closes the descriptor."""
         if self._descriptor is not None:
             descriptor, self._descriptor = self._descriptor, None
             os.close(descriptor)
 
-    __del__ = close  # also after an error, when a thread may still ask, so that it is not closed under it
+    __del__ = close  # not earlier after an error, because a thread may still use it
 
 
-_RUNS, _LEFT, _GAVE_UP = 0, 1, 2  # states of a process; _GAVE_UP + i: because of process i
+_RUNS, _LEFT, _GAVE_UP = 0, 1, 2  # states of a process; _GAVE_UP + i: gave up because of process i
 
 
 class Barrier:
     """Lets the processes of one group wait for each other; used by one thread of each at a time.
 
-    Each process posts to every other one, then takes one post from each, so the last one to come does not sleep at all.
-    A process that has left or ended is missed only by those that wait for it, because it may have reached its last
-    barrier before. If a process has given up because of another one, all blame that other one.
+    Each process posts to every other one, then takes one post from each, so the last one to arrive does not sleep at
+    all. If a process has left or ended, only those that wait for it raise an error, because it may have completed its
+    last barrier. If a process has given up because of another one, all blame that other one.
 
     Args:
-        memory: in which semaphores [to][from] and states stand first, `num_bytes` of them. One process calls `create`
-            before the others attach.
-        ranks: what the processes are called in errors.
-        pids: by process; None where unknown.
-        hopeless_because: a wait asks it now and then, and ends if it tells of a rank that will never come.
+        memory: whose first `num_bytes` hold semaphores [to][from] and states. One process calls `create` before the
+            others attach.
+        ranks: the processes' numbers in errors.
+        pids: by process; None if unknown.
+        hopeless_because: a wait calls it from time to time, and ends if it returns a rank that will never arrive.
     """
 
     def __init__(
@@ -306,13 +306,13 @@ class Barrier:
         self._hopeless_because = hopeless_because
         self._semaphores = _Semaphores()
         self._post, self._try_wait = self._semaphores.post, self._semaphores.try_wait
-        others = [(index + distance) % size for distance in range(1, size)]  # each begins with another one
+        others = [(index + distance) % size for distance in range(1, size)]  # each process begins with a different one
         address = memory.address
         self._outgoing = [address + LINE_BYTES * (other * size + index) for other in others]
         self._incoming = [(address + LINE_BYTES * (index * size + other), other) for other in reversed(others)]
         states = address + LINE_BYTES * size * size
         self._states = [ctypes.c_uint32.from_address(states + LINE_BYTES * number) for number in range(size)]
-        self._lives = {other: Life(pids[other]) for other in others}
+        self._processes = {other: ProcessHandle(pids[other]) for other in others}
 
     @staticmethod
     def num_bytes(size: int) -> int:
@@ -321,19 +321,19 @@ class Barrier:
 
     @staticmethod
     def create(memory: SharedMemory, *, size: int) -> None:
-        """Makes the semaphores in zeroed memory."""
+        """Creates the semaphores in zeroed memory."""
         semaphores = _Semaphores()
         for number in range(size * size):
             semaphores.create(memory.address + LINE_BYTES * number)
 
     def wait(self, timeout_s: float) -> None:
-        """Returns once every process has come.
+        """Returns once every process has called it.
 
         Args:
             timeout_s: longest wait for all of them, in seconds.
 
         Raises:
-            TransportError: one did not come. The barrier is of no use afterwards, to any process.
+            TransportError: a process did not. The barrier is unusable afterwards, for every process.
         """
         for semaphore in self._outgoing:
             self._post(semaphore)
@@ -351,26 +351,26 @@ class Barrier:
                 until_s = time.monotonic() + min(patience.left_s(), SLICE_S)
                 has_come = self._semaphores.sleep(semaphore, until_s=until_s)
                 if not has_come and (lost := self._lost(other, late=not patience.left_s())) is not None:
-                    has_come = try_wait(semaphore) == 0  # it may have come just now, before its end
+                    has_come = try_wait(semaphore) == 0  # it may have posted just before its end
                     if not has_come:
                         self.give_up(self._ranks.index(lost.peer) if lost.peer in self._ranks else None)
                         raise lost
 
     def give_up(self, because_of: int | None = None) -> None:
-        """Tells the others not to wait for this process, and which one is to blame: itself, if none is named."""
+        """Ends the others' waits for this process, and names the culprit: itself unless given."""
         if (mine := self._states[self._index]).value == _RUNS:
             mine.value = _GAVE_UP + (self._index if because_of is None else because_of)
 
     def leave(self) -> None:
-        """Tells the others that this process will not come again. Does nothing in a forked child of a member."""
+        """Announces that this process will not return to the barrier. A no-op in a forked child of a member."""
         if self._pid == os.getpid():
             if (mine := self._states[self._index]).value == _RUNS:
                 mine.value = _LEFT
-            for life in self._lives.values():
+            for life in self._processes.values():
                 life.close()
 
     def _lost(self, other: int, *, late: bool) -> TransportError | None:
-        """Returns the error that makes waiting for process `other` useless; None if there is none."""
+        """Returns the error if waiting for process `other` is useless; else None."""
         if (lost := self._hopeless_because()) is not None:
             return TransportError(*lost)
         for witness, its in zip(self._ranks, self._states, strict=True):
@@ -382,6 +382,6 @@ class Barrier:
         rank = self._ranks[other]
         if self._states[other].value == _LEFT:
             return TransportError(rank, "it has left this host's group")
-        if not self._lives[other].goes_on():
+        if not self._processes[other].is_running():
             return TransportError(rank, "its process has ended")
         return TransportError(rank, "it did not reach this host's barrier", timed_out=True) if late else None

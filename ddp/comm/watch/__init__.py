@@ -1,1 +1,1 @@
-"""Watching: calls of collectives, what ranks publish of them, and the watchdog that names who is missing."""
+"""Watching: calls of collectives, the statuses that ranks publish, and the watchdog that names the missing rank."""

@@ -1,11 +1,10 @@
-"""A call: a collective or a message, its number, the words that errors use for it, and the history of the last calls.
+"""A call: a collective or a message, its number, its description in errors, and the history of the last calls.
 
-The words are put together only when someone reads them. On the path of a collective that takes microseconds, a
-formatted string would be a tenth of the time.
+A description is formatted only when it is read, because for a collective of a few microseconds, formatting a string
+would take a tenth of the time.
 
-The history serves those who look into a run that has failed, or profile one. A call is noted when it begins to run, and
-once more when it has ended. So of a run that fails, the calls without an end are those that it has failed in. That
-takes less than a microsecond a call.
+The history serves for post-mortems and profiles. A call is recorded when it begins to run, and when it has ended. So
+the calls without an end are those in which a run has failed. Recording takes less than a microsecond per call.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from ddp.process.clock import now_s
 Result = TypeVar("Result")
 
 Direction = Literal["to", "from"]
-LONGEST_KIND = 160  # characters; slices for many ranks have more
+LONGEST_KIND = 160  # characters; the slices of many ranks take more
 
 
 class Envelope(NamedTuple):
-    """A message, as one of its two ranks sees it.
+    """A message as seen by one of its two ranks.
 
     Attributes:
         direction, peer: this rank sends it to that peer, or receives it from there.
-        number: how many messages there have been from the one rank to the other, with this one.
+        number: the message's number among those in this direction, from 1.
         shape, dtype: of the tensor on this rank.
     """
 
@@ -47,7 +46,7 @@ class Envelope(NamedTuple):
 
     @property
     def route(self) -> str:
-        """The other rank, and which way the message goes."""
+        """The direction and the other rank."""
         return f"{self.direction} rank {self.peer}"
 
     @property
@@ -61,9 +60,9 @@ class Envelope(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call on one rank. A collective's is equal on all ranks if they call the same.
+    """One call on one rank. For a collective, it is equal on all ranks if they make the same call.
 
-    A message's has the number of the last collective before it: all collectives up to that one are complete.
+    A message's call has the number of the last collective before it: all collectives up to that one are complete.
     """
 
     sequence: int
@@ -72,7 +71,7 @@ class Call(NamedTuple):
     shape: tuple[int, ...] | None = None  # None: may differ by rank
     dtype: torch.dtype | None = None
     name: str = ""  # the caller's label
-    how: tuple[object, ...] = ()  # whatever else must agree
+    how: tuple[object, ...] = ()  # other properties that must agree
     message: Envelope | None = None  # None: it is a collective
 
     @property
@@ -96,7 +95,7 @@ class Call(NamedTuple):
 
     @property
     def wait_range(self) -> str:
-        """The name in a profile of the wait for it, on the thread that needs the result."""
+        """The name in a profile of the wait for it, on the thread that waits."""
         return f"ddp: wait for {self._what}"
 
     @property
@@ -112,7 +111,7 @@ class Call(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The words that must agree for ranks to do it together: operation, number of elements, dtype and the like."""
+        """The properties that must agree on all ranks, as text: operation, number of elements, dtype and the like."""
         words = self._words("" if self.shape is None else f"of {prod(self.shape)}")
         if len(words) <= LONGEST_KIND:
             return words
@@ -125,7 +124,7 @@ class Call(NamedTuple):
 
 
 def recorded(name: str, function: Callable[..., Result], *args: Any) -> Result:
-    """Calls the function; its time is a range of this name in a profile, if one is taken."""
+    """Calls the function, inside a range of this name in the profile, if one is running."""
     if not profiler._is_profiler_enabled:
         return function(*args)
     with profiler.record_function(name):
@@ -133,7 +132,7 @@ def recorded(name: str, function: Callable[..., Result], *args: Any) -> Result:
 
 
 def disagreement(descriptions: Sequence[bytes]) -> str:
-    """Returns which rank called what, if they differ; else ""."""
+    """Returns every rank's call as text, if they differ; else ""."""
     if len(set(descriptions)) <= 1:
         return ""
     lines = [f"  rank {rank}: {text.decode(errors='replace').strip()}" for rank, text in enumerate(descriptions)]
@@ -146,13 +145,13 @@ def disagreement(descriptions: Sequence[bytes]) -> str:
 NUM_CALLS = 1000
 
 
-class Noted:
+class CallRecord:
     """A call, and when it ran on this rank.
 
     Attributes:
         thread: the number of the thread in which it ran.
-        began_s, done_s: on this process's clock; `done_s` is 0 unless it has ended well. On a GPU the host has begun to
-            enqueue it, and has seen that the GPU is through with it.
+        began_s, done_s: on this process's clock; `done_s` is 0 unless the call has completed. On a GPU, from when the
+            host begins to enqueue it until it sees the completion.
     """
 
     __slots__ = ("began_s", "call", "done_s", "thread")
@@ -162,13 +161,13 @@ class Noted:
 
 
 class Recorder(Protocol):
-    """Measures a communicator: each method is called in the thread, and on a GPU for the stream, that it is about."""
+    """Measures a communicator; each method is called in the thread, and on the stream, that it measures."""
 
-    def began(self, noted: Noted) -> None:
+    def began(self, record: CallRecord) -> None:
         """Records that a call begins."""
 
-    def ended(self, noted: Noted) -> None:
-        """Records that a call has ended well."""
+    def ended(self, record: CallRecord) -> None:
+        """Records that a call has completed."""
 
     def waiting(self) -> AbstractContextManager[None]:
         """Begins a block that waits for a call."""
@@ -178,35 +177,35 @@ class History:
     """The last calls of a communicator, in the order in which they began.
 
     Attributes:
-        recorder: told of each call; None: nothing is measured.
+        recorder: notified of each call; None: nothing is measured.
     """
 
     def __init__(self) -> None:
-        self._noted: deque[Noted] = deque(maxlen=NUM_CALLS)
+        self._records: deque[CallRecord] = deque(maxlen=NUM_CALLS)
         self.recorder: Recorder | None = None
 
-    def note(self, call: Call) -> Noted:
-        """Notes that a call begins to run in this thread."""
-        noted = Noted(call)
-        self._noted.append(noted)
+    def note(self, call: Call) -> CallRecord:
+        """Records that a call begins to run in this thread."""
+        record = CallRecord(call)
+        self._records.append(record)
         if self.recorder is not None:
-            self.recorder.began(noted)
-        return noted
+            self.recorder.began(record)
+        return record
 
-    def since(self, moment_s: float = 0.0) -> list[Noted]:
-        """Returns the calls that have begun since a moment."""
-        return [noted for noted in self._noted.copy() if noted.began_s >= moment_s]
+    def since(self, moment_s: float = 0.0) -> list[CallRecord]:
+        """Returns the calls that have begun since this moment."""
+        return [record for record in self._records.copy() if record.began_s >= moment_s]
 
 
-def plain_calls(noted: Iterable[Noted], **more: Any) -> list[dict[str, Any]]:
-    """Returns calls as plain values, with times in seconds since 1970, as far as the clocks of the hosts agree.
+def plain_calls(records: Iterable[CallRecord], **more: Any) -> list[dict[str, Any]]:
+    """Returns calls as plain values, with times in seconds since 1970, as exact as the hosts' clocks agree.
 
     Args:
-        more: said of each call.
+        more: added to each call.
     """
     since_1970_s = time.time() - now_s()
     lines = []
-    for each in noted:
+    for each in records:
         call = each.call
         facts = {
             "number": call.sequence if call.message is None else call.message.number,

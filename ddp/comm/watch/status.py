@@ -1,29 +1,28 @@
-"""The ranks' statuses: how each publishes its own and reads the others', and what they tell about who is to blame.
+"""The ranks' statuses: each rank publishes its own, reads the others', and derives from them who is to blame.
 
-    Status            a rank's account of itself
-    StatusSnapshot    the others' accounts at one moment. Pure: no store, no clock, no thread
+    Status            a rank's report on itself
+    StatusSnapshot    the others' reports at one moment. Pure: no store, no clock, no thread
     Board             where every rank publishes its status: in the store
 
-    certain     a rank said that it failed, or left before its part; its process has ended; its tick stands still
-    likely      no rank is surely dead: one is silent, or somewhere else, or a link is cut
+    certain     a rank reported that it failed, or left before its part; its process has ended; its tick stands still
+    likely      no rank is certainly dead: one is silent, or somewhere else, or a link is cut
 
-A collective waits for all ranks. A message waits for its peer, who may wait in a message for another rank, and so on:
-this is the *chain*. It leads to the rank that holds up all the others, or back to where it began, which is a deadlock.
+A collective waits for all ranks. A message waits for its peer, which may wait in a message for another rank, and so on:
+this is the *chain*. It leads to the rank that blocks all the others, or back to its beginning, which is a deadlock.
 
-Why not ask the transport? When a Gloo wait times out it closes pairs to healthy ranks too, so that one silent rank
-looks like many broken ones. Errors of the transport never tell who is guilty; the store does.
+The transport's errors do not name the culprit: when a Gloo wait times out, it closes pairs to healthy ranks too, so
+that one silent rank looks like many broken ones. The statuses in the store do.
 
-A status has a tick that grows. A reader can tell five cases apart:
+A status has a tick that grows. A reader can distinguish five cases:
 
-    the process has ended              known of ranks on this host           SIGKILL
+    the process has ended              known on this host alone              SIGKILL
     the tick stands still              it died elsewhere, or is stopped      SIGSTOP, power
-    it says "failed" or "left"         it raised an error, or finished       look at its log
+    it reports "failed" or "left"      it raised an error, or finished       look at its log
     the tick runs, a lower number      it is alive, but somewhere else       its Python stack says where
     the tick runs, same number         it waits too: the link between is cut
 
-A rank publishes what it calls, too: the operation, dtype and number of elements, and its messages. Ranks that call
-different collectives or wait for each other in a circle, and messages whose two ends do not fit, are found by
-comparing them.
+A rank also publishes its call: the operation, dtype and number of elements, and its messages. Comparing them finds
+ranks that call different collectives or wait for each other in a circle, and messages whose two ends do not match.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ from typing import NamedTuple
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ddp.comm.meeting.place import host_name
-from ddp.comm.transport.shared_memory import Life
+from ddp.comm.transport.shared_memory import ProcessHandle
 from ddp.comm.watch.call import Call, Envelope
 from ddp.process.clock import PAUSED_S, now_s
 from ddp.process.stack import stack_of
 from ddp.process.terminal import log
 
 STALE_S = 3.0  # after a wait has failed, a tick that has stood still for this long means a dead or stopped process
-QUIET_S = 1.5  # so long a silence is suspicious where nothing is certain
-LOCK_S = 1.25  # longest wait of a last status for another thread, which may wait for a store that does not answer
+QUIET_S = 1.5  # a silence of this length is suspicious if nothing is certain
+LOCK_S = 1.25  # longest wait of a last status for the lock, whose holder may wait for a store that does not respond
 STACK_FRAMES = 6
 LEFT = "it has left already; every rank must call the same collectives equally often"
 LEFT_MESSAGE = "it has left already; every send needs a recv on the other rank, and every recv a send"
@@ -57,14 +56,14 @@ Culprit = tuple[int, str]  # the rank to blame, and why
 
 @dataclass
 class Status:
-    """A rank's account of itself, as it is published.
+    """A rank's published report on itself.
 
     Attributes:
         sequence, label: of its last collective.
-        run, kind: which one of all collectives it is, 0 for none, and what must agree in it (`Call.kind`).
-        message: what it was last seen in, if that was a message.
-        posted: how many messages it has posted, by route ("to rank 1").
-        in_flight: those of them that it has not yet waited for to the end.
+        run, kind: its number among all collectives, 0 for none, and the properties that must agree (`Call.kind`).
+        message: its last call, if that was a message.
+        posted: number of messages that it has posted, by route ("to rank 1").
+        in_flight: those of them whose wait has not ended.
     """
 
     rank: int
@@ -78,7 +77,7 @@ class Status:
     kind: str = ""
     waiting_for: int | None = None
     reason: str = ""
-    blames: int | None = None  # a failed rank's own culprit, whom `reason` is about: guilt is passed on
+    blames: int | None = None  # the culprit of a failed rank, about which `reason` is: blame is passed on
     stack: list[str] = field(default_factory=list)
     message: Envelope | None = None
     posted: dict[str, int] = field(default_factory=dict)
@@ -86,7 +85,7 @@ class Status:
 
     @staticmethod
     def read(published: str | bytes) -> Status:
-        """Returns the status that `json.dumps(asdict(status))` has published."""
+        """Returns the status from its published JSON, `json.dumps(asdict(status))`."""
         status = Status(**json.loads(published))
         status.message = Envelope(*status.message) if status.message is not None else None
         status.in_flight = [Envelope(*each) for each in status.in_flight]
@@ -94,7 +93,7 @@ class Status:
 
     @property
     def waits_in(self) -> Envelope | None:
-        """The message that it waits in, or gave up in."""
+        """The message in which it waits, or gave up."""
         return self.message if self.message in self.in_flight else None
 
     def posted_end(self, message: Envelope, rank: int) -> Envelope | None:
@@ -123,10 +122,10 @@ class StatusSnapshot(NamedTuple):
     """One rank's view of the others at one moment.
 
     Attributes:
-        mine: this rank's own status.
-        call: what this rank waits in.
+        mine: this rank's status.
+        call: the call in which this rank waits.
         statuses: the others', by rank.
-        silent_s: by rank, for how long its tick has stood still.
+        silent_s: by rank, the seconds since its tick has changed.
         ended: ranks whose process is known to have ended.
     """
 
@@ -137,16 +136,16 @@ class StatusSnapshot(NamedTuple):
     ended: Collection[int]
 
     def certain(self) -> Culprit | None:
-        """Returns who is surely to blame for a wait that has failed."""
+        """Returns the rank that is certainly to blame for a failed wait."""
         concerned = self if self.call.message is None else self.among({*self.chain(), self.call.message.peer})
         return self.stuck() or self.failed() or concerned.gone() or concerned.silent(STALE_S)
 
     def lost(self) -> Culprit | None:
-        """Returns who is surely lost, whichever collectives the ranks are in."""
+        """Returns a rank that is certainly lost, in whichever collectives the ranks are."""
         return self.failed() or self.gone() or self.silent(STALE_S)
 
     def missed(self, peer: int) -> StatusSnapshot:
-        """Returns only the ranks that have not reached this call, and the rank that this one waits for.
+        """Returns the snapshot of only the ranks that have not reached this call, and the rank that this one waits for.
 
         For a message, these are the ranks of the chain.
         """
@@ -155,13 +154,14 @@ class StatusSnapshot(NamedTuple):
         return self.among(r for r, s in self.statuses.items() if s.sequence < self.call.sequence or r == peer)
 
     def among(self, ranks: Iterable[int]) -> StatusSnapshot:
-        """Returns only these ranks, without this one."""
+        """Returns the snapshot of only these ranks, without this one."""
         return self._replace(statuses={rank: self.statuses[rank] for rank in ranks if rank in self.statuses})
 
     def chain(self) -> list[int]:
-        """Returns the chain: this rank, the peer of its message unless that has done its part, that one's peer, ….
+        """Returns the chain: this rank, the peer of its message unless that has posted its end, the peer of that rank,
+        ….
 
-        It ends with a rank that is in it already, if the ranks wait for each other in a circle.
+        If the ranks wait for each other in a circle, it ends with a rank that is in it already.
         """
         ranks, message, everyone = [self.mine.rank], self.call.message, {**self.statuses, self.mine.rank: self.mine}
         while message is not None and (status := everyone.get(message.peer)) is not None:
@@ -174,7 +174,7 @@ class StatusSnapshot(NamedTuple):
         return ranks
 
     def stuck(self) -> Culprit | None:
-        """Returns a rank, and why this rank's call can never complete because of it; None if no reason is known.
+        """Returns a rank because of which this rank's call can never complete, and why; None if no reason is known.
 
         There are three reasons: the rank calls another collective, its end of a message has another type or size, or
         it is the next in a circle of ranks that wait for each other.
@@ -195,7 +195,7 @@ class StatusSnapshot(NamedTuple):
         return mine.peer, _deadlock(circle, {each.direction for each in waits})
 
     def _calls_otherwise(self) -> Culprit | None:
-        """Returns a rank whose collective of the same place in order is another one than this rank's."""
+        """Returns a rank whose collective with the same number differs from this rank's."""
         mine = self.mine
         for rank, status in self.statuses.items():
             if 0 < status.run == mine.run and status.kind != mine.kind:
@@ -207,7 +207,7 @@ class StatusSnapshot(NamedTuple):
         return None
 
     def failed(self) -> Culprit | None:
-        """Returns a rank that says it failed, or whom such a rank blames; this rank itself, if it was given up."""
+        """Returns a rank that reports a failure, or the rank that it blames; this rank itself, if it was given up."""
         for rank, status in self.statuses.items():
             if status.state == "failed" and status.blames is None:
                 return rank, f"it failed: {status.reason}. Its own log has the traceback"
@@ -216,12 +216,12 @@ class StatusSnapshot(NamedTuple):
             if culprit != self.mine.rank:
                 return culprit, f"as rank {rank} found out first"
         if blamed:
-            judge = blamed[0][0]
-            return self.mine.rank, f"rank {judge} has given this one up: {self.statuses[judge].reason}"
+            accuser = blamed[0][0]
+            return self.mine.rank, f"rank {accuser} has given this one up: {self.statuses[accuser].reason}"
         return None
 
     def gone(self) -> Culprit | None:
-        """Returns a rank that will never come: it has left, or its process has ended."""
+        """Returns a rank that will never arrive: it has left, or its process has ended."""
         for rank, status in self.statuses.items():
             if status.state == "left" and self.call.message is not None:
                 return rank, LEFT_MESSAGE
@@ -232,18 +232,18 @@ class StatusSnapshot(NamedTuple):
         return None
 
     def silent(self, silence_s: float) -> Culprit | None:
-        """Returns a rank whose tick has stood still for so long."""
+        """Returns a rank whose tick has stood still for this long."""
         for rank, status in self.statuses.items():
             if status.state != "left" and (silent_s := self.silent_s[rank]) >= silence_s:
                 return rank, f"it shows no sign of life for {silent_s:.0f} s: killed, stopped, or its host is down"
         return None
 
     def likely(self, suspect: int, observed: str, abort_s: float) -> Culprit:
-        """Returns who is most likely to blame where nothing is certain.
+        """Returns the rank that is most likely to blame if nothing is certain.
 
         Args:
             suspect: the peer of the transfer that failed.
-            observed: what the transport saw.
+            observed: the transport's error.
             abort_s: the deadline, for the message.
         """
         if self.call.message is not None:
@@ -252,11 +252,11 @@ class StatusSnapshot(NamedTuple):
             if status.state == "left":
                 return rank, LEFT
             if not status.pid:
-                return rank, "it came, but has shown no sign of life since: killed, stopped, or its host is down"
+                return rank, "it arrived, but has shown no sign of life since: killed, stopped, or its host is down"
             if self.silent_s[rank] >= QUIET_S:
                 return rank, "it shows no sign of life: killed, stopped, or its host is down"
         behind = [status for status in self.statuses.values() if status.sequence < self.call.sequence]
-        if behind:  # of those that are equally far, one that does not itself wait for a message
+        if behind:  # among ranks at the same call, one that does not itself wait for a message
             status = min(behind, key=lambda each: (each.sequence, each.waits_in is not None))
             if (message := status.waits_in) and message.peer == self.mine.rank and self.mine.owes(message, status.rank):
                 return status.rank, _crossed(self.mine.rank, self.call.title, status.rank, message)
@@ -282,7 +282,7 @@ class StatusSnapshot(NamedTuple):
 
 
 def _late(why: str, status: Status, abort_s: float) -> str:
-    return f"it is alive, but {why}: {status.describe()}. With abort_s above {abort_s:g} s it is waited for longer"
+    return f"it is alive, but {why}: {status.describe()}. Set abort_s above {abort_s:g} s to wait longer"
 
 
 def _cut(observed: str) -> str:
@@ -323,7 +323,7 @@ class Wait(NamedTuple):
     """A call of this rank, and the rank that it waits for.
 
     Attributes:
-        run: counts the collectives that ranks do together, the same on all of them; 0: it is none of these.
+        run: number of the collective, which is the same on all ranks; 0: it is not a collective.
     """
 
     call: Call
@@ -336,32 +336,32 @@ class Board:
     """Publishes this rank's status, and reads the others'.
 
     Attributes:
-        store: where the statuses are; of this session of the ranks alone.
-        wait: what this rank waits in; None while it is in no call.
-        last_wait: the same, or what it last waited in.
-        posted, in_flight: this rank's messages, see `Status`; they go on changing.
-        lives: by rank of this host, its process: once that has ended, no rank waits for a sign of life.
-        awake_since_s: when this process was last paused, or waited for no rank.
+        store: of the statuses; of this session of the ranks alone.
+        wait: this rank's current wait; None outside of calls.
+        last_wait: the current or the last wait.
+        posted, in_flight: this rank's messages, see `Status`; they keep changing.
+        processes: by rank of this host, its process, whose end is known without waiting for its tick.
+        awake_since_s: the end of this process's last pause, or of its last time without a wait.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
-        # A connection of its own: a blocked call elsewhere must not block this one.
+        # A separate connection, because a blocked call elsewhere must not block this one.
         self.store: Store = store.clone()  # type: ignore[attr-defined]
         self.rank, self.world_size = rank, world_size
         self.wait: Wait | None = None
         self.last_wait = Wait(Call(0, "start-up"), rank, now_s())
         self.posted: Mapping[str, int] = {}
         self.in_flight: Mapping[Envelope, object] = {}
-        self.lives: dict[int, Life] = {}
+        self.processes: dict[int, ProcessHandle] = {}
         self._status = Status(rank, host_name(), os.getpid())
         self._published = self.last_wait.call
-        self._last_change: dict[int, tuple[int, float]] = {}  # rank → its tick, and when that was new
+        self._last_change: dict[int, tuple[int, float]] = {}  # rank → its tick, and when that changed
         self._observed_s = self.awake_since_s = now_s()
         self._main_thread = threading.main_thread().ident
-        self._lock = threading.RLock()  # of the status and of the store, which serves one thread at a time
+        self._lock = threading.RLock()  # for the status and the store, which serves one thread at a time
 
     def publish(self) -> None:
-        """Puts this rank's status into the store, and the main thread's stack if its call is the same as last time."""
+        """Writes this rank's status to the store, with the main thread's stack if the call is the same as last time."""
         with self._lock:
             status, wait, (call, _, _, run) = self._status, self.wait, self.last_wait
             status.tick += 1
@@ -376,7 +376,7 @@ class Board:
             self.store.set(f"rank/{status.rank}", json.dumps(asdict(status)))
 
     def publish_last(self, state: str, reason: str = "", blames: int | None = None) -> None:
-        """Publishes that this rank has "failed" or "left", once; the first one stands."""
+        """Publishes that this rank has "failed" or "left"; only the first call counts."""
         if not self._lock.acquire(timeout=LOCK_S):
             return
         try:
@@ -389,10 +389,10 @@ class Board:
             self._lock.release()
 
     def observe(self) -> StatusSnapshot:
-        """Reads the others, and keeps when each tick was last seen to move: by this rank's clock, not by theirs."""
-        self._begin_anew_if_paused()
+        """Reads the others' statuses, and records by this rank's clock when each tick last changed."""
+        self._reset_if_paused()
         statuses = self.read_all()
-        self._begin_anew_if_paused()
+        self._reset_if_paused()
         silent_s = {}
         for rank, status in statuses.items():
             tick, since_s = self._last_change.get(rank, (None, 0.0))
@@ -400,14 +400,14 @@ class Board:
                 since_s = now_s()
                 self._last_change[rank] = status.tick, since_s
             silent_s[rank] = now_s() - since_s
-        ended = [rank for rank, life in self.lives.items() if not life.goes_on()]
+        ended = [rank for rank, process in self.processes.items() if not process.is_running()]
         call, _, _, run = self.last_wait
         posted, in_flight = dict(self.posted), list(self.in_flight)
         mine = replace(self._status, run=run, kind=call.kind, posted=posted, in_flight=in_flight)
         return StatusSnapshot(mine, call, statuses, silent_s, ended)
 
     def read_all(self) -> dict[int, Status]:
-        """Reads every other rank's status. An empty one stands for a rank that never published."""
+        """Reads every other rank's status, an empty one if the rank has never published."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         statuses = {rank: Status(rank, "unknown", 0, label="start-up") for rank in others}
         for rank in others:
@@ -421,13 +421,13 @@ class Board:
         self._last_change.clear()
 
     def close(self) -> None:
-        """Gives the handles of the neighbours' processes back."""
-        for life in self.lives.values():
-            life.close()
-        self.lives.clear()
+        """Closes the handles of the neighbours' processes."""
+        for process in self.processes.values():
+            process.close()
+        self.processes.clear()
 
-    def _begin_anew_if_paused(self) -> None:
-        """Forgets what was seen before this process was paused, or while it waited for no rank."""
+    def _reset_if_paused(self) -> None:
+        """Resets the observations after this process was paused, or waited for no rank."""
         now = now_s()
         if now - self._observed_s > PAUSED_S:
             self._last_change.clear()

@@ -1,13 +1,13 @@
-"""The watchdog finds out who is missing, and ends waits that cannot succeed.
+"""The watchdog finds the rank that is missing, and ends waits that cannot succeed.
 
-Before each wait a rank notes its call and whom it waits for. Every `INTERVAL_S` a thread outside the wait publishes
-that note on the `Board`, and reads the others'. It ends with `leave`, or with the watchdog itself.
+Before each wait a rank records its call and the rank that it waits for. Every `INTERVAL_S` a separate thread publishes
+that record on the `Board`, and reads the others'. It ends with `leave`, or with the watchdog itself.
 
-After `warn_s` of waiting the watchdog prints a warning, once per call. A rank that lives and computes is waited for
-until the deadline, `abort_s`. If the statuses show before that no rank can come any more, because a rank failed, left,
-or has shown no sign of life for `SILENCE_S`, or because a call is stuck, the watchdog gives up: `hopeless_because`
-says so to the waiting ranks. In either case `find_culprit` turns the statuses into a `PeerLost`. None of this slows a
-collective down, because a note is one assignment.
+After `warn_s` of waiting the watchdog prints a warning, once per call. It waits for a rank that is alive until the
+deadline, `abort_s`. If the statuses show earlier that the wait cannot succeed, because a rank failed, left, or has
+shown no sign of life for `SILENCE_S`, or because a call is stuck, the watchdog gives up: then `hopeless_because` ends
+the waits. In either case `find_culprit` turns the statuses into a `PeerLost`. None of this slows a collective down,
+because a record is one assignment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TypeVar
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from ddp.comm.meeting.private_store import part_of
-from ddp.comm.transport.shared_memory import Life
+from ddp.comm.transport.shared_memory import ProcessHandle
 from ddp.comm.watch.call import Call, Envelope
 from ddp.comm.watch.status import STALE_S, Board, Culprit, StatusSnapshot, Wait
 from ddp.errors import PeerLost
@@ -32,19 +32,19 @@ Result = TypeVar("Result")
 
 INTERVAL_S = 0.5
 SILENCE_S = 60.0  # a library that keeps the interpreter lock for this long looks like a dead process
-JUDGE_S = 1.25  # longest search for a culprit after a deadline
-STORE_S = 0.3  # and for one more answer of the store
-SHORTEST_S, POLL_S = 0.001, 0.05  # pauses between two looks for a word
+SEARCH_S = 1.25  # longest search for a culprit after a deadline
+STORE_S = 0.3  # and for one more response of the store
+SHORTEST_S, POLL_S = 0.001, 0.05  # between two checks for a value
 
 
 class Watchdog:
-    """Notes what this rank waits for, warns, gives up, and finds who is missing.
+    """Records what this rank waits for, warns, gives up, and finds the missing rank.
 
     Args:
         store: of this session of the ranks alone.
         generation: version of the membership, for messages.
-        warn_s: seconds in one wait after which a warning says who is missing.
-        abort_s: longest wait for a rank that lives.
+        warn_s: seconds in one wait after which a warning names the missing rank.
+        abort_s: longest wait for a rank that is alive.
     """
 
     def __init__(
@@ -58,31 +58,31 @@ class Watchdog:
         self._warned = self.board.last_wait.call
         self.board.publish()
         self._stopped = threading.Event()
-        known = weakref.ref(self), self._stopped  # the thread alone does not keep a watchdog that all have forgotten
+        known = weakref.ref(self), self._stopped  # so that the thread does not keep the watchdog alive
         self._thread = threading.Thread(target=_watch, args=known, name="ddp-watchdog", daemon=True)
         self._thread.start()
         self._end = weakref.finalize(self, _end, self._thread, self._stopped)  # at exit, too
 
     def set_hosts(self, names: Sequence[str], pids: Mapping[int, int]) -> None:
-        """Takes what the ranks have found out about each other.
+        """Sets the hosts and processes of the ranks.
 
         Args:
-            names: every rank's host, for the case that a rank is lost and the store with it.
-            pids: by rank of this host, its process: once that has ended, no rank waits for a sign of life.
+            names: every rank's host, for errors when a rank and the store are lost together.
+            pids: by rank of this host, its process, whose end is known without waiting for its tick.
         """
         self._hosts = dict(enumerate(names))
-        self.board.lives = {rank: Life(pid) for rank, pid in pids.items() if rank != self.board.rank}
+        self.board.processes = {rank: ProcessHandle(pid) for rank, pid in pids.items() if rank != self.board.rank}
 
     def set_messages(self, posted: Mapping[str, int], in_flight: Mapping[Envelope, object]) -> None:
-        """Takes the messages of this rank, which may go on changing: see `Status.posted` and `Status.in_flight`."""
+        """Sets this rank's messages, which may keep changing: see `Status.posted` and `Status.in_flight`."""
         self.board.posted, self.board.in_flight = posted, in_flight
 
     def among(self, ranks: Sequence[int], channel: int) -> Watchdog:
-        """Returns one for a group of some of the ranks, whose calls have their own numbers."""
+        """Returns a watchdog for a group of some of the ranks, whose calls have separate numbers."""
         return Watchdog(
             part_of(self.board.store, f"channel/{channel}"),
             list(ranks).index(self.board.rank),
-            min(len(ranks), self.board.world_size),  # a watchdog of one rank watches no rank in a group either
+            min(len(ranks), self.board.world_size),  # a watchdog of one rank stays one in a group
             generation=self._generation,
             warn_s=self.warn_s,
             abort_s=self._abort_s,
@@ -91,51 +91,51 @@ class Watchdog:
     # --- what this rank does -----------------------------------------------------------------------------------------
 
     def begin(self, call: Call, peer: int, run: int = 0) -> None:
-        """Notes that a call begins, and whom it waits for first (`run`: see `Wait`)."""
+        """Records that a call begins, and the rank that it waits for first (`run`: see `Wait`)."""
         board = self.board
         board.wait = board.last_wait = Wait(call, peer, now_s(), run)
 
     def waits_for(self, peer: int) -> None:
-        """Notes a wait that begins now, in the running call."""
+        """Records that a wait begins in the running call."""
         last = self.board.last_wait
         self.begin(last.call, peer, last.run)
 
     def end(self) -> None:
-        """Notes that the call is over."""
+        """Records that the call is over."""
         self.board.wait = None
 
     def hopeless_because(self) -> Culprit | None:
-        """Returns the rank that will never come, and why, once no wait can succeed any more."""
+        """Returns the rank that will never arrive, and why, once no wait can succeed any more."""
         return self._culprit
 
     def give_up(self, rank: int, reason: str) -> None:
-        """Ends this process's waits, now and from now on."""
+        """Ends this process's present and future waits."""
         self._culprit = rank, reason
 
     def fail(self, reason: str, *, blames: int | None = None) -> None:
-        """Tells the others that this rank cannot go on, before they have to find out by waiting."""
+        """Publishes that this rank cannot continue, so that the others need not find out by waiting."""
         self.board.publish_last("failed", reason, blames)
 
     def leave(self) -> None:
-        """Tells the others that this rank is done, unless it has failed. Ends the thread."""
+        """Publishes that this rank is done, unless it has failed. Ends the thread."""
         self.board.publish_last("left")
         self._end()
         self.board.close()
 
     def publish(self, key: str, word: str) -> None:
-        """Puts a word into the session's store, for those that wait for it."""
+        """Writes a value to the session's store, for the ranks that wait for it."""
         self.board.store.set(key, word)
 
     def wait_for_start_up(self, key: str, rank: int) -> bytes:
-        """Returns what a rank tells while the ranks begin (see `wait_for_word`)."""
-        return self.wait_for_word(key, rank, Call(0, "start-up"))
+        """Returns a rank's value during start-up (see `wait_for_value`)."""
+        return self.wait_for_value(key, rank, Call(0, "start-up"))
 
-    def wait_for_word(self, key: str, rank: int, call: Call) -> bytes:
-        """Waits at the store, not in the transport, for what `rank` puts there; for as long as that rank lives.
+    def wait_for_value(self, key: str, rank: int, call: Call) -> bytes:
+        """Waits at the store, not in the transport, for a value of `rank`, as long as that rank is alive.
 
         Args:
             key: of the session's store.
-            call: what the rank does meanwhile.
+            call: described in errors.
 
         Raises:
             PeerLost: the rank failed or left, or its tick has stood still for too long.
@@ -154,26 +154,27 @@ class Watchdog:
         return word
 
     def _is_published(self, key: str, rank: int) -> bool:
-        """Returns True if the word is there; raises PeerLost once it cannot come any more."""
+        """Returns True if the value is there; raises PeerLost once it cannot arrive any more."""
         store = self.board.store
         if store.check([key]):
             return True
         others = self.board.observe()
         is_gone = rank in others.ended or others.statuses[rank].state in ("failed", "left")
         is_silent = others.silent_s[rank] >= max(self._silence_s, STALE_S)
-        if (is_gone or is_silent) and not store.check([key]):  # the word may have come just before
+        if (is_gone or is_silent) and not store.check([key]):  # the value may have arrived just before
             raise self.find_culprit(rank)
         return False
 
     def while_watched(self, make: Callable[[], Result], peer: int) -> Result:
-        """Returns the result of `make`, which blocks in a library until all ranks have come. Another thread calls it.
+        """Returns the result of `make`, which blocks in a library until all ranks have called it. Runs it on another
+        thread.
 
         Args:
-            peer: the rank that is waited for first.
+            peer: the rank that it waits for first.
 
         Raises:
-            PeerLost: a rank has failed, is gone, or did not come within the deadline.
-            RuntimeError: whatever `make` raises, if no other rank is the cause.
+            PeerLost: a rank has failed, is gone, or did not arrive within the deadline.
+            RuntimeError: the error of `make`, if no other rank is the cause.
         """
         call, helper, patience = Call(0, "start-up"), HelperThread("ddp-set-up"), Patience(self._abort_s)
         future = helper.submit(make)
@@ -199,24 +200,24 @@ class Watchdog:
     # --- after a wait has failed -------------------------------------------------------------------------------------
 
     def find_culprit(self, suspect: int, observed: str = "") -> PeerLost:
-        """Reads the statuses until they tell who is missing; blames the suspect if they show nothing else.
+        """Reads the statuses until they show the missing rank; blames the suspect if they show nothing else.
 
-        After a long wait they tell at once, because the thread has been reading them; after a sudden break it takes up
-        to `STALE_S` seconds and two intervals. It never takes longer than `JUDGE_S` beyond the deadline: not
-        even if the store does not answer, as when the process that keeps it is stopped.
+        After a long wait they show it at once, because the thread has been reading them; after a sudden failure it
+        takes up to `STALE_S` seconds and two intervals. It never takes longer than `SEARCH_S` beyond the deadline, even
+        if the store does not respond, for example because the process that serves it is stopped.
 
         Args:
             suspect: the peer of the transfer that failed.
-            observed: what the transport saw.
+            observed: the transport's error.
         """
         if self._stopped.is_set():
             return self._lost(suspect, observed)
         until_s = now_s() + STALE_S + 2 * INTERVAL_S
-        until_s = max(now_s() + JUDGE_S, min(until_s, self.board.last_wait.since_s + self._abort_s + JUDGE_S))
+        until_s = max(now_s() + SEARCH_S, min(until_s, self.board.last_wait.since_s + self._abort_s + SEARCH_S))
 
-        def judge() -> Culprit:
+        def find() -> Culprit:
             try:
-                others, found = self._judge_until(until_s)
+                others, found = self._read_until(until_s)
                 culprit = found or others.likely(suspect, observed, self._abort_s)
             except Exception as error:
                 why = f"and the store that the ranks share is out of reach ({type(error).__name__})"
@@ -225,22 +226,22 @@ class Watchdog:
             return culprit
 
         try:
-            return self._lost(*within(until_s - now_s() + STORE_S, judge))
+            return self._lost(*within(until_s - now_s() + STORE_S, find))
         except TimeoutError:
-            return self._lost(0, "the store that the ranks share, kept on rank 0's host, does not answer")
+            return self._lost(0, "the store that the ranks share, on rank 0's host, does not respond")
 
     def find_lost(self, call: Call, peer: int) -> PeerLost | None:
-        """Returns the rank that is surely lost, after an error that may be another rank's doing or this one's own.
+        """Returns the rank that is certainly lost, if any, after an error that another rank may have caused.
 
         Takes some seconds.
 
         Args:
-            call: what failed.
-            peer: the rank that a report names as the one that this rank waits for.
+            call: the call that failed.
+            peer: the rank that this rank reports to wait for.
         """
         self.begin(call, peer)
         try:
-            _, culprit = self._judge_until(now_s() + STALE_S + 2 * INTERVAL_S, StatusSnapshot.lost)
+            _, culprit = self._read_until(now_s() + STALE_S + 2 * INTERVAL_S, StatusSnapshot.lost)
         except Exception as error:
             log.debug("watchdog: the store is out of reach: %s", error)
             return None
@@ -251,13 +252,13 @@ class Watchdog:
         self.fail(culprit[1], blames=culprit[0])
         return self._lost(*culprit)
 
-    def _judge_until(
-        self, until_s: float, judge: Callable[[StatusSnapshot], Culprit | None] = StatusSnapshot.certain
+    def _read_until(
+        self, until_s: float, find: Callable[[StatusSnapshot], Culprit | None] = StatusSnapshot.certain
     ) -> tuple[StatusSnapshot, Culprit | None]:
-        """Reads the statuses until they show for certain who is to blame."""
+        """Reads the statuses until they show with certainty who is to blame."""
         while True:
             others = self.board.observe()
-            culprit = judge(others)
+            culprit = find(others)
             if culprit or not others.statuses or now_s() > until_s or self._stopped.wait(INTERVAL_S / 2):
                 return others, culprit
 
@@ -278,7 +279,7 @@ class Watchdog:
                 others = self.board.observe()
                 self._warn_if_late(others)
                 self._give_up_if_hopeless(others)
-        except Exception as error:  # the store goes away when the run ends or its host dies: waits find out
+        except Exception as error:  # the store ends with the run or its host: waits notice that themselves
             log.debug("watchdog: the store is out of reach: %s", error)
 
     def _warn_if_late(self, others: StatusSnapshot) -> None:
@@ -293,18 +294,18 @@ class Watchdog:
         )
 
     def _waited_s(self, wait: Wait) -> float:
-        """Returns how long this process has waited since it was last paused."""
+        """Returns the seconds of a wait since this process was last paused."""
         return now_s() - max(wait.since_s, self.board.awake_since_s)
 
     def _give_up_if_hopeless(self, others: StatusSnapshot) -> None:
-        """Ends a wait before its deadline, if the rank that it waits for cannot come any more.
+        """Ends a wait before its deadline if it cannot succeed any more.
 
-        A rank that has reached this collective may have done its part and gone, while another one still computes: it is
-        missed only by the rank that waits for it, which tells the others.
+        A rank that has reached this collective may have done its part and left, while another one still computes: only
+        a rank that waits for it gives up, and notifies the others.
         """
         wait = self.board.wait
         if wait is None or self._culprit is not None or (waited_s := self._waited_s(wait)) < STALE_S:
-            return  # what a rank sent before it failed may still be on its way
+            return  # data that a rank sent before it failed may still arrive
         missed = others.missed(wait.peer)
         culprit = others.stuck() or others.failed() or missed.gone()
         if culprit is None and waited_s >= self._silence_s:
@@ -314,7 +315,7 @@ class Watchdog:
 
 
 def _watch(watchdog: weakref.ref[Watchdog], stopped: threading.Event) -> None:
-    """Lets the watchdog check, every so often, until it is told to stop, or is unreferenced."""
+    """Calls the watchdog's `check` periodically, until it is stopped or unreferenced."""
     while not stopped.wait(INTERVAL_S):
         if (here := watchdog()) is None:
             return

@@ -42,7 +42,7 @@ from ddp.data.files.storage import identity_of, index_place, write_index
 from ddp.data.samples import OnInput, Splits, TensorSet, Transformed
 from ddp.errors import ConfigError
 from ddp.process.files import is_hidden, read_own
-from ddp.process.records import damage_told
+from ddp.process.records import damage_as_error
 from ddp.vision import torchvision
 
 # --- The images of a folder, listed once: by the parent, for every process -------------------------------------------
@@ -68,7 +68,7 @@ def image_folder(path: Path, *, index_dir: Path, build: bool) -> Any:
     if build:
         _write(index, path)
     remedy = f"the images under {path} are not known; start the run again, so that the parent lists them"
-    with damage_told(index, remedy):
+    with damage_as_error(index, remedy):
         listed = json.loads(read_own(index, most=sys.maxsize))
         classes, files = list(listed["classes"]), [(str(path / name), int(label)) for name, label in listed["files"]]
 

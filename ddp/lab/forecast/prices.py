@@ -112,7 +112,7 @@ class Prices:
         if algorithm == "auto" and IN_MEMORY in self.routes:
             self.routes = {IN_MEMORY: self.routes[IN_MEMORY]}
         elif algorithm != "auto":
-            self.routes = {name: route for name, route in self.routes.items() if route.answers_to(algorithm)}
+            self.routes = {name: route for name, route in self.routes.items() if route.matches(algorithm)}
         if not self.routes and self.num_ranks > 1:
             possible = possible_routes(self.hosts, shared_memory=measured.allocated is not None)
             hint, names = did_you_mean(algorithm, possible), ", ".join(possible)

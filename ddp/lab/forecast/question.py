@@ -237,7 +237,7 @@ def asked_of(profile: Profile) -> Asked:
         max(map(len, profile.hosts)),
         profile.batch,
         STRATEGIES[profile.strategy],
-        algorithm=profile.algorithm if any(each.answers_to(profile.algorithm) for each in routes) else "auto",
+        algorithm=profile.algorithm if any(each.matches(profile.algorithm) for each in routes) else "auto",
         hook=names.get(profile.hook or "", "none"),
         wire=None if profile.wire == "fp32" else cast("Narrow | None", profile.wire),
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp.errors import ConfigError
-from ddp.process.records import damage_told
+from ddp.process.records import damage_as_error
 from ddp.run.launch.sweep import RESULT, Job, ending
 from ddp.run.settings.reader import read_settings
 from ddp.train.checkpoints.checkpoint import flat
@@ -174,7 +174,7 @@ def _summary(folder: Path) -> dict[str, Any]:
     """
     if not (folder / "summary.json").exists():
         raise ConfigError("it has no summary.json, because it has failed or is running")
-    with damage_told("its summary.json", "make the run again"):
+    with damage_as_error("its summary.json", "make the run again"):
         summary = read_summary(folder)
         if min(int(summary["world_size"]), int(summary["global_batch"])) < 1 or not summary["seconds"] >= 0:
             raise ValueError("a number is below 1")

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from ddp.data.samples import Splits
 from ddp.errors import CheckpointError, ConfigError
 from ddp.process.files import at_home
-from ddp.process.records import Count, Maker, damage_told
+from ddp.process.records import Count, Maker, damage_as_error
 from ddp.run.assembly import components
 from ddp.run.settings.address import check_trust, own_parts
 from ddp.run.settings.config import Config
@@ -66,7 +66,7 @@ class Trained:
     @property
     def facts(self) -> dict[str, Any]:
         """Returns the shape of one input, and the number of classes, that the model was built for; None: unknown."""
-        with damage_told(self, ANOTHER, CheckpointError):
+        with damage_as_error(self, ANOTHER, CheckpointError):
             shape = Maker().made(list[Count] | None, self._identity.get("sample_shape"))
             num_classes = Maker().made(Count | None, self._identity.get("num_classes"))
         return {"sample_shape": shape and tuple(shape), "num_classes": num_classes}
@@ -136,7 +136,7 @@ def load(
 
 def trained_of(found: store.StoredCheckpoint, *, averaged: bool = True) -> Trained:
     """Returns a checkpoint that was read; as `load`."""
-    with damage_told(found.path, ANOTHER, CheckpointError):
+    with damage_as_error(found.path, ANOTHER, CheckpointError):
         weights = bare(weights_of(found, averaged=averaged))
         return Trained(found.path, found.step, found.score, weights, found.meta["identity"])
 

@@ -30,7 +30,7 @@ from ddp.models import GPT, generate
 from ddp.process import gpu, streams
 from ddp.process.arguments import program, relative_path, setting_for, train_command, typed_settings
 from ddp.process.memory import available_cores, collect_from_now_on
-from ddp.process.records import damage_told
+from ddp.process.records import damage_as_error
 from ddp.process.terminal import say
 from ddp.replica.broadcast import move
 from ddp.run.assembly import components
@@ -84,7 +84,7 @@ def check(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
         optimizer = components.make_optimizer(config, model)
     if (which := _start_of(config, Path(config.run.dir))) is not None:
         checkpoint = load(which, names=["model", "position"])
-        with damage_told(checkpoint.path, ANOTHER, CheckpointError):
+        with damage_as_error(checkpoint.path, ANOTHER, CheckpointError):
             position = {name: checkpoint.parts["position"][name] for name in ("step", "sampler")}
             check_fits(checkpoint.parts["model"], model, source=checkpoint.path)
         check_sampling(config, splits, state=position["sampler"])

@@ -180,7 +180,7 @@ def _received(here: RankPlace, launched: RankPlace, servers: int) -> tuple[dict[
             theirs = {}
             for other in range(1, world_size if here.tasks else 1):
                 says = Call(0, f"rank {other} says which settings it is given")
-                theirs[other] = json.loads(watchdog.wait_for_word(f"typed/{other}", other, says))
+                theirs[other] = json.loads(watchdog.wait_for_value(f"typed/{other}", other, says))
             earlier = json.loads(job.get("run")) if job.check(["run"]) else None
             sent = _unlike_rank_0(here, theirs)  # before there is a folder
             if world_size == local_workers:
@@ -194,14 +194,14 @@ def _received(here: RankPlace, launched: RankPlace, servers: int) -> tuple[dict[
             watchdog.publish("start", json.dumps(sent))
         else:
             importlib.import_module("ddp.run.assembly.stages")  # it takes a second, while rank 0 prepares
-            sent = json.loads(watchdog.wait_for_word("start", 0, Call(0, "rank 0 prepares the run")))
+            sent = json.loads(watchdog.wait_for_value("start", 0, Call(0, "rank 0 prepares the run")))
         if "error" not in sent:
             fetched = prepare_host(sent, fetches=not local_rank) if rank else {}
             has_said = "error" in fetched
             watchdog.publish(f"data/{rank}", json.dumps(fetched))
             for other in range(world_size):
                 fetches = Call(0, f"rank {other} fetches the data of its host")
-                sent.update(json.loads(watchdog.wait_for_word(f"data/{other}", other, fetches)))
+                sent.update(json.loads(watchdog.wait_for_value(f"data/{other}", other, fetches)))
         watchdog.leave()
     except (DistError, PeerLost, ConfigError) as error:
         say(f"rank {rank}: {first_line(error)}", to=sys.stderr)

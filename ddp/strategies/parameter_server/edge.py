@@ -27,7 +27,7 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 from ddp.comm.communicator import Communicator
 from ddp.comm.host_links import CPU
 from ddp.comm.meeting.private_store import part_of
-from ddp.comm.meeting.rendezvous import answered
+from ddp.comm.meeting.rendezvous import ask_store
 from ddp.comm.meeting.role import Job, Role
 from ddp.comm.objects import error_of, error_values, packed, unpacked
 from ddp.comm.opening import open_communicator
@@ -70,7 +70,7 @@ def connected(
         PeerLost: the other end does not connect.
     """
     # A separate connection, because the wait for a peer that does not connect must not block other edges.
-    own: Store = answered(run_store.clone, within_s=comm.abort_s)  # type: ignore[attr-defined]
+    own: Store = ask_store(run_store.clone, within_s=comm.abort_s)  # type: ignore[attr-defined]
     store = part_of(own, f"{incarnation}/edge/{server}/{number}")
     settings = replace(comm.settings, device=CPU, backend="auto", algorithm="auto", generation=0)
     return open_communicator(store, incarnation, rank, 2, settings, warn_s=warn_s)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.meeting.rendezvous import answered
+from ddp.comm.meeting.rendezvous import ask_store
 from ddp.comm.meeting.role import Role, how_ended
 from ddp.comm.objects import broadcast_object
 from ddp.data.loading.fetching import Request
@@ -101,7 +101,7 @@ class Servers:
         patience = Patience(self._comm.abort_s)
         while True:
             within_s = max(1.0, patience.left_s())
-            number, incarnation = answered(partial(self._welcomed, patience, stopping), within_s=within_s)
+            number, incarnation = ask_store(partial(self._welcomed, patience, stopping), within_s=within_s)
             try:
                 for server in range(
                     self._part.num_servers

@@ -45,7 +45,7 @@ from ddp.data.orders.order import Checksum
 from ddp.errors import CheckpointError
 from ddp.optim.schedules import Rates
 from ddp.process import gpu
-from ddp.process.records import damage_told, json_object, made, to_json
+from ddp.process.records import damage_as_error, json_object, made, to_json
 from ddp.process.terminal import log
 from ddp.replica.replica import Replica
 from ddp.train.checkpoints.checkpoint_store import (
@@ -79,7 +79,7 @@ class _Meta:
 
 
 def _meta_of(checkpoint: StoredCheckpoint) -> _Meta:
-    with damage_told(checkpoint.path, ANOTHER, CheckpointError):
+    with damage_as_error(checkpoint.path, ANOTHER, CheckpointError):
         return made(_Meta, checkpoint.meta)
 
 

@@ -52,7 +52,7 @@ from ddp.process.files import (
     to_read,
     write_whole,
 )
-from ddp.process.records import Count, Digest, Name, damage_told, json_object, made, to_json
+from ddp.process.records import Count, Digest, Name, damage_as_error, json_object, made, to_json
 from ddp.process.terminal import log
 
 SCHEMA = 1
@@ -198,7 +198,7 @@ def best_of(folder: Path) -> Path | None:
     path = folder / "best"
     if not path.exists() and not path.is_symlink():
         return None
-    with damage_told(path, "delete it, or name a checkpoint", CheckpointError):
+    with damage_as_error(path, "delete it, or name a checkpoint", CheckpointError):
         name = read_own(path, most=_MOST_OF_NAME, any_owner=True).strip()
     if not _FOLDER_NAME.fullmatch(name):
         raise CheckpointError(f"{path} names no checkpoint ({name!r:.60}): delete it, or name a checkpoint")
@@ -251,7 +251,7 @@ def digest(manifest: Mapping[str, Any]) -> str:
 
 
 def _read_manifest(folder: Path) -> Manifest:
-    with damage_told(MANIFEST, kind=CheckpointError):
+    with damage_as_error(MANIFEST, kind=CheckpointError):
         plain = json_object(read_own(folder / MANIFEST, any_owner=True), keeps_nan=True)
         if plain.get("sha256") != digest(plain):
             raise CheckpointError(f"{MANIFEST} has changed since it was written")
@@ -271,10 +271,10 @@ def read(folder: Path, wanted: Wanted = None) -> StoredCheckpoint:
     manifest, files = _read_manifest(folder), dict[str, IO[bytes]]()
     with contextlib.ExitStack() as until_read:
         for name in manifest.parts:
-            with damage_told(f"{name}.pt", kind=CheckpointError):
+            with damage_as_error(f"{name}.pt", kind=CheckpointError):
                 files[name] = until_read.enter_context(to_read(folder / f"{name}.pt", any_owner=True))
         for name, entry in manifest.parts.items():
-            with damage_told(f"{name}.pt", kind=CheckpointError):
+            with damage_as_error(f"{name}.pt", kind=CheckpointError):
                 _verify(files[name], f"{name}.pt", entry)
         names = [*(wanted(manifest) if callable(wanted) else manifest.parts if wanted is None else wanted)]
         if unknown := [name for name in names if name not in manifest.parts]:

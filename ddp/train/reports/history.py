@@ -30,7 +30,7 @@ from ddp.data.sets.validation import selection_in
 from ddp.errors import USER_ERRORS, ConfigError
 from ddp.policies import Training
 from ddp.process.files import if_possible, lines_of, make_folder, to_append, write_whole
-from ddp.process.records import damage_told, json_object, made, to_json
+from ddp.process.records import damage_as_error, json_object, made, to_json
 from ddp.replica.autograd import tensors_in
 from ddp.replica.broadcast import checksum, tensor_hash
 from ddp.train.checkpoints.checkpoint import changes
@@ -174,7 +174,7 @@ def read_hashes(run: Path) -> dict[int, Line]:
     found: dict[int, Line] = {}
     identity, names = None, list[str]()
     for number, text in enumerate(lines_of(path), start=1):
-        with damage_told(f"line {number} of {path}", "make the run again, or resume it from an earlier step"):
+        with damage_as_error(f"line {number} of {path}", "make the run again, or resume it from an earlier step"):
             entry = json_object(text)
             step = int(entry["step"])
             if "identity" in entry:

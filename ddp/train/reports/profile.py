@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from ddp.errors import ConfigError
 from ddp.process.files import read_own, write_whole
-from ddp.process.records import Count, damage_told, json_object, made, to_json
+from ddp.process.records import Count, damage_as_error, json_object, made, to_json
 
 VERSION = 1
 FILE = "profile.json"
@@ -170,7 +170,7 @@ def read_profile(run_dir: Path) -> Profile:
     path, again = run_dir / FILE, "profile the run again, with profile.steps=5"
     if not path.exists():
         raise ConfigError(f"{run_dir} holds no {FILE}: run it with profile.steps=5")
-    with damage_told(path, again):
+    with damage_as_error(path, again):
         plain = json_object(read_own(path))
         if (version := plain.get("version")) != VERSION:
             raise ConfigError(f"{path} is of version {version!r:.20}, and version {VERSION} is read here: {again}")

@@ -23,7 +23,7 @@ from torch.autograd import profiler
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, on_rank_zero
-from ddp.comm.watch.call import Noted
+from ddp.comm.watch.call import CallRecord
 from ddp.errors import ConfigError
 from ddp.process import gpu
 from ddp.process.clock import now_s
@@ -103,7 +103,7 @@ class Profiler(Callback):
         state.phase = unmeasured
         raw = self._recording.end()
         if raw is not None and self._trace is None:
-            self._mine.append(_noted(state, report, raw))
+            self._mine.append(_record(state, report, raw))
         if self._seconds is None and number == 2 * self._num_steps - 1:
             self._leave(state)
         elif self._seconds is not None and len(self._mine) == 2 * self._num_steps:
@@ -145,7 +145,7 @@ class Profiler(Callback):
         on_rank_zero(comm, write, label="writing the profile")
 
 
-def _noted(state: TrainState, report: StepReport, raw: RawStep) -> dict[str, Any]:
+def _record(state: TrainState, report: StepReport, raw: RawStep) -> dict[str, Any]:
     """Returns this rank's record of a step, in plain values."""
     model = state.model
     last = model.logging_data()
@@ -227,7 +227,7 @@ class Recording:
 
     def _clear(self) -> None:
         self._phases: list[tuple[str, Moment, Moment]] = []
-        self._calls: dict[Noted, list[Moment]] = {}  # in the order in which they begin; several threads add to it
+        self._calls: dict[CallRecord, list[Moment]] = {}  # in the order in which they begin; several threads add to it
         self._waits: list[tuple[Moment, Moment]] = []
 
     def begin(self, step: int) -> None:
@@ -255,14 +255,14 @@ class Recording:
         if step is None:
             return None
         calls, exposed, counts = [], [(self._at_s(a), self._at_s(b)) for a, b in self._waits], dict[int, int]()
-        for noted, moments in self._calls.items():
-            call, times = noted.call, (self._at_s(moments[0]), self._at_s(moments[-1]))
+        for record, moments in self._calls.items():
+            call, times = record.call, (self._at_s(moments[0]), self._at_s(moments[-1]))
             key = None
             if call.message is None:
                 number = counts[call.sequence] = counts.get(call.sequence, -1) + 1
                 key = None if call.operation == "chain" else (call.sequence, number)
             calls.append(CallTimes(key, *times))
-            if not self._comm.runs_in_background(noted.thread):
+            if not self._comm.runs_in_background(record.thread):
                 exposed.append(times)
         return RawStep(step.began_s, step.ended_s, phases, calls, exposed)
 
@@ -281,11 +281,11 @@ class Recording:
     def _range(self, name: str) -> AbstractContextManager[object]:
         return profiler.record_function(f"{STEP_RANGE}{self._step}" if name == "step" else f"ddp: {name}")
 
-    def began(self, noted: Noted) -> None:
-        self._calls[noted] = [self._moment()]
+    def began(self, record: CallRecord) -> None:
+        self._calls[record] = [self._moment()]
 
-    def ended(self, noted: Noted) -> None:
-        if (moments := self._calls.get(noted)) is not None:  # else it had begun before the step
+    def ended(self, record: CallRecord) -> None:
+        if (moments := self._calls.get(record)) is not None:  # else it had begun before the step
             moments.append(self._moment())
 
     @contextmanager

@@ -27,7 +27,7 @@ from ddp.errors import ConfigError
 from ddp.process.clock import now_s
 from ddp.process.files import if_possible, make_folder, read_own, scratch_folder, write_whole
 from ddp.process.memory import variable_set
-from ddp.process.records import damage_told, json_object, to_json
+from ddp.process.records import damage_as_error, json_object, to_json
 from ddp.process.terminal import log
 from ddp.train.reports.profile import ClockOffset
 from ddp.units import format_time
@@ -127,7 +127,7 @@ def merged(folder: Path) -> dict[str, Any]:
     Raises:
         ConfigError: a trace is missing or damaged, or has no offset; or the clocks are not known well enough.
     """
-    with damage_told(folder, "profile the run again"):
+    with damage_as_error(folder, "profile the run again"):
         return _together([_read(path) for path in sorted(folder.glob("rank-*.json"))], folder)
 
 
@@ -157,7 +157,7 @@ def _together(traces: Sequence[_Trace], folder: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> _Trace:
-    with damage_told(path, "profile the run again"):
+    with damage_as_error(path, "profile the run again"):
         plain = json_object(read_own(path, most=MOST_BYTES))
         info, clock, events = plain["distributedInfo"], plain.get(CLOCK), plain["traceEvents"]
         if clock is None:

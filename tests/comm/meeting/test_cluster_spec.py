@@ -100,11 +100,11 @@ def test_each_task_of_tensorflow_s_variable_has_its_rank(text: str, expected: Ra
         ("{", "TF_CONFIG={: cannot be read"),
         ("[" * 10_000, "cannot be read"),
         ("[]", "TF_CONFIG=[]: must have the fields cluster and task"),
-        ('{"cluster": {"worker": ["h:1"], "worker": ["g:1"]}}', "cannot be read ('worker' is there twice)"),
-        ('{"cluster": {"worker": {"0": "h:1", "0": "g:1"}}}', "cannot be read ('0' is there twice)"),
+        ('{"cluster": {"worker": ["h:1"], "worker": ["g:1"]}}', "cannot be read ('worker' is given twice)"),
+        ('{"cluster": {"worker": {"0": "h:1", "0": "g:1"}}}', "cannot be read ('0' is given twice)"),
         (tf_config(None, {"worker": WORKERS}), "TF_CONFIG.task is missing: say which of worker:0 at h:1, worker:1 at "),
-        (tf_config(worker(3), {"worker": WORKERS}), "TF_CONFIG.task=worker:3: is no task of TF_CONFIG.cluster, which"),
-        (tf_config(worker(1), {}), "TF_CONFIG.task=worker:1: is no task of TF_CONFIG.cluster, which has none"),
+        (tf_config(worker(3), {"worker": WORKERS}), "TF_CONFIG.task=worker:3: is not a task of TF_CONFIG.cluster, "),
+        (tf_config(worker(1), {}), "TF_CONFIG.task=worker:1: is not a task of TF_CONFIG.cluster, which has none"),
         (tf_config({"index": 0}, {"worker": WORKERS}), "TF_CONFIG.task.type=None: must be one of chief, worker, ps,"),
         (tf_config({"type": "worker"}, {}), "TF_CONFIG.task.index=None: must be a whole number from 0 up"),
         (tf_config({"type": "worker", "index": "١"}, {}), "TF_CONFIG.task.index=١: must be"),
@@ -131,7 +131,7 @@ def test_each_task_of_tensorflow_s_variable_has_its_rank(text: str, expected: Ra
         ),
         (tf_config(worker(0), {"worker": ["h:1"], "chief": ["g:1", "g:2"]}), "TF_CONFIG.cluster.chief: has more than"),
         (tf_config({"type": "ps", "index": 0}, {"worker": ["h:1"], "ps": ["h:2"]}), "TF_CONFIG.cluster.ps: is for s"),
-        (tf_config(worker(0), {"worker": ["h:1"], "ps": ["h:2"]}), "leave the job out, or take that one"),
+        (tf_config(worker(0), {"worker": ["h:1"], "ps": ["h:2"]}), "leave the job out, or take that"),
     ],
 )
 def test_a_description_that_cannot_be_right_is_refused_by_its_field(text: str, words: str) -> None:
@@ -160,8 +160,8 @@ def test_settings_describe_the_same_and_what_they_leave_out_is_tensorflow_s() ->
     [
         ({"worker": WORKERS}, None, "", "cluster.task is missing: say which of worker:0 at h:1, "),
         ({"worker": WORKERS}, "worker", "", "cluster.task=worker: must be JOB:INDEX, as worker:0, where JOB is one"),
-        ({"worker": WORKERS}, "worker:3", "", "cluster.task=worker:3: is no task of cluster.spec, which has worker:0"),
-        ({}, "worker:0", "", "cluster.task=worker:0: is a task of no cluster; give cluster.spec, too, or TF_CONFIG"),
+        ({"worker": WORKERS}, "worker:3", "", "cluster.task=worker:3: is not a task of cluster.spec, which has"),
+        ({}, "worker:0", "", "cluster.task=worker:0: there is no cluster; give cluster.spec, too, or TF_CONFIG"),
         (
             {"worker": WORKERS},
             "worker:0",
@@ -364,10 +364,10 @@ def test_a_task_that_comes_twice_is_told() -> None:
         while not store.check(["here/1"]):
             time.sleep(0.001)
         second = come(1)
-        with pytest.raises(ConfigError, match=r"^two processes have come as worker:0 at h:1: start each once$"):
+        with pytest.raises(ConfigError, match=r"^two processes have started as worker:0 at h:1: start each once$"):
             first.result(20)
         come(0).result(20), second.result(20)
-        with pytest.raises(PeerLost, match=r"; another process has come as worker:0 at h:1 before this one: start e"):
+        with pytest.raises(PeerLost, match=r"; another process has started as worker:0 at h:1 before this one: st"):
             come(1, 0.2).result(20)
 
 

@@ -159,7 +159,7 @@ def test_processes_get_their_index_by_arrival_and_strangers_none() -> None:
     assert servers == [("server", 0, 0, 2.0, True), ("server", 1, 1, 2.0, False)]
     assert workers == [("worker", 0, 0, 1.0, False), ("worker", 1, 0, 1.0, False)]
     assert found[4].endswith(": 2 are there already; start a worker, or all again with 3 servers")
-    assert "has gone, has another DDP_SECRET, or does not say what the run is" in found[5]
+    assert "has gone, has another DDP_SECRET, or has not described the run" in found[5]
 
 
 def become_the_last(_: None) -> Any:
@@ -181,7 +181,7 @@ def test_a_program_below_a_launcher_has_its_last_ranks_as_servers() -> None:
 def test_servers_by_rank_need_a_launcher_and_leave_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     for here, says in (
         (None, "DDP_SERVERS=2: no launcher has started other processes than this one; take one, or start each with"),
-        (RankPlace("torchrun", 0, 2), "DDP_SERVERS=2: of the 2 that were started, one at least must be a worker"),
+        (RankPlace("torchrun", 0, 2), "DDP_SERVERS=2: of the 2 started processes, at least one must be a worker"),
     ):
         monkeypatch.setattr(rendezvous, "place", lambda here=here: here)
         with pytest.raises(ConfigError) as refused:

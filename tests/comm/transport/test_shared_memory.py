@@ -19,7 +19,15 @@ from ranks import collect, run_ranks, start_ranks, unfailed
 
 from ddp.comm.transport import shared_memory
 from ddp.comm.transport.edge import TransportError
-from ddp.comm.transport.shared_memory import KINDS, Barrier, Kind, Life, SharedMemory, copy_bytes, why_unsupported
+from ddp.comm.transport.shared_memory import (
+    KINDS,
+    Barrier,
+    Kind,
+    ProcessHandle,
+    SharedMemory,
+    copy_bytes,
+    why_unsupported,
+)
 from ddp.process.memory import available_bytes
 
 PAGE = 4096
@@ -340,13 +348,13 @@ def test_survivors_name_the_lost_process(how: str, tmp_path: Path) -> None:
 
 
 def test_threads_may_ask_at_the_same_time_whether_a_process_lives() -> None:
-    life = Life(os.getpid())
+    process = ProcessHandle(os.getpid())
 
     def ask() -> bool:
-        return all(life.goes_on() for _ in range(2000))
+        return all(process.is_running() for _ in range(2000))
 
     with ThreadPoolExecutor(8) as pool:
         assert all(answer.result() for answer in [pool.submit(ask) for _ in range(8)])
         asking = [pool.submit(ask) for _ in range(8)]
-        life.close()
+        process.close()
         assert all(answer.result() for answer in asking)

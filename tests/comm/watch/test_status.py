@@ -68,7 +68,7 @@ def test_the_rank_that_is_furthest_behind_is_likely_to_blame() -> None:
     silent = Status(2, "unknown", 0, label="start-up")  # it has never published anything
     suspect, why = others(status(0), silent).likely(0, "reset by peer", 60.0)
     assert suspect == 2
-    assert "it came, but has shown no sign of life since" in why
+    assert "it arrived, but has shown no sign of life since" in why
 
 
 # --- messages: the first one from rank 2 to rank 1, after collective #7, unless told otherwise -----------------------

@@ -610,7 +610,7 @@ def test_an_algorithm_between_hosts_is_refused_on_one_host_alone(of_several: dic
 
 def test_a_run_s_folder_that_is_not_in_utf_8_is_refused_before_it_is_made(tmp_path: Path) -> None:
     run_dir = tmp_path / os.fsdecode(b"r\xff")
-    with pytest.raises(ConfigError, match="this name is not in UTF-8"), only_writer(run_dir):
+    with pytest.raises(ConfigError, match="this name is not UTF-8"), only_writer(run_dir):
         pytest.fail("it was made")
     assert not run_dir.exists()
 
@@ -776,7 +776,7 @@ def test_a_damaged_config_is_one_sentence_and_its_checkpoints_stay_usable(
         continued(from_plain({"resume": "auto"}), [], tmp_path)
     path.unlink()
     path.mkdir()
-    with pytest.raises(ConfigError, match=r"damaged: .*is no ordinary file"):
+    with pytest.raises(ConfigError, match=r"damaged: .*is not a regular file"):
         continued(from_plain({"resume": "auto"}), [], tmp_path)
 
 

@@ -60,7 +60,7 @@ def test_the_last_ranks_are_servers_and_the_first_of_them_prepares_the_run(tmp_p
 
 def test_a_launcher_s_processes_are_not_all_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["ddp train", "cluster.servers=2"])
-    with pytest.raises(ConfigError, match=r"^cluster\.servers=2: of the 2 that were started, one at least must be"):
+    with pytest.raises(ConfigError, match=r"^cluster\.servers=2: of the 2 started processes, at least one must be"):
         number_of(RankPlace("torchrun", 0, 2), 2, setting="cluster.servers")
     assert torchrun._num_servers(RankPlace("torchrun", 0, 3)) == 2
     tasks = ClusterTask("ps", 0, "h:1"), ClusterTask("worker", 0, "h:2")

@@ -467,9 +467,9 @@ def raising(rank: int, num_ranks: int) -> Iterator[Any]:
     ("algorithm", "words"),
     [
         (idle, "2 ranks, rank 0 at the end: chunk 0 ends as 0: not each contribution once"),
-        (endless, "goes on and on; a schedule ends"),
+        (endless, "never ends; a schedule must end"),
         (without_comma, "1 ranks, rank 0 in round 1: yields Send(peer=1, chunks=range(0, 1), buffer=0), which is no"),
-        (untyped, "where a peer is no whole number, or chunks are no range"),
+        (untyped, "where a peer is not a whole number, or chunks are not a range"),
         (raising, "rank 0 in round 2: raises ArithmeticError: scripted"),
     ],
 )
