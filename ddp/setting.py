@@ -231,6 +231,11 @@ def fact(default: Any, key: str = "", python: Callable[[Any], str] | None = None
     return field(default=default, metadata={"key": key, "python": python})
 
 
+def _kind(kind: str) -> str:
+    made = ", which ddp.fit makes of the bare module" if kind == "bucketed" else ""
+    return f"a ddp.{kind.capitalize()}DataParallel{made}"
+
+
 def _same_bits(on: int) -> str:
     return "same_bits=True" if on is True else f"num_shards={on}"
 
@@ -260,7 +265,7 @@ class Setup(Speaker):
     island: Island = fact("worker", "strategy.island")
     outer_momentum: float = fact(0.0, "strategy.outer_momentum")
     warmup_samples: int = fact(0, "strategy.warmup_samples")
-    kind: str = fact("bucketed", "replica.kind", lambda kind: f"a ddp.{kind.capitalize()}DataParallel")
+    kind: str = fact("bucketed", "replica.kind", _kind)
     wire: WireName | None = fact(None, "replica.wire")
     verify_every: int = fact(0, "replica.verify_every")
     hook: Any = fact(None, "hook")
@@ -421,7 +426,7 @@ RULES: tuple[Rule[Setup], ...] = (
     Rule(lambda s: s.same_bits and s.audit_every and s.workers == 1, "audit_every",
          "a second worker audits, and there is one; set it to 0, or take more workers"),
     Rule(lambda s: s.is_whole and s.audit_every and not s.same_bits, "audit_every",
-         "audits compare workers that have the same bits; set {same_bits:true}, too"),
+         "audits compare workers that have the same bits; set on to true, next to it"),
 
     # --- what gradients travel in, and how they are clipped
     Rule(lambda s: s.wire is not None and s.kind == "naive", "wire",

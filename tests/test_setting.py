@@ -55,7 +55,8 @@ def test_every_rule_of_settings_can_be_said() -> None:
         (
             {"hook": "top_k", "kind": "naive"},
             "hook=top_k: needs replica.kind=bucketed, whose buckets it gets; leave one out",
-            "hook='top_k': needs a ddp.BucketedDataParallel, whose buckets it gets; leave one out",
+            "hook='top_k': needs a ddp.BucketedDataParallel, which ddp.fit makes of the bare module, whose buckets it "
+            "gets; leave one out",
         ),
         (
             {"same_bits": True, "algorithm": "ring"},

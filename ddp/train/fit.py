@@ -299,7 +299,8 @@ def _best_at_end(run: OpenRun) -> str:
 
 def _say(given: FitArguments, comm: Communicator, text: str) -> None:
     """Tells the user, and the logs of all ranks."""
-    log.info("%s", text)
+    for line in text.splitlines():
+        log.info("%s", line)
     if comm.rank == 0 and given.folder.progress:
         say(text)
 

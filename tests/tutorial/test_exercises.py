@@ -511,7 +511,7 @@ TREE = SCHEDULES["tree"]
 @pytest.mark.parametrize(
     ("schedule", "says"),
     [
-        (SCHEDULES["tree_broadcast"], "is no all-reduce, but one where rank 0 starts with every chunk"),
+        (SCHEDULES["tree_broadcast"], "is not an all-reduce"),
         (whole_or(TREE._replace(num_chunks=lambda n: 1 // (n - 7)), above=6), "with 7 ranks: ZeroDivisionError"),
         (whole_or(TREE._replace(num_chunks=lambda n: 1 << 40), above=6), "with 7 ranks: num_chunks is 1099511627776"),
         (whole_or(TREE._replace(algorithm=lambda *_: iter(())), above=6), "no rank sends this chunk"),

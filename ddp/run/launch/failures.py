@@ -49,7 +49,8 @@ class Seat(NamedTuple):
 def status_text(status: int) -> str:
     """Returns how a process without a report has ended, as text; a negative status is a signal."""
     if status < 0:
-        return f"was killed by {signal.Signals(-status).name}"
+        known = -status in set(signal.Signals)
+        return f"was killed by {signal.Signals(-status).name if known else f'signal {-status}'}"
     return f"exited with status {status} and left no report" if status else "has ended"
 
 

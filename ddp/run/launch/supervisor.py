@@ -38,8 +38,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
-from ddp.comm.meeting.private_store import private_folder
 from ddp.comm.meeting.role import STORE, Job, Role, publish_end
+from ddp.comm.meeting.secret import private_folder
 from ddp.process.clock import Patience, now_s
 from ddp.process.files import make_folder, to_append
 from ddp.process.memory import available_cores
@@ -57,6 +57,7 @@ FOLLOW_S = 5.0
 other ranks have this long to leave."""
 LOST = ("PeerLost", "CommunicatorBroken")  # exceptions after which a worker can be restarted
 POLL_S = 0.25  # between two checks of these limits
+NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Ended(NamedTuple):
@@ -129,8 +130,10 @@ def _variables(rank: int, world_size: int, port: int) -> list[str]:
     """Returns the environment of a rank, as torchrun gives it."""
     own = {f"{local}RANK": rank for local in ("", "LOCAL_")} | {f"{of}WORLD_SIZE": world_size for of in ("", "LOCAL_")}
     meeting = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    torchs = {"TORCHELASTIC_RUN_ID": "ddp", "TORCHELASTIC_RESTART_COUNT": 0, "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1}
-    return [f"{name}={value}" for name, value in {**own, **meeting, **torchs}.items()]
+    roles = {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": world_size}
+    restarts = {f"TORCHELASTIC_{name}": 0 for name in ("RESTART_COUNT", "MAX_RESTARTS")}
+    torchs = {"TORCHELASTIC_RUN_ID": "ddp", **restarts, NCCL_ERRORS: os.environ.get(NCCL_ERRORS, 1)}
+    return [f"{name}={value}" for name, value in {**own, **meeting, **roles, **torchs}.items()]
 
 
 class _End(NamedTuple):

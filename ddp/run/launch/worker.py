@@ -38,8 +38,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from ddp.comm.meeting.private_store import take_secret
 from ddp.comm.meeting.role import STORE, Role, set_role
+from ddp.comm.meeting.secret import take_secret
 from ddp.errors import ConfigError, safe_str
 from ddp.process.files import make_folder, to_append
 from ddp.process.memory import ask_for_signal, collect_from_now_on, collect_later

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ddp.comm.meeting.private_store import secret
+from ddp.comm.meeting.secret import secret
 from ddp.errors import ConfigError, nearest
 from ddp.process.owners import why_in_other_hands
 from ddp.process.stack import users_frame

@@ -227,7 +227,7 @@ def test_impossible_value_names_key_and_value(key: str, value: object) -> None:
             {"hook": {"name": "top_k"}, "replica": {"wire": "bf16"}},
             "hook=top_k: does the sending by itself; leave replica.wire=bf16 out",
         ),
-        ({"trial": True, "resume": "auto"}, "trial with resume=auto: a trial begins anew, so leave one out"),
+        ({"trial": True, "resume": "auto"}, "trial with resume=auto: a trial starts from scratch, so leave one out"),
         ({"early_stopping": {"min_delta": 0.1}}, "early_stopping.min_delta=0.1: does nothing without"),
         (
             {"early_stopping": {"patience": 2}, "evaluate": {"every_epochs": None}},
@@ -348,7 +348,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
 def test_audits_are_refused_where_workers_may_have_other_bits() -> None:
     """Not before the settings of a run that goes on are known, which may have the switch."""
     config = from_plain({"same_bits": {"audit_every": 4}})
-    with pytest.raises(ConfigError, match=r"same_bits\.audit_every=4: audits compare .*; set same_bits\.on=true, too"):
+    with pytest.raises(ConfigError, match=r"same_bits\.audit_every=4: audits compare .*; set on to true, next to it"):
         resolve(config)
     config.same_bits = SameBits(on=True, audit_every=4)
     resolve(config)
