@@ -305,7 +305,7 @@ def memory() -> tuple[int, int, int]:
             step(each)
     assert torch.equal(flat(module), flat(twin))  # with blocks of the usual size
     held = sum(t.numel() for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
-    room = sum(tensor.numel() for tensor in sharded._of_parts.__dict__["_rooms"].values())
+    room = sum(tensor.numel() for tensor in sharded._of_parts.__dict__["_memories"].values())
     assert list(map(id, optimizer.state.values())) == list(map(id, sharded._of_parts.state.values()))
     assert comm.world_size == 2
     ddp.shutdown()
