@@ -650,7 +650,7 @@ def test_wrong_arguments() -> None:
         checks.wire("bf16", "sum", torch.float8_e5m2)
     with pytest.raises(ConfigError, match=r"wire='int8' with torch\.float16: takes float32 and float64"):
         comm.all_reduce(torch.zeros(1, dtype=torch.float16), wire="int8")
-    with pytest.raises(ConfigError, match=r"wire='bf16' with op='max': what travels is added up"):
+    with pytest.raises(ConfigError, match=r"wire='bf16' with op='max': only sums can travel in it"):
         comm.all_reduce(torch.zeros(1), "max", wire="bf16")
     with pytest.raises(ConfigError, match=r"op=\['sum'\] is unknown"):
         comm.all_reduce(torch.zeros(1), ["sum"])  # type: ignore[call-overload]

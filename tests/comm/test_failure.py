@@ -114,7 +114,7 @@ def test_a_silent_store_does_not_hold_up_the_verdict() -> None:
     lost = watchdog.find_culprit(2)
     assert time.monotonic() - start_s < 1 + 2
     assert (lost.rank, lost.host, lost.sequence) == (0, "a", 7)
-    assert "the store that the ranks share, kept on rank 0's host, does not respond" in str(lost)
+    assert "the store that the ranks share, on rank 0's host, does not respond" in str(lost)
     watchdog.leave()
 
 

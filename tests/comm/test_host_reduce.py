@@ -337,7 +337,7 @@ def test_fast_and_slow_ranks_do_not_run_into_each_other(size: int, monkeypatch: 
     monkeypatch.setattr(host_reduce, "SMALL_BYTES", 1024)
     monkeypatch.setattr(host_reduce, "SMALL_ALLOCATED_BYTES", 512)
     monkeypatch.setattr(host_reduce, "BLOCK_BYTES", 2048)
-    slow, honest_copy, honest_add = random.Random(1), host_reduce.copy_bytes, host_reduce._Arithmetic.beside
+    slow, honest_copy, honest_add = random.Random(1), host_reduce.copy_bytes, host_reduce._Arithmetic.out_of_place
 
     def copy_slowly(to: int, source: int, num_bytes: int) -> None:
         if slow.random() < 0.1:
@@ -350,7 +350,7 @@ def test_fast_and_slow_ranks_do_not_run_into_each_other(size: int, monkeypatch: 
         honest_add(self, leaves, out, scratch, divide_by)
 
     monkeypatch.setattr(host_reduce, "copy_bytes", copy_slowly)
-    monkeypatch.setattr(host_reduce._Arithmetic, "beside", add_slowly)
+    monkeypatch.setattr(host_reduce._Arithmetic, "out_of_place", add_slowly)
     dice = random.Random(size)
     program = [
         Step(

@@ -149,5 +149,5 @@ def test_an_error_of_rank_zero_is_raised_everywhere_by_name_and_text() -> None:
     assert mine[0] == ("FileNotFoundError", "[Errno 2] no such file: 'a.pt'")
     assert mine[2] == ("PeerLost", "lost rank 1 on host there during collective #3 [gradients]: gone")
     assert others[3] == ("RuntimeError", "Own on rank 0: mine")
-    assert mine[4][1].startswith("an object of type object is not sent")
+    assert mine[4][1].startswith("an object of type object cannot be sent")
     assert [*others[:3], others[4]] == [*mine[:3], mine[4]]

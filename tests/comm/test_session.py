@@ -72,7 +72,7 @@ def test_no_client_of_torch_s_is_under_way_once_a_rank_has_given_up(
     monkeypatch.setattr(meeting, "TCPStore", lambda *_, **__: clients.append(0) or time.sleep(3))
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # and does not listen
-        with pytest.raises(PeerLost, match=rf"keeps at {address}:\d+, is out of reach .*{why}"):
+        with pytest.raises(PeerLost, match=rf"serves at {address}:\d+, is out of reach .*{why}"):
             open_store(RankPlace("a test", 1, 2, address=address, port=bound.getsockname()[1]), warn_s=0.1, abort_s=0.3)
     assert not clients
 

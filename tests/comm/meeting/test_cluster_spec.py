@@ -185,7 +185,7 @@ def test_settings_that_cannot_be_right_are_refused(spec: Any, task: str | None, 
 def test_the_tasks_ps_are_the_first_ranks_where_a_run_may_have_servers() -> None:
     spec, server = {"worker": WORKERS[2:], "ps": ["h:1"], "chief": ["c:9"]}, ClusterTask("ps", 0, "h:1")
     take_cluster(spec, "worker:0")
-    with pytest.raises(ConfigError, match=r"^cluster\.spec\.ps: is for strategy=parameter_server, and in all others"):
+    with pytest.raises(ConfigError, match=r"^cluster\.spec\.ps: is for strategy=parameter_server; in all others"):
         place()
     cluster_spec.allow_servers()
     tasks = (server, CHIEF, ClusterTask("worker", 0, "g:3"))

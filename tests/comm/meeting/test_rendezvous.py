@@ -55,7 +55,7 @@ def test_what_the_variables_tell(variables: Mapping[str, str], says: RoleSetting
             {"DDP_ROLE": "server", **THERE, "RANK": "1", "WORLD_SIZE": "2"},
             "DDP_ROLE=server: a launcher has placed this process already (RANK=1 and WORLD_SIZE=2): leave the role out",
         ),
-        ({"DDP_ROLE": "server", **THERE, "TF_CONFIG": "{}"}, "DDP_ROLE=server: TF_CONFIG says which task this"),
+        ({"DDP_ROLE": "server", **THERE, "TF_CONFIG": "{}"}, "DDP_ROLE=server: TF_CONFIG sets the task of"),
     ],
 )
 def test_variables_that_contradict_are_one_sentence(variables: Mapping[str, str], says: str) -> None:
