@@ -107,7 +107,9 @@ CALLED_ELSEWHERE = {  # word, or Sentence → what others call it, in lower case
         "pipeline pipelineparallel gpipe tensorparallel modelparallel megatron"
     ),
     "It is not supported: train in float64 from Python, by ddp.fit(model.double(), …)": "fp64 float64 double 64 64true",
-    "Gradients of 8 bits are a format on the wire: replica.wire=int8": "quantize quantization quantized int8 fp8 qsgd",
+    "Gradients of 8 bits are a format on the wire: ddp.Averaging(wire='int8'), or replica.wire=int8": (
+        "quantize quantization quantized int8 fp8 qsgd"
+    ),
     "Samples are not kept in memory any more, but the system keeps files that were read": "loadercache cache",
     "Searches are a command: ddp search": "optuna nevergrad ax",
     "Give ddp.Classification()": "crossentropy categoricalcrossentropy sparsecategoricalcrossentropy nll nllloss",

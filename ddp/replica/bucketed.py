@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from ddp.comm.communicator import Communicator
 from ddp.comm.opening import device_of
 from ddp.comm.session import current
+from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket
 from ddp.gradients.compression import Compression
 from ddp.gradients.hook import Hook
@@ -110,6 +111,8 @@ class BucketedDataParallel(Replica):
         comm: Communicator | None = None,
     ) -> None:
         comm = comm or current(device_of(module))
+        if not (isinstance(reducer, type) and issubclass(reducer, Collective)):
+            raise ConfigError(f"reducer={reducer!r:.60}: give a class of ddp.gradients.reducer, such as ReduceScatter")
         check_trainable(list(module.named_parameters()))
         check_wire(module.named_parameters(), wire, hook)
         tensors = [*module.named_parameters(), *module.named_buffers()]
