@@ -55,7 +55,7 @@ from ddp.replica.broadcast import BufferSync, broadcast_state, check_trainable, 
 from ddp.replica.by_shards import ByShards, check_shards
 from ddp.replica.parameters import Change, Layouts, ParameterWatch, check_wire, managed, sparse_weights
 from ddp.replica.replica import Accumulation, Replica
-from ddp.replica.settlement import Share, Usage
+from ddp.replica.step_finalizer import Share, Usage
 from ddp.replica.sync_batchnorm import waits
 from ddp.setting import WireName
 
