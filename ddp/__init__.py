@@ -44,7 +44,7 @@ The words of this package, one meaning each:
     full                said of a bucket: all the gradients that it waits for are ready
     launch              start a reduction; it is in flight until it completes, and `wait` returns then
     totals              loss, count and stop votes of a step, summed over the ranks
-    verdicts            what a rank found in its own gradients: unused parameters, undefined gradients
+    step flags          what a rank found in its own gradients: unused parameters, undefined gradients
     observer            a function that autograd calls at a certain moment, such as when a gradient is ready
     hook                what averages a bucket in place of the all-reduce: one of `ddp.gradients`
     communication hook  a hook in torch's form, a user's function

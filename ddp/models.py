@@ -173,7 +173,7 @@ class GPT(nn.Module):
 
     Initialisation, by torch's global generator. Matrices are normal with standard deviation 1 / √fan_in, which keeps
     the size of activations at any width. A block's two projections back into the stream have a √(2 · depth) times
-    smaller one, so that the stream does not grow with depth. The embedding has 0.05: large enough to matter beside the
+    smaller one, so that the stream does not grow with depth. The embedding has 0.05: large enough to matter next to the
     blocks, small enough for all tokens to begin about equally likely. Norm gains are 1.
 
     Args:
@@ -234,7 +234,7 @@ def generate(model: GPT, prompt: Tensor, *, num_tokens: int, temperature: float 
     Args:
         model: in evaluation mode.
         prompt: [time], one token or more.
-        temperature: below 1 the likely tokens are drawn more often still.
+        temperature: below 1, likely tokens are drawn even more often.
         seed: of the draws.
     """
     random = torch.Generator(prompt.device).manual_seed(seed)

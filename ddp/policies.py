@@ -9,7 +9,7 @@
     ddp.Batches        how samples become steps                             data.…, batch.… (`data/orders/steps.py`)
 
 They are arguments of `ddp.fit`, and all but Batches are groups of a run's settings. So default, meaning and bounds of
-each are said once, here, and whatever is given a policy reads a new field without another argument.
+each setting are defined once, here, and code that receives a policy reads a new field without another argument.
 """
 
 from __future__ import annotations
@@ -119,13 +119,13 @@ class Buckets(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class Averaging(Buckets):
-    """Says how gradients are averaged, and which rank updates which parameters.
+    """The averaging of gradients, and the choice of which rank updates which parameters.
 
     Attributes:
         strategy: the word for who holds parameters and optimizer state (`strategies/choice.py`).
         region: of strategy="central_storage": the name under which other jobs of this user on the host find the
             parameters while it trains, as `ddp.load(region=…)`.
-        hook: sends less than all of the gradients between hosts, such as `ddp.gradients.PowerSGD(4)`.
+        hook: sends a part of the gradients between hosts, such as `ddp.gradients.PowerSGD(4)`.
     """
 
     strategy: StrategyName = "auto"
@@ -150,23 +150,21 @@ class Averaging(Buckets):
 
 
 STALENESS = 4
-"""Of mode=bounded, unless it is said."""
+"""Default of mode=bounded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serving(Policy):
-    """Says when parameter servers make an update."""
+    """The rule by which parameter servers make updates."""
 
     mode: ServerMode = setting(
         "sync",
-        "sync: of all parts of a step, by any worker; async: of each batch that comes back, of parameters that "
-        "may be old; bounded: async, but a worker waits rather than compute with parameters older than staleness",
+        "sync: one update from all parts of a step, by any workers; async: one from each returned batch, whose "
+        "parameters may be old; bounded: async, but a worker waits rather than use parameters older than staleness",
     )
-    backup_workers: int = setting(
-        0, "workers beyond the parts of a sync step, which compute copies of what is late", at_least=0
-    )
+    backup_workers: int = setting(0, "extra workers of a sync step, which recompute late parts", at_least=0)
     staleness: int | None = setting(
-        None, "of mode=bounded: most updates of others while a worker computes; null: 4, in that mode", at_least=0
+        None, "for mode=bounded: largest staleness of a gradient, in updates; null: 4, in that mode", at_least=0
     )
 
     def __post_init__(self) -> None:
@@ -202,10 +200,10 @@ class Serving(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterServer(Serving, Averaging):
-    """Says that servers hold parameters and optimizer state, and workers push gradients, and when updates are made.
+    """Parameter servers hold parameters and optimizer state, and workers push gradients.
 
-    The processes are those of `ddp.launch(…, workers=3, servers=1)`, or of the settings `cluster.…`; or each is told
-    its part by the variables of `ddp/comm/meeting/role.py`, as DDP_ROLE=worker.
+    The processes are those of `ddp.launch(…, workers=3, servers=1)`, or of the settings `cluster.…`; or each reads its
+    role from the variables of `ddp/comm/meeting/role.py`, as DDP_ROLE=worker.
     """
 
     strategy: StrategyName = "parameter_server"
@@ -216,7 +214,9 @@ class Rounds(Policy):
     """Workers that train by themselves, and agree at the end of a round."""
 
     every: int = setting(8, "inner steps of a round: each worker's own, between two agreements", at_least=1)
-    outer_lr: float = setting(1.0, "how much of their mean difference the common parameters take; 1: all", above=0)
+    outer_lr: float = setting(
+        1.0, "learning rate of the outer step: share of the mean difference that is applied; 1: all", above=0
+    )
     outer_momentum: float = setting(
         0.0, "Nesterov momentum of the common parameters; DiLoCo has 0.9, with outer_lr=0.7", at_least=0, below=1
     )
@@ -225,13 +225,15 @@ class Rounds(Policy):
     )
     island: Island = setting(
         "worker",
-        "who trains alone in a round; worker: each worker; host: each host, whose workers average gradients in memory",
+        "unit that trains alone in a round; worker: each worker; host: each host, by mean gradients in memory",
     )
     fragments: int = setting(
         1, "parts of the parameters that are exchanged at different inner steps; several need a delay", at_least=1
     )
     delay: int = setting(
-        0, "inner steps that go on while differences are under way; 0: workers wait at the end of a round", at_least=0
+        0,
+        "inner steps that continue while differences are in flight; 0: workers wait at the end of a round",
+        at_least=0,
     )
 
     def __post_init__(self) -> None:
@@ -247,13 +249,13 @@ class Rounds(Policy):
             )
         if self.fragments > 1 and not self.delay:
             raise ConfigError(
-                f"fragments={self.fragments}: with delay=0 nothing would be under way; set delay, or leave it out"
+                f"fragments={self.fragments}: with delay=0 nothing would be in flight; set delay, or leave it out"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(Rounds, Averaging):
-    """Says that each worker trains by itself for a round, and what the workers then agree on (local SGD, DiLoCo)."""
+    """Each worker trains by itself for a round; then the workers agree on parameters (local SGD, DiLoCo)."""
 
     strategy: StrategyName = "local_sgd"
 
@@ -281,17 +283,17 @@ class SameBits(Policy):
     )
     audit_every: int = setting(
         0,
-        "steps between two audits, in which a second worker computes a shard, too: a machine that computes wrongly is "
-        "named; 0: in the first step alone",
+        "steps between two audits, in which a second worker computes a shard, too: a machine with wrong results "
+        "is named; 0: only in the first step",
         at_least=0,
     )
 
 
 NUM_SHARDS = 8
-"""Of a run with the same bits, unless it is said: as many workers as eight can have equal shares of it."""
+"""Default for a run with the same bits: up to eight workers can have equal shares."""
 
 KINDS: dict[str, type[Averaging]] = {"parameter_server": ParameterServer, "local_sgd": LocalSGD}
-"""The policies of words that have their own choices."""
+"""The policies of strategies that have their own choices."""
 
 
 def averaging_named(word: Any) -> Averaging:
@@ -310,7 +312,7 @@ class Checkpoints(Policy):
     every_steps: int | None = setting(
         None, "steps between two checkpoints; null: one at the end of every epoch", at_least=1
     )
-    keep_last: int = setting(3, "how many of the latest checkpoints are kept, beside the best ones", at_least=1)
+    keep_last: int = setting(3, "how many of the latest checkpoints are kept, in addition to the best ones", at_least=1)
     keep_best: int = setting(1, "how many of those with the best main metric are kept", at_least=1)
 
 
@@ -336,7 +338,7 @@ class Folder(Checkpoints, Reports):
         path: unless given, a new one below runs/. None: nothing is written.
         resume: "auto" continues the run in the folder, or begins it if there is none; a path continues from the run or
             checkpoint there.
-        trial: three steps, one evaluation and one save only, of which no file is kept, to see whether all goes well.
+        trial: three steps, one evaluation and one save only, to check that all of it works; no file is kept.
         restore_best: the model ends with the weights of the best checkpoint, and `evaluation` with its metrics.
     """
 
@@ -359,9 +361,9 @@ class Folder(Checkpoints, Reports):
                 'resume="auto" names no run: name its folder, such as ddp.Folder("runs/mine", resume="auto")'
             )
         if self.trial and self.resume is not None:
-            raise ConfigError(f"trial with resume={self.resume}: a trial begins anew, so leave one out")
+            raise ConfigError(f"trial with resume={self.resume}: a trial starts from scratch, so leave one out")
 
     @property
     def is_unnamed(self) -> bool:
-        """Returns True if date and time are to name the folder."""
+        """Returns True if the folder is to be named by date and time."""
         return str(self.path) == "runs/DATE_TIME"

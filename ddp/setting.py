@@ -4,9 +4,9 @@
     Rule(lambda s: s.delay and s.verify_every, "verify_every", "with {delay} workers differ between rounds; leave …")
 
 The command line, its errors, --help and docs/settings.md read the lines of settings, and so do the policies that are
-arguments of `ddp.fit`. A rule looks at a `Setup`, which is filled from settings or from those arguments, and says its
-sentence in the words of the one or the other. The words that a setting may be, and that several rooms know, stand here,
-too. Nothing here imports torch.
+arguments of `ddp.fit`. A rule tests a `Setup`, which is filled from settings or from those arguments, and its sentence
+names settings as the command line does, or as Python does. The words that a setting may be, and that several packages
+know, stand here, too. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ ServerMode = Literal["sync", "async", "bounded"]
 Island = Literal["worker", "host"]
 
 
-def strategy_hint(word: object, say: str = "{}") -> str:
+def strategy_hint(word: object, template: str = "{}") -> str:
     """Returns a sentence, with a space before it, for a word, a class or an object that is a strategy elsewhere; or "".
 
     Args:
-        say: where the word of ours belongs.
+        template: has {} where our word belongs.
     """
     kind = word if isinstance(word, type) else type(word)
     name = word if isinstance(word, str) else kind.__name__
-    return meant(re.split("[.:]", name)[-1], get_args(StrategyName), say)  # without the name of its module
+    return meant(re.split("[.:]", name)[-1], get_args(StrategyName), template)  # without the name of its module
 
 
 def check_region(name: object) -> None:
-    """Raises ConfigError unless a region (`strategies/region.py`) can be called so."""
+    """Raises ConfigError unless a region (`strategies/region.py`) can have this name."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", name, re.ASCII):
         raise ConfigError(f"region={name!r:.120}: take letters, digits, '.', '_' and '-', 100 at most, no sign first")
 
@@ -104,7 +104,7 @@ def out_of_bounds(settings: Any, prefix: str = "") -> Iterator[str]:
         elif isinstance(value, Real) and not isinstance(value, bool):
             bounds: Bounds | None = metadata_of(type(settings), item.name).get("bounds")
             if bounds is None:
-                continue  # no setting: who takes it says what it wants
+                continue  # no setting: the function that takes it checks it
             if not -LARGEST <= value <= LARGEST:  # type: ignore[operator]  # as an int may be too large for a float
                 yield f"{key}={value!s:.24}: must be a finite number, at most {LARGEST:.2g}"
             elif not bounds.admit(float(value)):
@@ -112,7 +112,7 @@ def out_of_bounds(settings: Any, prefix: str = "") -> Iterator[str]:
 
 
 def check_values(policy: Any) -> None:
-    """Raises ConfigError for the first setting of a policy that is of another type, or out of its bounds.
+    """Raises ConfigError for the first setting of a policy that has a wrong type, or is out of its bounds.
 
     A number of NumPy's becomes one of Python's, which can be written as JSON.
     """
@@ -152,17 +152,17 @@ def check_values(policy: Any) -> None:
 #     strategy.delay=1 …   on the command line   ──▶  Setup  ──▶  replica.verify_every=3: with strategy.delay=1 w…
 #     LocalSGD(delay=1 …)  in `ddp.fit`          ──▶  Setup  ──▶  verify_every=3: with delay=1 workers differ …
 #
-# Settings are looked at before workers start, and the arguments of `ddp.fit` on each rank, where more is known. So each
+# Settings are checked before workers start, and the arguments of `ddp.fit` on each rank, where more is known. So each
 # sentence stands here once. Rules that only the command line can break stand in `run/settings/checks.py`.
 
 S = TypeVar("S")
 
 
 class Rule(NamedTuple, Generic[S]):
-    """Says what cannot work together.
+    """A combination of settings that cannot work.
 
     Attributes:
-        when: holds of what is refused. What is not known yet makes it false.
+        when: returns True for a setup to refuse. A fact that is not known yet makes it False.
         key: the setting that the sentence begins with, or several, as "same_bits with wire".
         why: the rest of the sentence, with the remedy. In it {key} stands for a setting with its value, {key:other} for
             it with another value, {.key} for its value, and {=key} for its name.
@@ -177,7 +177,7 @@ _IN_BRACES = re.compile(r"\{([.=]?)([\w.]+)(?::([^}]*))?\}")
 
 
 class Speaker:
-    """Says settings in a sentence, as the command line has them."""
+    """The words for settings in a sentence, as the command line has them."""
 
     def value_of(self, key: str) -> Any:
         """Returns the value of a setting."""
@@ -193,28 +193,28 @@ class Speaker:
             return value or "''"
         return f"{value:g}" if isinstance(value, float) else json.dumps(value, separators=(",", ":")).replace('"', "")
 
-    def said(self, key: str, value: Any) -> str:
-        """Returns a setting with a value."""
+    def assignment(self, key: str, value: Any) -> str:
+        """Returns a setting with a value, as `key=value`."""
         return f"{self.name_of(key)}={self.spelled(value)}"
 
-    def say(self, text: str) -> str:
-        """Returns a sentence, in which settings are said that stand in braces."""
-        return _IN_BRACES.sub(self._say, text)
+    def filled(self, text: str) -> str:
+        """Returns a sentence with its braces filled in: see `Rule.why`."""
+        return _IN_BRACES.sub(self._fill, text)
 
-    def _say(self, found: re.Match[str]) -> str:
+    def _fill(self, found: re.Match[str]) -> str:
         form, key, other = found.groups()
         if form == "=":
             return self.name_of(key)
         value = self.value_of(key) if other is None else _OTHER.get(other, other)
-        return self.spelled(value) if form else self.said(key, value)
+        return self.spelled(value) if form else self.assignment(key, value)
 
     def problems(self, rules: Iterable[Rule[S]], subject: S) -> Iterator[str]:
-        """Yields a sentence for each rule that holds of a subject."""
+        """Yields a sentence for each rule that refuses a subject."""
         for rule in rules:
             if rule.when(subject):
                 parts = rule.key.split(" with ")
                 key = " with ".join(f"{{{part}}}" if re.fullmatch(r"[a-z_.]+", part) else part for part in parts)
-                yield self.say(f"{key}: {rule.why}")
+                yield self.filled(f"{key}: {rule.why}")
 
 
 _OTHER = {"true": True, "false": False, "null": None, "0": 0}
@@ -225,10 +225,15 @@ def fact(default: Any, key: str = "", python: Callable[[Any], str] | None = None
 
     Args:
         default: a value that no rule refuses.
-        key: of the setting; "": it is none.
-        python: says a value in Python, where that is no argument with the field's name.
+        key: the setting's; "": the fact is no setting.
+        python: returns the words for a value in Python, where no argument has the field's name.
     """
     return field(default=default, metadata={"key": key, "python": python})
+
+
+def _kind(kind: str) -> str:
+    made = ", which ddp.fit makes of the bare module" if kind == "bucketed" else ""
+    return f"a ddp.{kind.capitalize()}DataParallel{made}"
 
 
 def _same_bits(on: int) -> str:
@@ -237,16 +242,16 @@ def _same_bits(on: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup(Speaker):
-    """Says what a run is to train on which processes: by its settings, before these start; or as a rank finds it.
+    """The facts of a run that rules test: from its settings, before processes start; or as a rank finds them.
 
-    A field has the name that Python has for it, and the setting's key.
+    A field has the name of the argument in Python, and the setting's key.
 
     Attributes:
-        in_settings: it is filled from settings, and speaks as the command line.
+        in_settings: it is filled from settings, and sentences are worded for the command line.
         is_whole: no other settings will be added, as those of a run to be resumed.
-        workers, num_hosts: how many there are; 0: it is not known.
+        workers, num_hosts: how many there are; 0: unknown.
         same_bits: True; or the number of shards, of a replica that was made by hand.
-        own_clip_norm: at which the optimizer clips by itself.
+        own_clip_norm: norm at which the optimizer itself clips.
         is_sparse: a layer of the model has sparse gradients.
         is_wide: it is known that all parameters have 32 bits or more.
         waits: a layer waits in its forward for other ranks (`SyncBatchNorm`).
@@ -260,7 +265,7 @@ class Setup(Speaker):
     island: Island = fact("worker", "strategy.island")
     outer_momentum: float = fact(0.0, "strategy.outer_momentum")
     warmup_samples: int = fact(0, "strategy.warmup_samples")
-    kind: str = fact("bucketed", "replica.kind", lambda kind: f"a ddp.{kind.capitalize()}DataParallel")
+    kind: str = fact("bucketed", "replica.kind", _kind)
     wire: WireName | None = fact(None, "replica.wire")
     verify_every: int = fact(0, "replica.verify_every")
     hook: Any = fact(None, "hook")
@@ -301,7 +306,7 @@ class Setup(Speaker):
 
     @classmethod
     def of(cls, *policies: Any, **facts: Any) -> Setup:
-        """Returns what arguments of `ddp.fit` and further facts say; of two with one name, the latter."""
+        """Returns the setup of arguments of `ddp.fit` and further facts; of two with one name, the latter."""
         known = {name: value for policy in policies for name, value in vars(policy).items()} | facts
         return cls(**{item.name: known[item.name] for item in fields(cls) if item.name in known})
 
@@ -314,9 +319,9 @@ class Setup(Speaker):
     def spelled(self, value: Any) -> str:
         return super().spelled(value) if self.in_settings else repr(value)
 
-    def said(self, key: str, value: Any) -> str:
+    def assignment(self, key: str, value: Any) -> str:
         python = None if self.in_settings else SETTINGS[key]["python"]
-        return super().said(key, value) if python is None else str(python(value))
+        return super().assignment(key, value) if python is None else str(python(value))
 
 
 SETTINGS = {item.name: item.metadata for item in fields(Setup) if item.metadata}
@@ -362,7 +367,7 @@ RULES: tuple[Rule[Setup], ...] = (
     Rule(lambda s: s.mode != "sync" and s.warmup_size is not None, "warmup_size",
          "with {mode} batches of several sizes would overtake each other; take {mode:sync}, or leave it out"),
     Rule(lambda s: s.hook is not None and s.servers > 1, "hook",
-         "what it remembers is of whole tensors, and with {servers} these are cut; take one"),
+         "its state is of whole tensors, which {servers} cut; take one"),
     Rule(lambda s: s.strategy == "parameter_server" and s.max_unreadable, "max_unreadable",
          "with {strategy} a worker cannot tell the others what it leaves out; leave it out"),
     Rule(lambda s: s.strategy == "parameter_server" and s.is_stream, "strategy",
@@ -377,7 +382,7 @@ RULES: tuple[Rule[Setup], ...] = (
     Rule(lambda s: s.strategy == "local_sgd" and s.is_sparse, "strategy",
          "a layer has sparse gradients, and the difference of its weights is dense; take {strategy:auto}"),
     Rule(lambda s: s.strategy == "local_sgd" and s.waits, "strategy",
-         "SyncBatchNorm lets all workers wait for each other in each forward; take BatchNorm, or {strategy:auto}"),
+         "SyncBatchNorm makes all workers wait for each other in each forward; take BatchNorm, or {strategy:auto}"),
     Rule(lambda s: s.strategy == "local_sgd" and s.is_stream, "strategy",
          "data is a stream, whose rounds have no known end; give a data set with a length, or take {strategy:auto}"),
     Rule(lambda s: s.strategy == "local_sgd" and s.micro_size is not None, "micro_size",
@@ -417,11 +422,11 @@ RULES: tuple[Rule[Setup], ...] = (
     Rule(lambda s: s.same_bits and s.is_stream, "same_bits",
          "ranks share out a stream of samples by their number; give a data set with a length"),
     Rule(lambda s: s.same_bits and s.device not in ("cpu", "auto") and not s.deterministic, "same_bits",
-         "a GPU needs deterministic kernels for it; say {deterministic:true}"),
+         "a GPU needs deterministic kernels for it; set {deterministic:true}"),
     Rule(lambda s: s.same_bits and s.audit_every and s.workers == 1, "audit_every",
          "a second worker audits, and there is one; set it to 0, or take more workers"),
     Rule(lambda s: s.is_whole and s.audit_every and not s.same_bits, "audit_every",
-         "audits compare workers that have the same bits; set {same_bits:true}, too"),
+         "audits compare workers that have the same bits; set on to true, next to it"),
 
     # --- what gradients travel in, and how they are clipped
     Rule(lambda s: s.wire is not None and s.kind == "naive", "wire",

@@ -28,7 +28,7 @@ def test_every_rule_can_be_said(in_settings: bool) -> None:
     setup = Setup(in_settings=in_settings)
     always = [rule._replace(when=lambda _: True) for rule in RULES]
     for said in setup.problems(always, setup):
-        assert not {*"{}"} & {*said} and said.split(": ")[0].strip() and "=" in said + "EMA="
+        assert not {*"{}"} & {*said} and said.split(": ")[0].strip()
 
 
 def test_every_rule_of_settings_can_be_said() -> None:
@@ -49,13 +49,14 @@ def test_every_rule_of_settings_can_be_said() -> None:
         ),
         (
             {"strategy": "central_storage", "shared_memory": False},
-            "are none (comm.shared_memory=false, or the log says why); take strategy=sharded",
-            "are none (shared_memory=False, or the log says why); take strategy='sharded'",
+            "share none (comm.shared_memory=false, or the log says why); take strategy=sharded",
+            "share none (shared_memory=False, or the log says why); take strategy='sharded'",
         ),
         (
             {"hook": "top_k", "kind": "naive"},
             "hook=top_k: needs replica.kind=bucketed, whose buckets it gets; leave one out",
-            "hook='top_k': needs a ddp.BucketedDataParallel, whose buckets it gets; leave one out",
+            "hook='top_k': needs a ddp.BucketedDataParallel, which ddp.fit makes of the bare module, whose buckets it "
+            "gets; leave one out",
         ),
         (
             {"same_bits": True, "algorithm": "ring"},
@@ -65,8 +66,8 @@ def test_every_rule_of_settings_can_be_said() -> None:
         ({"epochs": None}, "epochs=null: with max_steps=null, too, the run", "epochs=None: with max_steps=None, too,"),
         (
             {"debug": True, "sharding": "off"},
-            "loader.debug=true: refuses equal batches, which data.sharding=off",
-            "deb",
+            "loader.debug=true: refuses equal batches, which data.sharding=off is for; leave one out",
+            "debug=True: refuses equal batches, which sharding='off' is for; leave one out",
         ),
     ],
 )
@@ -74,4 +75,4 @@ def test_a_rule_is_said_in_the_words_of_who_asked(facts: dict[str, Any], typed: 
     for in_settings, words in ((True, typed), (False, python)):
         with pytest.raises(ConfigError) as error:
             refuse(Setup(in_settings=in_settings, **facts))
-        assert words.replace("are none", "share none") in str(error.value)
+        assert words in str(error.value)

@@ -47,8 +47,9 @@ from ddp.comm import nccl
 from ddp.comm.communicator import Communicator
 from ddp.comm.connect import boot_id
 from ddp.comm.host_links import CPU, Settings
-from ddp.comm.meeting.private_store import code_of, part_of, secret
+from ddp.comm.meeting.private_store import part_of
 from ddp.comm.meeting.rendezvous import ask_store
+from ddp.comm.meeting.secret import code_of, secret
 from ddp.comm.transport.edge import Transfer, Transport, TransportError, never_hopeless
 from ddp.comm.transport.gloo import GlooConnections, GlooTransport, StagedGlooTransport, gloo_of
 from ddp.comm.watch.watchdog import SILENCE_S, Watchdog

@@ -3,7 +3,8 @@
     one host, memory shared     "shared_memory", at once: it is faster than every schedule at every size
     one host's GPUs             "all_to_all", at once: each reaches every other, and two rounds are the fewest
     anything else               the formulas of `collectives/cost.py` order the routes; the first of them are timed, as
-                                many as fit into `TRIAL_S`; the fastest one is taken
+                                many as fit into `TRIAL_S`; the fastest one is taken, where times that
+                                differ by no more than a tenth count as equal (`fastest`)
 
 Note "formula and trial". A formula counts what bytes cost on a wire. For large buffers it is accurate to a tenth, and
 timing the routes would take seconds, so the formulas alone decide. A formula does not count waits for a core: with more
@@ -202,7 +203,7 @@ class Plan:
         self.choices: dict[str, str] = {}
         self._collectives, self._settings, self._routes = collectives, settings, collectives.routes
         self._network: Network | None = None
-        self._trials: dict[tuple[int, Narrow | None], dict[str, float]] = {}  # by bytes and format, then by route
+        self._trials: dict[tuple[object, ...], dict[str, float]] = {}  # by bytes, format and routes; then by route
         on_one_host = len(collectives.hosts) == 1 and settings.device.type == gpu.KIND
         self._is_direct = on_one_host and (settings.order == "any" or self._routes[DIRECT].is_canonical)
         self.check(self.algorithm)
@@ -311,7 +312,8 @@ class Plan:
 
     def _trial(self, nbytes: int, candidates: Sequence[Candidate], wire: Narrow | None = None) -> dict[str, float]:
         """Times these routes. Returns the seconds by name, which are cached."""
-        if (nbytes, wire) not in self._trials:
+        key = nbytes, wire, *(each.route.name for each in candidates)  # a canonical choice has fewer routes
+        if key not in self._trials:
             device, gather = self._settings.device, partial(gathered, self._collectives.links.gather_bytes)
             flat = torch.zeros(nbytes // 4, dtype=torch.float32, device=device)
             in_a_row = max(1, min(IN_A_ROW, int(TRIAL_S / max(1e-9, sum(map(trial_s, candidates))))))
@@ -320,8 +322,8 @@ class Plan:
                 each.route.name: partial(self._collectives.all_reduce, flat, each.route, reduction)
                 for each in candidates
             }
-            self._trials[nbytes, wire] = agreed(timed(runs, in_a_row, device=device), gather)
-        return self._trials[nbytes, wire]
+            self._trials[key] = agreed(timed(runs, in_a_row, device=device), gather)
+        return self._trials[key]
 
     def explain(self, nbytes: int, *, num_shards: int | None = None) -> str:
         """Returns a table of every algorithm with its time by formula and in the trial. Collective.
@@ -329,29 +331,26 @@ class Plan:
         Args:
             num_shards: for sums over this number of shards of a batch, which have other algorithms.
         """
-        if num_shards is None:
-            return self._in_collective("explain", nbytes, lambda: self._explain(nbytes))
-        return self._in_collective("explain", nbytes, lambda: self._explain_over_shards(nbytes, num_shards))
+        return self._in_collective("explain", nbytes, lambda: self._explain(nbytes, num_shards))
 
-    def _explain_over_shards(self, nbytes: int, num_shards: int) -> str:
-        world_size, what = self._collectives.world_size, f"sum of {num_shards} shards, {nbytes:,} bytes"
-        if IN_MEMORY in self._routes:
-            rows = counted(most_nodes(world_size, num_shards), "row")
-            return f"{what}: in the host's memory, from up to {rows} of each rank"
-        if is_canonical_over_ranks(world_size, num_shards):
-            ranking = self.ranking(nbytes, is_canonical=True)
-        else:
-            schedule = schedule_over_shards(num_shards, Goal.ALL_REDUCE)
-            ranking = ranked([Route("slice_owners", schedule, False, self._collectives.hosts)], nbytes, self._links())
-        lines = table(ranking, nbytes, size_of_trial(nbytes), {})
-        return "\n".join([f"{what}; auto takes {ranking[0].route.name}", *lines])
-
-    def _explain(self, nbytes: int) -> str:
-        chosen, size = self._choose(nbytes), size_of_trial(nbytes)
-        ranking = self.ranking(size)
+    def _explain(self, nbytes: int, num_shards: int | None) -> str:
+        is_canonical, world_size = num_shards is not None, self._collectives.world_size
+        what = f"all-reduce of {nbytes:,} bytes"
+        if num_shards is not None:
+            what = f"sum of {num_shards} shards, {nbytes:,} bytes"
+            if IN_MEMORY in self._routes:
+                rows = counted(most_nodes(world_size, num_shards), "row")
+                return f"{what}: in the host's memory, from up to {rows} of each rank"
+            if not is_canonical_over_ranks(world_size, num_shards):
+                schedule = schedule_over_shards(num_shards, Goal.ALL_REDUCE)
+                only = Route("slice_owners", schedule, False, self._collectives.hosts)
+                lines = table(ranked([only], nbytes, self._links()), nbytes, size_of_trial(nbytes), {})
+                return "\n".join([f"{what}; auto takes {only.name}", *lines])
+        chosen, size = self._choose(nbytes, is_canonical=is_canonical), size_of_trial(nbytes)
+        ranking = self.ranking(size, is_canonical=is_canonical)
         times = self._trial(size, affordable(ranking) or ranking[:1])
-        title = f"all-reduce of {nbytes:,} bytes; auto takes {chosen}"
-        return "\n".join([title, *table(self.ranking(nbytes), nbytes, size, times)])
+        lines = table(self.ranking(nbytes, is_canonical=is_canonical), nbytes, size, times)
+        return "\n".join([f"{what}; auto takes {chosen}", *lines])
 
     def pin(self, choices: Mapping[str, str]) -> None:
         """Takes over the choices of another run.
@@ -359,9 +358,10 @@ class Plan:
         Raises:
             ConfigError: a route is not possible here.
         """
-        for route in choices.values():
+        for key, route in choices.items():
             self.check(route)
-        self.choices.update(choices)
+            if "canonical" not in key or self._routes[route].is_canonical:  # older runs may have other ones there
+                self.choices[key] = route
 
     def describe(self) -> str:
         """Returns a short description of the routes, for a headline and for the identity in a checkpoint."""

@@ -25,8 +25,9 @@ from ddp.collectives.schedule import SEGMENT_BYTES
 from ddp.comm.communicator import Communicator
 from ddp.comm.host_links import Settings
 from ddp.comm.meeting.place import ALONE, RankPlace, place
-from ddp.comm.meeting.private_store import for_torch, part_of, sealed, secret
+from ddp.comm.meeting.private_store import for_torch, part_of, sealed
 from ddp.comm.meeting.rendezvous import Opened, ask_store, join_role, on_this_host, open_store, rendezvous
+from ddp.comm.meeting.secret import secret
 from ddp.comm.opening import WARN_S, chosen_device, device_named, open_communicator
 from ddp.errors import CommunicatorBroken, ConfigError, PeerLost, first_line, safe_str
 from ddp.process import gpu

@@ -1,9 +1,9 @@
 """Evaluates a finished run, or predicts with it: on the samples that were held out from it, or on others.
 
     python -m ddp evaluate runs/mine                       the metrics, over all samples
-    … data.test_path=other.csv cluster.workers=4           with settings other than those of the run
+    … data.test_path=other.csv cluster.workers=4           with settings that differ from those of the run
     python -m ddp evaluate region=mine                     a running job, with strategy.region=mine, at this moment
-    python -m ddp predict runs/mine --out scores.csv       what its model makes of each sample, a row each, in order
+    python -m ddp predict runs/mine --out scores.csv       its model's output for each sample, a row each, in order
 
 Two steps, of which the first one refuses what cannot work:
 
@@ -11,10 +11,10 @@ Two steps, of which the first one refuses what cannot work:
        │ launch
     every rank    its share of the samples
 
-In the place of a finished run there may be region=NAME, of a running job (`ddp/strategies/region.py`). The parent
-looks at it once, and all ranks get what it has seen.
+Instead of a finished run, region=NAME names a running job (`ddp/strategies/region.py`). The parent reads it once, and
+all ranks get this snapshot.
 
-Of the run's settings only those matter that say what the data are, how the model is built, and what it has learnt.
+Only those settings of the run matter that define the data, the model, and what it has learnt.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ddp.run.assembly import components
 from ddp.run.assembly.load import Trained, load
 from ddp.run.assembly.stages import joined
 from ddp.run.launch.from_python import launch
-from ddp.run.settings.address import check_trust, own_parts, told
+from ddp.run.settings.address import check_trust, error_line, own_parts
 from ddp.run.settings.config import CHOICES, Config
 from ddp.run.settings.reader import PATHS, from_plain, read_settings, settings_of, value_of
 from ddp.train.evaluate import evaluate, predict
@@ -59,7 +59,7 @@ MAY_DIFFER = (
     *("data", "loader", "evaluate", "cluster", "comm"),
     *("precision", "device", "backend", "deterministic", "trust"),
 )
-_OF_TRAINING = ("transform", "sharding", "validation", "validation_path")  # of data, and no matter afterwards
+_OF_TRAINING = ("transform", "sharding", "validation", "validation_path")  # of data, and not needed afterwards
 REGION = "region="
 _NO_LIMIT = 1 << 30  # a global batch, because no step is made
 
@@ -94,7 +94,7 @@ def at_all_ranks(config: Config, trained: Trained, work: Callable[..., Any]) -> 
     """Calls `work` with model, held-out samples, task, communicator and how to read, at all ranks.
 
     Returns:
-        What rank 0 has returned.
+        The result of rank 0.
     """
     given = trained if trained.path is None or trained.region else trained.path
     call = partial(_at_a_rank, config, given, work)
@@ -115,7 +115,7 @@ def reading_of(config: Config, splits: Splits) -> dict[str, Any]:
 
 
 def checked(run: str, words: Sequence[str], *, is_evaluation: bool) -> tuple[Config, Trained, Splits]:
-    """Finds out in one process, before any worker starts, whether the question can be answered.
+    """Checks in one process, before any worker starts, that the command can work.
 
     Args:
         run: a folder, or "region=NAME".
@@ -189,7 +189,7 @@ def _read(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _put(plain: dict[str, Any], key: str, value: Any) -> None:
-    """Sets a value in a tree of settings; one for a group chooses anew."""
+    """Sets a value in a tree of settings; a value for a group replaces its choice."""
     group, _, name = key.partition(".")
     if name:
         inner = dict(plain.get(group) or {})
@@ -199,7 +199,7 @@ def _put(plain: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _leave_out_training(data: dict[str, Any], *, keeps: Sequence[str]) -> None:
-    """Removes what says which samples are trained on, and how: these files may be gone, and this code has no part."""
+    """Removes the settings of training samples, because their files may be gone and their code is not needed."""
     for name in _OF_TRAINING:
         if name not in keeps:
             data.pop(name, None)
@@ -232,7 +232,7 @@ def _try_first(trained: Trained, config: Config, splits: Splits, task: Task, *, 
         raise
     except Exception as error:  # of the model, the data set, or the task
         raise ConfigError(
-            f"data={config.data.name}: the model of {trained} cannot take their first sample ({told(error)}): "
+            f"data={config.data.name}: the model of {trained} cannot take their first sample ({error_line(error)}): "
             "take data like those of the run"
         ) from error
 
@@ -241,7 +241,7 @@ def _try_first(trained: Trained, config: Config, splits: Splits, task: Task, *, 
 
 
 def evaluate_main(words: Sequence[str]) -> int:
-    """Says how good the run is that the words name."""
+    """Prints the metrics of the run that the words name."""
     parser, options = parsed("evaluate", words)
     return respond(parser, options, lambda options: evaluate_run(options.run, options.settings))
 
@@ -275,13 +275,13 @@ ENDINGS = (".csv", ".npy")
 
 
 def predict_main(words: Sequence[str]) -> int:
-    """Writes what the run that the words name makes of each sample."""
+    """Writes the output for each sample of the run that the words name."""
     parser, options = parsed("predict", words, writes=True)
     return respond(parser, options, lambda options: predict_run(options.run, options.settings, options.out))
 
 
 def predict_run(run: str, words: Sequence[str], out: Path) -> str:
-    """Writes what a run's model makes of each sample, and returns as text what was written.
+    """Writes the output of a run's model for each sample, and returns a text on the file.
 
     Args:
         run, words: as in `evaluate_run`.

@@ -25,24 +25,24 @@ COMMANDS = {
     "train": ("commands.train.main", "trains a model on this host's workers; its --help lists all settings"),
     "draw": ("commands.schedules.draw_main", "draws a schedule's rounds, or (draw step RUN) where a step's time went"),
     "draw overlap": ("lab.draw_overlap.main", "draws how much of the reductions backward hides on this machine"),
-    "scale": ("lab.scaling.scale.main", "measures in seconds what each number of workers would buy your run"),
+    "scale": ("lab.scaling.scale.main", "measures, within seconds, the speed-up of your run with more workers"),
     "search": ("commands.search.main", "searches for settings by Optuna, a run for each trial"),
     "check": ("commands.schedules.check_main", "proves a schedule, and shows what each chunk becomes"),
     "simulate": ("commands.schedules.simulate_main", "predicts time and messages of a schedule on another network"),
     "explain": ("commands.schedules.explain_main", 'measures here, and says which all-reduce "auto" chooses and why'),
     "forecast": ("lab.forecast.question.main", "predicts a profiled run's step on other workers, hosts and links"),
-    "doctor": ("lab.doctor.main", "examines hosts, links and settings, and says what is wrong and what to do"),
+    "doctor": ("lab.doctor.main", "examines hosts, links and settings, and says what is wrong and how to fix it"),
     "same_bits": ("commands.same_bits.main", "names the first step and tensor in which two runs differ"),
-    "where": ("commands.where.main", "says which samples a step has, or who reads a sample"),
-    "evaluate": ("commands.finished.evaluate_main", "says how good a finished run is, or now one with strategy.region"),
+    "where": ("commands.where.main", "says which samples a step has, or which rank reads a sample"),
+    "evaluate": ("commands.finished.evaluate_main", "measures a finished run, or a running one with strategy.region"),
     "sidecar": ("commands.sidecar.main", "follows a running job, and evaluates each of its checkpoints"),
-    "report": ("lab.scaling.report.main", "says what each number of workers of a sweep has bought"),
-    "predict": ("commands.finished.predict_main", "writes what a finished run makes of each sample"),
+    "report": ("lab.scaling.report.main", "reports the speed-up of each number of workers in a sweep"),
+    "predict": ("commands.finished.predict_main", "writes a finished run's output for each sample"),
     "exercise": ("lab.exercise.main", "checks your solution of an exercise of recipes/tutorial"),
-    "tutorial": ("lab.tutorial.main", "writes the read-along, prose beside code, as pages for a browser"),
-    "bench step": ("lab.bench.step.main", "times training steps, and counts their memory, beside torch's classes"),
+    "tutorial": ("lab.tutorial.main", "writes the read-along, prose next to code, as pages for a browser"),
+    "bench step": ("lab.bench.step.main", "times training steps, and counts their memory, next to torch's classes"),
     "bench forecast": ("lab.forecast.cells.main", "compares forecasts of training steps with the steps"),
-    "bench collectives": ("lab.bench.collectives.main", "times collectives beside torch.distributed's on Gloo"),
+    "bench collectives": ("lab.bench.collectives.main", "times collectives next to torch.distributed's on Gloo"),
 }
 """The name of a command, of one word or two → a function, which takes the other words and returns the exit status; what
 it does. `ddp/lab/` is named here, and imported nowhere else outside of it."""
@@ -59,7 +59,7 @@ examples:
   python -m ddp simulate butterfly 1024 --per-host 8 --bytes 25MB --rate 10gbit
   python -m ddp explain 25MB --workers 2
   python -m ddp forecast runs/mine --ranks 64 --per-host 8 --rate 10gbit --alpha 50us
-  python -m ddp doctor                                                 is all here as training needs it?
+  python -m ddp doctor                                                 are these hosts ready for training?
   python -m ddp same_bits runs/one runs/three                          of runs that had same_bits.hash_every=10
   python -m ddp where runs/mine --step 47                              the samples of a step, rank by rank
   python -m ddp where runs/mine --sample 123 --epoch 7                 its step, rank and shard
@@ -67,10 +67,10 @@ examples:
   python -m ddp evaluate region=mine                                   of a run with strategy.region=mine, now
   python -m ddp sidecar runs/mine                                      evaluates each checkpoint as it is saved
   python -m ddp report runs/sweep                                      report.html, and report.md with pictures
-  python -m ddp predict runs/mine --out scores.csv                     what its model makes of each sample
+  python -m ddp predict runs/mine --out scores.csv                     its model's output for each sample
   python -m ddp exercise 02                                            checks your solution in 02_ring.py
   python -m ddp tutorial --html site/                                  the read-along, as pages for a browser
-  python -m ddp bench step --models digits-cnn,mine:Net                your own model beside torch's class
+  python -m ddp bench step --models digits-cnn,mine:Net                your own model next to torch's class
   python -m ddp bench step --variants mirrored,sharded,torch --memory  step and memory of each strategy
   python -m ddp bench step --variants same_bits,accumulated            what same_bits=true costs
   python -m ddp bench forecast --workers 2                             how far off a forecast is
@@ -115,7 +115,7 @@ def _run(function: str, words: Sequence[str]) -> int:
         return 128 + signal.SIGINT
 
 
-# --- What every command has: a parser that is called as the user calls it, and one way to answer or to refuse -------
+# --- What every command has: a parser with the name that the user types, and one way to print a result or an error ---
 
 
 def parser_of(name: str, **options: Any) -> Parser:
@@ -126,15 +126,15 @@ def parser_of(name: str, **options: Any) -> Parser:
 
 
 def respond(parser: Parser, options: argparse.Namespace, run: Callable[[argparse.Namespace], str]) -> int:
-    """Prints an answer, or in one line why there is none. Returns the exit status."""
+    """Prints a command's result, or its error in one line. Returns the exit status."""
     try:
-        if text := run(options):  # one rank of many says it
+        if text := run(options):  # one rank of many prints it
             say(text)
     except WorkersFailed as error:  # first, because it is also of the type of its cause
         say(error, to=sys.stderr)
         return 1
     except MemoryError:
-        parser.error("what is asked for does not fit into the memory of this host")
+        parser.error("the result does not fit into the memory of this host")
     except (ValueError, ScheduleError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
@@ -149,7 +149,7 @@ def add_workers(parser: Parser) -> None:
     """Adds the number of ranks that a command starts."""
     parser.add_argument(
         "--workers",
-        type=whole(2, most_workers(), "one worker alone has nothing to reduce, and many take turns on the cores"),
+        type=whole(2, most_workers(), "one worker alone has nothing to reduce, and many oversubscribe the cores"),
         default=2,
         help="ranks to start on this host (default: %(default)s)",
     )

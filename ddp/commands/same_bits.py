@@ -4,10 +4,10 @@
     python -m ddp train same_bits.on=true same_bits.hash_every=10 cluster.workers=3 run.name=three
     python -m ddp same_bits runs/one runs/three
 
-Each run has noted hashes (`ddp/train/reports/history.py`). The answer also names the settings in which the runs differ,
-where bits depend on them. If both have a checkpoint before the first difference, their steps are made again here, each
-with its own settings: then it names the first shard and module in which they part, or the update. The exit status is 0
-if they are equal, 1 if they differ, and 2 if there is no answer.
+Each run has recorded hashes (`ddp/train/reports/history.py`). The result also names the settings in which the runs
+differ, where bits depend on them. If both have a checkpoint before the first difference, their steps are made again
+here, each with its own settings: then it names the first shard and module in which they part, or the update. The exit
+status is 0 if they are equal, 1 if they differ, and 2 if they cannot be compared.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from ddp.commands.registry import parser_of, respond
 from ddp.errors import ConfigError, WorkersFailed, first_line
 from ddp.policies import Evaluation, Folder, SameBits
-from ddp.run.assembly.stages import given_of, joined
+from ddp.run.assembly.stages import fit_arguments, joined
 from ddp.run.launch import from_python
 from ddp.run.settings.address import check_trust, own_parts
 from ddp.run.settings.config import choose
@@ -74,13 +74,13 @@ def made_again(one: Path, other: Path, found: Comparison, *, trust: bool) -> lis
     if step is None:
         return []
     if not all(lines[step].identity.get("same_bits") for lines in map(read_hashes, (one, other))):
-        return ["where they part could be told of two runs with same_bits.on=true, which one worker can make again"]
+        return ["to find where they part, both runs need same_bits.on=true, so that one worker can make them again"]
     for run in (one, other):
         path = checkpoint_before(run, (found.last_equal or 0) + 1)
         if path is None:
             return [
-                f"where they part could be told from a checkpoint before step {step:,} in both, and {run} has none "
-                "from then: checkpoint.every_steps and checkpoint.keep_last say which ones a run keeps"
+                f"to find where they part, both runs need a checkpoint before step {step:,}, and {run} has none: "
+                "checkpoint.every_steps and checkpoint.keep_last say which ones a run keeps"
             ]
         starts.append(path)
     again = partial(traced, last_step=step, trust=trust)
@@ -142,7 +142,7 @@ def threads_of(run: Path) -> int:
 
 
 def traced(run: Path, checkpoint: Path, *, last_step: int, trust: bool) -> list[StepTrace]:
-    """Returns the trace of a run's steps from after a checkpoint to the last one asked for. In a process of its own.
+    """Returns the trace of a run's steps after a checkpoint, up to `last_step`. Runs in a separate process.
 
     Args:
         trust: as of `check_trust`; what the run's own settings say of it does not count.
@@ -161,7 +161,7 @@ def traced(run: Path, checkpoint: Path, *, last_step: int, trust: bool) -> list[
     trace, stop = Trace(last_step), StopFlag()
     with joined(config) as comm:
         with redirect_stdout(io.StringIO()):  # what a run says of its learning rate
-            given = given_of(config, comm, stop, is_resumed=True)
+            given = fit_arguments(config, comm, stop, is_resumed=True)
         quiet = Folder(None, checkpoint, progress=False, curves=False)
         apart: dict[str, Any] = {"validation_data": None, "test_data": None, "same_bits": SameBits(on=True)}
         own = [each for each in given.callbacks if not isinstance(each, (EarlyStopping, Profiler))]

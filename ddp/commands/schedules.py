@@ -1,4 +1,4 @@
-"""Answers questions about schedules: `draw`, `check`, `simulate`, `explain`; `draw step` is about a profiled run."""
+"""Commands about schedules: `draw`, `check`, `simulate`, `explain`; `draw step` is about a profiled run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RANKS_FOLLOWED = whole(1, 10_000, "some schedules take half a minute with 10,000
 MOST_PARTS_PROVEN = 2 * 512 * 512  # chunks or messages of all ranks together: a ring of 512 takes some seconds
 NAMES = [*SCHEDULES, "two_dimensional", *BETWEEN_HOSTS, *OVER_SHARDS]
 
-# --- the schedule that is asked about, and the hosts that its ranks stand on -----------------------------------------
+# --- the schedule that the words name, and the hosts of its ranks ----------------------------------------------------
 
 
 def add_schedule(parser: argparse.ArgumentParser, num_ranks: Callable[[str], int]) -> None:
@@ -59,7 +59,7 @@ def add_schedule(parser: argparse.ArgumentParser, num_ranks: Callable[[str], int
 
 
 def chosen_schedule(options: argparse.Namespace, *, per_host: int | None = None) -> tuple[Schedule, Hosts]:
-    """Returns the schedule that was asked for, and the hosts that its ranks stand on.
+    """Returns the schedule that the options name, and the hosts of its ranks.
 
     Args:
         per_host: ranks on each host unless --hosts says it; None: all ranks on one host.
@@ -113,7 +113,7 @@ RANKS_DRAWN = whole(1, 256, "a drawing has a line for each rank in each round")
 
 
 def draw_main(words: Sequence[str]) -> int:
-    """Draws what the words say."""
+    """Draws the schedule that the words name."""
     if words[:1] == ["step"]:
         return draw_step(words[1:])
     others = f"{program()} draw step --help: a step of a run; draw overlap --help: what backward hides here."
@@ -243,7 +243,7 @@ def run_check(options: argparse.Namespace) -> str:
 
 
 def simulate_main(words: Sequence[str]) -> int:
-    """Simulates what the words say."""
+    """Simulates the schedule that the words name."""
     parser = parser_of("simulate")
     add_schedule(parser, RANKS_FOLLOWED)
     parser.add_argument("--per-host", type=whole(1), metavar="N", help="ranks on each host (default: 1)")
@@ -291,7 +291,7 @@ def run_simulate(options: argparse.Namespace) -> str:
 
 
 def explain_main(words: Sequence[str]) -> int:
-    """Measures, and explains what the words ask."""
+    """Measures, and explains the choice for the size that the words give."""
     parser = parser_of("explain", epilog="Between several hosts: torchrun --nnodes … -m ddp explain … on each of them.")
     parser.add_argument("bytes", type=checked(parse_size), help="size of the tensor, e.g. 25MB")
     add_workers(parser)
@@ -318,7 +318,7 @@ def run_explain(options: argparse.Namespace) -> str:
 
 
 def explained(nbytes: int, *, shared_memory: bool, num_shards: int | None = None) -> str:
-    """Returns, as rank 0 of a new world, what its communicator says about an all-reduce of `nbytes`; elsewhere ""."""
+    """Returns on rank 0 of a new world its communicator's text on an all-reduce of `nbytes`; elsewhere ""."""
     comm = ddp.init(device="auto", shared_memory=shared_memory)
     answer, rank = comm.plan.explain(nbytes, num_shards=num_shards), comm.rank
     ddp.shutdown()

@@ -9,9 +9,9 @@
        ▲                │ its evaluations, as metrics.jsonl grows
        └── tell ◀───────┘ its objective; failed, if that is not a number; pruned, if the study saw no hope
 
-The folder is the study: there is no data base, and a search that was killed resumes from what stands there. The jobs
-that it has left begun are the first to go on. A trial without hope gets SIGTERM, on which its workers agree to stop,
-however many they are. Optuna sees the number of an evaluation as the step, because trials may differ in their batches.
+The folder is the study: there is no database, and a search that was killed resumes from the folder, with its unfinished
+jobs first. A hopeless trial gets SIGTERM, on which its workers agree to stop, however many they are. Optuna sees the
+number of an evaluation as the step, because trials may differ in their batches.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ddp.train.reports.results import METRICS, entry_of
 
 
 def main(words: Sequence[str]) -> int:
-    """Makes the trials that are left; returns the exit status."""
+    """Runs the trials that are left; returns the exit status."""
     usage = f"{program()} search KEY=VALUE,VALUE KEY='interval(LOW,HIGH)' … [--trials N] [SETTING=VALUE …]"
     about = "KEY='range(1,9)' and KEY='tag(log,interval(1e-4,1e-1))', too; sweep.name=, sweep.parallel=: docs/sweeps.md"
     parser = parser_of("search", usage=usage, epilog=about)
@@ -112,7 +112,7 @@ def _optuna() -> Any:
 
 @dataclass(frozen=True)
 class Space:
-    """Says what a search may choose.
+    """The values that a search may choose.
 
     Attributes:
         fixed: the settings that all trials share, as words of a command line.
@@ -222,7 +222,7 @@ class _Trial:
 
 
 class Search:
-    """Asks Optuna for jobs, and tells it what became of them.
+    """A loop that asks Optuna for jobs, and tells it their results.
 
     Args:
         metric: the main metric of the task, without the word for the side.
@@ -260,7 +260,7 @@ class Search:
                 self.study.add_trial(self._past(job, params))
 
     def jobs(self) -> Iterator[Job]:
-        """Yields the next job as long as there are trials left; its result may be told later."""
+        """Yields the next job as long as there are trials left; its result may be reported later."""
         for job in self.unfinished:
             if (params := self.space.params(job)) is not None:
                 self.study.enqueue_trial(params)
@@ -343,8 +343,8 @@ class Search:
 
 
 def run(search: Search) -> int:
-    """Makes the trials that are left, and prints the table; returns the status: 0 if there is a best trial."""
+    """Runs the trials that are left, and prints the table; returns the status: 0 if there is a best trial."""
     how: dict[str, Any] = {"is_hopeless": search.is_hopeless, "ended": search.tell}
     stopped = sweep.run(search.jobs(), search.folder, parallel=search.parallel, in_view=False, **how)
-    status, best = sweep.conclude(search.folder), sweep.gather(search.folder).jobs[0]
+    status, best = sweep.report_jobs(search.folder), sweep.gather(search.folder).jobs[0]
     return stopped or (0 if best.objective is not None else status)

@@ -1,7 +1,7 @@
 """Follows a run as its side-car: evaluates each checkpoint that the run saves (`ddp/train/sidecar.py`).
 
     python -m ddp sidecar runs/mine                on this host or any that sees the folder; ends when the run has
-    … device=cuda evaluate.batch=1024              with settings other than those of the run
+    … device=cuda evaluate.batch=1024              with settings that differ from those of the run
     … evaluate.wait_s=86400                        waits a day for a run that was stopped
 
 `train evaluate.by=sidecar` starts one by itself. So does the task `evaluator` of a cluster.
@@ -40,13 +40,13 @@ from ddp.train.sidecar import POLL_S, SideCar, only_sidecar, results_of_sidecar
 from ddp.train.steps.stopping import StopFlag
 
 OF_THE_EVALUATOR = ("device=", "evaluate.", "loader.", "trust=")
-"""What a cluster's evaluator may have of its own."""
+"""Settings in which a cluster's evaluator may differ."""
 
 
 def main(words: Sequence[str]) -> int:
     """Follows the run that the words name; returns 128 + its number after a signal."""
     parser = parser_of("sidecar", usage=f"{program()} sidecar RUN [KEY=VALUE …]")
-    parser.add_argument("run", type=Path, help="the folder of a run, which may go on, or have ended")
+    parser.add_argument("run", type=Path, help="the folder of a run, which may still train, or have ended")
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # of one that a launcher has started
     options, stop = options_of(parser, words), StopFlag()
     if options.parent is not None:
@@ -57,7 +57,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _follow(options: argparse.Namespace, stop: StopFlag) -> str:
-    refuse_workers(f"{program()} sidecar", instead="start it by itself, beside the run")
+    refuse_workers(f"{program()} sidecar", instead="start it by itself, next to the run")
     with stop.listening():
         follow(options.run, options.settings, stop, waits=options.parent is None)
     return ""
@@ -68,7 +68,7 @@ def follow(run_dir: Path, words: Sequence[str], stop: StopFlag, *, waits: bool =
 
     Args:
         words: settings on top of the run's, as KEY=VALUE.
-        waits: gives a run up in whose folder nothing happens for `evaluate.wait_s`.
+        waits: gives up on a run in whose folder nothing happens for `evaluate.wait_s`.
 
     Raises:
         ConfigError: the folder, a setting or the data cannot be used; or another side-car follows the run.

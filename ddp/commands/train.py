@@ -28,7 +28,7 @@ def main(settings: Sequence[str]) -> NoReturn:
 def train() -> NoReturn:
     """Trains as the command line says, as the rank that this process is, or else with its own workers; ends it."""
     if {"-h", "--help"} & set(sys.argv[1:]):
-        launcher.main()  # which answers, and needs no cluster
+        launcher.main()  # which prints help or settings, and needs no cluster
     with launcher.bad_input_to(launcher.exit_with_error):
         role = launcher.take_role(sys.argv[1:])
         launcher.join_cluster(sys.argv[1:])

@@ -1,15 +1,14 @@
-"""Says who has read which sample, from the settings of a run alone: in it, and years after it.
+"""Says which rank has read which sample, from the settings of a run alone: during the run, and years after it.
 
-    RUN_DIR/starts.jsonl        each start of the run: its settings, and the checkpoint's position that it went on from
+    RUN_DIR/starts.jsonl        each start of the run: its settings, and the checkpoint's position that it resumed from
              │
              ├──▶  python -m ddp where runs/mine --step 4711              the samples of a step, by rank and shard
              └──▶  python -m ddp where runs/mine --sample 123 --epoch 7   the step, rank and shard of a sample
 
-Nothing that is read is logged for that: orders are pure functions. To find a sample, all positions of the epoch are
-looked through, which takes a second for a million of them. A run that was resumed has several starts, perhaps with
-other settings; a step belongs to the last start before it. No code of the run is imported, because a question about
-somebody's folder must not run what is in it; of data of the user's own, each start has noted what a sampler asks of
-them.
+No log of reads is needed, because orders are pure functions. To find a sample, the command searches all positions of
+the epoch, which takes a second for a million of them. A run that was resumed has several starts, perhaps with other
+settings; a step belongs to the last start before it. No code of the run is imported, because a question about another
+user's folder must not run code in it. For the user's own data, each start has recorded what a sampler reads of them.
 """
 
 from __future__ import annotations
@@ -67,11 +66,11 @@ def where(run: Path, *, step: int | None, sample: int | None, epoch: int | None)
 
 
 class Start(NamedTuple):
-    """One start of a run; `after` is everywhere the next one, which went on from there, and None for the last.
+    """One start of a run; `after` always is the next start, which resumed from there, and None for the last.
 
     Attributes:
         config, splits: its settings and data.
-        step: the step after which it went on; 0 for a new run.
+        step: the step after which it resumed; 0 for a new run.
         state: of the sampler there; None for a new run.
         left_out: number, position and size of the steps that its guard has left out.
     """
@@ -115,8 +114,8 @@ def starts_of(run: Path) -> list[Start]:
     path = run / STARTS
     if not path.is_file():
         raise ConfigError(
-            f"{run} holds no {STARTS}: is it the folder of a run of {program()} train or ddp.fit? Of a stream, whose "
-            "samples have no numbers, nothing is noted, and older versions of ddp.fit have noted nothing"
+            f"{run} holds no {STARTS}: give the folder of a run of {program()} train or ddp.fit. A run on a stream, "
+            "whose samples have no numbers, records nothing, and neither did older versions of ddp.fit"
         )
     starts: list[Start] = []
     for line in map(json_object, lines_of(path)):
@@ -138,7 +137,7 @@ def _after_start(starts: Sequence[Start], line: Mapping[str, Any]) -> list[Start
     if line.get("order") not in (None, sampler_for(config, splits, rank=0).order.identity):
         raise ConfigError(
             f"the order of the run, {line['order']}, was made by its program, from an order, a sharding or a budget of "
-            "its own, which is not noted: only the program can say which sample was where"
+            "its own, which is not recorded: only the program can say which sample was where"
         )
     kept = [start for start in starts if start.step < step]  # what came after it was lost
     return [*kept, Start(config, splits, step, state)]

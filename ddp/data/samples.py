@@ -1,4 +1,4 @@
-"""The form of every data set here: two sets of samples, and the facts that a model needs to be built for them.
+"""The form of every data set here: two sets of samples, and the facts needed to build a model for them.
 
 Each module of `data/sets/` has functions `load…`, which return `Splits`. Every worker calls them; only the parent, or
 one rank of each host, lets them download. Nothing in them depends on a rank or on the run's seed: train and test are
@@ -33,8 +33,8 @@ class WholeBatches(ABC):
 class Samples(Protocol):
     """A map-style data set, as `torch.utils.data.DataLoader` takes it.
 
-    It may also say more of its samples, by attributes that orders go by: `file_sizes` (samples of each file; those of a
-    file have consecutive indices), `lengths` (tokens of each sample), `weights`, and `targets` (classes).
+    It may also have attributes that orders use: `file_sizes` (samples of each file; those of a file have consecutive
+    indices), `lengths` (tokens of each sample), `weights`, and `targets` (classes).
     """
 
     def __len__(self) -> int: ...
@@ -47,9 +47,9 @@ class Splits:
     """A data set, cut into the samples to train on and those that are held out.
 
     Attributes:
-        train, validation, test: the samples; none is in two of them. Without a validation set, whatever chooses (the
-            best checkpoint, say) goes by the test set. Images come as (image [channels, height, width] float32, class),
-            text as (bytes [context], the same bytes one position later [context]), both int64.
+        train, validation, test: the samples; none is in two of them. Without a validation set, choices (of the best
+            checkpoint, say) go by the test set. Images are (image [channels, height, width] float32, class), text is
+            (bytes [context], the same bytes one position later [context]), both int64.
         sample_shape: shape of one input; None: unknown.
         num_classes: targets are 0 … num_classes − 1. For text, the size of the vocabulary. None: unknown, or none.
         name: the data as text, with version or digest, so that hosts can compare what they have.
@@ -82,7 +82,7 @@ class TensorSet(WholeBatches):
 
     def __init__(self, inputs: Tensor, targets: Tensor, *, transform: Callable[[Tensor], Tensor] | None = None) -> None:
         if len(inputs) != len(targets):
-            raise ValueError(f"{len(inputs)} inputs beside {len(targets)} targets; a sample is one of each")
+            raise ValueError(f"{len(inputs)} inputs, but {len(targets)} targets; a sample is one of each")
         self.inputs = inputs
         self.targets = targets
         self.transform = transform or as_it_is
@@ -105,7 +105,7 @@ def as_it_is(given: Any) -> Any:
 
 
 class Wrapped:
-    """A data set around another one: what that one says of its samples holds here, too."""
+    """A data set around another one, whose attributes it has, too."""
 
     def __init__(self, samples: Any) -> None:
         self.samples = samples
@@ -127,7 +127,7 @@ class Transformed(Wrapped):
         transform: makes a sample of a sample.
     """
 
-    may_read_ahead = False  # the transform may draw, whatever the samples do
+    may_read_ahead = False  # the transform may be random, whatever the samples are
 
     def __init__(self, samples: Any, transform: Callable[[Any], Any]) -> None:
         super().__init__(samples)

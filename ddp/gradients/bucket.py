@@ -6,7 +6,7 @@ section 3.2.3):
 
     parameters, in the order in which their gradients become ready (last layer first)
     ┌─── bucket 0, small ───────┬────────┐┌───── bucket 1, closed at its limit ─────┐┌─ … ─┐┌─ last ───────┬────────┐
-    │ fc.bias │fc.weight        │ totals ││ conv4.weight │ conv3.bias │ conv3.weight ││     ││ conv1.weight │verdicts│
+    │ fc.bias │fc.weight        │ totals ││ conv4.weight │ conv3.bias │ conv3.weight ││     ││ conv1.weight │ flags  │
     └───────────────────────────┴────────┘└─────────────────────────────────────────┘└─────┘└──────────────┴────────┘
 
 The first bucket is small so that the wire is busy early. Every parameter's span starts on a 64-byte boundary; padding
@@ -17,10 +17,10 @@ A gradient gets into its bucket by one copy: after `zero_grad(set_to_none=True)`
 together once it is full. Until the bucket holds the mean, `p.grad` stays that tensor, because hooks on other parameters
 may read it or write to it. Then `p.grad` becomes the gradient's place in the bucket.
 
-Note "kept". A program may keep a gradient, or whatever shares its memory, and drop `p.grad`: to compare the gradients
-of two tasks, say. So each place has its own storage, and its users are counted before a backward writes to it. If
-the program is one of them, the bucket changes to other memory for this step, out of which the ranks of a host have to
-copy. From then on this parameter gets its mean in its own memory.
+Note "kept". A program may keep a gradient, or anything that shares its memory, and drop `p.grad`: to compare the
+gradients of two tasks, say. So each place has its own storage, and its users are counted before a backward writes to
+it. If the program is one of them, the bucket changes to other memory for this step, out of which the ranks of a host
+have to copy. From then on this parameter gets its mean in its own memory.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Slot:
 
     Attributes:
         index: the parameter's number in the order of registration.
-        strides: of the gradient in its bucket: the parameter's, as they were when the layout was planned. So they stay
-            those of the other ranks.
+        strides: of the gradient in its bucket: those of the parameter when the layout was planned. So they stay equal
+            on all ranks.
         view: the gradient in its bucket, shaped like the parameter; none before `Bucket.allocate`.
         rows: the same place in each row of the bucket; `view` is the first.
-        is_kept: the program has kept a gradient, as far as can be known (note "kept").
+        is_kept: the program may have kept a gradient (note "kept").
     """
 
     __slots__ = ("index", "is_kept", "name", "parameter", "rows", "strides", "view")
@@ -68,18 +68,18 @@ class Slot:
 
 
 class Bucket:
-    """Gradients of one dtype and device, side by side.
+    """Gradients of one dtype and device, adjacent in memory.
 
     Args:
         slots: in the order in which their gradients become ready.
-        num_tail: elements behind the gradients, for totals and verdicts.
-        is_last: it is reduced last.
+        num_tail: elements behind the gradients, for totals and step flags.
+        is_last: the bucket is reduced last.
 
     Attributes:
         index: position in the order of reduction.
         ids: ids of the parameters.
         label: its name in messages and profiles.
-        rows: [number of rows, numel]. Exists from `allocate` on, like the next three.
+        rows: [number of rows, numel]; set by `allocate`, like the next three.
         flat: [numel], all spans, the padding between them, and the tail; row 0.
         gradients: `flat` without its tail.
         tail: [num_tail].
@@ -89,7 +89,7 @@ class Bucket:
     flat: Tensor
     gradients: Tensor
     tail: Tensor
-    _unused: tuple[int, ...]  # of a place that the program does not use, each of `_users`
+    _unused: tuple[int, ...]  # the counts of `_users` for a place that the program does not use
 
     def __init__(self, index: int, slots: list[Slot], num_tail: int = 0, *, is_last: bool = True) -> None:
         self.index, self.slots, self.num_tail, self.is_last = index, slots, num_tail, is_last
@@ -110,7 +110,7 @@ class Bucket:
 
     def allocate(self, memory: Tensor, *, num_rows: int = 1) -> None:
         """Takes zeros, [num_rows · numel], as memory, and gives every slot its places in it."""
-        self._home, self._users_of_home = memory, num_users(memory)
+        self._first_memory, self._users_of_first = memory, num_users(memory)
         self._place(memory.view(num_rows, self.numel))
         is_padding = torch.ones(len(self.gradients), dtype=torch.bool, device=memory.device)
         for view in self.views_of(is_padding):
@@ -127,17 +127,17 @@ class Bucket:
         self.restore_views()
 
     def clear_padding(self) -> None:
-        """Writes zeros to the padding, where a wire format may have left what was not finite in its neighbours."""
+        """Writes zeros to the padding, where a wire format may have left non-finite values of its neighbours."""
         if len(self._padding):
             self.flat.index_fill_(0, self._padding, 0)
 
     def restore_views(self) -> list[Slot]:
-        """Makes new views in the place of those whose memory somebody has exchanged, as `p.grad.data = …` does.
+        """Replaces views whose memory the program has exchanged, as `p.grad.data = …` does.
 
-        Before that, the gradient was the view itself. Now it is an ordinary gradient, and is copied to its place.
+        Such a gradient is an ordinary one from then on, and is copied to its place.
 
         Returns:
-            Those slots of which the program still uses the former view's memory.
+            The slots whose former view's memory the program still uses.
         """
         if [slot.view.data_ptr() for slot in self.slots if slot.view is not None] == self._addresses:
             return []
@@ -157,7 +157,7 @@ class Bucket:
         return kept
 
     def spare_kept(self) -> bool:
-        """Leaves this memory to a program that has kept a gradient in it; returns to the first once that is free.
+        """Leaves this memory to a program that has kept a gradient in it; returns to the first memory once it is free.
 
         Returns:
             True if the bucket has changed to other memory.
@@ -165,17 +165,17 @@ class Bucket:
         kept = [*self.restore_views(), *self._kept()]
         for slot in kept:
             slot.is_kept = True
-        is_away = self.flat.data_ptr() != self._home.data_ptr()
-        if is_away and num_users(self._home) <= self._users_of_home:
-            self._place(self._home.view(1, -1))
+        is_away = self.flat.data_ptr() != self._first_memory.data_ptr()
+        if is_away and num_users(self._first_memory) <= self._users_of_first:
+            self._place(self._first_memory.view(1, -1))
         elif kept:
-            self._place(torch.zeros_like(self._home).view(1, -1))
+            self._place(torch.zeros_like(self._first_memory).view(1, -1))
         else:
             return False
         return True
 
     def _kept(self) -> list[Slot]:
-        """Returns the slots whose places the program uses, though they are not `p.grad` any more."""
+        """Returns the slots whose places the program still uses, though `p.grad` no longer refers to them."""
         counts = self._users()
         if all(max(each) <= unused for each, unused in zip(counts, self._unused, strict=True)):
             return []
@@ -202,7 +202,7 @@ class Bucket:
         return total_norm(block_norms([self.gradients])).square()
 
     def fill(self) -> list[Slot]:
-        """Copies every gradient that is not in its place yet to it; returns the slots without one, which hold zeros."""
+        """Copies gradients to their places, if they are elsewhere; returns the slots without one, filled with zeros."""
         empty: list[Slot] = []
         self.restore_views()
         filled: list[Slot] = []
@@ -231,11 +231,11 @@ class Bucket:
 def copy_into(slots: Sequence[Slot], here: list[Tensor], there: list[Tensor]) -> None:
     """Copies gradients of slots from `there` to their places in a bucket, `here`.
 
-    The C library copies very large ones, because it need not read what it overwrites: it writes past the caches if it
-    is told to (`process/memory.py`). Then 64 MB take 7 ms instead of 12.
+    The C library copies very large ones, because it need not read what it overwrites: `process/memory.py` makes it
+    write past the caches. Then 64 MB take 7 ms instead of 12.
 
     Raises:
-        RuntimeError: the bucket cannot hold one.
+        RuntimeError: the bucket cannot hold a gradient.
     """
     if large := {n for n, place in enumerate(here) if place.nbytes >= PAST_CACHES_BYTES}:
         large = {n for n in large if _copied_past_caches(slots[n], here[n], there[n])}
@@ -272,10 +272,12 @@ def span(parameter: Tensor) -> int:
 
 
 def _copied_past_caches(slot: Slot, place: Tensor, gradient: Tensor) -> bool:
-    """Copies a gradient that lies on the CPU as it will in its place. Returns True if it did."""
+    """Copies a gradient on the CPU whose layout is that of its place. Returns True if it did."""
     check_fits(slot, gradient)
-    is_as_it_lies = place.is_contiguous() and gradient.is_contiguous() and not (gradient.is_conj() or gradient.is_neg())
-    if gradient.device.type != "cpu" or not is_as_it_lies:
+    has_same_layout = (
+        place.is_contiguous() and gradient.is_contiguous() and not (gradient.is_conj() or gradient.is_neg())
+    )
+    if gradient.device.type != "cpu" or not has_same_layout:
         return False
     copy_bytes(place.data_ptr(), gradient.data_ptr(), gradient.nbytes)
     return True
@@ -283,14 +285,14 @@ def _copied_past_caches(slot: Slot, place: Tensor, gradient: Tensor) -> bool:
 
 def strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
     """Returns the parameter's own strides if it has no gaps: autograd adds in place only where layouts agree."""
-    is_as_it_lies = parameter.is_contiguous() or is_dense(parameter)
-    return (parameter if is_as_it_lies else torch.empty(parameter.shape, device="meta")).stride()
+    has_no_gaps = parameter.is_contiguous() or is_dense(parameter)
+    return (parameter if has_no_gaps else torch.empty(parameter.shape, device="meta")).stride()
 
 
 def with_own_storage(view: Tensor) -> Tensor:
     """Returns a view as a tensor with its own storage, whose users can be counted, and which is saved alone.
 
-    Where the device is neither a CPU nor a GPU, the view itself is returned.
+    If the device is neither a CPU nor a GPU, returns the view itself.
     """
     return from_dlpack(to_dlpack(view)) if view.device.type in ("cpu", gpu.KIND) else view
 

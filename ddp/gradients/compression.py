@@ -1,9 +1,9 @@
-"""Compression: what a replica does with a hook. It makes parcels of a bucket, and keeps steps and hook together.
+"""Compression: a replica's use of a hook. It cuts a bucket into parcels, and keeps the hook in step with training.
 
-    begin        commits what the hook remembers of the last step, unless that was taken back
-    reduce       a bucket's ranks of one host add up in memory; then the hook, between hosts
-    is_finite    no gradient of this step was NaN or infinite on this rank. A hook may not show it, so ranks tell
-    take_back    the hook is as it was before the step
+    begin        commits what the hook remembers of the last step, unless that was rolled back
+    reduce       the ranks of a host add up a bucket in memory; then the hook reduces it between hosts
+    is_finite    no gradient of this step was NaN or infinite on this rank; a flag, because a hook may hide one
+    take_back    rolls the hook back to before the step
 
 Where all ranks share one host's memory, nothing has to travel: buckets are added up there, and the hook does nothing,
 unless it changes gradients (momentum).
@@ -39,8 +39,8 @@ class Compression(Reducer):
         comm: the ranks that take part, or a stand-in.
         num_steps: committed steps with this hook.
         numels: by name, the number of elements of each parameter.
-        sends: what it compresses: "gradients", or "differences" of parameters, whose size is another one.
-        is_owed: a rank remembers gradients of a run on other hosts, which must be sent even if nothing else is.
+        sends: what it compresses: "gradients", or "differences" of parameters, which have another magnitude.
+        is_owed: a rank holds unsent gradients of a run on other hosts, which must be sent even if nothing else is.
 
     Raises:
         ConfigError: the hook cannot work as it is, or a parameter is on another device than the communicator.
@@ -63,7 +63,7 @@ class Compression(Reducer):
                     f"{name} is on {parameter.device}: a hook takes gradients on {comm.device} alone; leave it out"
                 )
             self.numels[name], self._dtypes[name] = parameter.numel(), parameter.dtype
-        self.hook, self.num_steps = corrected(copy.deepcopy(hook)), 0  # what it remembers is this replica's own
+        self.hook, self.num_steps = corrected(copy.deepcopy(hook)), 0  # its state belongs to this replica
         self.hook.check()
         self.sends = "gradients"
         self._owners = owners(self.numels, comm.host_partition.num_places)
@@ -76,7 +76,7 @@ class Compression(Reducer):
         return repr(self.hook) if self.sends == "gradients" else f"{self.hook!r} of {self.sends}"
 
     def change_to(self, sends: str) -> None:
-        """Compresses something else from now on. What is not sent yet is forgotten, because its size is another one."""
+        """Compresses something else from now on. Drops what is not sent yet, because its magnitude differs."""
         if sends != self.sends:
             self.commit()
             self.sends = sends
@@ -90,7 +90,7 @@ class Compression(Reducer):
         self._is_finite.fill_(True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "comm": None}  # a copy gets another one
+        return {**self.__dict__, "comm": None}  # a copy gets another communicator
 
     @property
     def is_finite(self) -> bool | Tensor:  # type: ignore[override]
@@ -105,7 +105,7 @@ class Compression(Reducer):
                 memory.commit()
 
     def take_back(self, name: str | None = None) -> None:
-        """Takes the last step back: the hook is as it was before it; or as it was of one parameter."""
+        """Rolls the hook back to before the last step, for one parameter or for all."""
         if name is None:
             self._is_pending = False
         for memory in self.hook.memories().values():
@@ -119,7 +119,8 @@ class Compression(Reducer):
         return partition.part_of(self.numels[name], rank)
 
     def reduce(self, bucket: Bucket, *, divide_by: SupportsInt, async_op: bool, label: str) -> InFlight | None:
-        """Makes of a bucket's gradients nearly their sum over all ranks, divided. Returns the work if it is in flight.
+        """Turns a bucket's gradients into nearly their sum over all ranks, divided. Returns the work if it is in
+        flight.
 
         Args:
             divide_by: divides every rank's gradients, before anything is sent.
@@ -158,15 +159,15 @@ class Compression(Reducer):
     # --- in a checkpoint ---------------------------------------------------------------------------------------------
     #
     #     saved      for each memory ("residual", "velocity", "factor") and each parameter
-    #                    [hosts, numel]   what each host has kept, put together from its ranks' parts
-    #                    the factor       where all ranks have the same
-    #     resumed    on as many hosts each gets its own again; else each gets an equal part of the sum. What counts is
-    #                the sum over hosts, so nothing is lost
+    #                    [hosts, numel]   what each host has kept, assembled from its ranks' parts
+    #                    the factor       if all ranks have the same
+    #     resumed    on the same number of hosts each gets its own again; else each gets an equal part of the sum. Only
+    #                the sum over hosts counts, so nothing is lost
     #
     # A model's worth of numbers for each host goes to rank 0 alone, one tensor at a time.
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the hook's state as of the last step, on rank 0; elsewhere nothing of use. Collective."""
+        """Returns the hook's state as of the last step, on rank 0; elsewhere its values are undefined. Collective."""
         self.commit()
         memories = self.hook.memories()
         everyone = all_gather_object(self.comm, {kind: list(memory.committed) for kind, memory in memories.items()})
@@ -194,10 +195,10 @@ class Compression(Reducer):
         return whole
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Lets the hook go on from a state that rank 0 has. Collective.
+        """Resumes the hook from a state that rank 0 has. Collective.
 
         Args:
-            state: what `state_dict` returned there; ignored elsewhere.
+            state: returned by `state_dict` on rank 0; ignored elsewhere.
         """
         comm, mine = self.comm, state if self.comm.rank == 0 else None
         memories = {} if mine is None else mine["memories"]
@@ -227,7 +228,7 @@ class Compression(Reducer):
 
 
 def send_dense(parcels: Sequence[Parcel], comm: Communicator) -> None:
-    """Adds up the parcels as they are."""
+    """Adds up the parcels uncompressed."""
     numels = [parcel.gradient.numel() for parcel in parcels]
     flat = parcels[0].gradient.new_zeros(sum(numels))
     sums = list(flat.split(numels))
@@ -247,7 +248,7 @@ def as_matrix(parameter: Tensor) -> tuple[int, int]:
 
 
 def owners(numels: dict[str, int], num_places: int) -> dict[str, int]:
-    """Returns the place that carries each tensor where one rank of a host carries all of it; about equally many."""
+    """Returns the place on a host that carries each whole tensor, so that loads are about equal."""
     loads = [0] * num_places
     found = {}
     for name in sorted(numels, key=lambda name: (-numels[name], name)):

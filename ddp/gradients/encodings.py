@@ -2,7 +2,7 @@
 
 Sign         one bit for each number, and a scale for each row
 TopK         the largest numbers, with their positions
-RandomK      numbers at random positions, which all ranks draw alike
+RandomK      numbers at random positions, which are the same on all ranks
 PowerSGD     two narrow matrices, whose product is near the gradient
 """
 
@@ -33,18 +33,18 @@ from ddp.process.streams import stream_seed
 #     sent           0.4  −0.4   0.4  −0.4
 #     kept           0.5   0.2  −0.3   0.0        error feedback sends it later
 #
-# A scale serves a row of a matrix, or a part of a long one, because rows differ in size: that of a token which a batch
-# does not hold is zero, and stays so. An optimizer such as Adam would make much of what a common scale put there.
+# A scale serves a row of a matrix, or a part of a long one, because rows differ in magnitude: that of a token which is
+# not in the batch is zero, and stays so. Adam would amplify what a common scale put there.
 #
-# Every rank sends its bits to all others, who add up what they mean. So the bytes grow with the number of hosts h:
-# (h − 1) ÷ 32 of a gradient's arrive on each host, where a ring moves 2 (h − 1) ÷ h of them.
+# Every rank sends its bits to all others, which decode and add them. So the bytes grow with the number of hosts h: (h −
+# 1) ÷ 32 of a gradient's arrive on each host, where a ring moves 2 (h − 1) ÷ h of them.
 #
 # Source: Zheng, Huang, Kwok, "Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback", arXiv
 # 1905.10936, definition 1.
 
 
 LEAST, MOST = 64, 2048  # numbers with one scale
-BATCH = 1 << 21  # numbers that travel together, while the next ones are encoded
+BATCH = 1 << 21  # numbers that travel in one message, while the next ones are encoded
 STRETCH = 1 << 16  # numbers whose temporary copies fit a CPU's cache
 SCALE_BYTES = 4
 GATHER_BITS = 0x0102_0408_1020_4080  # times eight bytes of 0 or 1: they are the bits of the product's highest byte
@@ -99,7 +99,7 @@ class _Batch:
         self._gathering = Gathering([bounds[-1] for bounds in self._bounds], parcels[0].gradient, comm)
 
     def send(self) -> None:
-        """Encodes this rank's, and sends it."""
+        """Encodes this rank's pieces, and sends them."""
         for piece, block, start in zip(self._pieces, self._blocks, self._bounds[self._rank], strict=False):
             parcel = self._parcels[piece.parcel]
             outgoing = parcel.outgoing[piece.of(slice(0, len(parcel.outgoing)))]
@@ -107,7 +107,7 @@ class _Batch:
         self._gathering.start()
 
     def receive(self, sums: Sequence[Tensor]) -> None:
-        """Adds what all ranks have sent."""
+        """Adds the pieces of all ranks to the sums."""
         for encoded, places, bounds in zip(self._gathering.wait(), self._places, self._bounds, strict=True):
             for piece, block, place, start in zip(self._pieces, self._blocks, places, bounds, strict=False):
                 add_signs(encoded[start:], sums[piece.parcel][place], block)
@@ -136,7 +136,7 @@ def block_of(columns: int) -> int:
 
 
 def encode_signs(numbers: Tensor, into: Tensor, block: int) -> None:
-    """Writes signs and scales, and leaves in `numbers`, [numel], what they do not say.
+    """Writes signs and scales, and leaves the encoding error in `numbers`, [numel].
 
     Args:
         into: bytes; those of `numbers` come first.
@@ -151,7 +151,7 @@ def encode_signs(numbers: Tensor, into: Tensor, block: int) -> None:
 
 
 def add_signs(encoded: Tensor, to: Tensor, block: int) -> None:
-    """Adds what was encoded to numbers, [numel]."""
+    """Decodes signs and scales, and adds them to numbers, [numel]."""
     table = _bit_table(to.device)
     for values, signs, scales in _sign_blocks(to, encoded, block):
         unpacked = table.index_select(0, signs.reshape(-1).int()).view(torch.int8).view(len(values), -1)
@@ -193,15 +193,15 @@ def _bit_table(device: torch.device) -> Tensor:
 #     what travels   0.9 at 0,  −0.4 at 3         8 bytes each
 #     kept           0.0  −0.2   0.1   0.0        error feedback sends it later
 #
-# Which are the k largest is found exactly. A sample shows about how large they are; of the few numbers that reach that
-# size, the k largest are selected.
+# The k largest are found exactly. A sample gives a threshold; of the few numbers that reach it, the k largest are
+# selected.
 #
-# Every rank sends its numbers to all others, so the bytes grow with the number of hosts h: of a gradient's,
-# 2 ratio (h − 1) arrive on each host.
+# Every rank sends its numbers to all others, so the bytes grow with the number of hosts h: each host receives 2 ratio
+# (h − 1) times those of a gradient.
 #
 # Note "momentum correction". A number that waits for many steps misses the momentum that an optimizer would have given
 # it. With `momentum` the hook keeps the velocity itself, on each rank, and sends that; the optimizer must have none.
-# Where a number was sent, its velocity starts anew, so that it does not push in an old direction.
+# Where a number was sent, its velocity restarts at zero, so that it does not push in an old direction.
 #
 # Note "ratio warm-up". At first weights change fast, so the ratio falls from 1/4 to the final one, by the same factor
 # in each of `warmup_steps` steps.
@@ -212,7 +212,7 @@ def _bit_table(device: torch.device) -> Tensor:
 FIRST_RATIO = 0.25
 NUM_SAMPLED = 1 << 16
 INDEX_BYTES = 4
-MARGIN = 1.2  # candidates for each number that is wanted
+MARGIN = 1.2  # candidates for each number to be found
 
 
 class TopK(Hook):
@@ -291,7 +291,7 @@ def largest(numbers: Tensor, count: int) -> Tensor:
     """Returns the positions of the `count` numbers of the largest absolute values, in any order."""
     numel = len(numbers)
     if numbers.device.type == "cpu" and numel > 4 * max(NUM_SAMPLED, count):
-        # not on a GPU, which would have to tell the host how many reach that size
+        # not on a GPU, because the host would wait for the number of candidates
         sample = numbers[:: numel // NUM_SAMPLED].abs()
         rank = math.ceil(MARGIN * count / numel * len(sample)) + 8  # among the sample, from the largest on
         least = sample.kthvalue(max(1, len(sample) - rank)).values
@@ -384,14 +384,14 @@ class RandomK(Hook):
 #     result P̂ Qᵀ            kept: M − P̂ (Mᵀ P̂)ᵀ, of this host
 #
 # That is one step of a power iteration, from the Q of the last step (*warm start*): over the steps, P̂ turns to the
-# directions in which gradients are largest. All that travels is (rows + columns) × rank numbers, by ordinary
-# all-reduces, at any number of hosts.
+# directions in which gradients are largest. Only (rows + columns) × rank numbers travel, by ordinary all-reduces, at
+# any number of hosts.
 #
-# Source: Vogels, Karimireddy, Jaggi, "PowerSGD", arXiv 1905.13727, algorithms 1 and 2; here each host keeps what it
-# lacks of its own M, and not of the mean: the sum over hosts is the same.
+# Source: Vogels, Karimireddy, Jaggi, "PowerSGD", arXiv 1905.13727, algorithms 1 and 2; here each host keeps the error
+# of its own M, and not of the mean: the sum over hosts is the same.
 
 
-WORTH_IT = 2  # times fewer numbers, or the gradient goes dense
+WORTH_IT = 2  # times fewer numbers; otherwise the gradient is sent dense
 
 
 class PowerSGD(Hook):

@@ -1,16 +1,16 @@
-"""The protocol of hooks, which make the sum of all hosts' gradients while sending less than all of them.
+"""The protocol of hooks, which sum all hosts' gradients while sending less than all of them.
 
 A hook gets *parcels*: the gradients of a bucket, one for each parameter, after the ranks of each host have added up in
 memory (`HostPartition`), and after the one division by the global count. So a parcel is the host's part of the mean.
 Each rank sends what it carries of it. For every bucket, in this order, on every rank:
 
-    takes      is this tensor worth encoding? Small ones and those of one dimension go dense, that is as they are
-    enter      for each parcel: the gradient becomes what should be sent (a velocity, a residual is added, …)
+    takes      decides if a tensor is worth encoding; small ones and those of one dimension are sent dense (as they are)
+    enter      for each parcel: turns the gradient into what should be sent (a velocity, plus a residual, …)
     reduce     sends `outgoing`; leaves in it what was not sent; writes the sum over all hosts to `gradient`
-    leave      for each parcel: what was not sent is remembered
+    leave      for each parcel: remembers what was not sent
 
 All of it runs as one collective of the communicator (`Communicator.chain`), so that the collectives of two buckets
-cannot get into each other's way.
+cannot interleave.
 """
 
 from __future__ import annotations
@@ -32,11 +32,9 @@ from ddp.errors import ConfigError
 
 # --- The memory of a hook --------------------------------------------------------------------------------------------
 #
-# The memory of a hook, by parameter name: what it had before a step, and what it has after it.
-#
-# A step may be rolled back, because a gradient was not finite, say. So a hook reads from the memory of the last
-# committed step, and writes into another one, until the step is committed or rolled back. That doubles the memory: two
-# tensors for each that is kept.
+# A step may be rolled back, because a gradient was not finite, say. So a hook reads the memory of the last committed
+# step, and writes to another one, until the step is committed or rolled back. That doubles the memory: two tensors for
+# each that is kept.
 
 
 Kind = Literal["summed", "same"]
@@ -46,8 +44,8 @@ class Memory:
     """Tensors of a hook, by parameter name.
 
     Args:
-        kind: "summed": each rank has its own, of what it carries, and what counts is their sum over hosts; "same":
-            every rank has the same.
+        kind: "summed": each rank has its own, of what it carries, and only their sum over hosts counts; "same": every
+            rank has the same.
 
     Attributes:
         committed: those of the last committed step.
@@ -61,7 +59,7 @@ class Memory:
         self._spare: dict[str, Tensor] = {}
 
     def buffer_for(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns uninitialized memory of this shape for what is pending."""
+        """Returns uninitialized memory of this shape for a pending tensor."""
         spare = self._spare.pop(name, None)
         if spare is None or (spare.shape, spare.dtype, spare.device) != (like.shape, dtype, like.device):
             spare = torch.empty_like(like, dtype=dtype)
@@ -80,7 +78,7 @@ class Memory:
         self.pending[name] = torch.empty(0)
 
     def commit(self) -> None:
-        """Commits what is pending."""
+        """Commits the pending tensors."""
         for name, tensor in self.pending.items():
             if (former := self.committed.pop(name, None)) is not None:
                 self._spare[name] = former
@@ -89,7 +87,7 @@ class Memory:
         self.pending.clear()
 
     def roll_back(self, name: str | None = None) -> None:
-        """Drops what is pending, of one parameter or of all."""
+        """Drops the pending tensors, of one parameter or of all."""
         for each in list(self.pending) if name is None else [name]:
             if (tensor := self.pending.pop(each, None)) is not None:
                 self._spare[each] = tensor
@@ -100,11 +98,11 @@ FEW = 1024  # elements that are not worth encoding
 
 @dataclass(eq=False)
 class Parcel:
-    """A parameter's gradient on its way.
+    """A parameter's gradient in transit.
 
     Attributes:
         name: of the parameter.
-        gradient: [numel], in the order of memory: first the host's part of the mean, at last the mean.
+        gradient: [numel], in the order of memory: first the host's part of the mean, finally the mean.
         shape: rows and columns, if it is a matrix; of more dimensions the first one in memory makes the rows.
         mine: what this rank carries of it.
         outgoing: [mine], what this rank has to send of it; then what it did not send.
@@ -120,14 +118,14 @@ class Parcel:
 
 
 class Hook(ABC):
-    """Makes the sum of all hosts' gradients, while sending less than all of them.
+    """Sums all hosts' gradients, while sending less than all of them.
 
     Attributes:
         carries_whole: a tensor is carried by one rank of a host, and not by all, each a part.
         error_feedback: it loses the same part of a gradient again and again, so error feedback is put around it
             (`ErrorFeedback`). Hooks that need it have it by default.
-        is_corrected: error feedback stands around it.
-        momentum: that of a velocity which it sends in the place of the gradient.
+        is_corrected: error feedback is put around it.
+        momentum: of the velocity that it sends in place of the gradient.
     """
 
     carries_whole = False
@@ -135,7 +133,7 @@ class Hook(ABC):
     is_corrected = False
     momentum = 0.0
 
-    def check(self) -> None:  # noqa: B027 (it has nothing to complain of)
+    def check(self) -> None:  # noqa: B027 (nothing to refuse)
         """Raises ConfigError if it cannot work as it is."""
 
     def takes(self, gradient: Tensor, shape: tuple[int, int], step: int) -> bool:
@@ -147,7 +145,7 @@ class Hook(ABC):
         return min(shape) > 1 and gradient.numel() >= FEW and gradient.is_floating_point()
 
     def enter(self, parcel: Parcel) -> None:  # noqa: B027 (the gradient itself is sent)
-        """Makes of `outgoing` what should be sent, in memory of its own or in place."""
+        """Turns `outgoing` into what should be sent, in its own memory or in place."""
 
     @abstractmethod
     def reduce(self, parcels: Sequence[Parcel], comm: Communicator, step: int) -> None:
@@ -157,15 +155,15 @@ class Hook(ABC):
         """Remembers what was not sent, once `gradient` is the sum."""
 
     def memories(self) -> dict[str, Memory]:
-        """Returns everything that it remembers from step to step, by a name for each kind of memory."""
+        """Returns all state that is kept from step to step, by a name for each kind of memory."""
         return {}
 
 
 class Around(Hook):
-    """A hook around another one, which it lets do everything.
+    """A hook around another one, to which it delegates everything.
 
     Raises:
-        ConfigError: that is no hook.
+        ConfigError: the inner object is no hook.
     """
 
     def __init__(self, hook: Hook) -> None:
@@ -194,7 +192,7 @@ class Around(Hook):
 
 
 def is_number(value: object) -> bool:
-    """Returns True for a number, which True is not."""
+    """Returns True for a number; a bool is none."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -204,13 +202,13 @@ def is_whole(value: object) -> bool:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the type that sums of such gradients are kept in."""
+    """Returns the type in which gradients of this type are summed."""
     return torch.promote_types(dtype, torch.float32)
 
 
 @contextmanager
 def summing(gradient: Tensor) -> Iterator[Tensor]:
-    """Gives zeros to add up in, in a wide type; in the end the gradient has the sum."""
+    """Yields zeros of a wide type to add to; copies the sum to the gradient afterwards."""
     is_wide = gradient.dtype == wide(gradient.dtype)
     total = gradient.zero_() if is_wide else torch.zeros_like(gradient, dtype=wide(gradient.dtype))
     yield total
@@ -262,8 +260,8 @@ def aligned(numels: Iterable[int], multiple: int = 16) -> list[int]:
 #     outgoing = gradient + residual         the hook inside sends a part of it
 #     residual = outgoing − what was sent
 #
-# So nothing is lost, only late: sent + kept = there, on every rank. Without it a biased hook such as `sign` goes
-# astray. So the hooks of this package have it around them unless they are made with `error_feedback=False`. The
+# So nothing is lost, only late: sent + kept = outgoing, on every rank. Without it a biased hook such as `Sign`
+# diverges. So the hooks of this package have it around them unless they are made with `error_feedback=False`. The
 # residual is in units of the mean gradient, as is everything that hooks see; so one from a large batch weighs no more
 # in a small one.
 #
@@ -274,7 +272,7 @@ def aligned(numels: Iterable[int], multiple: int = 16) -> list[int]:
 
 
 def corrected(hook: Hook) -> Hook:
-    """Returns the hook with error feedback, unless it has it already or does without."""
+    """Returns the hook with error feedback around it, unless that is there already or switched off."""
     if isinstance(hook, ErrorFeedback):
         return hook
     if isinstance(hook, Around):
@@ -285,7 +283,7 @@ def corrected(hook: Hook) -> Hook:
 
 
 class ErrorFeedback(Around):
-    """Adds to each gradient what the last steps have not sent of it.
+    """Adds to each gradient the part that earlier steps have not sent.
 
     Args:
         hook: sends a part of what it gets.
@@ -316,9 +314,7 @@ class ErrorFeedback(Around):
 
 # --- A dense start ---------------------------------------------------------------------------------------------------
 #
-# Dense start: the first steps send every gradient as it is.
-#
-# While weights change fast, what is kept back is out of date when it is sent. So the first steps send all of it.
+# While weights change fast, a residual is out of date when it is sent. So the first steps send every gradient dense.
 
 
 class DenseStart(Around):
@@ -326,7 +322,7 @@ class DenseStart(Around):
 
     Args:
         hook: sends from then on.
-        steps: their number, counted from the first step with this hook, also if the run is resumed.
+        steps: number of dense steps, counted from the first step with this hook, also across resumes.
 
     Raises:
         ConfigError: `steps` is negative.

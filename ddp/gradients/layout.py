@@ -2,7 +2,7 @@
 
 A layout is first planned with the parameters in the reverse order of registration, because backward reaches the last
 layers first. The first backward shows in which order gradients really become ready. At its end all ranks take the order
-of the first rank that had samples, and the layout is planned anew, in that order.
+of the first rank that had samples, and the layout is planned again, in that order.
 
 A layout is a function of the parameters, their order and the limits alone, never of the world size. Its memory is
 allocated when the first bucket is about to be filled, and not before. So a replica can be made, copied and loaded
@@ -21,7 +21,7 @@ from torch import nn
 from ddp.collectives.shards import most_nodes
 from ddp.comm.reduction import OnDevice, scaled_
 from ddp.gradients.bucket import Bucket, Slot, span
-from ddp.gradients.totals import NUM_TOTALS, NUM_VERDICTS, Rider, Totals, global_count
+from ddp.gradients.totals import NUM_FLAGS, NUM_TOTALS, Rider, Totals, global_count
 
 if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator
@@ -37,10 +37,10 @@ class Layout:
     Args:
         named: the parameters with their names, in the order of registration; the same on every rank.
         limits: bytes at which bucket 0, 1, 2, … is closed; the last one holds for all that follow.
-        reducer: of the buckets, which says whether they may carry tails, or be resized.
+        reducer: of the buckets; tells whether they may carry tails, or be resized.
         sparse: names of the parameters whose gradients are sparse tensors, which live in no bucket.
-        num_shards: gradients are added up by this number of shards of the batch; None: by ranks. Of shards, totals and
-            verdicts travel apart.
+        num_shards: gradients are added up by this number of shards of the batch; None: by ranks. With shards, totals
+            and step flags travel separately.
 
     Attributes:
         slots: one for each parameter, in the order of registration.
@@ -50,10 +50,10 @@ class Layout:
         buckets: in the order of reduction.
         index_of: by the parameter's id, the index of its bucket.
         order: names in the order in which gradients become ready; None as long as that is not known.
-        is_learned: it is known.
+        is_learned: the order is known.
         is_for_hook: a communication hook reduces the buckets.
-        totals, verdicts: how they travel.
-        num_rows: of each bucket: as many as a rank may be left with partial sums of shards, or 1.
+        totals, flags: how the totals and the step flags travel.
+        num_rows: rows of each bucket: the most partial sums of shards that a rank may end with, or 1.
         kept: slots of which the program keeps gradients (`bucket.py`, note "kept"); from `allocate` on.
         has_memory: `allocate` has been called.
     """
@@ -96,28 +96,28 @@ class Layout:
         groups = plan_buckets(in_order, limits=self._limits)
         may_ride = self._tails_ride and not for_hook and bool(groups)
         totals_ride = may_ride and self._is_wide(groups[0])
-        verdicts_ride = may_ride and self._is_wide(groups[-1])
+        flags_ride = may_ride and self._is_wide(groups[-1])
         num_tail = [0] * len(groups)
         if totals_ride:
             num_tail[0] += NUM_TOTALS
-        if verdicts_ride:
-            num_tail[-1] += NUM_VERDICTS
+        if flags_ride:
+            num_tail[-1] += NUM_FLAGS
         self.buckets = [
             Bucket(index, group, num, is_last=index == len(groups) - 1)
             for index, (group, num) in enumerate(zip(groups, num_tail, strict=True))
         ]
         self.index_of = {each: bucket.index for bucket in self.buckets for each in bucket.ids}
         first, last = (self.buckets[0], self.buckets[-1]) if self.buckets else (None, None)
-        self.totals, self.verdicts = (
+        self.totals, self.flags = (
             Rider(self._comm, carrier, place, (self.num_rows, numel), self._num_shards)
             for carrier, place, numel in (
                 (first if totals_ride else None, slice(NUM_TOTALS), NUM_TOTALS),
-                (last if verdicts_ride else None, slice(-NUM_VERDICTS, None), NUM_VERDICTS),
+                (last if flags_ride else None, slice(-NUM_FLAGS, None), NUM_FLAGS),
             )
         )
 
     def allocate(self) -> None:
-        """Allocates the buckets' memory, unless they have it. Collective, where they have not."""
+        """Allocates the buckets' memory, unless they have it already. Collective if they have none."""
         if self.has_memory:
             return
         for bucket in self.buckets:
@@ -129,18 +129,18 @@ class Layout:
             bucket.allocate(memory, num_rows=self.num_rows)
             # given back with the bucket, because the model may live on, under another replica
             weakref.finalize(bucket, self._comm.free, memory).atexit = False
-        for rider in (self.totals, self.verdicts):
+        for rider in (self.totals, self.flags):
             rider.allocate()
         self._find_tails()
         self.has_memory = True
 
     def _find_tails(self) -> None:
         self.kept = [slot for slot in self.slots if slot.is_kept]
-        for rider in (self.totals, self.verdicts):
+        for rider in (self.totals, self.flags):
             rider.find()
 
     def spare_kept(self) -> None:
-        """Lets no backward write to gradients that the program has kept (`bucket.py`, note "kept")."""
+        """Moves buckets out of memory in which the program has kept gradients (`bucket.py`, note "kept")."""
         if self.has_memory and sum(map(Bucket.spare_kept, self.buckets)):
             self._find_tails()
 
@@ -157,18 +157,18 @@ class Layout:
 
 
 class Division:
-    """The one division of a step's sums, by the number of ranks or by the global count; and what is left of it.
+    """The one division of a step's sums, by the number of ranks or by the global count, and its completion.
 
     Args:
         mine: this rank's part of the totals, if they ride along.
         divide_by: the divisor if they do not.
-        averages: the reducer divides by the world size, whatever it is told.
+        averages: the reducer divides by the world size, whatever divisor it is given.
     """
 
     def __init__(
         self, comm: Communicator, layout: Layout, mine: Totals | None, divide_by: SupportsInt, *, averages: bool
     ) -> None:
-        self._totals, self._verdicts, self._buckets, self._mine = layout.totals, layout.verdicts, layout.buckets, mine
+        self._totals, self._flags, self._buckets, self._mine = layout.totals, layout.flags, layout.buckets, mine
         self._averaged_by = comm.world_size if averages else 0
         self._divide_by = divide_by if mine is None else global_count(comm, layout.totals.numbers, mine.loss_scale)
 
@@ -194,7 +194,7 @@ class Division:
         return totals
 
     def complete_on_device(self) -> None:
-        """Completes the division where the count is, on a GPU, and the host does not know it."""
+        """Completes the division on the GPU, if the count is there and unknown to the host."""
         if isinstance(self._divide_by, OnDevice) and (count := self._divide_by.on_device()) is not None:
             if self._totals.carrier is not None:
                 self._totals.carrier.gradients.div_(count)
@@ -205,13 +205,13 @@ class Division:
         """Returns the totals of all ranks from their numbers, after `complete_on_device`."""
         return Totals() if self._mine is None else Totals.read(of_totals)
 
-    def of_verdicts(self, totals: Totals | None = None) -> float:
-        """Returns what the verdicts were divided by, together with the bucket that has carried them.
+    def of_flags(self, totals: Totals | None = None) -> float:
+        """Returns what the step flags were divided by, together with the bucket that carried them.
 
         Args:
-            totals: of all ranks, where the division was made on a GPU, by the very count.
+            totals: of all ranks, if the division was made on a GPU, by the exact count.
         """
-        if self._verdicts.carrier is None or self._is_later(self._verdicts.carrier):
+        if self._flags.carrier is None or self._is_later(self._flags.carrier):
             return 1
         if totals is not None and self._mine is not None:
             return (totals.items_on_host or 1) * self._mine.loss_scale
@@ -225,7 +225,7 @@ class Division:
 def plan_buckets(slots: Iterable[Slot], *, limits: Sequence[int]) -> list[list[Slot]]:
     """Returns the slots of each bucket.
 
-    Each dtype and device has an open bucket of its own. The result is in the order in which buckets will be full.
+    Each dtype and device has its own open bucket. The result is in the order in which buckets will be full.
 
     Args:
         slots: in the order in which gradients are expected.

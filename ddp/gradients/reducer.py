@@ -1,4 +1,4 @@
-"""Reducers: each makes of all ranks' buckets one mean, in its own way. Every backward is given one.
+"""Reducers: each makes one mean of all ranks' buckets, in its own way. Every backward is given one.
 
 AllReduce         every rank gets the mean of the whole bucket
 ReduceScatter     every rank gets the mean of its slice
@@ -47,12 +47,12 @@ class Reducer(ABC):
     """Makes of all ranks' buckets their mean.
 
     Attributes:
-        tails_ride: totals and verdicts may travel in the buckets; a wire format or a hook would round them.
-        may_resize: it may resize buckets, which are ordinary memory then, and hold gradients and nothing else.
+        tails_ride: totals and step flags may travel in the buckets; a wire format or a hook would round them.
+        may_resize: it may resize buckets; then they are ordinary memory, and hold only gradients.
         averages: it divides by the world size, whatever divisor it is given.
-        may_hide: what it makes of numbers that are not finite may be finite.
-        is_finite: all gradients that this rank has sent in this step were finite, as far as buckets do not show it; on
-            a GPU a scalar there.
+        may_hide: its result may be finite though its input is not.
+        is_finite: False if this rank has sent a non-finite gradient in this step that the buckets may not show; on a
+            GPU a scalar there.
     """
 
     tails_ride = False
@@ -69,18 +69,18 @@ class Reducer(ABC):
         """Sums a bucket over the ranks and divides it. Returns the work if it is still in flight."""
 
     def take_back(self, name: str | None = None) -> None:  # noqa: B027 (nothing is remembered)
-        """Forgets what the last step has left behind, of one parameter or of all, because it is not made."""
+        """Rolls back the reducer's state of the last step, of one parameter or of all, because the step is not made."""
 
 
 class Collective(Reducer):
-    """A reducer that is one collective of the communicator. A rank may get the mean of one slice of each bucket alone.
+    """A reducer that is one collective of the communicator. A rank may get only the mean of one slice of each bucket.
 
     Args:
         wire: the format in which buckets travel between hosts.
         num_shards: a bucket's rows are partial sums of this number of shards; None: it has one, this rank's sum.
 
     Attributes:
-        is_sliced: the slice is used where it is, in the bucket, and the rest of `p.grad` is undefined.
+        is_sliced: the slice is used in place, in the bucket, and the rest of `p.grad` is undefined.
     """
 
     is_sliced = False
@@ -154,20 +154,20 @@ class ReduceScatter(Collective):
 class HostReduceScatter(ReduceScatter):
     """Gives every rank the mean of a slice, which the ranks in the same place on other hosts get, too.
 
-    Where hosts have different numbers of ranks, or gradients travel in a wire format, it is an all-reduce.
+    If hosts have different numbers of ranks, or gradients travel in a wire format, it is an all-reduce.
     """
 
     def __init__(self, comm: Communicator, wire: WireName | None = None, num_shards: int | None = None) -> None:
         super().__init__(comm, wire, num_shards)
-        self._are_alike = len({len(host) for host in comm.hosts}) == 1
-        self._scatters = self._are_alike and wire is None
+        self._are_equal_hosts = len({len(host) for host in comm.hosts}) == 1
+        self._scatters = self._are_equal_hosts and wire is None
         self.tails_ride = not self._scatters and wire is None
 
     def slice_of(self, bucket: Bucket) -> tuple[int, int]:
         hosts, place = self._comm.host_partition, self._comm.host_partition.places[self._comm.rank]
-        if self._are_alike:
+        if self._are_equal_hosts:
             bounds = self.bounds_of(bucket)[:: hosts.num_hosts]
-        else:  # those that have no counterpart on the smallest host have no slice
+        else:  # ranks without a counterpart on the smallest host have no slice
             bounds = slice_bounds(bucket, hosts.num_places)
             bounds += [bounds[-1]] * (max(hosts.places) + 2 - len(bounds))
         return bounds[place], bounds[place + 1]

@@ -1,25 +1,25 @@
-"""Totals and verdicts of a step: they ride with the gradients, in the tails of two buckets, and need no message.
+"""Totals and flags of a step: they travel with the gradients, in the tails of two buckets, and need no message.
 
     totals     loss_sum   items ÷ 4096   items % 4096   votes to stop
                streams that end                                           in the tail of the first bucket
-    verdicts   unused parameters   undefined gradients   values that are
+    flags      unused parameters   undefined gradients   values that are
                not finite   squared norms                                 in the tail of the last bucket
 
 The gradients are sums over samples (or tokens), and the mean is taken once, by the *global* count. So the count travels
 first: then every later bucket can be divided as a part of its all-reduce. A float32 holds integers up to 2²⁴ exactly.
 The count takes two elements, so that it is exact up to 2³⁶ per step. It need not be whole: of a mean with class weights
 it is the sum of the weights, whose fraction is in the second element. Collectives divide by the nearest whole number
-then, and the rest of the division is made when the totals are read. The verdicts are known only when backward has
-ended, so they travel last. Their tail is divided like the gradients beside it, so a verdict says only that some rank
-has found something, and not how many have.
+then, and the rest of the division is made when the totals are read. The flags are known only when backward has ended,
+so they travel last. Their tail is divided like the gradients next to it, so a flag says that some rank has set it, and
+not how many have.
 
 On request each rank finds the squared norm of its own gradient before it is averaged, for the noise scale
 (`train/reports/meters.py`).
 
 Where no bucket can carry a tail (its type is too narrow, or a wire format or a communication hook would round it),
-totals and verdicts travel apart, in their own messages: totals before the first bucket, verdicts after the last one.
-A `Rider` is the one or the other, and a `Division` (`layout.py`) knows what follows: sums over ranks are divided as a
-part of each all-reduce, by the world size or by the count; the bucket that has carried the count, afterwards.
+totals and flags travel in their own messages: totals before the first bucket, flags after the last one. A `Rider` does
+either. A `Division` (`layout.py`) divides accordingly: most sums as a part of their all-reduce, by the world size or by
+the count; the bucket that has carried the count, afterwards.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Totals(NamedTuple):
         num_stopping: number of ranks that want to stop after this step.
         num_ending: number of ranks that have no batch for the next step.
         parts: what was measured; None for nothing.
-        measure: asks the replica to measure, with this rank's whole share as a part.
+        measure: the replica measures, with this rank's whole share as a part.
         loss_scale: what losses were multiplied by before backward, though not in `loss_sum`; gradients are divided by
             it. The same on every rank.
     """
@@ -131,7 +131,7 @@ class StepFlags(NamedTuple):
     Attributes:
         has_unused: backward has not reached a parameter.
         has_undefined: backward has reached a parameter, but computed no gradient for it.
-        has_non_finite: a gradient was not finite, and a hook has sent it, which may not show it any more.
+        has_non_finite: a gradient was not finite, and the hook that has sent it may have hidden that.
         parts: the measured parts of the batch.
     """
 
@@ -141,7 +141,7 @@ class StepFlags(NamedTuple):
     parts: Parts = Parts()
 
     def write(self, tail: Tensor) -> None:
-        """Writes this rank's verdicts into a tail, [NUM_VERDICTS]."""
+        """Writes this rank's flags into a tail, [NUM_FLAGS]."""
         *found, (squares, *counts) = self
         if any((*found, *counts)):
             tail[:-1].copy_(sent([*found, *counts], tail))
@@ -151,7 +151,7 @@ class StepFlags(NamedTuple):
 
     @classmethod
     def read(cls, tail: Sequence[float], *, divided_by: float) -> StepFlags:
-        """Reads from the numbers of a tail, [NUM_VERDICTS], what any rank has found.
+        """Reads the flags that any rank has set from the numbers of a tail, [NUM_FLAGS].
 
         Args:
             divided_by: what the tail was divided by on its way.
@@ -167,22 +167,22 @@ class StepFlags(NamedTuple):
 
 
 def sent(numbers: Sequence[float], tail: Tensor) -> Tensor:
-    """Returns numbers where a tail is, without a wait for a GPU."""
+    """Returns numbers on the device of a tail, without a wait for a GPU."""
     return gpu.sent(torch.tensor(numbers, dtype=tail.dtype, device="cpu"), tail.device)
 
 
 def count_of(number: float) -> float:
-    """Returns a count as an int if it is whole, so that what is divided by it has the same bits as ever."""
+    """Returns a count as an int if it is whole, so that quotients keep their bits."""
     return int(number) if number == int(number) else number
 
 
-NUM_TOTALS, NUM_VERDICTS = 5, 6
+NUM_TOTALS, NUM_FLAGS = 5, 6
 
 
 class GlobalCount(OnDevice):
     """The whole divisor of all ranks' sums, times the loss scale, as a value that can be read once totals are complete.
 
-    It is handed to collectives that divide by it. They read it when they run, after the one that carries the totals.
+    Collectives that divide by it read it when they run, after the one that carries the totals.
 
     Args:
         totals: the tail that carries them, [NUM_TOTALS].
@@ -204,7 +204,7 @@ class GlobalCount(OnDevice):
 class CountOnDevice(GlobalCount):
     """A count that stays on a GPU, whose collectives are enqueued: the host does not wait for it.
 
-    The division is by the very count, whole or not.
+    The division is by the exact count, whole or not.
     """
 
     fraction_correction = 1.0
@@ -225,11 +225,11 @@ def global_count(comm: Communicator, totals: Tensor, loss_scale: int = 1) -> Glo
 
 
 class Rider:
-    """Numbers that each step adds up over all ranks: they ride in the tail of a bucket, or travel in their own message.
+    """Numbers that each step adds up over all ranks, in the tail of a bucket or in their own message.
 
     Args:
-        carrier: the bucket; None: they travel apart.
-        place: theirs in its tail.
+        carrier: the bucket; None: the numbers travel in their own message.
+        place: of the numbers in its tail.
         shape: of `rows`.
         num_shards: as in `Layout`.
 
@@ -250,7 +250,7 @@ class Rider:
         return self.rows[0]
 
     def allocate(self) -> None:
-        """Allocates the rows of numbers that travel apart. Collective where there are shards."""
+        """Allocates the rows of numbers that no bucket carries. Collective if there are shards."""
         if self.carrier is None and self._num_shards is None:
             self.rows = torch.zeros(self._shape, dtype=torch.float64, device=self._comm.device)
         elif self.carrier is None:
@@ -259,7 +259,7 @@ class Rider:
             self.rows = memory.view(self._shape)
 
     def find(self) -> None:
-        """Finds the tail again, because the bucket has got its memory, or has changed to another one."""
+        """Finds the tail again, because the bucket has new memory."""
         if self.carrier is not None:
             self.rows = self.carrier.tail[None, self._place]
 

@@ -6,8 +6,8 @@
                  apply      change the weights
 
 Note "units and stretches". A phase is several passes over memory. On a CPU each one is faster if the cache still holds
-what the last one has written. So a large tensor, of several blocks (`norms.py`), goes through all passes of a phase
-stretch by stretch. Much shorter stretches would lose more to Python calls than they win. Small tensors are taken
+the output of the last one. So a large tensor, of several blocks (`norms.py`), goes through all passes of a phase
+stretch by stretch. Much shorter stretches would lose more to Python calls than they gain. Small tensors are taken
 together, as many as fit a stretch, by torch's multi-tensor ("foreach") functions, for the same reason. A *unit* is one
 large tensor, or such a batch of small ones. On a GPU all tensors are one unit.
 
@@ -35,13 +35,13 @@ from ddp.process.memory import is_dense
 
 # --- Choices of LARS and LAMB, by preset -----------------------------------------------------------------------------
 #
-# The choices of an optimizer: a preset's, some of them replaced, each checked.
+# The choices of an optimizer are a preset's, some of them replaced. Each is checked.
 
 
 def with_preset(
     kind: str, preset: str, presets: Mapping[str, Mapping[str, Any]], choices: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns a preset's choices, some of them replaced.
+    """Returns a preset's choices, with the given ones in place of its own.
 
     Raises:
         ConfigError: there is no such preset or choice.
@@ -59,7 +59,7 @@ def with_preset(
 
 
 def _check_kind(name: str, value: Any, like: Any) -> None:
-    """Raises ConfigError unless the value of a choice is of the kind of the preset's."""
+    """Raises ConfigError unless the value of a choice has the type of the preset's."""
 
     def is_number(each: Any) -> bool:
         return isinstance(each, (int, float)) and not isinstance(each, bool)
@@ -91,7 +91,7 @@ Adapt = Literal["always", "with_decay", "never"]
 Ratios = float | list[float] | Tensor
 """A trust ratio, or those of several tensors; a tensor, [num_tensors], on a GPU, where reading it would be a wait."""
 Factor = float | Tensor
-"""What gradients are multiplied by; a scalar on a GPU if it depends on them."""
+"""A factor on gradients; a scalar on a GPU if it depends on them."""
 Row = tuple[Tensor, ...]
 """Weights, gradient, and the optimizer's states of one tensor, or of a stretch of it."""
 
@@ -115,8 +115,8 @@ class Unit(NamedTuple):
 
     Attributes:
         weights: all of them.
-        batches: what goes through a phase together: the stretches of one tensor, or all tensors.
-        is_one: they are one tensor.
+        batches: they go through a phase one by one: the stretches of one tensor, or all tensors at once.
+        is_one: the unit is one tensor.
     """
 
     weights: list[Tensor]
@@ -128,7 +128,7 @@ class Measured(NamedTuple):
     """A unit between the two phases.
 
     Attributes:
-        norms: [num_blocks, 2]: ‖w‖ and ‖update‖ of each block of all its tensors; None where it has no ratio.
+        norms: [num_blocks, 2]: ‖w‖ and ‖update‖ of each block of all its tensors; None if the unit has no ratio.
     """
 
     unit: Unit
@@ -148,15 +148,15 @@ class Layerwise(Optimizer, ABC):
     Args:
         params, lr, maximize: as in `LARS`.
         preset: a key of `PRESETS`.
-        choices: what replaces some of the preset's.
+        choices: they replace some of the preset's.
 
     Raises:
         ConfigError: there is no such preset or choice, or a value is out of its range.
 
     Attributes:
         STATES: names of the optimizer's states of a tensor, which have the tensor's shape.
-        exchange: the parameters are parts of tensors, and this finds the norms of whole ones (`strategies/sharded.py`).
-        is_large: says which tensors are units by themselves; a part of such a tensor is one, too, however small.
+        exchange: set if the parameters are parts of tensors; finds the norms of whole ones (`strategies/sharded.py`).
+        is_large: returns True for a tensor that is a unit by itself; a part of such a tensor is one, too.
     """
 
     STATES: tuple[str, ...]
@@ -192,7 +192,7 @@ class Layerwise(Optimizer, ABC):
 
     @abstractmethod
     def _check(self, choices: Mapping[str, Any]) -> None:
-        """Raises ConfigError for choices that no step can be made with."""
+        """Raises ConfigError for choices with which no step can be made."""
 
     @property
     def clip_norm(self) -> float | None:
@@ -206,10 +206,10 @@ class Layerwise(Optimizer, ABC):
 
         Args:
             closure: computes the gradients, and returns the loss.
-            gradient_factor: what gradients are multiplied by; None: what `clip_norm` asks for.
+            gradient_factor: factor on the gradients; None: the one that clips them to `clip_norm`.
 
         Returns:
-            What the closure has returned.
+            The closure's result.
         """
         loss = None
         if closure is not None:
@@ -260,8 +260,8 @@ class Layerwise(Optimizer, ABC):
         """Computes the updates, whose norms the ratios need.
 
         Args:
-            num_steps: of these tensors, with this one.
-            factor: what their gradients are multiplied by.
+            num_steps: of these tensors, including this step.
+            factor: on their gradients.
         """
 
     @abstractmethod
@@ -310,7 +310,7 @@ class Layerwise(Optimizer, ABC):
             weights = row[0]
             on_cpu = weights.device.type == "cpu"
             if on_cpu and self.is_large(weights):
-                columns = [in_memory_order(each).split(STRETCH_NUMEL) for each in (*self._room([weights]), *row)]
+                columns = [in_memory_order(each).split(STRETCH_NUMEL) for each in (*self._memory([weights]), *row)]
                 blocks = [_batch([block], [update]) for update, *block in zip(*columns, strict=True)]
                 yield Unit([weights], blocks, is_one=True)
                 continue
@@ -324,23 +324,23 @@ class Layerwise(Optimizer, ABC):
 
     def _small(self, rows: Sequence[Row]) -> Unit:
         weights = [row[0] for row in rows]
-        return Unit(weights, [_batch(rows, self._room(weights))], is_one=False)
+        return Unit(weights, [_batch(rows, self._memory(weights))], is_one=False)
 
-    def _room(self, weights: Sequence[Tensor]) -> list[Tensor]:
+    def _memory(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """Returns memory for the updates of a unit.
 
-        On a CPU it is kept, because writing to new memory costs as much again: one room for all units, or one for each
-        if they wait for other ranks.
+        On a CPU it is kept, because writing to new memory costs twice as much: one memory for all units, or one for
+        each if they wait for other ranks.
         """
         first = weights[0]
         if first.device.type != "cpu" or not all(each.is_contiguous() for each in weights):
             return list(map(torch.empty_like, weights))
         key = first.dtype, None if self.exchange is None else first.data_ptr()
-        rooms: dict[Any, Tensor] = self.__dict__.setdefault("_rooms", {})  # a copied optimizer begins without
+        memories: dict[Any, Tensor] = self.__dict__.setdefault("_memories", {})  # a copied optimizer has none
         numel = sum(each.numel() for each in weights)
-        if key not in rooms or rooms[key].numel() < numel:
-            rooms[key] = first.new_empty(numel)
-        return list(torch._C._nn.unflatten_dense_tensors(rooms[key][:numel], list(weights)))
+        if key not in memories or memories[key].numel() < numel:
+            memories[key] = first.new_empty(numel)
+        return list(torch._C._nn.unflatten_dense_tensors(memories[key][:numel], list(weights)))
 
 
 def _batch(rows: Sequence[Sequence[Tensor]], updates: list[Tensor]) -> Batch:
@@ -359,14 +359,14 @@ def _of_tensors(measured: Measured) -> Tensor | None:
 def laid_out_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     """Returns the tensor, or a copy of it, in the parameter's order of elements and without gaps between them.
 
-    A model may have changed the order since.
+    They differ if the model has changed its memory format since.
     """
-    is_alike = tensor.stride() == parameter.stride() and is_dense(tensor)
-    return tensor if is_alike else torch.empty_like(parameter).copy_(tensor)
+    has_layout = tensor.stride() == parameter.stride() and is_dense(tensor)
+    return tensor if has_layout else torch.empty_like(parameter).copy_(tensor)
 
 
 def clip_factor(norm: Tensor, clip_norm: float | None) -> Factor:
-    """Returns the factor of `torch.nn.utils.clip_grad_norm_`; on a GPU as a tensor, because the host would wait."""
+    """Returns the factor of `torch.nn.utils.clip_grad_norm_`; on a GPU as a tensor, so that the host need not wait."""
     if clip_norm is None:
         return 1.0
     factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -374,19 +374,19 @@ def clip_factor(norm: Tensor, clip_norm: float | None) -> Factor:
 
 
 def is_identity(factor: Factor) -> bool:
-    """Returns True if nothing has to be multiplied by a factor, as far as the host knows."""
+    """Returns True if a factor is known to be 1; never for one on a GPU."""
     return not isinstance(factor, Tensor) and factor == 1.0
 
 
 def scaled(ratios: Ratios, by: float) -> Any:
-    """Returns ratios times a number, as torch's functions for lists of tensors take them."""
+    """Returns ratios times a number, in a form that torch's foreach functions accept."""
     if isinstance(ratios, Tensor):
         return list((by * ratios).unbind())
     return by * ratios if isinstance(ratios, float) else [by * ratio for ratio in ratios]
 
 
 def clipped_step(optimizer: Optimizer, parameters: Iterable[Tensor], norm: Tensor, clip_norm: float | None) -> None:
-    """Clips gradients of this norm, and steps. LARS and LAMB multiply gradients on their way, and write to none."""
+    """Clips gradients of this norm, and steps. LARS and LAMB clip inside their step, and write to no gradient."""
     if isinstance(optimizer, Layerwise):
         optimizer.step(gradient_factor=clip_factor(norm, clip_norm or optimizer.clip_norm))
         return
@@ -397,10 +397,10 @@ def clipped_step(optimizer: Optimizer, parameters: Iterable[Tensor], norm: Tenso
 
 # --- Parameter groups: which parameters decay, and which get a trust ratio --------------------------------------------
 #
-# Biases and the weights of normalisation layers are left out of both. To decay them towards zero makes no function
-# smoother; and their norms say little about the step that they can take, so that ratios made of them hurt (LARS at
-# batch 8,192: 74.3 % with, 76.1 % without them, PaddlePaddle/Paddle#26733). They are found by their shape: they have
-# one dimension. What else is to be left out, such as position embeddings, is given by name.
+# Biases and the weights of normalisation layers are left out of both. Decaying them towards zero makes no function
+# smoother; and their norms say little about the step that they tolerate, so such ratios hurt (LARS at batch 8,192: 74.3
+# % with, 76.1 % without them, PaddlePaddle/Paddle#26733). They are found by their shape: they have one dimension.
+# Further parameters to leave out, such as position embeddings, are given by name.
 #
 # Only names and shapes are read, so it works for a model on the meta device.
 
@@ -411,12 +411,12 @@ def parameter_groups(
     """Returns the parameters that need a gradient as groups for an optimizer: those that decay, then those left out.
 
     Args:
-        weight_decay: of the first group; None: the optimizer's own.
-        exclude: names of parameters to be left out, too, such as "position.weight" or "encoder.embed.*".
+        weight_decay: of the first group; None: the optimizer's default.
+        exclude: names of further parameters to leave out, such as "position.weight" or "encoder.embed.*".
         of_excluded: further settings of the group that is left out.
 
     Raises:
-        ConfigError: a name in `exclude` is no parameter's.
+        ConfigError: a name in `exclude` matches no parameter.
     """
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     for pattern in exclude:

@@ -1,8 +1,8 @@
-"""Norms of tensors, block by block, so that ranks which have some blocks each find the same bits as one that has all.
+"""Norms of tensors, block by block, so that ranks with some blocks each find the same bits as one rank with all.
 
 A large tensor is cut into blocks of `BLOCK_NUMEL` elements, in the order in which they lie in memory; a smaller one is
 one block. The norm of several blocks is the root of the sum of their squares, added in this order. Nothing else, such
-as how blocks are shared among ranks, changes a bit of it.
+as the division of blocks among ranks, changes its bits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def block_norms(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> 
     """Returns the norms of all blocks of all tensors, one after the other, [num_blocks].
 
     Args:
-        dtype: in which they are computed; None for `wide` of the tensors' types.
+        dtype: of the computation; None for `wide` of the tensors' types.
     """
     blocks = list(tensors)
     if any(tensor.numel() > BLOCK_NUMEL or tensor.is_complex() for tensor in blocks):
@@ -53,7 +53,7 @@ def wide(dtypes: Collection[torch.dtype]) -> torch.dtype:
 
 
 def total_norm(norms: Tensor) -> Tensor:
-    """Returns the norm of what has these norms of blocks."""
+    """Returns the norm of all blocks together, from their norms."""
     norm: Tensor = torch.linalg.vector_norm(norms)
     return norm
 
@@ -83,16 +83,14 @@ def _blocks(tensor: Tensor) -> Sequence[Tensor]:
 
 # --- Trust ratios ----------------------------------------------------------------------------------------------------
 #
-# The trust ratio: each tensor's step is made as long as its weights allow.
-#
-# Layers differ by orders of magnitude in ‖w‖ ÷ ‖gradient‖. One rate for all of them is limited by the layer in which
-# this quotient is smallest, and a large batch, which can afford few steps, needs a large rate. So LARS and LAMB
-# multiply the rate of each tensor by its own ratio:
+# A trust ratio scales each tensor's step to its weights. Layers differ by orders of magnitude in ‖w‖ ÷ ‖gradient‖. One
+# rate for all of them is limited by the layer in which this quotient is smallest, and a large batch, which can afford
+# few steps, needs a large rate. So LARS and LAMB multiply the rate of each tensor by its own ratio:
 #
 #     LARS    η φ(‖w‖) ÷ (‖g‖ + λ‖w‖ + ε)     arXiv 1708.03888, algorithm 1
 #     LAMB    φ(‖w‖) ÷ ‖u‖                    arXiv 1904.00962v5, algorithm 2
 #
-# Where a norm is zero, the ratio is 1. With 0 there, weights that begin at zero would stay zero for ever.
+# Where a norm is zero, the ratio is 1. If it were 0, weights that begin at zero would stay zero forever.
 
 
 Norms = Any  # [num_tensors], an array of NumPy's; on a GPU a tensor, which the host does not wait for
@@ -119,7 +117,7 @@ def trust_ratios(
         weight_norms: [num_tensors], ‖w‖.
         update_norms: [num_tensors], ‖g‖ (LARS) or ‖u‖ (LAMB).
         coefficient: η.
-        weight_decay: λ, where decay is a part of the update and ‖g‖ does not hold it yet.
+        weight_decay: λ, if decay is a part of the update that ‖g‖ does not include yet.
         eps: ε.
         norm_bounds: φ clamps ‖w‖ to these.
         max_ratio: the largest ratio.

@@ -19,7 +19,7 @@ from ddp.setting import Precision
 #
 # With bf16 and fp16, parameters, gradients, their sum over ranks and the optimizer stay float32. bfloat16 has float32's
 # range, so the loss needs no scaling (Kalamkar et al., arXiv 1905.12322). float16 has more digits and a small range, so
-# it does. With bf16_pure, parameters and gradients are bfloat16, too.
+# it does. With bf16_pure, parameters and gradients are bfloat16 as well.
 
 
 NARROW = {"bf16": torch.bfloat16, "bf16_pure": torch.bfloat16, "fp16": torch.float16}
@@ -34,13 +34,11 @@ def forward_precision(precision: Precision, device: torch.device) -> AbstractCon
 
 # --- Loss scale ------------------------------------------------------------------------------------------------------
 #
-# Dynamic loss scale: keeps small gradients in float16's range.
-#
 # float16 has no number below 6e-8, and gradients are often smaller. So the loss is multiplied by a scale before
 # backward, and gradients are divided by it together with the global count, in one division (`gradients/totals.py`).
 #
-#     a gradient is not finite     too large a scale: it is halved, and the step is repeated
-#     GROW_AFTER good steps        it is doubled, to find the largest that works
+#     a gradient is not finite     the scale is too large: it is halved, and the step is repeated
+#     GROW_AFTER good steps        the scale is doubled, to find the largest that works
 #
 # The scale is a power of two, so multiplying and dividing by it changes no digit. All ranks see the norm of the same
 # mean gradient, so all change their scales in the same way, without a message.
@@ -64,13 +62,13 @@ class LossScale:
         self.value, self.num_good = FIRST, 0
 
     def grow(self) -> None:
-        """Notes a step whose gradients were finite."""
+        """Records a step whose gradients were finite."""
         self.num_good += 1
         if self.num_good >= GROW_AFTER:
             self.value, self.num_good = min(2 * self.value, LARGEST), 0
 
     def shrink(self) -> bool:
-        """Notes gradients that were not finite. Returns False if the scale is as small as it gets."""
+        """Halves the scale after a non-finite gradient. Returns False if it is the smallest one already."""
         if self.value <= LEAST:
             return False
         self.value, self.num_good = self.value // 2, 0
@@ -81,7 +79,7 @@ class LossScale:
         return {"value": self.value, "num_good": self.num_good}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on from what `state_dict` returned."""
+        """Resumes from a state that `state_dict` returned."""
         self.value, self.num_good = state["value"], state["num_good"]
 
 
@@ -93,22 +91,22 @@ class LossScale:
 #     step                  the gradient as float32; the optimizer updates the master; the parameter is it, rounded
 #
 # bfloat16 has 8 bits of precision, so an update of less than 1/256 of a weight would be lost, and most are. The master
-# adds them up. Where a parameter is no longer its master, rounded, somebody has set it, and the master follows. A
-# checkpoint has the masters, in the place of the parameters. So it loads into any model, and a run may go on from it in
-# any precision. At the end of training the model has float32 parameters again, which are the masters.
+# adds them up. If a parameter no longer equals its rounded master, the program has changed it, and the master follows.
+# A checkpoint has the masters in place of the parameters. So it loads into any model, and a run can resume from it in
+# any precision. At the end of training the masters become the model's parameters, in float32 again.
 #
-# BatchNorm keeps its parameters in float32, beside its statistics.
+# BatchNorm keeps its parameters in float32, like its statistics.
 #
 # Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.1.
 
 
 class MasterWeights:
-    """Makes parameters of a model bfloat16, and keeps float32 copies of them, which the optimizer updates.
+    """Converts parameters of a model to bfloat16, and keeps float32 copies of them, which the optimizer updates.
 
     Args:
         module: the model.
-        parameters: those that become bfloat16; of none, nothing changes.
-        watched: somebody may write to `parameter.data`, which shows in no counter, so that values must be compared.
+        parameters: those that become bfloat16; if there are none, nothing changes.
+        watched: the program may write to `parameter.data`, which no counter shows, so values must be compared.
 
     Attributes:
         of: by parameter, its master.
@@ -123,7 +121,7 @@ class MasterWeights:
             parameter.grad = None
         self._seen: dict[Tensor, tuple[int, int]] = {}
         self._scratch = torch.empty(max((p.numel() for p in self.of), default=0), dtype=torch.bfloat16)
-        self._note_rounded()
+        self._record_rounded()
 
     # --- a step, in the order of time ---------------------------------------------------------------------------------
 
@@ -138,10 +136,10 @@ class MasterWeights:
 
     @torch.no_grad()
     def take_in(self) -> None:
-        """Gives the masters the elements of parameters that somebody has changed since they were rounded."""
+        """Copies to the masters the elements of parameters that the program has changed since they were rounded."""
         for parameter, master in self.of.items():
             if parameter.grad is None:
-                master.grad = None  # no rank has one, which on a GPU is known only after `take_gradients`
+                master.grad = None  # no rank has a gradient; on a GPU that is known only after `take_gradients`
             if not self._watched and self._seen[parameter] == _version(parameter):
                 continue
             if parameter.dtype != torch.bfloat16:  # by `parameter.data = …`
@@ -151,14 +149,14 @@ class MasterWeights:
             if self._scratch.device != master.device:
                 self._scratch = self._scratch.to(master.device)
             rounded = self._scratch[: master.numel()].view(master.shape).copy_(master)
-            on_gpu = parameter.device.type == gpu.KIND  # whose answer the host would wait for
+            on_gpu = parameter.device.type == gpu.KIND  # where the host would wait for the comparison
             if on_gpu or not torch.equal(parameter.view(torch.int16), rounded.view(torch.int16)):  # bits, which is fast
                 master.copy_(torch.where(parameter == rounded, master, parameter))
-        self._note_rounded()
+        self._record_rounded()
 
     @contextmanager
-    def known_to(self, optimizer: Optimizer) -> Iterator[None]:
-        """Lets the optimizer have masters in the place of parameters, with their state, for a block."""
+    def installed_in(self, optimizer: Optimizer) -> Iterator[None]:
+        """Puts the masters in place of their parameters in the optimizer and its state, for a block."""
         self._exchange(optimizer, self.of)
         try:
             yield
@@ -180,16 +178,16 @@ class MasterWeights:
             torch._foreach_copy_(list(moved), list(moved.values()))
         for master in moved.values():
             master.grad = None
-        self._note_rounded()
+        self._record_rounded()
 
-    def _note_rounded(self) -> None:
-        """Notes that every parameter is its master, rounded."""
+    def _record_rounded(self) -> None:
+        """Records that every parameter equals its rounded master."""
         self._seen = {} if self._watched else {parameter: _version(parameter) for parameter in self.of}
 
     # --- the state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the module's state with the masters in the place of its parameters."""
+        """Returns the module's state with the masters in place of its parameters."""
         self.take_in()
         state: dict[str, Tensor] = self._module.state_dict()
         if not self.of:
@@ -198,12 +196,12 @@ class MasterWeights:
         return {**state, **{name: self.of[p].detach() for name, p in named.items() if p in self.of and name in state}}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes what `state_dict` has returned."""
+        """Loads a state that `state_dict` has returned."""
         self._module.load_state_dict(state)
         for name, parameter in self._module.named_parameters():
             if parameter in self.of:
                 self.of[parameter].detach().copy_(state[name])
-        self._note_rounded()
+        self._record_rounded()
 
     def give_back(self) -> None:
         """Makes the parameters float32 again: the masters."""
@@ -214,7 +212,7 @@ class MasterWeights:
 
 
 def _version(parameter: Tensor) -> tuple[int, int]:
-    """Returns numbers that change if somebody writes to a parameter, or gives it other memory."""
+    """Returns numbers that change when a parameter is written to or gets other memory."""
     return parameter._version, parameter.data_ptr()
 
 

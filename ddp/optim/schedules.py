@@ -7,10 +7,10 @@
     wsd(decay, final)          1; then final + (1 - final) (1 - sqrt(share))     arXiv 2405.18392
     with_warmup(f, N)          f(t, T) * min(1, t / N)                           arXiv 1706.02677, sec. 2.2
 
-They count *samples*, so that the curves of different batches lie over one another. A step takes the factor in the
-middle of its samples: then the sum of rate times samples hardly depends on the batch, and no step has the rate 0. A
-schedule holds no state, so a resumed run needs to know its position only. Warm-up multiplies: milestones and T still
-count from the beginning of the run, as in arXiv 1706.02677, and the rate does not jump where warm-up ends.
+They count *samples*, so that the curves of different batch sizes coincide. A step takes the factor in the middle of its
+samples: then the sum of rate times samples hardly depends on the batch, and no step has the rate 0. A schedule holds no
+state, so a resumed run needs only its position. Warm-up multiplies: milestones and T still count from the beginning of
+the run, as in arXiv 1706.02677, and the rate does not jump where warm-up ends.
 
 The rate's dependence on the batch is not a schedule but a property of the run, which `scaled_rate` computes once.
 """
@@ -69,7 +69,7 @@ def wsd(*, decay_fraction: float = 0.2, final_factor: float = 0.0) -> RateSchedu
         decay_fraction: the last share, above 0.
 
     Raises:
-        ConfigError: that is no share.
+        ConfigError: the fraction is no share of a run.
     """
     if not 0 < decay_fraction <= 1:
         raise ConfigError(f"decay_fraction={decay_fraction!r}: must be a share of the run, above 0 and at most 1")
@@ -109,15 +109,15 @@ def with_warmup(schedule: RateSchedule, *, num_samples: float = 0, fraction: flo
 class Rates:
     """The rates of an optimizer's groups, which a schedule multiplies by its factor.
 
-    A rate that somebody else has set meanwhile holds: its base rate changes in proportion, or becomes that rate itself
-    where no schedule had changed it, or where it was 0. The groups are others' (a scheduler of torch's that a callback
-    steps reads its own numbers there), so nothing but "lr" is written to them.
+    If other code has set a rate meanwhile, that rate holds: its base rate changes in proportion, or becomes that rate
+    if no schedule had changed it, or if it was 0. Only "lr" is written to the groups, because other code (a torch
+    scheduler that a callback steps) keeps its own numbers there.
 
     Attributes:
-        base: by group, the rate without a schedule; last: the rate of now, as far as it was set here.
+        base: by group, the rate without a schedule; last: by group, the rate that was set here last.
 
     Args:
-        base: of a run that is resumed; None: the rates of now.
+        base: of a resumed run; None: the current rates.
     """
 
     def __init__(self, optimizer: Optimizer, base: Sequence[float] | None = None) -> None:
@@ -125,7 +125,7 @@ class Rates:
         self.base = self.last if base is None else list(base)
 
     def adopted(self) -> list[float]:
-        """Returns the base rates, as they follow from what others have set; a new group has its own."""
+        """Returns the base rates, adapted to rates that other code has set; a new group has its own."""
         known = zip(self.base, self.last, strict=True)
         return [self._adopted(now, *next(known, (now, now))) for now in _rates_of(self._optimizer)]
 
@@ -142,7 +142,7 @@ class Rates:
         self.last = _rates_of(self._optimizer)
 
     def take_schedule_out(self) -> None:
-        """Leaves the rates without a schedule's factor, so that another fit begins with those that were set."""
+        """Removes a schedule's factor from the rates, so that another fit begins with those that were set."""
         set_rate(self._optimizer, self.adopted(), 1.0)
 
 
@@ -156,7 +156,7 @@ def set_rate(optimizer: Optimizer, base_rates: Sequence[float], factor: float) -
     The groups of an optimizer that was loaded hold reduced rates, so `base_rates` must not come from them.
 
     Raises:
-        ConfigError: not one base rate per parameter group.
+        ConfigError: the numbers of base rates and parameter groups differ.
     """
     groups = optimizer.param_groups
     if len(base_rates) != len(groups):
@@ -184,11 +184,9 @@ def scaled_rate(base_rate: float, *, global_batch: int, base_batch: int, rule: S
 
 # --- Schedulers of torch's -------------------------------------------------------------------------------------------
 #
-# A learning-rate scheduler of torch's, stepped at the moments that its user names.
-#
-# torch's schedulers count how often `step()` was called, and hold state. Whether a call means a step or an epoch is
-# known to the user alone: StepLR(30) is meant in epochs, OneCycleLR in steps. So it must be said. ReduceLROnPlateau
-# reads a metric, so it is stepped after evaluations.
+# torch's schedulers count calls of `step()`, and hold state. Only the user knows if a call stands for a step or an
+# epoch: StepLR(30) is meant in epochs, OneCycleLR in steps. So `every` names it. ReduceLROnPlateau reads a metric, so
+# it is stepped after evaluations.
 
 
 class TorchSchedule:
@@ -196,8 +194,8 @@ class TorchSchedule:
 
     Attributes:
         name: the scheduler's class; every: the moment at which it steps.
-        needs_metric: it reads one; mode: "min" or "max", what it wants the metric to be.
-        begun: its state as this object was made, which has its settings.
+        needs_metric: the scheduler reads a metric; mode: "min" or "max", the better direction of that metric.
+        begun: the scheduler's state when this object was made, which includes its settings.
 
     Args:
         scheduler: made for `optimizer`.

@@ -87,7 +87,7 @@ class LARS(Layerwise):
     Args:
         params: parameters, or groups of them; a group may have its own settings, such as adapt="never".
         lr: the learning rate, which the ratio multiplies.
-        preset: where the choices that are not given come from: "paper", "timm" or "mlperf".
+        preset: the source of all choices that are not given: "paper", "timm" or "mlperf".
         maximize: go up the gradient.
         choices: see `LarsChoices`.
 
@@ -184,7 +184,7 @@ class LARC(LARS):
 #     u = (m ÷ (1 − β₁ᵗ)) ÷ (√(v ÷ (1 − β₂ᵗ)) + ε) + λ w
 #     w ← w − lr · φ(‖w‖) ÷ ‖u‖ · u          You et al., arXiv 1904.00962v5, algorithm 2
 #
-# The first four versions of the paper differ from the fifth, and implementations differ from all of them. What is in
+# The first four versions of the paper differ from the fifth, and implementations differ from all of them. Each point of
 # dispute is an argument (`LambChoices`), and `LAMB_PRESETS` has the known variants.
 #
 # A step reads w, g, m, v and writes m, v and u, and then reads w and u and writes w: ten streams, where Adam has seven.
@@ -200,7 +200,7 @@ class LambChoices(TypedDict, total=False):
         bias_correction: divide m and v by 1 − βᵗ. Without it, u is too long in the first steps; the ratio hides that,
             except in tensors without a ratio.
         grad_averaging: the new gradient counts 1 − β₁ in m; else it counts 1, as in SGD's momentum. The ratio hides the
-            difference, except beside the decay.
+            difference, except relative to the decay.
         decay_in_ratio: λw is a part of u, and shares its ratio; else w decays by lr · λ, as in AdamW.
         norm_bounds: φ clamps ‖w‖ to these. The paper leaves φ open, and its authors' code uses ‖w‖.
         max_ratio: the largest ratio; 1 makes LAMBC, which can only shorten Adam's step.
@@ -248,8 +248,8 @@ class LAMB(Layerwise):
 
     Args:
         params: parameters, or groups of them; a group may have its own settings, such as adapt="never".
-        lr: the learning rate; the ratio makes it the share of a tensor's norm that one step changes.
-        preset: where the choices that are not given come from: "paper", "tfa", "nvlamb", "apex", "timm" or "mlperf".
+        lr: the learning rate; through the ratio, the share of a tensor's norm that one step changes.
+        preset: the source of all choices that are not given: "paper", "tfa", "nvlamb", "apex", "timm" or "mlperf".
         maximize: go up the gradient.
         choices: see `LambChoices`.
 

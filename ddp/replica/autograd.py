@@ -1,18 +1,18 @@
 """Finds out from autograd when gradients are ready, when a backward ends, and which parameters it reaches.
 
-An observer of a parameter (`Observers`) reports that one gradient is ready. It cannot report that backward is over: a
+An observer of a parameter (`Observers`) reports that one gradient is ready. It cannot report the end of backward: a
 callback that it queues with the autograd engine belongs to the innermost running backward, and under re-entrant
 activation checkpointing that is a small backward inside the real one. Observers of the *outputs* of forward run first
 and in the outermost backward; a callback queued there runs when the whole of it has ended.
 
-An observer of an output also runs when someone asks for other gradients than the parameters' (`torch.autograd.grad`, a
-gradient penalty); `adds_to_all` and `accumulates` tell the two apart. `will_accumulate` finds out in advance which
+An observer of an output also runs when a program computes other gradients than the parameters' (`torch.autograd.grad`,
+a gradient penalty); `adds_to_all` and `accumulates` tell the two apart. `will_accumulate` finds out in advance which
 parameters the running backward will reach.
 
 Note "compile". Observers and collectives act on this process, not on tensors alone, so no graph can hold them. A
 function that is marked `uncompiled` is called as it is, and so is all that it calls; the graph of the code around it
 ends there. The marks are those that `torch.compiler.disable` sets. Calling that function would import the compiler,
-which takes seconds, even where nothing is compiled.
+which takes seconds, even if nothing is compiled.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def uncompiled(function: Function) -> Function:
 def without_compile_wrappers(model: nn.Module) -> Iterator[nn.Module]:
     """Takes what torch.compile returned out of a model, which stays compiled, for the duration of the block.
 
-    Its wrapper would put "_orig_mod" into the names of parameters, and so into a run's files. It stays where it has
-    hooks of its own.
+    Its wrapper would put "_orig_mod" into the names of parameters, and so into a run's files. A wrapper with its own
+    hooks stays.
     """
     compiled: dict[nn.Module, Any] = {}
     replaced: list[tuple[dict[str, Any], str, nn.Module]] = []
@@ -86,7 +86,7 @@ def watch_backward(outputs: Any, begin: Begin, end: Callable[[], None]) -> bool:
     """Calls `begin` when a backward reaches any of the outputs; `end` after that backward, if `begin` returned True.
 
     Args:
-        outputs: what forward returned (see `tensors_in`).
+        outputs: of a forward (see `tensors_in`).
         begin: called once per output tensor that backward reaches.
         end: called once per `begin` that returned True.
 
@@ -105,7 +105,7 @@ def watch_backward(outputs: Any, begin: Begin, end: Callable[[], None]) -> bool:
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
     in_graph = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
-    for tensor in in_graph:  # an observer of a leaf would stay for ever
+    for tensor in in_graph:  # an observer of a leaf would stay forever
         tensor.register_hook(observe)
     return bool(in_graph)
 
@@ -181,8 +181,8 @@ def _parts(value: Any) -> Iterable[Any]:
 
 # --- Gradients of gradients ------------------------------------------------------------------------------------------
 #
-# Then `p.grad` is part of a graph, and must stay out of its bucket: an all-reduce in place would change what the graph
-# has saved. Its value becomes the mean over ranks; its derivative stays this rank's own,
+# With create_graph, `p.grad` is part of a graph, and must stay out of its bucket: an all-reduce in place would change
+# values that the graph has saved. Its value becomes the mean over ranks; its derivative stays this rank's own,
 #
 #     mean gradient  ḡ = ¹⁄w Σ gᵣ(θ)          a loss f(ḡ), the same on every rank
 #     ∂f/∂θ = ¹⁄w Σ f′(ḡ) ∂gᵣ/∂θ              rank r computes f′(ḡ) ∂gᵣ/∂θ; the next backward's reduction averages them
@@ -218,12 +218,12 @@ def hand_out_differentiable(slots: Iterable[Slot], begin: Begin, end: Callable[[
 # run in the order of their registration, and a program may register one at any time. So an observer is a hook on the
 # node of the graph that adds to `p.grad`, as in torch's Reducer: it runs after the hooks on the parameter.
 #
-# A conversion (`model.double()`, or `model.cpu()` and back) gives a parameter another node, which has no observer. A
-# forward finds out about most of them. One that leaves no trace shows at the end of a backward, where gradients seem to
-# be missing: then the nodes are looked at, which is slow.
+# A conversion (`model.double()`, or `model.cpu()` and back) gives a parameter another node, which has no observer. The
+# next forward detects most conversions. One without a trace (there and back) makes gradients seem to be missing at the
+# end of a backward: then the nodes are compared, which is slow.
 
 
-class Noting(Protocol):
+class ObservedBackward(Protocol):
     """A backward, as observers of parameters see it (`backward.py`).
 
     Attributes:
@@ -234,25 +234,25 @@ class Noting(Protocol):
 
     @property
     def is_running(self) -> bool:
-        """Returns True from `begin` until the end of `finish`; for good, if it has broken off."""
+        """Returns True from `begin` until the end of `finish`; forever, if the backward broke off."""
 
     def note(self, parameter: Tensor) -> bool:
-        """Notes that a gradient is ready. Returns False if no bucket waits for it."""
+        """Records that a gradient is ready. Returns False if no bucket waits for it."""
 
     def note_other(self, parameter: Tensor) -> bool:
-        """Notes a gradient that no bucket waits for. Returns False if it has no place in this backward."""
+        """Records a gradient that no bucket waits for. Returns False if it has no place in this backward."""
 
 
 class Listener(Protocol):
     """A replica, as observers of parameters see it."""
 
     @property
-    def backward(self) -> Noting:
+    def backward(self) -> ObservedBackward:
         """The backward that is expected, or is running."""
 
     @property
     def waiting(self) -> object:
-        """A forward that waits for its backward; None: there is none, or it is not known."""
+        """A forward that waits for its backward; None: there is none, or it is unknown."""
 
     def on_other_gradient(self, parameter: Tensor) -> None:
         """Handles a gradient that no bucket is waiting for, and that may begin a backward."""
@@ -282,7 +282,7 @@ class Observers:
 
     @property
     def are_useless(self) -> bool:
-        """Returns True if the replica is gone, or makes no further step."""
+        """Returns True if the replica no longer exists, or makes no further step."""
         return (replica := self._of_replica()) is None or replica.backward.is_running
 
     def renew(self) -> Sequence[nn.Parameter]:
@@ -333,7 +333,7 @@ class Observers:
 
 @contextmanager
 def _needing_gradient(parameter: nn.Parameter) -> Iterator[None]:
-    """Lets a parameter that is frozen now be observed, because it may be unfrozen later."""
+    """Unfreezes a parameter for a block, so that it can be observed: it may be unfrozen later."""
     needs_gradient = parameter.requires_grad
     with torch.inference_mode(False):
         parameter.requires_grad_(True)

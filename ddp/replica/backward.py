@@ -12,16 +12,16 @@
                  wire              ░░ bucket 0 ░░░░░░░░░░░░░░ bucket 1 ░░░░░░░░░░░░░░░│░ last ░
 
 The first backward cannot do this, because the order in which gradients become ready is unknown. It only records the
-order, and reduces all buckets at its end. Each step has a `Backward` of its own, so nothing is reset by hand. A
-backward that breaks off stays RUNNING, and the replica refuses to go on.
+order, and reduces all buckets at its end. Each step has its own `Backward`, so nothing is reset by hand. A backward
+that breaks off stays RUNNING, and the replica refuses to continue.
 
-A backward is given four objects, and has no other ways to do a thing:
+A backward delegates to four objects:
 
     accumulation    adds up this rank's micro-batches: in `p.grad`, or by shards of the batch (`by_shards.py`). By
                     shards, this is the backward of the last shard, and a full bucket holds the sums of all shards
-    reducer         makes of all ranks' buckets one mean (`gradients/reducer.py`)
-    usage           says which gradients are expected, and what follows if one is missing (`settlement.py`)
-    stepper         knows of optimizers that step inside backward (`drop_in/in_backward.py`)
+    reducer         makes one mean of all ranks' buckets (`gradients/reducer.py`)
+    usage           decides which gradients are expected, and what follows if one is missing (`settlement.py`)
+    stepper         runs optimizers that step inside backward (`drop_in/in_backward.py`)
 
 Once all buckets hold the mean, a `StepFinalizer` does the rest (`settlement.py`).
 
@@ -76,7 +76,7 @@ class BucketReduction:
         check_at: the bucket may be full once `ready` has this many entries.
         is_full: every expected gradient is ready.
         ready_s, launched_s: when the bucket became full, and was launched.
-        waited_s, work: when it was complete, or what tells that of a reduction in flight.
+        waited_s, work: when it was complete; or the reduction in flight, which has that time later.
     """
 
     def __init__(self, bucket: Bucket, before: Iterable[Tensor]) -> None:
@@ -92,7 +92,7 @@ class BucketReduction:
         return max(self.launched_s, self.waited_s if self.work is None else self.work.done_s)
 
     def expect(self, counts: Mapping[int, int] | None) -> list[Slot]:
-        """Notes which gradients this backward will compute, and how many. Returns the slots that will get none.
+        """Records which gradients this backward will compute, and how many. Returns the slots that will get none.
 
         Args:
             counts: the number of gradients by the parameter's id; None: one of each.
@@ -122,7 +122,7 @@ class BucketReduction:
 
 
 class Stepper:
-    """Knows of optimizers that step while backward runs (`drop_in/in_backward.py`)."""
+    """Base of objects that step parameters while backward runs (`drop_in/in_backward.py`); does nothing itself."""
 
     def begin(self, layout: Layout, *, creates_graph: bool) -> None:
         """Begins a backward."""
@@ -131,7 +131,7 @@ class Stepper:
         """Records that a bucket holds the mean."""
 
     def check(self, gone: Callable[[], Sequence[Slot]]) -> None:
-        """Raises ConfigError if somebody has stepped the parameters whose gradients are gone when backward ends."""
+        """Raises ConfigError if other code has stepped the parameters whose gradients are gone when backward ends."""
 
 
 class Backward:
@@ -139,7 +139,7 @@ class Backward:
 
     Args:
         reducer, usage, stepper, accumulation: see above.
-        overlap: reduce in the background; None: where that is faster (note "foreground").
+        overlap: reduce in the background; None: if that is faster (note "foreground").
         waited: measures the time that backward's thread spends on reductions, or waiting for them.
 
     Attributes:
@@ -187,7 +187,7 @@ class Backward:
 
     @property
     def is_running(self) -> bool:
-        """Returns True from `begin` until the end of `finish`; for good, if it has broken off."""
+        """Returns True from `begin` until the end of `finish`; forever, if the backward broke off."""
         return self.state is State.RUNNING
 
     # --- in the order of time ----------------------------------------------------------------------------------------
@@ -196,7 +196,8 @@ class Backward:
         """Starts, because autograd has reached an output, or because this rank takes part without samples.
 
         Raises:
-            ConfigError: it creates a graph, but an optimizer inside backward would change the parameters meanwhile.
+            ConfigError: backward creates a graph, but an optimizer inside backward would change the parameters
+                meanwhile.
         """
         if self.reducer.may_resize and not layout.is_for_hook:
             layout.plan(layout.order, for_hook=True)  # of a forward from before the hook was registered
@@ -213,7 +214,7 @@ class Backward:
             self._launch_full()
 
     def _set_up(self) -> None:
-        """Allocates the buckets, if need be; writes the totals, and sends them if they travel apart. Collective."""
+        """Allocates the buckets, if need be; writes the totals, and sends them if no bucket does. Collective."""
         layout, share = self.layout, self._share
         layout.allocate()
         if share.totals is not None:
@@ -230,7 +231,7 @@ class Backward:
         self._settlement = StepFinalizer(self.comm, layout, share, self._division, self.reducer, self.usage)
 
     def note(self, parameter: Tensor) -> bool:
-        """Notes that a gradient is ready. Returns False if no bucket waits for it; then `note_other` takes it."""
+        """Records that a gradient is ready. Returns False if no bucket waits for it; then `note_other` takes it."""
         index = self.index_of.get(id(parameter))
         if index is None:
             return False
@@ -242,7 +243,7 @@ class Backward:
         return True
 
     def note_other(self, parameter: Tensor) -> bool:
-        """Notes a gradient while no synchronised backward is running, or one that no bucket waits for.
+        """Records a gradient while no synchronised backward is running, or one that no bucket waits for.
 
         Returns:
             False if the parameter has no place in this backward.
@@ -277,16 +278,16 @@ class Backward:
             )
 
     def _launch_full(self) -> None:
-        """Launches every full bucket whose turn it is; the one that carries the verdicts waits for the end."""
+        """Launches every full bucket whose turn it is; the one that carries the step flags waits for the end."""
         # exercise 07: fill and launch one bucket after another, from the first not launched to the first not full
         for reduction in self.reductions[self._num_launched :]:
-            if reduction.bucket is self.layout.verdicts.carrier or not reduction.is_full:
+            if reduction.bucket is self.layout.flags.carrier or not reduction.is_full:
                 return
             self._fill(reduction)
             self.launch(reduction)
 
     def _fill(self, reduction: BucketReduction) -> None:
-        """Puts a bucket's gradients in their places, once they are there."""
+        """Copies a bucket's gradients to their places, once they are computed."""
         bucket = reduction.bucket
         if self.streams and bucket.flat.device.type == gpu.KIND:
             here = gpu.cuda.current_stream(bucket.flat.device)
@@ -327,7 +328,7 @@ class Backward:
             self._collect(wait=False)
 
     def _collect(self, *, wait: bool) -> None:
-        """Completes the reductions that have ended, in order; waits for all of them if told to."""
+        """Completes the reductions that have ended, in order; waits for all of them if `wait`."""
         while self._in_flight and (wait or self._in_flight[0][1].is_completed()):
             reduction, work = self._in_flight.pop(0)
             with self._waited.running():
@@ -364,14 +365,13 @@ class Backward:
         """Ends the step: waits for what is in flight, and gives every parameter its mean. Collective.
 
         Returns:
-            What the totals of all ranks add up to; None if the host has not waited for it (`settlement.py`,
-            note "late").
+            The sum of the totals of all ranks; None if the host has not waited for it (`settlement.py`, note "late").
         """
         if self._in_flight:
             self._collect(wait=True)
         self._settlement.write_hidden_flags()
         with self._waited.running():
-            self.layout.verdicts.send(label=f"step {self.step}, verdicts")
+            self.layout.flags.send(label=f"step {self.step}, flags")
         self.stepper.check(self._settlement.gone)
         totals = self._settlement.settle(creates_graph=self.creates_graph)
         self.state, self.is_unread, self.error = State.DONE, totals is None, self._settlement.error
@@ -422,7 +422,7 @@ class Backward:
         return [*self._sparse_ready.values(), *self._seen, *in_buckets]
 
     def widen(self, layout: Layout) -> None:
-        """Goes on with more parameters, because backward has reached a forward that needs them.
+        """Continues with more parameters, because backward has reached a forward that needs them.
 
         Raises:
             RuntimeError: the layouts are for other parameters, or buckets have been sent.

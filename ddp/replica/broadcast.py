@@ -1,6 +1,6 @@
 """Makes replicas equal: parameters and buffers at the start, buffers before forwards; and compares them on request.
 
-At the start every rank gets rank 0's parameters and buffers, once it is certain that they fit.
+At the start every rank gets rank 0's parameters and buffers.
 
 All that a bucket depends on is compared first. A broadcast into a tensor of another size is at best a hang, at worst a
 wrong model, and so are buckets in which ranks lay out the same gradient differently. The comparison names the first
@@ -52,7 +52,7 @@ def check_trainable(named: list[tuple[str, nn.Parameter]], *, has_inner: bool = 
 
 
 def sending(wire: str | None, hook: object | None, num_shards: int | None = None) -> str:
-    """Returns how gradients are sent and added up, as text that all ranks can compare."""
+    """Returns a text for how gradients are sent and added up, which all ranks can compare."""
     choices = ("wire", wire), ("hook", hook), ("num_shards", num_shards)
     return ", ".join(f"{key}={value!r}" for key, value in choices if value is not None) or "none of these"
 
@@ -64,7 +64,7 @@ def check_same_layout(comm: Communicator, named_tensors: Iterable[tuple[str, Ten
         sending: how gradients are sent; the same on every rank, too.
     """
     named = list(named_tensors)
-    tied = in_memory_of(named)  # torch updates what is tied once for each name
+    tied = in_memory_of(named)  # torch updates tied memory once for each name
     mine = [
         _described(name, tensor) + (f" in the memory of {tied[name]}" if name in tied else "") for name, tensor in named
     ]
@@ -141,7 +141,7 @@ def _packs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 # --- Comparison of replicas ------------------------------------------------------------------------------------------
 #
-# Checks that replicas are still equal, by a hash of every tensor on every rank; names the first that differs.
+# Replicas are compared by a hash of every tensor on every rank. The error names the first tensor that differs.
 
 
 def tensor_hash(tensor: Tensor) -> str:
@@ -150,7 +150,7 @@ def tensor_hash(tensor: Tensor) -> str:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Returns the CRC-32 of a tensor's bits, several times faster than `tensor_hash`: against faults, not cunning."""
+    """Returns the CRC-32 of a tensor's bits, several times faster than `tensor_hash`: against faults, not attacks."""
     return zlib.crc32(_bytes_of(tensor))
 
 
@@ -178,7 +178,8 @@ def verify_replicas(comm: Communicator, named_tensors: Iterable[tuple[str, Tenso
 
 # --- Buffers ---------------------------------------------------------------------------------------------------------
 #
-#     "broadcast"   everyone gets the values of one rank: rank 0, or under `join` the highest one that still has inputs
+#     "broadcast"   every rank gets the values of one rank: rank 0, or under `join` the highest one that still has
+#     inputs
 #     "mean"        floating-point buffers become the mean over ranks; all others are broadcast
 #     "none"        every rank keeps its own
 #
@@ -199,7 +200,6 @@ class BufferSync:
 
     Args:
         ignored: names of buffers that are left alone.
-
     """
 
     def __init__(self, comm: Communicator, module: nn.Module, mode: Mode, ignored: Collection[str] = ()) -> None:
@@ -209,7 +209,7 @@ class BufferSync:
         self.refresh()
 
     def refresh(self) -> None:
-        """Finds the buffers anew, because modules were added or removed."""
+        """Finds the buffers again, because modules were added or removed."""
         modules = self.module.named_modules()
         self._tables = {f"{name}." if name else "": each._buffers for name, each in modules}  # also empty ones
         self._shapes = {name: buffer.shape for name, buffer in self._found()}
@@ -219,7 +219,7 @@ class BufferSync:
         return dict(self._found())
 
     def put(self, name: str, buffer: Tensor) -> None:
-        """Puts a tensor back where a module has put another one."""
+        """Restores a buffer that a module has replaced by another tensor."""
         end = name.rfind(".") + 1
         self._tables[name[:end]][name[end:]] = buffer
 
@@ -246,10 +246,10 @@ class BufferSync:
             self.broadcast(root, label=BEFORE_FORWARD)
 
     def after_forward(self) -> None:
-        """Does nothing; a function of the user's may keep buffers equal here (`drop_in/in_backward.py`)."""
+        """Does nothing; a user's hook may keep buffers equal here (`drop_in/in_backward.py`)."""
 
     def after_backward(self) -> None:
-        """Does nothing; a function of the user's may still be at it (`drop_in/in_backward.py`)."""
+        """Does nothing; a user's hook may complete here (`drop_in/in_backward.py`)."""
 
     def broadcast(self, root: int = 0, *, label: str = "buffers") -> None:
         """Gives every rank the root's buffers."""
@@ -258,7 +258,7 @@ class BufferSync:
 
     @contextmanager
     def _naming_changed(self, label: str) -> Iterator[None]:
-        """Names the buffers that have another shape than at the start, if ranks call different collectives."""
+        """Adds to a CollectiveMismatch the buffers that have another shape than at the start."""
         try:
             yield
         except CollectiveMismatch as mismatch:
@@ -282,7 +282,7 @@ class BufferSync:
             self._broadcast(others, root, BEFORE_FORWARD)
 
     def _broadcast(self, buffers: list[Tensor], root: int, label: str) -> None:
-        # `.data` counts versions of its own: a graph that has saved the buffer in an earlier forward stays valid
+        # `.data` has its own version counter: a graph that saved the buffer in an earlier forward stays valid
         broadcast_tensors(self.comm, [buffer.data for buffer in buffers], root=root, label=label)
 
 
@@ -300,7 +300,7 @@ class BufferSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Gives the module these buffers again, also where it has put other tensors in their places."""
+        """Restores these buffers in the module, also those that it has replaced by other tensors."""
         for table, before in self._tables:
             table.update(before)
         for name, buffer in self._buffers.items():
@@ -309,10 +309,10 @@ class BufferSnapshot:
 
 # --- Tied tensors ----------------------------------------------------------------------------------------------------
 #
-# Tensors may lie in one memory, as after `b.weight.data = a.weight.data`. torch updates such memory once for each
-# parameter that lies in it, and so does a strategy that leaves parameters where they are. One that moves them would
-# untie them, and one that adds up differences would count each of them twice: it refuses the model. A parameter that is
-# registered under several names is one parameter everywhere.
+# Tensors may share memory, as after `b.weight.data = a.weight.data`. torch updates such memory once for each parameter
+# in it, and so does a strategy that leaves parameters in place. A strategy that moves them would untie them, and one
+# that adds up differences would count each twice: both refuse the model. A parameter that is registered under several
+# names is one parameter everywhere.
 
 
 def check_untied(module: nn.Module, what: str, *, instead: str, buffers_alone: bool = False) -> None:
@@ -353,7 +353,7 @@ def in_memory_of(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     objects = {id(tensor): (name, tensor) for name, tensor in reversed(list(named)) if _has_address(tensor)}
     names, tensors = zip(*reversed(objects.values()), strict=True) if objects else ((), ())
     places = [_place(tensor) for tensor in tensors]
-    found, reaching = dict[int, int](), list[int]()  # those that may reach to where the next one begins
+    found, reaching = dict[int, int](), list[int]()  # tensors that may overlap the next one
     for number in sorted(range(len(places)), key=lambda number: tensors[number].data_ptr()):
         reaching = [each for each in reaching if np.may_share_memory(places[each], places[number])]
         for other in reaching:
@@ -369,7 +369,7 @@ def _has_address(tensor: Tensor) -> bool:
 
 
 def _place(tensor: Tensor) -> Any:
-    """Returns an array where the tensor is, of which NumPy compares the addresses and reads nothing."""
+    """Returns an array over the tensor's memory; NumPy compares its addresses, and reads nothing."""
     size = tensor.element_size()
     strides = tuple(stride * size for stride in tensor.stride())
     interface = {"version": 3, "data": (tensor.data_ptr(), True), "shape": tuple(tensor.shape), "strides": strides}

@@ -9,17 +9,16 @@
 A program may freeze and unfreeze parameters inside a forward, run backward in there, or borrow other tensors for it
 (`torch.func.functional_call`).
 
-Note "begin". A backward normally enters the model through the outputs of its forward. A loss that is made of gradients
+Note "begin". A backward normally enters the model through the outputs of its forward. A loss computed from gradients
 with respect to inputs (`autograd.grad(…, create_graph=True)`) can bypass them. So while a forward in training mode, or
 one whose outputs hold no tensor with a graph, still waits for its backward, the first gradient of a parameter begins
 the step instead.
 
-Where it may fail. If a rank is lost, the collective in progress raises `PeerLost`, in `prepare`, `_begin`, an observer
-or `_finish`. If a gradient becomes ready whose bucket has been sent, or that has no bucket, the observer raises
-RuntimeError. If a parameter got no gradient, the next `prepare` raises `UnusedParameters`, and so
-does `raise_pending`, which can be called before the optimizer's step. After a backward that broke off, `prepare` raises
-RuntimeError. If parameters were added, or frozen or converted in a wrong way, it raises `ConfigError` or
-`ReplicaMismatch`.
+Note "errors". If a rank is lost, the collective in progress raises `PeerLost`, in `prepare`, `_begin`, an observer or
+`_finish`. If a gradient becomes ready whose bucket has been sent, or that has no bucket, the observer raises
+RuntimeError. If a parameter got no gradient, the next `prepare` raises `UnusedParameters`, and so does `raise_pending`,
+which can be called before the optimizer's step. After a backward that broke off, `prepare` raises RuntimeError. If
+parameters were added, or frozen or converted in a wrong way, it raises `ConfigError` or `ReplicaMismatch`.
 """
 
 from __future__ import annotations
@@ -67,18 +66,18 @@ class BucketedDataParallel(Replica):
         module: at least one parameter must need a gradient. Its parameters and buffers become rank 0's.
         bucket_cap_mb: size at which a bucket is closed, in MiB; 25 by default.
         first_bucket_mb: the size for bucket 0, which is launched first; 1 by default.
-        overlap: reduce in the background of backward; by default, only where that is faster (`backward.py`, note
+        overlap: reduce in the background of backward; by default, only if that is faster (`backward.py`, note
             "foreground").
         wire: "bf16", "fp16", "int8" or "int8_stochastic": the format in which gradients travel between hosts
-            (`comm/reduction.py`). "fp32": those of a narrower type are added up as float32.
-        hook: sends less than all of the gradients between hosts (`gradients/hook.py`); the replica takes a copy.
+            (`comm/reduction.py`). "fp32": narrower gradients are added up as float32.
+        hook: sends a part of the gradients between hosts (`gradients/hook.py`); the replica takes a copy.
         num_shards: gradients are added up by this number of shards of the batch, each in its own block (`shard`). Then
             the result has the same bits at any world size.
-        reducer: averages a bucket, unless a hook does: each rank gets the mean of all of it, by an all-reduce; or of a
-            slice, as a strategy needs it (`ddp.strategies.Sharded.reducer`).
+        reducer: averages a bucket, unless a hook does: an all-reduce gives each rank the mean of all of it; a strategy
+            may need only a slice (`ddp.strategies.Sharded.reducer`).
         find_unused_parameters: parameters may go without a gradient; each backward finds those that it will reach.
-        broadcast_buffers: before each forward in training mode, buffers become rank 0's; not by shards, of which they
-            become the mean at the end of the step.
+        broadcast_buffers: before each forward in training mode, buffers become rank 0's. With shards, they become the
+            shards' mean at the end of the step instead.
         comm: the ranks that take part; all by default.
 
     Attributes:
@@ -90,7 +89,7 @@ class BucketedDataParallel(Replica):
             shards.
     """
 
-    gradient_as_bucket_view = False  # gradients that a program keeps are its own (`gradients/bucket.py`, note "kept")
+    gradient_as_bucket_view = False  # gradients that a program keeps belong to it (`gradients/bucket.py`, note "kept")
     collective: Collective
     waiting: Layout | None = None
     _is_in_forward = False  # a forward is running that may run backward itself
@@ -133,7 +132,7 @@ class BucketedDataParallel(Replica):
     def _start(self, usage: Usage, stepper: Stepper, reducer: type[Collective] = AllReduce) -> None:
         """Plans the first layout, and registers the observers by which autograd reports each gradient."""
         if waits(self.module):
-            self._overlap = True  # its layers wait in backward, too: a rank must be able to wait for both at once
+            self._overlap = True  # its layers wait in backward, too, and a rank must be able to wait for both at once
         self.collective = reducer(self.comm, self.wire, self.num_shards)
         self._reducer: Reducer = self.compression or self.collective
         self._usage, self._stepper = usage, stepper
@@ -158,7 +157,7 @@ class BucketedDataParallel(Replica):
             ReplicaMismatch: parameters were frozen or converted on some ranks only.
         """
         self._raise_known()
-        while (change := self._watch.check()) is Change.MODULES:  # then it checks again, for what else has changed
+        while (change := self._watch.check()) is Change.MODULES:  # checks again, for other changes
             self._buffer_sync.refresh()
         if change is Change.KINDS:
             self._observers.renew()
@@ -179,7 +178,7 @@ class BucketedDataParallel(Replica):
         return self._totals
 
     def _read(self) -> None:
-        """Reads what the last step's ranks have found, if that was not done yet."""
+        """Reads the flags of the last step, unless that was done already."""
         if self._last.is_unread:
             with torch.no_grad():
                 self._totals = self._last.read_flags()
@@ -190,7 +189,7 @@ class BucketedDataParallel(Replica):
         if self.backward.is_running:
             raise RuntimeError(
                 f"the last backward through this replica broke off (step {self.backward.step}); "
-                "the ranks are out of step: start anew, from the last checkpoint"
+                "the ranks are out of step: restart from the last checkpoint"
             )
 
     @property
@@ -229,8 +228,8 @@ class BucketedDataParallel(Replica):
         """Begins the step when backward first reaches an output or a parameter. Returns True if it did.
 
         Args:
-            layout: for the parameters that needed a gradient in the forward that backward goes through.
-            adds_to_all: as the function of this name returns it.
+            layout: of the forward that backward goes through.
+            adds_to_all: returned by the function of this name.
             if_reached: begin only if backward will reach one of the parameters.
         """
         is_running = self.backward.is_running
@@ -303,7 +302,7 @@ class BucketedDataParallel(Replica):
         self._end_step(totals)
 
     def average_gradients(self) -> None:
-        """Averages the gradients that parameters have, whatever has written them, and ends the step. Collective."""
+        """Averages the gradients that parameters have, however they were computed, and ends the step. Collective."""
         self.prepare()
         for parameter in self.layout.parameters:
             self.backward.note_other(parameter)
@@ -311,7 +310,7 @@ class BucketedDataParallel(Replica):
         self._finish()
 
     def end_step(self, totals: Totals) -> None:
-        """Ends a step whose gradients were averaged by other means, or used by this rank alone.
+        """Ends a step whose gradients were averaged elsewhere, or used by this rank alone.
 
         Args:
             totals: of all ranks.
@@ -360,7 +359,7 @@ class BucketedDataParallel(Replica):
 
     @property
     def measures_parts(self) -> bool:
-        # asked before the forward, which alone would find out that a sparse layer was unfrozen
+        # read before the forward, which would be the first to see that a sparse layer was unfrozen
         return self.compression is None and not any(weight.requires_grad for weight in sparse_weights(self.module))
 
     @property
@@ -381,14 +380,14 @@ class BucketedDataParallel(Replica):
 #     began                          when backward began, on the clock of the process (`time.perf_counter`)
 #     ready ── launched ── done      seconds after that
 #     overlap                        share of (launched … done) that lies before backward ended; 0 in the foreground,
-#                                    where backward stands still meanwhile
+#                                    where backward pauses meanwhile
 #
 # The slowest rank's buckets are ready late; all other ranks' buckets are ready early, and done late. So the two times
-# together show who waited for whom.
+# together show which rank waited for which.
 #
-# In a profile, every bucket's reduction is a range on the thread that runs it, and inside of it the way that it takes
-# ("ddp: ring"). With overlap that is a background thread; on the thread of backward the wait for the bucket is a range.
-# torch's profiler records the background thread only if it is told to:
+# In a profile, every bucket's reduction is a range on the thread that runs it, and inside of it the algorithm ("ddp:
+# ring"). With overlap that is a background thread; on the thread of backward the wait for the bucket is a range.
+# torch's profiler records the background thread only with this option:
 #
 #     torch.profiler.profile(experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True))
 

@@ -1,19 +1,18 @@
-"""Gradients by shards: the running step of a replica that adds up shards, and what each shard has brought.
+"""Gradients by shards: the running step of a replica that adds up shards, and the contribution of each shard.
 
     with model.shard(0):                      p.grad is empty, buffers are those of the step
         loss_of(model(x0), y0).backward()     at the end of the block, gradients go on the stack of sums
     with model.shard(1):                      p.grad is empty again, and buffers are the step's
         loss_of(model(x1), y1).backward()     this rank's last shard: the backward that reduces full buckets
 
-The sums are those of the tree over the shards (`collectives/shards.py`). What is left at the end are this rank's nodes.
-They lie in the rows of the buckets, where the ranks add them up. Sums above them are the tensors in which autograd has
-put them.
+The sums are those of the tree over the shards (`collectives/shards.py`). At the end this rank's nodes are left, in the
+rows of the buckets, where the ranks add them up. Other sums stay in the tensors that autograd has made.
 
 A shard without samples, or without a gradient of a parameter, counts as zeros. They are not added: x + 0 is x, but for
 the sign of a zero, and the last sum loses that (`Communicator.all_reduce`).
 
-If a shard is marked twice, left out or out of order, or if an error has left its block, the verdicts of a step say so,
-and all ranks raise the error. What a rank finds wrong inside of a block is raised there, on that rank.
+If a shard is marked twice, left out or out of order, or if an error has left its block, the step flags report it, and
+all ranks raise the error. Other errors inside of a block are raised there, on that rank.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ Prepare = Callable[[Slot, Tensor], Tensor]
 
 
 class ByShards(Accumulation):
-    """Adds up gradients by shards of the batch. To make one is collective.
+    """Adds up gradients by shards of the batch. Collective to make.
 
     Args:
         buffers: of the replica.
@@ -59,9 +58,9 @@ class ByShards(Accumulation):
     Attributes:
         shards: of this rank.
         has_samples: a shard of this step has had a forward.
-        seen: of the shard that is watched, in the last step: the sum of its losses, the number of items in it, and by
-            the parameter's name, the checksum of its gradient.
-        usage: says which gradients each step is to have.
+        seen: of the watched shard in the last step: the sum of its losses, its number of items, and by parameter name
+            the checksum of its gradient.
+        usage: decides which gradients each step must have.
 
     Raises:
         ConfigError: there are fewer shards than ranks.
@@ -87,19 +86,19 @@ class ByShards(Accumulation):
         self._num_nodes = len(nodes_by_rank(comm.world_size, num_shards)[comm.rank])
         self._buffers = ShardBuffers(comm, buffers, num_shards)
         self._seed = int(all_gather_object(comm, torch.initial_seed())[0])
-        self._abandon()
+        self._reset()
 
-    def _abandon(self, broken_off: str = "") -> None:
-        """Lets a step begin, because the one before is over, or has broken off."""
+    def _reset(self, abort_reason: str = "") -> None:
+        """Prepares for the next step, because the last one is over, or was aborted."""
         self.running = None
-        self._next, self._broken_off = self.shards.start, broken_off
+        self._next, self._abort_reason = self.shards.start, abort_reason
 
     @property
     def buffers_at_start(self) -> Mapping[str, Tensor]:  # type: ignore[override]
         return self._buffers.start
 
     def watch(self, shard: int | None) -> None:
-        """Looks at the gradients of a shard of the next steps, before they are added to others; or at none."""
+        """Records the gradients of one shard in the next steps, before they are added to others; None: of no shard."""
         self._watched = shard
 
     # --- a shard, in the order of time -------------------------------------------------------------------------------
@@ -127,11 +126,11 @@ class ByShards(Accumulation):
             elif not self._is_over(replica):  # no backward has ended the step
                 self._check_backward()
                 replica.reduce_without_backward()
-            if is_last:  # what is drawn for the update is the same on all ranks
+            if is_last:  # random numbers of the update are the same on all ranks
                 seed_generators(stream_seed(self._seed, "update", self._step), device=self._device)
         except BaseException:
-            if not self._is_over(replica):  # else the step itself is whole
-                self._break_off(shard)
+            if not self._is_over(replica):  # else the step itself is complete
+                self._abort(shard)
             raise
         finally:
             replica.require_backward_grad_sync = before
@@ -139,11 +138,11 @@ class ByShards(Accumulation):
                 self._end_step()
 
     def _protocol_error(self, shard: int) -> str:
-        """Returns the error if the block of this shard begins now; "": none."""
-        if self._broken_off:
-            return self._broken_off
+        """Returns the error if this shard must not begin now; "": it may."""
+        if self._abort_reason:
+            return self._abort_reason
         if self.running is not None:
-            return f"shard {shard} is marked inside of shard {self.running}: end that block before"
+            return f"shard {shard} is marked inside of shard {self.running}: end that block first"
         if shard == self._next:
             return ""
         first, last = self.shards.start, self.shards.stop - 1
@@ -192,7 +191,7 @@ class ByShards(Accumulation):
 
     @uncompiled
     def before_forward(self, replica: Replica, _inputs: object) -> None:
-        """Begins a forward of the running shard; none that is outside of a block, of which no backward may come.
+        """Begins a forward of the running shard; ignores one outside of a block, which may have no backward.
 
         Raises:
             RuntimeError: the step is over.
@@ -222,7 +221,7 @@ class ByShards(Accumulation):
         """Raises RuntimeError if the running shard has had a forward, and no backward."""
         if self._has_forward and all(slot.parameter.grad is None for slot in self._slots):
             raise RuntimeError(
-                f"shard {self.running}: a forward in its block, and no backward that reaches a parameter"
+                f"shard {self.running}: its block has a forward, but no backward that reaches a parameter"
             )
 
     def _end_shard(self, shard: int) -> None:
@@ -235,18 +234,18 @@ class ByShards(Accumulation):
         self.running = None
 
     def _end_step(self) -> None:
-        """Ends the buffers of a step that is over, with the block of its last shard. Collective."""
+        """Ends a step with the block of its last shard: buffers become those of all shards. Collective."""
         last = self.shards[-1]
         self._buffers.end_shard(last, self._places[last], has_forward=self._has_forward)
         self._buffers.end_step()
-        self._abandon()
+        self._reset()
 
-    def _break_off(self, shard: int) -> None:
-        """Breaks the step off, because an error has left the block of a shard; the next block tells all ranks."""
+    def _abort(self, shard: int) -> None:
+        """Aborts the step, because an error has left the block of a shard; the next block raises it on all ranks."""
         for slot in self._slots:
             slot.parameter.grad = None
         what = f"an error has left the block of shard {shard}, so that its step was not made"
-        self._abandon(f"{what}: start anew, from the last checkpoint")
+        self._reset(f"{what}: restart from the last checkpoint")
 
     # --- the last shard: its backward reduces the buckets ------------------------------------------------------------
 
@@ -254,8 +253,8 @@ class ByShards(Accumulation):
         """Begins the backward of the last shard.
 
         Raises:
-            RuntimeError: it is outside of that shard's block, or the second one in it; it creates a graph; parameters
-                are others than before.
+            RuntimeError: backward is outside of that shard's block, or the second one in it; it creates a graph;
+                parameters have changed since the last shard.
         """
         if self.running != self.shards[-1]:
             raise RuntimeError(
@@ -287,19 +286,19 @@ class ByShards(Accumulation):
         return parameter.grad is not None or self._gradients.has(parameter)
 
     def fill(self, bucket: Bucket) -> list[Slot]:
-        """Leaves this rank's nodes in the rows of a full bucket. Returns the slots of which no shard had a gradient."""
+        """Writes this rank's nodes to the rows of a full bucket. Returns the slots without a gradient in any shard."""
         self._take(bucket.slots)
         return self._gradients.fill(bucket, self._num_nodes)
 
     def write_parts(self, layout: Layout) -> None:
-        """Writes what was measured of this rank's nodes to the rows of verdicts; row 0 has the rank's verdicts."""
+        """Writes the measurements of this rank's nodes to the rows of flags; row 0 has the rank's flags."""
         self._take_square()
-        layout.verdicts.rows[1:] = 0
-        for row, node in zip(layout.verdicts.rows, self._parts.nodes, strict=False):
+        layout.flags.rows[1:] = 0
+        for row, node in zip(layout.flags.rows, self._parts.nodes, strict=False):
             squares, *counts = node.unbind()
             row[-3:] = torch.stack([*counts, squares])
 
-    # --- what a shard has brought ------------------------------------------------------------------------------------
+    # --- the contribution of a shard ----------------------------------------------------------------------------------
 
     def _take(self, slots: Sequence[Slot]) -> None:
         """Takes the gradients of the running shard."""
@@ -308,7 +307,7 @@ class ByShards(Accumulation):
         self._gradients.take(slots, self._places[self.running], None if is_plain else self._prepared)
 
     def _prepared(self, slot: Slot, gradient: Tensor) -> Tensor:
-        """Returns what is added up in the place of a gradient."""
+        """Returns the tensor that is added up in place of a gradient."""
         if self._measures:
             self._squares[slot] = total_norm(block_norms([gradient])).double().square()
         if self.running == self._watched:
@@ -322,7 +321,7 @@ class ByShards(Accumulation):
 
     @property
     def _measures(self) -> bool:
-        """Returns True if the running shard is measured: of two siblings the first."""
+        """Returns True if the running shard is measured: the first of two siblings is."""
         assert self.running is not None
         is_first = self._of_shard is not None and is_node(range(self.running, self.running + 2), self.num_shards)
         return is_first and self._of_shard is not None and self._of_shard.measure
@@ -337,7 +336,7 @@ class ByShards(Accumulation):
             self._totals.push(vector, self._places[self.running])
 
     def _take_square(self) -> None:
-        """Adds the squared norm of the running shard's gradient to those before it, in a step that measures."""
+        """Adds the squared norm of the running shard's gradient to the sum, in a step that measures."""
         totals, squares, self._squares = self._of_shard, self._squares, {}
         if totals is None or not totals.measure or self.running is None:
             return
@@ -350,7 +349,7 @@ class ByShards(Accumulation):
 
 
 class GradientSums:
-    """The stack of the gradients of one step. A slot is taken once in each shard, by itself or together with others."""
+    """The stack of the gradients of one step. Each slot is taken once per shard, alone or together with others."""
 
     def __init__(self) -> None:
         self._levels: list[dict[Slot, Tensor]] = []
@@ -361,10 +360,10 @@ class GradientSums:
 
     @torch.no_grad()
     def take(self, slots: Sequence[Slot], place: TreeSlot, prepare: Prepare | None = None) -> None:
-        """Takes complete gradients of a shard: `p.grad` is None then.
+        """Takes complete gradients of a shard: `p.grad` becomes None.
 
         Args:
-            prepare: returns what is added up in the place of each of them.
+            prepare: returns the tensor that is added up in place of a gradient.
         """
         while len(self._levels) <= place.level:
             self._levels.append({})
@@ -385,10 +384,10 @@ class GradientSums:
 
     @torch.no_grad()
     def fill(self, bucket: Bucket, num_nodes: int) -> list[Slot]:
-        """Leaves this rank's nodes in the rows of a bucket, all of which were taken.
+        """Writes this rank's nodes to the rows of a bucket, once all its gradients were taken.
 
         Returns:
-            The slots of which no shard had a gradient.
+            The slots for which no shard had a gradient.
         """
         for level in range(num_nodes):
             self._move_in(bucket.slots, level)
@@ -398,7 +397,7 @@ class GradientSums:
         return [slot for slot in bucket.slots if not any(slot in sums for sums in self._levels[:num_nodes])]
 
     def _move_in(self, slots: Sequence[Slot], level: int) -> None:
-        """Copies sums that have a row in their buckets to it."""
+        """Copies sums to their rows in the buckets, if they have one."""
         sums = self._levels[level]
         here = [slot for slot in slots if slot in sums and level < len(slot.rows)]
         if moving := [slot for slot in here if sums[slot] is not slot.rows[level]]:
@@ -410,7 +409,7 @@ class GradientSums:
 class UsageByShards(Usage):
     """Expects a gradient of every parameter in some shard; reports a protocol error of one rank on all ranks."""
 
-    looks_ahead = False  # other shards than the last may have gradients that its backward does not lead to
+    looks_ahead = False  # earlier shards may have gradients that the last backward does not reach
 
     def unused_error(self, missing: Sequence[Slot] | None) -> UnusedParameters | ConfigError | None:
         """Returns an error that names protocol errors, or parameters that no shard of any rank has used. Collective."""
@@ -424,7 +423,7 @@ class UsageByShards(Usage):
 
 
 def rounded(gradient: Tensor, form: WireFormat) -> Tensor:
-    """Returns a gradient as it would be once it has travelled in a format, in the order of its indices."""
+    """Returns a gradient encoded in a wire format and decoded again, in the order of its indices."""
     flat = gradient.reshape(-1).div(form.shrink)
     encoded = torch.zeros(form.length(flat.numel()), dtype=form.dtype, device=flat.device)
     form.encode(flat, encoded)

@@ -43,7 +43,7 @@ class NaiveDataParallel(Replica):
     def __init__(self, module: nn.Module, *, broadcast_buffers: bool = True, comm: Communicator | None = None) -> None:
         if comm is None:
             from ddp.comm.opening import device_of
-            from ddp.comm.session import current  # and with it all that a communicator is made of
+            from ddp.comm.session import current  # which imports all parts of a communicator
 
             comm = current(device_of(module))
         check_trainable(list(module.named_parameters()))
@@ -52,7 +52,7 @@ class NaiveDataParallel(Replica):
         self._is_in_backward = False
 
     def prepare(self) -> None:
-        """Forgets a backward that broke off. It has left nothing in flight, because averaging begins at its end."""
+        """Forgets a backward that broke off. It left nothing in flight, because averaging begins at its end."""
         self._is_in_backward = False
 
     @property
@@ -63,7 +63,7 @@ class NaiveDataParallel(Replica):
         watch_backward(outputs, self._begin, self._finish)
 
     def _begin(self, adds_to_all: bool) -> bool:
-        """Notes that backward has reached an output. Returns True for the first one, if parameters get gradients."""
+        """Records that backward has reached an output. Returns True for the first one, if parameters get gradients."""
         if self._is_in_backward or not (adds_to_all or accumulates(list(self.module.parameters()))):
             return False
         self._is_in_backward = True

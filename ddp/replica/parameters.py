@@ -1,7 +1,7 @@
 """The parameters that a replica keeps equal, a check that they are still the same ones, and their layouts.
 
-A layer that is added after the replica was made would be trained on this rank's samples alone, without an error.
-So every forward checks that modules and parameters are still those of the beginning, by comparing two lists.
+A layer that is added after the replica was made would be trained on this rank's samples alone, without an error. So
+every forward checks that modules and parameters are still the original ones, by comparing two lists.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _REQUIRES_GRAD, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
 _END = object()  # after the last value, so that lists of different lengths differ
-_HAS_DEVICES = torch.accelerator.is_available()  # else there is nowhere for a parameter to move to
+_HAS_DEVICES = torch.accelerator.is_available()  # else parameters cannot move
 
 
 def managed(module: nn.Module, *, inner: type[nn.Module]) -> list[tuple[str, nn.Parameter]]:
@@ -66,7 +66,7 @@ class ParameterWatch:
     """Remembers a module's parameters.
 
     Attributes:
-        is_borrowed: at the last check, torch.func.functional_call had put other tensors there.
+        is_borrowed: at the last check, torch.func.functional_call had replaced the parameters by other tensors.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -94,7 +94,7 @@ class ParameterWatch:
         return tuple(self._needed)
 
     def check(self) -> Change:
-        """Compares the parameters with those remembered, and remembers what has changed.
+        """Compares the parameters with those remembered, and remembers the changes.
 
         Raises:
             ConfigError: parameters were added, removed or replaced; the message names them.
@@ -159,7 +159,7 @@ class Layouts:
     """Finds the layout for the parameters that need a gradient.
 
     Args:
-        watch: knows which parameters need a gradient.
+        watch: tracks which parameters need a gradient.
         named: all parameters of the replica, with their names.
         reducer: of the buckets.
         limits, num_shards: as in `Layout`.
@@ -213,7 +213,7 @@ class Layouts:
             self._check_same_on_every_rank(layout)
             while len(self._by_needed) >= NUM_KEPT:
                 self._by_needed.pop(next(iter(self._by_needed)))
-        self._by_needed[needed] = self.current = layout  # put last, because the first ones are dropped first
+        self._by_needed[needed] = self.current = layout  # moved to the end, because the first ones are dropped first
         if frozen := set(early).difference(layout.slot_of):
             raise ConfigError(
                 f"{', '.join(self._watch.names_of(frozen))}: frozen with a gradient from no_sync that has not been "

@@ -46,7 +46,7 @@ PREFIX = "module."
 
 
 class Inputs:
-    """Says which ranks have inputs: all of them. In `join` some may have none any more (`drop_in/join.py`).
+    """The ranks that have inputs: all of them. Under `join` some may run out (`drop_in/join.py`).
 
     Attributes:
         divisor: divisor of the sums over ranks in a step without totals.
@@ -61,7 +61,7 @@ class Inputs:
         self.divisor, self.root = comm.world_size, 0
 
     def announce(self) -> None:
-        """Tells the others, before a forward that synchronises, that this rank has inputs."""
+        """Announces to all ranks, before a forward that synchronises, that this rank has inputs."""
 
 
 class Accumulation:
@@ -70,9 +70,9 @@ class Accumulation:
     Attributes:
         num_shards: the number of shards of a batch by which gradients are added up; None: they are added up by ranks.
         shards: this rank's shards of each batch.
-        running: the shard in whose block the program is; None: there is none.
+        running: the shard in whose block the program is; None: it is in no block.
         may_unfreeze: a forward may unfreeze parameters.
-        buffers_at_start: those with which the running step has begun, or the last one, if they may have changed.
+        buffers_at_start: the buffers with which the running step, or the last one, began, if they may have changed.
     """
 
     num_shards: int | None = None
@@ -82,7 +82,7 @@ class Accumulation:
     buffers_at_start: Mapping[str, Tensor] = MappingProxyType({})
 
     def connect(self, layouts: Layouts) -> None:
-        """Is told the layouts of its replica, once there are some."""
+        """Receives the layouts of its replica, once there are some."""
 
     def block(self, replica: Replica, shard: int) -> AbstractContextManager[None]:
         """Makes forward and backward inside those of one shard (`Replica.shard`)."""
@@ -105,7 +105,7 @@ class Accumulation:
         return bucket.fill()
 
     def write_parts(self, layout: Layout) -> None:
-        """Writes what was measured of parts of the batch to where verdicts travel."""
+        """Writes the measurements of parts of the batch to the step flags."""
 
 
 class Replica(nn.Module, ABC):
@@ -114,14 +114,14 @@ class Replica(nn.Module, ABC):
     Attributes:
         module: the model.
         comm: the ranks that have a copy.
-        inputs: says which ranks have inputs.
+        inputs: the ranks that have inputs.
         accumulation: adds up this rank's micro-batches.
-        steps_in_backward: an optimizer steps there, so that no step can be taken back.
-        collective: averages a bucket where no hook does; None: gradients are averaged one by one.
+        steps_in_backward: an optimizer steps in backward, so that no step can be rolled back.
+        collective: averages a bucket if no hook does; None: gradients are averaged one by one.
         wire: the format in which gradients travel between hosts, if not their own.
         compression: the hook that averages gradients, if there is one.
         riding: this rank's part of the running step's totals, as `ride_along` was given it.
-        settled: makes the ranks' parameters equal for a block, if a strategy lets them differ. Collective.
+        settled: makes the ranks' parameters equal for a block, if they differ under a strategy. Collective.
         waited: time that backward's thread has spent on averaging, or waiting for it.
         num_steps: number of backwards that have synchronised; those before a checkpoint that the run continued from
             count.
@@ -145,7 +145,7 @@ class Replica(nn.Module, ABC):
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self._buffer_sync = buffers
         self.riding: Totals | None = None
-        self.waiting: object = None  # of a forward that waits for its backward, where that must be known
+        self.waiting: object = None  # the layout of a forward that waits for its backward, if that must be known
         self._verification: Verification | None = None
         self.register_load_state_dict_pre_hook(_accept_plain_keys)  # type: ignore[no-untyped-call]
 
@@ -158,7 +158,7 @@ class Replica(nn.Module, ABC):
 
     @uncompiled
     def _before_forward(self) -> tuple[bool, bool]:
-        """Does what every rank does before a forward.
+        """Prepares a step and synchronises buffers, as far as this forward needs it.
 
         Returns:
             True if a backward through it synchronises gradients; True if buffers are synchronised around it.
@@ -167,12 +167,12 @@ class Replica(nn.Module, ABC):
             self.waiting = None
         synchronises = torch.is_grad_enabled() and self.require_backward_grad_sync
         # a rank without inputs takes part only in forwards that synchronise gradients
-        is_heard = self.require_forward_param_sync and (synchronises or not self.inputs.may_end)
-        if synchronises or (is_heard and self._buffer_sync.is_active):
+        may_sync = self.require_forward_param_sync and (synchronises or not self.inputs.may_end)
+        if synchronises or (may_sync and self._buffer_sync.is_active):
             self.prepare()
         if synchronises and self.inputs.may_end:
             self.inputs.announce()
-        syncs_buffers = is_heard and self._buffer_sync.is_active
+        syncs_buffers = may_sync and self._buffer_sync.is_active
         if syncs_buffers:
             self._buffer_sync.before_forward(self.inputs.root)
         return synchronises, syncs_buffers
@@ -182,7 +182,7 @@ class Replica(nn.Module, ABC):
         if syncs_buffers:
             self._buffer_sync.after_forward()
         if synchronises or not self.inputs.may_end:
-            # looked up again, because Lightning's manual optimization switches it off inside the forward
+            # read again, because Lightning's manual optimization switches it off inside the forward
             self.require_forward_param_sync = synchronises and self.require_backward_grad_sync
         if synchronises:
             self._watch_outputs(outputs)
@@ -204,7 +204,7 @@ class Replica(nn.Module, ABC):
 
     @uncompiled
     def _is_no_step(self) -> bool:
-        """Returns True if a forward concerns this rank alone: it sends no buffers, and no backward is awaited.
+        """Returns True if a forward is local to this rank: it sends no buffers, and no backward is awaited.
 
         Activation checkpointing around the replica repeats a forward, for a backward that runs. A transform of
         torch.func returns this rank's gradients, and adds to no parameter's.
@@ -232,31 +232,31 @@ class Replica(nn.Module, ABC):
                     loss_of(model(inputs[number]), targets[number]).backward()
             optimizer.step()
 
-        Each block has random numbers of its own, by the seed of rank 0 (`torch.manual_seed`) when this was made; and so
-        has the update after the last one. Inside of a block `p.grad` is the gradient of that shard, until the last
+        Each block has its own random numbers, derived from rank 0's seed (`torch.manual_seed`) when this was made; so
+        has the update after the last block. Inside of a block `p.grad` is the gradient of that shard, until the last
         backward of the step.
 
-        Every rank's shards are marked once in each step, in their order; of one without samples the block is empty. A
+        Every rank's shards are marked once in each step, in their order; a shard without samples has an empty block. A
         shard may be computed in parts: put all backwards but the last into `no_sync`.
 
         Raises:
-            ConfigError: on all ranks: one has marked a shard twice, has left one out, or has none of that number; or
+            ConfigError: on all ranks: a rank has marked a shard twice, left one out, or does not have this one; or
                 gradients are added up by ranks.
         """
         return self.accumulation.block(self, number)
 
     @abstractmethod
     def prepare(self) -> None:
-        """Prepares a step: raises the error of the last one, if there was one, and looks for changes of the model."""
+        """Prepares a step: raises the error of the last one, if there was one, and checks the model for changes."""
 
     @property
     @abstractmethod
     def _awaits_backward(self) -> bool:
-        """Returns True from a forward that synchronises to the end of its backward, where that is known."""
+        """Returns True from a forward that synchronises to the end of its backward, if that is known."""
 
     @abstractmethod
     def _watch_outputs(self, outputs: Any) -> None:
-        """Sees to it that `_finish` is called when a backward through these outputs has ended (`autograd.py`)."""
+        """Arranges that `_finish` is called when a backward through these outputs has ended (`autograd.py`)."""
 
     def _begin_without_samples(self) -> None:
         """Begins a step for which this rank has no samples."""
@@ -274,7 +274,7 @@ class Replica(nn.Module, ABC):
         return self._totals
 
     def take_back(self) -> None:
-        """Forgets what sending the last step's gradients has left behind, because the step will not be made."""
+        """Rolls back the hook's state of the last step, because the step will not be made."""
         if self.compression is not None:
             self.compression.take_back()
 
@@ -312,7 +312,7 @@ class Replica(nn.Module, ABC):
 
     @property
     def gradient_order(self) -> list[str] | None:
-        """Names in the order in which gradients become ready; None where that is not known, or does not matter."""
+        """Names in the order in which gradients become ready; None if that is unknown, or does not matter."""
         return None
 
     def adopt_gradient_order(self, names: Sequence[str]) -> None:
@@ -340,9 +340,9 @@ class Replica(nn.Module, ABC):
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        """Isolates forwards and backwards inside from the training: afterwards all state is as it was before.
+        """Isolates forwards and backwards inside from the training: afterwards all state is restored.
 
-        Gradients begin empty. Buffers begin as those of the running step, or of the last one, where these are known.
+        Gradients begin empty. Buffers begin as those of the running step, or of the last one, if these are known.
         """
         parameters = list(self.module.parameters())
         gradients, waiting = [parameter.grad for parameter in parameters], self.waiting
@@ -362,7 +362,7 @@ class Replica(nn.Module, ABC):
             self.waiting = waiting
 
     def _unobserved(self) -> AbstractContextManager[None]:
-        """Lets no observer of a gradient act inside."""
+        """Disables the observers of gradients inside."""
         return nullcontext()
 
     def reduce_without_backward(self) -> None:
@@ -386,7 +386,7 @@ class Replica(nn.Module, ABC):
 
     @property
     def syncs_buffers(self) -> bool:
-        """Returns True if there are buffers, and ranks are to have equal ones."""
+        """Returns True if there are buffers, and the ranks keep them equal."""
         return self._buffer_sync.is_active
 
     @property
@@ -413,7 +413,7 @@ class Replica(nn.Module, ABC):
 
     @contextmanager
     def for_evaluation(self) -> Iterator[None]:
-        """Makes all ranks equal for a block, and what they were again afterwards. Collective."""
+        """Makes all ranks equal for a block, and restores their state afterwards. Collective."""
         with self.settled(), self.buffers_of_rank_zero():
             yield
 
@@ -425,7 +425,7 @@ class Replica(nn.Module, ABC):
     def verify_replicas(
         self, every: int | None = None, *, also: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
     ) -> None:
-        """Compares the parameters of all ranks bit by bit: once, now, or from now on every few steps. Collective.
+        """Compares the parameters of all ranks bit by bit: once, now, or from now on every n steps. Collective.
 
         Args:
             every: number of steps from one comparison to the next; 0: no more; None: compare once, now.
@@ -452,7 +452,7 @@ def replicas_in(model: nn.Module) -> list[Replica]:
 
 
 class Verification(NamedTuple):
-    """A request to compare the replicas, and other tensors with them, every few steps."""
+    """A request to compare the replicas, and further tensors, every `every` steps."""
 
     every: int
     also: Callable[[], Iterable[tuple[str, Tensor]]]

@@ -1,30 +1,29 @@
 """Finalizes a step, once all of its gradients have been reduced.
 
-    keep         the gradient that a parameter had is kept, before zeros or the mean are written over it
-    filled       of a full bucket: which gradients are undefined, and on request its squared norm
-    write_flags  what this rank has found about its own gradients (`StepFlags`), written where it travels
-    settle       all ranks' totals and verdicts are read. The division is completed. If a hook has sent what was not
-                 finite, the step is refused. Parameters that no rank has used get back the gradient that they had
+    keep         keeps the gradient that a parameter had, before zeros or the mean are written over it
+    filled       records which gradients of a full bucket are undefined, and on request its squared norm
+    write_flags  writes this rank's findings about its own gradients (`StepFlags`) to where they travel
+    settle       reads all ranks' totals and flags, and completes the division. If a hook has sent a non-finite
+                 gradient, refuses the step. Parameters that no rank has used get back the gradient that they had
 
 Note "parameters without a gradient". They contribute zeros (or what they had accumulated), so that no rank ever waits
-for them. Each rank's *verdicts* say whether it had such parameters. The verdicts travel last, in the tail of the last
-bucket or by themselves. The ranks compare parameter by parameter only if a verdict is true on any rank.
+for them. Each rank's *flags* say if it had such parameters. The flags travel last, in the tail of the last bucket or in
+their own message. The ranks compare parameter by parameter only if a flag is set on any rank.
 
     used on another rank     gets the mean, to which this rank has contributed zeros (or what it had accumulated)
     used on no rank          keeps the gradient that it had: None stays None
     undefined                autograd reaches the parameter with an undefined gradient (a function's backward has
-                             returned None): like unused, and always allowed
+                             returned None): treated as unused, and always allowed
     not allowed              every rank raises UnusedParameters before the next forward, with names by rank
 
 `Usage` expects every gradient, or, with `find_unused_parameters`, those that the graph of each backward leads to;
-`StaticGraph` as many as in the first step.
+`StaticGraph` expects as many as in the first step.
 
-Note "late". Where collectives are enqueued on a GPU, the host does not wait for what they find. The division is made
-there, by the very count. Totals and verdicts are copied to the host, and `read_flags` reads them: when the caller asks,
-or at the latest at the end of the next backward. By then the optimizer has stepped. So an unused parameter is reported
-one step later than on the CPU, and one whose gradient is undefined counts as zero for these two steps, as in torch's
-class.
-Where a step must know before it continues (`find_unused_parameters`, a hook, sparse gradients), it waits.
+Note "late". If collectives are enqueued on a GPU, the host does not wait for their results. The GPU divides by the
+exact count. Totals and flags are copied to the host, and `read_flags` reads them: when the caller asks, or at the
+latest at the end of the next backward. By then the optimizer has stepped. So an unused parameter is reported one step
+later than on the CPU, and one whose gradient is undefined counts as zero for these two steps, as in torch's class. A
+step that needs the flags before it continues (`find_unused_parameters`, a hook, sparse gradients) waits.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ from ddp.replica.autograd import is_in_backward, will_accumulate
 class Use(IntEnum):
     """The use that a backward has made of a parameter."""
 
-    NONE = 0  # it has not reached it
-    UNDEFINED = 1  # it has reached it with an undefined gradient
+    NONE = 0  # not reached
+    UNDEFINED = 1  # reached with an undefined gradient
     GRADIENT = 2
 
 
@@ -70,7 +69,7 @@ class Usage:
         never: names of the parameters that are known to be used on no rank.
         protocol_error: an error of this rank that all ranks are to raise; "": there is none.
         looks_ahead: the graph of a backward may show which gradients to expect.
-        varies: which gradients there are may be another question in each step, so that each must wait for the answer.
+        varies: the set of gradients may differ from step to step, so that each step must wait for the flags.
     """
 
     never: Set[str] = frozenset()
@@ -80,7 +79,7 @@ class Usage:
         self._comm, self._finds_unused, self.varies = comm, finds_unused, finds_unused
 
     def begin(self, layout: Layout) -> Usage:
-        """Begins a backward. Returns what answers for it, even once the next one has begun (note "late")."""
+        """Begins a backward. Returns the usage of this backward, valid also after the next one begins (note "late")."""
         return self
 
     def expected(self, layout: Layout) -> Mapping[int, int] | None:
@@ -98,14 +97,14 @@ class Usage:
         return bool(missing or self.protocol_error)
 
     def used_by_none(
-        self, layout: Layout, missing: Collection[Slot], undefined: Collection[Slot], verdicts: StepFlags
+        self, layout: Layout, missing: Collection[Slot], undefined: Collection[Slot], flags: StepFlags
     ) -> list[Slot]:
-        """Returns the slots that no rank has a gradient of, because some rank lacks some. Collective.
+        """Returns the slots for which no rank has a gradient, once a flag shows that some rank lacks some. Collective.
 
         Args:
             missing: slots that this rank's backward has not reached.
             undefined: slots that it has reached with an undefined gradient.
-            verdicts: of all ranks.
+            flags: of all ranks.
         """
         uses = self._greatest_uses(layout.slots, missing, undefined)
         return [slot for slot, use in zip(layout.slots, uses, strict=True) if use is not Use.GRADIENT]
@@ -114,7 +113,7 @@ class Usage:
         """Returns the error that names the missing parameters of every rank; None if they are none. Collective.
 
         Args:
-            missing: this rank's, in the order of registration; None: it had no backward, so that they are no error.
+            missing: of this rank, in the order of registration; None: it had no backward, so that they are no error.
         """
         if self._finds_unused:
             return None
@@ -162,7 +161,7 @@ class StepFinalizer:
     """Finalizer of one backward.
 
     Attributes:
-        usage: says which gradients this backward is to have.
+        usage: decides which gradients this backward must have.
         error: found by `read_flags`; every rank raises it before its next forward.
     """
 
@@ -171,9 +170,9 @@ class StepFinalizer:
     ) -> None:
         self._comm, self._layout, self._reducer, self.usage = comm, layout, reducer, usage.begin(layout)
         self._totals, self._has_samples, self._division = share.totals, share.has_samples, division
-        self._numbers: HostCopy | None = None  # totals and verdicts, where the host has not waited for them
+        self._numbers: HostCopy | None = None  # totals and flags, if the host has not waited for them
         self._measures = share.totals is not None and share.totals.measure and share.has_samples
-        self._square = torch.zeros((), device=comm.device)  # of this rank's own gradient, where that is asked for
+        self._square = torch.zeros((), device=comm.device)  # of this rank's own gradient, on request
         self._kept: dict[Slot, Tensor | None] = {}  # what `p.grad` was before its slot was overwritten
         self._undefined: list[Slot] = []  # reached by autograd, but without a gradient
         self._missing: Sequence[Slot] = ()
@@ -187,7 +186,7 @@ class StepFinalizer:
                 self._kept[slot] = had.clone() if had is not None and had is slot.view else had
 
     def filled(self, bucket: Bucket, without: Iterable[Slot]) -> None:
-        """Records that a bucket holds this rank's gradients, save those of the slots `without` one."""
+        """Records that a bucket holds this rank's gradients, except for the slots `without` one."""
         for slot in without:
             self._undefined.append(slot)
             self._kept.setdefault(slot, None)
@@ -195,7 +194,7 @@ class StepFinalizer:
             self._square = self._square + bucket.square()
 
     def write_flags(self, missing: Sequence[Slot], computed: Callable[[], Iterable[Tensor]]) -> None:
-        """Writes what this rank has found to where verdicts travel, but not yet if a hook has hidden something.
+        """Writes this rank's flags to where they travel, except what a hook may have hidden.
 
         Args:
             missing: slots that backward has not reached, in the order of registration.
@@ -206,7 +205,7 @@ class StepFinalizer:
         if self._has_samples:
             has_unused = self.usage.must_compare(self._layout, missing, computed)
             self._mine = StepFlags(has_unused, bool(self._undefined), parts=self._parts())
-        self._mine.write(self._layout.verdicts.numbers)
+        self._mine.write(self._layout.flags.numbers)
 
     def _parts(self) -> Parts:
         """Returns this rank's measured part of the batch."""
@@ -217,8 +216,8 @@ class StepFinalizer:
         return Parts.of(self._square / self._totals.loss_scale**2, self._totals.items_on_host)
 
     def write_hidden_flags(self) -> None:
-        """Adds what a hook has hidden, that a gradient was not finite. Beside a hook, verdicts travel apart."""
-        is_finite, numbers = self._reducer.is_finite, self._layout.verdicts.numbers
+        """Sets the flag for a non-finite gradient that a hook has hidden. With a hook, flags travel separately."""
+        is_finite, numbers = self._reducer.is_finite, self._layout.flags.numbers
         if isinstance(is_finite, Tensor):
             StepFlags.non_finite_in(numbers).add_(is_finite.logical_not())
         elif not is_finite:
@@ -229,13 +228,13 @@ class StepFinalizer:
         return [*self._undefined, *(each for each in self._layout.sparse if each.parameter.grad is None)]
 
     def settle(self, *, creates_graph: bool) -> Totals | None:
-        """Settles the step, because every bucket holds the mean, and all verdicts are in. Collective.
+        """Settles the step, because every bucket holds the mean, and all flags have been reduced. Collective.
 
         Args:
             creates_graph: gradients are not in their buckets.
 
         Returns:
-            What `read_flags` returns; None if it is to be called later (note "late").
+            The result of `read_flags`; None if that is to be called later (note "late").
         """
         layout = self._layout
         if creates_graph:
@@ -246,51 +245,51 @@ class StepFinalizer:
             return self.read_flags()
         self._division.complete_on_device()
         if self._reducer.may_hide:
-            hidden = StepFlags.non_finite_in(layout.verdicts.numbers) > 0
+            hidden = StepFlags.non_finite_in(layout.flags.numbers) > 0
             for bucket in layout.buckets:
                 bucket.gradients.mul_(torch.where(hidden, torch.nan, 1.0))
-        self._numbers = self._comm.to_host(layout.totals.numbers, layout.verdicts.numbers)
+        self._numbers = self._comm.to_host(layout.totals.numbers, layout.flags.numbers)
         if self.usage.never:
             self._give_back(slot for slot in layout.slots if slot.name in self.usage.never)
         varies = self._totals is None and (self.usage.varies or self._reducer.may_hide)
         return self.read_flags() if varies or creates_graph or layout.sparse else None
 
     def read_flags(self, *, is_late: bool = False) -> Totals:
-        """Reads totals and verdicts, and does what follows from them. Collective.
+        """Reads totals and flags, and acts on them. Collective.
 
         Args:
             is_late: the gradients have been used already.
 
         Returns:
-            What the totals of all ranks add up to; zeros if none rode along.
+            The sum of the totals of all ranks; zeros if none rode along.
         """
         layout = self._layout
         if self._numbers is None:
-            totals, divided_by = self._division.complete(), self._division.of_verdicts()
-            verdicts = StepFlags.read(layout.verdicts.numbers.tolist(), divided_by=divided_by)
+            totals, divided_by = self._division.complete(), self._division.of_flags()
+            flags = StepFlags.read(layout.flags.numbers.tolist(), divided_by=divided_by)
         else:
-            of_totals, of_verdicts = self._numbers.read()
+            of_totals, of_flags = self._numbers.read()
             totals = self._division.read(of_totals)
-            verdicts = StepFlags.read(of_verdicts, divided_by=self._division.of_verdicts(totals))
-        if verdicts.has_non_finite:
+            flags = StepFlags.read(of_flags, divided_by=self._division.of_flags(totals))
+        if flags.has_non_finite:
             self._refuse()
-        if verdicts.has_unused or verdicts.has_undefined:
-            used_by_none = self.usage.used_by_none(layout, self._missing, self._undefined, verdicts)
+        if flags.has_unused or flags.has_undefined:
+            used_by_none = self.usage.used_by_none(layout, self._missing, self._undefined, flags)
             if is_late:
                 self.usage.varies = True
             else:
                 self._give_back(used_by_none)
         elif self.usage.never and not is_late:
             self._give_back(slot for slot in layout.slots if slot.name in self.usage.never)
-        if verdicts.has_unused:
+        if flags.has_unused:
             self.error = self.usage.unused_error(self._missing if self._has_samples else None)
         for slot in layout.sparse:
             reduce_sparse(self._comm, slot, divide_by=self._division.of_sparse(totals))
         self._kept.clear()
-        return totals._replace(parts=verdicts.parts if any(verdicts.parts) else None)
+        return totals._replace(parts=flags.parts if any(flags.parts) else None)
 
     def _refuse(self) -> None:
-        """Shows in all gradients what a hook may have hidden on its way, that one was not finite; forgets it."""
+        """Makes all gradients NaN, because a hook may have hidden that one was not finite; rolls the hook back."""
         self._reducer.take_back()
         for slot in self._layout.slots:
             if slot.view is not None and self._numbers is None:
@@ -302,18 +301,17 @@ class StepFinalizer:
             if slot in self._kept:
                 had = self._kept[slot]
                 slot.parameter.grad = had if had is None or slot.view is None else slot.view.copy_(had)
-                self._reducer.take_back(slot.name)  # what came of it is thrown away
+                self._reducer.take_back(slot.name)  # the result is dropped
 
 
 # --- Sparse gradients ------------------------------------------------------------------------------------------------
 #
-# They live outside buckets. Each rank sends its indices and values to all; everyone puts them side by side in the order
-# of the ranks and adds up equal indices, so that all get the same bits. Cost: every rank receives the rows of all
-# ranks.
+# They live outside buckets. Each rank sends its indices and values to all. Every rank concatenates them in the order of
+# the ranks and adds up equal indices, so that all get the same bits. Cost: every rank receives the rows of all ranks.
 
 
 def reduce_sparse(comm: Communicator, slot: Slot, *, divide_by: float) -> None:
-    """Makes a gradient the sum over all ranks, divided; leaves it as it is if no rank has one. Collective."""
+    """Makes a gradient the sum over all ranks, divided; leaves it unchanged if no rank has one. Collective."""
     parameter, gradient = slot.parameter, slot.parameter.grad
     if gradient is None:
         gradient = torch.sparse_coo_tensor(
@@ -345,7 +343,7 @@ def reduce_sparse(comm: Communicator, slot: Slot, *, divide_by: float) -> None:
 
 @dataclass
 class _Graph:
-    """Remembers the first step over a graph: for each set of parameters that are trained together, another one.
+    """Remembers the first step over a graph. Each set of parameters that are trained together has its own.
 
     Attributes:
         times: by the parameter's id, how many gradients every backward computes; None before the first one.
@@ -370,7 +368,7 @@ class StaticGraph(Usage):
         step = copy.copy(self)
         step._graph = self._graphs.setdefault(frozenset(layout.slot_of), _Graph())
         step.never, step._is_first = step._graph.never or frozenset(), False
-        step._changed = []  # what is not as in the first step
+        step._changed = []  # differences from the first step
         return step
 
     def expected(self, layout: Layout) -> Mapping[int, int]:
@@ -387,12 +385,12 @@ class StaticGraph(Usage):
             for each, slot in layout.slot_of.items()
             if times[each] != self._graph.times[each]
         ]
-        return bool(missing if self._is_first else self._changed)  # what is missing as in the first step is known
+        return bool(missing if self._is_first else self._changed)  # parameters missing since the first step are known
 
     def used_by_none(
-        self, layout: Layout, missing: Collection[Slot], undefined: Collection[Slot], verdicts: StepFlags
+        self, layout: Layout, missing: Collection[Slot], undefined: Collection[Slot], flags: StepFlags
     ) -> list[Slot]:
-        if self._graph.never is not None and not verdicts.has_undefined:
+        if self._graph.never is not None and not flags.has_undefined:
             return [slot for slot in layout.slots if slot.name in self._graph.never]
         uses = self._greatest_uses(layout.slots, missing, undefined)
         if self._graph.never is None:
@@ -400,7 +398,7 @@ class StaticGraph(Usage):
         return [slot for slot in layout.slots if uses[slot.index] is not Use.GRADIENT]
 
     def unused_error(self, missing: Sequence[Slot] | None) -> None:
-        """Raises UnusedParameters, on every rank, if the graph of any rank is another one than in the first step."""
+        """Raises UnusedParameters, on every rank, if the graph of any rank differs from that of the first step."""
         everyone = all_gather_object(self._comm, self._changed)
         if any(everyone):
             lines = [f"  rank {rank}: {', '.join(each) or 'none'}" for rank, each in enumerate(everyone)]

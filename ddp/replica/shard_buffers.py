@@ -1,13 +1,13 @@
-"""Buffers of a step by shards: each shard begins with those of the step, and the step ends with those of all shards.
+"""Buffers of a step by shards: each shard begins with the step's, and the step ends with those of all shards.
 
-    floating-point    the step's, and the mean over all shards of what each has added to them, added up as the tree over
-                      the shards. Only what changes travels: a constant table costs nothing, and stays as it is
+    floating-point    the step's, plus the mean over all shards of their changes, summed along the tree over the shards.
+                      Only buffers that change travel: a constant table costs nothing
     others            counters of batches, say: each forward begins with the step's, and the step ends with those of the
-                      first shard that has had one. So a counter ticks once, in however many parts a batch is computed
+                      first shard that had a forward. So a counter ticks once, for any number of parts of a batch
 
-Which buffers change is found out from their values, because `buffer.data` has its own version. Of large ones that
-have stayed as they were in the first steps, the version tells, as autograd counts it. The ranks remember the names of
-those that change; a new one is told with the sums, and then they exchange names once more.
+Buffers are compared by value, because `buffer.data` has its own version. Large ones that did not change in the first
+steps are compared by the version that autograd counts. The ranks remember the names of those that change; a flag next
+to the sums reports a new one, and then the ranks exchange names once more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ddp.errors import ConfigError
 from ddp.replica.broadcast import BufferSync
 
 COMPARED_BYTES, COMPARED_STEPS = 1 << 20, 3
-Sums = dict[str, Tensor]  # by name, [numel] as float64; of a buffer that has not changed, nothing
+Sums = dict[str, Tensor]  # by name, [numel] as float64; without the buffers that have not changed
 
 
 class ShardBuffers:
@@ -35,8 +35,8 @@ class ShardBuffers:
         buffers: finds them.
 
     Attributes:
-        start: those with which the running step has begun, or the last one; empty before the first.
-        has_counters: there are some that are not floating-point.
+        start: the buffers with which the running step, or the last one, began; empty before the first.
+        has_counters: some buffers are not floating-point.
     """
 
     def __init__(self, comm: Communicator, buffers: BufferSync, num_shards: int) -> None:
@@ -46,7 +46,7 @@ class ShardBuffers:
         self._versions: dict[str, tuple[int, int]] = {}  # the object, and its version
         self._own: dict[str, Tensor] = {}  # the tensors with which the step has begun
         self._num_steps = 0
-        self._known: list[str] = []  # of those that change; the same on all ranks
+        self._known: list[str] = []  # the buffers that change; the same on all ranks
         self._rows: Tensor | None = None
 
     def begin_step(self) -> None:
@@ -74,7 +74,7 @@ class ShardBuffers:
         """Takes the buffers of a shard, and sets them to those of the step.
 
         Args:
-            has_forward: the shard has had one.
+            has_forward: the shard has had a forward.
         """
         now = self._buffers.named()
         if not (now or self.start):
@@ -105,7 +105,7 @@ class ShardBuffers:
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Makes buffers those of all shards of all ranks, once each shard was ended. Collective."""
+        """Sets the buffers to those of all shards of all ranks, once each shard was ended. Collective."""
         if not self.start:
             return
         num_forwards, num_unknown, sums = self._added_up()
@@ -126,7 +126,7 @@ class ShardBuffers:
             self._take_first(counters)
 
     def _added_up(self) -> tuple[float, float, Sums]:
-        """Returns the forwards, how often an unknown buffer has changed, and the sums of known ones. Collective."""
+        """Returns the numbers of forwards and of changes of unknown buffers, and the sums of known ones. Collective."""
         names = [name for name in self._known if _is_averaged(self.start[name])]
         sizes = [_real(self.start[name]).numel() for name in names]
         rows = self._memory(sum(sizes) + 2)
@@ -166,7 +166,7 @@ class ShardBuffers:
         return self._bases[key]
 
     def _added_to(self, names: Sequence[str], now: Mapping[str, Tensor]) -> Sequence[Tensor]:
-        """Returns a shard's addition to some buffers, each as a vector. All are parts of one, as few operations."""
+        """Returns a shard's changes of some buffers, each as a vector, computed in one operation for all."""
         if not names:
             return []
         added = _vector([now[name] for name in names]) - self._base(names)
@@ -174,7 +174,7 @@ class ShardBuffers:
         return parts
 
     def _set(self, names: Iterable[str]) -> None:
-        """Sets buffers to those of the step, in the model's own tensors: one that a module has put may be a sample."""
+        """Sets buffers to those of the step, in the model's own tensors, because a module's may be a sample."""
         if not (own := {name: self._own[name] for name in names}):
             return
         for name, each in own.items():
@@ -183,7 +183,7 @@ class ShardBuffers:
         torch._foreach_copy_([each.data for each in own.values()], [self.start[name] for name in own])
 
     def _memory(self, numel: int) -> Tensor:
-        """Returns rows in which the ranks add up their nodes. Collective if they are others than before."""
+        """Returns rows in which the ranks add up their nodes. Collective if their shape is new."""
         shape = most_nodes(self._comm.world_size, self._num_shards), numel
         if self._rows is None or self._rows.shape != shape:
             memory = self._comm.allocate(shape[0] * shape[1], torch.float64)
@@ -193,7 +193,7 @@ class ShardBuffers:
 
 
 def version_of(tensor: Tensor) -> tuple[int, int]:
-    """Returns which tensor it is, and how often autograd has seen it change."""
+    """Returns the identity of a tensor, and its version as autograd counts it."""
     return id(tensor), -1 if tensor.is_inference() else tensor._version
 
 

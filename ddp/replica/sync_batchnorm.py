@@ -15,29 +15,29 @@ For one channel, with n values on all ranks together (samples times positions), 
     backward            its part of ∂γ, ∂β, as if they were constants      one all-reduce sums both, for dx alone
     (reducer)           -                                                  sums ∂γ, ∂β, as any parameter's gradient
 
-Note "combining". Σx² − nμ² loses all digits where the mean is large beside the deviation. Deviations from the part's
-own mean do not, and parts of any size (0, too) become one exactly:
+Note "combining". Σx² − nμ² loses all digits if the mean is large compared with the deviation. Deviations from the
+part's own mean do not, and parts of any size (0, too) are combined exactly:
 
     n = Σ n_r       μ = Σ n_r·μ_r / n       M = Σ M_r + Σ n_r·(μ_r − μ)²       σ² = M / n
 
 All ranks apply it to the same table in the same order, so their statistics are bitwise equal, and so are the running
-ones. The table is float64, because in float32 a mean of 10⁴ has three correct decimals only, and (μ_r − μ)² would show
-it.
+ones. The table is float64, because in float32 a mean of 10⁴ has only three correct decimals, which (μ_r − μ)² would
+amplify.
 
 Note "the pivot". A rank's own M takes deviations from a pivot p, the mean of its first block of samples, and needs no
 second pass from memory: M = Σ(x − p)² − (Σ(x − p))² / n. That is safe here: if the block is a share f of the samples,
 then σ² ≥ f·(p − μ)², so that even an odd first block costs M at most a factor 1 + 1 / f in rounding error.
 
-Note "everybody, always". In training, every rank must run the same layers in the same order, forward and backward. A
+Note "all ranks, always". In training, every rank must run the same layers in the same order, forward and backward. A
 rank without samples must do so on an empty batch ([0, C, …]), because `reduce_without_backward` runs no layers. All
 ranks need the same number of micro-batches. `no_sync` delays gradients, not statistics. In eval mode nothing is sent,
 not even without running statistics (as in torch's class), so ranks may evaluate different numbers of batches.
 
 Cost, for W ranks and C channels: per forward one all-reduce of W·(2C + 1) float64 numbers; per backward one of 2C
 numbers (float32, or float64 for float64 input), none if the input needs no gradient. They are small, and layers wait
-for them, so latency is what counts. They run in their own group, which the first forward makes, because the order
-of layers and that of gradient buckets have nothing to do with each other. (On GPUs with NCCL both are in the order in
-which autograd's thread reaches them.)
+for them, so latency dominates. They run in their own group, which the first forward makes, because the order of layers
+and that of gradient buckets are independent. (On GPUs with NCCL both are in the order in which autograd's thread
+reaches them.)
 
 Source: Ioffe and Szegedy, "Batch normalization" (arXiv 1502.03167), algorithm 1; Chan, Golub and LeVeque, "Algorithms
 for computing the sample variance: analysis and recommendations" (1983).
@@ -67,8 +67,8 @@ BLOCK_BYTES = 512 << 10  # of a batch: stays in the cache between the passes ove
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm1d, 2d and 3d over the samples of all ranks, for inputs [N, C, …] of at least two dimensions.
 
-    Running statistics, `momentum=None` and eval mode are as in torch's classes, and so is all of it in a world of one.
-    Ranks' batches may differ in size and be empty (note "everybody, always").
+    Running statistics, `momentum=None` and eval mode are as in torch's classes; with one rank, everything is. Ranks'
+    batches may differ in size and be empty (note "all ranks, always").
 
     Args:
         num_features, arguments, keywords: as in torch's classes; bias=False also where torch's classes lack it.
@@ -89,7 +89,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert(cls, module: nn.Module, *, comm: Communicator | None = None) -> nn.Module:
-        """Puts a SyncBatchNorm in the place of every BatchNorm in `module`, torch's SyncBatchNorm included.
+        """Puts a SyncBatchNorm in place of every BatchNorm in `module`, torch's SyncBatchNorm included.
 
         Parameters, buffers and hooks are the same objects as before, so optimizers and `state_dict`s stay valid. Layers
         of this class stay, and get `comm` if one is given. The `process_group` of torch's SyncBatchNorm is dropped.
@@ -119,7 +119,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def _in_place_of(cls, layer: _BatchNorm) -> SyncBatchNorm:
-        """Returns a layer with the state of `layer`, all of which stands in its attributes."""
+        """Returns a layer with the state of `layer`, all of which is in its attributes."""
         replacement = cls.__new__(cls)
         replacement.__dict__.update(layer.__dict__)
         replacement.__dict__.pop("process_group", None)
@@ -175,7 +175,7 @@ WAITING = SyncBatchNorm, TorchSyncBatchNorm
 
 
 def waits(module: nn.Module, *, in_evaluation: bool = False) -> bool:
-    """Returns True if a forward of the module in training is a collective, or one in evaluation mode.
+    """Returns True if a forward of the module in training mode is a collective; or in evaluation mode.
 
     Ranks without a sample would not call it.
     """
@@ -232,9 +232,9 @@ def _exchange(group: Communicator, mine: Tensor) -> Tensor:
     """Combines all ranks' summaries [2C + 1] into one.
 
     It all-reduces a table in which the others' rows are zero. `all_gather` would move half as much, but it exchanges
-    everyone's number of rows first: that makes two exchanges, and it is their number that costs.
+    every rank's number of rows first; the cost is the number of exchanges, and that would be two.
     """
-    table = mine.new_zeros(group.world_size * len(mine), device=group.device)  # flat: it is taken as it is
+    table = mine.new_zeros(group.world_size * len(mine), device=group.device)  # flat, so that it is not copied
     rows = table.view(group.world_size, -1)  # [W, 2C + 1]
     rows[group.rank] = mine
     group.all_reduce(table, label="SyncBatchNorm forward")

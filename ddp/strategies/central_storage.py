@@ -1,18 +1,18 @@
-"""Central storage: the ranks of a host have one copy of the parameters and of the optimizer's state, in shared memory.
+"""Central storage: the ranks of a host share one copy of the parameters and of the optimizer's state, in memory.
 
     backward    each bucket is added up in slices: a rank gets the mean gradient of its slice
-    agree       each rank measures its slice; the ranks of the host add up what they have found
-    update      each rank updates its slice in the memory that all of them compute with; then they wait for each other
+    agree       each rank measures its slice; the ranks of the host add up their results
+    update      each rank updates its slice in the memory with which all of them compute; then a barrier
 
 So a host holds parameters and state once, and nothing is gathered. It is `tf.distribute`'s strategy of this name, where
-variables lie on the CPU, and the sharded one (`sharded.py`) with a barrier in the place of its all-gather. On several
-hosts the slices of gradients cross between counterparts, and each host keeps a copy.
+variables lie on the CPU, and the sharded one (`sharded.py`) with a barrier in place of its all-gather. On several hosts
+the slices of gradients cross between counterparts, and each host keeps a copy.
 
 Note "in blocks". An update is several passes over its numbers. Each block of them, with its gradient and its states,
 goes through all passes while it is in the cache: so in main memory each number is read once and written once, also
-where gradients are clipped. torch's optimizers are given blocks as if these were tensors, and do just that; they are
-called for a stretch of blocks at a time, because a call costs 0.1 ms and more. LARS and LAMB have stretches of their
-own, and updates that wait for trust ratios.
+where gradients are clipped. torch's optimizers receive blocks as if these were tensors. They are called for a stretch
+of blocks at a time, because a call costs 0.1 ms and more. LARS and LAMB have their own stretches, and updates that wait
+for trust ratios.
 
 Note "whole". No rank writes before `agree` has ended, which every rank reaches after its backward; and none leaves
 `update` before all have written. So no rank computes, evaluates or saves with half an update, unless a program reads
@@ -77,7 +77,7 @@ class Stretch:
 
     Attributes:
         by_group: the weights of the blocks, by group of the optimizer.
-        is_placed: all their large states lie in the host's store, and there will be no others.
+        is_placed: all their large states are in the host's store.
     """
 
     def __init__(self, num_groups: int) -> None:
@@ -90,7 +90,7 @@ class HostSlices(Slices):
     """The parameters of a layout in the host's store, and the parts that this rank updates.
 
     Raises:
-        ConfigError: a parameter's type or memory format is another one than when the store was made.
+        ConfigError: a parameter's type or memory format has changed since the store was made.
     """
 
     def __init__(self, layout: Layout, collective: ReduceScatter, store: HostStore) -> None:
@@ -117,21 +117,21 @@ class HostSlices(Slices):
 
 
 def check_memory(comm: Communicator) -> None:
-    """Raises ConfigError unless the ranks of each host share memory, in which their tensors are."""
+    """Raises ConfigError unless the ranks of each host share memory, and their tensors are on the CPU."""
     shares_memory = comm.host_partition.num_hosts == len(comm.hosts)  # else each rank counts as a host there
     refuse(Setup(strategy="central_storage", device=comm.device.type, shared_memory=shares_memory))
 
 
 def _refusal_of_conversion(what: str) -> ConfigError:
     what = what.replace("torch.", "")
-    return ConfigError(f"{what} since strategy='central_storage' was made: convert the model before")
+    return ConfigError(f"{what} since strategy='central_storage' was made: convert the model first")
 
 
 class CentralStorage(Sharded):
     """Updates this rank's slices of what all ranks of the host share. Every method is collective.
 
-    Parameters lie in the host's memory from the beginning until `finish`, which gives each rank its own again. So code
-    that changes a parameter in place in between changes it for all ranks of the host: let one of them run it.
+    Parameters are in the host's memory until `finish`, which gives each rank its own again. So code that changes a
+    parameter in place changes it for all ranks of the host: let only one of them run it.
 
     Args:
         model: a module, or a replica with this reducer, on the CPU.
@@ -148,11 +148,11 @@ class CentralStorage(Sharded):
     def __init__(self, model: nn.Module, optimizer: Optimizer, **how: Any) -> None:
         super().__init__(model, optimizer, **how)
         check_memory(self._comm)
-        self._store: HostStore | None = None  # until `finish`, and anew in a step after it
+        self._store: HostStore | None = None  # until `finish`; a later step makes another
         self._stretches: list[Stretch] = []
-        self._settings: list[dict[str, Any]] = []  # of the groups, for whose states the store has room
-        self._adopted: Mapping[Any, Any] | None = None  # the optimizer's state that the blocks have
-        self._written = ""  # what ranks write now, or what has broken off
+        self._settings: list[dict[str, Any]] = []  # of the groups whose states have room in the store
+        self._adopted: Mapping[Any, Any] | None = None  # the optimizer's state that the blocks have taken
+        self._written = ""  # the write that is running, or that broke off
         self._region: Region | None = None  # on rank 0
         self._is_published = False
         self._opened()
@@ -175,20 +175,20 @@ class CentralStorage(Sharded):
 
     def _load_model(self, state: Mapping[str, Tensor]) -> None:
         self._opened()
-        self._host_barrier("all have reached the load of a state")
+        self._host_barrier("all ranks load a state")
         with self._writing("loading a state"):
             super()._load_model(state)
 
     def publish(self, name: str, about: Mapping[str, Any], *, folder: Path | None = None) -> None:
-        """Lets other jobs of this user on rank 0's host look at parameters and buffers, until `finish`.
+        """Publishes parameters and buffers to other jobs of this user on rank 0's host, until `finish`.
 
         Args:
-            name: by which they find them (`region.look`).
-            about: plain values for them.
-            folder: of the run, in which a snapshot for them is written; None: in memory.
+            name: of the region, for `region.look`.
+            about: plain values for those jobs.
+            folder: of the run, in which snapshots are written; None: they are in memory.
 
         Raises:
-            ConfigError: no region can be called so, or another run keeps one of this name.
+            ConfigError: the name is not allowed, or another run keeps a region of this name.
         """
         if self._is_published:
             raise ConfigError(f"region={name}: this strategy publishes under another name already, until finish()")
@@ -211,7 +211,7 @@ class CentralStorage(Sharded):
         self._region, self._is_published = None, False
         if (store := self._store) is not None:
             if self._written:
-                log.warning("the parameters may be those of half a step: go on from the last checkpoint")
+                log.warning("the parameters may be those of half a step: resume from the last checkpoint")
             if self._slices is not None and not alone:
                 self.optimizer.state = self._whole_state(keep=True)
             store.make_private()
@@ -244,7 +244,7 @@ class CentralStorage(Sharded):
                 if not stretch.is_placed:
                     self._place(stretch.blocks)
                     stretch.is_placed = all(block.weights.grad is not None for block in stretch.blocks)
-            self._tell()
+            self._update_user_state()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it
 
     @contextmanager
@@ -261,13 +261,13 @@ class CentralStorage(Sharded):
         self._comm.sum_in_host(found.view(-1), label=f"step {self.model.num_steps}, {what}")  # every host has the same
 
     def _host_barrier(self, what: str) -> None:
-        """Waits until all ranks of the host have come."""
+        """Waits until all ranks of the host have called this."""
         self._sum(torch.zeros(1, device="cpu"), what)
 
     # --- blocks ------------------------------------------------------------------------------------------------------
 
     def _slices_of(self, layout: Layout) -> HostSlices:
-        give_back_free_blocks()  # a first backward has all gradients beside the buckets; later ones have few
+        give_back_free_blocks()  # a first backward has all gradients outside the buckets; later ones have few
         return HostSlices(layout, self._collective, self._opened())
 
     def _optimizer_of(self, parts: Sequence[Part]) -> Optimizer:
@@ -292,7 +292,7 @@ class CentralStorage(Sharded):
     # --- the state ---------------------------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        """Adds to the store the states that the groups' settings ask for now. Collective, where these have changed."""
+        """Adds to the store the states that the groups' settings need now. Collective if these have changed."""
         groups, store = self.optimizer.param_groups, self._opened()
         settings = [{key: group[key] for key in group if key not in ("params", "lr", "initial_lr")} for group in groups]
         if settings != self._settings:
@@ -309,14 +309,14 @@ class CentralStorage(Sharded):
         self._adopted = state = self.optimizer.state
         names = self._opened().names
         for stretch in self._stretches:
-            stretch.is_placed = False  # the state may lack what the optimizer then makes anew
+            stretch.is_placed = False  # the state may lack tensors, which the optimizer then makes again
         for block in self._blocks():
             self._of_parts.state[block.weights] = {
                 name: block.share_of(value) if name in names and isinstance(value, Tensor) else copy.deepcopy(value)
                 for name, value in state[block.part.whole].items()
             }
         self._place(self._blocks())
-        self._tell()
+        self._update_user_state()
 
     def _place(self, blocks: Iterable[Block]) -> None:
         """Moves the large states of blocks to the store."""
@@ -327,8 +327,8 @@ class CentralStorage(Sharded):
                 if state[name].data_ptr() != place.data_ptr():
                     state[name] = place.copy_(state[name])
 
-    def _tell(self) -> None:
-        """Gives the user's optimizer the state as it is now, by whole parameter."""
+    def _update_user_state(self) -> None:
+        """Updates the state of the user's optimizer, by whole parameter."""
         for block in self._blocks():
             if block.start == block.part.start:
                 whole, state = block.part.whole, self._of_parts.state[block.weights]
@@ -345,7 +345,7 @@ class CentralStorage(Sharded):
     def _gathered(self, *, keep: bool, on_cpu: bool = False) -> defaultdict[Tensor, dict[str, Any]]:
         """Returns the state of whole parameters, on the ranks that keep it. Collective.
 
-        Large values are where they were; small ones are those of a rank that has a part.
+        Large values stay in place; small ones are those of a rank that has a part.
         """
         assert self._slices is not None and self._store is not None
         layout, store = self._slices.layout, self._store
@@ -389,7 +389,7 @@ def blocks_of(parts: Sequence[Part], *, whole: bool) -> Iterator[Block]:
 def large_states(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
     """Returns the names of the states that have an element for each element of a parameter.
 
-    The optimizer itself tells: a copy of it makes a step of one small tensor with the settings of the group.
+    A copy of the optimizer makes a step of one small tensor with the settings of the group, which shows its states.
     """
     tried, parameter = copy.copy(optimizer), nn.Parameter(torch.zeros(2, 3))
     parameter.grad = torch.zeros(2, 3)

@@ -1,4 +1,4 @@
-"""From a word to a replica and the strategy that trains it: `STRATEGIES` is the table of the words."""
+"""Chooses the replica and the strategy for a value of `strategy`, by the table `STRATEGIES`."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from ddp.strategies.strategy import Replicated, Strategy
 
 
 class Row(NamedTuple):
-    """Says what a word of `strategy` stands for.
+    """The meaning of a value of `strategy`.
 
     Attributes:
-        strategy: its class: which gradients a rank gets, what it updates, and which state it holds.
+        strategy: its class, which defines the gradients that a rank gets, the part that it updates, and its state.
     """
 
     strategy: type[Replicated]
@@ -56,7 +56,7 @@ STRATEGIES: dict[StrategyName, Row] = {
 
 
 def strategy_of(replica: Replica, word: StrategyName) -> type[Replicated]:
-    """Returns the class of the strategy for a replica: the word's, or of "auto" the first one that takes it."""
+    """Returns the class of the strategy for a replica: the word's; for "auto" the first one that takes the replica."""
     if word != "auto":
         return STRATEGIES[word].strategy
     return next(row.strategy for row in STRATEGIES.values() if row.strategy.takes(replica))
@@ -71,7 +71,7 @@ def same_bits_as(word: StrategyName) -> StrategyName:
 
 
 def ranks_of(model: nn.Module) -> Communicator:
-    """Returns the ranks of a replica, or all: those on the model's GPU, or else on the device to be moved to.
+    """Returns the ranks of a replica, or all; on the model's GPU, or else on the device that it will move to.
 
     Raises:
         ConfigError: the model is on another GPU than this process's communicator.
@@ -82,7 +82,7 @@ def ranks_of(model: nn.Module) -> Communicator:
     if device is None or device.type != gpu.KIND:
         return init(device="auto")
     comm = init(device=device)
-    if comm.device != device:  # its optimizer may have tensors there, too
+    if comm.device != device:  # the optimizer may have tensors there, too
         raise ConfigError(
             f"the model is on {device}, and this rank's tensors are on {comm.device}: make both there, or call "
             f"ddp.init(device={str(device)!r}) before all else"
@@ -155,10 +155,10 @@ def check_model(model: nn.Module, optimizer: Optimizer, comm: Communicator) -> N
 
 
 def _as_given(model: Replica, optimizer: Optimizer, averaging: Averaging, num_shards: int | None) -> Replica:
-    """Returns a replica of the program's own.
+    """Returns a replica that the program has made.
 
     Raises:
-        ConfigError: a setting contradicts how it was made.
+        ConfigError: a setting contradicts its arguments.
     """
     name = type(model).__name__
     for key in ("wire", "hook", "bucket_cap_mb", "first_bucket_mb", "find_unused_parameters"):
@@ -174,14 +174,14 @@ def _as_given(model: Replica, optimizer: Optimizer, averaging: Averaging, num_sh
     if model.compression is not None:
         check_momentum(model.compression.hook, optimizer)
     if model.steps_in_backward:
-        raise refusal("ddp.fit (which clips, and takes back steps whose loss or gradient is not finite)")
+        raise refusal("ddp.fit (which clips, and rolls back steps whose loss or gradient is not finite)")
     return model
 
 
 def of_this_process(averaging: Averaging) -> Averaging:
-    """Returns how the replica of this process averages: of parameter servers, nothing travels by it.
+    """Returns how the replica of this process averages; with parameter servers, it communicates nothing.
 
-    A worker computes alone, and pushes what it has found; a server takes what workers push.
+    A worker computes alone, and pushes its gradients; a server takes those that workers push.
     """
     part = current_role()
     if part is None:
@@ -198,7 +198,7 @@ def has_sparse_gradients(model: nn.Module) -> bool:
 def wrapped(
     module: nn.Module, comm: Communicator, averaging: Averaging, *, num_shards: int | None = None, **how: Any
 ) -> BucketedDataParallel:
-    """Returns a module of this device as the strategy's replica.
+    """Returns a module on this rank's device as the strategy's replica.
 
     Args:
         num_shards: as in `replica_of`.
@@ -233,7 +233,7 @@ def strategy_for(
     """Returns the strategy for a kind of replica. With precision="bf16_pure" the parameters are bfloat16 then.
 
     Args:
-        averaging: has the settings of the strategy's own, if there are any.
+        averaging: has the strategy's own settings, if there are any.
         precision, clip_norm, watched: as in `Replicated`.
 
     Raises:
@@ -250,6 +250,6 @@ def check_momentum(hook: Hook, optimizer: Optimizer) -> None:
     """Raises ConfigError if the hook and the optimizer both have momentum, which would act twice."""
     if hook.momentum and any(group.get("momentum") or group.get("betas") for group in optimizer.param_groups):
         raise ConfigError(
-            f"momentum={hook.momentum:g} in the hook {hook!r}, beside that of {type(optimizer).__name__}: leave one "
+            f"momentum={hook.momentum:g} in the hook {hook!r}, and that of {type(optimizer).__name__}: leave one "
             "out, as in torch.optim.SGD(…, momentum=0)"
         )

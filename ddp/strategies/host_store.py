@@ -4,15 +4,15 @@
     exp_avg       ┌ weight ────┬ bias ┬ weight ─────────┬ … ┐    another one, laid out the same
     exp_avg_sq    ┌ weight ────┬ bias ┬ weight ─────────┬ … ┐
 
-Each parameter has the same place in all of them, in the order of registration, so no place depends on a bucket or on
-the number of ranks. Pages that are never written, such as the states of frozen parameters, take no memory.
+Each parameter has the same place in all of them, in the order of registration, independent of buckets and of the number
+of ranks. Pages that are never written, such as the states of frozen parameters, take no memory.
 
-At the end every rank maps the same memory privately, in the place of the shared mapping. Then its tensors are its own,
-as they would be after a copy, and yet only the pages that it writes to are copied, by the system.
+At the end every rank maps the same memory privately, in place of the shared mapping. Then its tensors are its own, as
+after a copy, but the system copies only the pages that the rank writes to.
 
 The memory has no name, so it ends with the last process that has mapped it, however that ends; processes that a rank
-forks see it, too. Unlike the memory of `Communicator.allocate`, it is one region for all. No collective looks after it:
-its users agree who writes what.
+forks see it, too. Unlike the memory of `Communicator.allocate`, it is one region for all. No collective synchronises
+it: its users agree on which rank writes where.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _PRIVATE_AND_FIXED = mmap.MAP_PRIVATE | 0x10  # MAP_FIXED
 
 
 class HostStore:
-    """Tensors that are laid out like the parameters. Collective to make, and to be given another name.
+    """Tensors that are laid out like the parameters. Collective to make.
 
     Args:
-        parameters: on the CPU; equal on all ranks. They lie in the store then.
+        parameters: on the CPU; equal on all ranks. They are moved to the store.
 
     Attributes:
         is_first: this rank is the first one of its host.
 
     Raises:
-        ConfigError: there is no such memory.
+        ConfigError: the ranks cannot share such memory.
     """
 
     def __init__(self, comm: Communicator, parameters: Sequence[nn.Parameter]) -> None:
@@ -75,10 +75,10 @@ class HostStore:
             with torch.no_grad():
                 for parameter in self.parameters:
                     self.view(PARAMETERS, parameter).copy_(parameter)
-        comm.agree_any(False)  # they are there
+        comm.agree_any(False)  # a barrier: the store has the parameters
         for parameter in self.parameters:
             parameter.data = self.view(PARAMETERS, parameter)
-        give_back_free_blocks()  # where they lay before
+        give_back_free_blocks()  # the parameters' former memory
 
     @property
     def names(self) -> list[str]:
@@ -94,7 +94,7 @@ class HostStore:
                 "(the log says why); take strategy='sharded', or a smaller model"
             )
         self._descriptors[name] = os.open(memory.path, os.O_RDWR | os.O_CLOEXEC)
-        comm.agree_any(False)  # all have opened it
+        comm.agree_any(False)  # a barrier: all ranks have opened it
         memory.forget()
         self._memories[name] = memory
 
@@ -106,17 +106,17 @@ class HostStore:
         return self._views[key]
 
     def moved_out(self) -> Iterator[nn.Parameter]:
-        """Yields the parameters that somebody has given other memory."""
+        """Yields the parameters that the program has moved to other memory."""
         for parameter in self.parameters:
             view = self.view(PARAMETERS, parameter)
             if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():
                 yield parameter
 
     def make_private(self) -> None:
-        """Makes the memory this rank's own, to be called by all ranks when none will write to it any more.
+        """Makes the memory private to this rank; all ranks call this once none will write to it any more.
 
-        The same addresses map the same pages then, and the system copies a page that is written to. So every tensor in
-        them stays where it is, also those that only the user's program still holds.
+        The same addresses then map the same pages, and the system copies a page that is written to. So every tensor in
+        them keeps its address, also those that only the user's program still holds.
         """
         for name, descriptor in self._descriptors.items():
             address = self._memories[name].address
@@ -144,7 +144,7 @@ def _close(descriptors: dict[str, int]) -> None:
 def shared_by_host(comm: Communicator, num_bytes: int) -> Tensor:
     """Returns [num_bytes] zero bytes, the same memory in all ranks of a host. Collective.
 
-    Where they cannot share, each rank has its own memory, which its child processes share with it.
+    If they cannot share, each rank has its own memory, which its child processes share with it.
     """
     if (memory := memory_of_host(comm, num_bytes)) is None:
         log.warning("the workers of a host cannot share memory, so each of them has its own memory")

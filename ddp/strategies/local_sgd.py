@@ -1,6 +1,7 @@
 """Local SGD: every worker trains by itself for a round of steps; then the workers agree on common parameters.
 
-    micro_batch   forward, backward, clip, and a step of the worker's own optimizer: an inner step. No message
+    micro_batch   forward, backward, clip, and a step of the worker's own optimizer: an inner step, without
+    communication
     round's end   each worker's difference to the last common parameters, weighted by its samples, is averaged, in
                   buckets, through wires or hooks. Until `update` the module holds the last common parameters
     agree         loss, count and norm of the mean difference, once a round
@@ -14,9 +15,9 @@ With every=1, SGD makes the synchronous step, because it is linear: the mean of 
 With momentum that holds as long as each worker has the same share of all samples: then the mean of the workers'
 velocities is the velocity of the mean. Clipping and Adam are not linear: with them, every=1 is another algorithm.
 
-What is not averaged stays a worker's own: the optimizer's state, and buffers, both of which a checkpoint has of every
-worker. An evaluation sees those of rank 0. BatchNorm's running statistics become those over the items of all workers.
-A round that is not finite leaves parameters and buffers as it has found them, and no gradient.
+The optimizer's state and buffers are not averaged; a checkpoint has those of every worker. An evaluation uses the
+buffers of rank 0. BatchNorm's running statistics become those over the items of all workers. A round that is not finite
+restores parameters and buffers, and leaves no gradient.
 
 With island="host" the workers of a host add up their gradients in memory in every inner step, and make the same one.
 """
@@ -57,11 +58,11 @@ class LocalSteps(Replicated):
     Args:
         model: a module, or a replica of it; in buckets, by an all-reduce.
         optimizer: over its parameters: this rank's own, for inner steps.
-        rounds: how the common parameters follow, without a delay; how long a round is the loop says, by `is_last`.
+        rounds: how the common parameters follow, without a delay; the loop ends a round by `is_last`.
         how: as in `Replicated`, but not with precision="fp16" or "bf16_pure".
 
     Raises:
-        ConfigError: the model, the precision, the hosts or a delay do not go with it.
+        ConfigError: the model, the precision, the hosts or a delay are not supported.
     """
 
     model: BucketedDataParallel
@@ -80,7 +81,7 @@ class LocalSteps(Replicated):
         whole = list(self.model.module.parameters())
         self._outer = SGD(whole, lr=rounds.outer_lr, momentum=momentum, nesterov=momentum > 0)
         self._island = island_of(self.model.comm) if rounds.island == "host" else None
-        self._is_round = False  # the last step was one
+        self._is_round = False  # the last step was a round
         self._inner: list[nn.Parameter] = []  # trained in the running round; none between rounds
         self._common: list[Tensor] = []  # theirs, as the round began
         self._num_items = self._num_items_of_step = 0.0  # of this rank, in the round so far, and in its last step
@@ -115,8 +116,8 @@ class LocalSteps(Replicated):
 
     def _inner_step(self) -> None:
         """Makes this rank's own step, with the mean gradient of the items of a micro-batch."""
-        told = self.model.riding
-        num_items = 1 if told is None else told.items_on_host - self._num_items
+        riding = self.model.riding
+        num_items = 1 if riding is None else riding.items_on_host - self._num_items
         self._num_items += num_items
         self._num_items_of_step = num_items
         gradients = [each.grad for each in self._inner if each.grad is not None]
@@ -146,19 +147,19 @@ class LocalSteps(Replicated):
 
     @torch.no_grad()
     def _stepped(self, *, is_last: bool) -> None:
-        """Averages the differences to the common parameters at the end of a round; the module has these again then."""
+        """Averages the differences to the common parameters at the end of a round, and restores these in the module."""
         if not is_last:
             return
-        inner, common, told = self._inner, self._common, self.model.riding
+        inner, common, riding = self._inner, self._common, self.model.riding
         self._inner, self._common = [], []
-        if told is not None and self._num_items and not self._has_gradient:
+        if riding is not None and self._num_items and not self._has_gradient:
             return  # the loss was not computed from what the model returned, which the loop tells
         differences = [start - now for start, now in zip(common, inner, strict=True)]
-        if told is not None:
+        if riding is not None:
             torch._foreach_mul_(differences, float(self._num_items))
         if not self._is_finite:
             for difference in differences:
-                difference.fill_(torch.nan)  # so that all ranks know it
+                difference.fill_(torch.nan)  # so that all ranks see it
         torch._foreach_copy_([*inner], common)
         for parameter, difference in zip(inner, differences, strict=True):
             parameter.grad = difference
@@ -211,9 +212,9 @@ class LocalSteps(Replicated):
 
     # --- in a checkpoint ---------------------------------------------------------------------------------------------
     #
-    #     model, optimizer   the common parameters, and rank 0's optimizer: what every strategy can go on from
+    #     model, optimizer   the common parameters, and rank 0's optimizer, from which every strategy can resume
     #     local_sgd          the outer momentum
-    #     own                by rank its optimizer and its buffers, which as many ranks take again. Any other number of
+    #     own                by rank its optimizer and its buffers, for the same number of ranks. Any other number of
     #                        ranks drops them, and all begin with those of rank 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -223,7 +224,7 @@ class LocalSteps(Replicated):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict({**state, "local_sgd": None})
         if (known := broadcast_object(self.model.comm, state.get("local_sgd"))) is None:
-            return  # of another strategy
+            return  # from another strategy
         self._outer.load_state_dict({**self._outer.state_dict(), "state": known["outer"]})
         self._is_round = known["is_round"]
         if self.model.compression is not None and self._is_round:
@@ -256,25 +257,25 @@ def island_of(comm: Communicator) -> Communicator:
 
 # --- Streaming -------------------------------------------------------------------------------------------------------
 #
-# Local SGD whose workers go on while differences are under way (Streaming DiLoCo):
+# Local SGD whose workers continue while differences are in flight (Streaming DiLoCo):
 #
-#     fragments     the buckets are cut into groups, each of which is exchanged at another moment of a round
+#     fragments     groups of buckets, each of which is exchanged at a different inner step of a round
 #     inner step    a fragment's turn: the difference to its common parameters is launched, as a copy
 #     delay later   the mean difference makes the outer step of this fragment; its parameters become
-#                   new common ones + what this worker has changed since the launch
+#                   new common ones + this worker's changes since the launch
 #
 #                   inner step   1   2   3   4   5   6   7   8 │ 1   2   3 …         every=8, fragments=2, delay=2
 #                   fragment 0               ▒▒▒▒▒▒▒▒╳         │                     launched after 4, applied after 6
 #                   fragment 1                               ▒▒│▒▒▒▒▒▒╳              launched after 8, applied after 2
 #
-# So no worker waits for a link that carries a fragment within the delay, and at no moment all of the parameters are on
-# the wire (Douillard et al., arXiv 2501.18512; overlapped application without a mixing factor).
+# So no worker waits for a link that carries a fragment within the delay, and all of the parameters are never on the
+# wire at once (Douillard et al., arXiv 2501.18512; overlapped application without a mixing factor).
 #
-# Between rounds the workers' parameters differ. The end of the run *settles* them: what is under way is applied, what
-# was changed since is exchanged at once, and all workers have the common parameters. An evaluation and a checkpoint do
-# so for a moment; then training resumes from where it was, which a checkpoint has, too. BatchNorm's running statistics
-# are a worker's own. The totals of a round travel by their own communicator, because on the other they would wait
-# behind the differences.
+# Between rounds the workers' parameters differ. The end of the run *settles* them: differences in flight are applied,
+# later changes are exchanged at once, and all workers have the common parameters. An evaluation and a checkpoint settle
+# temporarily; then training resumes from its former state, which a checkpoint includes. BatchNorm's running statistics
+# stay local to a worker. The totals of a round travel by their own communicator, because they would wait behind the
+# differences on the other one.
 
 
 class Fragment:
@@ -283,7 +284,7 @@ class Fragment:
     Attributes:
         parameters, names: of the gradients in these buckets, in the same order.
         num_steps, num_items: inner steps, and items of this rank, since it was launched.
-        launched: the parameters as they were then; none if nothing is under way.
+        launched: the parameters at that time; empty if nothing is in flight.
     """
 
     def __init__(self, model: BucketedDataParallel, buckets: Sequence[Bucket]) -> None:
@@ -342,27 +343,27 @@ class Fragment:
         return square
 
     def wait(self) -> None:
-        """Returns once nothing of it is under way."""
+        """Waits until no part of the fragment is in flight."""
         for work in self._works:
             work.wait()
         self._works = []
 
     def take_back(self) -> None:
-        """Gives the parameters the common values."""
+        """Sets the parameters to the common values."""
         torch._foreach_copy_(list(self.parameters), self._common)
         self.launched = []
 
-    # --- at one moment -----------------------------------------------------------------------------------------------
+    # --- in a checkpoint ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns copies of what training resumes from, once nothing is under way."""
+        """Returns copies of the state from which training resumes, once nothing is in flight."""
         self.wait()
         tensors, numbers = [each.detach().clone() for each in self._tensors()], (self.num_steps, self.num_items)
         return {"names": self.names, "is_launched": bool(self.launched), "tensors": tensors, "numbers": numbers}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` has returned."""
+        """Resumes from a state that `state_dict` has returned."""
         self.launched = [torch.empty_like(each) for each in self.parameters if state["is_launched"]]
         torch._foreach_copy_(self._tensors(), state["tensors"])
         self.num_steps, self.num_items = state["numbers"]
@@ -373,7 +374,7 @@ class Fragment:
 
 
 class Streaming(LocalSteps):
-    """Makes inner steps while differences are under way. Collective to make.
+    """Makes inner steps while differences are in flight. Collective to make.
 
     Args:
         model, optimizer, how: as in `LocalSteps`.
@@ -391,16 +392,16 @@ class Streaming(LocalSteps):
         if self.model.compression is not None:
             raise ConfigError("delay with a hook: take wire='int8', or delay=0")
         comm = self.model.comm
-        apart = comm.subgroup(range(comm.world_size))
-        assert apart is not None
-        self._apart: Communicator = apart
+        totals_comm = comm.subgroup(range(comm.world_size))
+        assert totals_comm is not None
+        self._totals_comm: Communicator = totals_comm
         self._layout: Layout | None = None
         self._fragments: list[Fragment] = []
-        self._number = 0  # of inner steps in the running round
+        self._number = 0  # inner steps in the running round so far
         self._square = torch.zeros((), device=comm.device)  # of the differences that this round has applied
         self._is_finite_everywhere = True  # in the last round, over all ranks
         self.model.settled = self._settled
-        self._resumed: dict[str, Any] | None = None  # what the next round resumes from
+        self._resumed: dict[str, Any] | None = None  # the state from which the next round resumes
 
     def _begin(self) -> None:
         self.model.prepare()
@@ -422,7 +423,7 @@ class Streaming(LocalSteps):
             self._layout, self._fragments = layout, [Fragment(self.model, group) for group in groups]
             before, self._resumed = self._resumed, None
             if before and [each["names"] for each in before["fragments"]] == [each.names for each in self._fragments]:
-                self._go_on_from(before)
+                self._resume_from(before)
 
     @torch.no_grad()
     def _stepped(self, *, is_last: bool) -> None:
@@ -452,14 +453,14 @@ class Streaming(LocalSteps):
         self._square = self._square + fragment.apply(self._outer)
 
     def _end_round(self) -> None:
-        """Finds out what all ranks have counted."""
-        told, self._inner = self.model.riding, []
-        if told is not None and self._num_items and not self._has_gradient:
+        """Adds up the totals of all ranks, and ends the step. Collective."""
+        riding, self._inner = self.model.riding, []
+        if riding is not None and self._num_items and not self._has_gradient:
             return  # the loss was not computed from what the model returned, which the loop tells
-        found = torch.zeros(NUM_TOTALS + 1, dtype=torch.float64, device=self._apart.device)
-        (told or Totals()).write(found[:NUM_TOTALS])
+        found = torch.zeros(NUM_TOTALS + 1, dtype=torch.float64, device=self._totals_comm.device)
+        (riding or Totals()).write(found[:NUM_TOTALS])
         found[NUM_TOTALS] = float(not self._is_finite)
-        self._apart.all_reduce(found, label=f"round {self.model.num_steps + 1}, totals")
+        self._totals_comm.all_reduce(found, label=f"round {self.model.num_steps + 1}, totals")
         *totals, num_not_finite = found.tolist()
         self._is_finite_everywhere = not num_not_finite
         self.model.end_step(Totals.read(totals))
@@ -497,7 +498,7 @@ class Streaming(LocalSteps):
 
     @torch.no_grad()
     def _take_back(self) -> None:
-        """Gives the module the last common parameters of each fragment; what is under way is dropped. Collective."""
+        """Gives the module the last common parameters of each fragment, and drops those in flight. Collective."""
         super()._take_back()
         if self._is_round:
             for fragment in self._fragments:
@@ -506,22 +507,22 @@ class Streaming(LocalSteps):
             self._forget()
 
     def _forget(self) -> None:
-        """Begins with the parameters as they are then, in the next round."""
+        """Drops the fragments; the next round begins with the parameters as they are then."""
         self._layout, self._fragments, self._inner = None, [], []
         self._square = torch.zeros_like(self._square)
 
     @contextmanager
     def _settled(self) -> Iterator[dict[str, Any]]:
-        """Settles for a block. Yields what training resumes from then."""
+        """Settles for a block. Yields the state from which training resumes afterwards."""
         fragments = [fragment.state_dict() for fragment in self._fragments]
         before = {"outer": copy.deepcopy(self._outer.state_dict()), "fragments": fragments}
         try:
             self.settle()
             yield before
         finally:
-            self._go_on_from(before)
+            self._resume_from(before)
 
-    def _go_on_from(self, before: Mapping[str, Any]) -> None:
+    def _resume_from(self, before: Mapping[str, Any]) -> None:
         self._outer.load_state_dict(before["outer"])
         for fragment, state in zip(self._fragments, before["fragments"], strict=True):
             fragment.load_state_dict(state)
@@ -546,6 +547,6 @@ class Streaming(LocalSteps):
                     fragment.take_back()
         else:
             self.settle()
-            self._apart.close()
+            self._totals_comm.close()
         self._forget()
         super().finish(alone=alone)

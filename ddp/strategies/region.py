@@ -3,14 +3,14 @@
     the run        region = Region("mine", …)     step_ended: after each update; close
     another job    look("mine")                   parameters and buffers, as they were between two updates
 
-The run makes a snapshot only if a job asks for one, so a run without lookers pays nothing:
+The run makes a snapshot only if a job asks for one, so a run without lookers has no overhead:
 
-    looker      makes the file `asked`, and waits for another snapshot than it has found
+    looker      makes the file `asked`, and waits for a new snapshot
     rank 0      finds `asked` at the end of a step, and copies parameters and buffers
-    a thread    writes the copy beside the snapshot, renames it to the snapshot, and removes `asked`
+    a thread    writes the copy next to the snapshot, renames it to the snapshot, and removes `asked`
 
-One snapshot serves all jobs that ask within EVERY_S of it, and no second one is made before. A snapshot is whole,
-because it gets its name when it has been written.
+One snapshot serves all jobs that ask within EVERY_S of it, and no second one is made before. A snapshot is complete,
+because it gets its name once it has been written.
 
 Where a region is found:
 
@@ -19,7 +19,7 @@ Where a region is found:
         asked                         a job waits for a snapshot
     region.pt                         the snapshot: in the folder of the run, or in the one above if the run has none
 
-A killed process leaves these files. Since the kernel releases its hold, they count no more, and the next region of this
+A killed process leaves these files. Since the kernel releases its lock, they are ignored, and the next region of this
 name removes them.
 """
 
@@ -69,7 +69,7 @@ class Region:
         folder: of the run, for the snapshot; None: it has none.
 
     Raises:
-        ConfigError: no region can be called so, or another run keeps one of this name.
+        ConfigError: the name is not allowed, or another run keeps a region of this name.
         OSError: a folder cannot be written.
     """
 
@@ -103,7 +103,7 @@ class Region:
     def step_ended(self, step: int) -> None:
         """Copies parameters and buffers if a job has asked for a snapshot. No rank changes them meanwhile.
 
-        A copy that cannot be made is a warning, because an error would be that of this rank alone.
+        Failure to copy is a warning, because an error would be raised on this rank alone.
         """
         is_writing = self._writer is not None and self._writer.is_alive()
         if is_writing or now_s() - self._last_s < EVERY_S or not self._asked.exists():
@@ -113,15 +113,15 @@ class Region:
             self._writer = threading.Thread(target=self._write, args=(self._snapshot_of(step),), daemon=True)
             self._writer.start()
         except Exception as error:
-            self._answer(error)
+            self._end_request(error)
 
     def wait(self) -> None:
-        """Returns once a snapshot that is being written is there."""
+        """Waits until a snapshot that is being written is complete."""
         if self._writer is not None and self._writer.ident is not None:
             self._writer.join(LONGEST_LOOK_S)
 
     def close(self) -> None:
-        """Ends it for all lookers. In a forked child of the process that keeps it, does nothing."""
+        """Ends the region for all lookers. Does nothing in a forked child of the process that keeps it."""
         if self._pid == os.getpid():
             self._until_closed.close()
 
@@ -137,11 +137,11 @@ class Region:
                 torch.save(snapshot, file)
             self._written.replace(self._snapshot)
         except Exception as error:
-            self._answer(error)
+            self._end_request(error)
         else:
-            self._answer()
+            self._end_request()
 
-    def _answer(self, error: Exception | None = None) -> None:
+    def _end_request(self, error: Exception | None = None) -> None:
         if error is not None:
             log.warning("region=%s shows nothing new, and the training continues: %s", self._name, one_line(error))
         with contextlib.suppress(OSError):
@@ -157,7 +157,7 @@ class Look(NamedTuple):
     Attributes:
         step: number of the last update before it.
         weights: the state dict, in its own memory.
-        about: what the run has told.
+        about: plain values of the run.
     """
 
     step: int
@@ -166,11 +166,11 @@ class Look(NamedTuple):
 
 
 def look(name: str) -> Look:
-    """Returns a snapshot of what a region has, which is at most EVERY_S old or made at the end of the next step.
+    """Returns a snapshot of a region, which is at most EVERY_S old or made at the end of the next step.
 
     Raises:
-        ConfigError: no region can be called so.
-        CheckpointError: there is none of this name, it has just ended, or no step ends within LONGEST_LOOK_S.
+        ConfigError: the name is not allowed.
+        CheckpointError: there is no region of this name, it has just ended, or no step ends within LONGEST_LOOK_S.
     """
     folder, entry, patience = _folder(name), _entry(name), Patience(LONGEST_LOOK_S)
     path, asked = Path(entry.snapshot), folder / _ASKED
@@ -181,7 +181,7 @@ def look(name: str) -> Look:
         if is_found := _version(path) not in (None, found):
             break
         if why := _why_ended(folder, entry):
-            with contextlib.suppress(OSError):  # it could not remove its folder if it was asked meanwhile
+            with contextlib.suppress(OSError):  # the run could not remove its folder if a job asked meanwhile
                 asked.unlink(missing_ok=True)
                 folder.rmdir()
             raise _ended(name, entry, why)
@@ -202,7 +202,7 @@ def look(name: str) -> Look:
 
 
 def _version(snapshot: Path) -> tuple[int, int] | None:
-    """Returns what differs between two snapshots, of which the second is when it was written, in ns; None: no file."""
+    """Returns the inode of a snapshot and its time of writing in ns, which differ between two; None: no file."""
     with contextlib.suppress(OSError):
         status = snapshot.stat()
         return status.st_ino, status.st_mtime_ns
@@ -230,7 +230,7 @@ class _Entry:
     about: dict[str, Any]
 
 
-def _home() -> Path:
+def _regions_folder() -> Path:
     """Returns the folder of all regions of the host: one in memory, so that no file outlives the processes there."""
     memory = Path("/dev/shm")
     return memory if os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
@@ -238,15 +238,15 @@ def _home() -> Path:
 
 def _folder(name: str) -> Path:
     check_region(name)
-    return _home() / f"ddp-region-{os.geteuid()}-{name}"
+    return _regions_folder() / f"ddp-region-{os.geteuid()}-{name}"
 
 
 @contextlib.contextmanager
 def _kept_folder(name: str) -> Iterator[Path]:
-    """Makes the folder of a region, which no other process has until the block ends.
+    """Makes the folder of a region, and holds it until the block ends.
 
     Raises:
-        ConfigError: another process has it.
+        ConfigError: another process holds it.
     """
     folder, held = _folder(name), None
     while held is None:
@@ -279,14 +279,14 @@ def _kept_folder(name: str) -> Iterator[Path]:
 
 
 def refuse_kept(name: str) -> None:
-    """Raises ConfigError if another run keeps a region of this name, before a run begins that would find out later."""
+    """Raises ConfigError if another run keeps a region of this name; for a check before a run begins."""
     if _kept_entry(folder := _folder(name)):
         raise _kept(name, folder)
 
 
 def left_behind() -> list[Path]:
     """Returns the folders of regions whose process was killed; of this user's, as far as this process can see."""
-    mine = _home().glob(f"ddp-region-{os.geteuid()}-*")
+    mine = _regions_folder().glob(f"ddp-region-{os.geteuid()}-*")
     return [folder for folder in mine if (folder / _ENTRY).exists() and not _kept_entry(folder)]
 
 
@@ -347,7 +347,7 @@ def _instead(entry: _Entry) -> str:
 def _not_kept(name: str) -> CheckpointError:
     """Returns the error for a name that no process of this user keeps."""
     mine, others = [], []
-    for folder in _home().glob("ddp-region-*"):
+    for folder in _regions_folder().glob("ddp-region-*"):
         with contextlib.suppress(OSError):  # it has just been removed
             uid, _, called = folder.name.removeprefix("ddp-region-").partition("-")
             if uid == str(os.geteuid()):
@@ -355,7 +355,7 @@ def _not_kept(name: str) -> CheckpointError:
             elif called == name:
                 others.append(user_name(folder.lstat().st_uid))
     if others:
-        return CheckpointError(f"region={name} is that of {others[0]}, and only its own user can look at it")
+        return CheckpointError(f"region={name} belongs to {others[0]}, and only that user can look at it")
     near = sorted(mine, key=lambda each: difflib.SequenceMatcher(None, name, each).ratio(), reverse=True)
     remedy = f"a run publishes it with strategy=central_storage strategy.region={name} until it ends"
     if near:
@@ -369,4 +369,4 @@ def _ended(name: str, entry: _Entry, how: str) -> CheckpointError:
 
 def _never_shown(name: str, entry: _Entry) -> CheckpointError:
     what = f"for {LONGEST_LOOK_S:g} s, {_keeper(entry)} has made no snapshot, as it does at the end of a step"
-    return CheckpointError(f"region={name}: {what}: look again; if it does not go on, {_instead(entry)}")
+    return CheckpointError(f"region={name}: {what}: look again; if the run does not continue, {_instead(entry)}")

@@ -1,6 +1,7 @@
-"""The sharded strategy: each rank updates a slice of the parameters, and keeps the optimizer's state of that alone.
+"""The sharded strategy: each rank updates a slice of the parameters, and keeps only the optimizer's state of that
+slice.
 
-    backward    each bucket is reduce-scattered: a rank gets the mean gradient of its slice, and not of the rest
+    backward    each bucket is reduce-scattered: a rank gets the mean gradient of its slice only
     agree       each rank measures its slice; one small all-reduce
     update      each rank updates its slice; for trust ratios, norms of whole tensors in one small all-reduce. Then an
                 all-gather: every rank gets the new parameters of all slices
@@ -40,16 +41,16 @@ from ddp.replica.bucketed import BucketedDataParallel
 from ddp.strategies.strategy import Replicated
 
 ELEMENTWISE = (SGD, Adam, AdamW, LARS, LARC, LAMB)
-"""Optimizers that update each element by itself, but for norms that they ask for; a class derived from one may not."""
+"""Optimizers that update each element by itself, except for norms that they request; a derived class may not."""
 
 
 class Sharded(Replicated):
-    """Updates this rank's slices, and gives them to all ranks. Every method is collective.
+    """Updates this rank's slices, and sends them to all ranks. Every method is collective.
 
     Args:
         model: a module; or a replica with this reducer. Parameters are on the communicator's device, none is complex.
-        optimizer: over its parameters. Its groups and its state hold in every step as they are then. From the first
-            step on, until `finish`, it has the state of this rank's parts, by whole parameter.
+        optimizer: over its parameters. Every step uses its current groups and state. From the first step on, until
+            `finish`, it has the state of this rank's parts, by whole parameter.
         how: as in `Replicated`, but not with precision="bf16_pure".
 
     Raises:
@@ -66,7 +67,7 @@ class Sharded(Replicated):
         if type(optimizer) not in ELEMENTWISE:
             raise ConfigError(
                 f"{name} with {kind}: takes SGD, Adam, AdamW, LARS, LARC and LAMB, which update each element by itself "
-                "but for norms; take one of these, or Replicated (strategy='auto')"
+                "except for norms; take one of these, or Replicated (strategy='auto')"
             )
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             raise ConfigError(
@@ -112,7 +113,7 @@ class Sharded(Replicated):
         everyone[self._index(part.blocks for part in parts)] = norms.to(everyone)
         self._sum(everyone, "norms of gradients")
         with_gradient = [each.grad is not None for each in slices.layout.parameters]
-        if not all(with_gradient):  # zeros in their places would be added in another order than without them
+        if not all(with_gradient):  # zeros in their place would change the order of addition
             everyone = everyone[self._index(compress(slices.blocks, with_gradient))]
         return total_norm(everyone.to(dtype))
 
@@ -129,7 +130,7 @@ class Sharded(Replicated):
 
     @torch.no_grad()
     def _take_gradient(self, part: Part) -> None:
-        """Takes over a gradient that somebody has put in the place of the bucket's since backward."""
+        """Copies a gradient to the bucket, if the program has replaced it since backward."""
         gradient, start_bytes = part.whole.grad, part.start * part.gradient.element_size()
         if gradient is not None and gradient.data_ptr() != part.gradient.data_ptr() - start_bytes:
             part.gradient.copy_(share_of(part.start, part.stop, part.whole, gradient))
@@ -138,7 +139,7 @@ class Sharded(Replicated):
         return torch.zeros(*shape, dtype=torch.float64, device=self._comm.device)
 
     def _sum(self, found: Tensor, what: str) -> None:
-        """Adds up what each rank has found out about its parts."""
+        """Adds up the results of all ranks for their parts."""
         self._comm.all_reduce(found, label=f"step {self.model.num_steps}, {what}")
 
     def _take_settings(self) -> None:
@@ -158,7 +159,7 @@ class Sharded(Replicated):
             self.optimizer.state = of_parts
 
     def _load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Goes on from a whole state, which every rank has; each keeps its parts."""
+        """Resumes from a whole state, which every rank has; each keeps its parts."""
         self.optimizer.load_state_dict(state)  # whole until the next step
         self._slices = None
 
@@ -178,7 +179,7 @@ class Sharded(Replicated):
         self._slices, self._groups = self._slices_of(layout), groups
         self._of_parts = self._optimizer_of(self._slices.parts)
         mine = {part.whole for part in self._slices.parts}
-        # Of parameters that need no gradient now, every rank keeps all.
+        # Every rank keeps the whole state of parameters that need no gradient now.
         kept = {each: state for each, state in whole.items() if each in mine or id(each) not in layout.slot_of}
         self.optimizer.state = defaultdict(dict, kept)
         self._take_in()
@@ -188,17 +189,17 @@ class Sharded(Replicated):
         return ParameterSlices(self._comm, layout, self._collective)
 
     def _take_in(self) -> None:
-        """Takes over the optimizer's state as it is now: what it has of a whole parameter is cut."""
+        """Takes over the optimizer's current state, and cuts values of whole parameters to the parts."""
         assert self._slices is not None
         for part in self._slices.parts:
             state = self.optimizer.state.setdefault(part.whole, {})
             for name, value in state.items():
                 if is_large(value, part.whole, name) and value.shape != part.weights.shape:
                     state[name] = share_of(part.start, part.stop, part.whole, value).clone()
-            self._of_parts.state[part.weights] = state  # the same dict, so that each has what the other changes
+            self._of_parts.state[part.weights] = state  # the same dict, so that each sees the other's changes
 
     def _optimizer_of(self, parts: Sequence[Part]) -> Optimizer:
-        """Returns the optimizer of these parts, without a state."""
+        """Returns an optimizer of these parts, without a state."""
         mine = copy.copy(self.optimizer)
         by_parameter = {id(part.whole): part for part in parts}
         self._places = {part.weights.data_ptr(): part for part in parts}
@@ -216,7 +217,7 @@ class Sharded(Replicated):
         return Layerwise.is_large(self._places[weights.data_ptr()].whole)
 
     def _exchange(self, waiting: Sequence[Measured]) -> list[Tensor | None]:
-        """Returns the norms of whole tensors, of which each rank has measured its parts."""
+        """Returns the norms of whole tensors, from all ranks' measurements of their parts."""
         assert self._slices is not None
         norms = self._zeros(self._slices.blocks[-1].stop, 2)
         units = [[self._places[weights.data_ptr()] for weights in measured.unit.weights] for measured in waiting]
@@ -236,7 +237,7 @@ class Sharded(Replicated):
         return found
 
     def _index(self, blocks: Iterable[range]) -> Tensor:
-        """Returns the numbers of blocks, for the norms of all: where these are, and without a wait for a GPU."""
+        """Returns the numbers of blocks as an index into all norms, on their device, without a wait for a GPU."""
         numbers = torch.tensor(list(chain.from_iterable(blocks)), dtype=torch.int64, device="cpu")
         return gpu.sent(numbers, self._comm.device)
 
@@ -252,7 +253,7 @@ class Sharded(Replicated):
         """Returns the state of whole parameters, on the ranks that keep it. Collective.
 
         Args:
-            on_cpu: large values are on the CPU, because a GPU need not have room for those of all ranks.
+            on_cpu: large values are on the CPU, because a GPU may lack memory for those of all ranks.
         """
         assert self._slices is not None
         self._take_in()
@@ -290,7 +291,7 @@ class Sharded(Replicated):
                         away = on_cpu and view.device.type != "cpu"
                         whole[slot.parameter][name] = view.cpu() if away else view.clone()
         for group in self.optimizer.param_groups:
-            if group.get("fused") or group.get("capturable"):  # then torch reads numbers of steps where weights are
+            if group.get("fused") or group.get("capturable"):  # then torch reads step counts on the weights' device
                 for parameter in group["params"]:
                     if isinstance(steps := whole.get(parameter, {}).get("step"), Tensor):
                         whole[parameter]["step"] = steps.to(parameter.device)
@@ -299,7 +300,7 @@ class Sharded(Replicated):
 
 
 class Served(Sharded):
-    """Updates the slice of one parameter server, by gradients that workers push. Collective among the servers.
+    """Updates the slice of one parameter server, with gradients that workers push. Collective among the servers.
 
     Nothing is reduced: the servers write the gradients into the buckets of their slices (`parameter_server/server.py`).
     """
@@ -340,8 +341,8 @@ def is_large(value: Any, like: Tensor, name: str) -> bool:
 
 # --- The slices that a rank updates ----------------------------------------------------------------------------------
 #
-# Gradients lie side by side in a bucket, and parameters in memory that is laid out the same. So a slice of a bucket is
-# one of both, and is gathered without a copy.
+# Gradients are adjacent in a bucket, and parameters in memory with the same layout. So a slice of a bucket is a slice
+# of both, and is gathered without a copy.
 
 
 class Part(NamedTuple):
@@ -393,7 +394,7 @@ def parts_of(layout: Layout, collective: ReduceScatter) -> list[Part]:
 def share_of(start: int, stop: int, like: Tensor, value: Tensor) -> Tensor:
     """Returns some elements, [stop − start], of a value that has a parameter's shape, in the order of its memory.
 
-    A scalar stays one, because torch computes with scalars in a wider type where another number has that.
+    A scalar stays a scalar, because torch's type promotion treats it differently from a vector.
     """
     return in_memory_order(laid_out_like(like, value))[start:stop] if like.dim() else value
 
@@ -413,13 +414,13 @@ class Slices:
         self.blocks = block_numbers(layout)
 
     def take_in(self) -> None:
-        """Moves parameters that somebody has moved out back to where the parts are."""
+        """Moves parameters that the program has moved out back to the memory of the parts."""
 
     def give_back(self) -> None:
-        """Moves each parameter into memory of its own, if others lie beside it."""
+        """Moves each parameter to its own memory, if it shares memory with others."""
 
     def gather(self, *, step: int) -> None:
-        """Gives every rank the parameters that the others have updated, if it does not have them. Collective.
+        """Gathers the parameters that other ranks have updated, unless memory is shared. Collective.
 
         Args:
             step: for messages.
@@ -427,7 +428,7 @@ class Slices:
 
 
 class ParameterSlices(Slices):
-    """The parameters of a layout side by side, so that they can be gathered. Collective to make."""
+    """The parameters of a layout in one memory per bucket, so that they can be gathered. Collective to make."""
 
     def __init__(self, comm: Communicator, layout: Layout, collective: ReduceScatter) -> None:
         self._comm, self._collective, self.buckets = comm, collective, layout.buckets

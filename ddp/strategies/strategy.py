@@ -12,8 +12,8 @@ A step in several micro-batches has each forward and backward in its own block:
             with strategy.micro_batch(is_last=number == len(parts) - 1) as scale:
                 (loss_of(strategy.model(inputs), targets) / len(parts) * scale).backward()
 
-With `LocalSteps` each such block is a step of this rank's own, so its loss is a mean, and not divided by their number.
-`ddp.fit` calls the same members, and is otherwise unknown to a strategy.
+With `LocalSteps` each such block is a step of this rank alone, so its loss is a mean, and not divided by their number.
+`ddp.fit` calls the same members; a strategy depends on nothing else of it.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from ddp.setting import Precision
 
 
 class Agreement(NamedTuple):
-    """Holds the values of a step that are the same on all ranks, before anything changes.
+    """Values of a step that are the same on all ranks, before parameters change.
 
     Attributes:
-        totals: of all ranks; zeros unless each rank has given its own to `model.ride_along`.
+        totals: of all ranks; zeros unless each rank has passed its own to `model.ride_along`.
         norm: of the global mean gradient, before clipping.
-        length: the same, on the host.
-        is_overflow: the loss scale was too large, and is smaller now; the step is to be repeated, or left out.
+        length: the norm, on the host.
+        is_overflow: the loss scale was too large, and has been reduced; repeat the step, or leave it out.
     """
 
     totals: Totals
@@ -69,7 +69,7 @@ class Strategy(Protocol):
 
         Args:
             is_last: the step ends with it.
-            synchronous: gradients are averaged in this step, also by a strategy that agrees seldom.
+            synchronous: gradients are averaged in this step, also by a strategy that agrees less often.
 
         Yields:
             The factor for the loss, which `Totals.loss_scale` takes, too.
@@ -82,8 +82,8 @@ class Strategy(Protocol):
             step: its number, from 1, for messages.
 
         Raises:
-            UnusedParameters, Diverged: the step cannot be made. On every rank; no parameter has changed. Of a round no
-                buffer has, either; of other steps, buffers are as the forwards have left them.
+            UnusedParameters, Diverged: on every rank: the step cannot be made. No parameter has changed; in a round, no
+                buffer, either; in other steps, forwards have changed buffers.
         """
 
     def update(self, agreement: Agreement) -> None:
@@ -92,26 +92,26 @@ class Strategy(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Returns the whole state, valid for every strategy and world size: "model", "optimizer", "loss_scale".
 
-        "own" has by rank what differs from rank 0's, for as many ranks as now. A strategy may add "local_sgd", of which
-        the others say that they cannot use it.
-        Collective; what ranks other than 0 get may be incomplete.
+        "own" has by rank the differences from rank 0's state, for the current number of ranks. A strategy may add
+        "local_sgd"; others warn that they cannot use it. Collective; the result may be incomplete on ranks other than
+        0.
         """
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` has returned on rank 0. Collective.
+        """Resumes from a state that `state_dict` has returned on rank 0. Collective.
 
-        Every rank has it now, but for "own" and "local_sgd", of which rank 0 gives each its part.
+        Every rank passes the same state, except for "own" and "local_sgd", which rank 0 distributes.
 
         Raises:
-            CheckpointError, ValueError: it is of another model or optimizer. Nothing has changed.
+            CheckpointError, ValueError: the state is of another model or optimizer. Nothing has changed.
         """
 
     def finish(self, *, alone: bool = False) -> None:
         """Leaves parameters and state whole, in the module and in the optimizer. Collective unless `alone`.
 
         Args:
-            alone: an error has ended the training on this rank, so that others may take no part; then what other ranks
-                hold stays there.
+            alone: an error has ended the training on this rank, so that others may not take part; their parts of the
+                state are not gathered.
         """
 
 
@@ -141,16 +141,16 @@ class Replicated:
 
     Args:
         model: a module; or a replica of it, with this strategy's reducer.
-        optimizer: over its parameters. Groups and state hold in every step as they are then.
-        precision: "fp16" scales the loss; "bf16_pure" makes the parameters bfloat16, with master weights. Autocast is
-            the loop's.
+        optimizer: over its parameters. Every step uses its current groups and state.
+        precision: "fp16" scales the loss; "bf16_pure" makes the parameters bfloat16, with master weights. The loop
+            enters autocast.
         clip_norm: largest norm of the global mean gradient; None for no clipping.
-        watched: somebody may write to `parameter.data` between steps (`MasterWeights`).
+        watched: the program may write to `parameter.data` between steps (`MasterWeights`).
 
     Attributes:
-        reducer: what each rank gets of the mean gradients, to be given to the replica.
-        needs_buckets: gradients that are averaged one by one will not do.
-        unties: gives parameters other memory.
+        reducer: class for the replica, which defines the part of the mean gradients that each rank gets.
+        needs_buckets: gradients must be averaged in buckets.
+        unties: moves parameters to other memory, which unties them.
     """
 
     reducer: type[Collective] = AllReduce
@@ -194,7 +194,7 @@ class Replicated:
             if not model.comm.is_stream_ordered:
                 model.raise_pending()
             norm = self._gradient_norm()
-            [[length]] = model.comm.to_host(norm).read()  # where collectives are enqueued, the one wait for the GPU
+            [[length]] = model.comm.to_host(norm).read()  # the only wait for a GPU, if collectives are enqueued
             model.raise_pending()
             totals = model.totals
             if not math.isfinite(totals.mean_loss):
@@ -216,7 +216,7 @@ class Replicated:
         return Agreement(totals, norm, length, is_overflow=True)
 
     def _take_back(self) -> None:
-        """Forgets a step that will not be made."""
+        """Rolls back a step that will not be made."""
         self.model.take_back()
 
     def update(self, agreement: Agreement) -> None:
@@ -236,12 +236,12 @@ class Replicated:
         comm, own = self.model.comm, state.get("own", ())
         if state.get("local_sgd") is not None:
             log.warning(
-                "the checkpoint is of strategy=local_sgd: the run goes on with worker 0's optimizer state; those of "
-                "the others are dropped, and the momentum of the common parameters"
+                "the checkpoint is of strategy=local_sgd: the run continues with worker 0's optimizer state; those "
+                "of the others are dropped, and the momentum of the common parameters"
             )
         elif len(own) != comm.world_size and any(own[1:]):
             log.warning(
-                "the checkpoint is of %d workers, and there are %d: all go on with worker 0's optimizer state and "
+                "the checkpoint is of %d workers, and there are %d: all continue with worker 0's optimizer state and "
                 "buffers, and those of the others are dropped",
                 *(len(own), comm.world_size),
             )
@@ -284,7 +284,7 @@ class Replicated:
 
     def _step(self, norm: Tensor) -> None:
         self.masters.take_in()
-        with self.masters.known_to(self.optimizer):
+        with self.masters.installed_in(self.optimizer):
             clipped_step(self.optimizer, self.masters.updated(), norm, self._clip_norm)
         self.masters.round()
 
@@ -295,7 +295,7 @@ class Replicated:
         self.masters.load_state_dict(state)
 
     def _load_optimizer_state(self, state: dict[str, Any]) -> None:
-        with self.masters.known_to(self.optimizer):  # because torch gives a state its parameter's dtype
+        with self.masters.installed_in(self.optimizer):  # because torch gives a state its parameter's dtype
             self.optimizer.load_state_dict(state)
 
 
@@ -316,4 +316,4 @@ def diverged(step: int, what: str, value: float) -> str:
 
 
 ADVICE = "Lower the learning rate (optim.lr), warm it up (schedule.warmup_steps), or clip gradients (clip_norm=1.0)"
-"""How most steps whose loss is not finite can be avoided."""
+"""Advice for a step whose loss is not finite."""

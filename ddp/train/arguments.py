@@ -252,10 +252,10 @@ def sampler_for(given: FitArguments, inputs: Inputs, comm: Communicator) -> tupl
     if not inputs.source.is_stream:
         return sampler_of(inputs.source.samples, drop_last=inputs.source.drop_last, rounds=rounds, **sampler_arguments)
     processes = max(1, inputs.source.num_workers)
-    told = None
+    stated_length = None
     if inputs.schedule is not None and given.max_steps is None:
-        told = _told_length(inputs.source.samples, comm, is_sum=given.batches.sharding == "off")
-    sampler_arguments |= {"num_processes": processes, "told": told}
+        stated_length = _told_length(inputs.source.samples, comm, is_sum=given.batches.sharding == "off")
+    sampler_arguments |= {"num_processes": processes, "stated_length": stated_length}
     return sampler_of_stream(max_steps=given.max_steps, schedule=inputs.schedule, **sampler_arguments), ""
 
 

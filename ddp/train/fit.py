@@ -45,7 +45,7 @@ from ddp.replica.autograd import without_compile_wrappers
 from ddp.setting import Precision, StrategyName
 from ddp.strategies.central_storage import CentralStorage
 from ddp.strategies.choice import ranks_of, strategy_for
-from ddp.strategies.parameter_server.edge import failure_told
+from ddp.strategies.parameter_server.edge import failure_reported
 from ddp.strategies.parameter_server.server import Service
 from ddp.train import arguments
 from ddp.train.arguments import NEEDED, FitArguments, Inputs, tried
@@ -188,7 +188,7 @@ def train(given: FitArguments) -> TrainState:
     if part is not None:
         given = replace(given, run_store=next_store(part))
     wrapped = without_compile_wrappers(given.model)
-    with wrapped as model, _given_back(model), arguments.one_thread(given), failure_told(given.run_store, part):
+    with wrapped as model, _given_back(model), arguments.one_thread(given), failure_reported(given.run_store, part):
         given = replace(given, model=model)
         comm = ranks_of(given.model)
         if part is not None:
@@ -299,7 +299,8 @@ def _best_at_end(run: OpenRun) -> str:
 
 def _say(given: FitArguments, comm: Communicator, text: str) -> None:
     """Tells the user, and the logs of all ranks."""
-    log.info("%s", text)
+    for line in text.splitlines():
+        log.info("%s", line)
     if comm.rank == 0 and given.folder.progress:
         say(text)
 

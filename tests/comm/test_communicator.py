@@ -742,7 +742,7 @@ class Listener(Watchdog):
         self.heard.append((self.board.last_wait.call.sequence, self.board.last_wait.call.label))
 
 
-def test_calibration_is_part_of_the_call_that_needs_it() -> None:
+def test_measuring_the_links_is_part_of_the_call_that_needs_it() -> None:
     """Also in the background, while others are waiting to be begun: in what is counted, and in what is published."""
 
     def program(transport: SimulatedTransport) -> list[tuple[int, str]]:

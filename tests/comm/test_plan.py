@@ -309,6 +309,17 @@ def test_a_trial_times_canonical_ways_only_if_asked_to() -> None:
         auto(hosts, order="canonical").route(torch.zeros(10), "shared_memory")
 
 
+def test_a_sum_over_shards_adds_in_canonical_order_whatever_was_timed_or_pinned_before() -> None:
+    chooser = auto(FAR, by_rank=[{"ring": 1e-3, "tree": 2e-3}])
+    assert chooser.choose(1000) == "ring"
+    route = chooser.route_over_shards(torch.zeros(250), 4)
+    assert route is not None and route.name == "tree"
+    assert "auto takes tree" in chooser.explain(1000, num_shards=4)
+    chooser.pin({"4000 canonical": "ring"})
+    route = chooser.route_over_shards(torch.zeros(1000), 4)
+    assert route is not None and route.is_canonical
+
+
 def test_a_wire_format_moves_fewer_bytes() -> None:
     nbytes = (1 << 14) + 4 * 64  # whole numbers, and a scale for each 256
     ranking = auto(FAR).ranking(1 << 16, wire="int8")

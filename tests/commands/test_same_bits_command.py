@@ -49,7 +49,7 @@ def test_different_runs_with_the_settings_that_matter(tmp_path: Path, capsys: py
         "  4 of 5 values: 0.weight, 0.bias, exp_avg of 0.weight and 1 more",
         "bits depend on these, in which the second run differs from the first:",
         "  batch.num_shards was 8, is 4",
-        f"where they part could be told from a checkpoint before step 20 in both, and {one} has none from then: "
+        f"to find where they part, both runs need a checkpoint before step 20, and {one} has none: "
         "checkpoint.every_steps and checkpoint.keep_last say which ones a run keeps",
     ]
     third = write(tmp_path / "third", {10: "0010"})
@@ -57,7 +57,7 @@ def test_different_runs_with_the_settings_that_matter(tmp_path: Path, capsys: py
     assert capsys.readouterr().out.splitlines() == [
         "different at step 10, the first of 1 common step",
         "  1 of 5 values: exp_avg of 0.weight",
-        f"where they part could be told from a checkpoint before step 10 in both, and {one} has none from then: "
+        f"to find where they part, both runs need a checkpoint before step 10, and {one} has none: "
         "checkpoint.every_steps and checkpoint.keep_last say which ones a run keeps",
     ]
 

@@ -22,7 +22,7 @@ from ddp.lab.scaling.runs import _memory, _pairs, read_runs
 from ddp.run.assembly.load import load
 from ddp.run.launch.failures import Report, Seat
 from ddp.run.launch.run_folder import settings_text
-from ddp.run.launch.sweep import conclude
+from ddp.run.launch.sweep import report_jobs
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import LOADER, read_settings
 from ddp.train.checkpoints.checkpoint_store import CheckpointStore, digest
@@ -93,10 +93,10 @@ def followed(run: Path) -> None:
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {  # file of a sweep → its content, and what reads it
     "a/config.yaml": (settings_text(Config()), lambda sweep: read_settings(sweep / "a/config.yaml")),
-    "a/summary.json": (json.dumps(SUMMARY), lambda sweep: (conclude(sweep), report(sweep), followed(sweep / "a"))),
+    "a/summary.json": (json.dumps(SUMMARY), lambda sweep: (report_jobs(sweep), report(sweep), followed(sweep / "a"))),
     "a/metrics.jsonl": (lines(*LINES), lambda sweep: figures(sweep / "a/metrics.jsonl")),
     "a/sidecar/metrics.jsonl": (lines(*LINES), lambda sweep: followed(sweep / "a")),
-    "a/job.json": (json.dumps(JOB), conclude),
+    "a/job.json": (json.dumps(JOB), report_jobs),
     "a/profile.json": (json.dumps(PROFILE), lambda sweep: read_profile(sweep / "a")),
     "a/hashes.jsonl": (lines(*HASHED), lambda sweep: read_hashes(sweep / "a")),
     "a/starts.jsonl": (

@@ -458,7 +458,7 @@ CASES: dict[FunctionType, Callable[[], None]] = {
     layerwise.clip_factor: gradients_are_cut_to_a_length,
     layerwise.laid_out_like: steps_in_all_layouts,
     Layerwise._small: steps_in_all_layouts,
-    Layerwise._room: steps_in_all_layouts,
+    Layerwise._memory: steps_in_all_layouts,
     Layerwise.is_large: large_tensors_are_those_of_several_blocks,
     inspect.unwrap(Layerwise.step): steps_and_their_closures,
     layerwise.parameter_groups: parameters_are_parted_into_those_that_decay_and_others,
@@ -537,7 +537,7 @@ SAME: dict[FunctionType, dict[str, str]] = {  # what a part of the line becomes,
         "strict=False": LENGTHS,
     },
     Layerwise._small: {"row[1]": ONE_ROW, "row[-1]": ONE_ROW},
-    Layerwise._room: {
+    Layerwise._memory: {
         "!= 'cpu' and": "room in another order is only slower",
         "== 'cpu' or": "new room is only slower",
         "weights[-1]": "any one of a unit's tensors tells it from other units",

@@ -553,7 +553,7 @@ def late_part() -> None:
 
 
 def nested(comm: Any, model: nn.Module) -> None:
-    with pytest.raises(ConfigError, match="rank 0: shard 1 is marked inside of shard 0: end that block before"):
+    with pytest.raises(ConfigError, match="rank 0: shard 1 is marked inside of shard 0: end that block first"):
         if comm.rank == 0:
             with model.shard(0), model.shard(1):
                 model(X).sum().backward()
@@ -604,7 +604,7 @@ def told_of_error(model: nn.Module, shard: int) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     for _ in range(2):
         said = f"an error has left the block of shard {shard}|the last backward through this replica broke off"
-        with pytest.raises((ConfigError, RuntimeError), match=f"({said}).*: start anew, from the last checkpoint"):
+        with pytest.raises((ConfigError, RuntimeError), match=f"({said}).*: restart from the last checkpoint"):
             marked(model, model.shards)
 
 

@@ -1,4 +1,4 @@
-"""One-line mutants of what holds for hooks and wire formats die: totals first, a verdict of their own, the transaction,
+"""One-line mutants of what holds for hooks and wire formats die: totals first, their own step flag, the transaction,
 one order."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MUTANTS = {
         HOOKED,
         "last_batch",
     ),
-    "the verdict says nothing of what a hook has hidden": Mutant(
+    "no flag shows what a hook has hidden": Mutant(
         f"{FINALIZER}.write_hidden_flags", "has_non_finite=True", "has_non_finite=False", HOOKED, "finite"
     ),
     "a refused gradient stays in the hook": Mutant(

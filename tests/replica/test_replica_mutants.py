@@ -99,15 +99,15 @@ MUTANTS = {
     ),
     "buffers are not synchronised": Mutant(
         "replica.replica.Replica._before_forward",
-        "syncs_buffers = is_heard and self._buffer_sync.is_active",
+        "syncs_buffers = may_sync and self._buffer_sync.is_active",
         "syncs_buffers = False",
         JOIN_AND_HOOKS,
         "buffers_of_every_mode",
     ),
     "a forward in evaluation mode synchronises no buffers": Mutant(
         "replica.replica.Replica._before_forward",
-        "is_heard = self.require_forward_param_sync and",
-        "is_heard = self.training and",
+        "may_sync = self.require_forward_param_sync and",
+        "may_sync = self.training and",
         JOIN_AND_HOOKS,
         "buffers_around_every_kind_of_forward",
     ),

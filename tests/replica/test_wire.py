@@ -78,7 +78,7 @@ def everything() -> dict[str, Any]:
 
     for wire in WIRES:
         exact_count(wire)
-    with pytest.raises(ConfigError, match="wire='bf16' beside a registered communication hook, which does the sending"):
+    with pytest.raises(ConfigError, match="wire='bf16' with a registered communication hook, which sends gradients"):
         drop_in = ddp.DistributedDataParallel(made(), wire="bf16")
         drop_in.register_comm_hook(None, lambda state, bucket: cast(Any, None))
     with pytest.raises(ConfigError, match=r"wire='int8' with torch.bfloat16: takes float32 and float64"):

@@ -83,7 +83,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
         {"waits": True}, {"replica": {"sync_batchnorm": True}},
         {
             "parameter_server": "SyncBatchNorm waits for the",
-            "local_sgd": "SyncBatchNorm lets all workers wait for each other in each forward; take BatchNorm, or ",
+            "local_sgd": "SyncBatchNorm makes all workers wait for each other in each forward; take BatchNorm, or ",
         },
     ),
 }

@@ -740,12 +740,14 @@ def test_other_strategies_and_numbers_of_workers_go_on_and_say_what_is_dropped(
 ) -> None:
     first = on_ranks[0]["resumed"]
     (told,) = first["said"]
-    assert told.startswith("the checkpoint is of strategy=local_sgd: the run goes on with worker 0's optimizer state;")
+    assert told.startswith(
+        "the checkpoint is of strategy=local_sgd: the run continues with worker 0's optimizer state;"
+    )
     assert all(found["resumed"]["mirrored"] == first["mirrored"] != first["again"] for found in on_ranks)
     assert all(not found["resumed"]["said"] for found in on_ranks[1:])
     (said, bits), (nothing, others) = run_ranks(on_two, 2, folder)
     assert said == [
-        "the checkpoint is of 4 workers, and there are 2: all go on with worker 0's optimizer state and buffers, "
+        "the checkpoint is of 4 workers, and there are 2: all continue with worker 0's optimizer state and buffers, "
         "and those of the others are dropped"
     ]
     assert not nothing
@@ -765,7 +767,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # settings of the policy, an
     "no inner step": ({"every": 0}, "every=0: must be a whole number from 1 up"),
     "a whole round": ({"every": 4, "delay": 4}, "delay=4: is a whole round of every=4 inner steps or more; take less"),
     "many fragments": ({"every": 2, "fragments": 3, "delay": 1}, "fragments=3: more than the every=2 inner steps"),
-    "nothing is under way": ({"fragments": 2}, "fragments=2: with delay=0 nothing would be under way; set delay, or"),
+    "nothing is under way": ({"fragments": 2}, "fragments=2: with delay=0 nothing would be in flight; set delay, or"),
     "negative": ({"warmup_samples": -1}, "warmup_samples=-1: must be a whole number from 0 up"),
     "momentum": ({"outer_momentum": 1.0}, "outer_momentum=1.0: must be at least 0 and below 1"),
     "no rate": ({"outer_lr": 0.0}, "outer_lr=0.0: must be a number above 0"),

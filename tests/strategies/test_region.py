@@ -358,7 +358,7 @@ def test_what_is_not_this_user_s_or_not_of_this_container_is_told(name: str) -> 
     try:
         if os.geteuid() == 0:
             os.chown(other, 4321, 4321)
-            with pytest.raises(CheckpointError, match="is that of user 4321, and only its own user can look at it"):
+            with pytest.raises(CheckpointError, match="belongs to user 4321, and only that user can look at it"):
                 look(name)
         folder.mkdir()
         folder.chmod(0o777)
@@ -392,9 +392,7 @@ def damaged(entry: dict[str, Any]) -> Iterator[str]:
     yield json.dumps({**entry, "pid": 1 << 70})
 
 
-def test_a_region_whose_files_are_damaged_is_none(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_region_whose_files_are_damaged_is_none(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (kept, *_), (sound, *_) = one(name, folder=tmp_path), one(f"{name}-b")
     path = region._folder(name) / "region.json"
     entry = json.loads(path.read_text())

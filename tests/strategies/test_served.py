@@ -213,7 +213,7 @@ def test_lost_servers_go_on_from_a_checkpoint_and_say_what_is_gone(
     found = ddp.launch(counted, tmp_path, MODES[mode], script, workers=2, servers=servers)
     assert found[0][0] == 15
     assert times_counted(found[0][1], 3)
-    assert re.search("after update [67], and go on from update 4: [23] updates are gone", capfd.readouterr().err)
+    assert re.search("after update [67], and resume from update 4: [23] updates are lost", capfd.readouterr().err)
 
 
 ALONE = r"\A(worker \d stopped because server 0 failed\n)*server 0 on host \S+ failed at step 4:\n(?s:.*)\nLookupE"
@@ -282,7 +282,7 @@ FITS: list[dict[str, Any]] = [
 
 def fit_after_fit() -> list[Any]:
     ledger.LEAST_LATE_S = 60.0  # nobody computes a copy, of a mixture that does not count
-    worker_threads.ANSWER_S = 0.1  # after which servers look at what became of workers that are not here
+    worker_threads.REPLY_S = 0.1  # after which servers look at what became of workers that are not here
     said = list[Any]()
     for how in FITS:
         kind = how.get("model", nn.Linear)
@@ -529,7 +529,7 @@ def test_what_servers_cannot_train_is_one_sentence() -> None:
 def attending(mode: Any = "async", **how: Any) -> tuple[WorkerThreads, Shared]:
     """What serves workers, without its threads."""
     serving, shared = object.__new__(WorkerThreads), Shared(ledger.Ledger(mode=mode, **how))
-    serving._shared, serving.answer_s, serving._part = shared, 2.0, Role("server", 0, 2, 1, HashStore())
+    serving._shared, serving.reply_s, serving._part = shared, 2.0, Role("server", 0, 2, 1, HashStore())
     return serving, shared
 
 
@@ -539,7 +539,7 @@ def test_a_worker_gets_its_answer_while_the_servers_evaluate() -> None:
     began_s = time.monotonic()
     with shared.parameters_lock:
         answer = serving._begin(None, 0, {})  # type: ignore[arg-type]
-    assert answer == {"verdict": "wait"} and time.monotonic() - began_s < 3
+    assert answer == {"status": "wait"} and time.monotonic() - began_s < 3
 
 
 def test_workers_that_wait_are_told_of_parts_that_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -553,7 +553,7 @@ def test_workers_that_wait_are_told_of_parts_that_are_taken_back(monkeypatch: py
     wish = {"then": ledger.as_plain(held[0][1]), "most": 2, "after": 0}
     with monkeypatch.context() as later:
         later.setattr(worker_threads, "now_s", lambda: 9.0)
-        assert serving._begun(None, 0, wish) == {"verdict": "gone"} and shared.num_changes == 1  # type: ignore[arg-type]
+        assert serving._try_begin(None, 0, wish) == {"status": "gone"} and shared.num_changes == 1  # type: ignore[arg-type]
         ((copy,),) = [serving._leases(0, 1)["leases"]]
     assert shared.num_changes == 2 and ledger.as_lease(copy).plan == held[1][0].plan
 
@@ -583,7 +583,7 @@ def test_an_odd_message_ends_the_service_of_its_worker_alone(
 ) -> None:
     serving, shared = attending()
     shared.ledger.begin_epoch([ledger.Plan(1, 0, 0, 4)])
-    serving._home, serving._pieces, serving._facts, serving._odd = HashStore(), [], {}, {}  # type: ignore[assignment]
+    serving._run_store, serving._pieces, serving._facts, serving._refusals = HashStore(), [], {}, {}  # type: ignore[assignment]
     serving._model, serving._policy = types.SimpleNamespace(module=Counts(), comm=None), ASYNC  # type: ignore[assignment]
     serving._parameters, serving._comms, told = {}, {}, list[Any]()
     comm = types.SimpleNamespace(abandon=told.append, close=lambda: told.append("closed"), is_broken=False)
@@ -592,7 +592,9 @@ def test_an_odd_message_ends_the_service_of_its_worker_alone(
     monkeypatch.setattr(
         *(worker_threads, "broadcast_object"), lambda _, value, root: next(heard) if root else told.append(value)
     )
-    said = types.SimpleNamespace(heard=lambda: second, tell=told.append, taken=lambda _: [], take_back=lambda: None)
+    said = types.SimpleNamespace(
+        receive_values=lambda: second, send_values=told.append, receive_gradients=lambda _: [], take_back=lambda: None
+    )
     monkeypatch.setattr(worker_threads, "Edge", lambda *_, **__: said)
     serving._serve_worker(7)
     assert told[-1].startswith("server 0 cannot use what this worker has sent (") and "left out" in caplog.text
@@ -610,7 +612,7 @@ class Ends(Folder):
 
     def add(self, key: str, amount: int) -> int:
         number = super().add(key, amount)
-        self.set("over", json.dumps({"num_let_in": number if self.lets_in else number - 1}))
+        self.set("over", json.dumps({"num_accepted": number if self.lets_in else number - 1}))
         if self.lets_in:
             self.set(f"0/welcome/{number - 1}", "")
         return number
@@ -645,5 +647,5 @@ def test_pushes_that_do_not_count_end_with_their_step() -> None:
     service._strategy = types.SimpleNamespace(model=types.SimpleNamespace(module=Counts()))  # type: ignore[assignment]
     for key in ((3, 0, 1), (3, 0, 2), (4, 0, 1)):
         shared.pushed[key] = Push([], 1.0, 2.0, {}, [])
-    assert service._received([(3, 0, 2)], [(1.0, 2.0, 4)], {}).num_items == 2
+    assert service._write_gradients([(3, 0, 2)], [(1.0, 2.0, 4)], {}).num_items == 2
     assert list(shared.pushed) == [(4, 0, 1)]

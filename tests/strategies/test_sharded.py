@@ -253,7 +253,7 @@ def refusals() -> None:
     module, _ = made("sgd")
     with pytest.raises(ConfigError, match=r"Sharded with RMSprop: takes SGD, Adam, AdamW, LARS"):
         fitted_with(module, torch.optim.RMSprop(module.parameters()))
-    with pytest.raises(ConfigError, match=r"needs a ddp\.BucketedDataParallel, whose buckets it cuts"):
+    with pytest.raises(ConfigError, match=r"which ddp\.fit makes of the bare module, whose buckets it cuts"):
         fitted_with(ddp.NaiveDataParallel(module), torch.optim.SGD(module.parameters()))
     stepped = ddp.DistributedDataParallel(nn.Linear(3, 3))
     stepped.step_in_backward(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
@@ -305,7 +305,7 @@ def memory() -> tuple[int, int, int]:
             step(each)
     assert torch.equal(flat(module), flat(twin))  # with blocks of the usual size
     held = sum(t.numel() for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
-    room = sum(tensor.numel() for tensor in sharded._of_parts.__dict__["_rooms"].values())
+    room = sum(tensor.numel() for tensor in sharded._of_parts.__dict__["_memories"].values())
     assert list(map(id, optimizer.state.values())) == list(map(id, sharded._of_parts.state.values()))
     assert comm.world_size == 2
     ddp.shutdown()

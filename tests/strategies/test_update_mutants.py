@@ -42,7 +42,11 @@ MUTANTS: dict[str, tuple[str, str, str]] = {  # where, a line, what becomes of i
         "in ()",
     ),
     "a new state stays out of the store": (f"{STORAGE}._place", "place.copy_(state[name])", "place"),
-    "the user's optimizer is not told": (f"{STORAGE}._tell", "if block.start == block.part.start:", "if False:"),
+    "the user's optimizer keeps an old state": (
+        f"{STORAGE}._update_user_state",
+        "if block.start == block.part.start:",
+        "if False:",
+    ),
     "each rank keeps its parts at the end": (
         f"{STORAGE}.finish",
         "if self._slices is not None and not alone:",

@@ -210,7 +210,7 @@ def test_audits_of_one_worker_are_refused() -> None:
 
 
 def test_audits_without_the_same_bits_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"audit_every=2: audits compare workers .*; set same_bits=True, too"):
+    with pytest.raises(ConfigError, match=r"audit_every=2: audits compare workers .*; set on to true, next to it"):
         ddp.fit(nn.Linear(6, 3), ..., ..., loss=F.mse_loss, global_batch=8, same_bits=ddp.SameBits(audit_every=2))
 
 

@@ -345,7 +345,7 @@ def test_a_trial_makes_three_steps_one_evaluation_and_one_save_and_keeps_no_file
     running.close()
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "the trial went well: 3 steps, an evaluation, a save; no file of it is kept"
-    with pytest.raises(ConfigError, match="trial with resume=auto: a trial begins anew"):
+    with pytest.raises(ConfigError, match="trial with resume=auto: a trial starts from scratch"):
         fit(tmp_path, resume="auto", trial=True, **how)
     with pytest.raises(ConfigError, match=r"EarlyStopping\(.\): goes by evaluations, of which there is one, at"):
         fit(tmp_path, callbacks=[ddp.EarlyStopping(1)], test_data=(X, CLASSES), every_epochs=None, **how)

@@ -19,14 +19,14 @@ from ddp.errors import CALLED_ELSEWHERE, meant
 from ddp.run.launch.from_python import OURS
 from ddp.run.settings.checks import WAYS
 from ddp.run.settings.config import CHOICES
-from ddp.run.settings.reader import _homes
+from ddp.run.settings.reader import _owners
 from ddp.setting import Precision, StrategyName
 from ddp.train.checkpoints.moved import MEANINGS, meaning, meant_for_fit
 
 ARGUMENTS = inspect.signature(ddp.fit).parameters.keys()
 POLICIES = (ddp.Averaging, ddp.Batches, ddp.Evaluation, ddp.Folder, ddp.Reading)
 FIELDS = {item.name for policy in POLICIES for item in fields(policy)}
-SETTINGS = {*_homes({}), *CHOICES, "hydra.run.dir"}
+SETTINGS = {*_owners({}), *CHOICES, "hydra.run.dir"}
 LIBRARIES = {"ddp": ddp, "torch": torch}
 
 

@@ -1,116 +1,162 @@
-"""Metrics over the rows of all samples, training samples beside the held-out ones, and the history of a run."""
+"""hashes.jsonl: equal at any number of workers, whole after a resume, and exact about what differs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from flat import grouped
 from ranks import run_ranks
-from sklearn.metrics import f1_score, roc_auc_score
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import ddp
 from ddp.errors import ConfigError
+from ddp.train.reports.history import DIGITS, HASHES, Line, _hash, compare, read_hashes
+from ddp.train.steps.state import StepReport, TrainState
 
-RANDOM = torch.Generator().manual_seed(0)
-X = torch.randn(61, 4, generator=RANDOM, dtype=torch.float64)
-CLASSES = (X.sum(1) + torch.randn(61, generator=RANDOM) > 0).long()
-HELD_OUT = X[:23], CLASSES[:23]
-DATA = X[23:], CLASSES[23:]
-
-
-class Detection(ddp.Task):
-    main_metric, higher_is_better = "auc", True
-
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
-        inputs, classes = batch
-        losses = F.binary_cross_entropy_with_logits(model(inputs)[:, 0], classes.double(), reduction="none")
-        return losses.sum(), len(classes)
-
-    def metrics(self, model: nn.Module, batch: Any) -> Any:
-        return {"loss": self.loss(model, batch), "scores": ddp.Rows(model(batch[0])), "classes": ddp.Rows(batch[1])}
-
-    def finish(self, means: Mapping[str, Any]) -> dict[str, float]:
-        scores, classes = means["scores"][:, 0], means["classes"]
-        return {"loss": means["loss"], **figures(scores, classes)}
+NUM_STEPS = 6
+X = torch.randn(40, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+CLASSES = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(1))
 
 
-class LeavesRows(Detection):
-    def finish(self, means: Mapping[str, Any]) -> dict[str, float]:
-        return {**super().finish(means), "scores": means["scores"]}
+def fit(folder: Path, *callbacks: ddp.Callback, **how: Any) -> TrainState:
+    torch.manual_seed(how.pop("init", 0))
+    module = nn.Sequential(nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3), nn.Flatten(), nn.Dropout(0.1), nn.Linear(27, 3))
+    module[0].register_buffer("scale", torch.ones(1), persistent=False)
+    given = {"loss": F.cross_entropy, "global_batch": 12, "max_steps": NUM_STEPS, "noise_scale_every": 0, **how}
+    given = {"same_bits": ddp.SameBits(on=True, hash_every=4), "curves": False, "progress": False, **given}
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    return ddp.fit(module, (X, CLASSES), optimizer, callbacks=callbacks, **grouped(folder=folder, **given))
 
 
-def figures(scores: Tensor, classes: Tensor) -> dict[str, Any]:
-    return {"auc": roc_auc_score(classes, scores), "f1": torch.tensor(f1_score(classes, scores > 0))}
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Linear(3, 1)).double()
-
-
-def trained(folder: Any = None, *, task: Any = None, epochs: int = 2, **how: Any) -> Any:
-    module = net()
-    how = {"test_data": HELD_OUT, "evaluation": ddp.Evaluation(training=10, batch=4), **how}
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    kept = folder and ddp.Folder(folder, resume="auto", progress=False, curves=False)
-    how = {"global_batch": 8, "epochs": epochs, "folder": kept, **how}
-    return ddp.fit(module, DATA, optimizer, loss=task or Detection(), **how)
-
-
-def on_ranks(folder: str) -> tuple[Any, ...]:
-    ddp.init(abort_s=20)
-    alone = [ddp.evaluate(net(), HELD_OUT, loss=Detection(), batch_size=2, num_shards=each) for each in (None, 5)]
-    few = ddp.evaluate(net(), (X[:2], torch.tensor([0, 1])), loss=Detection())  # some rank has no row
-    first = trained(folder, epochs=1).history
-    state = trained(folder, epochs=2)
-    model = state.model.module
-    expected = {side: ddp.evaluate(model, data, loss=Detection()) for side, data in SIDES.items()}
-    rounds = trained(evaluation=ddp.Evaluation(), strategy="local_sgd").history
-    with pytest.raises(ConfigError, match=r"LeavesRows.finish returned tensor.* for 'scores': return a number for"):
-        trained(task=LeavesRows())
+def all_strategies(folder: Path) -> None:
+    for strategy in ("auto", "sharded", "central_storage"):
+        fit(folder / f"{strategy} {ddp.init().world_size}", strategy=strategy)
     ddp.shutdown()
-    return alone, few, first, state.history, state.evaluation, expected, state.reported, rounds
 
 
-SPREAD = torch.arange(10) * len(DATA[0]) // 10
-SIDES = {"test": HELD_OUT, "training": (DATA[0][SPREAD], DATA[1][SPREAD])}
+@pytest.mark.slow
+def test_hashes_are_equal_at_any_number_of_workers_and_by_any_strategy(tmp_path: Path) -> None:
+    run_ranks(all_strategies, 3, tmp_path)
+    all_strategies(tmp_path)
+    runs = sorted(tmp_path.iterdir())
+    first, *others = map(read_hashes, runs)
+    assert len(others) == 5 and list(first) == [4, NUM_STEPS]
+    for other in others:
+        assert compare(first, other) == ([4, NUM_STEPS], NUM_STEPS, None, [], 0, [])
+    names = list(first[4].by_name())
+    assert names[:3] == ["0.weight", "0.bias", "1.weight"] and names[9:11] == ["0.scale", "exp_avg of 0.weight"]
+    assert names[-2:] == ["step of 4.bias", "the loss"] and len(names) == 10 + 6 * 3 + 1
+    assert (runs[0] / HASHES).read_text().count("names") == 1
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.quick(1)
-def test_rows_of_all_samples_and_the_history_of_a_run(world_size: int, tmp_path: Path) -> None:
-    scores = net().eval()(HELD_OUT[0]).detach()
-    for alone, few, first, history, evaluation, expected, reported, rounds in run_ranks(
-        on_ranks, world_size, str(tmp_path)
-    ):
-        for found in alone:
-            assert found["auc"] == pytest.approx(roc_auc_score(HELD_OUT[1], scores))
-            assert found["f1"] == pytest.approx(f1_score(HELD_OUT[1], scores > 0)) and type(found["f1"]) is float
-        assert few["auc"] in (0, 1)
-        assert history[:1] == first and [(each["step"], each["epochs"]) for each in history] == [(5, 1), (10, 2)]
-        assert evaluation.items() <= history[1].items() and history[1]["train_loss"] > 0 and reported == {}
-        for side, metrics in expected.items():
-            for name, value in metrics.items():
-                assert evaluation[f"{side}_{name}"] == pytest.approx(value, rel=1e-12)
-        assert not any(name.startswith("training_") for each in rounds for name in each) and rounds
-    lines = (tmp_path / "metrics.jsonl").read_text()
-    assert '"training_auc"' in lines and '"training_auc"' in (tmp_path / "summary.json").read_text()
+class Breaks(ddp.Callback):
+    """Ends the run with an error after a step, as a crash would."""
+
+    def step_end(self, state: TrainState, report: StepReport) -> None:
+        if report.step == 5:
+            raise RuntimeError("killed")
 
 
-def test_what_cannot_be_evaluated_beside_held_out_samples() -> None:
-    for how, told in (
-        ({"test_data": None}, "evaluation.training=10: goes with held-out samples, by their numbers; give validation"),
-        ({"evaluation": ddp.Evaluation(training=10), "test_data": [], "task": Detection()}, "test_data has 0 samples"),
-    ):
-        with pytest.raises(ConfigError, match=told):
-            trained(**how)
-    with pytest.raises(ConfigError, match=r"training=-1"):
-        ddp.Evaluation(training=-1)
-    for wrong in (torch.tensor(1.0), 3.0):
-        with pytest.raises(ConfigError, match=r"Rows: was given a .*, not a tensor with a row for each sample"):
-            ddp.Rows(wrong)  # type: ignore[arg-type]
+def test_a_resumed_run_drops_what_lies_beyond_its_checkpoint_and_goes_on(tmp_path: Path) -> None:
+    dense: dict[str, Any] = {"same_bits": ddp.SameBits(on=True, hash_every=1), "checkpoint_every_steps": 3}
+    run = tmp_path / "run"
+    fit(tmp_path / "whole", **dense)
+    with pytest.raises(RuntimeError, match="killed"):
+        fit(run, Breaks(), **dense)
+    assert list(read_hashes(run)) == [1, 2, 3, 4, 5]
+    with (run / HASHES).open("a") as file:
+        file.write('{"step":6,"lo')
+    assert list(read_hashes(run)) == [1, 2, 3, 4, 5]
+    fit(run, resume="auto", **dense)
+    assert compare(read_hashes(tmp_path / "whole"), read_hashes(run)).first_different is None
+    before = (run / HASHES).read_text()
+    entries = list(map(json.loads, before.splitlines()))
+    assert [entry["step"] for entry in entries] == [1, 1, 1, 2, 3, 4, 4, 4, 5, 6]  # with identity and names at 1 and 4
+    fit(run, resume="auto", **dense)  # is complete: no step has a second line
+    assert [json.loads(line)["step"] for line in (run / HASHES).read_text().splitlines()[len(entries) :]] == [7]
+    fit(run, resume="auto", **{**dense, "same_bits": True}, max_steps=7)
+    assert (run / HASHES).read_text() == before
+
+
+def test_any_run_has_hashes_also_with_a_loss_scale_or_master_weights(tmp_path: Path) -> None:
+    plain = ddp.SameBits(hash_every=NUM_STEPS)
+    fit(tmp_path / "fp16", same_bits=plain, precision="fp16")
+    state = fit(tmp_path / "bf16_pure", same_bits=plain, precision="bf16_pure")
+    scaled, pure = (read_hashes(tmp_path / name)[NUM_STEPS] for name in ("fp16", "bf16_pure"))
+    assert "loss scale" in scaled.names and "loss scale" not in pure.names
+    assert pure.by_name()["the loss"] == float(state.train_loss or 0).hex()
+    changed = compare({6: scaled}, {6: pure}).changed
+    assert changed == ["precision was fp16, is bf16_pure"]
+
+
+def test_another_start_is_named_in_step_tensor_and_setting(tmp_path: Path) -> None:
+    for name, how in {"one": {}, "seed": {"seed": 1}, "init": {"init": 1}, "wide": {"num_shards": 4}}.items():
+        fit(tmp_path / name, **how)
+    one, seed, init, wide = (read_hashes(tmp_path / name) for name in ("one", "seed", "init", "wide"))
+    found = compare(one, seed)
+    assert (found.last_equal, found.first_different, found.changed) == (None, 4, ["seed was 0, is 1"])
+    assert found.names[0] == "0.weight" and "0.scale" not in found.names and found.num_names == 29
+    assert compare(one, init).changed == []
+    assert compare(one, wide).changed == ["num_shards was 8, is 4"]
+
+
+LINE = Line({"same_bits": True, "world_size": 1}, ["w", "b", "step of w"], "0" * DIGITS * 3, "0x1.0p+0")
+
+
+def test_one_bit_of_one_state_is_named(tmp_path: Path) -> None:
+    class Flips(ddp.Callback):
+        def step_start(self, state: TrainState) -> None:
+            if state.step == 3:
+                bias = dict(state.model.module.named_parameters())["0.bias"]
+                average = state.optimizer.state[bias]["exp_avg_sq"]
+                average.view(torch.int32)[0] ^= 1 << 4  # the last bit may be lost again where the step rounds
+
+    every = ddp.SameBits(on=True, hash_every=1)
+    fit(tmp_path / "one", same_bits=every, max_steps=4)
+    fit(tmp_path / "other", Flips(), same_bits=every, max_steps=4)
+    found = compare(read_hashes(tmp_path / "one"), read_hashes(tmp_path / "other"))
+    assert (found.last_equal, found.first_different) == (3, 4) and "exp_avg_sq of 0.bias" in found.names
+    assert {name for name in found.names if name.startswith("exp_avg")} == {"exp_avg_sq of 0.bias"}
+
+
+def test_what_one_run_alone_has_differs_and_where_names_stand_does_not_matter() -> None:
+    turned = LINE._replace(names=["b", "w", "step of w"])
+    assert compare({1: LINE}, {1: turned}).first_different is None
+    more = LINE._replace(names=["w", "b", "step of w", "step of b"], hashes="0" * DIGITS * 4, loss="0x1.1p+0")
+    assert compare({1: LINE, 2: LINE}, {1: LINE, 2: more})[1:5] == (1, 2, ["step of b", "the loss"], 5)
+
+
+def test_workers_count_where_bits_depend_on_them() -> None:
+    three = LINE._replace(identity={"same_bits": True, "world_size": 3})
+    assert compare({1: LINE}, {1: three}).changed == []
+    other = LINE._replace(identity={"world_size": 3})
+    assert compare({1: LINE}, {1: other}).changed == ["same_bits was True, is not set", "world_size was 1, is 3"]
+    resumed = LINE._replace(identity={**LINE.identity, "threads_per_worker": 2})
+    assert compare({1: LINE, 2: LINE}, {1: LINE, 2: resumed}).changed == ["threads_per_worker was not set, is 2"]
+
+
+def test_zeros_of_two_signs_differ() -> None:
+    zero = torch.zeros(3)
+    assert _hash(zero) != _hash(-zero) and _hash([zero, 1]) != _hash([zero, 2]) and len(_hash(zero)) == DIGITS
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"step":1,"identity":{}}\nnonsense\n', "line 2 of .* is damaged"),
+        ('{"step":1,"loss":"0x1p+0","hashes":""}\n', "line 1 of .* is damaged .*do not name its hashes"),
+        ('{"step":1,"identity":{}}\n{"step":1,"names":["w"]}\n{"step":1,"loss":"","hashes":"ab"}\n', "line 3"),
+        ('{"step":1,"identity":{}}\n{"step":1,"hashes":""}\n', "line 2 .*it has no loss"),
+        ('{"step":Infinity}\n', "line 1"),
+        ("[1]\n", "line 1"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / HASHES).write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        read_hashes(tmp_path)

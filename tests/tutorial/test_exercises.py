@@ -267,9 +267,7 @@ TYPICAL = {
     "buckets: before it is full": Typical(
         "07", UNTIL_FULL, "            if waits_for_end:\n                return\n", "got a gradient in step 2 after"
     ),
-    "buckets: all at the end": Typical(
-        "07", ">= reduction.check_at", "> reduction.check_at", "launched: no bucket"
-    ),
+    "buckets: all at the end": Typical("07", ">= reduction.check_at", "> reduction.check_at", "launched: no bucket"),
     "buckets: another order": Typical(
         "07",
         UNTIL_FULL,
@@ -282,9 +280,7 @@ TYPICAL = {
         FILL_AND_LAUNCH + "            return\n",
         "launched: bucket 1 (1 gradients: right.weight); expected: bucket 1 (1 gradients: right.weight), bucket 2",
     ),
-    "buckets: verdicts too early": Typical(
-        "07", "if waits_for_end or not", "if not", "stem.weight: launched: bucket 3"
-    ),
+    "buckets: flags too early": Typical("07", "if waits_for_end or not", "if not", "stem.weight: launched: bucket 3"),
     "buckets: aliasing": Typical(
         "07", FILL_AND_LAUNCH, "            self.launch(reduction)\n", "hint: the last step's mean was reduced again"
     ),
@@ -522,9 +518,7 @@ TREE = SCHEDULES["tree"]
         (whole_or(SCHEDULES["tree_broadcast"], above=6), "not each contribution once"),
     ],
 )
-def test_a_wrong_schedule_is_refused_also_if_it_is_right_for_few_ranks(
-    schedule: Schedule, says: str
-) -> None:
+def test_a_wrong_schedule_is_refused_also_if_it_is_right_for_few_ranks(schedule: Schedule, says: str) -> None:
     with pytest.raises(Mistake, match=says):
         list(open_exercise("x:y", schedule, sys.modules[__name__]))
 
@@ -581,8 +575,10 @@ def test_a_training_of_one_s_own_is_right(quick_workers: Path, capsys: pytest.Ca
     (quick_workers / "right_there.py").write_text(TRAINING.replace("mirrored", "multi_worker"))
     status, text = run(capsys, "mirrored", "right_here:train")
     lines = [line for line in text.splitlines() if line.startswith("✓")]
-    assert status == 0 and len(lines) == 5 and lines[3] == (
-        "✓ two workers of one host: the replicas are equal, bit by bit"
+    assert (
+        status == 0
+        and len(lines) == 5
+        and lines[3] == ("✓ two workers of one host: the replicas are equal, bit by bit")
     )
     status, text = run(capsys, "cluster", "right_there:train")
     assert status == 0 and "✓ two workers, each as on a host of its own: the mathematics of one process" in text

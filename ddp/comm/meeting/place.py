@@ -51,8 +51,8 @@ from typing import NamedTuple
 
 from ddp.comm.meeting import cluster_spec
 from ddp.comm.meeting.cluster_spec import ClusterTask
-from ddp.comm.meeting.private_store import FOLDER
 from ddp.comm.meeting.role import ROLE, current_role, role_from_env, store_address
+from ddp.comm.meeting.secret import FOLDER
 from ddp.errors import ConfigError
 from ddp.process.terminal import log
 

@@ -1,14 +1,4 @@
-"""Private meeting: the secret of a launch, and stores in which no other user can pose as a rank.
-
-No other user of the ranks' hosts can read the secret:
-
-    ddp.launch, scripts/ddp train   the launcher draws one, in a folder that only its user can enter
-    torchrun, srun, mpirun, …       DDP_SECRET, if the user has set it: the same for all ranks
-    otherwise                       there is none, and any process that reaches the ranks' ports can be one of them
-
-With the secret, the ranks meet in a store that others cannot reach, or cannot write to unnoticed, and both ends of each
-connection prove that they know it (`../opening.py`). It is never on a command line, which every user of a host can
-read. It is in a worker's environment, which only the same user can read, and which a rank's child processes inherit.
+"""Stores for the ranks of one launch, in which no other user can pose as one of them.
 
     Folder    files in a folder that only the launch's user can enter: ranks of one host
     Sealed    a store that others reach, too, such as torchrun's. Names and values carry codes that need the secret, so
@@ -25,7 +15,6 @@ import fcntl
 import hashlib
 import hmac
 import os
-import secrets
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -34,81 +23,8 @@ from pathlib import Path
 
 from torch.distributed import DistStoreError, FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from ddp.errors import ConfigError
+from ddp.comm.meeting.secret import VARIABLE, code_of
 from ddp.process.clock import Patience
-from ddp.process.files import scratch_folder
-from ddp.process.owners import ANYTHING, why_shared
-
-# --- the secret -------------------------------------------------------------------------------------------------------
-
-VARIABLE, FOLDER = "DDP_SECRET", "DDP_PRIVATE_FOLDER"
-MIN_LENGTH = 16
-_NAME = "ddp-secret-"  # older versions, which do not lock their folders, use "ddp-private-"
-
-
-@contextlib.contextmanager
-def private_folder() -> Iterator[Path]:
-    """Yields a new folder that only this user can enter, with a new secret in it, for the ranks of one launch.
-
-    It is in memory if possible, because ranks write there all the time, and must not wait for a busy disk.
-    """
-    with contextlib.ExitStack() as until_end:
-        try:
-            folder = until_end.enter_context(_with_secret("/dev/shm"))
-        except OSError:  # it does not exist, or cannot be written
-            folder = until_end.enter_context(_with_secret(tempfile.gettempdir()))
-        yield folder
-
-
-@contextlib.contextmanager
-def _with_secret(place: str) -> Iterator[Path]:
-    with scratch_folder(Path(place), _NAME) as folder:
-        (folder / VARIABLE).write_text(secrets.token_hex(32))
-        yield folder
-
-
-def take_secret(folder: Path) -> None:
-    """Puts the secret in the launcher's folder into the environment of this process.
-
-    Raises:
-        ConfigError: other users have rights on the folder.
-    """
-    if why := why_shared(folder, folder.lstat(), rights=ANYTHING):
-        raise ConfigError(f"{why}: one of them may have put it there; delete it, and start again")
-    os.environ[VARIABLE] = (folder / VARIABLE).read_text()
-    os.environ[FOLDER] = str(folder / os.environ.get("MASTER_PORT", ""))
-
-
-def private_part(port: int) -> Path | None:
-    """Returns the private folder for the ranks that meet at this port; None outside of a launch by this package.
-
-    Child processes of a rank inherit its environment, but if they meet at another port, they are ranks of another job.
-    """
-    folder = Path(os.environ.get(FOLDER, ""))
-    return folder if folder.name == str(port) else None
-
-
-def secret() -> bytes:
-    """Returns the secret of this rank's launch; b"" if it has none.
-
-    Raises:
-        ConfigError: it could be guessed.
-    """
-    value = os.environ.get(VARIABLE, "")
-    if value and len(value) < MIN_LENGTH:
-        raise ConfigError(
-            f"{VARIABLE} has {len(value)} characters: take at least {MIN_LENGTH} that cannot be guessed, the same for "
-            f"all ranks, such as the output of: python -c 'import secrets; print(secrets.token_hex())'"
-        )
-    return value.encode()
-
-
-def code_of(key: bytes, *parts: bytes) -> bytes:
-    """Returns 32 bytes that cannot be computed without the key: HMAC-SHA-256 (RFC 2104) of all parts."""
-    return hmac.digest(key, b"".join(len(part).to_bytes(8, "little") + part for part in parts), "sha256")
-
-
-# --- the stores -------------------------------------------------------------------------------------------------------
 
 SHORTEST_S, LONGEST_S = 0.0005, 0.005  # between two checks for a file
 TIMEOUT = timedelta(seconds=300)  # as torch's stores

@@ -33,8 +33,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ddp.comm.meeting.cluster_spec import ClusterTask, described_servers
 from ddp.comm.meeting.place import ALONE, RankPlace, launcher_serves, number_of, place
-from ddp.comm.meeting.private_store import VARIABLE, Folder, part_of, private_part, sealed, secret
+from ddp.comm.meeting.private_store import Folder, part_of, sealed
 from ddp.comm.meeting.role import ROLE, SERVERS, Role, RoleSettings, current_role, role_from_env, set_role
+from ddp.comm.meeting.secret import VARIABLE, private_part, secret
 from ddp.errors import ConfigError, PeerLost, first_line
 from ddp.process.clock import Patience, within
 from ddp.process.terminal import log

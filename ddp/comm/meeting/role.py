@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from ddp.comm.meeting.cluster_spec import server_of_sparse
-from ddp.comm.meeting.private_store import FOLDER
+from ddp.comm.meeting.secret import FOLDER
 from ddp.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@
 `file_sizes` says how many samples each file has; a sampler that keeps to a few files at a time needs it.
 
 A process keeps the few files open that were used last, because samples are read in runs. A forked loader process also
-reads from those of its parent, because reading needs no position that they would share. A pickled copy has none.
+reads from its parent's, because reading needs no shared position. A pickled copy has none open.
 
-A sample that cannot be decoded, or whose bytes a disk or a network does not hand out, is an `UnreadableSample`. A file
+A sample that cannot be decoded, or whose bytes a disk or a network does not return, is an `UnreadableSample`. A file
 that is missing, or has changed since it was indexed, ends the run.
 
-Where samples begin and end is known from an index, and what their bytes become from a `Format`; both follow below.
+An index says where samples begin and end, and a `Format` what their bytes become; both follow below.
 
 Cost: opening maps one index, however many samples it has; a sample costs one read, 3 us besides decoding it.
 """
@@ -61,8 +61,8 @@ class FileSet:
         storage: how files are read, and whether remote ones are copied to this host.
 
     Raises:
-        ConfigError: as `index_files`; without `build`, there is no index; or the files have not the columns that
-            `format` wants.
+        ConfigError: as `index_files`; without `build`, there is no index; or the files lack columns that `format`
+            needs.
 
     Attributes:
         addresses: of all files, in the order of their samples.
@@ -95,7 +95,7 @@ class FileSet:
 
     @cached_property
     def lengths(self) -> NDArray[np.int64] | None:
-        """Returns tokens of each sample [len(self)]; None if the format does not tell."""
+        """Returns tokens of each sample [len(self)]; None if the format does not say."""
         return self.format.lengths(self._index.table[:, 1] - self._index.table[:, 0])
 
     def __len__(self) -> int:
@@ -105,14 +105,14 @@ class FileSet:
         data, notes = self.raw(index)
         try:
             return self.format.decode(data, notes)
-        except Exception as error:  # of a format's own, or of a library
+        except Exception as error:  # of the user's format, or of a library
             raise self._unreadable(index, error) from error
 
     def raw(self, index: int) -> tuple[bytes, dict[str, Any]]:
-        """Returns the bytes of a sample, and what the index notes about its file.
+        """Returns the bytes of a sample, and the index's notes on its file.
 
         Raises:
-            UnreadableSample: a disk or a network does not hand them out.
+            UnreadableSample: a disk or a network does not return them.
             ConfigError: the file is missing, or has changed since it was indexed.
         """
         file, number = self._where(index)
@@ -182,7 +182,7 @@ def _open_files(index: FileIndex, storage: Storage) -> Any:
 # nothing else, because the parent has just compared all files. `FileSet` compares a file once more when it opens it.
 #
 # Samples of most formats are read where they lie. Of a `CopiedFormat`, making the index also writes a copy of each file
-# beside it (INDEX_DIR/csv-4f1d…-9b02….rows), and the table is about that. A file that has changed gets another copy.
+# next to it (INDEX_DIR/csv-4f1d…-9b02….rows), and the table is about that. A file that has changed gets another copy.
 # Runs that have the old index open keep theirs: an index is locked while it is mapped (flock(2)), and the old one is
 # called INDEX_DIR/csv-4f1d…-77ae….old until indexing finds it unlocked. Copies that no index names are removed.
 #
@@ -245,7 +245,7 @@ class _Format(ABC):
         return f"sample {number}, at byte {start}"
 
     def lengths(self, num_bytes: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Returns the length of each sample in tokens; None if its number of bytes does not tell."""
+        """Returns the length of each sample in tokens; None if its number of bytes does not say."""
         return None
 
 
@@ -320,7 +320,7 @@ class FileIndex(NamedTuple):
             raise ConfigError(
                 f"{copy}, the copy of {file.address}, is missing or cut off: start again, so that the parent writes it"
             )
-        to_read(copy).close()  # refuses a link, and what others have planted
+        to_read(copy).close()  # refuses a link, and files that others have planted
         return LocalReader(str(copy))
 
     def first_samples(self) -> list[int]:
@@ -349,19 +349,19 @@ def index_files(
     found = listed(addresses, suffixes=format.suffixes, storage=storage)
     facts = storage.facts(found)
     given = index_path(addresses, format, index_dir=index_dir)
-    path, told = index_place(given), list(zip(found, facts, strict=True))
+    path, current = index_place(given), list(zip(found, facts, strict=True))
     old = _found(given, path, format)
-    if old is not None and [file[:2] for file in old.files] == told and all(map(old.has_copy, old.files)):
+    if old is not None and [file[:2] for file in old.files] == current and all(map(old.has_copy, old.files)):
         return old
     known = {} if old is None else _layouts(old, path)
-    wanted = [each for each in told if each not in known]
+    wanted = [each for each in current if each not in known]
     log.info("indexing %d of %d files into %s", len(wanted), len(found), path)
     known.update(zip(wanted, _read_all(wanted, format, storage, path), strict=True))
     if old is not None and isinstance(format, CopiedFormat):
-        with suppress(OSError), to_read(path) as index:  # without locks or second names, runs that go on lose copies
+        with suppress(OSError), to_read(path) as index:  # without locks or hard links, running jobs lose copies
             fcntl.flock(index, fcntl.LOCK_SH | fcntl.LOCK_NB)
             os.link(path, path.with_name(f"{path.stem}-{uuid.uuid4().hex}{_OLD}"))
-    _write(path, format, {each: known[each] for each in told})
+    _write(path, format, {each: known[each] for each in current})
     del old, known  # which keep the old index mapped
     _remove_unused(path, format)
     return open_index(addresses, format, index_dir=index_dir)
@@ -403,7 +403,7 @@ def _layout_of(file: tuple[str, FileVersion], format: AnyFormat, storage: Storag
 
 
 def _copied(reader: Reader, format: CopiedFormat, path: Path) -> Layout:
-    """Writes the copy of a file beside the index at `path`; what is no sample leaves none."""
+    """Writes the copy of a file next to the index at `path`; a file without samples leaves none."""
     digest = hashlib.sha256(json.dumps([reader.address, reader.facts]).encode()).hexdigest()[:16]
     copy = path.with_name(f"{path.stem}-{digest}{_ROWS}")
     with writing(copy), whole_file(copy) as file:
@@ -419,7 +419,7 @@ def _write(path: Path, format: AnyFormat, layouts: dict[tuple[str, FileVersion],
 
 
 def _remove_unused(path: Path, format: AnyFormat) -> None:
-    """Removes old indexes that no process has mapped, copies that none of the others names, and what was killed."""
+    """Removes old indexes that no process maps, copies that no index names, and files of killed processes."""
     for part in path.parent.glob(f".tmp-*-{path.stem}*"):
         with suppress(OSError):
             if time.time() - part.stat().st_mtime > _ABANDONED_S:

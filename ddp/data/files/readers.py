@@ -38,13 +38,13 @@ class FileVersion(NamedTuple):
     inode: int = 0
 
     def is_same_version(self, other: FileVersion) -> bool:
-        """Returns False for another content, as far as that can be told during a run."""
+        """Returns False for another content, as far as a running job can tell."""
         is_same_file = self.ctime_ns == other.ctime_ns or self.inode == other.inode
         return self[:2] == other[:2] and is_same_file
 
 
 class ReadFailed(ConfigError):
-    """A disk or a network failed to hand out bytes of a file; other bytes of the same file may still be readable."""
+    """A disk or a network failed to return bytes of a file; other bytes of the same file may still be readable."""
 
 
 class Reader(ABC):
@@ -214,11 +214,11 @@ def _facts(path: str, status: os.stat_result) -> FileVersion:
 # the file's size and version with those at its opening, so that blocks of two versions are never mixed.
 #
 # Python cannot interrupt a call that hangs. A helper thread makes it, so that the reader can stop waiting: the thread
-# is left alone, ends when its call does, and the next try has a new thread, with a file system object and a connection
-# of its own (fsspec keeps one per thread). The threads do not keep the process from ending. Nothing here runs for a
+# is left alone, ends when its call does, and the next try has a new thread, with its own file system object and
+# connection (fsspec keeps one per thread). The threads do not keep the process from ending. Nothing here runs for a
 # local file.
 #
-# A try opens its own handle (`cat_file`), so nothing is left of the one that failed. A file that does not exist, or
+# A try opens its own handle (`cat_file`), so a failed one leaves nothing behind. A file that does not exist, or
 # that may not be read, is not tried again.
 #
 # Credentials and end points are those of fsspec: its configuration files, or the environment variables of the service.
@@ -290,7 +290,7 @@ def patiently(call: Callable[[], T], *, what: str, address: str, retries: Retrie
         try:
             return within(retries.deadline_s, call)
         except _FINAL as error:
-            status = getattr(error.__cause__, "status", None)  # fsspec calls whatever a web server answers "not found"
+            status = getattr(error.__cause__, "status", None)  # fsspec reports any status of a web server as not found
             if status in (401, 403):
                 refusal = PermissionError(f"its server answers {status}")
                 raise unopened(address, refusal) from error

@@ -17,10 +17,10 @@ The first row that does not fit ends the run before workers start, with file, li
     no finite float32                1,nan,3    1,1e39,3
     a class that there is not        1,2,4      with num_classes=4
 
-pyarrow tells the row, and Python's `csv` or a second look at single lines finds its line. `csv` also reads files with
+pyarrow names the row, and Python's `csv`, or parsing line by line, finds its line. `csv` also reads files with
 quotes, because pyarrow accepts a quote that is never closed, and text behind a closing quote ("2"5 would be 25).
 
-With `text` in the place of inputs and target, a sample is the text of one column, in UTF-8.
+With `text` instead of inputs and target, a sample is the text of one column, in UTF-8.
 
 Cost: a core reads numbers at 40 MB/s; the copy takes 8 bytes a number. A sample is one read of the copy, 17 us, without
 pyarrow, which workers never import. The copy is not mapped into memory, because a file that is cut off while it is
@@ -52,7 +52,7 @@ _BLOCK_BYTES = 16 << 20  # of text that pyarrow has in memory; a row must fit
 _BLOCK_ROWS = 4096  # of Parquet
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _EXACT = 2**53  # the largest whole number up to which float64 has all
-_WAY_OUT = "or encode it in data of your own (data=MODULE:NAME) or in a Task"
+_WAY_OUT = "or encode it in your own data (data=MODULE:NAME) or in a Task"
 
 
 class _Rows(CopiedFormat):
@@ -61,7 +61,7 @@ class _Rows(CopiedFormat):
     Args:
         inputs: names of the columns that become a float32 tensor, one after the other.
         target: name of the column that becomes the target.
-        text: name of the column that is the sample, in the place of both.
+        text: name of the column that is the sample, instead of both.
         target_dtype: of the target; float32 for regression.
         num_classes: the target is one of 0 … num_classes - 1; None: any number.
         missing: number that an empty cell among the inputs counts as; None: an empty cell is refused.
@@ -138,7 +138,7 @@ class _Rows(CopiedFormat):
                     )
 
     def decode(self, data: bytes, notes: dict[str, Any]) -> Any:
-        """Returns the pair that is made of a row, or its text."""
+        """Returns a row as a pair, or its text."""
         if self.text is not None:
             return data.decode()
         row = np.frombuffer(data, dtype="<f8")
@@ -292,16 +292,16 @@ def _can_be(cell: Any, wanted: str) -> bool:
 
 
 def _of_another_type(value: Any, wanted: str) -> str:
-    """Returns as text why a value of a cell is none of the wanted type."""
+    """Returns, as text, why a cell's value does not have the expected type."""
     if wanted == "string":
-        return f"is {_said(value)}, no text"
+        return f"is {_short(value)}, no text"
     if wanted == "int64":
-        return f"is {_said(value)}, no whole number as a class is; leave num_classes out for a number"
+        return f"is {_short(value)}, no whole number as a class is; leave num_classes out for a number"
     is_whole = isinstance(value, int) and not isinstance(value, bool)
-    return f"is {_said(value)}, {'which float64 would round' if is_whole else 'no number'}"
+    return f"is {_short(value)}, {'which float64 would round' if is_whole else 'no number'}"
 
 
-def _said(value: Any) -> str:
+def _short(value: Any) -> str:
     return f"{value!r:.60}"
 
 
@@ -401,7 +401,7 @@ class Csv(_Rows):
                 ),
             )
         except arrow.ArrowInvalid as error:
-            raise self._told(reader, names, error) from None
+            raise self._located(reader, names, error) from None
         if file.has_quotes:
             for _ in self._rows(reader):
                 pass
@@ -450,8 +450,8 @@ class Csv(_Rows):
     def _place(self, reader: Reader, row: int) -> str:
         return f"line {self._row(reader, row + 1)[0]}"
 
-    def _told(self, reader: Reader, names: Sequence[str], error: Exception) -> Exception:
-        """Returns an error of pyarrow's with the line, if it tells the row; it counts them from 1, with the header."""
+    def _located(self, reader: Reader, names: Sequence[str], error: Exception) -> Exception:
+        """Returns pyarrow's error with its line, if it names the row, which is counted from 1 with the header."""
         if found := re.search(r"Row #(\d+): Expected (\d+) columns, got (\d+)", str(error)):
             row, wanted, got = map(int, found.groups())
             line, _ = self._row(reader, row - 1)
@@ -472,7 +472,7 @@ class _BrokenQuote(ConfigError):
 
 
 class _Quotes(ReaderFile):
-    """A file that notes if it has double quotes."""
+    """A file that records if it has double quotes."""
 
     has_quotes = False
 
@@ -505,7 +505,7 @@ class JsonLines(_Rows):
                 yield batch
                 num_rows += batch.num_rows
         except arrow.ArrowInvalid as error:
-            raise self._told(reader, arrow, types, num_rows, error) from None
+            raise self._located(reader, arrow, types, num_rows, error) from None
 
     def _parsed(self, arrow: Any, file: Any, types: dict[str, Any]) -> Any:
         """Returns a reader of these columns alone."""
@@ -536,10 +536,10 @@ class JsonLines(_Rows):
     def _place(self, reader: Reader, row: int) -> str:
         return f"line {next(line for count, (line, _) in enumerate(self._lines(reader)) if count == row)}"
 
-    def _told(self, reader: Reader, arrow: Any, types: dict[str, Any], num_rows: int, error: Exception) -> Exception:
-        """Returns an error of pyarrow's with line and column: the first that it refuses by themselves, too."""
-        is_told = "straddl" in str(error)  # a line is too long, also by itself
-        for row, (line, data) in enumerate(() if is_told else self._lines(reader)):
+    def _located(self, reader: Reader, arrow: Any, types: dict[str, Any], num_rows: int, error: Exception) -> Exception:
+        """Returns pyarrow's error with line and column: the first that pyarrow also refuses alone."""
+        is_final = "straddl" in str(error)  # a line is too long, also by itself
+        for row, (line, data) in enumerate(() if is_final else self._lines(reader)):
             for name, kind in types.items() if row >= num_rows else ():
                 try:
                     list(self._parsed(arrow, io.BytesIO(data), {name: kind}))
@@ -548,7 +548,7 @@ class JsonLines(_Rows):
                     if "twice" in str(cause):
                         what = "is there twice"
                     elif isinstance(value, list) != _is_list(kind):
-                        what = f"is {_said(value)}, unlike in the first line"
+                        what = f"is {_short(value)}, unlike in the first line"
                     else:
                         what = _of_another_type(value, str(kind))
                     return self._refused(reader, row, name, what)

@@ -96,7 +96,7 @@ def _base_name(address: str) -> str:
 
 
 def _download(address: str, facts: FileVersion, copy: Path, retries: Retries) -> None:
-    with whole_file(copy, temporary=f".part-{copy.name}") as file:  # in the place of what a killed process has left
+    with whole_file(copy, temporary=f".part-{copy.name}") as file:  # replaces the part of a killed process
         for start in range(0, facts.size, BLOCK_BYTES):
             file.write(remote_range(address, start, min(start + BLOCK_BYTES, facts.size), retries=retries))
         check_unchanged(address, facts, remote_facts(address, retries=retries))
@@ -163,10 +163,10 @@ DIRECT = Storage()
 
 # --- The folder of indexes -------------------------------------------------------------------------------------------
 #
-# Says where an index is kept: in the folder that the user gives, or in a private one if others may write there.
+# An index is kept in the folder that the user gives, or in a private one if others may write there.
 #
 #     data/index/tar-4f1d….index                 the user's own folder
-#     ~/.cache/ddp/81c2…/tar-4f1d….index         in its place, if that folder is a team's, or another user's
+#     ~/.cache/ddp/81c2…/tar-4f1d….index         instead, if that folder is a team's, or another user's
 #
 # A user who can forge an index decides which bytes are a sample. So each member of a team makes their own index, once,
 # and no member's run ends because another one was first.
@@ -190,7 +190,7 @@ def index_place(given: Path) -> Path:
         if not private.is_dir():
             make_folder(private.parent)
             private.mkdir(mode=0o700, exist_ok=True)
-    except (OSError, RuntimeError) as error:  # of a user without a home
+    except (OSError, RuntimeError) as error:  # the user has no home folder
         raise ConfigError(
             f"{why}, and no index of yours can be in its place ({error}): give another index_dir"
         ) from error

@@ -94,7 +94,7 @@ class TarSamples(Format):
         return Layout(np.array(spans, dtype=np.int64).reshape(-1, 2), notes)
 
     def completed(self, data: bytes, notes: dict[str, Any], read: Callable[[int, int], bytes]) -> bytes:
-        """Puts what hard links lead to in their place."""
+        """Replaces hard links by the contents that they lead to."""
         links = notes.get("links")
         if links is None:
             return data
@@ -109,7 +109,7 @@ class TarSamples(Format):
         return b"".join(whole)
 
     def decode(self, data: bytes, notes: dict[str, Any]) -> Any:
-        """Returns the members as a dict of bytes, or what `decode` makes of it."""
+        """Returns the members as a dict of bytes, or the result of `decode` for it."""
         sample: dict[str, Any] = {}
         for info in tarfile.TarFile(fileobj=BytesIO(data)):
             if (name := _key_and_extension(info)) is not None:
@@ -124,7 +124,7 @@ def _padded(size: int) -> int:
 
 
 def _members(reader: Reader, passed_over: list[str]) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
-    """Yields key, extension and header of what is part of a sample; names of symbolic links go to `passed_over`."""
+    """Yields key, extension and header of members of samples; names of symbolic links go to `passed_over`."""
     for info in _headers(reader):
         if info.issym() and _NAME.fullmatch(info.name):
             passed_over.append(info.name)
@@ -215,13 +215,13 @@ def _check_end(reader: Reader, end: int) -> None:
     for start in range(end, size, _MANY):
         if any(reader.read(start, min(_MANY, size - start))):
             raise ConfigError(
-                f"{reader.address} goes on after its last member, at byte {end}: a header is damaged, or it is several "
-                "tar files in one; write it again"
+                f"{reader.address} continues after its last member, at byte {end}: a header is damaged, or it is "
+                "several tar files in one; write it again"
             )
 
 
 def _key_and_extension(info: tarfile.TarInfo) -> tuple[str, str] | None:
-    """Returns how a member is named as part of a sample; None if it is no part of one."""
+    """Returns key and extension of a member of a sample; None for any other member."""
     match = _NAME.fullmatch(info.name) if info.isreg() or info.islnk() else None
     if match is None or _META.fullmatch(match[1].rpartition("/")[2]) or any(map(is_hidden, info.name.split("/"))):
         return None
@@ -243,7 +243,7 @@ _IMAGES = ("jpg", "jpeg", "png", "webp")
 
 
 class ImageAndClass:
-    """Makes pairs (image, class).
+    """A function from a sample's members to a pair (image, class).
 
     Args:
         image: extension of the image; None for the first one that is an image's.
@@ -268,7 +268,7 @@ class ImageAndClass:
         name = next((each for each in names if each in sample), None)
         if name is None or self.target not in sample:
             found = [each for each in sample if each != "__key__"]
-            raise ValueError(f"it has {found}, and not {' or '.join(names)} beside {self.target}")
+            raise ValueError(f"it has {found}, and not {' or '.join(names)} next to {self.target}")
         label = int(sample[self.target])
         if self.num_classes is not None and not 0 <= label < self.num_classes:
             what = f"num_classes={self.num_classes} has the classes 0 … {self.num_classes - 1}"

@@ -1,4 +1,4 @@
-"""Fetches a batch of samples by index, each with random numbers of its own, in whichever process it is called.
+"""Fetches a batch of samples by index, with separate random numbers for each, in any process.
 
     (seed, epoch, indices)  →  for each: seed by (seed, epoch, index), read  →  seed by (seed, epoch, first), collate
 
@@ -7,11 +7,11 @@ generators) gives a sample the same crop in whichever process fetches it, while 
 Where an epoch has a sample several times, positions take the place of indices in the keys. The generators are restored
 after each batch: loading leaves no trace in the randomness of the rest of the program.
 
-Seeding takes 12 us, more than reading a small sample. Data that draw nothing are spared it, if they say so by a true
-attribute `may_read_ahead`; lists, TensorDatasets and `WholeBatches` need not. Others cannot be found out, because a
+Seeding takes 12 us, more than reading a small sample. Data that draw nothing are not seeded if they have a true
+attribute `may_read_ahead`; lists, TensorDatasets and `WholeBatches` need none. Others cannot be detected, because a
 sample may read a generator and leave no trace there, as with `torch.initial_seed()` or `fork_rng()`.
 
-`WholeBatches` hand out a micro-batch at once, unless the samples are to be collated in another way.
+`WholeBatches` return a micro-batch at once, unless the samples are to be collated in another way.
 
 Generators that belong to a data set are no part of the process's. They are found once, and seeded for each sample, too.
 
@@ -76,7 +76,7 @@ class KeyedBatches(Dataset[Any]):
     Attributes:
         samples_draw, collate_draws, draws: they, or one of them, may draw from the process's generators, which are
             seeded for each.
-        may_read_ahead: a thread may fetch batches beside the training, and it may pay.
+        may_read_ahead: a thread may fetch batches during the training, and that may save time.
     """
 
     def __init__(self, dataset: Any, collate: Collate | None, *, tolerated: tuple[type[Exception], ...] = ()) -> None:
@@ -100,7 +100,7 @@ class KeyedBatches(Dataset[Any]):
         if not request.indices:
             return Fetched(None, [])
         if self.at_once:
-            with suppress(*self.tolerated):  # else sample by sample, to find out which it is
+            with suppress(*self.tolerated):  # else sample by sample, to find the one that fails
                 return Fetched(self.dataset.batch(request.indices), [])
         if not self.draws:
             return self._fetch(request, Generators())
@@ -138,7 +138,7 @@ class KeyedBatches(Dataset[Any]):
 # `source.py::fingerprint` notices it.
 
 
-_MOST, _MANY, _FEW = 50_000, 1_000, 8  # objects that are looked at; elements of a long container; and of those
+_MOST, _MANY, _FEW = 50_000, 1_000, 8  # objects that are searched; elements of a long container; and of those
 _PLAIN = (str, bytes, bytearray, int, float, complex, type(None), Tensor, np.ndarray, np.generic, PurePath, ModuleType)
 _KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _OF_THE_PROCESS = (torch.default_generator, random._inst, np.random.mtrand._rand)
@@ -258,7 +258,7 @@ def _of_class(kind: type) -> Iterator[Any]:
 def _used_by(function: FunctionType) -> Iterator[Any]:
     """Yields a function's bound values; and of the globals that it names, generators and functions of its module."""
     for cell in function.__closure__ or ():
-        with suppress(ValueError):  # an empty one: what it names is not bound yet, or not any more
+        with suppress(ValueError):  # an empty cell: its variable is not bound yet, or no longer
             yield cell.cell_contents
     yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     for name in function.__code__.co_names:
@@ -314,11 +314,11 @@ class ReadAhead:
             thread.end()
 
     def between(self, read: Callable[[], Result]) -> Result:
-        """Reads something else between two batches, because data need not bear two readers."""
+        """Reads something else between two batches, because data need not support two readers."""
         return read() if self._thread is None else self._thread.submit(read).result()
 
     def end(self, *, wait_s: float = _GRACE_S) -> None:
-        """Ends what is read ahead, and waits for the read that has begun, but not for ever."""
+        """Ends reading ahead, and waits for the read that has begun, but not forever."""
         wait(_cancel(self._pending), timeout=wait_s)
 
 
@@ -342,8 +342,8 @@ def _cancel(pending: deque[Future[Any]]) -> list[Future[Any]]:
 #
 # The host's memory must be page-locked; a copy from other memory keeps the processor waiting.
 #
-# Tensors are copied, at any depth of tuples, lists and dicts. All other objects are left as they are: what has a method
-# `to` moves itself when the step asks for it.
+# Tensors are copied, at any depth of tuples, lists and dicts. All other objects are left as they are: one with a method
+# `to` moves itself when the step calls that.
 
 
 class Copy(NamedTuple):

@@ -11,11 +11,11 @@ or begins at the data's own `state_dict`. Reading must be the cheap part then, a
 With sharding="off" the data share themselves out, by rank and by `torch.utils.data.get_worker_info()`. Each process
 takes what it is given, in turn; ranks may have unequal numbers.
 
-The end of a stream is unknown: a `__len__` is its own word, and only a schedule goes by it. So a rank fetches its
-next batch before the last backward of a step, and the totals of the step tell all ranks how many have none. Then:
+The end of a stream is unknown: only a schedule trusts its `__len__`. So a rank fetches its next batch before the last
+backward of a step, and the totals of the step tell all ranks how many have none. Then:
 
     join        ranks without samples take part with none, until all streams are at their end
-    stop_all    the pass ends as soon as one rank has no batch for the next step; what the others have left is dropped
+    stop_all    the pass ends as soon as one rank has no batch for the next step; the others' batches are dropped
     raise       it is an error if some ranks end before others
 """
 
@@ -73,13 +73,13 @@ class StreamPosition(NamedTuple):
 
 
 class IterableSampler(TrainSampler):
-    """Plans steps over a stream: what `TrainSampler` does, without knowing where an epoch ends.
+    """Plans steps over a stream, as `TrainSampler` does, without knowing where an epoch ends.
 
     Args:
         global_batch, rank, world_size, num_shards, micro_size, seed: as in `TrainSampler`.
         shares_itself: the data give each process its own samples.
         num_processes: that read the stream on each rank.
-        told: samples of a pass over all ranks, by the data's own word; None: they do not say, or nothing goes by it.
+        stated_length: samples of a pass over all ranks, as the data say; None: they do not say, or nothing uses it.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class IterableSampler(TrainSampler):
         seed: int,
         shares_itself: bool,
         num_processes: int = 1,
-        told: int | None = None,
+        stated_length: int | None = None,
         **shares: Any,
     ) -> None:
         super().__init__(_Endless(), global_batch=global_batch, seed=seed, **shares)
-        self.shares_itself, self._num_processes, self.told = shares_itself, num_processes, told
+        self.shares_itself, self._num_processes, self.stated_length = shares_itself, num_processes, stated_length
         self.seen = None
         self.read: dict[int, StreamPosition] = {}  # by this rank's loader processes, until the last committed step
         self.read_after: dict[int, StreamPosition] = {}  # until the step that the loader has handed out
@@ -111,7 +111,7 @@ class IterableSampler(TrainSampler):
     def end(self, *, epochs: int | None, num_steps: int | None) -> tuple[int, int]:
         """Returns the most steps that are left of the run, and the position after them; `ENDLESS` if unknown."""
         if num_steps is None:
-            return ENDLESS, ENDLESS if epochs is None or self.told is None else epochs * self.told
+            return ENDLESS, ENDLESS if epochs is None or self.stated_length is None else epochs * self.stated_length
         return num_steps, self.position + max(0, num_steps) * self.global_batch
 
     @property
@@ -139,7 +139,7 @@ class IterableSampler(TrainSampler):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the count of samples, equal on all ranks. `places` are to be saved beside it."""
+        """Returns the count of samples, equal on all ranks. `places` are to be saved with it."""
         return {**super().state_dict(), "before": self._before, "num_processes": self._num_processes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -152,7 +152,7 @@ class IterableSampler(TrainSampler):
         if self.shares_itself and num_processes != self._num_processes and state["consumed"]:
             raise ConfigError(
                 f"the data share themselves out, and have done so among {num_processes} processes of each worker, and "
-                f"now there are {self._num_processes}: go on with as many loader processes, or from the end of a pass"
+                f"now there are {self._num_processes}: resume with as many loader processes, or from the end of a pass"
             )
         self._seed, epoch, consumed = (int(state[name]) for name in SamplerState._fields)
         self._next = epoch * self.length + consumed
@@ -170,7 +170,7 @@ class IterableSampler(TrainSampler):
         """
         if self.shares_itself and len(places) != self.world_size and self.state.consumed:
             raise ConfigError(
-                f"the data share themselves out, and have done so among {len(places)} workers; go on with as many, or "
+                f"the data share themselves out, and have done so among {len(places)} workers; resume with as many, or "
                 "leave sharding='off' out"
             )
         mine = places[self.rank if self.shares_itself and self.rank < len(places) else 0]
@@ -188,7 +188,7 @@ def sampler_of_stream(
     order: Order | None,
     max_steps: int | None,
     schedule: Any,
-    told: int | None,
+    stated_length: int | None,
     global_batch: Any,
     **shares: Any,
 ) -> IterableSampler:
@@ -197,12 +197,12 @@ def sampler_of_stream(
     Args:
         max_steps: of the run.
         schedule: a function of the samples of the whole run; None: there is none.
-        told: as in `IterableSampler`.
+        stated_length: as in `IterableSampler`.
 
     Raises:
         ConfigError: an argument is for data that have a length.
     """
-    if max_steps is None and schedule is not None and not told:
+    if max_steps is None and schedule is not None and not stated_length:
         raise ConfigError(
             "schedule: goes by the samples of the whole run, and a stream has an unknown number: give the data a "
             "__len__, or max_steps, or take ddp.optim.TorchSchedule(scheduler, every='epoch'), which needs neither"
@@ -217,7 +217,9 @@ def sampler_of_stream(
         raise ConfigError(
             f"sharding={sharding!r}: data is a stream; take 'off' if it shares itself out by rank, or leave it out"
         )
-    return IterableSampler(global_batch=global_batch, shares_itself=sharding == "off", told=told, **shares)
+    return IterableSampler(
+        global_batch=global_batch, shares_itself=sharding == "off", stated_length=stated_length, **shares
+    )
 
 
 class IterableLoader:
@@ -351,7 +353,7 @@ class _Batches(IterableDataset[Any]):
 
 
 class _Reader:
-    """Reads a stream from a place on; what it draws at random depends on the sample's number and the pass.
+    """Reads a stream from a place on; its random numbers depend on the sample's number and the pass.
 
     Args:
         place: where to begin.
@@ -420,13 +422,13 @@ class _Reader:
                 ) from error
 
     def drop(self, number: int) -> None:
-        """Reads samples that are others'."""
+        """Reads samples of other processes, and drops them."""
         while number > 0 and self.take(1):
             number -= 1
 
     def place(self) -> StreamPosition:
-        """Returns how far it has read."""
-        # A copy, because the data may go on changing what they return, and a batch is read ahead.
+        """Returns the position after the last sample read."""
+        # A copy, because the data may change later what they have returned, and a batch is read ahead.
         return StreamPosition(self.count, None if self._owner is None else copy.deepcopy(self._owner.state_dict()))
 
 

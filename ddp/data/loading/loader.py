@@ -4,11 +4,11 @@
     TrainSampler → StepPlan → micro → (seed, epoch, indices)  →  KeyedBatches: read, collate
                                    ←           batch          ←
 
-Without loader processes a thread reads ahead (`fetching.py`) from data with `may_read_ahead`, and without a `collate`
-of the user's own: others may draw from generators that the thread would share with the forward beside it, or be bound
-to the thread that has opened them, as SQLite is. Data in memory do not say so, because a thread that never waits would
-only take turns with the training, for the interpreter lock. On a GPU the training waits for the GPU instead. So there
-the thread reads from all data that draw nothing, and copies their batches, and those of loader processes, to the GPU.
+Without loader processes a thread reads ahead (`fetching.py`) from data with `may_read_ahead`, if the user has no own
+`collate`: others may draw from generators that the thread would share with the forward, or be bound to the thread that
+has opened them, as SQLite is. Data in memory do not have the attribute, because a thread that never waits would only
+compete with the training for the interpreter lock. On a GPU the training waits for the GPU instead. So there the
+thread reads from all data that draw nothing, and copies their batches, and those of loader processes, to the GPU.
 
 A sample that cannot be read ends the run, unless some may be left out: each of these is counted and warned of once.
 """
@@ -107,8 +107,8 @@ class TrainLoader:
     def epoch(self) -> Iterator[tuple[StepPlan, Iterator[Any]]]:
         """Yields each plan from the sampler's state to the end of its epoch, with an iterator over this rank's batches.
 
-        Batches are fetched lazily, one per micro-batch of the plan; what a step leaves unread is skipped. A batch is
-        None if none of its samples can be read, but they may be left out. A new call starts again from the sampler's
+        Batches are fetched lazily, one per micro-batch of the plan; batches left unread by a step are skipped. A batch
+        is None if none of its samples can be read, but they may be left out. A new call starts again from the sampler's
         state, and earlier iterators must not be used any more.
         """
         # One sequence of plans has two readers: the loader, which runs ahead, and the caller's steps.
@@ -123,12 +123,12 @@ class TrainLoader:
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Any]:
         """Returns an iterator over the batches of requests, which are taken ahead. Earlier ones must not be used."""
-        self._ahead.end()  # because data need not bear two readers
+        self._ahead.end()  # because data need not support two readers
         self._requests.source = requests
         return self._readable(self._watch.batches(self._on_time))
 
     def read(self, plan: StepPlan, micro: Micro) -> Any:
-        """Returns a batch of a step once more, or None if none of its samples can be read, beside the stream."""
+        """Returns a batch of a step once more, outside the stream; None if none of its samples can be read."""
         micros = plan._replace(micros=(micro,))
         [request] = self.requests_of(micros, self.sampler.state.seed)
         return self._ahead.between(lambda: self._batches[request]).batch
@@ -148,10 +148,10 @@ class TrainLoader:
         return self._ahead.of(fetched) if self._batches.may_read_ahead and not self._has_processes else fetched
 
     def _readable(self, fetched: Iterator[Fetched]) -> Iterator[Any]:
-        """Yields batches, None for one of which nothing is left, and notes what was left out.
+        """Yields batches, None for one without readable samples, and records the samples left out.
 
         Raises:
-            UnreadableSample: that was too much.
+            UnreadableSample: more samples than `max_unreadable` were left out.
         """
         for batch, errors in fetched:
             for sample, why in errors:

@@ -1,7 +1,7 @@
 """Loader processes: torch's DataLoader starts them, and they end with their trainer.
 
-torch's DataLoader does the work of processes, prefetching and pinning. Each item is a whole batch, which the data set
-that it is given has made. Its processes compute with one thread each.
+torch's DataLoader does the work of processes, prefetching and pinning. Each item is a whole batch, made by the data set
+that the DataLoader gets. Its processes compute with one thread each.
 
 They share the memory of batches through Unix sockets in the folder for temporary files. The path of such a socket has
 at most 107 bytes. So where TMPDIR is too long, as Slurm and Nextflow make it, the sockets get a folder elsewhere.
@@ -100,7 +100,7 @@ def follow_the_trainer() -> None:
 
 
 def _make_room_for_sockets() -> None:
-    """Sees to it that sockets of loader processes have short paths. Before any is started.
+    """Makes sockets of loader processes have short paths. Must run before any is started.
 
     Raises:
         ConfigError: there is no folder with a short path.
@@ -126,7 +126,7 @@ def _make_room_for_sockets() -> None:
 # --- A batch on its way to its rank ----------------------------------------------------------------------------------
 #
 # torch's DataLoader hands a batch to a queue, whose thread serialises it. Where that fails, the thread prints a
-# traceback and drops the batch, and the rank would wait for it for ever. So the loader process serialises a batch in
+# traceback and drops the batch, and the rank would wait for it forever. So the loader process serialises a batch in
 # its own code, where the error can name the sample, and the queue carries the bytes.
 #
 # The bytes of a tensor stay in shared memory, which the rank asks the loader process for.
@@ -139,7 +139,7 @@ class Failure(NamedTuple):
 
 
 class Packed:
-    """Holds in bytes what a loader process sends. What the rank takes from the queue is an equal value, not this.
+    """The bytes that a loader process sends. The rank takes an equal value from the queue, not this object.
 
     So the rank has mapped the memory of a batch before the process can learn that it is no longer needed, and end.
 
@@ -197,7 +197,7 @@ def is_about_memory(error: BaseException) -> bool:
 
 
 def _culprit(samples: Iterable[tuple[int, Any]]) -> str:
-    """Returns which sample of a batch cannot be pickled, as text."""
+    """Returns, as text, the sample of a batch that cannot be pickled."""
     numbers = []
     for number, sample in samples:
         numbers.append(number)
@@ -218,19 +218,19 @@ def in_words(samples: Sequence[int]) -> str:
 #
 #     after warn_s                a warning names the process, its state and its samples
 #     after abort_s               it is given up
-#     once the run shall stop     it is given up at once if it is stopped (SIGSTOP), else after `STOP_S`
+#     once the run is to stop     it is given up at once if it is stopped (SIGSTOP), else after `STOP_S`
 #     it dies                     torch's DataLoader notices within seconds; or its socket closes, a little before
 #
 # A rank waits in many places: in a queue, in a pipe that holds half a batch, at the socket of a process that shares
 # memory. None of them can be left from outside, but all of them end with the processes. So a thread keeps the time, and
 # to give up it kills the loader processes; the error that this raises in the rank becomes a `LoaderLost`.
 #
-# The rank notes the beginning and the end of a wait by two assignments, and the thread checks twice a second. A
+# The rank records the beginning and the end of a wait by two assignments, and the thread checks twice a second. A
 # `DataLoader(timeout=…)` would not do: it ends a wait in the queue, and none of the others.
 
 
 CHECK_S = 0.5
-STOP_S = 10.0  # a run that shall stop waits so long for a batch
+STOP_S = 10.0  # a run that is to stop waits this long for a batch
 END_S = 2.0  # a process whose socket has closed ends meanwhile
 MEMORY = "the memory may have run out; take fewer loader processes"
 _MEMORY_SIGNALS = (signal.SIGKILL, signal.SIGBUS)  # the kernel's, where memory or /dev/shm has run out
@@ -243,7 +243,7 @@ class Limits(NamedTuple):
         rank: for messages.
         warn_s: until a warning.
         abort_s: until they are given up.
-        wants_stop: returns something true once the run shall stop.
+        wants_stop: returns something true once the run is to stop.
     """
 
     rank: int = 0
@@ -259,8 +259,8 @@ class LoaderWatch:
         loader: its processes send their batches packed (`processes.py`).
 
     Attributes:
-        asked: the samples of each batch that was asked for and has not come; the one who asks appends to it. It stays
-            empty for streams, and where there are no loader processes.
+        asked: the samples of each batch that was requested and has not arrived; the requester appends to it. It stays
+            empty for streams, and without loader processes.
     """
 
     def __init__(self, loader: DataLoader[Any], limits: Limits) -> None:
@@ -289,7 +289,7 @@ class LoaderWatch:
         is_over = threading.Event()
         threading.Thread(target=self._watch, args=(is_over,), name="ddp-loader-watch", daemon=True).start()
         try:
-            self._iterator = self._loader._iterator  # of processes that persist, each of which is to begin anew
+            self._iterator = self._loader._iterator  # of persistent processes, each of which is to begin again
             self._before = _descendants(os.getpid())
             self._iterator = self._waiting(_started if self._iterator is None else iter, self._loader)
             while True:
@@ -376,7 +376,7 @@ class LoaderWatch:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    # --- words -------------------------------------------------------------------------------------------------------
+    # --- texts of warnings and errors --------------------------------------------------------------------------------
 
     def _late(self) -> tuple[int | None, str]:
         """Returns the number and the state of the process that the rank waits for; None while they start."""
@@ -390,7 +390,7 @@ class LoaderWatch:
         return place, states[place]
 
     def _why(self, error: BaseException) -> str:
-        """Returns which loader process was given up or has ended, and why, if that is what an error is about."""
+        """Returns, as text, which loader process was given up or has ended, and why; "" for any other error."""
         if self._lost:
             if self._iterator is not None:
                 _expect_no_more(self._iterator)

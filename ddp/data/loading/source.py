@@ -1,8 +1,8 @@
-"""A user's data in any of the usual forms: a data set, tensors, or a DataLoader, which is taken apart.
+"""A user's data in any of the usual forms: a data set, tensors, or a DataLoader, which is unpacked.
 
-    Dataset, list, …        anything with a length and samples by index                        as it is
-    (inputs, targets)       a tuple of tensors or arrays of one length                         TensorSet
-    DataLoader              its parts: each of its arguments is honoured, has nothing to do here, or is refused
+Dataset, list, …        anything with a length and samples by index                        as it is
+(inputs, targets)       a tuple of tensors or arrays of one length                         TensorSet
+DataLoader              its parts: each of its arguments is honoured, has nothing to do here, or is refused
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ddp.data.orders.order import FirstOf, Order, Permutation, Weighted
 from ddp.data.samples import Collate, Samples, Splits, TensorSet
 from ddp.errors import ConfigError
 
-# --- A DataLoader of torch's, taken apart ----------------------------------------------------------------------------
+# --- A DataLoader of torch's, unpacked -------------------------------------------------------------------------------
 #
 #   dataset                     honoured
 #   sampler, shuffle            each sample once an epoch, in the order that fit says: for shuffle, RandomSampler,
@@ -92,7 +92,7 @@ def unpack_dataloader(loader: DataLoader[Any], *, what: str, is_stream: bool, ev
     """
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise ConfigError(
-            f"{what} is a {type(loader).__name__}, a DataLoader with an __iter__ of its own, whose work on batches "
+            f"{what} is a {type(loader).__name__}, a DataLoader with its own __iter__, whose work on batches "
             "would be left out: give its data set, with that work in the data set or in collate=…"
         )
     sampler, drop_last, ignored = _batching(loader, what=what)
@@ -226,7 +226,7 @@ def source_of(
         return data
     if isinstance(data, DataLoader):
         if is_stream(data.dataset) and not trains:
-            return source_of(data.dataset, what=what)  # which says what is wrong with it
+            return source_of(data.dataset, what=what)  # which raises the error
         parts = unpack_dataloader(data, what=what, is_stream=is_stream(data.dataset), evaluates=not trains)
         return parts._replace(
             samples=source_of(parts.samples, what=what, trains=trains).samples,
@@ -259,7 +259,7 @@ def source_of(
 
 
 def is_stream(data: Any) -> bool:
-    """Returns True for what can only be read from front to end."""
+    """Returns True for data that can only be read from front to end."""
     has_index = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     is_table = isinstance(data, (Mapping, set, frozenset)) or hasattr(data, "iloc")
     return isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not has_index and not is_table)
@@ -283,7 +283,7 @@ def fingerprint(source: Source) -> str | None:
         if source.num_workers:
             return next(iter(data_loader(prints, num_workers=1, pin_memory=False, processes=there)))  # type: ignore
         return prints[0]
-    except Exception:  # the loader says what is wrong with a sample
+    except Exception:  # the loader raises the sample's error
         return None
 
 
@@ -340,11 +340,11 @@ def _tensor_set(inputs: Tensor, targets: Tensor, *, what: str) -> TensorSet:
     return TensorSet(inputs, targets)
 
 
-# ---------------------------------------------------------------------------------- what a user's function returns
+# ------------------------------------------------------------------------------------ data that a function returns
 
 
 def whole_splits(found: Any, *, name: str) -> Splits:
-    """Returns the data of a function of the user's own as `Splits`, with the facts that can be seen in it.
+    """Returns the data of a user's function as `Splits`, with the facts that can be derived from them.
 
     Args:
         found: `Splits`, or a pair (train, test), each in any form that `source_of` takes.
@@ -392,7 +392,7 @@ def _refuse_choice(train: Source) -> None:
     """Raises ConfigError if a DataLoader chooses among the training samples, which settings do instead."""
     for choice, is_made, instead in (
         ("drop_last", train.drop_last, "the last step of an epoch may be smaller than the others"),
-        ("a sampler of its own", train.order is not None, "data.order says how they are drawn, such as weighted"),
+        ("its own sampler", train.order is not None, "data.order says how they are drawn, such as weighted"),
     ):
         if is_made:
             raise ConfigError(f"train is a DataLoader with {choice}, which ddp.fit takes: give its data set; {instead}")

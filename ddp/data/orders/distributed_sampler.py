@@ -1,17 +1,17 @@
-"""Samplers for a loop of one's own.
+"""Samplers for your own training loop.
 
     DistributedSampler    a drop-in for torch's class: the same indices, with an epoch that moves by itself
     EvaluationSampler     each sample exactly once over all ranks, one contiguous run per rank
 
 Ranks read positions rank, rank + W, … of the epoch's permutation, which is lengthened from its own beginning (or cut:
-`drop_last`) to a multiple of W. torch's class repeats its first order for ever unless the caller sets the epoch; here
+`drop_last`) to a multiple of W. torch's class repeats its first order forever unless the caller sets the epoch; here
 finished pass k over the sampler yields what torch's class yields after `set_epoch(k)`.
 
-Note "finished". A pass that was broken off does not count, and of several passes at once over one epoch only one
-does; so a rank may look at a batch, and still reads the same epoch as the others. A pass is finished once its last
-index has been handed out, because the sampler cannot see which of its indices were used. So a look at the first batch
-finishes a pass that has no more batches than a DataLoader reads for it: 1, or num_workers * prefetch_factor. Call
-`set_epoch` then, or after epochs whose last batch is never read.
+Note "finished". An aborted pass does not count, and of several passes at once over one epoch only one does; so a rank
+may read one batch, and still reads the same epoch as the others. A pass is finished once its last index has been handed
+out, because the sampler cannot see which of its indices were used. So reading the first batch finishes a pass that has
+no more batches than a DataLoader reads for it: 1, or num_workers * prefetch_factor. Call `set_epoch` then, or after
+epochs whose last batch is never read.
 
 Note "resumed by StatefulDataLoader". When torchdata's loader takes the indices of a batch, it saves the states of the
 sampler and of the iterator over it, and keeps them with that batch. So the number of indices that the iterator had
@@ -45,7 +45,7 @@ _IN_THE_ITERATOR = {"position": "in the iterator's state"}  # what StatefulDataL
 
 
 class _Stage(Enum):
-    """Says how far a pass is."""
+    """The progress of a pass."""
 
     COMING = auto()
     ANNOUNCED = auto()  # coming, and set_epoch has named its epoch
@@ -157,7 +157,7 @@ class DistributedSampler(Sampler[int]):
                 reads ahead.
         """
         if consumed is None:
-            # Only the stack tells this caller from one whose loader reads ahead, and who must be refused below.
+            # Only the stack tells this caller from one whose loader reads ahead, which must be refused below.
             if str(sys._getframe(1).f_globals.get("__name__")).startswith("torchdata."):
                 return _IN_THE_ITERATOR.copy()
             if self._pass.stage in (_Stage.BEGUN, _Stage.FINISHED):
@@ -202,7 +202,7 @@ class _Indices(Iterator[int]):
         return index
 
     def _begin(self, this: _Pass, position: int | None = None) -> _Pass:
-        """Belongs to a pass from now on, of which it hands out what follows a global position."""
+        """Joins a pass, of which it hands out the indices after a global position."""
         position = this.start if position is None else position
         share = self._sampler._share(this.epoch, position)
         self._sampler._pass = self._pass = this
@@ -234,8 +234,8 @@ class _Indices(Iterator[int]):
         sampler, length = self._sampler, len(self._sampler.dataset)
         sampler.seed, _, _ = read_state(state, length=length)
         this, consumed = _Pass(int(state["epoch"]), int(state["start"])), int(state["consumed"])
-        told = sampler._pass.stage is _Stage.ANNOUNCED and sampler._pass.epoch != this.epoch
-        if this.start < consumed < length or not told:
+        names_other_epoch = sampler._pass.stage is _Stage.ANNOUNCED and sampler._pass.epoch != this.epoch
+        if this.start < consumed < length or not names_other_epoch:
             self._begin(this, consumed)
 
 

@@ -8,11 +8,11 @@
     Fixed         0  1  2  3  4  5  6  7  8  9         as the data set has them
     FirstOf       7  2  9  0  4  8                     the beginning of another order, such as its whole steps
 
-Since any position can be asked for, a rank computes its own samples only, a resumed run begins in the middle of an
-epoch, and the same samples are in a step at any number of workers. The key is (seed, epoch).
+Since an order gives the sample at any position, a rank computes its own samples only, a resumed run begins in the
+middle of an epoch, and a step has the same samples at any number of workers. The key is (seed, epoch).
 
 Cost: Permutation, Fixed: no memory. Blocks: 8 bytes a file. Weighted, Stratified: 8 and 16 bytes a sample. About 0.1 to
-1 µs a position, in blocks of thousands. No permutation is stored: the end of this file says how a place is computed.
+1 µs a position, in blocks of thousands. No permutation is stored: the end of this file shows how a place is computed.
 """
 
 from __future__ import annotations
@@ -122,11 +122,11 @@ def _in_words(values: Any, found: NDArray[Any] | None) -> str:
     return f"has the shape {list(found.shape)}" if found.ndim != 1 or not len(found) else f"holds {found.dtype.name}"
 
 
-_BLOCK = 1 << 16  # positions that are looked through together
+_BLOCK = 1 << 16  # positions that are searched together
 
 
 class Order(ABC):
-    """A pure function from the positions of an epoch to samples. Derive from it for an order of your own.
+    """A pure function from the positions of an epoch to samples. Derive your own order from it.
 
     Attributes:
         num_samples: length of the data set.
@@ -144,7 +144,7 @@ class Order(ABC):
         """Returns the samples at `positions`.
 
         Raises:
-            ConfigError: an order of the user's own returned something else.
+            ConfigError: the user's own order returned something else.
         """
         found = np.asarray(self.samples(positions, seed=seed, epoch=epoch))
         if found.shape != positions.shape or found.dtype.kind not in "iu":
@@ -161,7 +161,7 @@ class Order(ABC):
         return indices(found)
 
     def positions(self, sample: int, *, seed: int, epoch: int) -> list[int]:
-        """Returns where a sample is read in an epoch, in rising order. It looks through all of it."""
+        """Returns where a sample is read in an epoch, in rising order, after searching all of it."""
         found: list[int] = []
         for begin in range(0, self.length, _BLOCK):
             where = np.arange(begin, min(begin + _BLOCK, self.length))
@@ -176,7 +176,7 @@ class Order(ABC):
         return Checksum.of_range(self.num_samples) if self.length == self.num_samples else None
 
     def in_words(self) -> str:
-        """Returns the order's name, and the choices that it depends on beside the data set."""
+        """Returns the order's name, and the choices that it depends on besides the data set."""
         return type(self).__name__.lower()
 
     def contents(self) -> tuple[NDArray[Any], ...]:
@@ -204,7 +204,7 @@ class Checksum(NamedTuple):
         return cls(len(words), int(words.sum(dtype=np.uint64)), int(np.bitwise_xor.reduce(words)) if len(words) else 0)
 
     def with_samples(self, samples: Iterable[int]) -> Checksum:
-        """Returns the checksum with some more samples, of which an array is not worth its making."""
+        """Returns the checksum with a few more samples, too few to be worth an array."""
         more = list(samples)
         return Checksum(self.num + len(more), (self.total + sum(more)) % 2**64, reduce(xor, more, self.xor))
 
@@ -278,7 +278,7 @@ class FirstOf(Order):
         return self._order.samples(positions, seed=seed, epoch=epoch)
 
     def checksum(self) -> Checksum | None:
-        """Returns the other order's promise if this is all of it; else None, because each epoch leaves out others."""
+        """Returns the other order's checksum if this is all of it; else None, because each epoch leaves out others."""
         return self._order.checksum() if self.length == self._order.length else None
 
     def in_words(self) -> str:
@@ -296,7 +296,7 @@ class FirstOf(Order):
 class Blocks(Order):
     """Each sample once: files in a random order, and the samples of a window of that sequence mixed.
 
-    So a reader goes through a file and leaves it, and yet neighbours in a file are seldom neighbours in training.
+    So a reader finishes one file after another, and yet neighbours in a file are seldom neighbours in training.
 
     Args:
         file_sizes: samples of each file; those of a file have consecutive numbers.
@@ -437,8 +437,7 @@ class Stratified(Order):
 # or both are not, with chance ½ each round. After 2·log₂ n + 16 rounds that is less likely than 2⁻¹⁶ for any of the n²
 # pairs.
 #
-# Many permutations are computed at once: each number belongs to a *group* of some size, which has a permutation of its
-# own.
+# Many permutations are computed at once: each number belongs to a *group* of some size, which has its own permutation.
 #
 # Cost: no memory but for the numbers asked for; some 5 ns a number and round, 0.4 µs a number for n = 10⁹, in blocks of
 # thousands. A call for a few numbers takes 0.2 ms.
@@ -500,7 +499,7 @@ def _swapped_or_not(keys: Words, x: Indices, size: Indices, group: Indices) -> I
 
 
 def _rounds(keys: Words, salt: Words, size: Indices) -> Iterator[tuple[Indices, Words]]:
-    """Yields K of each round, and what makes its coins others: all at once where all numbers share them."""
+    """Yields K of each round, and the salt of its coins: all at once where all numbers share them."""
     sizes, shift = size.view(np.uint64), salt * _STEP
     if len(salt) == len(sizes) == 1:
         pairings = (_mixed(salt ^ keys[:, :1]) % sizes).view(np.int64)

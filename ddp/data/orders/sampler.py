@@ -80,7 +80,7 @@ class StepPlan(NamedTuple):
     num_inner: int = 0
 
     def inner(self, number: int) -> StepPlan:
-        """Returns an inner step, counted from 0, as a step of its own; of a step without such, the whole."""
+        """Returns an inner step, counted from 0, as a separate step; of a step without inner steps, the whole."""
         begin, end = (each * self.size // max(1, self.num_inner) for each in (number, number + 1))
         return self._replace(position=self.position + begin, size=end - begin) if self.num_inner else self
 
@@ -96,7 +96,7 @@ class TrainSampler:
             ...                         # forward, backward, agree, optimizer step
             sampler.commit(plan)
 
-    Where workers lease steps, these happen in any order inside an epoch, and `commit_leased(plan)` notes them.
+    Where workers lease steps, these happen in any order inside an epoch, and `commit_leased(plan)` records them.
 
     Args:
         order: says which samples an epoch reads, in which order; or a number of samples, for a `Permutation` of them.
@@ -112,8 +112,8 @@ class TrainSampler:
         rounds: steps are rounds, whose micro-batches are inner steps of a batch; then shards are ranks.
 
     Attributes:
-        seen: what the samples of this rank add up to since the epoch began, to be compared with what is expected; None
-            if that is not known.
+        seen: the checksum of this rank's samples since the epoch began, to be compared with the expected one; None if
+            that is not known.
         set_apart: as text, the samples that are set apart for validation; "": none.
 
     Raises:
@@ -167,7 +167,7 @@ class TrainSampler:
     def _begin(
         self, state: SamplerState, *, num_steps: int, skipped: Sequence[Skipped], ahead: Sequence[range] = ()
     ) -> None:
-        """Goes on from a state.
+        """Begins at a state.
 
         Args:
             num_steps: steps that were made.
@@ -282,7 +282,7 @@ class TrainSampler:
                 yield Micro(shard, part, mine[begin:stop])
 
     def part_of(self, plan: StepPlan, part: int, num_parts: int) -> StepPlan:
-        """Returns the share of rank `part` of `num_parts` ranks in a step, whatever this sampler's own rank is."""
+        """Returns the share of rank `part` of `num_parts` ranks in a step, for any rank of this sampler."""
         other = copy.copy(self)
         other.rank, other.world_size = part, num_parts
         [micros] = other._looked_up([list(other.parts(range(plan.position, plan.position + plan.size)))], plan.epoch)
@@ -328,7 +328,7 @@ class TrainSampler:
         """Leaves out a step that comes next, or later, as `skip_steps` does.
 
         Args:
-            number: of the step in the run, from 1; the one that is made in its place has the same.
+            number: of the step in the run, from 1; the step that replaces it has the same.
             position: samples that the run has trained on before it.
             size: of the step, in samples.
         """
@@ -338,7 +338,7 @@ class TrainSampler:
         self._next = self._left.past(self._next)
 
     def commit_leased(self, plan: StepPlan) -> None:
-        """Notes a step that has happened, in any order inside the epoch; the state moves past it in its turn.
+        """Records a step that has happened, in any order inside the epoch; the state moves past it in its turn.
 
         Raises:
             ConfigError: it is a step of another epoch, or was committed already.
@@ -358,7 +358,7 @@ class TrainSampler:
             self.seen = self.seen.with_samples(chain.from_iterable(micro.indices for micro in plan.micros))
 
     def take_seen(self) -> Checksum | None:
-        """Returns `seen` at the end of an epoch, and begins anew."""
+        """Returns `seen` at the end of an epoch, and resets it."""
         seen, self.seen = self.seen, Checksum()
         return seen
 
@@ -377,7 +377,7 @@ class TrainSampler:
     def state_dict(self) -> dict[str, Any]:
         """Returns seed, epoch, consumed, and what they belong to: equal on all ranks, and valid at any world size.
 
-        Steps that were to be left out next are not yet: who goes on may leave out others.
+        It lacks steps that would be left out later, because a resumed run may leave out others.
         """
         position, last = self._next, self._ahead[-1].stop if self._ahead else self._next
         skipped = [each for each in self._steps.skipped if each.stop <= last]
@@ -396,7 +396,7 @@ class TrainSampler:
         return None
 
     def load_places(self, places: Sequence[Any]) -> None:
-        """Takes what `places` returned on each rank."""
+        """Takes the results of `places` on each rank."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a saved state, with its seed.
@@ -418,7 +418,7 @@ class TrainSampler:
             raise ConfigError(
                 f"the state is one after {num_samples} of {self.length} samples of an epoch whose order was "
                 f"{saved}, and this order is {mine}, so that samples would be read twice or never: give back that "
-                "order, its data, its sharding, shards and batch, or go on from the end of an epoch"
+                "order, its data, its sharding, shards and batch, or resume from the end of an epoch"
             )
         position = first + loaded.consumed
         num_steps = int(state.get("num_steps", self.sizes.num_steps(0, position)))

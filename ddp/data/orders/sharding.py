@@ -8,7 +8,7 @@
     auto            file, if there are files, and as many as shards; else sample
 
 Lanes (below) depend on V = `batch.num_shards` alone. So the samples of a step are the same at any number of
-workers, and a run can go on with more or fewer.
+workers, and a run can resume with more or fewer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ddp.data.orders.order import (
 from ddp.errors import ConfigError, did_you_mean
 from ddp.units import counted
 
-# --- Lanes: each shard of a batch is taken from a sequence of its own ------------------------------------------------
+# --- Lanes: each shard of a batch is taken from its own sequence -----------------------------------------------------
 #
 #     6 files of 4 samples, V = 3, B = 6      step 0   step 1   step 2   step 3
 #     lane 0:  files 5 and 1                  20 23    22 21    4 7      5 6
@@ -133,7 +133,7 @@ class Copies(Order):
 
 
 class Listed(Order):
-    """Lists of samples, one after the other, each in a random order of its own.
+    """Lists of samples, one after the other, each in its own random order.
 
     Args:
         lists: samples of each lane; a sample may be in several.
@@ -196,7 +196,7 @@ SHARDINGS = ("auto", "file", "sample", "full_shuffle", "off")
 
 
 class ShardOrder(NamedTuple):
-    """An order whose shards are what was asked for, and as text what was chosen."""
+    """An order with the shards asked for, and the choice as text."""
 
     order: Order
     note: str
@@ -260,7 +260,7 @@ def _blocks_of(samples: Any) -> Blocks | None:
     """Returns the usual order of samples that lie in files; None if they do not say in which.
 
     Raises:
-        ConfigError: what they say is wrong.
+        ConfigError: their `file_sizes` are wrong.
     """
     sizes = getattr(samples, "file_sizes", None)
     if sizes is None:
@@ -288,7 +288,7 @@ def _chosen(blocks: Blocks | None, *, num_shards: int, can_follow_files: bool) -
 
 
 def _by_file(blocks: Blocks | None, order: Order | None, *, num_shards: int, batch: int) -> ShardOrder:
-    """Returns an order in which each shard follows a run of files of its own."""
+    """Returns an order in which each shard follows its own run of files."""
     if blocks is None and order is not None:
         raise ConfigError(
             f"sharding=file: the order ({order.in_words()}) does not keep to files; take one of blocks, or leave it out"

@@ -29,16 +29,16 @@ from ddp.units import counted
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """Says how samples become steps: in which order, in which parts of a batch, in which forwards.
+    """The cut of samples into steps: in which order, in which parts of a batch, in which forwards.
 
     Attributes:
-        order: says which samples an epoch has where, such as `ddp.data.Weighted(weights)`; None: each once, at random.
+        order: which sample an epoch has where, such as `ddp.data.Weighted(weights)`; None: each once, at random.
         sharding: "sample", "file", "full_shuffle", "off", or a function (shard, number of shards) → its samples:
             `ddp/data/orders/sharding.py`. "auto": by file, if the data have `file_sizes` and as many files as shards.
         num_shards: parts of a batch; None: those of the run to be resumed, or one for each rank.
         micro_size: most samples of one forward; larger shares are accumulated. None: no limit.
         skip_steps: first and last of the steps whose samples are left out, counted from 1.
-        uneven: what happens where an iterable ends on one rank before another: "join", "stop_all" or "raise".
+        uneven: what happens if an iterable ends on one rank before another: "join", "stop_all" or "raise".
         seed: of the samples' order and of dropout. The program's own generators are afterwards as before.
         collate: makes a batch of a list of samples, in any nested form; None for the DataLoader's, or torch's default.
 
@@ -66,7 +66,7 @@ class Batches:
 
     @property
     def sampler_arguments(self) -> dict[str, Any]:
-        """Returns the fields that say who gets which sample, as arguments of `sampler_of`."""
+        """Returns the fields that say which rank gets which sample, as arguments of `sampler_of`."""
         names = ("order", "sharding", "num_shards", "micro_size", "skip_steps", "seed")
         return {name: getattr(self, name) for name in names}
 
@@ -231,11 +231,11 @@ def joined(ranges: Sequence[range], more: range) -> list[range]:
     return found
 
 
-# --- Rounds, each of several steps of a worker's own ---
+# --- Rounds, each of several steps of every worker alone -------------------------------------------------------------
 
 
 class RoundLength(NamedTuple):
-    """Says which steps are rounds: after `warmup_samples` samples, each `every` batches."""
+    """The steps that are rounds: after `warmup_samples` samples, each of `every` batches."""
 
     every: int
     warmup_samples: int
@@ -250,7 +250,7 @@ class RoundBatch(BatchWarmup):
 
 
 class RoundSizes(BatchSizes):
-    """Rounds of several inner steps of a batch each, in the place of steps; before them, steps of a batch.
+    """Rounds of several inner steps of a batch each, instead of steps; before them, steps of a batch.
 
     Args:
         length, batch: as in `BatchSizes`, of an inner step; it does not grow.
@@ -293,7 +293,7 @@ class RoundSizes(BatchSizes):
         return max(1, min(math.ceil(size / self.batch.first), size // world_size))
 
 
-# --- The steps that are left: without those that are left out, and those that were made before their turn ------------
+# --- The remaining steps: without those that are left out, and those that were made before their turn ----------------
 #
 #     steps        1  2  3  4  5 …       skip_steps=(3, 4)
 #     positions    0  8 16 ──→ 32 …      a range of steps is a range of positions, and all other steps stay as they are
@@ -320,8 +320,8 @@ class StepsLeft:
 
     Args:
         sizes: of all steps.
-        skipped: what is left out, in rising order.
-        made: what was made before its turn, in rising order.
+        skipped: ranges that are left out, in rising order.
+        made: ranges that were made before their turn, in rising order.
     """
 
     def __init__(self, sizes: Steps, skipped: Sequence[Skipped] = (), made: Sequence[range] = ()) -> None:
@@ -429,7 +429,7 @@ def checked_range(steps: Any) -> tuple[int, int]:
     return first, last
 
 
-# --- Where a run is in its data, and whose share is meant by a rank --------------------------------------------------
+# --- The position of a run in its data, and the number of ranks that share them --------------------------------------
 
 
 class SamplerState(NamedTuple):

@@ -11,7 +11,7 @@ batch. So a batch has little padding, and every rank has the same number of step
     a batch                    3 4 6  →  in steps of a golden section  →  3 6 4 …
 
 Long and short samples alternate in a batch, so that shards, which are runs of equal counts, have about equally many
-tokens at any number of shards. The batches of all buckets are shuffled, and who shares a batch is, too.
+tokens at any number of shards. The batches of all buckets are shuffled, and so are the samples within a bucket.
 
 Where a step begins depends on the position alone, not on the seed, so all epochs have the same number of steps.
 
@@ -33,7 +33,7 @@ from ddp.process.streams import stream_seed
 
 
 class TokenBudget(Order, Steps):
-    """Cuts an epoch into steps of samples whose tokens, padded to the longest one's, fit a budget.
+    """An order that cuts an epoch into steps of samples whose tokens, padded to the longest sample's, fit a budget.
 
     Args:
         tokens: most tokens of a step, of all ranks together.

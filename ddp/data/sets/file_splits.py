@@ -34,11 +34,11 @@ _NUM_TRIED = 100  # samples, of which one must be readable
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """Says where the files of a data set are.
+    """The places of the files of a data set.
 
     Attributes:
         path, test_path: of the training and the held-out files; path=None: only those are read.
-        validation_path: of those that are held out to choose by; None: there are none.
+        validation_path: of the validation files; None: there are none.
         index_dir: folder with their indexes.
         cache_dir: folder on this host into which remote files are copied; None: they are streamed.
         build: whether missing indexes are made; only one process of a host does so.

@@ -10,7 +10,7 @@
 The images of a folder are listed once, by the parent, for every process. Hidden folders, such as .ipynb_checkpoints,
 are no classes, and hidden files no images.
 
-An augmentation of the user's own takes the place of "shifted and mirrored", "cut out and mirrored".
+The user's own augmentation replaces "shifted and mirrored", "cut out and mirrored".
 
 An image from a file becomes float32 and is normalised per channel with the statistics of the training images.
 Augmentation draws from torch's global generator, as torchvision's transforms do; `loading/fetching.py` seeds it for
@@ -49,8 +49,8 @@ from ddp.vision import torchvision
 #
 #     INDEX_DIR/image_folder-4f1d….json      {"classes": ["cat", "dog"], "files": [["cat/1.png", 0], …]}
 #
-# Processes that looked by themselves would each read the whole tree, and might find other files than their neighbours
-# if one is added meanwhile; sample 17 would be another image on each rank then.
+# Without the list each process would read the whole tree, and might find other files than its neighbours if one is
+# added meanwhile; sample 17 would be another image on each rank then.
 
 
 def image_folder(path: Path, *, index_dir: Path, build: bool) -> Any:
@@ -89,7 +89,7 @@ def image_folder(path: Path, *, index_dir: Path, build: bool) -> Any:
 def same_file(one: Any, other: Any) -> tuple[str, str] | None:
     """Returns the names of a file that is in both of two folders of images, also by a link; None if there is none.
 
-    Names are compared by the numbers that listing a folder gives for nothing: millions of images are not looked at.
+    Names are compared by the inode numbers that come with listing a folder, without a stat(2) of millions of images.
     """
     names = _numbered(other)
     for number, file in _numbered(one).items():
@@ -113,7 +113,7 @@ def _numbered(images: Any) -> dict[tuple[int, int], str]:
 
 
 def _write(index: Path, path: Path) -> None:
-    """Looks for images, and writes the index if it is another one than before."""
+    """Looks for images, and writes the index if it has changed."""
     folder = torchvision().datasets.folder
 
     def is_image(file: str) -> bool:
@@ -143,7 +143,7 @@ _NETWORK_TIMEOUT_S = 30.0
 
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]  # mean and deviation per channel, of pixels in 0 … 1
 Augment = Callable[[Any], Any]
-"""The user's own augmentation: makes of a Pillow image another one, which is then normalised, or a finished tensor."""
+"""The user's own augmentation: turns a Pillow image into another, which is then normalised, or a finished tensor."""
 
 
 # MNIST: 60,000 + 10,000 scanned digits (LeCun et al. 1998)
@@ -210,7 +210,7 @@ def load_folder(
 ) -> Splits:
     """Returns the images under `root`, decoded when they are used.
 
-    Of a test image the middle is taken, after resizing it to 8/7 of the size.
+    A test image is resized to 8/7 of the size, and its middle is taken.
 
     Args:
         trains: False: the images under val/ alone, and no training samples.
@@ -255,7 +255,7 @@ def folder_transforms(
     """Returns two functions from a Pillow image to a normalised tensor, to train on and to test on.
 
     Args:
-        augment: in place of a random part of the image, mirrored at random.
+        augment: replaces a random part of the image, mirrored at random.
     """
     transforms = torchvision().transforms
     cut_out = transforms.Compose([transforms.RandomResizedCrop(image_size), transforms.RandomHorizontalFlip()])
@@ -305,7 +305,7 @@ def _to_normalised(statistics: Statistics) -> list[Any]:
 def _missing_files_explained(root: str | Path, name: str, folder: str, files: list[str]) -> Iterator[None]:
     """Turns torchvision's errors for missing or damaged files into advice; a network that is silent is given up."""
     before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(_NETWORK_TIMEOUT_S)  # because urllib would wait for ever
+    socket.setdefaulttimeout(_NETWORK_TIMEOUT_S)  # because urllib would wait forever
     try:
         yield
     except (RuntimeError, OSError, ValueError, AssertionError) as error:  # the last two: a file was cut off

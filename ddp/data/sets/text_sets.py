@@ -96,9 +96,9 @@ class TokenFiles(Format):
         return Layout(np.stack([starts, starts + stride + dtype.itemsize], axis=1), {"dtype": dtype.str})
 
     def check(self, files: Sequence[IndexedFile], first: Callable[[], tuple[Reader, int, int]]) -> None:
-        """Looks whether tokens of twice the bytes are read as two tokens each, of which every second one is 0.
+        """Raises ConfigError if tokens of twice the bytes seem to be read as two each, so that every second one is 0.
 
-        Of tokens of a large vocabulary it is no larger than what does not fit into the first.
+        With a large vocabulary every second one is not 0, but holds only the high bits of a token.
         """
         reader, start, _ = first()
         dtype = np.dtype(files[0].notes["dtype"])
@@ -261,7 +261,7 @@ def _read(name: str) -> Any:
         raise ConfigError(f"data.tokenizer={name}: no such file; give a tokenizer.json, or bytes")
     try:
         return package.Tokenizer.from_file(name)
-    except Exception as error:  # the package has no class of its own for it
+    except Exception as error:  # the package has no error class for it
         raise ConfigError(f"data.tokenizer={name}: no tokenizer.json ({' '.join(str(error).split())})") from error
 
 
@@ -293,7 +293,7 @@ _HELD_OUT = 18  # of 256, which is some 7 % of the files
 
 
 class Corpus(NamedTuple):
-    """Holds the raw bytes of both sides."""
+    """The raw bytes of both sides."""
 
     train: bytes
     held_out: bytes
@@ -337,7 +337,7 @@ class Windows(WholeBatches):
 
 
 class ByteWindows(Windows):
-    """Cuts the bytes of a text into windows."""
+    """The bytes of a text as windows."""
 
     def __init__(self, text: bytes, *, context: int) -> None:
         super().__init__(torch.frombuffer(bytearray(text), dtype=torch.uint8), context=context)

@@ -1,4 +1,4 @@
-"""A share of the training samples is set apart, to be evaluated on during the run, and never trained on.
+"""Sets a share of the training samples apart, which the run evaluates on and never trains on.
 
     all samples         0 1 2 3 4 5 6 7 8 9
     validation, 0.2           3       7            the first of a random permutation, which the seed names
@@ -8,7 +8,7 @@ The choice depends on the number of samples, the share and the seed. So it is th
 each start of a run; a run that was trained on others is not resumed.
 
 Both parts are the same data set. So a validation sample has the transforms that it has in training, random ones
-included, unless the splits say how a training sample is tested (`Splits.unaugmented`).
+included, unless the splits have training samples with test transforms (`Splits.unaugmented`).
 
 Cost: 8 bytes a sample, and a look-up for each.
 """
@@ -31,7 +31,7 @@ _OF_SAMPLES = ("weights", "targets", "lengths")  # attributes with an entry for 
 
 
 class Selection(Wrapped):
-    """Some samples of a data set, with what it says of them.
+    """Some samples of a data set, with their attributes.
 
     Args:
         samples: map-style.
@@ -59,7 +59,7 @@ class Selection(Wrapped):
 
 
 class _SelectionInBatches(Selection, WholeBatches):
-    """Hands out whole batches of a data set that does so."""
+    """A selection of a data set that returns whole batches, which returns them, too."""
 
     def batch(self, indices: Sequence[int]) -> Any:
         """Returns the samples at `indices`."""
@@ -75,7 +75,7 @@ def selection_of(samples: Any, numbers: Indices, *, set_apart: str) -> Any:
 
 
 def selection_in(samples: Any) -> Selection | None:
-    """Returns the selection that is behind transforms; None of what is whole."""
+    """Returns the selection behind transforms; None for a whole data set."""
     inner = behind_transforms(samples)
     return inner if isinstance(inner, Selection) else None
 

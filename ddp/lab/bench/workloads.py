@@ -31,7 +31,7 @@ from ddp.lab.bench.command import refuse_unknown, split
 from ddp.models import CNN, GPT, MLP, resnet
 from ddp.process.arguments import Parser
 from ddp.run.assembly.components import own_model
-from ddp.run.settings.address import is_address, told
+from ddp.run.settings.address import error_line, is_address
 
 Batch = tuple[Tensor, Tensor]
 
@@ -126,7 +126,7 @@ def _own_batch(module: nn.Module, model: str) -> Batch:
     try:
         batch = example()
     except Exception as error:
-        raise ConfigError(f"--models={model}: example_batch() failed: {told(error)}") from error
+        raise ConfigError(f"--models={model}: example_batch() failed: {error_line(error)}") from error
     if not (isinstance(batch, tuple) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch)):
         raise ConfigError(f"--models={model}: example_batch() returned {batch!r:.60}; {give}")
     return batch
@@ -142,7 +142,7 @@ def try_own(model: str) -> None:
             raise TypeError(f"the model returned an object of type {type(outputs).__name__}; return a tensor")
         loss = loss_of(outputs, targets)
     except Exception as error:
-        raise ConfigError(f"--models={model}: a step on its example_batch() failed: {told(error)}") from error
+        raise ConfigError(f"--models={model}: a step on its example_batch() failed: {error_line(error)}") from error
     if not loss.requires_grad:
         raise ConfigError(f"--models={model}: nothing of it is trained; give it a parameter that needs a gradient")
 

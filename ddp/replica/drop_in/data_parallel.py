@@ -1,7 +1,7 @@
 """A drop-in for torch's DistributedDataParallel: the bucketed replica with the whole contract of that class.
 
     model = ddp.DistributedDataParallel(net)        # rank 0's parameters everywhere
-    loss = criterion(model(x), y)                   # forward as ever; the outputs are watched
+    loss = criterion(model(x), y)                   # forward as usual; the outputs are watched
     loss.backward()                                 # gradients are averaged over all ranks meanwhile
     optimizer.step()                                # the same on every rank, so replicas stay bitwise equal
 
@@ -11,11 +11,11 @@ It has the same keywords (`torch_names.py` has the table), the same `state_dict`
     usage        which parameters a backward uses: `find_unused_parameters`, `static_graph` (`settlement.py`)
     reducer      a communication hook
     stepper      optimizers inside backward; as hooks, functions of the user (`in_backward.py`)
-    inputs       `join`: which ranks still have inputs (`join.py`)
+    inputs       `join`: the ranks that still have inputs (`join.py`)
 
-Other people's programs ask `isinstance(model, torch.nn.parallel.DistributedDataParallel)`, in order to unwrap the
-model, to remove "module." from the keys of a checkpoint, or to use `no_sync`. The answer is True: this class is a
-virtual subclass of torch's (as `abc` calls it), which inherits nothing. Undocumented names that they use are in
+Other programs check `isinstance(model, torch.nn.parallel.DistributedDataParallel)`, in order to unwrap the model, to
+remove "module." from the keys of a checkpoint, or to use `no_sync`. The check succeeds: this class is a virtual
+subclass of torch's (as `abc` calls it), which inherits nothing. Undocumented names that such programs use are in
 `torch_names.py`.
 """
 
@@ -83,7 +83,7 @@ class DistributedDataParallel(BucketedDataParallel):
         static_graph: every step uses the same parameters equally often; some may be used by none.
         forward_sync_buffers: False: as `buffers="none"`.
         buffers: "broadcast" rank 0's before each forward in training mode, take their "mean", or "none".
-        overlap: reduce in the background of backward; None: where that pays (`backward.py`, note "foreground").
+        overlap: reduce in the background of backward; None: if that is faster (`backward.py`, note "foreground").
         wire, hook: as in `ddp.BucketedDataParallel`.
         comm: the ranks that take part, as `ddp.init` or `subgroup` gave them.
         others: further keywords of torch's class (`torch_names.py`).
@@ -92,10 +92,10 @@ class DistributedDataParallel(BucketedDataParallel):
         ReplicaMismatch: the ranks' models differ in a name, shape, dtype, memory format, or in what is frozen.
         ConfigError: no parameter needs a gradient; the ranks are given in two ways.
         ValueError: keywords exclude each other.
-        TypeError: a keyword that means nothing here; the message says what to use instead.
+        TypeError: a keyword has no meaning here; the message names a replacement.
     """
 
-    # these use nothing but what they are given, `self.dim` and `register_comm_hook`
+    # these use only their arguments, `self.dim` and `register_comm_hook`
     scatter, gather = TORCH_CLASS.scatter, TORCH_CLASS.gather
     _register_fused_optim = TORCH_CLASS._register_fused_optim
     _get_data_parallel_params = staticmethod(TORCH_CLASS._get_data_parallel_params)
@@ -196,7 +196,7 @@ class DistributedDataParallel(BucketedDataParallel):
         """Sends this rank's part of the step's totals with the gradients (see `Replica`)."""
         if self.steps_in_backward:
             raise in_backward.refusal(
-                "a step that may be refused (ddp.fit clips, vetoes infinite values, and takes steps back)"
+                "a step that may be refused (ddp.fit clips, vetoes infinite values, and rolls steps back)"
             )
         super().ride_along(totals)
 
@@ -240,7 +240,7 @@ class DistributedDataParallel(BucketedDataParallel):
         for keyword, given in (("wire", self.wire), ("hook", self.compression and self.compression.hook)):
             if given is not None:
                 raise ConfigError(
-                    f"{keyword}={given!r} beside a registered communication hook, which does the sending: leave one out"
+                    f"{keyword}={given!r} with a registered communication hook, which sends gradients: leave one out"
                 )
         if isinstance(self._reducer, in_backward.CommHook):
             raise RuntimeError(f"the communication hook {self._reducer.name} is registered already; there can be one")
@@ -325,7 +325,7 @@ class DistributedDataParallel(BucketedDataParallel):
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state that can go to another process."""
         if self.process_group is not dist.group.WORLD:
-            raise RuntimeError("a replica over a process group of its own cannot be pickled; pickle its .module")
+            raise RuntimeError("a replica over its own process group cannot be pickled; pickle its .module")
         return self._state()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -361,14 +361,14 @@ def _not_ignored(module: nn.Module, ignored: set[str]) -> list[tuple[str, nn.Par
     return [(name, parameter) for name, parameter in managed(module, inner=Replica) if name not in ignored]
 
 
-# --- Our class in the place of torch's, for libraries that wrap models by torch's class themselves --------------------
+# --- Our class in place of torch's, for libraries that wrap models by torch's class themselves ------------------------
 #
 #     ddp.drop_in.take_over()
 #     model = ray.train.torch.prepare_model(model)        # a ddp.DistributedDataParallel
 
 
 _KEEP = {"torch", "ddp"}  # torch's `replicate` needs its own class, and so do we
-_NAMESPACE = vars(ModuleType)["__dict__"].__get__  # by any other way a lazy module would be loaded
+_NAMESPACE = vars(ModuleType)["__dict__"].__get__  # any other access would load a lazy module
 
 
 def take_over() -> None:

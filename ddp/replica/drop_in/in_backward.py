@@ -1,8 +1,8 @@
-"""Functions of the user inside a step: hooks in the place of collectives, and optimizers that step in backward.
+"""User functions inside a step: hooks in place of collectives, and optimizers that step in backward.
 
     def hook(state, bucket) -> Future[Tensor]        the protocol of torch's `register_comm_hook`
         bucket.buffer()                              [numel], the gradients of this rank; not divided by anything
-        bucket.gradients(), bucket.parameters()      views of the buffer, and whose they are
+        bucket.gradients(), bucket.parameters()      views of the buffer, and their parameters
         bucket.index(), bucket.is_last()             in the order of reduction
         bucket.set_buffer(tensor)                    another tensor as the buffer
                                                      the future's value, shaped like the buffer, is the result
@@ -13,9 +13,8 @@
 
     model.step_in_backward(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
 
-torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) run unchanged. They communicate over process groups
-of torch.distributed; this project's collectives have a process group of their own, so neither can take the other's
-messages.
+torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) run unchanged. They communicate over process groups of
+torch.distributed; this project's collectives have their own process group, so neither can receive the other's messages.
 
 Note "order". The hook is called for a bucket once its future for the bucket before is done. A hook whose steps are
 chained futures (PowerSGD) starts its second collective whenever its first one ends. With two buckets in flight, that
@@ -47,13 +46,13 @@ from ddp.replica.broadcast import BufferSync
 # --- An optimizer inside backward ------------------------------------------------------------------------------------
 #
 # A bucket's parameters are stepped as soon as their mean is complete. The step overlaps with the rest of backward, and
-# `p.grad` is None again once it has been used. Each bucket has an optimizer of its own, which is made when the bucket
-# has its first mean, because then the order of gradients is known.
+# `p.grad` is None again once it has been used. Each bucket has its own optimizer, which is made when the bucket has its
+# first mean, because then the order of gradients is known.
 #
-# The cost: a step is no longer a transaction. Once the first bucket has been stepped, nothing can be taken back, and
-# nothing can look at all gradients first. So it is refused with `ddp.fit` (which clips by the global norm, and takes
-# back a step whose values are not finite), with create_graph, and where gradients may be missing. If one is missing all
-# the same, its parameter is stepped with zeros before the error is raised.
+# The cost: a step is no longer a transaction. Once the first bucket has been stepped, the step cannot be rolled back,
+# and no code can see all gradients first. So it is refused with `ddp.fit` (which clips by the global norm, and rolls
+# back a step whose values are not finite), with create_graph, and where gradients may be missing. If one is missing
+# nevertheless, its parameter is stepped with zeros before the error is raised.
 
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -105,11 +104,11 @@ def check_own_optimizers(named: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 class StepsOfOthers(Stepper):
-    """Finds parameters that someone else has stepped in backward, by this rank's gradient, before there is a mean.
+    """Finds parameters that other code has stepped in backward, by this rank's gradient, before there is a mean.
 
     A gradient that is gone when backward has ended proves nothing, because autograd also reaches parameters with
     undefined gradients. But a step of a parameter writes to it, and torch counts that. The counts are recorded in the
-    first step, and in each that follows one with undefined gradients: no other step pays for it.
+    first step, and in each step after one with undefined gradients: the others have no overhead.
     """
 
     def __init__(self) -> None:
@@ -117,7 +116,7 @@ class StepsOfOthers(Stepper):
         self._versions: dict[str, int] = {}
 
     def begin(self, layout: Layout, *, creates_graph: bool) -> None:
-        """Notes how often each parameter was written to, if this step is to be checked."""
+        """Records how often each parameter was written to, if this step is to be checked."""
         self._versions = {slot.name: slot.parameter._version for slot in layout.slots} if self._is_suspicious else {}
 
     def check(self, gone: Callable[[], Sequence[Slot]]) -> None:
@@ -134,10 +133,10 @@ class StepsOfOthers(Stepper):
 
 
 def refusal(of: str) -> ConfigError:
-    """Returns the error for what does not go with a step inside backward."""
+    """Returns the error for a feature that is incompatible with a step inside backward."""
     return ConfigError(
-        f"{of} does not go with step_in_backward: once the first bucket is stepped, a step cannot be taken back, and "
-        "nothing can look at all gradients before. Call optimizer.step() after backward instead"
+        f"{of} does not go with step_in_backward: once the first bucket is stepped, a step cannot be rolled back, and "
+        "no code can see all gradients first. Call optimizer.step() after backward instead"
     )
 
 
@@ -159,7 +158,7 @@ class GradBucket:
         return self._bucket.index
 
     def buffer(self) -> Tensor:
-        """Returns the gradients side by side, [numel], with zeros between them."""
+        """Returns the gradients one after another, [numel], with zeros between them."""
         return self._buffer
 
     def set_buffer(self, tensor: Tensor) -> None:
@@ -180,16 +179,16 @@ class GradBucket:
 
 
 class CommHook(Reducer):
-    """A hook, which takes means over the ranks.
+    """A user's hook as a reducer; it averages over the ranks.
 
     Args:
         overlap: the hook may be called before the last future is done.
-        comm: gives waits their deadline and says who is missing.
+        comm: gives waits their deadline, and names missing ranks.
 
     Raises (all methods):
         HookFailed: the hook raised, or returned something other than promised; the message names the bucket.
         PeerLost: the others did not do their part within the deadline.
-        TypeError: it cannot be called.
+        TypeError: the hook cannot be called.
     """
 
     may_resize = averages = True
@@ -219,7 +218,7 @@ class CommHook(Reducer):
 
 
 class PendingBucket:
-    """A bucket whose future was not waited for yet."""
+    """A bucket whose future was not awaited yet."""
 
     done_s = 0.0
 
@@ -228,18 +227,18 @@ class PendingBucket:
         self._future: torch.futures.Future[Tensor] | None = future
 
     def is_completed(self) -> bool:
-        """Returns False: all ranks must wait for the same future at the same time, so none looks before."""
+        """Returns False: all ranks must wait for the same future at the same time, so none polls."""
         return False
 
     def wait(self) -> None:
-        """Waits for the future, and puts what it holds into the bucket."""
+        """Waits for the future, and copies its value to the bucket."""
         future, self._future = self._future, None
         if future is None:
             return
         name, gradients = f"communication hook {self._hook.name}", self._bucket.gradients
         result = result_of(self._hook.comm, future, hook=name, where=self._label)
         if isinstance(result, (list, tuple)) and len(result) == 1:
-            result = result[0]  # what a Work's own future holds
+            result = result[0]  # the value of a Work's own future
         if not isinstance(result, Tensor) or result.numel() != gradients.numel():
             found = f"{list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
             raise HookFailed(
@@ -252,7 +251,7 @@ class PendingBucket:
 
 
 class When(Enum):
-    """Says on which side of forward a hook on buffers runs; the names are torch's."""
+    """The side of forward on which a hook on buffers runs; the names are torch's."""
 
     PRE_FORWARD = "before"
     POST_FORWARD = "after"
@@ -281,7 +280,7 @@ class HookedBuffers(BufferSync):
             self._call()
 
     def after_backward(self) -> None:
-        """Waits for the hook's futures, whose results are of no interest: the hook has changed the buffers itself."""
+        """Waits for the hook's futures, whose results are ignored: the hook has changed the buffers itself."""
         while self._futures:
             result_of(self.comm, self._futures.pop(0), hook="hook on buffers", where=f"{self._when.value} a forward")
 

@@ -1,17 +1,17 @@
 """Uneven inputs: a rank that has run out of them continues to take part, with zeros.
 
     with model.join():
-        for batch in my_batches:             every rank its own number of them
+        for batch in my_batches:             any number of batches on each rank
             loss(model(batch)).backward()
             optimizer.step()
 
-Before each synchronised forward the ranks tell each other who still has inputs: one small message, under `join` only.
-A rank that has none shadows the others' steps: it takes part in their collectives, with zeros for gradients, until no
-rank has inputs. Then every rank gets the model of a rank that went on to the end.
+Before each synchronised forward the ranks exchange which of them have inputs: one small message, under `join` only. A
+rank that has none shadows the others' steps: it takes part in their collectives, with zeros for gradients, until no
+rank has inputs. Then every rank gets the model of a rank that continued to the end.
 
-The context keeps a copy of the rank's own gradients and restores it at the end: `p.grad` is then what the rank's own
-last backward left. (Inside torch's `Join` with several joinables, `p.grad` is the others' mean until then, because an
-optimizer among the joinables steps with it.)
+The context keeps a copy of the rank's own gradients and restores it at the end: `p.grad` is then the result of the
+rank's own last backward. (Inside torch's `Join` with several joinables, `p.grad` is the others' mean until then,
+because an optimizer among the joinables steps with it.)
 
 Gradients are divided by the number of all ranks, or (divide_by_initial_world_size=False) of those that still had
 inputs. With throw_on_early_termination every rank raises as soon as one has run out.
@@ -34,7 +34,7 @@ from ddp.replica.replica import Inputs, Replica
 
 
 class Joining(Inputs):
-    """Knows which ranks still have inputs, inside a context.
+    """The ranks that still have inputs, inside a context.
 
     Args:
         divides_by_all: divide by the number of all ranks; else of those that still have inputs.
@@ -64,7 +64,7 @@ class Joining(Inputs):
     def shadow_step(self, replica: Replica) -> bool:
         """Takes part in a step of the ranks that have inputs, with zeros. Returns False if no rank has."""
         replica.inputs = self
-        replica.prepare()  # as the others do before they look who has inputs
+        replica.prepare()  # as the others do before they exchange which ranks have inputs
         if not self.find_active(has_inputs=False):
             return False
         self.keep_own_gradients(replica.parameters())
@@ -76,7 +76,7 @@ class Joining(Inputs):
         self.find_active(has_inputs=True)
 
     def find_active(self, *, has_inputs: bool) -> bool:
-        """Finds out who still has inputs. Returns False if no rank has. Collective.
+        """Finds out which ranks still have inputs. Returns False if no rank has. Collective.
 
         Raises:
             RuntimeError: a rank has run out, and `throw_on_early_termination` was asked for.
@@ -109,7 +109,7 @@ class Joining(Inputs):
 
 
 class TorchJoining(Joining):
-    """Knows which ranks still have inputs, inside torch's `Join` context, which may be switched off."""
+    """The ranks that still have inputs, inside torch's `Join` context, which may be switched off."""
 
     def __init__(self, replica: Replica, *, divides_by_all: bool) -> None:
         super().__init__(replica.comm, divides_by_all=divides_by_all)

@@ -1,7 +1,7 @@
-"""Names of torch's DistributedDataParallel: its keywords, and undocumented names that other people's programs use.
+"""Names of torch's DistributedDataParallel: its keywords, and undocumented names that other programs use.
 
 Lightning, Accelerate, mmcv and torch.distributed.pipelining reach into torch's class and into its reducer. Each name
-here does what its callers expect; any other name is an AttributeError. A replica looks here for names that it does not
+here behaves as its callers expect; any other name is an AttributeError. A replica looks up names here that it does not
 have itself.
 
 Every keyword (torch 2.10 to 2.15), and what it means here:
@@ -55,7 +55,7 @@ BUILTIN_HOOKS = {
 
 
 class ReducerNames:
-    """The names that programs use of torch's reducer."""
+    """The names of torch's reducer that programs use."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
@@ -116,7 +116,7 @@ class TorchNames:
         self._replica = replica
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
-        """Describes the replica in the words of torch's class; `logging_data` has times."""
+        """Returns a description of the replica with the keys of torch's class; `logging_data` has times."""
         replica = self._replica
         parameters = [slot.parameter for bucket in replica.buckets for slot in bucket.slots]
         parameters += [slot.parameter for slot in replica.layout.sparse]
@@ -162,7 +162,7 @@ class TorchNames:
         broadcast_tensors(self._replica.comm, [tensor.detach() for tensor in tensors], root=authoritative_rank)
 
     def _check_reducer_finalized(self) -> None:
-        """Raises what the last backward found wrong."""
+        """Raises the error of the last backward, if there was one."""
         self._replica.raise_pending()
 
     def _register_buffer_comm_hook(self, state: Any, hook: Any, comm_hook_location: Any = None) -> None:
@@ -171,7 +171,7 @@ class TorchNames:
         self._replica.register_buffer_hook(state, hook, **where)
 
     def _register_builtin_comm_hook(self, kind: Any) -> None:
-        """Registers the hook of torch that does the same as one of its hooks in C++, and is written in Python."""
+        """Registers torch's Python hook that is equivalent to one of its C++ hooks."""
         self._replica.register_comm_hook(self._replica.process_group, BUILTIN_HOOKS[kind])
 
     def _set_static_graph(self) -> None:
@@ -184,7 +184,7 @@ class TorchNames:
         if replica.static_graph:
             return
         if replica.num_steps or replica.steps_in_backward:
-            what = "after the first step" if replica.num_steps else "beside step_in_backward"
+            what = "after the first step" if replica.num_steps else "with step_in_backward"
             raise ConfigError(f"_set_static_graph {what}: pass static_graph=True when you make the replica")
         replica.static_graph, replica._usage = True, StaticGraph(replica.comm)
         replica.backward.usage = replica._usage
@@ -207,7 +207,7 @@ USE_INSTEAD = {
 
 
 def check_keywords(others: Mapping[str, Any]) -> None:
-    """Raises TypeError for a keyword that is unknown, or is set and means nothing here; says what to use instead."""
+    """Raises TypeError for a keyword that is unknown, or is set and has no meaning here; names a replacement."""
     for keyword, value in others.items():
         if keyword in ACCEPTED:
             continue
@@ -228,14 +228,14 @@ def warn_of_deprecated(broadcast_buffers: bool | None, forward_sync_buffers: boo
         "broadcast_buffers=False for buffers that are each rank's own"
     )
     if forward_sync_buffers is not None:
-        meaning = "its value is ignored beside `forward_sync_buffers`"
+        meaning = "its value is ignored if `forward_sync_buffers` is given"
     warnings.warn(f"`broadcast_buffers` is deprecated. {meaning}", FutureWarning, stacklevel=3)
 
 
 def choose_communicator(
     comm: Communicator | None, process_group: dist.ProcessGroup | None, device_mesh: Any, module: nn.Module
 ) -> Communicator:
-    """Returns the ranks that take part: those that were given, in whichever way, or all.
+    """Returns the ranks that take part: those that were given, in any of three ways, or all.
 
     Raises:
         ConfigError: they were given in two ways, or the mesh has several dimensions.
@@ -329,5 +329,5 @@ def check_engine(*, in_backward: bool = False) -> None:
         "hosts by RPC"
     )
     if in_backward:
-        log.error(message)  # that engine reports that there was an error, and not which one
+        log.error(message)  # because that engine does not report the message
     raise RuntimeError(message)

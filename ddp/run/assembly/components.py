@@ -38,7 +38,7 @@ from ddp.process import streams
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import SyncBatchNorm
-from ddp.run.settings.address import called, check_arguments, from_address, is_address, told
+from ddp.run.settings.address import called, check_arguments, error_line, from_address, is_address
 from ddp.run.settings.checks import NO_METRIC, setup_of
 from ddp.run.settings.choices import Loading
 from ddp.run.settings.config import Config
@@ -56,7 +56,7 @@ _NUM_TRIED = 100  # samples, of which one must be readable
 
 
 def load_data(config: Config, *, download: bool = False) -> Splits:
-    """Returns training and held-out samples, after downloading what is missing if `download`."""
+    """Returns training and held-out samples; `download` fetches missing files first."""
     splits, share = _whole_data(config, download=download), config.data.validation
     if share is None:
         return splits
@@ -66,12 +66,12 @@ def load_data(config: Config, *, download: bool = False) -> Splits:
 
 
 def load_held_out(config: Config, *, download: bool = False) -> Splits:
-    """Returns the test samples alone, of data in files; others come with the rest of their data set."""
+    """Returns the data set; if it lies in files, only its test samples."""
     return _whole_data(config, download=download, trains=False)
 
 
 def _whole_data(config: Config, *, download: bool, trains: bool = True) -> Splits:
-    """Returns all samples of the data set, or if not `trains` at least those to test on."""
+    """Returns all samples of the data set; without `trains`, at least the test samples."""
     data, files = config.data, None
     if is_address(data.name):
         return _own_data(config)
@@ -90,7 +90,7 @@ def _whole_data(config: Config, *, download: bool, trains: bool = True) -> Split
 
 
 def _own_data(config: Config) -> Splits:
-    """Returns the user's own data, which are the same in every process: a function may draw them at random."""
+    """Returns the user's own data. A fixed seed makes data that are drawn at random identical in every process."""
     address, arguments = config.data.name, asdict(config.data)["args"]
     function = from_address(address, key="data", folder=config.run.code)
     with streams.preserved():
@@ -101,11 +101,11 @@ def _own_data(config: Config) -> Splits:
         except ConfigError as error:
             raise ConfigError(f"data={address}: {error}") from error
         except Exception as error:
-            raise ConfigError(f"data={address}: taking its first sample failed: {told(error)}") from error
+            raise ConfigError(f"data={address}: taking its first sample failed: {error_line(error)}") from error
 
 
 def _own_transform(config: Config, address: str | None) -> Augment | None:
-    """Returns the user's own augmentation; of a class, an object."""
+    """Returns the user's own augmentation; a class is instantiated."""
     if address is None:
         return None
     key = "data.transform"
@@ -117,7 +117,7 @@ def _own_transform(config: Config, address: str | None) -> Augment | None:
 
 
 def check_transform(config: Config, splits: Splits) -> None:
-    """Raises ConfigError unless the user's own augmentation makes of an image what models take."""
+    """Raises ConfigError unless the user's own augmentation turns an image into a tensor that models take."""
     address, train = getattr(config.data, "transform", None), splits.train
     if address is None or not isinstance(train, Transformed) or (image := _first_readable(train.samples)) is None:
         return
@@ -125,18 +125,18 @@ def check_transform(config: Config, splits: Splits) -> None:
         with streams.preserved():
             made, _ = train.transform(image)
     except Exception as error:
-        raise ConfigError(f"data.transform={address}: calling it failed: {told(error)}") from error
+        raise ConfigError(f"data.transform={address}: calling it failed: {error_line(error)}") from error
     shape = list(splits.sample_shape or ())
     if not isinstance(made, Tensor) or list(made.shape) != shape or made.dtype != torch.float32:
         found = f"{made.dtype} {list(made.shape)}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
         raise ConfigError(
             f"data.transform={address}: makes {found.removeprefix('torch.')} of an image, and models take float32 "
-            f"{shape}: return a tensor like that, or of a Pillow image one of this size, which is then normalised"
+            f"{shape}: return such a tensor; for a Pillow image, an image of this size, which is then normalised"
         )
 
 
 def _first_readable(samples: Any) -> Any:
-    """Returns one of the first samples, which may be left out if they cannot be read; None if none of them can."""
+    """Returns the first readable sample among the first ones; None if none of them can be read."""
     for index in range(min(_NUM_TRIED, len(samples))):
         with suppress(*UNREADABLE):
             return samples[index]
@@ -161,7 +161,7 @@ def make_callbacks(config: Config) -> list[Callback]:
 
 
 def check_callbacks(config: Config) -> None:
-    """Raises ConfigError unless the callbacks can be made. A class is not called: it may begin something."""
+    """Raises ConfigError unless the callbacks can be made. A class is not called, because it may have side effects."""
     for address in config.callbacks:
         callback = _own_callback(address, folder=config.run.code, calls_class=False)
         is_one = issubclass(callback if isinstance(callback, type) else type(callback), EarlyStopping)
@@ -203,7 +203,7 @@ def make_task(config: Config, splits: Splits | None = None) -> Task:
     """Returns the task that the model learns.
 
     Args:
-        splits: the data, if they are loaded; data of the user's own say by their first target if it is a number.
+        splits: the data, if they are loaded; the first target of the user's own data decides if targets are numbers.
     """
     if config.loss == "auto":
         if getattr(config.data, "text", None) is not None:
@@ -220,14 +220,14 @@ def make_task(config: Config, splits: Splits | None = None) -> Task:
 
 
 def _has_number(config: Config, splits: Splits | None) -> bool:
-    """Returns True if the target of a sample is a number, and no class."""
+    """Returns True if the target of a sample is a number and not a class."""
     if not is_address(config.data.name):
         return getattr(config.data, "num_classes", 0) is None
     known = splits or load_data(config)
     if known.num_classes is not None:
         return False
     if not (samples := next((side for side in (known.train, known.test) if len(side)), None)):
-        return True  # of a run, without its data
+        return True  # a run without its data
     target = first[1] if isinstance(first := samples[0], tuple | list) and len(first) == 2 else None
     is_number = isinstance(target, Tensor) and target.is_floating_point() and target.numel() == 1
     return is_number or isinstance(target, float)
@@ -237,7 +237,7 @@ def make_model(config: Config, splits: Splits) -> nn.Module:
     """Returns the bare model, initialised from the global generator.
 
     Raises:
-        ConfigError: it cannot be built, or does not go with the samples.
+        ConfigError: it cannot be built, or does not fit the samples.
     """
     if is_address(config.model.name):
         return own_model(config.model.name, asdict(config.model)["args"], key="model", folder=config.run.code)
@@ -246,7 +246,7 @@ def make_model(config: Config, splits: Splits) -> nn.Module:
 
 
 def make_model_without_memory(config: Config, splits: Splits) -> nn.Module:
-    """Returns the model on the meta device; one of the user's own that cannot be built there is built for real."""
+    """Returns the model on the meta device; the user's own model, if it cannot be built there, on the CPU."""
     try:
         with torch.device("meta"):
             return make_model(config, splits)
@@ -263,7 +263,7 @@ def _facts(config: Config, splits: Splits, *, of: str = "") -> tuple[tuple[int, 
         of: the dimensions that the model reads; "": any.
 
     Raises:
-        ConfigError: the user's own data do not tell, or have other dimensions.
+        ConfigError: the user's own data do not say, or have other dimensions.
     """
     shape, num_classes = splits.sample_shape, splits.num_classes
     if isinstance(make_task(config, splits), Regression):
@@ -282,7 +282,7 @@ def _facts(config: Config, splits: Splits, *, of: str = "") -> tuple[tuple[int, 
 
 
 def check_loss(config: Config, splits: Splits) -> None:
-    """Raises ConfigError if the loss cannot be that of the user's own data: without classes, or without pairs."""
+    """Raises ConfigError if the loss needs classes or pairs, and the user's own data have none."""
     targets: Any = getattr(splits.train, "targets", None)
     is_own = is_address(config.data.name)
     task = make_task(config, splits)
@@ -302,7 +302,7 @@ def check_loss(config: Config, splits: Splits) -> None:
 
 
 def add_own_algorithm(config: Config, *, check: bool = False) -> None:
-    """Puts the all-reduce that `comm.algorithm` gives the address of into the catalog, where communicators find it.
+    """Adds the all-reduce at the address in `comm.algorithm` to the catalog, where communicators find it.
 
     Args:
         check: prove it first, for this number of workers.
@@ -320,14 +320,14 @@ def add_own_algorithm(config: Config, *, check: bool = False) -> None:
 
 
 def make_hook(config: Config) -> Hook | None:
-    """Returns the hook that sends less than all of the gradients, if there is one."""
+    """Returns the hook that compresses gradients; None without one."""
     hook: Hook | None = config.hook.make(config.seed)
     first_steps = config.hook.dense_start_steps
     return DenseStart(hook, first_steps) if hook is not None and first_steps else hook
 
 
 def synchronised(config: Config, module: nn.Module) -> nn.Module:
-    """Returns the module, its BatchNorms over the samples of all ranks if the settings say so.
+    """Returns the module, with BatchNorms over the samples of all ranks if the settings say so.
 
     Raises:
         ConfigError: it has none, or one that cannot be converted.
@@ -341,7 +341,7 @@ def synchronised(config: Config, module: nn.Module) -> nn.Module:
 
 
 def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Replica:
-    """Returns the module as a replica. `evaluate` and checkpoints synchronise its buffers, and no forward does."""
+    """Returns the module as a replica. `evaluate` and checkpoints synchronise its buffers; forwards do not."""
     module = synchronised(config, module)
     if config.replica.kind == "naive":
         replica = NaiveDataParallel(module, comm=comm, broadcast_buffers=False)
@@ -354,7 +354,7 @@ def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Repli
 
 
 def averaging_of(config: Config) -> Averaging:
-    """Returns who holds parameters and optimizer state; to a replica that sends gradients it is said how, instead."""
+    """Returns the policy that says who holds parameters and optimizer state; servers also need wire type and hook."""
     averaging: Averaging = config.strategy.make()
     if isinstance(averaging, ParameterServer):
         return replace(averaging, wire=config.replica.wire, hook=make_hook(config))
@@ -386,7 +386,7 @@ def own_model(address: str, arguments: Mapping[str, Any], *, key: str, folder: s
 
 # --- What changes the weights: the optimizer, its rate, the global batch, and their schedules ------------------------
 #
-# What one setting makes of another, as a batch does of the rate, is said here once.
+# Settings that follow from others, such as the rate from the batch, are derived here once.
 
 
 def learning_rate(config: Config) -> float:
@@ -410,7 +410,7 @@ def make_optimizer(config: Config, module: nn.Module) -> Optimizer:
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Lets optimizers be made in a block without torch's compiler, which each imports for a second and none needs."""
+    """Keeps optimizers made in the block from importing torch's compiler, which takes a second and which none needs."""
     asks = Optimizer.add_param_group
     Optimizer.add_param_group = getattr(asks, "__wrapped__", asks)  # type: ignore[method-assign]
     try:
@@ -423,7 +423,7 @@ def batch_of(config: Config, train: Samples) -> int | BatchWarmup | TokenBudget:
     """Returns the global batch, or how it grows over a data set, or its budget of tokens.
 
     Raises:
-        ConfigError: the data do not say how long samples are, or one is longer than the budget.
+        ConfigError: the data do not give the lengths of samples, or one is longer than the budget.
     """
     first, last = config.batch.warmup_size, config.batch.global_size
     if config.batch.tokens is not None:
@@ -447,7 +447,7 @@ def _budget(config: Config, train: Samples) -> TokenBudget:
 
 
 def warmup_samples(config: Config, sizes: Steps) -> float:
-    """Returns in how many samples of all workers the learning rate rises."""
+    """Returns the number of samples, of all workers, over which the learning rate rises."""
     schedule, optim = config.schedule, config.optim
     if schedule.warmup_steps is not None:
         return sizes.after(0, schedule.warmup_steps)

@@ -1,4 +1,4 @@
-"""`ddp.load`: the weights of a trained run, and its model, built again where the run knows how.
+"""`ddp.load`: the weights of a trained run, and its model, rebuilt if the run's settings say how.
 
     trained = ddp.load("runs/mine")             the best checkpoint; the last one if nothing was evaluated
     trained = ddp.load("runs/mine", "latest")
@@ -6,10 +6,10 @@
     trained.weights                             a plain state dict, on the CPU; of a run with `ddp.EMA`, the averages
     model = trained.model()                     in evaluation mode; for runs from the command line
 
-A run from Python has the weights alone, because only its program knows how to build the model:
+A run from Python has only the weights, because only its program knows how to build the model:
 `model.load_state_dict(ddp.load("runs/mine").weights)`.
 
-So an evaluator follows a run in another job of the host, without a checkpoint. Each call is a new look:
+With a region, an evaluator in another job of the host follows a run without checkpoints. Each call reads again:
 
     while True:
         now = ddp.load(region="mine")           CheckpointError, once the run has ended
@@ -43,13 +43,13 @@ from ddp.train.reports.results import SIDECAR
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint of a run, or a moment of a running one.
+    """A checkpoint of a run, or a snapshot of a running one.
 
     Attributes:
         path: the checkpoint's folder; of a region, that of the run, or None if the run keeps none.
         step: optimizer steps until then.
         score: the main metric on the held-out samples; None if they were not evaluated then.
-        weights: the model's state dict: what the evaluations of the run have used.
+        weights: the model's state dict, as the run's evaluations have used it.
         region: the name of the region.
     """
 
@@ -65,20 +65,20 @@ class Trained:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Returns the shape of one input, and the number of classes, of which the model was built; None: unknown."""
+        """Returns the shape of one input, and the number of classes, that the model was built for; None: unknown."""
         with damage_as_error(self, ANOTHER, CheckpointError):
             shape = Maker().made(list[Count] | None, self._identity.get("sample_shape"))
             num_classes = Maker().made(Count | None, self._identity.get("num_classes"))
         return {"sample_shape": shape and tuple(shape), "num_classes": num_classes}
 
     def model(self, *, trust: bool = False) -> nn.Module:
-        """Returns the trained model in evaluation mode, on the CPU. A class of the user's own is imported for that.
+        """Returns the trained model in evaluation mode, on the CPU. The user's own class is imported for that.
 
         Args:
-            trust: import it, also if others may write the run's settings, which name it.
+            trust: import it even if others may write the run's settings, which name it.
 
         Raises:
-            CheckpointError: the run does not know how its model is built, or the weights are of another one.
+            CheckpointError: the run does not know how its model is built, or the weights are of another model.
             ConfigError: others may write the settings.
         """
         path = None if self.path is None else settings_of(self.path)
@@ -94,7 +94,7 @@ class Trained:
     def built(self, config: Config) -> nn.Module:
         """Returns the trained model, as `model` does, from settings that have been read already."""
         splits = Splits(train=(), test=(), **self.facts)
-        with torch.random.fork_rng(devices=[]):  # first without memory, because its settings may ask for terabytes
+        with torch.random.fork_rng(devices=[]):  # first on the meta device: its settings may ask for terabytes
             store.check_fits(self.weights, components.make_model_without_memory(config, splits), source=str(self))
             model = components.make_model(config, splits)
         model.load_state_dict(self.weights)
@@ -108,19 +108,18 @@ def load(
     region: str | None = None,
     averaged: bool = True,
 ) -> Trained:
-    """Returns a checkpoint of a run, verified. Every process that needs it calls this; it is no collective.
+    """Returns a verified checkpoint of a run. It is no collective: each process that needs the checkpoint calls it.
 
     Args:
         path: the folder of a run, or of one of its checkpoints.
         which: "best" by its main metric, or the last one if nothing was evaluated; or "latest".
-        region: in the place of `path`, the name that a run on this host has been given as `strategy.region`: its
-            parameters and buffers at the end of a step, the running one or one of the last ten seconds, as the
-            optimizer has left them.
+        region: instead of `path`, the `strategy.region` of a run on this host. Returns its parameters and buffers as
+            the optimizer has left them, at the end of the current step or of one in the last ten seconds.
         averaged: takes the averages of a run with `ddp.EMA`; False: its weights as the optimizer has left them.
 
     Raises:
         CheckpointError: there is none, or it is damaged; or no run of this user keeps the region.
-        ConfigError: `which` is neither, or not one of `path` and `region` is given.
+        ConfigError: `which` is neither, or both or none of `path` and `region` are given.
     """
     if which not in ("best", "latest"):
         raise ConfigError(f'which={which!r}: take "best" or "latest"')
@@ -144,9 +143,9 @@ def trained_of(found: store.StoredCheckpoint, *, averaged: bool = True) -> Train
 
 # --- Weights to start from -------------------------------------------------------------------------------------------
 #
-# Starting from given weights: at step 0, with a fresh optimizer, unlike a run that is resumed. A file's keys may be
-# renamed by their prefixes, and parts of the model may keep their fresh values. So a model can take over a trained body
-# and learn a new head.
+# A run that starts from given weights begins at step 0 with a fresh optimizer, unlike a resumed run. A file's keys may
+# be renamed by their prefixes, and parts of the model may keep their fresh values. So a model can take over a trained
+# body and learn a new head.
 
 
 def load_initial_weights(
@@ -161,7 +160,7 @@ def load_initial_weights(
         skip: prefixes (in the module) that keep their fresh values, such as a new head.
 
     Raises:
-        CheckpointError: nothing there, or, if strict, the first tensor that does not fit.
+        CheckpointError: nothing is there, or, if strict, a tensor does not fit.
     """
     weights: dict[str, Any] = {_renamed(key, rename): value for key, value in _read_weights(path).items()}
     weights = {key: value for key, value in weights.items() if not key.startswith(tuple(skip))}
@@ -183,7 +182,7 @@ def _read_weights(path: Path) -> dict[str, Any]:
     """Returns plain keys and their values from a checkpoint, or from a file of a state dict."""
     if path.is_dir():
         return trained_of(store.load(path, names=["model"]), averaged=False).weights
-    if not path.is_file():  # nor a pipe, at which reading would wait for ever
+    if not path.is_file():  # nor a pipe, which would block forever
         raise CheckpointError(f"{path} is no file; init_from.path takes a checkpoint folder or a file of weights")
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)

@@ -1,9 +1,9 @@
-"""From settings to who reads which sample: the order, the sharding, the steps.
+"""From settings to the samples that each rank reads: order, sharding, steps.
 
     data.order, data.sharding, batch.…, seed  ──▶  arguments of `ddp.fit`, or of a sampler of any rank
 
-Where data or sharding are the user's own, `sampler_facts` keeps what a sampler asks of them, and `StandInData` replaces
-them later.
+Where data or sharding are the user's own, `sampler_facts` keeps what a sampler reads of them, and `StandInData`
+replaces them later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def batches_of(config: Config, splits: Splits) -> Batches:
     """Returns how samples become steps.
 
     Raises:
-        ConfigError: the data do not have what the order goes by.
+        ConfigError: the data lack what the order needs.
     """
     return Batches(
         order=_order(config, splits.train),
@@ -44,14 +44,14 @@ def batches_of(config: Config, splits: Splits) -> Batches:
     )
 
 
-def check_dealing(config: Config, splits: Splits, state: Mapping[str, Any] | None = None) -> None:
-    """Checks that samples can be dealt as asked for.
+def check_sampling(config: Config, splits: Splits, state: Mapping[str, Any] | None = None) -> None:
+    """Checks that the settings can share samples out among ranks.
 
     Args:
-        state: of the sampler of the run to be resumed.
+        state: the sampler's, in the run to be resumed.
 
     Raises:
-        ConfigError: they cannot, or not from that state on.
+        ConfigError: they cannot, or not from that state.
     """
     sampler = sampler_for(config, splits, rank=0)
     if state is not None:
@@ -96,25 +96,25 @@ def _order(config: Config, samples: Samples) -> Order | None:
     """Returns the order of the training samples; None for the usual one.
 
     Raises:
-        ConfigError: the data set does not have what the order goes by.
+        ConfigError: the data set lacks what the order needs.
     """
     match config.data.order:
         case "auto" if config.data.window is not None:
-            return Blocks(_said_by(samples, config, "file_sizes"), window=config.data.window)
+            return Blocks(_attribute_of(samples, config, "file_sizes"), window=config.data.window)
         case "permutation":
             return Permutation(len(samples))
         case "fixed":
             return Fixed(len(samples))
         case "blocks":
-            return Blocks(_said_by(samples, config, "file_sizes"), window=config.data.window)
+            return Blocks(_attribute_of(samples, config, "file_sizes"), window=config.data.window)
         case "weighted":
-            return Weighted(_said_by(samples, config, "weights"))
+            return Weighted(_attribute_of(samples, config, "weights"))
         case "stratified":
-            return Stratified(_said_by(samples, config, "targets"))
+            return Stratified(_attribute_of(samples, config, "targets"))
     return None
 
 
-def _said_by(samples: Samples, config: Config, name: str) -> Any:
+def _attribute_of(samples: Samples, config: Config, name: str) -> Any:
     """Returns an attribute of a data set that has one number for each sample, or for each file."""
     found = getattr(samples, name, None)
     if found is None:
@@ -141,10 +141,10 @@ def _sharding(config: Config, samples: Samples) -> str | OwnSharding:
 
 
 class StandInData:
-    """Stand-in for samples of the user's own, whose code is not at hand: what a sampler asks of them, and no sample.
+    """Placeholder for the user's own samples without their code: has what a sampler reads of them, but no samples.
 
     Args:
-        facts: of `sampler_facts`.
+        facts: the result of `sampler_facts`.
     """
 
     shards: Sequence[Sequence[int]]  # of the user's own sharding, if there is one
@@ -161,7 +161,7 @@ class StandInData:
 
 
 def sampler_facts(config: Config, samples: Samples) -> dict[str, Any] | None:
-    """Returns, for JSON, what a sampler asks of data or a sharding of the user's own; None if nothing is their own."""
+    """Returns, for JSON, what a sampler reads of the user's own data or sharding; None if neither is the user's own."""
     if not own_parts({"data": asdict(config.data)}):
         return None
     asked = {"file_sizes", "addresses"}

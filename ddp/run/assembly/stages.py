@@ -1,7 +1,7 @@
-"""A run: checked before any worker starts, made by every worker, and completed afterwards.
+"""A run: checked before any worker starts, executed by every worker, and completed afterwards.
 
 check(config)            in the parent, before any worker: fetches data, builds the model without memory, looks at
-                         the checkpoint to be resumed; so one process says once what is wrong
+                         the checkpoint to be resumed; so one process reports each error once
 run(config, run_dir)     in every worker: communicator, data, model, optimizer, fit; rank 0 writes summary.json
 finish(config, run_dir)  in the parent, afterwards: the table, and of a GPT yardsticks and what it writes
 """
@@ -36,7 +36,7 @@ from ddp.replica.broadcast import move
 from ddp.run.assembly import components
 from ddp.run.assembly.load import load as load_trained
 from ddp.run.assembly.load import load_initial_weights
-from ddp.run.assembly.sampling import batches_of, check_dealing, sampler_facts, sampler_for
+from ddp.run.assembly.sampling import batches_of, check_sampling, sampler_facts, sampler_for
 from ddp.run.settings.address import origins
 from ddp.run.settings.checks import check_servers, check_strategy
 from ddp.run.settings.config import Config, folder_of
@@ -58,7 +58,7 @@ from ddp.train.steps.task import ngram_bits_per_byte, xz_bits_per_byte
 
 
 def check(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Finds out in one process, before any worker starts, whether the run can work.
+    """Checks in one process, before any worker starts, that the run can work.
 
     Returns:
         Step and sampler's state of the checkpoint that the run resumes from, None for a new run; and
@@ -87,10 +87,10 @@ def check(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
         with damage_as_error(checkpoint.path, ANOTHER, CheckpointError):
             position = {name: checkpoint.parts["position"][name] for name in ("step", "sampler")}
             check_fits(checkpoint.parts["model"], model, source=checkpoint.path)
-        check_dealing(config, splits, state=position["sampler"])
+        check_sampling(config, splits, state=position["sampler"])
         check_optimizer(checkpoint, optimizer)
         return position, sampler_facts(config, splits.train)
-    check_dealing(config, splits)
+    check_sampling(config, splits)
     if config.init_from.path:
         _load_given_weights(config, components.make_model(config, splits))
     return None, sampler_facts(config, splits.train)
@@ -105,7 +105,7 @@ def run(config: Config, run_dir: Path) -> None:
 
 @contextmanager
 def joined(config: Config) -> Iterator[Communicator]:
-    """Yields the communicator of the run's workers; tells them at the end if this one has failed."""
+    """Yields the communicator of the run's workers; notifies them at the end if this one has failed."""
     if config.cluster.devices is not None:
         show_only(config.cluster.devices)
     torch.set_num_threads(config.cluster.threads_per_worker or 1)
@@ -143,15 +143,15 @@ def finish(config: Config, run_dir: Path) -> None:
 
 def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) -> None:
     resumed = on_rank_zero(comm, lambda: _start_of(config, run_dir), label="looking for a checkpoint")
-    given = given_of(config, comm, stop, is_resumed=resumed is not None)
+    given = fit_arguments(config, comm, stop, is_resumed=resumed is not None)
     train(replace(given, folder=folder_of(config, run_dir)))
 
 
-def given_of(config: Config, comm: Communicator, stop: StopFlag, *, is_resumed: bool) -> FitArguments:
-    """Returns the arguments of `ddp.fit` that settings stand for, but the folder. Collective.
+def fit_arguments(config: Config, comm: Communicator, stop: StopFlag, *, is_resumed: bool) -> FitArguments:
+    """Returns the arguments of `ddp.fit` for the settings, except the folder. Collective.
 
     Raises:
-        ConfigError: hosts have other data.
+        ConfigError: hosts have different data.
     """
     splits = components.load_data(config)
     task = components.make_task(config, splits)
@@ -163,7 +163,7 @@ def given_of(config: Config, comm: Communicator, stop: StopFlag, *, is_resumed: 
         _load_given_weights(config, module)
     model = components.make_replica(config, module, comm)
     optimizer = components.make_optimizer(config, module)
-    sizes = sampler_for(config, splits, rank=0).sizes  # those of all: a server of several has no share of its own
+    sizes = sampler_for(config, splits, rank=0).sizes  # over all ranks: one of several servers has no share
     if comm.rank == 0 and (notes := [*origins(), *components.derived(config, sizes)]):
         say("\n".join(notes))
     collect_from_now_on()  # the optimizer has imported the last of torch

@@ -1,1 +1,1 @@
-"""From a command line to running workers, and back: the run's folder, their supervisor, what is said of failures."""
+"""From a command line to running workers, and back: the run's folder, their supervisor, reports of failures."""

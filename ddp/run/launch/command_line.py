@@ -316,9 +316,11 @@ def options_first(arguments: Sequence[str], *, own: Sequence[str] = ()) -> list[
         if name.startswith("-") and name not in HYDRAS:
             if near := get_close_matches(name, own, 1, NEAR):
                 raise ConfigError(f"{name}: there is no such option; did you mean {near[0]}?")
-            beside = [each for each in arguments[number + 1 :][:1] if "=" not in each and not each.startswith("-")]
-            example = f"{key_of_option(name)}={value or (beside or ['VALUE'])[0]}"
-            raise ConfigError(f"{' '.join([argument, *beside])}: settings have no dashes before them; write {example}")
+            following = [each for each in arguments[number + 1 :][:1] if "=" not in each and not each.startswith("-")]
+            example = f"{key_of_option(name)}={value or (following or ['VALUE'])[0]}"
+            raise ConfigError(
+                f"{' '.join([argument, *following])}: settings have no dashes before them; write {example}"
+            )
     return sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
 
 

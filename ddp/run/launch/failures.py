@@ -46,10 +46,11 @@ class Seat(NamedTuple):
         return self.logs / f"error-{str(self).replace(' ', '-')}.json"
 
 
-def in_words(status: int) -> str:
+def status_text(status: int) -> str:
     """Returns how a process without a report has ended, as text; a negative status is a signal."""
     if status < 0:
-        return f"was killed by {signal.Signals(-status).name}"
+        known = -status in set(signal.Signals)
+        return f"was killed by {signal.Signals(-status).name if known else f'signal {-status}'}"
     return f"exited with status {status} and left no report" if status else "has ended"
 
 
@@ -144,7 +145,7 @@ SOON_S = 10.0  # less than what the launcher grants from SIGTERM to SIGKILL
 
 
 class Failure(NamedTuple):
-    """Says how one worker ended: negative statuses are signals; seconds since 1970."""
+    """The end of one worker: negative statuses are signals; seconds since 1970."""
 
     status: int
     time_s: float
@@ -164,7 +165,7 @@ class RootCause(NamedTuple):
 
 
 def describe_failures(failures: Mapping[int, Failure], logs: Path, servers: int = 0) -> RootCause:
-    """Returns the worker that failed first, with what is to be said of all that failed.
+    """Returns the worker that failed first, with a text on all that failed.
 
     Args:
         failures: by rank, in the order of discovery; not empty.
@@ -210,6 +211,6 @@ def _root_cause(failures: Mapping[int, Failure], reports: Mapping[int, Report]) 
 
 def _death(seat: Seat, status: int) -> str:
     """Returns the block of a worker that could not report: its signal or status, and the end of its log."""
-    log, how = seat.log, f"{seat} {in_words(status)}{' (out of memory?)' if -status == signal.SIGKILL else ''}"
+    log, how = seat.log, f"{seat} {status_text(status)}{' (out of memory?)' if -status == signal.SIGKILL else ''}"
     tail = log.read_text(errors="replace").splitlines()[-15:] if log.is_file() else []
     return "\n".join([how, *([f"the end of {log}:", *tail] if tail else [])])

@@ -43,37 +43,37 @@ def launch(
     Inside the function `ddp.init()` finds the other ranks. Function, arguments and results are sent by cloudpickle, so
     a function of a notebook works. Rank 0 prints to this terminal.
 
-    With `servers`, for strategy="parameter_server", they are further processes, which run the function, too. A lost
-    worker is started again, and so are all servers together if one is lost (`supervisor.py`). The results of the
-    servers come first, and so `[0]` is that of server 0, which prints to this terminal; that of a worker that was lost,
-    and not started again, is None.
+    `servers`, for strategy="parameter_server", are further processes, which also run the function. A lost worker is
+    restarted, and so are all servers together if one is lost (`supervisor.py`). The servers' results come first, so
+    `[0]` is that of server 0, which prints to this terminal. The result of a worker that was lost and not restarted is
+    None.
 
     Args:
         workers: the world size; with servers, the number of further processes.
         servers: the number of processes that hold the parameters; 0: the workers hold them.
-        restarts: most times that a worker is started again, and that the servers are.
+        restarts: most restarts of each worker, and of the servers.
         threads_per_worker: None: cores ÷ processes, at least 1.
-        timeout_s: a worker that runs longer ends the launch, and says where it stood. None: no limit.
+        timeout_s: a worker that runs longer ends the launch, and reports its stack. None: no limit.
 
     Raises:
-        ConfigError: an argument cannot work, or cannot be sent; or this process is one rank of several already.
-        WorkersFailed: a worker raised or died; the message ends with the block of the one that failed first. It is of
-            the type of that one's exception, too, so that `except ValueError` around the launch works.
-        KeyboardInterrupt, SystemExit: Ctrl-C, or another signal, which has ended the workers, too.
+        ConfigError: an argument cannot work, or cannot be sent; or this process already is one rank of several.
+        WorkersFailed: a worker raised or died; the message ends with the block of the one that failed first. The error
+            also has the type of that worker's exception, so that `except ValueError` around the launch works.
+        KeyboardInterrupt, SystemExit: Ctrl-C, or another signal, which has also ended the workers.
     """
     name = getattr(function, "__name__", "function")
     refuse_workers(f"ddp.launch({name}, …)", instead=f"call {name}({'…' if args or kwargs else ''}) itself")
     check_call(function, args, kwargs)
     _check_launch(workers, servers, restarts, threads_per_worker, timeout_s)
     if sys.stdout is not None and sys.stdout.isatty():  # a pipe gets what the function prints, and nothing else
-        beside = f"{counted(servers, 'server')} and " if servers else ""
-        say(f"starting {beside}{counted(workers, 'worker')} …")
+        and_servers = f"{counted(servers, 'server')} and " if servers else ""
+        say(f"starting {and_servers}{counted(workers, 'worker')} …")
     with folder_for_call(workers, function, args, kwargs) as folder:
         limit = [] if timeout_s is None else ["--timeout", str(timeout_s)]
         counts = {"workers": workers, "servers": servers, "restarts": restarts}
         words = ["--call", str(folder / CALL), *limit]
         ended = run_workers(words, threads=threads_per_worker, logs=folder / "logs", **counts)
-        if (stopped_by := ended.signal or _left_by(ended.failures)) is signal.SIGINT:
+        if (stopped_by := ended.signal or _agreed_signal(ended.failures)) is signal.SIGINT:
             raise KeyboardInterrupt("it has ended the workers; if a fit was running, its last line says what is saved")
         if stopped_by is not None:
             raise SystemExit(128 + stopped_by)
@@ -99,11 +99,11 @@ def _check_launch(workers: Any, servers: Any, restarts: Any, threads_per_worker:
     if servers + workers > most_workers():
         cores = counted(available_cores(), "core")
         what = f"servers={servers} workers={workers}" if servers else f"workers={workers}"
-        log.warning("%s: they take turns on %s; %d or fewer train faster", what, cores, available_cores())
+        log.warning("%s: they oversubscribe %s; %d or fewer train faster", what, cores, available_cores())
 
 
-def _left_by(failures: Mapping[int, Failure]) -> signal.Signals | None:
-    """Returns the signal on which the workers have left in agreement, if only they got it."""
+def _agreed_signal(failures: Mapping[int, Failure]) -> signal.Signals | None:
+    """Returns the signal on which the workers agreed to stop, if only they got it."""
     statuses = {failure.status for failure in failures.values()}
     return next((number for number in signal.Signals if statuses == {128 + number}), None)
 
@@ -112,11 +112,11 @@ def _left_by(failures: Mapping[int, Failure]) -> signal.Signals | None:
 #
 #     call.pkl               world size and `sys.path`; then function, arguments, keywords, and which classes and
 #                            functions of the script these use, because pickle asks a worker for them by name
-#     defined.pkl            the last again, for processes that multiprocessing starts from a worker
+#     defined.pkl            these again, for processes that multiprocessing starts from a worker
 #     result-rank-R.pkl      what the function returned on rank R
 #     raised-rank-R.pkl      what it raised there, if that can be sent
 #
-# What cannot be sent, or does not fit on the disk, is one sentence: on the way there before a worker starts.
+# A value that cannot be sent, or does not fit on the disk, is refused in one sentence; of a call, before workers start.
 
 
 CALL, DEFINED = "call.pkl", "defined.pkl"
@@ -133,7 +133,7 @@ def result_file(folder: Path, rank: int) -> Path:
 
 def write_exception(folder: Path, rank: int, error: BaseException) -> None:
     """Leaves a rank's exception for the launcher, if it can be sent."""
-    with contextlib.suppress(Exception):  # the report has its type, and all that it says
+    with contextlib.suppress(Exception):  # the report has its type and message
         data = _dumped(error)
         if len(data) <= LARGEST_EXCEPTION:
             _exception_file(folder, rank).write_bytes(data)
@@ -242,7 +242,7 @@ def definition(name: str, argv: Sequence[str]) -> Any:
     """Returns the launched script's object of this name, in a process with the command line of a worker.
 
     Raises:
-        AttributeError: nothing, or nothing that the launched function uses.
+        AttributeError: the launched function uses no such object.
     """
     try:
         return _read_definitions(Path(argv[argv.index("--call") + 1]).with_name(DEFINED))["__main__", name]
@@ -257,7 +257,7 @@ def _read_definitions(file: Path) -> Definitions:
 
 
 def _dumped(value: Any, defined: Definitions | None = None) -> bytes:
-    """Returns what another process makes the value of again; tensors are on the CPU there.
+    """Returns the value, pickled for another process, where its tensors are on the CPU.
 
     Args:
         defined: gets the classes and functions in it that other processes cannot import.
@@ -322,7 +322,7 @@ def _is_importable(name: str) -> bool:
 
 @contextlib.contextmanager
 def _by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
-    """Sends what these modules define whole, and not as a name to be imported, for the duration of the block."""
+    """Pickles what these modules define by value, and not by name, for the duration of the block."""
     import cloudpickle
 
     ours = [module for module in modules if module.__name__ not in cloudpickle.list_registry_pickle_by_value()]

@@ -37,12 +37,12 @@ from ddp.run.settings.reader import from_plain
 
 
 def objective(job: Job, sweeper: DictConfig) -> float:
-    """Returns the objective of a sweeper: the main metric; not a number if there is none, and none is asked for.
+    """Returns the objective of a sweeper: the main metric; NaN if there is none and the sweeper needs none.
 
     Whether more is better is the sweeper's setting: Optuna's, say, has hydra.sweeper.direction=maximize.
 
     Raises:
-        ConfigError: there is none, and the sweeper is another one than Hydra's basic one, which asks for nothing.
+        ConfigError: there is none, and the sweeper is not Hydra's basic one, which needs none.
     """
     if job.objective is not None:
         return job.objective
@@ -77,7 +77,7 @@ class Jobs(Launcher):
             ended=lambda job: found.update({job.run_dir: job}),
         )
         if stopped is not None:
-            sweep.conclude(folder)
+            sweep.report_jobs(folder)
             given = [each for each in sys.argv[1:] if not each.startswith("sweep.name=")]
             again = train_command(*given, f"sweep.name={quoted(folder.name)}")
             say(f"the sweep continues with {again}", to=sys.stderr)
@@ -110,12 +110,12 @@ class Table(Callback):
     """Ends a sweep: gathers, writes and prints its table, and ends the process with its status."""
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        """Is called by Hydra once all jobs have ended."""
-        sys.exit(sweep.conclude(Path(config.hydra.sweep.dir).absolute()))
+        """Writes the table. Hydra calls this once all jobs have ended."""
+        sys.exit(sweep.report_jobs(Path(config.hydra.sweep.dir).absolute()))
 
 
 class Addresses(ConfigSource):
-    """Answers for every name with a colon, in the groups that take one."""
+    """Hydra's source for names with a colon, in the groups that take one."""
 
     @staticmethod
     def scheme() -> str:
@@ -142,12 +142,12 @@ class Addresses(ConfigSource):
 
 def register() -> None:
     """Makes addresses and `hydra/launcher=jobs` known to Hydra, which finds launchers below this name alone."""
-    home = "hydra_plugins"
+    namespace = "hydra_plugins"
     Plugins.instance().register(Addresses)  # the instance has imported the others
-    if home not in sys.modules:
-        sys.modules[home] = ModuleType(home)
-        sys.modules[home].__path__ = []
-    sys.modules[f"{home}.ddp"] = sys.modules[__name__]
-    Jobs.__module__ = f"{home}.ddp"
+    if namespace not in sys.modules:
+        sys.modules[namespace] = ModuleType(namespace)
+        sys.modules[namespace].__path__ = []
+    sys.modules[f"{namespace}.ddp"] = sys.modules[__name__]
+    Jobs.__module__ = f"{namespace}.ddp"
     Plugins.instance().register(Jobs)
-    ConfigStore.instance().store("jobs", {"_target_": f"{home}.ddp.Jobs"}, group="hydra/launcher", provider="ddp")
+    ConfigStore.instance().store("jobs", {"_target_": f"{namespace}.ddp.Jobs"}, group="hydra/launcher", provider="ddp")

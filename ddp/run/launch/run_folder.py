@@ -1,8 +1,8 @@
 """The folder of a run, before a worker starts: who may write it, what an earlier run left there, and config.yaml.
 
     RUN_DIR/config.yaml      every setting, as `ddp.run.settings.config` has it; it exists once a run was prepared here
-            starts.jsonl     each start of the run: the settings, the position that it went on from, and what
-                             `sampling.sampler_facts` says of data of the user's own
+            starts.jsonl     each start of the run: the settings, the position that it resumed from, and
+                             `sampling.sampler_facts` of the user's own data
             metrics.jsonl, summary.json, curves.png, logs/, checkpoints/      what workers and launcher write
             .lock            while a process writes here: see `files.hold`
 
@@ -53,7 +53,7 @@ def prepare(config: Config, run_dir: Path, *, local_workers: int | None = None, 
     resolve(config, local_workers=local_workers, num_shards=_earlier_num_shards(config, run_dir))
     position, dealt = check(config)
     for stale in (run_dir / "summary.json", *run_dir.glob("logs/error-*.json")):
-        stale.unlink(missing_ok=True)  # they tell how the attempt that is being resumed ended
+        stale.unlink(missing_ok=True)  # they say how the attempt that is being resumed ended
     text, path = settings_text(config), run_dir / "config.yaml"
     if not path.is_file() or path.read_bytes() != text.encode():
         files.write_whole(path, text)
@@ -96,7 +96,7 @@ def continued(config: Config, overrides: Sequence[str], run_dir: Path) -> Config
         return config
     if config.resume != "auto":
         code = plain["run"]["code"]
-        plain.update({group: now[group] for group in ("run", "init_from")})  # it goes on elsewhere, from a checkpoint
+        plain.update({group: now[group] for group in ("run", "init_from")})  # it continues elsewhere, from a checkpoint
         plain["run"]["code"] = code
     derived = {"cluster": ["local_workers", "spec", "task", "role"], "batch": ["num_shards"]}
     if "cluster.workers" in keys:
@@ -117,7 +117,7 @@ def continued(config: Config, overrides: Sequence[str], run_dir: Path) -> Config
 
 
 def forget_trial(run_dir: Path) -> None:
-    """Removes what says that a run is here, so that a run, or the next trial, may have the folder's name."""
+    """Removes the files that mark a run, so that a run, or the next trial, may use the folder's name."""
     from ddp.train.reports.history import STARTS
 
     for name in ("config.yaml", STARTS):
@@ -170,7 +170,7 @@ def _refuse_reuse(config: Config, run_dir: Path) -> None:
 
 
 def _is_of_trial(path: Path) -> bool:
-    """Returns True for the config.yaml of a trial, which was killed and has left it."""
+    """Returns True for a config.yaml that a killed trial has left."""
     with contextlib.suppress(ConfigError):
         return bool(read_settings(path).get("trial"))
     return False

@@ -1,4 +1,4 @@
-"""Runs workers, and servers beside them, each a process by itself, and says how they ended.
+"""Runs workers and servers, each in its own process, and returns how they ended.
 
 A process is a plain `subprocess` (`worker.py`), in its own session, with a thread that waits for it.
 
@@ -10,16 +10,16 @@ With servers, one may end without the others:
 
 | who     | how it ends                            | what follows                                                     |
 |---------|----------------------------------------|------------------------------------------------------------------|
-| a worker| by a signal, or because others are lost| it is started again, `restarts` times; then the others go on     |
+| a worker| by a signal, or because others are lost| it is restarted, `restarts` times; then the others continue      |
 |         | by what the servers' fit has raised    | the run has failed, and the servers say why                      |
-| a server| by a signal, or because others are lost| all servers are started again together, `restarts` times, unless |
-|         |                                        | all workers have done their work                                 |
+| a server| by a signal, or because others are lost| all servers are restarted together, `restarts` times, unless all |
+|         |                                        | workers have done their work                                     |
 | either  | its program raised                     | the run has failed: all others are asked to stop                 |
 | servers | well                                   | the run is done; a worker that continues is killed later         |
 
-A restarted server resumes from the run's last checkpoint. Each end is told in the store in which servers
-and workers meet (`comm/meeting/role.py`), as soon as the kernel reports it. The store is files in the private folder of
-the launch (`private_store.py`), so it outlives every process, and no other user reaches it.
+A restarted server resumes from the run's last checkpoint. As soon as the kernel reports the end of a process, it is
+published in the store in which servers and workers meet (`comm/meeting/role.py`). The store is files in the private
+folder of the launch (`private_store.py`), so it outlives every process, and no other user reaches it.
 """
 
 from __future__ import annotations
@@ -38,29 +38,30 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
-from ddp.comm.meeting.private_store import private_folder
 from ddp.comm.meeting.role import STORE, Job, Role, publish_end
+from ddp.comm.meeting.secret import private_folder
 from ddp.process.clock import Patience, now_s
 from ddp.process.files import make_folder, to_append
 from ddp.process.memory import available_cores
 from ddp.process.memory import variables as memory_variables
 from ddp.process.terminal import log, say
-from ddp.run.launch.failures import Failure, Report, Seat, in_words
+from ddp.run.launch.failures import Failure, Report, Seat, status_text
 from ddp.run.settings.config import Config
 from ddp.train.steps.stopping import ECHO_S, hears_signals, stop_signals
 
 LEAVE_S, START_S = 10.0, 60.0
-"""Once the servers have ended, workers have this long to end, too; at least until so long after their start, because on
-a busy host a short run may be over before a worker has come."""
+"""Once the servers have ended, workers have LEAVE_S to end, too, but at least until START_S after their start, because
+on a busy host a short run may be over before a worker has joined."""
 FOLLOW_S = 5.0
-"""Once one server has ended because of another one, that one has this long to say why; and once a rank has left in
-agreement, the others have this long to leave."""
-LOST = ("PeerLost", "CommunicatorBroken")  # what a worker's program lets out if it can be started again
-POLL_S = 0.25  # between two looks at the clock, while one of these times passes
+"""After one server's end because of another, that other has this long to report why; after a rank's agreed stop, the
+other ranks have this long to leave."""
+LOST = ("PeerLost", "CommunicatorBroken")  # exceptions after which a worker can be restarted
+POLL_S = 0.25  # between two checks of these limits
+NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Ended(NamedTuple):
-    """Says how all workers ended. `signal`: what the parent itself got; `failures`: by rank, in order of discovery."""
+    """The end of all workers. `signal`: the one that the parent got; `failures`: by rank, in order of discovery."""
 
     signal: signal.Signals | None
     failures: Mapping[int, Failure]
@@ -89,7 +90,7 @@ def run_workers(
         threads: of a process; None: cores ÷ processes, at least 1.
         logs: the folder of their reports.
         servers: 0: the workers are ranks, all of which fail with one.
-        restarts: most times that a worker is started again beside servers; and all servers.
+        restarts: most restarts of a worker, if there are servers; and of all servers.
 
     Returns:
         How they ended, by number: first the servers, then the workers (`failures.Seat`).
@@ -98,7 +99,7 @@ def run_workers(
 
     threads = threads or max(1, available_cores() // (workers + servers))
     events: Events = SimpleQueue()
-    with private_folder() as private, heard(events.put), paused_together():
+    with private_folder() as private, signals_to(events.put), paused_together():
         launch = ["--parent", str(os.getpid()), "--private", str(private), *arguments]
         command = worker_command(
             "ddp.run.launch.worker", [*launch, "--servers", str(servers), "--workers", str(workers)], threads=threads
@@ -129,8 +130,10 @@ def _variables(rank: int, world_size: int, port: int) -> list[str]:
     """Returns the environment of a rank, as torchrun gives it."""
     own = {f"{local}RANK": rank for local in ("", "LOCAL_")} | {f"{of}WORLD_SIZE": world_size for of in ("", "LOCAL_")}
     meeting = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    torchs = {"TORCHELASTIC_RUN_ID": "ddp", "TORCHELASTIC_RESTART_COUNT": 0, "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1}
-    return [f"{name}={value}" for name, value in {**own, **meeting, **torchs}.items()]
+    roles = {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": world_size}
+    restarts = {f"TORCHELASTIC_{name}": 0 for name in ("RESTART_COUNT", "MAX_RESTARTS")}
+    torchs = {"TORCHELASTIC_RUN_ID": "ddp", **restarts, NCCL_ERRORS: os.environ.get(NCCL_ERRORS, 1)}
+    return [f"{name}={value}" for name, value in {**own, **meeting, **roles, **torchs}.items()]
 
 
 class _End(NamedTuple):
@@ -142,20 +145,20 @@ Events = SimpleQueue[_End | signal.Signals]
 
 
 class _Running(NamedTuple):
-    """A process that runs, in its part."""
+    """A running process and its role."""
 
-    part: Role
+    role: Role
     process: Process
     since_s: float
 
 
 class _Supervisor:
-    """Starts all, and answers each end of a process and each signal.
+    """The parent of all processes: starts them, and handles the end of each and every signal.
 
     Args:
         commands: by number, the words after `env`, but for a process's number and incarnation.
         roles: by number, the role of each process as it is first started.
-        events: where the signals come in that this process gets.
+        events: gets the signals of this process.
     """
 
     def __init__(
@@ -165,7 +168,7 @@ class _Supervisor:
         self._num_servers, self._stops = roles[0].num_servers, stop_signals()
         self._running: dict[int, _Running] = {}
         self._failures: dict[int, Failure] = {}
-        self._one_has_done_its_work = False  # a worker, so that the servers may need no other one
+        self._has_finished_worker = False  # so the servers may need no other worker
         self._got: tuple[signal.Signals, float] | None = None  # the first signal, and when it came
         self._over: Patience | None = None  # once the run is over: with the processes that still run
         self._lost: dict[int, Failure] = {}  # servers, which are started again once all have ended
@@ -180,12 +183,12 @@ class _Supervisor:
             try:
                 event = self._events.get(timeout=None if self._over is self._losing is None else POLL_S)
             except Empty:
-                self._kill_the_late()
+                self._kill_overdue()
                 continue
             if isinstance(event, _End):
-                self._answer(event.rank, event.status)
+                self._end_of(event.rank, event.status)
             else:
-                self._obey(event)
+                self._pass_on(event)
         return Ended(self._got[0], {}) if self._got else Ended(None, self._failures)
 
     def close(self) -> None:
@@ -196,15 +199,15 @@ class _Supervisor:
                 del self._running[event.rank]
 
     def _start(self, rank: int, incarnation: int = 0) -> None:
-        part = replace(self._roles[rank], incarnation=incarnation)
+        role = replace(self._roles[rank], incarnation=incarnation)
         self._killed.discard(rank)
         process = started([*self._commands[rank], "--rank", str(rank), "--incarnation", str(incarnation)])
-        self._running[rank] = _Running(part, process, now_s())
+        self._running[rank] = _Running(role, process, now_s())
 
         def wait() -> None:
             self._events.put(_End(rank, process.wait()))
 
-        threading.Thread(target=wait, name=f"ddp-waits-for-{part.job}-{part.index}", daemon=True).start()
+        threading.Thread(target=wait, name=f"ddp-waits-for-{role.job}-{role.index}", daemon=True).start()
 
     def _start_again(self, rank: int, incarnation: int) -> None:
         Seat(self._logs, rank, self._num_servers).report.unlink(missing_ok=True)
@@ -212,7 +215,7 @@ class _Supervisor:
 
     def _of(self, job: Job) -> list[int]:
         """Returns the numbers of the servers, or workers, that run."""
-        return [rank for rank, each in self._running.items() if each.part.job == job]
+        return [rank for rank, each in self._running.items() if each.role.job == job]
 
     def _signal(self, number: signal.Signals, ranks: Iterable[int]) -> None:
         if number is signal.SIGKILL:
@@ -224,63 +227,63 @@ class _Supervisor:
 
     # --- the end of a process ----------------------------------------------------------------------------------------
 
-    def _answer(self, rank: int, status: int) -> None:
-        part = self._running.pop(rank).part
+    def _end_of(self, rank: int, status: int) -> None:
+        role = self._running.pop(rank).role
         if not self._num_servers:
-            self._answer_rank(rank, status)
+            self._end_of_rank(rank, status)
             return
-        publish_end(part, in_words(status) if status else "")
+        publish_end(role, status_text(status) if status else "")
         report = Report.read(Seat(self._logs, rank, self._num_servers)) if status else None
         if report is not None and not report.is_secondary:
             self._fail({rank: Failure(status, time.time())})
-        elif part.job == "server":
-            self._answer_server(part, status, report)
+        elif role.job == "server":
+            self._end_of_server(role, status, report)
         elif status == 0:
-            self._one_has_done_its_work = True
+            self._has_finished_worker = True
         elif report is not None and report.type not in LOST:
             self._failures[rank] = Failure(status, time.time())
         elif self._over is None:
-            self._answer_worker(part, status, report)
+            self._end_of_worker(role, status, report)
 
-    def _answer_rank(self, rank: int, status: int) -> None:
-        """Ends the others once a rank has failed. Those of an agreed stop end by themselves, where nothing is wrong."""
+    def _end_of_rank(self, rank: int, status: int) -> None:
+        """Ends the others once a rank has failed. After an agreed stop they end by themselves."""
         if status - 128 in self._stops and self._over is None:
             self._failures[rank] = Failure(status, time.time())
             self._losing = self._losing or Patience(FOLLOW_S)
         elif status:
             self._fail({rank: Failure(status, time.time())})
 
-    def _answer_worker(self, part: Role, status: int, report: Report | None) -> None:
-        """Starts a worker again that is lost, or continues without it."""
-        rank = self._num_servers + part.index
-        if part.incarnation < self._restarts:
-            _say(part, status, report, f"it is started again ({part.incarnation + 1} of {self._restarts})")
-            self._start_again(rank, part.incarnation + 1)
-        elif self._of("worker") or self._one_has_done_its_work:
-            _say(part, status, report, "the others go on without it")
+    def _end_of_worker(self, role: Role, status: int, report: Report | None) -> None:
+        """Restarts a lost worker, or continues without it."""
+        rank = self._num_servers + role.index
+        if role.incarnation < self._restarts:
+            _say(role, status, report, f"it is started again ({role.incarnation + 1} of {self._restarts})")
+            self._start_again(rank, role.incarnation + 1)
+        elif self._of("worker") or self._has_finished_worker:
+            _say(role, status, report, "the others continue without it")
         else:
             self._fail({rank: Failure(status, time.time())})
 
-    def _answer_server(self, part: Role, status: int, report: Report | None) -> None:
-        """Starts all servers again once one is lost, or ends the run with the last of them."""
+    def _end_of_server(self, role: Role, status: int, report: Report | None) -> None:
+        """Restarts all servers once one is lost, or ends the run with the last of them."""
         if self._over is None and status - 128 in self._stops:  # it got this by itself, outside of training
-            self._obey(signal.Signals(status - 128))
+            self._pass_on(signal.Signals(status - 128))
         elif self._over is None and status:
             if self._losing is None:
                 who = "it is" if self._num_servers == 1 else "all servers are"
-                if self._may_start_again(part):
-                    _say(part, status, report, f"{who} started again ({part.incarnation + 1} of {self._restarts})")
+                if self._may_start_again(role):
+                    _say(role, status, report, f"{who} started again ({role.incarnation + 1} of {self._restarts})")
                 self._losing = Patience(FOLLOW_S)
-            if part.index not in self._killed:
-                self._lost[part.index] = Failure(status, time.time())
-            if report is None:  # the others cannot go on, and know no more
+            if role.index not in self._killed:
+                self._lost[role.index] = Failure(status, time.time())
+            if report is None:  # the others cannot continue, and have nothing to report
                 self._signal(signal.SIGKILL, self._of("server"))
         if self._of("server"):
             return
         lost, self._lost, self._losing = self._lost, {}, None
-        if self._over is None and lost and self._may_start_again(part):
+        if self._over is None and lost and self._may_start_again(role):
             for rank in range(self._num_servers):
-                self._start_again(rank, part.incarnation + 1)
+                self._start_again(rank, role.incarnation + 1)
             return
         if self._over is None and lost:
             self._fail(lost)
@@ -290,8 +293,8 @@ class _Supervisor:
             self._signal(signal.SIGTERM, self._of("worker"))
 
     def _may_start_again(self, server: Role) -> bool:
-        """Returns True if servers may be started once more; not if all workers have done their work, and gone."""
-        is_of_use = self._of("worker") or not self._one_has_done_its_work
+        """Returns True if the servers may be restarted; False once all workers have finished."""
+        is_of_use = self._of("worker") or not self._has_finished_worker
         return server.incarnation < self._restarts and bool(is_of_use)
 
     # --- the end of the run ------------------------------------------------------------------------------------------
@@ -301,14 +304,14 @@ class _Supervisor:
             self._over = Patience(limit_s)
 
     def _fail(self, failures: Mapping[int, Failure]) -> None:
-        """Notes what has failed, and asks all others to stop."""
+        """Records what has failed, and asks all others to stop."""
         self._failures.update({**self._lost, **failures})
         if self._over is None:
             self._end_within(SHUTDOWN_S)
             self._signal(signal.SIGTERM, self._running)
 
-    def _obey(self, number: signal.Signals) -> None:
-        """Passes on the signal that this process got, to the servers or to all ranks; at a second one, ends all."""
+    def _pass_on(self, number: signal.Signals) -> None:
+        """Passes a signal on to the servers, or to all ranks; a second one kills all processes."""
         if self._got is None:
             self._got = number, now_s()
             self._end_within(SHUTDOWN_S)
@@ -316,13 +319,13 @@ class _Supervisor:
         elif now_s() - self._got[1] > ECHO_S:
             self._signal(signal.SIGKILL, self._running)
 
-    def _kill_the_late(self) -> None:
-        """Kills those that should have ended by now."""
+    def _kill_overdue(self) -> None:
+        """Kills the processes whose time to end is up."""
         if self._over is not None and not self._over.left_s():
             for rank, each in self._running.items():
                 if not self._got and not self._failures and rank not in self._killed:
                     late_s = self._over.limit_s
-                    log.warning("%s still runs %.0f s after the servers have ended, and is killed", each.part, late_s)
+                    log.warning("%s still runs %.0f s after the servers have ended, and is killed", each.role, late_s)
             self._signal(signal.SIGKILL, list(self._running))
         elif self._losing is not None and not self._losing.left_s():
             if self._num_servers:
@@ -331,10 +334,10 @@ class _Supervisor:
                 self._fail({})
 
 
-def _say(part: Role, status: int, report: Report | None, then: str) -> None:
+def _say(role: Role, status: int, report: Report | None, then: str) -> None:
     """Prints the one line about a loss that does not end the run."""
-    how = in_words(status) if report is None else f"has ended ({report.type}: {' '.join(report.message.split())})"
-    log.warning("%s %s; %s", part, how, then)
+    how = status_text(status) if report is None else f"has ended ({report.type}: {' '.join(report.message.split())})"
+    log.warning("%s %s; %s", role, how, then)
 
 
 # --- The command of a process that computes; signals to its parent, and Ctrl-Z ---------------------------------------
@@ -377,7 +380,7 @@ def worker_command(module: str, words: Sequence[str], *, threads: int) -> list[s
 
 
 @contextlib.contextmanager
-def heard(tell: Callable[[signal.Signals], object]) -> Iterator[None]:
+def signals_to(tell: Callable[[signal.Signals], object]) -> Iterator[None]:
     """Gives `tell` each signal that asks this process to stop, for the duration of the block."""
     signals = stop_signals() if hears_signals() else []
     if signals and signal.getsignal(signal.SIGQUIT) is not signal.SIG_IGN:
@@ -394,11 +397,11 @@ def heard(tell: Callable[[signal.Signals], object]) -> Iterator[None]:
 def paused_together(by: signal.Signals = signal.SIGSTOP) -> Iterator[None]:
     """Lets Ctrl-Z pause the workers, too, and `fg` continue them, for the duration of the block.
 
-    Every worker has its own session, which the terminal does not reach. Without this the workers would go on until
-    they need the store of the launcher that is paused.
+    Every worker has its own session, which the terminal does not reach. Without this the workers would continue until
+    they need the store of the paused launcher.
 
     Args:
-        by: SIGTSTP for children that pause workers of their own.
+        by: SIGTSTP for children that pause their own workers.
     """
     if not hears_signals() or signal.getsignal(signal.SIGTSTP) != signal.SIG_DFL:
         yield
@@ -424,16 +427,16 @@ def _signal_sessions(leaders: Sequence[int], number: signal.Signals) -> None:
 
 
 def _children() -> list[int]:
-    """Returns this process's children, or none where the kernel does not tell."""
+    """Returns this process's children, or none where the kernel does not list them."""
     return [int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
 
 
 # --- The side-car ----------------------------------------------------------------------------------------------------
 #
-# The side-car of a run (`ddp/train/sidecar.py`) runs beside its workers, on a core that they leave.
+# The side-car of a run (`ddp/train/sidecar.py`) runs next to its workers, on a core that they leave free.
 #
 #     cores 0 1 2 3, three workers × one thread     0 1 2  workers          3  side-car
-#     cores 0 1, two workers                        0 1    workers, and the side-car where they wait: it is told
+#     cores 0 1, two workers                        0 1    workers, and the side-car while they wait
 #
 # It computes on the CPU. Its output goes to RUN_DIR/logs/sidecar.log. It has the lowest priority, because training must
 # not wait for it, and ends with its launcher.
@@ -447,7 +450,7 @@ def with_sidecar(config: Config, run_dir: Path) -> Iterator[Callable[[], bool] |
     """Runs a side-car for the duration of the block, if the settings ask for one.
 
     Yields:
-        A function that says whether it is there; None if none was asked for.
+        A function that returns True while the side-car runs; None without a side-car.
     """
     if config.evaluate.by != "sidecar":
         yield None
@@ -484,7 +487,7 @@ def _own_core(config: Config) -> int | None:
 
 
 def _end_sidecar(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process, if it is there: what it has evaluated is written, and the rest waits in its folder."""
+    """Ends the process if it runs. Its results are written; checkpoints not evaluated yet stay in its folder."""
     process.terminate()
     try:
         process.wait(END_S)

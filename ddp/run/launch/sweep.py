@@ -9,15 +9,14 @@
     runs/sweep-DATE/cluster.workers=2,optim.lr=0.1/     a job; it is named by what the sweep varies
                         job.json                        its settings, when it began and ended, with which status and
                                                         objective (the main metric)
-                    sweep.csv, sweep.json               all jobs so far, written anew after each of them
+                    sweep.csv, sweep.json               all jobs so far, rewritten after each of them
 
-Nothing is remembered but what stands in the folder. So a resumed sweep, another launcher of Hydra's, another
-sweeper and a search lead to the same table. The main metric and its direction come from the jobs' summary.json. Where
-there is none, speed decides.
+The folder is the only state. So a resumed sweep, another launcher of Hydra's, another sweeper and a search lead to the
+same table. The main metric and its direction come from the jobs' summary.json. Without a main metric, speed decides.
 
-What a job prints stands in its RUN_DIR/logs/job.log if several run at the same time, because their lines would mix.
-A signal to this process is passed on to all running jobs. Each stops in agreement and saves, and none begins. A job
-that is still there `STOP_S` after it was asked to stop is killed, such as one that somebody has paused.
+If several jobs run at the same time, each prints to its RUN_DIR/logs/job.log, because their lines would mix. A signal
+to this process is passed on to all running jobs. Each job's workers agree on a stop and save, and no other job begins.
+A job that still runs `STOP_S` after it was asked to stop, such as a paused one, is killed.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from ddp.process.host import VISIBLE_GPUS, visible_gpus
 from ddp.process.memory import available_cores
 from ddp.process.records import json_object, made, to_json
 from ddp.process.terminal import console, ended_by_ctrl_c, say
-from ddp.run.launch.supervisor import SHUTDOWN_S, heard, paused_together
+from ddp.run.launch.supervisor import SHUTDOWN_S, paused_together, signals_to
 from ddp.run.launch.worker import ORPHAN_GRACE_S, follow_parent
 from ddp.train.reports.results import is_metric, metric_in_words, read_summary, words_of
 from ddp.units import counted
@@ -87,12 +86,12 @@ class Job:
         return None
 
     def begun(self) -> Job:
-        """Notes that the job begins now; returns it so."""
+        """Records that the job begins now; returns the new state."""
         make_folder(self.run_dir)
         return self._written(began=time.time())
 
     def done(self, status: int, *, pruned: bool = False) -> Job:
-        """Notes that the job has ended now; returns it so."""
+        """Records that the job has ended now; returns the new state."""
         job = replace(self, status=status)
         objective = job.number(job.summary.get("main_metric", "")) if status == 0 else None
         return self._written(status=status, objective=objective, ended=time.time(), pruned=pruned)
@@ -175,10 +174,10 @@ def jobs_in(folder: Path) -> list[Job]:
 
 
 def gather(folder: Path) -> Results:
-    """Reads what the jobs of a sweep have left so far, and orders it."""
+    """Reads the results of a sweep's jobs so far, and orders them."""
     jobs = jobs_in(folder)
-    judged = next((job.summary for job in jobs if "main_metric" in job.summary), {})
-    main_metric, sign = judged.get("main_metric", ""), 1 if judged.get("higher_is_better") else -1
+    evaluated = next((job.summary for job in jobs if "main_metric" in job.summary), {})
+    main_metric, sign = evaluated.get("main_metric", ""), 1 if evaluated.get("higher_is_better") else -1
 
     def place(job: Job) -> tuple[bool, float, float]:
         metric, rate = job.number(main_metric), job.number("samples_per_s")
@@ -189,7 +188,7 @@ def gather(folder: Path) -> Results:
     return Results(sorted(jobs, key=place), varied, main_metric)
 
 
-def conclude(folder: Path) -> int:
+def report_jobs(folder: Path) -> int:
     """Writes and prints the table. Returns the status of the sweep: that of the first job that is not done."""
     results = gather(folder)
     write(results, folder)
@@ -271,7 +270,7 @@ class _Running:
     """A job's process, and the number of its share of the cores.
 
     Attributes:
-        patience: for how long, after it was asked to stop, it is not killed.
+        patience: time until it is killed, once it was asked to stop.
     """
 
     job: Job
@@ -292,14 +291,14 @@ class _Running:
         return self.process.poll() is not None
 
     def done(self) -> Job:
-        """Notes how the job has ended; returns it so."""
+        """Records how the job has ended; returns the new state."""
         status = self.process.returncode
         status = status if status >= 0 else 128 - status
         return self.job.done(status, pruned=self.is_hopeless and status > 128)
 
 
 def check_parallel(parallel: int) -> None:
-    """Raises ConfigError if the jobs cannot have a core each; tells if they cannot have a GPU each."""
+    """Raises ConfigError if the jobs cannot have a core each; warns if they cannot have a GPU each."""
     cores = available_cores()
     if parallel > cores:
         raise ConfigError(
@@ -320,15 +319,15 @@ def run(
     is_hopeless: Callable[[Job], bool] = lambda _: False,
     ended: Callable[[Job], object] = lambda _: None,
 ) -> int | None:
-    """Makes jobs that are not done already; returns the status of a signal that has stopped them, else None.
+    """Runs the jobs that are not done already; returns the status of a signal that has stopped them, else None.
 
     Args:
         todo: the next one is taken when there are cores for it.
-        folder: the sweep's, in which the table is written anew after each job; None: another process does that.
+        folder: the sweep's, in which the table is rewritten after each job; None: another process does that.
         options: Hydra's own, for each job.
         in_view: the jobs print to this process's output; None: if there is one at a time.
-        is_hopeless: is asked again and again while a job runs; if it returns True, the job is asked to stop.
-        ended: is given each job once it has ended, or is found to be done.
+        is_hopeless: is called repeatedly while a job runs; if it returns True, the job is asked to stop.
+        ended: is called with each job that has ended, or is found to be done.
 
     Raises:
         ConfigError: the folder of a job holds another run.
@@ -346,7 +345,7 @@ def run(
         if folder is not None:
             make_folder(folder)
             until_end.enter_context(contextlib.closing(hold(folder)))
-        until_end.enter_context(heard(signals.append))
+        until_end.enter_context(signals_to(signals.append))
         until_end.enter_context(paused_together(signal.SIGTSTP))
         until_end.callback(_end, running)
         num_passed_on = 0
@@ -356,7 +355,7 @@ def run(
                 if before is not None and before.status == 0:
                     note(before)
                     continue
-                words = _words(job, goes_on=before is not None and (job.run_dir / "config.yaml").exists())
+                words = _words(job, resumes=before is not None and (job.run_dir / "config.yaml").exists())
                 share = min({*range(parallel)} - {each.share for each in running})
                 cores = _share_of_cores(share, parallel) if parallel > 1 else []
                 gpus = _share_of_gpus(share, parallel) if parallel > 1 else []
@@ -368,7 +367,7 @@ def run(
                 running.remove(each)
                 job = each.done()
                 if not is_seen:
-                    _tell(job)
+                    _print_end(job)
                 note(job)
             for number in signals[num_passed_on:]:
                 num_passed_on += 1
@@ -402,7 +401,7 @@ def _start(
     command = [*bootstrap, *about, str(job.run_dir), "--", *words]
     if gpus:
         command = ["env", f"{VISIBLE_GPUS}={','.join(gpus)}", *command]
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until the job hears it: see `main`
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until the job handles it: see `main`
     try:
         if is_seen:
             sys.stdout.flush()
@@ -415,9 +414,9 @@ def _start(
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _words(job: Job, *, goes_on: bool) -> list[str]:
+def _words(job: Job, *, resumes: bool) -> list[str]:
     """Returns the settings of a job's command line; its own come after those that the sweep proposes."""
-    resume = ["resume=auto"] if goes_on else []
+    resume = ["resume=auto"] if resumes else []
     group = f"run.group={quoted(job.run_dir.parent.name)}"
     return [group, *resume, *job.overrides, f"hydra.run.dir={quoted(str(job.run_dir))}"]
 
@@ -450,8 +449,8 @@ def _siblings(core: int) -> tuple[int, int]:
     return 0, core
 
 
-def _tell(job: Job) -> None:
-    """Prints how a job has ended that has printed to its log; if it has failed, with the end of that log."""
+def _print_end(job: Job) -> None:
+    """Prints how a job that prints to its log has ended; if it has failed, with the end of that log."""
     objective = "" if job.objective is None else f", {job.summary['main_metric']} {job.objective:.6g}"
     say(f"{relative_path(job.run_dir)}/: {ending(job)}{objective}")
     log = job.run_dir / "logs" / "job.log"
@@ -479,7 +478,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     follow_parent(options.parent, grace_s=ORPHAN_GRACE_S + SHUTDOWN_S)
     if options.cores:
         os.sched_setaffinity(0, map(int, options.cores.split(",")))
-    sys.orig_argv.clear()  # which nobody has typed, so that what this prints for typing begins as any command does
+    sys.orig_argv.clear()  # the user has not typed it: the commands that this process suggests begin as usual
     sys.argv[1:] = options.words
     with paused_together():  # from the beginning, because the kernel pauses no session that has no terminal
         _wait_for_orphans(options.run_dir)
@@ -488,7 +487,7 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 
 def _wait_for_orphans(run_dir: Path) -> None:
-    """Waits for the workers of a sweep that was killed: they agree to stop, save, and then give the folder back."""
+    """Waits for the workers of a sweep that was killed: they agree to stop, save, and then release the folder."""
     deadline_s = time.monotonic() + ORPHAN_GRACE_S + SHUTDOWN_S
     for folder in (run_dir, run_dir / "checkpoints"):
         while folder.is_dir():

@@ -1,26 +1,26 @@
-"""A run in processes that are there: rank 0, or server 0, prepares it, and all train.
+"""Runs in processes that a launcher, or the user, has started: rank 0, or server 0, prepares the run, and all train.
 
-Those of torchrun, or of another launcher of `meeting/place.py`:
+Processes of torchrun, or of another launcher of `meeting/place.py`:
 
     rank 0     compose, prepare ── "start" ──▶ every rank         config and run directory, or the error
     one rank of each other host    fetch the data there
-    all ranks  ◀── "data/RANK" ──▶                                what fetching said
+    all ranks  ◀── "data/RANK" ──▶                                the result of fetching
     all ranks  train in this process
 
 With servers (`cluster.servers`), these are the last ranks of a launcher, and the tasks `ps` where the cluster is
-described. Here they have the first numbers (`failures.Seat`), so that server 0 prepares the run, and shows it.
+described. Here they have the first numbers (`failures.Seat`), so that server 0 prepares the run, and prints.
 
-The words travel through the store that torchrun keeps, so that an error at one rank ends all ranks at once and one
-message is seen. After a restart by torchrun, rank 0 finds the run of the first attempt in the store and continues it.
+These messages travel through torchrun's store, so that an error at one rank ends all ranks at once and is printed once.
+After a restart by torchrun, rank 0 finds the run of the first attempt in the store and continues it.
 
-Servers and workers that are started by hand, each a job of its own, on any host and at any time:
+Servers and workers that are started by hand, each a separate job, on any host and at any time:
 
     server 0        compose, prepare ── "run" ──▶ the store           config and run directory, and the settings typed
-    every other     ◀── "run" ── the store                            refuses settings that server 0 is not given
+    every other     ◀── "run" ── the store                            refuses settings that server 0 does not have
     each            fetches the data of its host, takes its part, and trains in this process
 
-The words `cluster.role`, or variables, say what a process is (`comm/meeting/role.py::role_from_env`), and its arrival
-which (`comm/meeting/rendezvous.py`).
+`cluster.role`, or the environment, gives a process's role (`comm/meeting/role.py::role_from_env`); the order of arrival
+gives its number (`comm/meeting/rendezvous.py`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from ddp.units import counted
 
 
 def main() -> NoReturn:
-    """Trains as one of the ranks that are there; ends the process. `cluster.workers` is the world size."""
+    """Trains as one of the started ranks; ends the process. `cluster.workers` is the world size."""
     become_worker()
     with bad_input_to(exit_with_error):
         join_cluster(sys.argv[1:])
@@ -97,12 +97,12 @@ def become_worker() -> None:
 
 
 def train_as(
-    rank: int, config: Config, run_dir: Path, *, role: str = "", play: Callable[[], object] = lambda: None
+    rank: int, config: Config, run_dir: Path, *, role: str = "", take_role: Callable[[], object] = lambda: None
 ) -> NoReturn:
-    """Trains in this process, says how it ended, and on rank 0 completes the results; ends the process.
+    """Trains in this process, prints how it ended, and on rank 0 completes the results; ends the process.
 
     Args:
-        rank, role, play: see `worker.train`.
+        rank, role, take_role: see `worker.train`.
     """
     import torch
 
@@ -110,7 +110,7 @@ def train_as(
     assert config.cluster.threads_per_worker is not None
     torch.set_num_threads(config.cluster.threads_per_worker)  # torchrun has set OMP_NUM_THREADS=1
     terminal = tolerant(os.dup(2), like=sys.stderr)
-    status = train_in_this_process(config, run_dir, rank=rank, role=role, play=play)
+    status = train_in_this_process(config, run_dir, rank=rank, role=role, take_role=take_role)
     if config.trial and rank == 0:
         forget_trial(run_dir)
     report = Report.read(seat) if status else None
@@ -132,10 +132,10 @@ def train_as(
 
 
 def _num_servers(here: RankPlace) -> int:
-    """Returns how many of all processes are servers: see above.
+    """Returns the number of servers among all processes.
 
     Raises:
-        ConfigError: `cluster.servers` says something else than the description of the cluster.
+        ConfigError: `cluster.servers` differs from the description of the cluster.
     """
     asked = next((each for each in reversed(sys.argv[1:]) if each.lstrip("+").startswith("cluster.servers=")), "")
     is_served = "strategy=parameter_server" in sys.argv[1:]
@@ -259,13 +259,13 @@ def _asked_for(*, workers: int | None, servers: int, local_workers: int | None) 
 
 
 def _refuse_of_one_process(workers: int, servers: int, *, described_by: str = "") -> None:
-    """Raises ConfigError for what only a process can do that starts its own workers.
+    """Raises ConfigError for settings that need a process that starts its own workers.
 
     Args:
         described_by: the description of a cluster that says what this process is; "" where a launcher does.
     """
     already = f"{described_by or 'the launcher'} says that there {'is' if workers == 1 else 'are'} "
-    already += counted(workers, "worker") + (f" beside {counted(servers, 'server')}" if servers else "")
+    already += counted(workers, "worker") + (f" and {counted(servers, 'server')}" if servers else "")
     for argument in sys.argv[1:]:
         key, _, value = argument.partition("=")
         if argument in ("-m", "--multirun", "-h", "--help"):
@@ -276,7 +276,7 @@ def _refuse_of_one_process(workers: int, servers: int, *, described_by: str = ""
 
 
 def _restarted(earlier: Mapping[str, Any], *, workers: int) -> tuple[Config, Path]:
-    """Returns the run of the earlier attempt, to go on from its last checkpoint, or from its beginning without one."""
+    """Returns the run of the earlier attempt, to resume from its last checkpoint, or without one from its beginning."""
     check_arrived(earlier["config"], sys.argv[1:])
     config, run_dir = from_plain(earlier["config"]), Path(earlier["run_dir"])
     if any((run_dir / "checkpoints").glob("*step-*")):
@@ -293,7 +293,7 @@ def typed() -> list[str]:
 
 
 def _unlike_rank_0(here: RankPlace, theirs: Mapping[int, Sequence[str]]) -> dict[str, Any]:
-    """Returns an `error` if a task that is started by hand is given settings that rank 0, which composes, is not.
+    """Returns an `error` if a task that is started by hand has settings that rank 0, which composes, does not have.
 
     Args:
         theirs: the settings of the other tasks, by rank.
@@ -308,7 +308,7 @@ def _unlike_rank_0(here: RankPlace, theirs: Mapping[int, Sequence[str]]) -> dict
 
 
 def prepare_host(sent: Mapping[str, Any], *, fetches: bool = True) -> dict[str, str]:
-    """Checks what has arrived from rank 0. Returns an `error` if there was one.
+    """Checks the settings from rank 0. Returns an `error` if there was one.
 
     Args:
         fetches: the data for all ranks of this host, too, which need not share a disk with rank 0's. One rank of each
@@ -373,7 +373,7 @@ def train_by_hand(me: RoleSettings) -> NoReturn:
     if number:
         log = relative_path(Seat(run_dir / "logs", number, mine.num_servers).log)
         say(f"{mine} of {relative_path(run_dir)}/; it writes to {log}")
-    train_as(number, config, run_dir, play=partial(set_role, mine))
+    train_as(number, config, run_dir, take_role=partial(set_role, mine))
 
 
 def _prepared(me: RoleSettings, *, on_one_host: bool) -> dict[str, Any]:
@@ -386,9 +386,9 @@ def _prepared(me: RoleSettings, *, on_one_host: bool) -> dict[str, Any]:
 
 
 def _refuse_other_settings(who: str, run: Mapping[str, Any]) -> None:
-    """Raises ConfigError if this process is given settings that server 0, which composes, is not."""
+    """Raises ConfigError if this process has settings that server 0, which composes, does not have."""
     if "config" not in run:
-        raise ConfigError(f"{who}: server 0 is a program of its own; start this process as that program, too")
+        raise ConfigError(f"{who}: server 0 runs another program; start this process with that program, too")
     if strange := [each for each in typed() if each not in run["typed"]]:
         raise ConfigError(
             f"{who}: {' '.join(strange)}: a run has the settings of server 0; give them there, or nowhere"

@@ -38,8 +38,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from ddp.comm.meeting.private_store import take_secret
 from ddp.comm.meeting.role import STORE, Role, set_role
+from ddp.comm.meeting.secret import take_secret
 from ddp.errors import ConfigError, safe_str
 from ddp.process.files import make_folder, to_append
 from ddp.process.memory import ask_for_signal, collect_from_now_on, collect_later
@@ -62,8 +62,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--private", type=Path, required=True, help="the launch's private folder")
     parser.add_argument("--call", type=Path, help="a pickled function instead of a run directory")
     parser.add_argument("--timeout", type=float, help="seconds after which a call is given up")
-    parser.add_argument("--servers", type=int, default=0, help="of these the first ranks are, the others are workers")
-    parser.add_argument("--workers", type=int, default=0, help="number of these")
+    parser.add_argument("--servers", type=int, default=0, help="number of servers, which are the first ranks")
+    parser.add_argument("--workers", type=int, default=0, help="number of workers, which are the other ranks")
     parser.add_argument("--incarnation", type=int, default=0, help="how often this one has been started before")
     parser.add_argument("--settings", help="SHA-256 of the run directory's config.yaml, as the launcher has written it")
     parser.add_argument("run_dir", type=Path, nargs="?")
@@ -73,10 +73,10 @@ def main(argv: Sequence[str]) -> int:
     keep_writing()
     follow_parent(options.parent, grace_s=ORPHAN_GRACE_S)
     take_secret(options.private)
-    play = partial(_play, options) if options.servers else lambda: None
+    take_role = partial(_take_role, options) if options.servers else lambda: None
     if options.call is not None:
         seat = Seat(options.call.parent / "logs", options.rank, options.servers)
-        return _call(options.call, seat, timeout_s=options.timeout, play=play)
+        return _call(options.call, seat, timeout_s=options.timeout, take_role=take_role)
     import yaml
 
     content = (options.run_dir / "config.yaml").read_bytes()
@@ -89,25 +89,25 @@ def main(argv: Sequence[str]) -> int:
     config = from_plain(yaml.safe_load(content))
     if options.incarnation and any((options.run_dir / "checkpoints").glob("*step-*")):
         config.resume = "auto"
-    return train(config, options.run_dir, rank=options.rank, play=play)
+    return train(config, options.run_dir, rank=options.rank, take_role=take_role)
 
 
 def train(
-    config: Config, run_dir: Path, *, rank: int, role: str = "", play: Callable[[], object] = lambda: None
+    config: Config, run_dir: Path, *, rank: int, role: str = "", take_role: Callable[[], object] = lambda: None
 ) -> int:
     """Trains as this rank of the run; returns the exit status (0, also after an agreed stop).
 
     Args:
         rank: see `Seat`.
         role: the task of a described cluster, as "worker:1".
-        play: gives this process its part in a run with servers, once the log is taken.
+        take_role: gives this process its role in a run with servers, once the log is taken.
     """
     seat = Seat(run_dir / "logs", rank, config.cluster.servers)
     take_log(seat, world_size=config.cluster.workers, role=role)
 
     def work() -> None:
         with ended_by_ctrl_c():
-            play()
+            take_role()
             from ddp.run.assembly.stages import run  # after the log is taken, because importing torch may print
 
         run(config, run_dir)
@@ -115,8 +115,8 @@ def train(
     return guarded(work, seat)
 
 
-def _play(options: argparse.Namespace) -> None:
-    """Gives this process its part among servers and workers that one host's launcher has started."""
+def _take_role(options: argparse.Namespace) -> None:
+    """Gives this process its role among the servers and workers that one host's launcher has started."""
     from ddp.comm.meeting.private_store import Folder  # and torch with it
 
     counts = {"workers": options.workers, "servers": options.servers}
@@ -124,15 +124,15 @@ def _play(options: argparse.Namespace) -> None:
     set_role(Role.of_number(options.rank, **counts, store=store, incarnation=options.incarnation))
 
 
-def _call(file: Path, seat: Seat, *, timeout_s: float | None, play: Callable[[], object]) -> int:
-    """Runs the function in `file`, and writes its result beside it."""
+def _call(file: Path, seat: Seat, *, timeout_s: float | None, take_role: Callable[[], object]) -> int:
+    """Runs the function in `file`, and writes its result next to it."""
 
     def work() -> None:
         with file.open("rb") as stream:
             world_size, sys.path[:] = pickle.load(stream)  # first, because unpickling imports modules
             take_log(seat, world_size=world_size)
             with ended_by_ctrl_c():
-                play()
+                take_role()
                 function, args, kwargs, defined = pickle.load(stream)
                 adopt(defined)
         collect_from_now_on()
@@ -189,7 +189,7 @@ def _give_up_after(timeout_s: float, seat: Seat) -> None:
 
 
 class _Terminal(logging.StreamHandler[Any]):
-    """Writes to the present `sys.stderr`, which a progress bar replaces to keep its own line whole."""
+    """Handler that writes to the current `sys.stderr`, which a progress bar replaces to keep its own line whole."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -242,13 +242,13 @@ def guarded(work: Callable[[], None], seat: Seat, *, send: Callable[[BaseExcepti
                 log.write(f"{report.traceback}\n")
         except (OSError, ConfigError):  # such as a full disk, which may have ended the work
             say(report.block(), to=sys.stderr)
-        _tell_the_others(error)
+        _notify_others(error)
         return 1
     return 0
 
 
-def _tell_the_others(error: BaseException) -> None:
-    """Lets the ranks that wait for this one hear why it ends: after the report, because then the launcher ends them."""
+def _notify_others(error: BaseException) -> None:
+    """Notifies waiting ranks why this one ends; after the report, because then the launcher ends them."""
     if (session := sys.modules.get("ddp.comm.session")) is not None:  # else it has not joined them
         with contextlib.suppress(Exception):
             session.shutdown(failed=f"{type(error).__name__}: {safe_str(error)}")

@@ -1,4 +1,4 @@
-"""Parts of your own, by address: `my_package.models:Net` is the object `Net` of the module `my_package.models`.
+"""Your own parts, by address: `my_package.models:Net` is the object `Net` of the module `my_package.models`.
 
     scripts/ddp train model=my_package.models:Net data=mine:make loss=mine:my_loss comm.algorithm=mine:chain
 
@@ -6,7 +6,7 @@ The folder that the command was given in is searched last. So a file `random.py`
 a run without an address imports nothing from there. `RUN_DIR/config.yaml` keeps the folder as `run.code`, for the
 workers and for a user who continues the run from elsewhere.
 
-Everything that can go wrong is one sentence: it names the setting, the folder, and the line of the user's file.
+Every error is one sentence, which names the setting, the folder, and the line of the user's file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ddp.comm.meeting.private_store import secret
+from ddp.comm.meeting.secret import secret
 from ddp.errors import ConfigError, nearest
 from ddp.process.owners import why_in_other_hands
 from ddp.process.stack import users_frame
@@ -58,7 +58,7 @@ def _is_whole(address: str) -> bool:
 
 @contextmanager
 def no_own_code(question: str) -> Iterator[None]:
-    """Refuses every address inside the block, because a question about a run must not run what its files name."""
+    """Refuses every address inside the block, because a question about a run must not run code that its files name."""
     global _question
     _question = question
     try:
@@ -110,7 +110,7 @@ def called(found: Any, arguments: Mapping[str, Any], *, address: str, key: str) 
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{key}={address}: calling it failed: {told(error)}") from error
+        raise ConfigError(f"{key}={address}: calling it failed: {error_line(error)}") from error
 
 
 def check_arguments(found: Any, arguments: Mapping[str, Any], *, address: str, key: str) -> None:
@@ -129,8 +129,8 @@ def check_arguments(found: Any, arguments: Mapping[str, Any], *, address: str, k
         raise ConfigError(f"{setting}: {error}; {address} takes {signature}") from error
 
 
-def told(error: BaseException) -> str:
-    """Returns in a line what an exception from the user's code says, and where in that code it was raised."""
+def error_line(error: BaseException) -> str:
+    """Returns, in one line, an exception from the user's code and the line of that code that raised it."""
     message = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
@@ -153,14 +153,14 @@ def _imported(name: str, *, setting: str, folder: Path) -> ModuleType:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if not f"{name}.".startswith(f"{error.name}."):  # it is missing inside of the user's module
-            raise ConfigError(f"{setting}: importing {name} failed: {told(error)}") from error
+            raise ConfigError(f"{setting}: importing {name} failed: {error_line(error)}") from error
         if error.name == top:
             raise ConfigError(f"{setting}: there is no module {top} in {folder}, and none is installed") from error
         raise ConfigError(f"{setting}: {_file_of(sys.modules[top])} has no module {error.name}") from error
     except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"` may exit
-        raise ConfigError(f"{setting}: importing {name} failed: {told(error)}") from error
+        raise ConfigError(f"{setting}: importing {name} failed: {error_line(error)}") from error
     if top != "torch":
-        _origins[top] = _home_of(sys.modules[top])
+        _origins[top] = _folder_of(sys.modules[top])
     return module
 
 
@@ -179,7 +179,7 @@ def _file_of(module: ModuleType) -> str:
     return str(file or next(iter(getattr(module, "__path__", [])), module.__name__))
 
 
-def _home_of(module: ModuleType) -> str:
+def _folder_of(module: ModuleType) -> str:
     """Returns the folder in which `import` has found a module or a package."""
     packages = getattr(module, "__path__", None)
     return str(Path(next(iter(packages)) if packages else _file_of(module)).parent)
@@ -190,7 +190,7 @@ def _nearest(part: str, found: Any, module: str) -> str:
     return f". Did you mean {module}:{near}?" if near and isinstance(found, ModuleType) else ""
 
 
-# --- Whether others could have written the code ----------------------------------------------------------------------
+# --- Code that others could have written -----------------------------------------------------------------------------
 #
 #     RUN_DIR/config.yaml      model: mine:Net, run.code: /home/bob/project
 #              │
@@ -208,13 +208,13 @@ def _nearest(part: str, found: Any, module: str) -> str:
 
 
 def check_trust(parts: Mapping[str, str], *, code: str, settings: Path, trust: bool) -> None:
-    """Says which code is about to be imported because a run's config.yaml names it.
+    """Logs which code is about to be imported because a run's config.yaml names it.
 
     Args:
         parts: setting → address.
         code: the folder that the addresses are searched in.
         settings: the config.yaml.
-        trust: the user has said that this is right, whatever the file's author.
+        trust: the user accepts this, whoever wrote the files.
 
     Raises:
         ConfigError: others could have written the file or the code, and `trust` is False.
@@ -231,14 +231,14 @@ def check_trust(parts: Mapping[str, str], *, code: str, settings: Path, trust: b
 
 
 def check_arrived(settings: Mapping[str, Any], words: Sequence[str]) -> None:
-    """Says which code is about to be imported because settings name it that have arrived from another process.
+    """Logs which code is about to be imported because settings from another process name it.
 
     Args:
         settings: the tree; they are sealed if there is a secret.
         words: this process's own command line. What it says itself is imported from the current folder alone.
 
     Raises:
-        ConfigError: anyone who reaches the port of the run could have sent them, and this process is not to trust them.
+        ConfigError: anyone who reaches the port of the run could have sent them, and `trust=true` is not given.
     """
     parts, code = own_parts(settings), Path(settings["run"]["code"])
     is_typed = set(parts.values()) <= {each for word in words for each in re.split(r"[^\w.:]+", word)}
@@ -255,7 +255,7 @@ def check_arrived(settings: Mapping[str, Any], words: Sequence[str]) -> None:
 
 
 def _why_in_other_hands(parts: Mapping[str, str], code: str, settings: Path) -> str:
-    """Returns the reason for which others could have written the settings or the code; "" if there is none."""
+    """Returns why others could have written the settings or the code; "" if they could not."""
     folder, run_dir = Path(code).resolve(), settings.parent.resolve()
     imported = [path for address in parts.values() for path in _imported_from(folder, address)]
     for path in imported:

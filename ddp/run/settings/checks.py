@@ -1,8 +1,8 @@
 """Settings that cannot work, each with the reason and the remedy; and settings that follow from others.
 
 A problem is one sentence, "key=value: what is wrong; the remedy", and is found before any worker starts. Rules that
-hold for `ddp.fit`, too, are those of `ddp/setting.py`; those of settings alone are the rows of `RULES`, and what takes
-more than a row has a function below.
+also hold for `ddp.fit` stand in `ddp/setting.py`; rules of settings alone are the rows of `RULES`, and a rule that
+takes more than a row has a function below.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WARMUPS = ("steps", "samples", "epochs", "fraction")
 
 
 def value_at(config: Config, key: str, default: Any = None) -> Any:
-    """Returns a setting, of a group the name of its choice; the default if the choice in force has no such setting."""
+    """Returns a setting, or the name of a group's choice; the default if the choice in force has no such setting."""
     found: Any = config
     for part in key.split("."):
         if not isinstance(found, dict) and not hasattr(found, part):
@@ -41,7 +41,7 @@ def value_at(config: Config, key: str, default: Any = None) -> Any:
 
 
 class Settings(Speaker):
-    """Says the settings of a run."""
+    """The words for the settings of a run."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -51,13 +51,13 @@ class Settings(Speaker):
 
 
 def setup_of(config: Config, **facts: Any) -> Setup:
-    """Returns what settings say of a run, and further facts."""
+    """Returns the setup that settings and further facts describe."""
     known = {name: value_at(config, about["key"], Setup) for name, about in SETTINGS.items() if about["key"]}
     workers, local_workers, guard = config.cluster.workers, config.cluster.local_workers, config.guard
     known |= {
         "hook": None if config.hook.name == "none" else config.hook.name,
         "device": "cpu" if config.device == "auto" else config.device,
-        "deterministic": True,  # is asked for a GPU, which a worker has
+        "deterministic": True,  # a worker checks it, which knows whether it has a GPU
         "shared_memory": config.comm.shared_memory or (local_workers or workers) == 1,
         "guard": None if (guard.action, guard.spike) == ("stop", None) else guard.action,
         "num_hosts": 0 if local_workers is None else 1 if local_workers == workers else 2,
@@ -179,8 +179,8 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
     if isinstance(config.strategy, Serving) and not config.cluster.servers:
         if local_workers is not None:
             raise ConfigError(
-                "cluster.servers=0: strategy=parameter_server needs one among the processes that are there; say "
-                "cluster.servers=1 to all of them, or where tasks are described list some of the job ps"
+                "cluster.servers=0: strategy=parameter_server needs at least one server among the processes of the "
+                "launcher; give all of them cluster.servers=1, or describe tasks of the job ps"
             )
         config.cluster.servers = 1
     config.cluster.local_workers = local_workers or workers
@@ -190,8 +190,8 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
         cores = available_cores()
         if config.evaluate.by == "sidecar" and cores > config.cluster.local_workers:
             cores -= 1  # for the side-car
-        beside = config.cluster.servers if config.cluster.local_workers == workers else 0
-        config.cluster.threads_per_worker = max(1, cores // (config.cluster.local_workers + beside))
+        num_servers = config.cluster.servers if config.cluster.local_workers == workers else 0
+        config.cluster.threads_per_worker = max(1, cores // (config.cluster.local_workers + num_servers))
     if config.batch.num_shards is None:
         parts = config.strategy.num_parts(workers)
         fits = num_shards is not None and parts <= num_shards <= config.batch.global_size
@@ -217,7 +217,7 @@ def name_problems(key: str, name: str) -> Iterator[str]:
 
 
 def _choice_problems(config: Config) -> Iterator[str]:
-    """Yields what a choice, a policy, a name or an address says of itself; and models and data of two kinds."""
+    """Yields problems of a single choice, policy, name or address; and of a model that does not read the data."""
     is_text = config.data.name in ("standard_library", "tokens") or value_at(config, "data.text") is not None
     is_own = is_address(config.data.name) or is_address(config.model.name)
     if not is_own and is_text != (config.model.name == "gpt"):
@@ -275,7 +275,7 @@ WAYS = (
 
 
 def _algorithm_problems(config: Config) -> Iterator[str]:
-    """Yields an algorithm's name that no layout of workers has. The communicator checks it for this layout."""
+    """Yields a problem if no layout of workers has the algorithm. The communicator checks it for this layout."""
     name = config.comm.algorithm
     if is_address(name):
         return
@@ -358,13 +358,13 @@ def check_gpus(config: Config) -> None:
     num_gpus = num_gpus if devices is None else len(devices)
     if nccl and workers > num_gpus:
         raise ConfigError(
-            f"backend=nccl: needs a GPU of its own for each of the {workers} workers here, and there are {num_gpus}; "
+            f"backend=nccl: needs one GPU for each of the {workers} workers here, and there are {num_gpus}; "
             f"take backend=gloo, or cluster.workers={num_gpus}"
         )
 
 
 def places(config: Config) -> tuple[int, str]:
-    """Returns how many workers of this host can have a GPU of their own, or without GPUs a core, and that as text."""
+    """Returns how many workers of this host can each have a GPU, or without GPUs a core; and the same as text."""
     from ddp.process import gpu  # this late, as in `check_gpus`
 
     num_gpus = 0 if config.device == "cpu" else gpu.cuda.device_count()
@@ -394,5 +394,5 @@ def check_strategy(config: Config, model: nn.Module | None = None) -> None:
 
 
 def most_workers() -> int:
-    """Returns the number of workers beyond which this host is surely meant to have fewer."""
+    """Returns the number of workers above which a larger one is surely a mistake on this host."""
     return max(8, 8 * available_cores())

@@ -1,13 +1,13 @@
 """The choices of the groups of settings: what each is, its settings, and how it is made of them (`groups.py`).
 
     strategy                            → ddp.Averaging
-    data        what is to be loaded    → ddp.Splits
+    data        what to load            → ddp.Splits
     model       facts of the samples    → torch.nn.Module, initialised from the global generator
     optim       parameter groups        → torch.optim.Optimizer
     schedule                            → a factor on the learning rate, without warm-up
     hook        the run's seed          → ddp.gradients.Hook, or None
 
-Nothing here imports torch before a component is made, so that `--help` is there at once.
+Nothing here imports torch before a component is made, so that `--help` prints at once.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def central_storage(
     *,
     region: Annotated[
         str | None,
-        "name by which other jobs of yours on the host find the parameters during the run, as in "
-        "ddp.load(region=NAME); null: none does",
+        "name by which your other jobs on the host find the parameters during the run, as in "
+        "ddp.load(region=NAME); null: none can",
     ] = None,
 ) -> Averaging:
     return Averaging(strategy="central_storage", region=region)
@@ -92,7 +92,7 @@ def local_sgd(**policy: Any) -> Averaging:
 
 
 class Loading(NamedTuple):
-    """Says what of a data set is loaded, and by whom.
+    """The parts of a data set to load, and whether to fetch them.
 
     Attributes:
         own: imports the user's augmentation by its address; None: the data set augments as it does by itself.
@@ -116,7 +116,7 @@ Classes = Annotated[int, Bounds(at_least=2), "number of classes"]
 NO_COLUMNS: list[str] = []
 
 
-@choice("data", "digits", "1,797 scanned digits of 8×8 pixels; scikit-learn brings them")
+@choice("data", "digits", "1,797 scanned digits of 8×8 pixels, shipped with scikit-learn")
 def digits(load: Loading, *, transform: Transform = None) -> Splits:
     from ddp.data.sets.image_sets import augmented, load_digits
 
@@ -206,9 +206,7 @@ def tokens(
 
 
 @choice("data", "standard_library", "source text of Python's standard library, byte by byte, for model=gpt")
-def standard_library(
-    load: Loading, *, context: Annotated[int, COUNT, "length of a sample, in bytes"] = 256
-) -> Splits:
+def standard_library(load: Loading, *, context: Annotated[int, COUNT, "length of a sample, in bytes"] = 256) -> Splits:
     from ddp.data.sets.text_sets import load_standard_library
 
     return load_standard_library(context=context)
@@ -232,14 +230,16 @@ def synthetic(
 
 # ----------------------------------------------------------------------------------------------------------- models
 
-Facts = Callable[..., tuple[tuple[int, ...], int]]
+SampleFacts = Callable[..., tuple[tuple[int, ...], int]]
 """Returns the shape of a sample and the number of classes. `of`: the dimensions that the model reads; else any."""
 IMAGE = "[channels, height, width]"
 SMALL_IMAGE = 64  # pixels; below it a ResNet starts without striding
 
 
 @choice("model", "mlp", "fully connected layers, for images")
-def mlp(facts: Facts, *, hidden: Annotated[int, COUNT, "units of each of the two hidden layers"] = 256) -> nn.Module:
+def mlp(
+    facts: SampleFacts, *, hidden: Annotated[int, COUNT, "units of each of the two hidden layers"] = 256
+) -> nn.Module:
     from ddp.models import MLP
 
     shape, num_classes = facts()
@@ -248,7 +248,7 @@ def mlp(facts: Facts, *, hidden: Annotated[int, COUNT, "units of each of the two
 
 @choice("model", "cnn", "small convolutional network, for small images")
 def cnn(
-    facts: Facts,
+    facts: SampleFacts,
     *,
     width: Annotated[int, COUNT, "channels of the first convolution"] = 32,
     dropout: Annotated[float, SHARE, "probability that an input of the last two layers is dropped"] = 0.3,
@@ -262,7 +262,7 @@ def cnn(
 @choice("model", "resnet50", "torchvision's ResNet-50, for images")
 @choice("model", "resnet34", "torchvision's ResNet-34, for images")
 @choice("model", "resnet18", "torchvision's ResNet-18, for images")
-def residual(facts: Facts, *, name: str) -> nn.Module:
+def residual(facts: SampleFacts, *, name: str) -> nn.Module:
     from ddp.models import resnet
 
     shape, num_classes = facts(of=IMAGE)
@@ -271,7 +271,7 @@ def residual(facts: Facts, *, name: str) -> nn.Module:
 
 @choice("model", "gpt", "small GPT, for text: data=standard_library model=gpt")
 def gpt(
-    facts: Facts,
+    facts: SampleFacts,
     *,
     width: Annotated[int, COUNT, "length of the vector of a position; a multiple of 2 · heads"] = 192,
     depth: Annotated[int, COUNT, "number of blocks"] = 4,
@@ -296,15 +296,15 @@ def sgd(
     *,
     lr: float,
     weight_decay: float | None,
-    momentum: Annotated[float, SHARE, "share of the last update that is carried on"] = 0.9,
-    nesterov: Annotated[bool, "take the gradient's step from where momentum leads to (Nesterov)"] = True,
+    momentum: Annotated[float, SHARE, "share of the last update that the next one keeps"] = 0.9,
+    nesterov: Annotated[bool, "Nesterov momentum: the gradient's step starts where momentum leads to"] = True,
 ) -> Optimizer:
     from torch.optim import SGD
 
     return SGD(groups(weight_decay=weight_decay), lr=lr, momentum=momentum, nesterov=nesterov and momentum > 0)
 
 
-@choice("optim", "adamw", "Adam with weight decay apart from the gradient", lr=4e-3, weight_decay=0.01)
+@choice("optim", "adamw", "Adam with decoupled weight decay", lr=4e-3, weight_decay=0.01)
 @choice("optim", "adam", "Adam; weight decay is added to the gradient", lr=1e-3, weight_decay=0.0)
 def adam(
     groups: Groups,
@@ -331,7 +331,7 @@ def layerwise(
     name: str,
     lr: float,
     weight_decay: float | None = None,
-    preset: Annotated[str, "paper or program whose choices hold: docs/large-batches.md"] = "paper",
+    preset: Annotated[str, "paper or program whose choices apply: docs/large-batches.md"] = "paper",
     args: Annotated[
         dict[str, Any], "choices other than the preset's, such as optim.args.bias_correction=false"
     ] = NO_ARGS,
@@ -342,7 +342,7 @@ def layerwise(
     parameters = groups(weight_decay=weight_decay, **({} if preset == "nvlamb" else {"adapt": "never"}))
     for key in ("lr", "weight_decay", "preset"):
         if key in args:
-            raise ConfigError(f"optim.args.{key}={args[key]}: is a setting of its own; set optim.{key}")
+            raise ConfigError(f"optim.args.{key}={args[key]}: is a separate setting; set optim.{key}")
     try:
         return kinds[name](parameters, lr, preset=preset, **args)
     except (ConfigError, TypeError) as error:
@@ -355,7 +355,7 @@ Final = Annotated[float, Bounds(at_least=0), "factor on lr at the end of the run
 HALF_WAY = [0.5, 0.75]
 
 
-@choice("schedule", "constant", "the same rate all the time, after the warm-up if there is one")
+@choice("schedule", "constant", "a constant rate, after the warm-up if there is one")
 def constant() -> RateSchedule:
     from ddp.optim import schedules
 
@@ -373,14 +373,14 @@ def cosine(*, final_factor: Final = 0.0) -> RateSchedule:
 def polynomial(
     *,
     final_factor: Final = 0.0,
-    power: Annotated[float, POSITIVE, "power of what is left of the run; 1: a straight line"] = 1.0,
+    power: Annotated[float, POSITIVE, "power of the remaining share of the run; 1: a straight line"] = 1.0,
 ) -> RateSchedule:
     from ddp.optim import schedules
 
     return schedules.polynomial(power=power, final_factor=final_factor)
 
 
-@choice("schedule", "wsd", "the same rate after the warm-up, and a decay at the end (warm-up, stable, decay)")
+@choice("schedule", "wsd", "a constant rate after the warm-up, and a decay at the end (warm-up, stable, decay)")
 def wsd(
     *,
     final_factor: Final = 0.0,
@@ -425,7 +425,7 @@ def top_k(
     *,
     error_feedback: bool,
     ratio: Ratio = 0.01,
-    momentum: Annotated[float, SHARE, "momentum that the hook applies in the place of the optimizer"] = 0.0,
+    momentum: Annotated[float, SHARE, "momentum that the hook applies instead of the optimizer"] = 0.0,
     warmup_steps: Annotated[int, Bounds(at_least=0), "steps in which the ratio falls from 1/4 to this one"] = 0,
 ) -> Hook:
     from ddp.gradients import TopK
@@ -445,8 +445,8 @@ def powersgd(
     seed: int,
     *,
     error_feedback: bool,
-    rank: Annotated[int, COUNT, "columns of the two narrow matrices whose product stands for a gradient"] = 4,
-    warm_start: Annotated[bool, "begin with the factor of the last step, and not with a random one"] = True,
+    rank: Annotated[int, COUNT, "columns of the two narrow matrices whose product approximates a gradient"] = 4,
+    warm_start: Annotated[bool, "begin with the factor of the last step instead of a random one"] = True,
 ) -> Hook:
     from ddp.gradients import PowerSGD
 

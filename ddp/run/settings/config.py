@@ -85,12 +85,12 @@ class Run:
 
 @dataclass(kw_only=True, slots=True)
 class Sweep:
-    """The jobs of a sweep (-m) or a search, each a process of its own."""
+    """The jobs of a sweep (-m) or a search, each in its own process."""
 
     name: str | None = setting(
         None,
-        "name of the folder of all jobs, below runs/; the same command again runs what is missing there or has failed; "
-        "null: date and time",
+        "name of the folder of all jobs, below runs/; the same command again runs the jobs that are missing there or "
+        "have failed; null: date and time",
     )
     parallel: int = setting(1, "jobs that run at the same time, each on its own cores", at_least=1)
 
@@ -105,9 +105,7 @@ class Cluster:
         "further processes that hold the parameters, for strategy=parameter_server; 0: one there, else none",
         at_least=0,
     )
-    restarts: int = setting(
-        3, "most times that a lost worker is started again, and that all servers are after the loss of one", at_least=0
-    )
+    restarts: int = setting(3, "most restarts of a lost worker, and of all servers after the loss of one", at_least=0)
     spec: dict[str, Any] = setting(
         {},
         "addresses of the tasks of a cluster, by job, each of which is started by hand, as {chief: [HOST:PORT], "
@@ -116,8 +114,8 @@ class Cluster:
     task: str | None = setting(None, "which of these tasks this process is, as worker:0")
     role: Job | None = setting(
         None,
-        "what this process is in a run with servers whose processes are started by hand, at any time: docs/engines.md; "
-        "workers need nothing else",
+        "role of this process in a run with servers whose processes are started by hand, at any time: "
+        "docs/engines.md; workers need nothing else",
     )
     local_workers: int | None = None  # of these, on this host; set by the launcher
     threads_per_worker: int | None = setting(
@@ -135,11 +133,11 @@ class Batch:
     global_size: int = setting(64, "samples of an optimizer step, over all workers", at_least=1)
     warmup_size: int | None = setting(
         None,
-        "the same at the start of the run, from where it grows evenly, in multiples; null: global_size at once",
+        "its value at the start of the run, from which it grows evenly, in multiples; null: global_size at once",
         at_least=1,
     )
     warmup_samples: int | None = setting(
-        None, "samples of all workers in which it grows; set this or warmup_epochs", at_least=1
+        None, "samples of all workers over which it grows; set this or warmup_epochs", at_least=1
     )
     warmup_epochs: float | None = setting(None, "the same as epochs", above=0)
     tokens: int | None = setting(
@@ -173,7 +171,7 @@ class Comm:
         SEGMENT_BYTES, "size of the pieces in which a long message travels, in bytes", at_least=1024
     )
     warn_s: float = setting(
-        10.0, "seconds after which a waiting worker says whom it waits for", above=0, at_most=LONGEST_S
+        10.0, "seconds after which a waiting worker names the one that it waits for", above=0, at_most=LONGEST_S
     )
     abort_s: float = setting(600.0, "seconds after which a waiting worker ends the run", above=0, at_most=LONGEST_S)
 
@@ -194,13 +192,13 @@ class EvaluationChoice(Evaluation):
 
     by: Evaluator = setting(
         "workers",
-        "workers: training pauses meanwhile; sidecar: one more process, on a core of its own where there is one, "
+        "workers: training pauses meanwhile; sidecar: one more process, on a separate core where one is free, "
         "evaluates each checkpoint",
     )
     wait_s: float = setting(
         600.0,
-        "seconds that the table at the end waits for the sidecar; and one that was started by hand for a run in whose "
-        "folder nothing happens",
+        "seconds that the table at the end waits for the sidecar, and that a sidecar started by hand waits for a run "
+        "in whose folder nothing happens",
         at_least=0,
         at_most=LONGEST_S,
     )
@@ -208,12 +206,12 @@ class EvaluationChoice(Evaluation):
 
 @dataclass(kw_only=True, slots=True)
 class EarlyStopping:
-    """The end of a run whose main metric no longer becomes better."""
+    """The end of a run whose main metric no longer improves."""
 
     patience: int | None = setting(
-        None, "evaluations in a row without a better main metric that end a run; null: off", at_least=1
+        None, "evaluations in a row without a better main metric, after which a run ends; null: off", at_least=1
     )
-    min_delta: float = setting(0.0, "a metric is better if it is better by more than this", at_least=0)
+    min_delta: float = setting(0.0, "an improvement of the metric counts if it is larger than this", at_least=0)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -221,10 +219,10 @@ class Watching:
     """The watch over a run that does not learn, or that has become slow."""
 
     action: WatchChoice = setting(
-        "warn", "warn: a line on the terminal; stop: the run ends with a checkpoint, and status 3; off: not looked for"
+        "warn", "warn: a line on the terminal; stop: the run ends with a checkpoint, and status 3; off: no watch"
     )
     learn_share: float = setting(
-        0.2, "share of the run's steps after which its loss is better than a constant guess's", above=0, at_most=1
+        0.2, "share of the run's steps after which its loss must beat a constant guess's", above=0, at_most=1
     )
     slow_share: float = setting(
         0.5, "a run is slow if its samples/s stay below this share of their median; 0: never", at_least=0, below=1
@@ -233,7 +231,7 @@ class Watching:
 
 @dataclass(kw_only=True, slots=True)
 class Guarding:
-    """The course after a step whose loss or gradient is not finite, or whose loss jumps."""
+    """The recovery from a step whose loss or gradient is not finite, or whose loss jumps."""
 
     action: GuardAction = setting(
         "stop",
@@ -242,8 +240,8 @@ class Guarding:
     )
     spike: float | None = setting(
         None,
-        "standard deviations above the mean of the last losses from which a loss counts as bad, too, such as 8; null: "
-        "only what is not finite does",
+        "standard deviations above the mean of the last losses from which a finite loss counts as bad, too, such as 8; "
+        "null: none does",
         above=0,
     )
     most: int = setting(3, "how often a run leaves a step out or goes back; the next bad step ends it", at_least=1)
@@ -269,8 +267,8 @@ class ProfileOf:
     )
     seconds: float | None = setting(
         None,
-        "the run is there to be measured: it ends so many seconds after its warm-up, without a checkpoint; so many "
-        "steps as above or more are spread over that time, and no trace is made; null: it goes on",
+        "for a run that is only measured: it ends this many seconds after its warm-up, without a checkpoint; at least "
+        "profile.steps steps are spread over that time, and no trace is made; null: it continues",
         above=0,
     )
 
@@ -291,19 +289,19 @@ class Config(Training):
     resume: str = setting(
         "none", "none; auto: continue what the run's folder holds, if anything; or path of a checkpoint or run"
     )
-    trust: bool = setting(False, "run code that the files of a run to be resumed name, also if others may write them")
-    trial: bool = setting(False, "three steps, one evaluation and one save only, of which no file but logs is kept")
+    trust: bool = setting(False, "run code that the files of a run to be resumed name, even if others may write them")
+    trial: bool = setting(False, "only three steps, one evaluation and one save, of which no file but logs is kept")
     loss: str = setting(
-        "auto", "auto: what the data are for; or MODULE:NAME of a function of outputs and targets, or of a ddp.Task"
+        "auto", "auto: by the data; or MODULE:NAME of a function of outputs and targets, or of a ddp.Task"
     )
     callbacks: list[str] = setting(
         [],
-        "your own, as [MODULE:NAME] of a ddp.Callback, or of a function without arguments that returns one; the "
-        "command calls that once, too, before any worker starts",
+        "your own, as [MODULE:NAME] of a ddp.Callback, or of a function without arguments that returns one, which the "
+        "command also calls once before any worker starts",
     )
     trackers: list[TrackerName] = setting(
         [],
-        "what else gets settings, metrics, curves and the last checkpoint: some of tensorboard, csv, mlflow and wandb, "
+        "where else settings, metrics, curves and the last checkpoint go: some of tensorboard, csv, mlflow and wandb, "
         "as [csv,mlflow]: docs/trackers.md",
     )
     init_from: InitFrom = field(default_factory=InitFrom)
@@ -355,7 +353,7 @@ def plain_defaults() -> dict[str, Any]:
 #     scripts/ddp train --help                                          prints the page
 #     .venv/bin/python -m ddp.run.settings.config > docs/settings.md    writes it for the web
 #
-# All of it is taken from here and from `choices.py`, without Hydra and torch, so that it is there at once.
+# All of it is taken from here and from `choices.py`, without Hydra and torch, so that it prints at once.
 
 
 WIDTH = 100
@@ -394,7 +392,7 @@ def markdown() -> str:
     """Returns docs/settings.md."""
     return (
         "# Settings\n\n`scripts/ddp train --help` prints this page. Its source is `ddp/run/settings/config.py`; "
-        "`.venv/bin/python -m ddp.run.settings.config > docs/settings.md` writes it anew.\n\n"
+        "`.venv/bin/python -m ddp.run.settings.config > docs/settings.md` regenerates it.\n\n"
         f"```text\n{page()}\n```\n"
     )
 
@@ -407,7 +405,7 @@ def _lines(settings: Any, prefix: str) -> Iterator[str]:
 
 
 def _choice_lines(group: str, usual: str) -> Iterator[str]:
-    """Yields the lines of a group: what its choices share, and then each choice with what is its own."""
+    """Yields the lines of a group: the settings that its choices share, and then each choice with its own settings."""
     base = GROUPS[group]
     shared = {item.name: item for item in fields(base) if item.name != "name"}
     yield f"{group}=CHOICE: {_purpose(base)} (default: {usual})"

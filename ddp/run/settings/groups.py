@@ -70,7 +70,7 @@ class Data(Choice):
     )
     window: int | None = setting(
         None,
-        "samples of blocks that are mixed with each other; null: 4096, or the samples of four files if fewer",
+        "samples that blocks mix with each other; null: 4096, or the samples of four files if fewer",
         at_least=1,
     )
     sharding: str = setting(
@@ -81,8 +81,8 @@ class Data(Choice):
     skip_steps: list[int] = setting([], "first and last of the steps whose samples are left out, such as [4700,4710]")
     validation: float | None = setting(
         None,
-        "share of the training samples that is set apart, between 0 and 1; the run chooses by it (the best checkpoint, "
-        "say), and the test set is read at the end; null: it chooses by the test set",
+        "share of the training samples that is held out for validation, between 0 and 1; the run chooses by it (the "
+        "best checkpoint, say), and reads the test set at the end; null: it chooses by the test set",
         above=0,
         below=1,
     )
@@ -97,7 +97,7 @@ class DataFiles(Data):
     )
     test_path: str | None = setting(None, "the same for the held-out files; must be given")
     validation_path: str | None = setting(
-        None, "the same for held-out files that the run chooses by, in place of data.validation; null: there are none"
+        None, "the same for the validation files, instead of data.validation; null: there are none"
     )
     index_dir: str = setting(
         "data/index", "folder with the indexes of files: where each sample begins, and a copy of each file with rows"
@@ -211,7 +211,7 @@ def choice(
         meaning: one phrase, for `--help`.
         shares: the class of what it shares with some choices of the group, or with `ddp.fit`: a policy. A function
             with `**policy` takes all that it shares.
-        defaults: of settings, where they are other ones than the group's or the signature's.
+        defaults: of settings, where they differ from the group's or the signature's.
     """
 
     def register(function: F) -> F:
@@ -243,7 +243,7 @@ def _settings_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _field(hint: Any, default: Any) -> Any:
-    """Returns the field of a setting; of one that the group shares, the default of this choice."""
+    """Returns the field of a setting; of one that the group shares, its default in this choice."""
     if get_origin(hint) is not Annotated:
         return default
     bounds, meaning = (Bounds(), *get_args(hint)[1:])[-2:]

@@ -1,4 +1,4 @@
-"""Settings from plain values: the one place that says which keys there are and which types they have.
+"""Settings from plain values: the one place that checks keys and types.
 
 Hydra composes plain values, and RUN_DIR/config.yaml holds plain values. `from_plain` makes a `Config` of them. It
 refuses an unknown key, with the nearest valid one, and a value of the wrong type.
@@ -28,7 +28,7 @@ from ddp.run.settings.config import CHOICES, OWN, Config, choose, plain_defaults
 from ddp.train.checkpoints.moved import KEYS, VALUES, meaning, translated
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""Of libyaml, where PyYAML was built with it: ten times as fast, which counts where hundreds of runs are read."""
+"""libyaml's loader where PyYAML has it: ten times as fast, which counts when hundreds of runs are read."""
 MOST_BYTES = 1 << 20
 PATHS = ("root", "path", "test_path", "validation_path", "index_dir", "cache_dir", "tokenizer", "resume")
 """Names of settings that may begin with ~."""
@@ -76,7 +76,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def _from_yaml(text: str) -> Any:
-    """Returns the value in a text, after a look at its events, because a loader calls itself for each nested value."""
+    """Returns the value in a text. Its depth is checked first, because a loader recurses for each nested value."""
     depth = 0
     for event in yaml.parse(text, Loader=LOADER):
         depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
@@ -109,7 +109,7 @@ def text_settings() -> dict[str, bool]:
 
 
 def value_of(key: str, text: str) -> Any:
-    """Returns the plain value of a word of a command line that Hydra does not read; of a text setting, the text.
+    """Returns the plain value of a word of a command line that Hydra does not read; for a text setting, the text.
 
     Raises:
         ConfigError: it cannot be read.
@@ -132,23 +132,23 @@ def unknown_key(key: str, valid: Iterable[str], *, chosen: Mapping[str, str] | N
     names = sorted(valid)
     end = key.rfind(".") + 1
     above, last = key[:end], key[end:]
-    homes = _homes(chosen or {})
+    owners = _owners(chosen or {})
     level = f"Valid{f' in {above[:-1]}' if above.endswith('.') else ''}: {', '.join(names) or 'nothing'}"
-    if home := homes.get(key):
-        return ConfigError(f"unknown key {key}: it belongs to {home}. {level}")
+    if owner := owners.get(key):
+        return ConfigError(f"unknown key {key}: it belongs to {owner}. {level}")
     if sentence := meant(key, ()):
         return ConfigError(f"unknown key {key}.{sentence} {level}")
     moved = next((new for old, new in KEYS.items() if key in (old, old.rpartition(".")[2])), "")
-    foreign = moved if moved in homes else meaning(last).setting
+    foreign = moved if moved in owners else meaning(last).setting
     if True in VALUES.get(moved, {}):  # it was a switch
         foreign = f"{moved}={VALUES[moved][True]['name']}"
-    guesses = [foreign] if foreign else _called(last, homes)
+    guesses = [foreign] if foreign else _called(last, owners)
     if not guesses and (likely := nearest(last, names)):
         guesses = [above + likely]
     if not guesses:
-        parts = [other.rpartition(".")[2] for other in homes]
+        parts = [other.rpartition(".")[2] for other in owners]
         near = difflib.get_close_matches(last, parts, n=1, cutoff=0.8)
-        guesses = _called(near[0], homes) if near else []
+        guesses = _called(near[0], owners) if near else []
     hint = f" Did you mean {' or '.join(guesses)}?" if guesses else ""
     return ConfigError(f"unknown key {key}.{hint} {level}")
 
@@ -159,30 +159,31 @@ def chosen_in(plain: Mapping[Any, Any]) -> dict[str, str]:
     return {group: str(found.get("name")) for group, found in groups.items() if isinstance(found, Mapping)}
 
 
-def _called(last: str, homes: Mapping[str, str]) -> list[str]:
+def _called(last: str, owners: Mapping[str, str]) -> list[str]:
     """Returns the keys whose last part is `last`: those in force, or else each with the choice that it belongs to."""
-    found = [key for key in homes if key.rpartition(".")[2] == last]
-    return [key for key in found if not homes[key]] or [f"{key} (of {homes[key]})" for key in found]
+    found = [key for key in owners if key.rpartition(".")[2] == last]
+    return [key for key in found if not owners[key]] or [f"{key} (of {owners[key]})" for key in found]
 
 
-def _homes(chosen: Mapping[str, str]) -> dict[str, str]:
+def _owners(chosen: Mapping[str, str]) -> dict[str, str]:
     """Returns every key with the choices that have it, as "model=gpt", or "" if the choice in force is one of them."""
-    homes = {"run.name": "", "run.group": ""}
+    owners = {"run.name": "", "run.group": ""}
     for part, inner in plain_defaults().items():
-        homes |= dict.fromkeys([part, *(f"{part}.{name}" for name in inner)] if isinstance(inner, dict) else [part], "")
+        names = [f"{part}.{name}" for name in inner] if isinstance(inner, dict) else []
+        owners |= dict.fromkeys([part, *names], "")
     for group, choices in CHOICES.items():
         for key in {item.name: None for choice in choices.values() for item in fields(choice) if item.name != "name"}:
             having = [name for name, choice in choices.items() if hasattr(choice, key)]
             is_valid = chosen.get(group) in having or len(having) == len(choices)
-            homes[f"{group}.{key}"] = "" if is_valid else " or ".join(f"{group}={name}" for name in having)
-    return homes
+            owners[f"{group}.{key}"] = "" if is_valid else " or ".join(f"{group}={name}" for name in having)
+    return owners
 
 
 def key_of_option(option: str) -> str:
     """Returns the key that is probably meant by an option of the shell's form: "--batch-size" → "batch.global_size"."""
-    name, homes = option.strip("-").replace("-", "_"), _homes({})
+    name, owners = option.strip("-").replace("-", "_"), _owners({})
     found = meaning(name).setting or name
-    return found if found in homes else next(iter(_called(found, homes)), found).partition(" ")[0]
+    return found if found in owners else next(iter(_called(found, owners)), found).partition(" ")[0]
 
 
 def unknown_choice(group: str, name: str) -> ConfigError:
@@ -205,13 +206,13 @@ def wrong_type(key: str, value: object, expected: object) -> ConfigError:
     if str in (expected, *get_args(expected)) and type(value) in (bool, int, float):
         hint = "; a file has it in quotes, or else 5e2 is 500.0"
     elif isinstance(value, str) and re.fullmatch(r"[-+.\d]+(e[-+]?\d+)?", value):
-        hint = ", and has a text: leave out its quotes, or write ${oc.decode:…} around it"
-    shown = "null" if value is None else f"{value!s:.200}"
-    return ConfigError(f"{key}={shown}: expected {described(expected)}{hint}".rstrip("."))
+        hint = ", got a text: leave out its quotes, or write ${oc.decode:…} around it"
+    text = "null" if value is None else f"{value!s:.200}"
+    return ConfigError(f"{key}={text}: expected {described(expected)}{hint}".rstrip("."))
 
 
 class _Settings(Maker):
-    """Makes settings: it knows the groups of choices, and its errors say what was probably meant."""
+    """A maker of settings that knows the groups of choices, and whose errors say what was probably meant."""
 
     def record(self, kind: Any, plain: Mapping[str, Any], key: str) -> Any:
         """Returns an instance of a settings class; of a group, that of the choice in force."""
@@ -232,7 +233,7 @@ class _Settings(Maker):
         values |= {name: at_home(value) for name, value in values.items() if name in PATHS and isinstance(value, str)}
         try:
             return default(**values)
-        except ConfigError as error:  # of a policy, which knows its fields alone
+        except ConfigError as error:  # a policy knows only its own fields
             raise ConfigError(f"{prefix}{error}") from error
 
     def refused(self, expected: Any, plain: Any, key: str) -> Any:

@@ -1,1 +1,1 @@
-"""Parameter servers: workers lease samples, pull parameters and push gradients; servers update, and hold all state."""
+"""Parameter servers: workers lease samples, pull parameters and push gradients; servers hold and update all state."""

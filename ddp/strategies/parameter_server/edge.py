@@ -1,13 +1,13 @@
-"""An edge: what one server and one worker send each other, over their own communicator. The server is its rank 0.
+"""An edge: the messages of one server and one worker, over their own communicator. The server is its rank 0.
 
     worker                              server
-    tell     {"what": …}       ──▶      heard                     plain values: a request,
-    heard                      ◀──      tell      {…}             and its answer
-    push     gradients         ──▶      taken     [numel]         by wire or hook, if there is one
-    pull     [numel]           ◀──      load, pull                parameters, after the answer that promises them
+    send_values  {"what": …}   ──▶      receive_values            plain values: a request,
+    receive_values             ◀──      send_values  {…}          and its reply
+    push         gradients     ──▶      receive_gradients         [numel], by wire or hook, if there is one
+    pull         [numel]       ◀──      load, pull                parameters, after the reply that promises them
 
 Inside a host all of it goes through shared memory. A push through a wire format or a hook is an all-reduce of the two,
-for which the server has zeros; so they work as between any ranks.
+to which the server contributes zeros; so formats and hooks work as between any ranks.
 
 If one of the two is lost, the other's next call raises PeerLost, and no other edge notices.
 """
@@ -41,8 +41,8 @@ from ddp.setting import WireName
 
 SERVER, WORKER = 0, 1
 LOST = (PeerLost, CommunicatorBroken)
-"""What a call raises if the other end is lost."""
-LENGTH_BYTES, WORDS_BYTES = 8, 2040
+"""The errors of a call if the other end is lost."""
+LENGTH_BYTES, VALUES_BYTES = 8, 2040
 
 
 class Piece(NamedTuple):
@@ -54,21 +54,23 @@ class Piece(NamedTuple):
 
 
 def connected(
-    home: Store, comm: Communicator, rank: int, *, incarnation: int, server: int, number: int, warn_s: float
+    run_store: Store, comm: Communicator, rank: int, *, incarnation: int, server: int, number: int, warn_s: float
 ) -> Communicator:
     """Returns the communicator of an edge. Collective.
 
     Args:
-        home: the part of the store in which servers and workers meet.
+        run_store: the part of the store in which servers and workers meet.
         comm: of this process, whose settings are those of the edge.
         rank: of this end.
-        incarnation, server, number: of the servers, and the number that they gave the worker.
+        incarnation: of the servers.
+        server: its index.
+        number: which the servers gave the worker.
 
     Raises:
-        PeerLost: the other end does not come.
+        PeerLost: the other end does not connect.
     """
-    # By a separate connection: waiting there for a peer that does not come must not block other edges.
-    own: Store = ask_store(home.clone, within_s=comm.abort_s)  # type: ignore[attr-defined]
+    # A separate connection, because the wait for a peer that does not connect must not block other edges.
+    own: Store = ask_store(run_store.clone, within_s=comm.abort_s)  # type: ignore[attr-defined]
     store = part_of(own, f"{incarnation}/edge/{server}/{number}")
     settings = replace(comm.settings, device=CPU, backend="auto", algorithm="auto", generation=0)
     return open_communicator(store, incarnation, rank, 2, settings, warn_s=warn_s)
@@ -80,9 +82,9 @@ class Edge:
     Args:
         comm: of the two.
         parameters: of this process's model, by name.
-        pieces: what the server holds of them; the same at both ends.
+        pieces: the parts that the server holds; the same at both ends.
         wire: format of the gradients between hosts.
-        hook: sends less than all of the gradients; then the pieces are whole parameters.
+        hook: sends a part of the gradients; then the pieces are whole parameters.
     """
 
     def __init__(
@@ -95,33 +97,33 @@ class Edge:
         hook: Hook | None,
     ) -> None:
         self.comm, self._wire = comm, wire
-        self._words = comm.allocate(LENGTH_BYTES + WORDS_BYTES, torch.uint8)  # in one message, if they are few
+        self._message = comm.allocate(LENGTH_BYTES + VALUES_BYTES, torch.uint8)  # one message, if the values are short
         named = [(piece.name, parameters[piece.name]) for piece in pieces]
         self._compression = None if hook is None else Compression(hook, comm, named)
         self._is_reduced = hook is not None or (wire is not None and len(comm.hosts) > 1)
         self._packs = [_Pack(comm, parameters, those, dtype) for dtype, those in by_dtype(pieces, parameters)]
 
-    # --- words -------------------------------------------------------------------------------------------------------
+    # --- plain values ------------------------------------------------------------------------------------------------
 
-    def tell(self, values: dict[str, Any]) -> None:
-        """Sends plain values to the other end, which calls `heard`: a request, or the answer to it."""
+    def send_values(self, values: dict[str, Any]) -> None:
+        """Sends plain values to the other end, which calls `receive_values`: a request, or the reply to it."""
         data = packed(values)
-        self._words[:LENGTH_BYTES].view(torch.int64)[0] = len(data)
-        first = self._words[LENGTH_BYTES:][: len(data)]
+        self._message[:LENGTH_BYTES].view(torch.int64)[0] = len(data)
+        first = self._message[LENGTH_BYTES:][: len(data)]
         first.copy_(data[: len(first)])
-        self.comm.broadcast(self._words, self.comm.rank, label="words")
+        self.comm.broadcast(self._message, self.comm.rank, label="values")
         if len(data) > len(first):
-            self.comm.broadcast(data[len(first) :].clone(), self.comm.rank, label="more words")
+            self.comm.broadcast(data[len(first) :].clone(), self.comm.rank, label="more values")
 
-    def heard(self) -> dict[str, Any]:
-        """Receives one message of the other end."""
+    def receive_values(self) -> dict[str, Any]:
+        """Receives one message from the other end."""
         other = 1 - self.comm.rank
-        self.comm.broadcast(self._words, other, label="words")
-        length = int(self._words[:LENGTH_BYTES].view(torch.int64)[0])
-        data = self._words[LENGTH_BYTES:][:length]
+        self.comm.broadcast(self._message, other, label="values")
+        length = int(self._message[:LENGTH_BYTES].view(torch.int64)[0])
+        data = self._message[LENGTH_BYTES:][:length]
         if length > len(data):
             rest = torch.empty(length - len(data), dtype=torch.uint8)
-            data = torch.cat([data, self.comm.broadcast(rest, other, label="more words")])
+            data = torch.cat([data, self.comm.broadcast(rest, other, label="more values")])
         values: dict[str, Any] = unpacked(data)
         return values
 
@@ -129,10 +131,10 @@ class Edge:
 
     @torch.no_grad()
     def push(self, label: str) -> None:
-        """Sends the gradients of the worker's parameters; zeros for those that have none."""
+        """Sends the gradients of the worker's parameters; zeros for those without a gradient. At the worker."""
         for pack in self._packs:
             if self._is_reduced:
-                pack.flat.zero_()  # the padding, too, in which a wire format may have left anything
+                pack.flat.zero_()  # including the padding, where a wire format may have left values
             for view, parameter, piece in pack.places():
                 if parameter.grad is not None:
                     view.copy_(in_memory_order(laid_out_like(parameter, parameter.grad))[piece.start : piece.stop])
@@ -141,11 +143,8 @@ class Edge:
         self._send(label)
 
     @torch.no_grad()
-    def taken(self, label: str) -> list[Tensor]:
-        """Returns the gradients that the worker pushes: for each dtype, in the order of `by_dtype`, [numel].
-
-        At the server.
-        """
+    def receive_gradients(self, label: str) -> list[Tensor]:
+        """Returns the worker's gradients for each dtype, in the order of `by_dtype`, [numel]. At the server."""
         for pack in self._packs:
             if self._is_reduced:
                 pack.flat.zero_()
@@ -164,7 +163,7 @@ class Edge:
                 self.comm.broadcast(pack.flat, WORKER, label=label)
 
     def take_back(self) -> None:
-        """Rolls the hook back to before the last push, because that does not count. At both ends."""
+        """Rolls the hook back to before the last push, because the push does not count. At both ends."""
         if self._compression is not None:
             self._compression.take_back()
 
@@ -172,7 +171,7 @@ class Edge:
 
     @torch.no_grad()
     def load(self) -> None:
-        """Copies the server's parameters to where `pull` sends them from. At the server."""
+        """Copies the server's parameters to the memory that `pull` sends. At the server."""
         for pack in self._packs:
             for view, parameter, piece in pack.places():
                 view.copy_(in_memory_order(parameter)[piece.start : piece.stop])
@@ -188,7 +187,7 @@ class Edge:
 
 
 class _Pack:
-    """The pieces of one dtype, side by side.
+    """The pieces of one dtype, one after another.
 
     Attributes:
         flat: [numel], gradients or parameters, with padding between them.
@@ -217,22 +216,22 @@ class _Pack:
 
 
 @contextmanager
-def failure_told(home: Store, part: Role | None) -> Iterator[None]:
-    """Leaves an error of the block for those that wait for this process in a fit, unless it has lost them."""
+def failure_reported(run_store: Store, part: Role | None) -> Iterator[None]:
+    """Publishes an error of the block to the processes that wait for this one, unless it has lost them."""
     try:
         yield
     except Exception as error:
         if part is not None and not any(isinstance(each, LOST) for each in with_causes(error)):
             with suppress(DistError):
-                home.set(f"failed/{part.job}", packed(error_values(error)).numpy().tobytes())  # type: ignore[arg-type]
+                run_store.set(f"failed/{part.job}", packed(error_values(error)).numpy().tobytes())  # type: ignore[arg-type]
         raise
 
 
-def failure_of(home: Store, job: Job) -> Exception | None:
+def failure_of(run_store: Store, job: Job) -> Exception | None:
     """Returns the error that ended the fit of a process with that job; None if there is none."""
-    if not home.check([f"failed/{job}"]):
+    if not run_store.check([f"failed/{job}"]):
         return None
-    data = torch.frombuffer(bytearray(home.get(f"failed/{job}")), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(run_store.get(f"failed/{job}")), dtype=torch.uint8)
     error = error_of(*unpacked(data), where=f"a {job}")
     error.__cause__ = PeerLost(SERVER if job == "server" else WORKER, "unknown", 0, 0, "its fit", "it has failed")
     return error
@@ -248,7 +247,7 @@ def by_dtype(
 
 
 def places_of(pieces: Sequence[Piece], dtype: torch.dtype) -> tuple[list[int], int]:
-    """Returns where pieces of a dtype begin side by side, and the number of elements of all, with padding."""
+    """Returns the starts of consecutive pieces of a dtype, and the number of elements of all, with padding."""
     starts, end = [], 0
     for piece in pieces:
         starts.append(end)

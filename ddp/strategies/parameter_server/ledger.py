@@ -1,38 +1,38 @@
-"""The ledger of parameter servers: which worker computes which samples, and whose gradients count.
+"""The ledger of parameter servers: decides which worker computes which samples, and which gradients count.
 
     server      begin_epoch(plans)                                            take_update → update, commit
     worker                  grant → read   begin → pull, compute, push   returned → "counts", or "came too late"
-                                           waits, or is told that the lease is gone
+                                           waits, or learns that the lease is gone
 
-A *plan* is a step of the sampler. A *lease* is one part of it, granted to one worker, who reads its samples ahead. A
+A *plan* is a step of the sampler. A *lease* is one part of it, granted to one worker, which reads its samples ahead. A
 lease that is *begun* will be *returned* with gradients. The *version* is the number of updates. Three modes:
 
     sync        A plan is cut into `num_parts`, and all its parts make one update. No worker begins a part before the
                 updates of all plans before it.
-    async       A plan is one part, and each return is an update at once, of whatever version its parameters were.
-    bounded     As async, but no worker begins where a gradient could become older than `staleness` updates.
+    async       A plan is one part, and each return is an update at once, however old its parameters are.
+    bounded     As async, but no worker begins a part whose gradient could be staler than `staleness` updates.
 
-Each part of each plan counts exactly once, from whomever it is returned first. So that no worker waits for one that
-is lost, stopped or slow, an idle worker, who has nothing else that it may begin, gets, in this order:
+Each part of each plan counts exactly once, from the worker that returns it first. So that no worker waits for one that
+is lost, stopped or slow, an idle worker, which may begin no other part, gets, in this order:
 
-    a free part          of a lost worker's leases, too
+    a free part          also one of a lost worker
     one taken back       a lease that its holder has not begun, if that saves at least half of its time
-    a copy               of a part that is *late*: it takes `LATE` times longer than any worker took the last time
+    a copy               of a part that is *late*: it takes `LATE` times longer than any worker took last time
 
-With backup workers (arXiv 1604.00981), `num_backups` parts of each plan are granted twice, the second time to those who
-ask last, which are the slowest; so all workers compute in each step, and it waits for the fastest. There a part is late
-sooner, by the fastest worker's measure. The paper drops gradients that come late; here only copies are dropped, and no
-sample is.
+With backup workers (arXiv 1604.00981), `num_backups` parts of each plan are granted twice, the second time to the
+workers that ask last, which are the slowest; so all workers compute in each step, and it waits for the fastest. Then a
+part is late sooner, measured by the fastest worker. The paper drops late gradients; here only copies are dropped, and
+no sample is.
 
-Note "bounded". Let u plans be *under way*: begun or returned, and not in an update yet. An update raises the version by
+Note "bounded". Let u plans be *in flight*: begun or returned, and not in an update yet. An update raises the version by
 one, and takes one plan out. So the gradient of version b that is in the update after version v is v − b updates old,
-and at any time before, with version w and u plans under way, it is at most (w − b) + (u − 1) updates old in the end,
-if no further plan begins. That sum stays as it is in each update, since w rises and u falls, and falls with each worker
-that is lost. It grows only where a further plan begins, and there the ledger demands that (w − b) + u ≤ s for the
-oldest b under way, where u does not count the new plan. So s is a bound for all. The new one itself has b = w, and with
-staleness 0 it begins where nothing is under way. A copy begins in any case, because its plan is counted already.
+and at any time before, with version w and u plans in flight, it is at most (w − b) + (u − 1) updates old in the end, if
+no further plan begins. An update does not change that sum, since w rises and u falls; a lost worker lowers it. It grows
+only when a further plan begins, and then the ledger demands that (w − b) + u ≤ s for the oldest b in flight, where u
+does not count the new plan. So s is a bound for all. The new one itself has b = w, and with staleness 0 it begins when
+nothing is in flight. A copy may always begin, because its plan is counted already.
 
-Pure and without a clock: the servers call it under one lock. Cost: a call looks at all leases that are out, a few for
+Pure and without a clock: the servers call it under one lock. Cost: a call visits all leases that are out, a few for
 each worker.
 """
 
@@ -45,12 +45,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 Mode = Literal["sync", "async", "bounded"]
-Answer = Literal["now", "wait", "gone"]
+Status = Literal["now", "wait", "gone"]
 
-LATE = 3.0  # times the longest that a worker took lately
-LEAST_LATE_S = 1.0  # nothing is late before
-LATE_WITH_BACKUPS = 2.0  # times the shortest that a worker took lately
-UNKNOWN_S = 1.0  # what a lease may take, as long as none has been returned
+LATE = 3.0  # times the longest recent time of a worker
+LEAST_LATE_S = 1.0  # no part is late earlier
+LATE_WITH_BACKUPS = 2.0  # times the shortest recent time of a worker
+UNKNOWN_S = 1.0  # expected time of a lease until one has been returned
 
 
 class Plan(NamedTuple):
@@ -72,13 +72,13 @@ class Lease(NamedTuple):
 
 
 def as_plain(lease: Lease) -> list[Any]:
-    """Returns a lease as JSON can hold it."""
+    """Returns a lease in a form that JSON can hold."""
     number, plan, part, num_parts = lease
     return [number, list(plan), part, num_parts]
 
 
 def as_lease(plain: Sequence[Any]) -> Lease:
-    """Returns the lease that `as_plain` was given."""
+    """Returns the lease from the form that `as_plain` returned."""
     number, plan, part, num_parts = plain
     return Lease(int(number), Plan(*map(int, plan)), int(part), int(num_parts))
 
@@ -87,7 +87,8 @@ class Update(NamedTuple):
     """An update of the parameters.
 
     Attributes:
-        workers: by part, whose gradient counts; None for a part without samples. sizes: by part, its samples.
+        workers: by part, the worker whose gradient counts; None for a part without samples. sizes: by part, its
+            samples.
         age: updates since its oldest parameters were pulled.
     """
 
@@ -103,8 +104,8 @@ class _Worker:
 
     Attributes:
         held: its leases, in the order in which it reads them.
-        seen_s: when it last asked for something.
-        sample_s: what it took for a sample the last time; None until it has returned something.
+        seen_s: time of its last request.
+        sample_s: time per sample of its last return; None before the first.
     """
 
     name: Hashable
@@ -141,8 +142,8 @@ class _Part:
     """A part of a plan.
 
     Attributes:
-        holders: who may return it: leases that are not returned yet.
-        counts: whose return counts, once there is one; of a part without samples None.
+        holders: leases by which it may still be returned.
+        counts: the lease whose return counts, once there is one; None for a part without samples.
     """
 
     open: _Open
@@ -153,7 +154,7 @@ class _Part:
     counts: _Held | None = None
 
     def is_of(self, worker: _Worker) -> bool:
-        """Returns True if a worker has returned it, or may do so."""
+        """Returns True if a worker has returned the part, or may do so."""
         return any(each is not None and each.worker is worker for each in (*self.holders, self.counts))
 
 
@@ -167,19 +168,19 @@ class _Open:
 
     @property
     def versions(self) -> list[int]:
-        """Returns of which versions parameters were pulled for what is begun or returned; empty: nothing is."""
+        """Returns the versions of the parameters of all parts that are begun or returned."""
         begun = [each.version for part in self.parts for each in part.holders if each.begun_s is not None]
         return begun + [part.counts.version for part in self.parts if part.counts is not None]
 
 
 class Ledger:
-    """Grants leases to workers, and says which returns make an update.
+    """Grants leases to workers, and decides which returns make an update.
 
-    Workers are known by any hashable name. A worker that returns under a name that asks already must be `lost` first.
+    Workers are identified by any hashable name. Before a worker reuses a name, its former owner must be `lost`.
 
     Args:
         num_parts: of a plan; 1 but in mode sync.
-        num_shards: parts of a plan that random streams hang on, of which a lease takes whole ones; None: `num_parts`.
+        num_shards: parts of a plan with their own random streams; a lease takes whole ones; None: `num_parts`.
         staleness: most updates between the pull of parameters and the update by their gradient, in mode bounded.
         num_backups: copies of each plan's parts that are granted ahead, in mode sync.
         version: updates that the run has made.
@@ -237,19 +238,19 @@ class Ledger:
         return Update(done.plan, workers, tuple(part.size for part in done.parts), age)
 
     def lost(self, worker: Hashable) -> None:
-        """Frees all leases of a worker; what it returns later does not count."""
+        """Frees all leases of a worker; its later returns do not count."""
         if (gone := self._workers.pop(worker, None)) is not None:
             self._take_back(gone.held)
 
     def next_late_s(self, now_s: float) -> float | None:
-        """Returns in how many seconds a worker will be late, if none calls before; None: never."""
+        """Returns the seconds until a worker will be late, if none calls earlier; None: never."""
         left_s = [at_s - now_s for at_s in map(self._late_at_s, self._workers.values()) if now_s < at_s < math.inf]
         return min(left_s, default=None)
 
     # --- A worker -----------------------------------------------------------------------------------------------------
 
     def grant(self, worker: Hashable, *, most: int, now_s: float) -> list[Lease]:
-        """Returns further leases for a worker, so that it holds `most` that it has not begun, in the order to read."""
+        """Returns further leases for a worker, so that it holds `most` that it has not begun, in reading order."""
         me = self._workers.setdefault(worker, _Worker(worker, now_s))
         me.seen_s = now_s
         granted = []
@@ -260,10 +261,10 @@ class Ledger:
             granted.append(self._lease(part, me))
         return granted
 
-    def begin(self, worker: Hashable, lease: Lease, *, now_s: float) -> Answer:
+    def begin(self, worker: Hashable, lease: Lease, *, now_s: float) -> Status:
         """Returns "now" if a worker is to pull parameters and to compute a lease, the next one that it has read.
 
-        "wait": not before somebody has returned something, is lost, or is late. "gone": never; it was taken back.
+        "wait": not before another worker returns a part, is lost, or is late. "gone": never; the lease was taken back.
         """
         held = self._find(worker, lease)
         if held is None:
@@ -279,7 +280,8 @@ class Ledger:
         return "now"
 
     def returned(self, worker: Hashable, lease: Lease, *, now_s: float) -> bool:
-        """Returns True if a gradient counts; False for a late copy, and of a lease that was never begun or taken back.
+        """Returns True if a gradient counts; False for a late copy, and for a lease that was not begun or was taken
+        back.
 
         The first return of a part counts.
         """
@@ -304,7 +306,7 @@ class Ledger:
     # --- Which part a worker gets -------------------------------------------------------------------------------------
 
     def _ahead(self, me: _Worker) -> _Part | None:
-        """Returns a part to be read ahead, of the first plan in which a worker has not its share."""
+        """Returns a part to be read ahead, of the first plan in which a worker lacks its share."""
         share = math.ceil((self._num_parts + self._num_backups) / len(self._workers))
         # A part of an earlier plan would come later in its queue than one that waits for it.
         first = self._open.index(me.not_begun[-1].part.open) if self.mode == "sync" and me.not_begun else 0
@@ -326,8 +328,8 @@ class Ledger:
     def _for_idle(self, me: _Worker, now_s: float) -> _Part | None:
         """Returns a part to do at once, if nothing that the worker holds may be begun; takes it back from others.
 
-        It pays if the others would begin it later by half of what it takes here. A lease that its holder is to begin
-        next is not taken back, but copied, or two workers that are slow to read would take it from each other for ever.
+        That pays if the others would begin it later than half of its time here. A lease that its holder is to begin
+        next is copied instead, or two workers that are slow to read would take it from each other forever.
         """
         if me.is_busy or any(self._may_begin(each.part.open) for each in me.held):
             return None
@@ -392,7 +394,7 @@ class Ledger:
         return next((each for each in held if each.lease == lease), None)
 
     def _wait_s(self, held: _Held, now_s: float) -> float:
-        """Returns how long it is likely to take until a lease is begun; of one that is late, infinity."""
+        """Returns the expected seconds until a lease is begun; infinity if its worker is late."""
         if now_s >= self._late_at_s(held.worker):
             return math.inf
         before = held.worker.held[: held.worker.held.index(held)]
@@ -400,13 +402,13 @@ class Ledger:
         return 0.0 if held.begun_s is not None else sum(max(0.0, each) for each in takes_s)
 
     def _takes_s(self, held: _Held) -> float:
-        """Returns how long a lease is likely to take, by what its worker took the last time, or else the slowest."""
+        """Returns the expected seconds of a lease, from its worker's last time per sample, or else the slowest one."""
         known = [each.sample_s for each in self._workers.values() if each.sample_s is not None]
         sample_s = held.worker.sample_s if held.worker.sample_s is not None else max(known, default=None)
         return UNKNOWN_S if sample_s is None else sample_s * held.part.size
 
     def _late_at_s(self, worker: _Worker) -> float:
-        """Returns when a worker is late with what it has begun or may begin; infinity if there is nothing."""
+        """Returns the time at which a worker is late with the part that it has begun or may begin; infinity: never."""
         known = [each.sample_s for each in self._workers.values() if each.sample_s is not None]
         doing = next((each for each in worker.held if each.begun_s is not None), None)
         doing = doing or next((each for each in worker.held if self._may_begin(each.part.open)), None)

@@ -1,4 +1,4 @@
-"""A server: it leases samples to workers, sends them parameters, and makes updates of the gradients that come back.
+"""A server: it leases samples to workers, sends them parameters, and updates these by the gradients of the workers.
 
     main thread     the loop of `fit`: waits for the next update, makes it as the sharded strategy does among the
                     servers, evaluates, saves. It alone changes parameters
@@ -9,12 +9,12 @@
     agree           the servers measure the norm of the gradient together
     update          each makes the optimizer's step for its pieces, and gives the others the new parameters
 
-So each server has all parameters, and a part of the optimizer's state; a worker exchanges with each server only what
-that one holds. The pieces are about equally many bytes; large tensors are cut. In mode async an update is one batch of
-one worker (Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, section 4.1, Downpour SGD).
+So each server has all parameters, and a part of the optimizer's state; a worker exchanges with each server only the
+pieces that this server holds. Pieces have about equal sizes; large tensors are cut. In mode async an update is one
+batch of one worker (Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, section 4.1, Downpour SGD).
 
 Server 0 keeps the ledger (`ledger.py`). All servers make the updates that it announces, in the same order. So they are
-always at the same version, and a worker that dies between two servers leaves nothing half done.
+always at the same version, and a worker that dies between two servers leaves no partial update.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from ddp.strategies.parameter_server.worker_threads import Shared, WorkerThreads
 from ddp.strategies.sharded import Served
 from ddp.units import counted
 
-POLL_S = 0.05  # between two looks at whether this process is to stop
-LAST_S = 10.0  # longest wait for workers that are to hear how the run has ended
-WAIT, OVER, STOP, FAILED = "wait", "over", "stop", "failed"  # words of server 0 in the place of an update
+POLL_S = 0.05  # between two checks if this process is to stop
+LAST_S = 10.0  # longest wait for workers at the end of the run
+WAIT, OVER, STOP, FAILED = "wait", "over", "stop", "failed"  # sent by server 0 in place of an update
 
 
 class Received(NamedTuple):
-    """Says that the gradients of an update are in the buckets.
+    """An update whose gradients are in the buckets.
 
     Attributes:
         totals: of the update.
-        since_s: when the wait for it began.
+        since_s: when the wait for the update began.
         finish_step: ends the step of the model; takes the totals, with the votes of the servers.
     """
 
@@ -68,11 +68,11 @@ class Service:
 
     Args:
         part: of this process.
-        home: the part of the store in which the processes meet for this training.
+        run_store: the part of the store in which the processes meet for this training.
         strategy: of this server, whose parts are served.
         policy: when updates are made, and how gradients travel.
-        num_shards: parts of a step that random streams hang on (`Ledger`).
-        version: updates that the run has made before.
+        num_shards: parts of a step with their own random streams (`Ledger`).
+        version: updates that the run has made already.
         facts: plain values that a worker compares with its own.
 
     Attributes:
@@ -82,7 +82,7 @@ class Service:
     def __init__(
         self,
         part: Role,
-        home: Store,
+        run_store: Store,
         strategy: Served,
         policy: ParameterServer,
         *,
@@ -91,7 +91,7 @@ class Service:
         facts: Mapping[str, Any],
     ) -> None:
         model = strategy.model
-        self._part, self._home, self._strategy, self._comm = part, home, strategy, model.comm
+        self._part, self._run_store, self._strategy, self._comm = part, run_store, strategy, model.comm
         self._parts = {Piece(name, part.start, part.stop): part for name, part in strategy.parts()}
         self._parameters = dict(model.module.named_parameters())
         ledger = Ledger(
@@ -108,16 +108,16 @@ class Service:
         self._warned_s = 0.0
         self._shared.parameters_lock.acquire()
         if part.index == 0:
-            self._say_what_is_gone()
-            home.set("incarnation", str(part.incarnation))
-        self._worker_threads = WorkerThreads(part, home, model, [*self._parts], policy, facts, self._shared)
+            self._warn_of_lost_updates()
+            run_store.set("incarnation", str(part.incarnation))
+        self._worker_threads = WorkerThreads(part, run_store, model, [*self._parts], policy, facts, self._shared)
 
-    def _say_what_is_gone(self) -> None:
-        """Says how many updates earlier servers have made after the checkpoint that these go on from."""
-        last = int(self._home.get("version")) if self._home.check(["version"]) else 0
+    def _warn_of_lost_updates(self) -> None:
+        """Warns of the updates that earlier servers made after the checkpoint from which these resume."""
+        last = int(self._run_store.get("version")) if self._run_store.check(["version"]) else 0
         if num_gone := max(0, last - self._shared.version):
             log.warning(
-                "the servers were lost after update %d, and go on from update %d: %s gone, and their samples are "
+                "the servers were lost after update %d, and resume from update %d: %s lost, and their samples are "
                 "leased again",
                 *(last, self._shared.version, f"{counted(num_gone, 'update')} {'is' if num_gone == 1 else 'are'}"),
             )
@@ -132,14 +132,14 @@ class Service:
             stopping: true once this process is to stop.
 
         Raises:
-            ConfigError: no worker has come, or is left.
-            Exception: all workers' fits have failed, of the class of theirs.
+            ConfigError: no worker has connected, or is left.
+            Exception: all workers' fits have failed; the error has the class of theirs.
         """
         shared, last_step = self._shared, 0
         is_first, alone = self._part.index == 0, self._comm.world_size == 1
         if is_first:
             with shared.changed:
-                shared.ledger.begin_epoch(self._watched(plans))
+                shared.ledger.begin_epoch(self._reporting_errors(plans))
                 shared.notify()
         while True:
             since_s = now_s()
@@ -151,27 +151,27 @@ class Service:
                 except Exception as error:
                     word, raised = (FAILED, *error_values(error)), error
                 if not alone:
-                    with nullcontext() if is_first else self._pulls_allowed():  # server 0 knows the next one already
+                    with nullcontext() if is_first else self._pulls_allowed():  # server 0 has the next update already
                         word = broadcast_object(self._comm, word)
             if word[0] == FAILED:
                 raise raised or error_of(*word[1:], where="server 0")
             if word in (OVER, STOP):
                 self.is_stopped = word == STOP
-                with shared.changed:  # what is left of these steps does not count
+                with shared.changed:  # further pushes of these steps do not count
                     shared.pushed = {key: push for key, push in shared.pushed.items() if key[0] > last_step}
                 return
-            told, keys, counts, buffers, without = word
-            plan, last_step = Plan(*told), max(last_step, told[0])
-            totals = self._received([tuple(key) for key in keys], counts, buffers)
+            plan_values, keys, counts, buffers, without = word
+            plan, last_step = Plan(*plan_values), max(last_step, plan_values[0])
+            totals = self._write_gradients([tuple(key) for key in keys], counts, buffers)
             yield plan, Received(totals, since_s, partial(self._strategy.take_step, without=without))
             with shared.changed:
                 shared.version += 1
                 shared.notify()
             if is_first:
-                self._home.set("version", str(shared.version))
+                self._run_store.set("version", str(shared.version))
 
-    def _watched(self, plans: Iterable[Plan]) -> Iterator[Plan]:
-        """Yields plans in the threads that lease them; an error of the user's order is one for the main thread."""
+    def _reporting_errors(self, plans: Iterable[Plan]) -> Iterator[Plan]:
+        """Yields plans in the threads that lease them, and passes an error of the user's order to the main thread."""
         try:
             yield from plans
         except BaseException as error:
@@ -180,7 +180,7 @@ class Service:
 
     def _next(self, stopping: Any) -> Any:
         """Waits on server 0 for the next update, and returns it; or OVER, STOP, or after a while WAIT."""
-        shared, patience = self._shared, Patience(self._worker_threads.answer_s)
+        shared, patience = self._shared, Patience(self._worker_threads.reply_s)
         while True:
             with shared.changed:  # no worker pulls between an update's number and the update: `parameters_lock` is held
                 update, is_over = shared.ledger.take_update(), shared.ledger.is_epoch_over
@@ -189,7 +189,7 @@ class Service:
             if error is not None:
                 raise error
             if update is not None:
-                return self._described(update)
+                return self._announcement(update)
             if is_over:
                 return OVER
             self._warned_s = min(self._warned_s, idle_s)
@@ -201,8 +201,8 @@ class Service:
                     "resume=auto"
                 )
             if not patience.left_s():
-                if idle_s and (failed := failure_of(self._home, "worker")):  # caught, if all go on
-                    stores, workers = (self._home, self._part.store), range(self._part.num_workers)
+                if idle_s and (failed := failure_of(self._run_store, "worker")):  # caught, if all go on
+                    stores, workers = (self._run_store, self._part.store), range(self._part.num_workers)
                     if all(any(is_done(store, f"worker {index}") for store in stores) for index in workers):
                         raise failed
                 if idle_s > self._warned_s + self._comm.warn_s:
@@ -221,8 +221,8 @@ class Service:
         finally:
             self._shared.parameters_lock.acquire()
 
-    def _described(self, update: Update) -> Any:
-        """Returns an update as all servers must know it, in plain values."""
+    def _announcement(self, update: Update) -> Any:
+        """Returns an update for all servers, in plain values."""
         plan, workers, sizes, age = update
         self._oldest = max(self._oldest, age)
         with self._shared.changed:
@@ -231,21 +231,21 @@ class Service:
             for _, part, worker in keys:
                 self._computed[self._shared.indices[worker]] += sizes[part]
         counts = [(push.loss_sum, push.num_items, sizes[key[1]]) for key, push in zip(keys, pushes, strict=True)]
-        buffers = _together([push.buffers for push in pushes], [each[2] for each in counts])
+        buffers = _merged_buffers([push.buffers for push in pushes], [each[2] for each in counts])
         without = sorted(set.intersection(*(set(push.without) for push in pushes)) if pushes else ())
         return tuple(plan), keys, counts, buffers, without
 
     @torch.no_grad()
-    def _received(
+    def _write_gradients(
         self,
         keys: Sequence[tuple[int, int, int]],
         counts: Sequence[Sequence[float]],
         buffers: Mapping[str, Tensor],
     ) -> Totals:
-        """Writes the sum of what these pushes have into the buckets, in their order, divided by the global count."""
+        """Writes the sum of these pushes' gradients to the buckets, in their order, divided by the global count."""
         with self._shared.changed:
             pushes = [self._shared.pushed[key] for key in keys]
-            steps = {key[0] for key in keys}  # of which workers that are gone may have left pushes that do not count
+            steps = {key[0] for key in keys}  # lost workers may have left pushes for these that do not count
             self._shared.pushed = {key: push for key, push in self._shared.pushed.items() if key[0] not in steps}
         num_items = sum(each[1] for each in counts)
         packs = by_dtype([*self._parts], self._parameters)
@@ -265,7 +265,7 @@ class Service:
         return Totals(loss_sum=sum(each[0] for each in counts), num_items=count_of(num_items))
 
     def in_words(self) -> str:
-        """Says how old gradients were at most, and who has computed how much. At server 0."""
+        """Returns the largest staleness of a gradient and each worker's share of the samples, as text. At server 0."""
         age = f"no gradient was of parameters more than {counted(self._oldest, 'update')} old"
         if not (total := self._computed.total()):
             return age
@@ -273,7 +273,7 @@ class Service:
         return f"{age}; the samples were computed by {', '.join(shares)}"
 
     def end(self, over: Mapping[str, Any]) -> None:
-        """Tells the workers that the run is over, and lets them go.
+        """Notifies the workers that the run is over, and disconnects them.
 
         Args:
             over: plain values for them.
@@ -284,20 +284,20 @@ class Service:
                 return
             shared.over = dict(over)
             shared.notify()
-        with suppress(RuntimeError):  # the main thread need not have it, after an error
+        with suppress(RuntimeError):  # after an error the main thread may not hold it
             shared.parameters_lock.release()
-        num_let_in = self._worker_threads.close(LAST_S)
+        num_accepted = self._worker_threads.close(LAST_S)
         with suppress(DistError):
-            if "failed" not in over and self._part.index == 0:  # who comes later has nothing to do, either
-                self._home.set("over", json.dumps({**over, "num_let_in": num_let_in}))
-            elif "failed" not in over:  # serves whom server 0 has let in
-                self._home.wait(["over"], timedelta(seconds=LAST_S))
-                self._worker_threads.let_in(json.loads(self._home.get("over"))["num_let_in"])
+            if "failed" not in over and self._part.index == 0:  # for workers that come later
+                self._run_store.set("over", json.dumps({**over, "num_accepted": num_accepted}))
+            elif "failed" not in over:  # serves the workers that server 0 has accepted
+                self._run_store.wait(["over"], timedelta(seconds=LAST_S))
+                self._worker_threads.accept(json.loads(self._run_store.get("over"))["num_accepted"])
         self._worker_threads.end(LAST_S)
 
 
-def _together(buffers: Sequence[Mapping[str, Tensor]], counts: Sequence[int]) -> dict[str, Tensor]:
-    """Returns the buffers of an update: of floating point, the mean over its parts by samples; else the last one's."""
+def _merged_buffers(buffers: Sequence[Mapping[str, Tensor]], counts: Sequence[int]) -> dict[str, Tensor]:
+    """Returns the buffers of an update: in floating point, the mean over its parts by samples; else the last part's."""
     names = list(dict.fromkeys(name for each in buffers for name in each))
     found: dict[str, Tensor] = {}
     for name in names:

@@ -5,7 +5,7 @@
     begin     waits until a part may be computed, and pulls the parameters for it
     push      gradients, loss and count of the part; and begins the next one, in one exchange with server 0
 
-A worker keeps nothing that others need. If it is lost, its leases go to others; if the servers are lost, it drops its
+A worker holds no state that others need. If it is lost, its leases go to others; if the servers are lost, it drops its
 leases, waits for them to come back, and joins again.
 """
 
@@ -38,15 +38,15 @@ from ddp.process.terminal import log
 from ddp.strategies.parameter_server.edge import LOST, SERVER, WORKER, Edge, Piece, connected, failure_of
 from ddp.strategies.parameter_server.ledger import Lease, as_lease, as_plain
 
-POLL_S = 0.05  # between two looks for the servers
-WAIT: Mapping[str, Any] = {"verdict": "wait"}
+POLL_S = 0.05  # between two checks for the servers
+WAIT: Mapping[str, Any] = {"status": "wait"}
 
 
 class Over(Exception):
     """The run has ended.
 
     Attributes:
-        facts: what the servers say of it.
+        facts: plain values of the servers about its end.
     """
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
@@ -59,16 +59,16 @@ class Servers:
 
     Args:
         part: of this process.
-        home: the part of the store in which the processes meet for this training.
+        run_store: the part of the store in which the processes meet for this training.
         comm: of this process alone; its settings are those of the edges.
         module: the model, whose gradients are pushed, and whose parameters and buffers become the servers'.
-        facts: plain values that must be those of the servers.
+        facts: plain values that must equal those of the servers.
     """
 
     def __init__(
         self,
         part: Role,
-        home: Store,
+        run_store: Store,
         comm: Communicator,
         module: nn.Module,
         policy: ParameterServer,
@@ -77,16 +77,16 @@ class Servers:
     ) -> None:
         self._part, self._comm, self._policy, self._facts = part, comm, policy, dict(facts)
         self._module, self._parameters = module, dict(module.named_parameters())
-        self._home = home
+        self._run_store = run_store
         self._comms: list[Communicator] = []
         self._edges: list[Edge] = []
         self._pulled: dict[str, Tensor] = {}  # buffers as they were before the forward
         self._pushed: int | None = None  # the step of the last push
-        self._begun = WAIT  # the answer to the wish to begin the next part
+        self._begin_reply = WAIT  # to the request to begin the next part
         self.version = 0  # updates that the servers had made at the last pull
 
     def join(self, *, stopping: Any = False) -> None:
-        """Connects with all servers, as soon as they are there.
+        """Connects to all servers, as soon as they are there.
 
         Args:
             stopping: true once this process is to stop.
@@ -94,8 +94,8 @@ class Servers:
         Raises:
             Over: the run has ended.
             PeerLost: the store in which all meet has gone.
-            ConfigError: they have not come in time, or train another model, or with other settings.
-            Exception: the servers' fit has failed, of the class of theirs.
+            ConfigError: servers are missing at the deadline, or train another model, or with other settings.
+            Exception: the servers' fit has failed; the error has the class of theirs.
         """
         self.abandon("the servers were lost")
         patience = Patience(self._comm.abort_s)
@@ -103,12 +103,14 @@ class Servers:
             within_s = max(1.0, patience.left_s())
             number, incarnation = ask_store(partial(self._welcomed, patience, stopping), within_s=within_s)
             try:
-                for server in range(self._part.num_servers):  # all, because each waits for whom another one may refuse
+                for server in range(
+                    self._part.num_servers
+                ):  # all, because each waits for this worker, though another may refuse it
                     where = {"incarnation": incarnation, "server": server, "number": number}
-                    comm = connected(self._home, self._comm, WORKER, **where, warn_s=self._comm.warn_s)
+                    comm = connected(self._run_store, self._comm, WORKER, **where, warn_s=self._comm.warn_s)
                     self._comms.append(comm)
                 self._edges = [self._edge(comm) for comm in self._comms]
-            except (*LOST, DistError):  # the latter if the store has gone, which `_welcomed` says
+            except (*LOST, DistError):  # the latter if the store has gone, which `_welcomed` reports
                 self.abandon("a server was lost")
                 if not patience.left_s():
                     raise
@@ -116,20 +118,21 @@ class Servers:
                 return
 
     def _welcomed(self, patience: Patience, stopping: Any) -> tuple[int, int]:
-        """Returns this worker's number at servers that let it in, and which incarnation of them that is."""
-        home = self._home
+        """Returns this worker's number at servers that accept it, and their incarnation."""
+        run_store = self._run_store
         number, incarnation = -1, -1
         try:
             while left_s := patience.left_s():
-                if home.check(["over"]) and number not in range((over := json.loads(home.get("over")))["num_let_in"]):
-                    raise Over(over)  # else it is waited for
-                if error := failure_of(home, "server"):
+                over = json.loads(run_store.get("over")) if run_store.check(["over"]) else None
+                if over is not None and number not in range(over["num_accepted"]):
+                    raise Over(over)  # else the servers wait for this worker
+                if error := failure_of(run_store, "server"):
                     raise error
-                now = int(home.get("incarnation")) if home.check(["incarnation"]) else -1
+                now = int(run_store.get("incarnation")) if run_store.check(["incarnation"]) else -1
                 if now > incarnation:
                     incarnation = now
-                    number = home.add(f"{now}/arrivals", 1) - 1
-                if number >= 0 and home.check([f"{incarnation}/welcome/{number}"]):
+                    number = run_store.add(f"{now}/arrivals", 1) - 1
+                if number >= 0 and run_store.check([f"{incarnation}/welcome/{number}"]):
                     return number, incarnation
                 if stopping:
                     break
@@ -153,16 +156,16 @@ class Servers:
     def _edge(self, comm: Communicator) -> Edge:
         mine = {"index": self._part.index, "incarnation": self._part.incarnation, "facts": self._facts}
         broadcast_object(comm, mine, WORKER)
-        answer = broadcast_object(comm, None, SERVER)
-        if "refused" in answer:
-            raise ConfigError(answer["refused"])
-        self._take(answer["rest"])
-        pieces = [Piece(*piece) for piece in answer["pieces"]]
+        reply = broadcast_object(comm, None, SERVER)
+        if "refused" in reply:
+            raise ConfigError(reply["refused"])
+        self._take(reply["rest"])
+        pieces = [Piece(*piece) for piece in reply["pieces"]]
         return Edge(comm, self._parameters, pieces, wire=self._policy.wire, hook=self._policy.hook)
 
     @torch.no_grad()
     def _take(self, values: Mapping[str, Tensor]) -> None:
-        """Takes buffers and frozen parameters as the servers have them."""
+        """Copies the servers' buffers and frozen parameters to the module."""
         here = self._parameters | dict(self._module.named_buffers())
         for name, value in values.items():
             here[name].copy_(value)
@@ -170,13 +173,13 @@ class Servers:
     # --- a part of a step, in the order of time -----------------------------------------------------------------------
 
     def leases(self, most: int) -> list[Lease]:
-        """Returns further leases, so that this worker holds `most` that it has not begun; none yet, after a while.
+        """Returns further leases, so that this worker holds `most` that it has not begun; an empty list after a while.
 
         Raises:
             Over: the run has ended.
         """
-        answer = self._asked(0, {"what": "leases", "most": most})
-        return [as_lease(each) for each in answer["leases"]]
+        reply = self._request_from(0, {"what": "leases", "most": most})
+        return [as_lease(each) for each in reply["leases"]]
 
     def begin(self, lease: Lease, *, num_ahead: int) -> list[Lease] | None:
         """Waits until a part may be computed, and pulls the parameters, unless the last push has done so.
@@ -190,25 +193,25 @@ class Servers:
         Raises:
             Over: the run has ended.
         """
-        answer, self._begun = self._begun, WAIT
-        while answer["verdict"] == "wait":
-            answer = self._asked(0, {"what": "begin", **self._wish(lease, num_ahead)})
-        if answer["verdict"] == "gone":
+        reply, self._begin_reply = self._begin_reply, WAIT
+        while reply["status"] == "wait":
+            reply = self._request_from(0, {"what": "begin", **self._begin_fields(lease, num_ahead)})
+        if reply["status"] == "gone":
             return None
-        self.version = answer["version"]
+        self.version = reply["version"]
         for server in range(1, len(self._edges)):
-            while self._asked(server, {"what": "pull", "version": self.version})["verdict"] == "wait":
+            while self._request_from(server, {"what": "pull", "version": self.version})["status"] == "wait":
                 pass
-        self._take(self._pulled | answer["buffers"])  # also back to what they were before the part computed last
+        self._take(self._pulled | reply["buffers"])  # also undoes the changes of the last part
         self._pulled = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
-        return [as_lease(each) for each in answer["leases"]]
+        return [as_lease(each) for each in reply["leases"]]
 
     def push(self, lease: Lease, totals: Totals, *, then: Lease | None, num_ahead: int) -> None:
         """Pushes the gradients of a part, means over its items.
 
         Args:
             totals: of the part.
-            then: the next part, if it is known: `begin` need not ask server 0 for it then.
+            then: the next part, if it is known, so that `begin` needs no request to server 0.
             num_ahead: as in `begin`.
 
         Raises:
@@ -234,52 +237,52 @@ class Servers:
             "buffers": changed,
             "without": [name for name, each in self._parameters.items() if each.requires_grad and each.grad is None],
         }
-        # Server 0 last, because it decides: then the others have what it says is to be used.
+        # Server 0 last, because it decides: then the others have the gradients that it announces.
         for server in range(1, len(self._edges)):
             self._push(server, request | {"buffers": {}, "without": [], "then": None})
         self._pushed = lease.plan.step
-        answer = self._push(0, request | self._wish(then, num_ahead))
+        reply = self._push(0, request | self._begin_fields(then, num_ahead))
         if then is not None:
-            self._begun = answer
-        if not answer["counts"]:
+            self._begin_reply = reply
+        if not reply["counts"]:
             for server in range(1, len(self._edges)):
-                self._asked(server, {"what": "forget", "key": [lease.plan.step, lease.part]})
+                self._request_from(server, {"what": "forget", "key": [lease.plan.step, lease.part]})
             self._edges[0].take_back()  # a hook, which several servers do not have
 
-    def _wish(self, lease: Lease | None, most: int) -> dict[str, Any]:
-        """Returns the fields of a request about the next part, once an update by the last one is made."""
+    def _begin_fields(self, lease: Lease | None, most: int) -> dict[str, Any]:
+        """Returns the fields of a request to begin the next part, after the update by the last push."""
         return {"then": None if lease is None else as_plain(lease), "most": most, "after": self._pushed}
 
     def _push(self, server: int, request: dict[str, Any]) -> dict[str, Any]:
         edge, lease = self._edges[server], request["lease"]
-        edge.tell(request)
+        edge.send_values(request)
         edge.push(f"gradients of lease {lease[0]}")
-        return self._heard(server)
+        return self._receive_reply(server)
 
-    def _asked(self, server: int, request: dict[str, Any]) -> dict[str, Any]:
-        self._edges[server].tell(request)
-        return self._heard(server)
+    def _request_from(self, server: int, request: dict[str, Any]) -> dict[str, Any]:
+        self._edges[server].send_values(request)
+        return self._receive_reply(server)
 
-    def _heard(self, server: int) -> dict[str, Any]:
-        """Returns the answer of a server, and pulls the parameters that it promises."""
+    def _receive_reply(self, server: int) -> dict[str, Any]:
+        """Returns the reply of a server, and pulls the parameters that it promises."""
         edge = self._edges[server]
-        answer = edge.heard()
-        if answer.get("verdict") == "now":
-            edge.pull(f"update {answer['version']}, parameters")
-        if (over := answer.get("over")) is not None and "failed" in over:
+        reply = edge.receive_values()
+        if reply.get("status") == "now":
+            edge.pull(f"update {reply['version']}, parameters")
+        if (over := reply.get("over")) is not None and "failed" in over:
             raise PeerLost(SERVER, "unknown", 0, 0, "its fit", over["failed"])
         if over is not None:
             raise Over(over)
-        return answer
+        return reply
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Says goodbye."""
+        """Disconnects from the servers."""
         for edge in self._edges:
             try:
-                edge.tell({"what": "bye"})
-                edge.heard()
+                edge.send_values({"what": "bye"})
+                edge.receive_values()
                 edge.comm.close()
             except LOST:
                 edge.comm.abandon("the server is gone")
@@ -289,7 +292,7 @@ class Servers:
         """Gives up all edges at once."""
         for comm in self._comms:
             comm.abandon(reason)
-        self._comms, self._edges, self._begun, self._pulled, self._pushed = [], [], WAIT, {}, None
+        self._comms, self._edges, self._begin_reply, self._pulled, self._pushed = [], [], WAIT, {}, None
         log.debug("left the servers: %s", reason)
 
 
@@ -299,33 +302,33 @@ class Servers:
 #     put(leases)  →  lease, its part of the step → micro → Request   →  KeyedBatches: read, collate
 #     steps()      →  lease, part, batches                            ←  batch
 #
-# What reads ahead asks for one batch after another, and there may be no further lease before those that are held are
-# computed. Then it gets a request without samples, which is answered at once and thrown away. So nothing waits for a
-# lease, and as much is read ahead as there are leases.
+# The reader ahead takes one request after another, and there may be no further lease before the held ones are computed.
+# Then it gets a request without samples, whose batch is dropped. So the reader never waits for a lease, and reads ahead
+# as far as there are leases.
 
 
 NOTHING = Request(0, 0, (), ())
 
 
 class _Part:
-    """A lease, its part of the step, the requests that were not taken yet, and how many batches are to come."""
+    """A lease, its part of the step, the requests that were not taken yet, and the number of batches still due."""
 
     def __init__(self, lease: Lease, plan: StepPlan, requests: deque[Request]) -> None:
         self.lease, self.plan, self.requests, self.num_due = lease, plan, requests, 0
 
 
 class LeasedLoader:
-    """Yields the batches of leases, which the sampler's epochs need not hold in order.
+    """Yields the batches of leases, in any order of the sampler's steps.
 
         loader.put(leases)
         for lease, part, batches in loader.steps():
-            ...                                 # leave it, if it was taken back; or compute, and put further leases
+            ...                                 # skip it, if it was taken back; or compute, and put further leases
 
     Args:
-        dataset, sampler, choices: the arguments of a `TrainLoader`, whose order of samples says what a part has.
+        dataset, sampler, choices: the arguments of a `TrainLoader`, whose order defines the samples of a part.
 
     Attributes:
-        num_ahead: most leases that are worth holding beside the one that is computed.
+        num_ahead: most leases that are worth holding in addition to the running one.
     """
 
     def __init__(self, dataset: Any, sampler: TrainSampler, **choices: Any) -> None:
@@ -333,7 +336,7 @@ class LeasedLoader:
         self.num_ahead = max(3, self._loader.num_prefetched)
         self._lock = threading.Lock()
         self._parts = deque[_Part]()  # in the order of their leases
-        self._taken = deque[_Part | None]()  # whose requests were taken; None: without samples
+        self._taken = deque[_Part | None]()  # the owners of the taken requests; None: without samples
         self._batches: Iterator[Any] | None = None
 
     def put(self, leases: Sequence[Lease]) -> None:
@@ -346,7 +349,7 @@ class LeasedLoader:
                 self._parts.append(_Part(lease, plan, deque(self._loader.requests_of(plan, seed))))
 
     def steps(self) -> Iterator[tuple[Lease, StepPlan, Iterator[Any]]]:
-        """Yields each lease, its part of the step, and its batches, until none is left; what is not read is skipped."""
+        """Yields each lease, its part of the step, and its batches, until none is left; unread batches are skipped."""
         while self._parts:
             part = self._parts[0]
             batches = self._of(part)
@@ -374,7 +377,7 @@ class LeasedLoader:
                 yield batch
 
     def _request(self) -> Request:
-        """Returns the next request, in whichever thread takes it."""
+        """Returns the next request. Called by the thread that reads ahead."""
         with self._lock:
             part = next((part for part in self._parts if part.requests), None)
             self._taken.append(part)
@@ -384,7 +387,7 @@ class LeasedLoader:
             return part.requests.popleft()
 
     def close(self) -> None:
-        """Drops all leases, and ends what reads ahead. The loader can be used again."""
+        """Drops all leases, and stops reading ahead. The loader can be used again."""
         self._loader.close()
         self._parts.clear()
         self._taken.clear()

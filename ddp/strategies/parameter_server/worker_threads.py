@@ -1,15 +1,15 @@
-"""Lets workers in as they come, and answers their requests: a thread for each.
+"""Accepts workers as they connect, and answers their requests: a thread for each.
 
 | request | server 0                                          | the other servers, which hold other pieces   |
 |---------|---------------------------------------------------|----------------------------------------------|
 | leases  | parts of steps, for the worker to read ahead      |                                              |
-| begin   | may it compute this part now? Then a pull follows | "pull", once they have made as many updates  |
-| push    | gradients, loss, count; do they count? And begin, | gradients, which wait for server 0's word    |
-|         | if the worker has its next part already           |                                              |
+| begin   | replies if it may compute now; then a pull        | "pull", once they have made as many updates  |
+| push    | gradients, loss, count; replies if they count;    | gradients, until server 0 announces an       |
+|         | and begin, if the worker has its next part        | update with them                             |
 | forget  |                                                   | the last push does not count                 |
 | bye     | the worker leaves                                 | the same                                     |
 
-Every request is answered within `ANSWER_S`, if only by "wait". So a worker that waits never takes the server for lost.
+Every request is answered within `REPLY_S`, if only by "wait". So a waiting worker never considers the server lost.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from ddp.replica.replica import Replica
 from ddp.strategies.parameter_server.edge import LOST, SERVER, WORKER, Edge, Piece, connected
 from ddp.strategies.parameter_server.ledger import Lease, Ledger, as_lease, as_plain
 
-ANSWER_S = 2.0  # unless deadlines are short
-ARRIVALS_S = 0.2  # between two looks for workers that have come
+REPLY_S = 2.0  # unless deadlines are short
+ARRIVALS_S = 0.2  # between two checks for new workers
 
 
 class WorkerThreads:
@@ -43,51 +43,51 @@ class WorkerThreads:
 
     Args:
         part: of this process.
-        home: the part of the store in which the processes meet for this training.
-        model: whose parameters are served.
-        pieces: what this server holds of them.
-        facts: plain values that must be those of each worker.
+        run_store: the part of the store in which the processes meet for this training.
+        model: its parameters are served.
+        pieces: the parts of them that this server holds.
+        facts: plain values that must equal those of each worker.
         shared: with the main thread.
 
     Attributes:
-        answer_s: longest time that a request waits for its answer.
+        reply_s: longest time that a request waits for its reply.
     """
 
     def __init__(
         self,
         part: Role,
-        home: Store,
+        run_store: Store,
         model: Replica,
         pieces: Sequence[Piece],
         policy: ParameterServer,
         facts: Mapping[str, Any],
         shared: Shared,
     ) -> None:
-        self._part, self._home, self._model, self._policy = part, home, model, policy
+        self._part, self._run_store, self._model, self._policy = part, run_store, model, policy
         self._pieces, self._facts, self._shared = pieces, dict(facts), shared
         self._parameters = dict(model.module.named_parameters())
-        self.answer_s = min(ANSWER_S, model.comm.abort_s / 4)
+        self.reply_s = min(REPLY_S, model.comm.abort_s / 4)
         self._threads: dict[int, threading.Thread] = {}  # by the worker's number; the acceptor forgets those that ended
-        self._comms: dict[int, Communicator] = {}  # theirs
-        self._odd: dict[tuple[Any, Any], str] = {}  # why they are served no more, by index and incarnation
-        self._num_let_in = 0
+        self._comms: dict[int, Communicator] = {}  # by the same number
+        self._refusals: dict[tuple[Any, Any], str] = {}  # why workers are refused, by index and incarnation
+        self._num_accepted = 0
         self._acceptor = threading.Thread(target=self._accept_workers, name="ddp-acceptor", daemon=True)
         self._acceptor.start()
 
     def close(self, within_s: float) -> int:
         """Accepts no more workers, once `shared.over` is set; returns how many have been accepted."""
         self._acceptor.join(within_s)
-        return self._num_let_in
+        return self._num_accepted
 
     def end(self, within_s: float) -> None:
-        """Lets workers hear that the run is over, once `shared.over` says so, and ends all threads.
+        """Waits until workers have learned that the run is over (`shared.over`), and ends all threads.
 
-        A thread that still let go of Gloo's objects when the interpreter exits would abort the process.
+        A thread that still releases Gloo's objects when the interpreter exits would abort the process.
         """
         until_s = now_s() + within_s
         for thread in self._threads.values():
             thread.join(max(0.0, until_s - now_s()))
-        for comm in list(self._comms.values()):  # of workers that do not come for the word; so that their threads end
+        for comm in list(self._comms.values()):  # of workers that send no further request, so that their threads end
             comm.abandon("the run is over")
         for thread in self._threads.values():
             thread.join(1.0)
@@ -96,39 +96,39 @@ class WorkerThreads:
         while self._shared.over is None:
             self._threads = {number: thread for number, thread in self._threads.items() if thread.is_alive()}
             try:
-                self.let_in(self._home.add(f"{self._part.incarnation}/arrivals", 0))
-            except (DistError, OSError) as error:  # then no worker can come any more
-                log.warning("the store does not answer, so that no further worker can come: %s", first_line(error))
+                self.accept(self._run_store.add(f"{self._part.incarnation}/arrivals", 0))
+            except (DistError, OSError) as error:  # then no worker can connect any more
+                log.warning("the store does not answer, so that no further worker can connect: %s", first_line(error))
                 return
             time.sleep(ARRIVALS_S)
 
-    def let_in(self, num_arrivals: int) -> None:
-        """Serves workers up to this number, of those that have arrived."""
-        for number in range(self._num_let_in, num_arrivals):
+    def accept(self, num_arrivals: int) -> None:
+        """Accepts and serves workers up to this number of arrivals."""
+        for number in range(self._num_accepted, num_arrivals):
             name = f"ddp-worker-{number}"
             self._threads[number] = threading.Thread(target=self._serve_worker, args=(number,), name=name, daemon=True)
             self._threads[number].start()
             if self._part.index == 0:
-                self._home.set(f"{self._part.incarnation}/welcome/{number}", "")
-        self._num_let_in = num_arrivals
+                self._run_store.set(f"{self._part.incarnation}/welcome/{number}", "")
+        self._num_accepted = num_arrivals
 
     # --- one worker --------------------------------------------------------------------------------------------------
 
     def _serve_worker(self, number: int) -> None:
-        """Serves one worker, from when it comes until it is gone."""
+        """Serves one worker, from its arrival until it is gone."""
         mine, shared = self._part, self._shared
-        who: Mapping[str, Any] | None = None  # once it is served
-        odd = ""  # why it is not served any more
+        who: Mapping[str, Any] | None = None  # the worker, once it is served
+        odd = ""  # why it is refused from now on
         try:
             where = {"incarnation": mine.incarnation, "server": mine.index, "number": number}
-            comm = connected(self._home, self._model.comm, SERVER, **where, warn_s=1e9)
+            comm = connected(self._run_store, self._model.comm, SERVER, **where, warn_s=1e9)
             self._comms[number] = comm
             first = broadcast_object(comm, None, WORKER)
-            problem = self._odd.get((first["index"], first["incarnation"]), "") or self._unlike(first["facts"])
+            problem = self._refusals.get((first["index"], first["incarnation"]), "") or self._mismatch(first["facts"])
             if problem:
                 broadcast_object(comm, {"refused": problem}, SERVER)
                 return
-            rest = {} if mine.index else self._rest()
+            rest = {} if mine.index else self._unpulled()
             broadcast_object(comm, {"pieces": list(map(tuple, self._pieces)), "rest": rest}, SERVER)
             edge = Edge(comm, self._parameters, self._pieces, wire=self._policy.wire, hook=self._policy.hook)
             with shared.changed:
@@ -141,13 +141,13 @@ class WorkerThreads:
             if shared.over is None and who is not None and mine.index == 0:
                 how = how_ended(mine.store, "worker", who["index"], who["incarnation"])
                 how = how or f"is gone ({error.reason if isinstance(error, PeerLost) else safe_str(error)})"
-                log.warning("worker %d %s: what it had leased goes to others", who["index"], how)
+                log.warning("worker %d %s: its leases go to others", who["index"], how)
         except Exception as error:
-            if shared.error is None:  # else it is one of the user's order of samples
+            if shared.error is None:  # else it comes from the user's order of samples
                 odd = f"server {mine.index} cannot use what this worker has sent ({one_line(error)})"
                 log.warning("a worker is left out: %s", odd)
             if odd and who is not None:
-                self._odd[who["index"], who["incarnation"]] = f"{odd}: give servers and workers the same program"
+                self._refusals[who["index"], who["incarnation"]] = f"{odd}: give servers and workers the same program"
         finally:
             with shared.changed:
                 if mine.index == 0:
@@ -161,96 +161,96 @@ class WorkerThreads:
                 with suppress(Exception):
                     gone.abandon(odd or "the other end is gone") if odd or gone.is_broken else gone.close()
 
-    def _unlike(self, facts: Mapping[str, Any]) -> str:
+    def _mismatch(self, facts: Mapping[str, Any]) -> str:
         """Returns the differences between a worker and the servers, as text; "" for none."""
         for name, ours in self._facts.items():
             if facts.get(name) != ours:
                 return f"{name} is {facts.get(name)} at the worker and {ours} at the servers: give both the same"
         return ""
 
-    def _rest(self) -> dict[str, Tensor]:
-        """Returns the tensors that no pull has, but for changing buffers: all buffers and frozen parameters."""
+    def _unpulled(self) -> dict[str, Tensor]:
+        """Returns the tensors that no pull sends, except changed buffers: all buffers and frozen parameters."""
         frozen = {name: each.detach() for name, each in self._parameters.items() if not each.requires_grad}
         return frozen | dict(self._model.module.named_buffers())
 
     def _serve(self, edge: Edge, number: int) -> bool:
-        """Answers one request; False after the last one."""
-        request, shared = edge.heard(), self._shared
+        """Answers one request. Returns False after the last one."""
+        request, shared = edge.receive_values(), self._shared
         match request["what"]:
             case "bye":
-                edge.tell({})
+                edge.send_values({})
                 return False
             case "push":
                 counts = self._take_push(edge, number, request)
                 begun = {} if request["then"] is None else self._begin(edge, number, request)
-                self._tell(edge, {"counts": counts} | begun)
+                self._reply(edge, {"counts": counts} | begun)
             case "forget":
                 with shared.changed:
                     shared.pushed.pop((*request["key"], number), None)
-                edge.tell({})
+                edge.send_values({})
             case "leases":
-                self._tell(edge, self._leases(number, request["most"]))
+                self._reply(edge, self._leases(number, request["most"]))
             case _:
-                self._tell(edge, self._begin(edge, number, request))
+                self._reply(edge, self._begin(edge, number, request))
         return True
 
-    def _tell(self, edge: Edge, answer: dict[str, Any]) -> None:
-        """Answers, and sends the parameters if that promises them."""
-        edge.tell(answer if self._shared.over is None else answer | {"over": self._shared.over})
-        if answer.get("verdict") == "now":
-            edge.pull(f"update {answer['version']}, parameters")
+    def _reply(self, edge: Edge, reply: dict[str, Any]) -> None:
+        """Sends a reply, and the parameters if it promises them."""
+        edge.send_values(reply if self._shared.over is None else reply | {"over": self._shared.over})
+        if reply.get("status") == "now":
+            edge.pull(f"update {reply['version']}, parameters")
 
     def _leases(self, number: int, most: int) -> dict[str, Any]:
-        """Returns leases, as soon as there are some; or none, after a while."""
+        """Returns leases, as soon as there are some; an empty list after a while."""
         shared = self._shared
-        for _ in self._looks():
+        for _ in self._attempts():
             with shared.changed:
                 if granted := shared.ledger.grant(number, most=most, now_s=now_s()):
-                    shared.notify()  # of leases that were taken back from others
+                    shared.notify()  # because leases may have been taken back from others
                     return {"leases": [as_plain(lease) for lease in granted]}
         return {"leases": []}
 
     def _begin(self, edge: Edge, number: int, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the answer to a worker that is to compute its next part: "now", "gone", or after a while "wait"."""
-        for left_s in self._looks():
+        """Returns the reply to a worker that is to compute its next part: "now", "gone", or after a while "wait"."""
+        for left_s in self._attempts():
             if self._shared.parameters_lock.acquire(timeout=left_s):
                 try:
-                    answer = self._begun(edge, number, request)
+                    reply = self._try_begin(edge, number, request)
                 finally:
                     self._shared.parameters_lock.release()
-                if answer["verdict"] != "wait":
-                    return answer
-        return {"verdict": "wait"}
+                if reply["status"] != "wait":
+                    return reply
+        return {"status": "wait"}
 
-    def _looks(self) -> Iterator[float]:
-        """Yields the seconds that are left to answer a request, again after each change, until it has to wait."""
-        patience, shared = Patience(self.answer_s), self._shared
+    def _attempts(self) -> Iterator[float]:
+        """Yields the seconds left to answer a request, again after each change, until the deadline."""
+        patience, shared = Patience(self.reply_s), self._shared
         while shared.over is None and (left_s := patience.left_s()):
             num_changes = shared.num_changes
             yield left_s
             with shared.changed:
                 shared.wait_for_change(num_changes, patience.left_s())
 
-    def _begun(self, edge: Edge, number: int, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _try_begin(self, edge: Edge, number: int, request: Mapping[str, Any]) -> dict[str, Any]:
         """Answers a request to begin, and copies the parameters if it is "now"; with `parameters_lock` held."""
         shared = self._shared
         leases: list[Lease] = []
         with shared.changed:
             if self._part.index:
-                verdict = "now" if shared.version >= request["version"] else "wait"
-            elif shared.ledger.is_complete(request["after"]):  # so that the parameters have what the worker has pushed
-                verdict = "wait"
+                status = "now" if shared.version >= request["version"] else "wait"
+            elif shared.ledger.is_complete(request["after"]):  # until the parameters include the worker's last push
+                status = "wait"
             else:
-                verdict = shared.ledger.begin(number, as_lease(request["then"]), now_s=now_s())
-                if verdict == "now":
+                status = shared.ledger.begin(number, as_lease(request["then"]), now_s=now_s())
+                if status == "now":
                     leases = shared.ledger.grant(number, most=request["most"], now_s=now_s())
-            if verdict == "gone":  # and others with it, which somebody may wait for
+            if status == "gone":  # and other leases with it, for which workers may wait
                 shared.notify()
-        if verdict != "now":
-            return {"verdict": verdict}
+        if status != "now":
+            return {"status": status}
         edge.load()
         return {
-            "verdict": verdict,
+            "status": status,
             "version": shared.version,
             "buffers": dict(shared.buffers),
             "leases": [as_plain(each) for each in leases],
@@ -260,7 +260,7 @@ class WorkerThreads:
         """Takes the gradients of a part. Returns True if they count."""
         lease, shared = as_lease(request["lease"]), self._shared
         step, part = lease.plan.step, lease.part
-        flats = edge.taken(f"step {step}, gradients of part {part}")
+        flats = edge.receive_gradients(f"step {step}, gradients of part {part}")
         buffers, without = dict(request["buffers"]), list(map(str, request["without"]))
         if odd := [name for name, each in buffers.items() if each.shape != self._model.module.get_buffer(name).shape]:
             raise ValueError(f"buffers of another shape: {', '.join(odd)}")
@@ -275,7 +275,8 @@ class WorkerThreads:
         return counts
 
 
-# --- What the threads of a server share -------------------------------------------------------------------------------
+# --- The state that the threads of a server share
+# -------------------------------------------------------------------------
 #
 # Note "two locks". `parameters_lock` guards parameters and buffers. The main thread holds it while it changes them,
 # evaluates or saves, and frees it while it waits for an update: a pull takes it, and so never sends half an update.
@@ -284,10 +285,10 @@ class WorkerThreads:
 
 
 class Push(NamedTuple):
-    """Holds what a worker has returned for a part of a step.
+    """The return of a worker for a part of a step.
 
     Attributes:
-        flats: mean gradients over the part's items, one for each dtype (`Edge.taken`).
+        flats: mean gradients over the part's items, one for each dtype (`Edge.receive_gradients`).
         loss_sum, num_items: of the part.
         buffers: those of the model that have changed, by name.
         without: names of the parameters that got no gradient.
@@ -301,21 +302,21 @@ class Push(NamedTuple):
 
 
 class Shared:
-    """Holds what the threads of a server share.
+    """The state that the threads of a server share.
 
     Args:
-        ledger: that of server 0; on the others it stays empty.
+        ledger: of server 0; on other servers it stays empty.
 
     Attributes:
         version: updates that are made.
-        pushed: what is in no update yet, by step, part and worker.
+        pushed: pushes that are in no update yet, by step, part and worker.
         buffers: those of the model that workers have changed, by name.
-        indices: of the workers that have come, by their numbers, which no two have.
+        indices: of the connected workers, by their unique numbers.
         num_here: workers that are connected.
-        empty_since_s: since when there is none.
-        over: plain values of the run's end for workers, once it has ended.
-        error: of a thread, for the main one.
-        num_changes: how often `notify` was called.
+        empty_since_s: since when no worker is connected.
+        over: plain values for workers about the run's end, once it has ended.
+        error: of a thread, for the main thread.
+        num_changes: number of calls of `notify`.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -330,7 +331,7 @@ class Shared:
         self.changed, self.parameters_lock = threading.Condition(), threading.Lock()
 
     def notify(self) -> None:
-        """Lets all threads look again; with `changed` held."""
+        """Wakes all waiting threads; with `changed` held."""
         self.num_changes += 1
         self.changed.notify_all()
 

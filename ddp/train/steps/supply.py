@@ -192,11 +192,11 @@ class StreamedSteps(EpochSupply):
             if not num_samples and not self._consumed:
                 raise ConfigError("the data have given no sample: give an iterable that can be read again")
             had = self._consumed + num_samples
-            if sampler.told not in (None, had) and sampler.state.epoch == self._comm.rank == 0:
+            if sampler.stated_length not in (None, had) and sampler.state.epoch == self._comm.rank == 0:
                 log.warning(
                     "the schedule goes by the length of the data, %d, and the first pass had %d samples: let __len__ "
                     "say what a pass has, or give max_steps",
-                    *(sampler.told, had),
+                    *(sampler.stated_length, had),
                 )
             sampler.end_pass(had)
             self._is_pass_over = True

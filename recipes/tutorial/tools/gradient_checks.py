@@ -190,7 +190,7 @@ def _check_launches(step: str, buckets: Sequence[Bucket], launched: list[tuple[i
                 f"{step}, after the gradient of {names[parameter]}",
                 f"launched: {', '.join(found) or 'no bucket'}; expected: {', '.join(expected) or 'no bucket'}",
                 "look at every gradient: it may make its bucket full, and others behind it can go then. The first that "
-                "is not full stops all behind it, and the last one waits for the end, when the verdicts are known",
+                "is not full stops all behind it, and the last one waits for the end, when the flags are known",
             )
 
 

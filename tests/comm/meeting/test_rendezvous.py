@@ -196,7 +196,7 @@ def test_a_process_has_the_settings_of_server_0(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "argv", ["ddp train", "cluster.role=worker", "epochs=2", "seed=1"])
     with pytest.raises(ConfigError, match=r"^worker 3: epochs=2: a run has the settings of server 0; give them there"):
         torchrun._refuse_other_settings("worker 3", run)
-    with pytest.raises(ConfigError, match=r"^worker 3: server 0 is a program of its own; start this process as that"):
+    with pytest.raises(ConfigError, match=r"^worker 3: server 0 runs another program; start this process with that"):
         torchrun._refuse_other_settings("worker 3", {})
 
 

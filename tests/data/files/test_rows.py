@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_named(name: str, columns: Any, what: str, tmp_path
         what = str(int(what[0]) + 1) + what[1:]
     with pytest.raises(ConfigError, match=rf"^\S+/a\.{format.kind}, {kind} {what}") as failure:
         open_rows(tmp_path, write(pa.table(columns)), format(**PAIRS, num_classes=4))
-    assert str(failure.value).endswith("in data of your own (data=MODULE:NAME) or in a Task")
+    assert str(failure.value).endswith("in your own data (data=MODULE:NAME) or in a Task")
     assert not list((tmp_path / "index").iterdir())
 
 

@@ -201,9 +201,9 @@ def test_damaged_and_foreign_files_are_named(tmp_path: Path) -> None:
     refused(gzip.compress(whole), "is compressed, .*: unpack it")
     refused(b"text " * 1000, "is cut off or no tar file")
     refused(
-        whole[:1536] + b"x" * 512 + whole[2048:], r"goes on after its last member, at byte 1536: a header is damaged"
+        whole[:1536] + b"x" * 512 + whole[2048:], r"continues after its last member, at byte 1536: a header is damaged"
     )
-    refused(whole + whole, "goes on after its last member")
+    refused(whole + whole, "continues after its last member")
     write_tar(tmp_path / "a.tar", [("README", b"x")])
     refused((tmp_path / "a.tar").read_bytes(), "holds no sample")
     write_tar(tmp_path / "a.tar", [("a.jpg", b"x"), ("a.cls", b"x"), ("a.JPG", b"x")])
@@ -279,7 +279,7 @@ def test_samples_that_cannot_be_decoded_are_named(tmp_path: Path) -> None:
         UnreadableSample, match=r"/a.tar, sample 0, at byte 0 cannot be decoded \(UnidentifiedImageError"
     ):
         open_tar(tmp_path, decode=ImageAndClass())[0]
-    with pytest.raises(UnreadableSample, match=r"sample 1, at byte 2048 .*\['txt'\], and not jpg or .* beside cls"):
+    with pytest.raises(UnreadableSample, match=r"sample 1, at byte 2048 .*\['txt'\], and not jpg or .* next to cls"):
         open_tar(tmp_path, decode=ImageAndClass())[1]
     with pytest.raises(UnreadableSample, match=r"sample 2, .* cls is 2, and num_classes=2 has the classes 0 … 1\)"):
         open_tar(tmp_path, decode=ImageAndClass(num_classes=2))[2]

@@ -146,8 +146,8 @@ class Scales(DataLoader[Any]):
 @pytest.mark.parametrize(
     ("loader", "sentence"),
     [
-        (Scales(SIX, batch_size=2), "^data is a Scales, a DataLoader with an __iter__ of its own"),
-        (Scales(Stream()), "with an __iter__ of its own, whose work on batches would be left out: give its data set"),
+        (Scales(SIX, batch_size=2), "^data is a Scales, a DataLoader with its own __iter__"),
+        (Scales(Stream()), "with its own __iter__, whose work on batches would be left out: give its data set"),
         (DataLoader(SIX, sampler=Own()), "^data is a DataLoader whose Own chooses them in a way .* order=…"),
         (DataLoader(SIX, batch_sampler=Batches(Own(), 2, False)), "with the batch_sampler Batches, .*TokenBudget"),
         (DataLoader(SIX, batch_sampler=BatchSampler(Own(), 2, False)), "whose Own chooses them"),

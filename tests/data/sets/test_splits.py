@@ -74,7 +74,7 @@ def test_tensor_set_transforms_batches_as_it_does_samples() -> None:
 
 
 def test_tensor_set_refuses_unequal_lengths() -> None:
-    with pytest.raises(ValueError, match="3 inputs beside 2 targets"):
+    with pytest.raises(ValueError, match="3 inputs, but 2 targets"):
         TensorSet(torch.zeros(3, 1), torch.zeros(2))
 
 

@@ -85,7 +85,7 @@ def test_every_preset_has_its_word(name: str, preset: str) -> None:
             {"name": "lars", "args": {"momentun": 0.5}},
             r"optim=lars: LARS\(\) has no argument 'momentun'. Did you mean 'mom",
         ),
-        ({"name": "larc", "args": {"lr": 0.5}}, "optim.args.lr=0.5: is a setting of its own; set optim.lr"),
+        ({"name": "larc", "args": {"lr": 0.5}}, "optim.args.lr=0.5: is a separate setting; set optim.lr"),
         ({"name": "sgd", "exclude": ["head"]}, "optim.exclude: no trained parameter is called 'head'"),
         (
             {"name": "lamb", "preset": "apex"},

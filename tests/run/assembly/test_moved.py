@@ -20,7 +20,7 @@ from ddp.gradients.reducer import AllReduce, Collective, ReduceScatter
 from ddp.run.assembly.stages import bits_depend_on
 from ddp.run.launch.command_line import composed
 from ddp.run.settings.config import CHOICES, Config, choose
-from ddp.run.settings.reader import _homes, from_plain
+from ddp.run.settings.reader import _owners, from_plain
 from ddp.train.arguments import FitArguments, inputs_of, sampler_for, settings_of
 from ddp.train.checkpoints.checkpoint import changes
 from ddp.train.checkpoints.moved import KEYS, meant_for_fit, translated
@@ -104,7 +104,7 @@ def test_a_run_from_python_that_goes_on_is_told_of_no_change() -> None:
 
 
 def test_keys_that_have_moved_are_there_and_are_named() -> None:
-    homes = _homes({})
+    homes = _owners({})
     for old, new in KEYS.items():
         assert new in homes or new in CHOICES or new.partition(".")[0] in ("evaluation", "scheduler")  # of an identity
         assert old not in homes

@@ -17,7 +17,7 @@ from ddp.data.samples import Splits
 from ddp.data.sets.validation import with_share
 from ddp.errors import ConfigError
 from ddp.policies import Reading
-from ddp.run.assembly.sampling import StandInData, check_dealing, sampler_facts, sampler_for
+from ddp.run.assembly.sampling import StandInData, check_sampling, sampler_facts, sampler_for
 from ddp.run.settings.config import Config, choose
 
 
@@ -338,23 +338,23 @@ def test_what_cannot_be_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 )
 def test_the_parent_refuses_what_cannot_be_dealt(config, words):
     with pytest.raises(ConfigError, match=words):
-        check_dealing(config, SPLITS)
+        check_sampling(config, SPLITS)
 
 
 @pytest.mark.parametrize("order", ["weighted", "blocks"])
 def test_orders_need_what_they_go_by(order):
     plain = Splits(train=[(0, 0)] * 40, test=[])
     with pytest.raises(ConfigError, match=f"data.order={order}: needs the .* of data=digits"):
-        check_dealing(config_of(order=order), plain)
+        check_sampling(config_of(order=order), plain)
     with pytest.raises(ConfigError, match=r"batch.tokens=20: .* an attribute `lengths`"):
-        check_dealing(config_of(batch={"tokens": 20}), plain)
+        check_sampling(config_of(batch={"tokens": 20}), plain)
 
 
 def test_the_parent_refuses_to_resume_in_the_middle_of_another_epoch():
     config = config_of(2, sharding="file", order="blocks", window=5)
     state = {"seed": 0, "epoch": 1, "consumed": 24, "order": sampler_for(config, SPLITS, rank=0).order.identity}
-    check_dealing(config, SPLITS, state)
-    check_dealing(config_of(3), SPLITS, {**state, "consumed": 0})  # between epochs anything goes
+    check_sampling(config, SPLITS, state)
+    check_sampling(config_of(3), SPLITS, {**state, "consumed": 0})  # between epochs anything goes
     words = r"^resume=none: the state is one after 24 of .* batch.num_shards, which is"
     with pytest.raises(ConfigError, match=words):
-        check_dealing(config_of(3), SPLITS, state)
+        check_sampling(config_of(3), SPLITS, state)

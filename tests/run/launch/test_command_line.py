@@ -687,7 +687,7 @@ def test_a_run_goes_on_under_another_strategy_with_the_servers_of_that(
     [
         ({"device": "cuda"}, 0, "device=cuda: torch sees no GPU here"),
         ({"backend": "nccl"}, 0, "backend=nccl: torch sees no GPU here"),
-        ({"backend": "nccl"}, 1, "backend=nccl: needs a GPU of its own for each of the 2 workers here, and"),
+        ({"backend": "nccl"}, 1, "backend=nccl: needs one GPU for each of the 2 workers here, and"),
         ({"backend": "nccl"}, 2, ""),
         ({"device": "cuda"}, 1, ""),
         ({}, 0, ""),
@@ -887,7 +887,7 @@ def test_ctrl_c_is_no_exception_while_a_launcher_or_a_worker_imports(
     monkeypatch.setattr(worker, "guarded", lambda work, *_, **__: work())
     monkeypatch.setattr(worker, "write_result", lambda *_: None)
     (tmp_path / "call").write_bytes(pickle.dumps((1, sys.path)) + pickle.dumps((Function(), (), {}, {})))
-    worker._call(tmp_path / "call", Seat(tmp_path, 0), timeout_s=None, play=lambda: None)
+    worker._call(tmp_path / "call", Seat(tmp_path, 0), timeout_s=None, take_role=lambda: None)
     monkeypatch.setitem(sys.modules, "ddp.run.assembly.stages", Stages("stages"))
     worker.train(Config(), tmp_path, rank=0)
     for name in ("launcher", "function", "worker"):

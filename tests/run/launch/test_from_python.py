@@ -23,7 +23,7 @@ import torch
 import ddp
 from ddp.errors import ConfigError, safe_str, workers_failed
 from ddp.run.launch.failures import Failure, Report, Seat, describe_failures
-from ddp.run.launch.from_python import CALL, _failed, _left_by, folder_for_call, write_exception, write_result
+from ddp.run.launch.from_python import CALL, _agreed_signal, _failed, folder_for_call, write_exception, write_result
 from ddp.train.steps.state import TrainState
 
 LOCK = threading.Lock()
@@ -86,7 +86,7 @@ def test_more_workers_than_the_cores_can_serve_are_warned_of(
     with caplog.at_level(logging.WARNING, "ddp"), pytest.raises(pytest.fail.Exception, match="far enough"):
         ddp.launch(plain, workers=64)
     assert [record.getMessage() for record in caplog.records] == [
-        "workers=64: they take turns on 2 cores; 2 or fewer train faster"
+        "workers=64: they oversubscribe 2 cores; 2 or fewer train faster"
     ]
 
 
@@ -326,9 +326,9 @@ def test_a_callback_s_error_keeps_its_type_and_the_other_ranks_hear_it(ranks: Se
 
 
 def test_workers_that_leave_by_a_signal_s_status_are_a_stop_and_no_failure() -> None:
-    assert _left_by({rank: Failure(130, 0.0) for rank in range(2)}) is not None
-    assert _left_by({0: Failure(130, 0.0), 1: Failure(1, 0.0)}) is None
-    assert _left_by({}) is None
+    assert _agreed_signal({rank: Failure(130, 0.0) for rank in range(2)}) is not None
+    assert _agreed_signal({0: Failure(130, 0.0), 1: Failure(1, 0.0)}) is None
+    assert _agreed_signal({}) is None
 
 
 SCRIPT = """

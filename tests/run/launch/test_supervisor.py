@@ -101,7 +101,7 @@ FAILED = r"{0} on host \S+ failed:\n(?s:.*)\nValueError: in {0}\n"
         (
             *(2, 1, 0, {"worker 1.0": SIGKILL}, 3),
             [("server 0", 0, "was killed by SIGKILL"), ("worker 0", 0, ""), None],
-            ["worker 1 was killed by SIGKILL; the others go on without it"],
+            ["worker 1 was killed by SIGKILL; the others continue without it"],
         ),
         (
             *(1, 2, 2, {"server 1.0": 15, "server 0.0": "hangs", "server 0.1": "blames", "server 1.1": "hangs"}, 7),

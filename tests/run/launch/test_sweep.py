@@ -23,7 +23,7 @@ from ddp.process import host
 from ddp.process.arguments import setting_for, train_command
 from ddp.run.launch import sweep
 from ddp.run.launch.command_line import varied_keys
-from ddp.run.launch.sweep import Job, conclude, earlier, gather, job_folder, show, write
+from ddp.run.launch.sweep import Job, earlier, gather, job_folder, report_jobs, show, write
 from ddp.units import counted
 
 ACCURATE = {"main_metric": "test_accuracy", "higher_is_better": True}
@@ -101,7 +101,7 @@ def test_the_files_hold_what_varied_and_what_came_out(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         if text is not None:
             (tmp_path / name / "job.json").write_text(text)
-    assert conclude(tmp_path) == 1
+    assert report_jobs(tmp_path) == 1
     with (tmp_path / "sweep.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["data.root"], row["test_loss"], row["seconds"], row["status"]) for row in rows] == [

@@ -32,8 +32,8 @@ def train_in_the_launcher_s_processes(folder: Path) -> Any:
         (folder / "counts").write_text(json.dumps([os.environ["RANK"], counts]))
         return {"config": asdict(config), "run_dir": str(folder)}
 
-    def trained(*_: Any, rank: int, play: Any, **__: Any) -> int:
-        play()
+    def trained(*_: Any, rank: int, take_role: Any, **__: Any) -> int:
+        take_role()
         comm = ddp.init()
         found.append((rank, str(current_role()), comm.rank, comm.all_reduce(torch.ones(1)).item()))
         ddp.shutdown()

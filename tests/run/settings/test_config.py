@@ -227,7 +227,7 @@ def test_impossible_value_names_key_and_value(key: str, value: object) -> None:
             {"hook": {"name": "top_k"}, "replica": {"wire": "bf16"}},
             "hook=top_k: does the sending by itself; leave replica.wire=bf16 out",
         ),
-        ({"trial": True, "resume": "auto"}, "trial with resume=auto: a trial begins anew, so leave one out"),
+        ({"trial": True, "resume": "auto"}, "trial with resume=auto: a trial starts from scratch, so leave one out"),
         ({"early_stopping": {"min_delta": 0.1}}, "early_stopping.min_delta=0.1: does nothing without"),
         (
             {"early_stopping": {"patience": 2}, "evaluate": {"every_epochs": None}},
@@ -270,7 +270,7 @@ def test_impossible_value_names_key_and_value(key: str, value: object) -> None:
         ({"run": {"name": 0o10}}, "run.name=8: expected a text; a file has it in quotes"),
         ({"sweep": {"name": True}}, "sweep.name=True: expected a text or null; a file has it in quotes"),
         ({"init_from": {"skip": [7]}}, "init_from.skip[0]=7: expected a text; a file has it in quotes"),
-        ({"optim": {"name": "sgd", "lr": "1e-3"}}, "optim.lr=1e-3: expected a number, and has a text: leave out its"),
+        ({"optim": {"name": "sgd", "lr": "1e-3"}}, "optim.lr=1e-3: expected a number, got a text: leave out its"),
     ],
 )
 def test_contradictions_unknown_keys_and_wrong_types(plain: dict[str, Any], words: str) -> None:
@@ -333,7 +333,7 @@ def test_each_mode_of_servers_starts_from_settings(mode: dict[str, Any], bound: 
     assert config.batch.num_shards == {"backup_workers": 2, "mode": 1}.get(next(iter(mode), ""), 3)
     assert config.cluster.servers == 1
     config.cluster.servers = 0
-    with pytest.raises(ConfigError, match=r"^cluster\.servers=0: strategy=parameter_server needs one among the"):
+    with pytest.raises(ConfigError, match=r"^cluster\.servers=0: strategy=parameter_server needs at least one server"):
         resolve(config, local_workers=2)  # of processes that others have started
 
 
@@ -348,7 +348,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
 def test_audits_are_refused_where_workers_may_have_other_bits() -> None:
     """Not before the settings of a run that goes on are known, which may have the switch."""
     config = from_plain({"same_bits": {"audit_every": 4}})
-    with pytest.raises(ConfigError, match=r"same_bits\.audit_every=4: audits compare .*; set same_bits\.on=true, too"):
+    with pytest.raises(ConfigError, match=r"same_bits\.audit_every=4: audits compare .*; set on to true, next to it"):
         resolve(config)
     config.same_bits = SameBits(on=True, audit_every=4)
     resolve(config)

@@ -359,7 +359,7 @@ def test_a_pillow_image_that_a_transform_returns_is_normalised(folder: Path) -> 
     [
         (
             "bits:smaller",
-            r"makes float32 \[1, 8, 7\] of an image, and models take float32 \[1, 8, 8\]: return a tensor",
+            r"makes float32 \[1, 8, 7\] of an image, and models take float32 \[1, 8, 8\]: return such a tensor",
         ),
         ("bits:pair", r"makes a tuple of an image, and models take float32 \[1, 8, 8\]"),
         (
@@ -418,7 +418,7 @@ def drawing() -> DataLoader[Any]:
         ),
         (
             (drawing(), TENSORS),
-            "train is a DataLoader with a sampler of its own, which ddp.fit takes: give its data set",
+            "train is a DataLoader with its own sampler, which ddp.fit takes: give its data set",
         ),
     ],
 )

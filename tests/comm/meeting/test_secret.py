@@ -21,7 +21,7 @@ from ranks import collect, start_ranks
 from torch.distributed import DistError, HashStore, Store
 
 import ddp
-from ddp.comm.meeting import private_store
+from ddp.comm.meeting import secret
 from ddp.comm.meeting.private_store import Folder, Sealed, part_of, sealed
 from ddp.comm.meeting.rendezvous import rendezvous
 from ddp.comm.objects import all_gather_object
@@ -36,30 +36,30 @@ KEY, OTHER = b"k" * 32, b"o" * 32
 
 
 def test_a_launcher_hands_the_secret_over_in_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (private_store.VARIABLE, private_store.FOLDER):
+    for name in (secret.VARIABLE, secret.FOLDER):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("MASTER_PORT", "4000")
-    with private_store.private_folder() as folder:
+    with secret.private_folder() as folder:
         assert folder.stat().st_mode & 0o777 == 0o700
-        private_store.take_secret(folder)
-        assert len(private_store.secret()) == 64
-        assert private_store.private_part(4000) == folder / "4000"
-        assert private_store.private_part(4001) is None, "child processes that meet elsewhere are ranks of another job"
+        secret.take_secret(folder)
+        assert len(secret.secret()) == 64
+        assert secret.private_part(4000) == folder / "4000"
+        assert secret.private_part(4001) is None, "child processes that meet elsewhere are ranks of another job"
         folder.chmod(0o755)
         with pytest.raises(ConfigError, match=f"^others may enter {folder}: one of them"):
-            private_store.take_secret(folder)
+            secret.take_secret(folder)
     assert not folder.exists()
 
 
 def test_a_secret_that_could_be_guessed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(private_store.VARIABLE, "hunter2")
+    monkeypatch.setenv(secret.VARIABLE, "hunter2")
     with pytest.raises(ConfigError, match="DDP_SECRET has 7 characters: take at least 16"):
-        private_store.secret()
+        secret.secret()
 
 
 def test_codes_tell_where_their_parts_end() -> None:
-    assert private_store.code_of(KEY, b"ab", b"c") != private_store.code_of(KEY, b"a", b"bc")
-    assert private_store.code_of(KEY, b"a") != private_store.code_of(OTHER, b"a")
+    assert secret.code_of(KEY, b"ab", b"c") != secret.code_of(KEY, b"a", b"bc")
+    assert secret.code_of(KEY, b"a") != secret.code_of(OTHER, b"a")
 
 
 # --- stores ----------------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def at_the_end_of_a_connection() -> str:
     from ddp.comm import opening
 
     if os.environ["RANK"] == "1":
-        opening.prove.__globals__["code_of"] = lambda key, *parts: private_store.code_of(OTHER, *parts)
+        opening.prove.__globals__["code_of"] = lambda key, *parts: secret.code_of(OTHER, *parts)
     try:
         return f"joined {ddp.init(abort_s=20)}"
     except PeerLost as lost:
@@ -290,5 +290,5 @@ def test_another_user_of_the_host_gets_nowhere_20_of_20(shared: Path) -> None:
 def test_a_folder_of_secrets_beside_calls_removes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where /dev/shm cannot be written: both are in the temporary folder, and nobody holds a call's."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with folder_for_call(1, int, (), {}) as call, private_store._with_secret(str(tmp_path)):
+    with folder_for_call(1, int, (), {}) as call, secret._with_secret(str(tmp_path)):
         assert call.exists()
