@@ -112,9 +112,9 @@ if TYPE_CHECKING:
     from ddp.train.evaluate import predict as predict
     from ddp.train.fit import fit as fit
     from ddp.train.reports.profiler import Profiler as Profiler
-    from ddp.train.steps.state import EMA as EMA
-    from ddp.train.steps.state import Callback as Callback
-    from ddp.train.steps.state import EarlyStopping as EarlyStopping
+    from ddp.train.steps.callbacks import EMA as EMA
+    from ddp.train.steps.callbacks import Callback as Callback
+    from ddp.train.steps.callbacks import EarlyStopping as EarlyStopping
     from ddp.train.steps.state import StepReport as StepReport
     from ddp.train.steps.state import TrainState as TrainState
     from ddp.train.steps.task import ByteModel as ByteModel
@@ -147,7 +147,8 @@ _NAMES = {  # module → what a user finds in ddp
     "ddp.train.evaluate": "evaluate predict",
     "ddp.train.fit": "fit",
     "ddp.train.reports.profiler": "Profiler",
-    "ddp.train.steps.state": "Callback EMA EarlyStopping StepReport TrainState",
+    "ddp.train.steps.callbacks": "Callback EMA EarlyStopping",
+    "ddp.train.steps.state": "StepReport TrainState",
     "ddp.train.supervision": "Guard Watch",
     "ddp.train.steps.task": "ByteModel Classification LanguageModel LossFunction Regression Rows Task",
 }

@@ -29,7 +29,7 @@ from typing import Any
 
 
 def safe_str(error: BaseException) -> str:
-    """Returns all that an error says, also if its class has a `__str__` that fails."""
+    """Returns the text of an error, even if its `__str__` fails."""
     try:
         return str(error)
     except Exception as failed:
@@ -37,31 +37,31 @@ def safe_str(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of what an error says, because torch appends its own stack; or its class."""
+    """Returns the first line of an error's text, because torch appends its own stack; without text, its class."""
     return next(iter(safe_str(error).splitlines()), type(error).__name__)
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the class of an error and all that it says, in one line."""
+    """Returns the class and the text of an error, in one line."""
     return " ".join(f"{type(error).__name__}: {safe_str(error)}".split())
 
 
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""C0 and C1 controls, Unicode's signs for the direction of writing, and halves of letters, which no file can hold."""
+"""C0 and C1 controls, Unicode's bidirectional controls, and lone surrogates, which no file can hold."""
 
 
 def printable(text: str, *, is_line: bool = False) -> str:
-    """Returns a text without what would command a terminal, or change the order of letters: "\\x1b" in its place.
+    """Returns a text with control characters for terminals and text direction escaped, such as "\\x1b".
 
     Args:
-        is_line: newlines are replaced, too, so that the text cannot pass for a second message.
+        is_line: escape newlines, too, so that the text cannot look like a second message.
     """
     text = _COMMANDS.sub(lambda found: ascii(found[0])[1:-1], text)
     return text.replace("\n", "\\n") if is_line else text
 
 
 def with_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error, what has caused it, and what has caused that: each once, because `raise e from e` is a ring."""
+    """Yields an error and its causes, each once, because `raise e from e` is a cycle."""
     found: list[BaseException] = []
     following: BaseException | None = error
     while following is not None and not any(following is each for each in found):
@@ -71,13 +71,13 @@ def with_causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def nearest(word: object, known: Iterable[str]) -> str:
-    """Returns the known word that is nearest, whatever its capitals; "" if none is near."""
+    """Returns the nearest known word, ignoring case; "" if none is near."""
     by_lower = {each.lower(): each for each in known}
     near = difflib.get_close_matches(str(word).lower(), by_lower, n=1)
     return by_lower[near[0]] if near else ""
 
 
-CALLED_ELSEWHERE = {  # word, or Sentence → what others call it, in lower case, letters and figures alone
+CALLED_ELSEWHERE = {  # our word, or a sentence → other libraries' words for it, lower-case letters and digits only
     "auto": "replicated ddp ddpspawn ddpfork ddpnotebook distributeddataparallel default nccl ncclallreduce",
     "one_device": "onedevice singledevice",
     "mirrored": "mirrored dp dataparallel horovod",
@@ -107,7 +107,9 @@ CALLED_ELSEWHERE = {  # word, or Sentence → what others call it, in lower case
         "pipeline pipelineparallel gpipe tensorparallel modelparallel megatron"
     ),
     "It is not supported: train in float64 from Python, by ddp.fit(model.double(), …)": "fp64 float64 double 64 64true",
-    "Gradients of 8 bits are a format on the wire: replica.wire=int8": "quantize quantization quantized int8 fp8 qsgd",
+    "Gradients of 8 bits are a format on the wire: ddp.Averaging(wire='int8'), or replica.wire=int8": (
+        "quantize quantization quantized int8 fp8 qsgd"
+    ),
     "Samples are not kept in memory any more, but the system keeps files that were read": "loadercache cache",
     "Searches are a command: ddp search": "optuna nevergrad ax",
     "Give ddp.Classification()": "crossentropy categoricalcrossentropy sparsecategoricalcrossentropy nll nllloss",
@@ -118,16 +120,16 @@ CALLED_ELSEWHERE = {  # word, or Sentence → what others call it, in lower case
 
 
 def meant(word: object, known: Iterable[str], say: str = "{}") -> str:
-    """Returns a sentence, with a space before it, for a word of another library; "" for any other word.
+    """Returns a hint, with a leading space, for a word of another library; "" for any other word.
 
     Args:
-        say: where the word of ours belongs.
+        say: a template for our word.
     """
     letters, words = _letters(word), list(known)
     found = next((ours for ours, theirs in CALLED_ELSEWHERE.items() if letters in theirs.split()), "")
     if found[:1].isupper():
         return f" {found}."
-    if found not in words:  # a class of another library may have ours in its name: HierarchicalCopyAllReduce
+    if found not in words:  # a class of another library may contain our word: HierarchicalCopyAllReduce
         found = max((each for each in words if len(each) > 5 and _letters(each) in letters), key=len, default="")
     return f" Did you mean {say.format(found)}?" if found else ""
 
@@ -137,21 +139,21 @@ def _letters(word: object) -> str:
 
 
 def did_you_mean(word: object, known: Iterable[str], say: str = "{}") -> str:
-    """Returns a sentence, with a space before it, that names the known word that is meant; "" if none is near."""
+    """Returns a hint, with a leading space, that names the intended known word; "" if none is near."""
     words = list(known)
     near = nearest(word, words)
     return meant(word, words, say) or (f" Did you mean {say.format(near)}?" if near else "")
 
 
 class _Printable(Exception):
-    """An error whose message quotes files of strangers, and reaches a terminal as a traceback's last line."""
+    """An error whose message may quote foreign files, and reaches a terminal as a traceback's last line."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(printable(each) if isinstance(each, str) else each for each in args))
 
 
 class ConfigError(_Printable, ValueError, RuntimeError):
-    """A setting that cannot work: unknown, of the wrong type, or impossible beside another one."""
+    """A setting that cannot work: unknown, of the wrong type, or incompatible with another one."""
 
 
 class UnreadableSample(ConfigError):
@@ -191,7 +193,7 @@ class AuditFailed(RuntimeError):
 
 
 USER_ERRORS = (ConfigError, CheckpointError, ReplicaMismatch, Diverged, LoaderLost, UnusedParameters, AuditFailed)
-"""Errors that the message alone explains; a traceback would hide it."""
+"""Errors whose message is sufficient, and would be hidden by a traceback."""
 
 
 class HookFailed(RuntimeError):
@@ -203,7 +205,7 @@ class WorkersFailed(RuntimeError):
 
     It is raised from the exception of the worker that failed first, and is of its type, too, if that is an `Exception`.
     So `except ValueError` around `ddp.launch` catches it if that was a ValueError. It has the attributes of that
-    exception, beside its own.
+    exception, in addition to its own.
 
     Attributes:
         rank: the worker that failed first.

@@ -13,7 +13,8 @@ from ddp.data.loading.source import Source
 from ddp.train.arguments import FitArguments, Inputs
 from ddp.train.held_out import HeldOut
 from ddp.train.loop import train_loop
-from ddp.train.steps.state import Callback, TrainState
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import TrainState
 from ddp.train.steps.stopping import StopFlag
 from ddp.train.steps.task import Classification
 

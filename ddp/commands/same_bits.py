@@ -33,7 +33,7 @@ from ddp.train.checkpoints.checkpoint_store import listed
 from ddp.train.fit import train
 from ddp.train.reports.history import Comparison, StepTrace, Trace, compare, parting, read_hashes
 from ddp.train.reports.profiler import Profiler
-from ddp.train.steps.state import EarlyStopping
+from ddp.train.steps.callbacks import EarlyStopping
 from ddp.train.steps.stopping import StopFlag
 from ddp.units import counted
 

@@ -7,13 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddp.gradients.encodings import PowerSGD as PowerSGD
-    from ddp.gradients.encodings import RandomK as RandomK
-    from ddp.gradients.encodings import Sign as Sign
-    from ddp.gradients.encodings import TopK as TopK
     from ddp.gradients.hook import DenseStart as DenseStart
     from ddp.gradients.hook import ErrorFeedback as ErrorFeedback
     from ddp.gradients.hook import Hook as Hook
+    from ddp.gradients.hooks import PowerSGD as PowerSGD
+    from ddp.gradients.hooks import RandomK as RandomK
+    from ddp.gradients.hooks import Sign as Sign
+    from ddp.gradients.hooks import TopK as TopK
 
 _NAMES = {"hook": "DenseStart ErrorFeedback Hook", "encodings": "PowerSGD RandomK Sign TopK"}
 _HOMES = {name: f"ddp.gradients.{module}" for module, names in _NAMES.items() for name in names.split()}

@@ -25,7 +25,49 @@ from torch import Tensor
 
 from ddp.errors import ConfigError
 from ddp.optim.layerwise import Adapt, Batch, Factor, Layerwise, Ratios, check_range, is_identity, scaled
-from ddp.optim.norms import Norms, functions_for, trust_ratios
+from ddp.optim.norms import Norms, functions_for
+
+# --- Trust ratios ----------------------------------------------------------------------------------------------------
+#
+# A trust ratio scales each tensor's step to its weights. Layers differ by orders of magnitude in ‖w‖ ÷ ‖gradient‖. One
+# rate for all of them is limited by the layer in which this quotient is smallest, and a large batch, which can afford
+# few steps, needs a large rate. So LARS and LAMB multiply the rate of each tensor by its own ratio:
+#
+#     LARS    η φ(‖w‖) ÷ (‖g‖ + λ‖w‖ + ε)     arXiv 1708.03888, algorithm 1
+#     LAMB    φ(‖w‖) ÷ ‖u‖                    arXiv 1904.00962v5, algorithm 2
+#
+# Where a norm is zero, the ratio is 1. If it were 0, weights that begin at zero would stay zero forever.
+
+
+def trust_ratios(
+    weight_norms: Norms,
+    update_norms: Norms,
+    *,
+    coefficient: float = 1.0,
+    weight_decay: float = 0.0,
+    eps: float = 0.0,
+    norm_bounds: tuple[float, float] = (0.0, math.inf),
+    max_ratio: float = math.inf,
+) -> Norms:
+    """Returns the trust ratio of each tensor, [num_tensors].
+
+    Args:
+        weight_norms: [num_tensors], ‖w‖.
+        update_norms: [num_tensors], ‖g‖ (LARS) or ‖u‖ (LAMB).
+        coefficient: η.
+        weight_decay: λ, if decay is a part of the update that ‖g‖ does not include yet.
+        eps: ε.
+        norm_bounds: φ clamps ‖w‖ to these.
+        max_ratio: the largest ratio.
+    """
+    xp = functions_for(weight_norms)
+    bounded = xp.clip(weight_norms, *norm_bounds)
+    has_ratio = (weight_norms > 0) & (update_norms > 0)
+    lengths = xp.where(has_ratio, update_norms + weight_decay * weight_norms + eps, 1)
+    return xp.where(has_ratio, xp.clip(coefficient * bounded / lengths, None, max_ratio), 1.0)
+
+
+# --- LARS and LARC: momentum SGD --------------------------------------------------------------------------------------
 
 
 class LarsChoices(TypedDict, total=False):

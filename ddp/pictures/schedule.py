@@ -3,8 +3,8 @@
 python -m ddp draw ring 3 --svg ring.svg
 
 The picture runs from top to bottom: a row of buffers, the transfers of a round, the buffers after it, and so on. A
-chunk keeps its colour; its cell is as full as it has contributions; a ribbon is as wide as what it carries. What a rank
-adds up among its own buffers after a round stands below them: "0 += 2".
+chunk keeps its colour; its cell is filled by its share of contributions; a ribbon is as wide as its chunks. Additions
+among a rank's own buffers after a round are below them: "0 += 2".
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ddp.units import counted
 
 # --- Shapes and colours, as text -------------------------------------------------------------------------------------
 #
-# Every function returns one element. Numbers are written with one digit after the point, so a picture that is drawn
-# again has the same bytes.
+# Every function returns one element. Numbers have one digit after the point, so redrawing a picture gives the same
+# bytes.
 
 
 INK, FAINT, PAPER, PANEL, QUIET = "#1f2937", "#94a3b8", "#ffffff", "#f1f5f9", "#64748b"
@@ -55,7 +55,7 @@ def text(
 
 def color_of(hue: int, num_hues: int) -> str:
     """Returns one of `num_hues` colours that differ from each other and carry dark text."""
-    lightness = 0.66 if hue % 2 == 0 or num_hues < 9 else 0.56  # neighbours stay apart where hues are many
+    lightness = 0.66 if hue % 2 == 0 or num_hues < 9 else 0.56  # alternate, so that many hues stay distinguishable
     red, green, blue = hls_to_rgb((0.58 + hue / num_hues) % 1.0, lightness, 0.62)
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
 
@@ -69,7 +69,7 @@ def svg(schedule: Schedule, num_ranks: int, *, title: str, hosts: Hosts = ()) ->
     """Returns a picture of the schedule; it is readable up to some 16 ranks.
 
     Args:
-        hosts: drawn as frames around their ranks, if given; without them, ranks stand in one line.
+        hosts: drawn as frames around their ranks, if given.
 
     Raises:
         ScheduleError: the schedule is wrong.
@@ -147,7 +147,7 @@ class _Page:
         yield text(MARGIN, y + self.flight_height / 2, f"round {number}", size=13, weight="bold")
 
     def state(self, run: SymbolicRun, number: int) -> Iterator[str]:
-        """Draws every rank's buffers, cell by cell; fuller ones last, so that their edges are seen."""
+        """Draws every rank's buffers, cell by cell; fuller ones last, so that their edges are visible."""
         places = [
             (rank, buffer, chunk)
             for rank in range(self.num_ranks)
@@ -165,7 +165,7 @@ class _Page:
                 yield text(self.left(rank, 0) - 4, y, str(buffer), size=9, anchor="end", fill=QUIET)
 
     def additions(self, rounds: tuple[Round, ...], number: int) -> Iterator[str]:
-        """Writes what each rank adds up among its buffers, in the order of the additions, below their chunks."""
+        """Writes each rank's additions among its buffers, in order, below their chunks."""
         for rank, ops in enumerate(rounds):
             y = self.top(number) + self.num_buffers * (CELL_HEIGHT + 4) + 8
             for op in ops:
@@ -238,7 +238,7 @@ class _Message(NamedTuple):
 
 
 def _messages(rounds: tuple[Round, ...]) -> Iterator[_Message]:
-    """Pairs what ranks send with what their peers receive, in the order listed."""
+    """Pairs sends with their receives, in the order listed."""
     for rank, ops in enumerate(rounds):
         for peer in dict.fromkeys(op.peer for op in ops if isinstance(op, Send)):
             sends = [op for op in ops if isinstance(op, Send) and op.peer == peer]

@@ -11,12 +11,12 @@
     rank 0  dffffffffbbbbbbbbbwwwwccbbbbuuuu      d data, f forward, b backward, c communication, w waiting, u update
             bucket 0          ░░░░░░
 
-A run is a list of what `BucketedDataParallel.logging_data()` returns, rank by rank. Several runs are drawn one above
-the other with the same length for a millisecond, so that they can be compared.
+A run is a list of the results of `BucketedDataParallel.logging_data()`, by rank. Several runs are drawn one above
+another on the same time scale, so that they can be compared.
 
-Zero is the moment at which a rank's own backward began. No clock is common to ranks of several hosts, and none is
-needed: what the ranks wait for shows in the times between ready and done. A profiled step is a list of what
-RUN_DIR/profile.json has of each rank, all on one clock; there zero is the moment at which the first of them began.
+Zero is the moment at which a rank's own backward began. Ranks of several hosts share no clock, and need none: their
+waits show in the times between ready and done. A profiled step is a list of each rank's record in RUN_DIR/profile.json,
+all on one clock; its zero is the moment at which the first rank began.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Run = Sequence[Mapping[str, Any]]
-"""By rank, what `logging_data()` has returned."""
+"""By rank, the result of `logging_data()`."""
 
 MEANING = {
     "in the background": "a thread reduces buckets during backward",
@@ -48,7 +48,7 @@ COLUMNS = 50  # of the time axis
 
 
 def timeline_text(*runs: Run) -> str:
-    """Returns a block for each run, a line for every backward and bucket in it; and what the buckets hold.
+    """Returns a block for each run, with a line for every backward and bucket, and the contents of the buckets.
 
     Raises:
         ConfigError: a rank has reduced nothing yet.
@@ -81,7 +81,7 @@ def _block(run: Run, longest_s: float) -> Iterator[str]:
 
 
 def painted(cells: str, began_s: float, over_s: float, longest_s: float, letter: str, *, least: int = 0) -> str:
-    """Returns a line of text with `least` or more of a letter from one moment to another."""
+    """Returns the line with `letter` drawn from one moment to another, at least `least` times."""
     end = max(least, round(over_s / longest_s * COLUMNS))
     begin = min(end - least, round(began_s / longest_s * COLUMNS))
     cells = cells.ljust(end)
@@ -91,7 +91,7 @@ def painted(cells: str, began_s: float, over_s: float, longest_s: float, letter:
 # --- what backward hides, as a picture -------------------------------------------------------------------------------
 
 TITLE = "One step: backward, and what it hides"
-AXIS = 720  # points of the time axis, by which words find room in their bars
+AXIS = 720  # points of the time axis, for fitting words into bars
 COMPUTES = "#cbd5e1"
 
 
@@ -136,7 +136,7 @@ def _draw_rank(axes: Any, rank: int, step: Mapping[str, Any], y: float, longest_
     axes.text(y=y, s=f"rank {rank}", fontweight="bold", **words, **small)
     axes.text(y=y + 1, s=f"{step['overlap']:.0%} hidden", color=QUIET, **words, **small)
     edges = [0.0, *(moment * 1e3 for pause in _pauses(step) for moment in pause), end]
-    axes.hlines(y, 0, end, color=FAINT, linewidth=1, zorder=0.9)  # seen where backward stands still
+    axes.hlines(y, 0, end, color=FAINT, linewidth=1, zorder=0.9)  # visible where backward stands still
     axes.broken_barh(
         [(a, b - a) for a, b in zip(edges[::2], edges[1::2], strict=True)], (y - 0.38, 0.76), color=COMPUTES
     )
@@ -151,7 +151,7 @@ def _draw_rank(axes: Any, rank: int, step: Mapping[str, Any], y: float, longest_
 
 
 def draw_bucket(axes: Any, bucket: Mapping[str, Any], color: str, y: float, points_per_s: float) -> None:
-    """Draws when a bucket was ready, launched and done, and writes as much about it as there is room for."""
+    """Draws when a bucket was ready, launched and done, with the longest label that fits."""
     ready, launched, done = (1e3 * bucket[moment] for moment in ("ready_s", "launched_s", "done_s"))
     axes.hlines(y, ready, launched, color=color, linewidth=2)
     axes.broken_barh([(launched, done - launched)], (y - 0.38, 0.76), color=color)
@@ -193,7 +193,7 @@ def _legend(buckets: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def _longest_s(runs: Sequence[Run]) -> float:
-    """Returns how long the longest step of all runs and ranks took."""
+    """Returns the seconds of the longest step of all runs and ranks."""
     steps = [step for run in runs for step in run]
     if not steps or not all(step["buckets"] for step in steps):
         raise ConfigError("no bucket has been reduced yet: call logging_data() after a backward on every rank")
@@ -201,12 +201,12 @@ def _longest_s(runs: Sequence[Run]) -> float:
 
 
 def ended_s(step: Mapping[str, Any]) -> float:
-    """Returns when a rank had backward and all reductions behind it."""
+    """Returns when a rank's backward and all its reductions had ended."""
     return max(float(step["backward_s"]), *(float(bucket["done_s"]) for bucket in step["buckets"]))
 
 
 def _pauses(step: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """Returns from when to when a backward stood still: while it reduced in the foreground."""
+    """Returns the intervals in which backward stood still, because it reduced in the foreground."""
     if step["runs"] != "in the foreground":
         return []
     moments = [(bucket["launched_s"], bucket["done_s"]) for bucket in step["buckets"]]
@@ -232,7 +232,7 @@ def _names(parameters: Sequence[str]) -> str:
 
 
 def svg_of(figure: Figure, title: str) -> str:
-    """Returns a figure as SVG, whose words stay words; drawn again it has the same bytes."""
+    """Returns a figure as SVG with text as text; redrawing it gives the same bytes."""
     from matplotlib import rc_context
 
     written = io.StringIO()
@@ -255,7 +255,7 @@ PARTS = {  # letter, colour
     "other": ("·", "#d1d5db"),
 }
 IN_WORDS = {"communication": "exposed", "wait": "waiting"}
-"""Parts that tables call otherwise than profile.json does."""
+"""Parts with another name in tables than in profile.json."""
 MOST_RANKS = 32  # of a drawing
 
 
@@ -301,7 +301,7 @@ def _seconds_of(part: str, mine: Mapping[str, Any]) -> float:
 
 
 def _extent(ranks: Ranks) -> tuple[float, float]:
-    """Returns when the first rank began, and how long it took until the last one had ended."""
+    """Returns when the first rank began, and the seconds until the last one had ended."""
     first_s = min(mine["began_s"] for mine in ranks)
     return first_s, max(mine["began_s"] + mine["spans"][-1][2] for mine in ranks) - first_s
 

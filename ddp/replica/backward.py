@@ -55,7 +55,7 @@ from ddp.process.clock import Stopwatch, now_s
 from ddp.replica.autograd import is_in_backward
 from ddp.replica.broadcast import check_same_layout
 from ddp.replica.replica import Accumulation
-from ddp.replica.settlement import Share, StepFinalizer, Usage
+from ddp.replica.step_finalizer import Share, StepFinalizer, Usage
 
 
 class State(Enum):

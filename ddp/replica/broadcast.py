@@ -34,7 +34,7 @@ PACK_BYTES = 32 << 20
 
 
 def check_trainable(named: list[tuple[str, nn.Parameter]], *, has_inner: bool = False) -> None:
-    """Raises ConfigError if no parameter needs a gradient, or if one has no shape yet, or is split among ranks.
+    """Raises ConfigError if no parameter needs a gradient, or if one has no shape or value, or is split among ranks.
 
     Args:
         has_inner: an inner replica keeps other parameters of the module equal, and those need one.
@@ -47,6 +47,8 @@ def check_trainable(named: list[tuple[str, nn.Parameter]], *, has_inner: bool = 
                 f"{name} is one part of a parameter: a replica does not go above tensor parallelism, which makes new "
                 "parameters in each forward; leave parallelize_module out, or keep torch's DistributedDataParallel"
             )
+        if parameter.is_meta:
+            raise ConfigError(f"{name} is on the meta device and has no values: call to_empty(device=…) first")
     if not has_inner and not any(parameter.requires_grad for _, parameter in named):
         raise ConfigError("no parameter of the module needs a gradient: there is nothing to average; use it as it is")
 

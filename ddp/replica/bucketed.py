@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from ddp.comm.communicator import Communicator
 from ddp.comm.opening import device_of
 from ddp.comm.session import current
+from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket
 from ddp.gradients.compression import Compression
 from ddp.gradients.hook import Hook
@@ -54,7 +55,7 @@ from ddp.replica.broadcast import BufferSync, broadcast_state, check_trainable, 
 from ddp.replica.by_shards import ByShards, check_shards
 from ddp.replica.parameters import Change, Layouts, ParameterWatch, check_wire, managed, sparse_weights
 from ddp.replica.replica import Accumulation, Replica
-from ddp.replica.settlement import Share, Usage
+from ddp.replica.step_finalizer import Share, Usage
 from ddp.replica.sync_batchnorm import waits
 from ddp.setting import WireName
 
@@ -110,6 +111,8 @@ class BucketedDataParallel(Replica):
         comm: Communicator | None = None,
     ) -> None:
         comm = comm or current(device_of(module))
+        if not (isinstance(reducer, type) and issubclass(reducer, Collective)):
+            raise ConfigError(f"reducer={reducer!r:.60}: give a class of ddp.gradients.reducer, such as ReduceScatter")
         check_trainable(list(module.named_parameters()))
         check_wire(module.named_parameters(), wire, hook)
         tensors = [*module.named_parameters(), *module.named_buffers()]

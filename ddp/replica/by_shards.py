@@ -37,8 +37,8 @@ from ddp.replica.autograd import is_in_backward, uncompiled
 from ddp.replica.broadcast import BufferSync, check_untied, checksum
 from ddp.replica.parameters import Layouts, sparse_weights
 from ddp.replica.replica import Accumulation, Replica
-from ddp.replica.settlement import Share, Usage
 from ddp.replica.shard_buffers import ShardBuffers
+from ddp.replica.step_finalizer import Share, Usage
 from ddp.replica.sync_batchnorm import waits
 from ddp.setting import Narrow, Setup, WireName, refuse
 

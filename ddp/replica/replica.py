@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ddp.gradients.layout import Layout
     from ddp.gradients.reducer import Collective
     from ddp.replica.parameters import Layouts
-    from ddp.replica.settlement import Share
+    from ddp.replica.step_finalizer import Share
 
 PREFIX = "module."
 

@@ -109,11 +109,13 @@ def replica_of(
     averaging = of_this_process(averaging)
     word, row = averaging.strategy, STRATEGIES[averaging.strategy]
     if isinstance(model, Replica) and word != "auto" and not row.strategy.takes(model):
-        reducer = row.strategy.reducer
+        what = type(model).__name__
+        if model.collective is not None:
+            what += f" with reducer={type(model.collective).__name__}"
         raise ConfigError(
-            f"strategy={word} with a model in a {type(model).__name__}: give ddp.fit the bare module; or, for some of "
-            f"the ranks, a ddp.BucketedDataParallel(module, comm=…, reducer={reducer.__name__}), of "
-            f"{reducer.__module__}"
+            f"strategy={word!r} with a model in a {what}: give ddp.fit the bare module; or, for some of the ranks, a "
+            f"ddp.BucketedDataParallel(module, comm=…, reducer={row.strategy.reducer.__name__}) with that class of "
+            "ddp.gradients.reducer"
         )
     if isinstance(model, Replica):
         return _as_given(model, optimizer, averaging, num_shards)

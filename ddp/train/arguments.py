@@ -60,7 +60,8 @@ from ddp.train.evaluate import warn_of_other_samples
 from ddp.train.held_out import HeldOut, held_out_of
 from ddp.train.reports.profiler import Profiler
 from ddp.train.reports.trackers import Tracker, refuse_twice
-from ddp.train.steps.state import EMA, Callback, EarlyStopping, TrainState
+from ddp.train.steps.callbacks import EMA, Callback, EarlyStopping
+from ddp.train.steps.state import TrainState
 from ddp.train.steps.stopping import StopFlag
 from ddp.train.steps.task import Task, as_task, name_of
 from ddp.train.supervision import Guard

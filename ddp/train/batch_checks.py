@@ -43,7 +43,8 @@ from ddp.replica.sync_batchnorm import waits
 from ddp.setting import Uneven
 from ddp.train.checkpoints.extra_state import loss_modules
 from ddp.train.evaluate import add_metrics, finished
-from ddp.train.steps.state import BatchCallback, StepReport, TrainState
+from ddp.train.steps.callbacks import BatchCallback
+from ddp.train.steps.state import StepReport, TrainState
 from ddp.train.steps.step import REMEDY, TOO_FEW, sum_and_count
 from ddp.train.steps.task import LossFunction, Rows, Task, length_of, name_of
 

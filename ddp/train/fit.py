@@ -69,7 +69,8 @@ from ddp.train.reports.meters import EpochCheck, Meters, MetricsFile, NoiseScale
 from ddp.train.reports.report import ProgressBar, StopNote, draw_curves, summary_of
 from ddp.train.reports.results import is_metric, read_summary, write_summary
 from ddp.train.reports.trackers import Tracker
-from ddp.train.steps.state import EMA, Callback, EarlyStopping, TrainState, notify_of
+from ddp.train.steps.callbacks import EMA, Callback, EarlyStopping, notify_of
+from ddp.train.steps.state import TrainState
 from ddp.train.steps.stopping import StopFlag, flag_of_a_new_fit, hears_signals
 from ddp.train.steps.task import Task
 from ddp.train.supervision import Guard, Watch

@@ -29,7 +29,8 @@ from ddp.policies import Evaluation
 from ddp.process.terminal import log
 from ddp.setting import Precision
 from ddp.train.evaluate import evaluate
-from ddp.train.steps.state import EARLY, Callback, EarlyStopping, TrainState, agreed_reason
+from ddp.train.steps.callbacks import EARLY, Callback, EarlyStopping
+from ddp.train.steps.state import TrainState, agreed_reason
 from ddp.train.steps.task import Task
 
 Side = Literal["validation", "test", "training"]

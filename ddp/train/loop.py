@@ -21,7 +21,8 @@ from ddp.train.evaluate import refuse_uneven, switch_to_training
 from ddp.train.held_out import Evaluator
 from ddp.train.parameter_server import ServedSteps
 from ddp.train.replay import Audit, Replay
-from ddp.train.steps.state import BatchCallback, Callback, TrainState, agreed_reason, notify_of
+from ddp.train.steps.callbacks import BatchCallback, Callback, notify_of
+from ddp.train.steps.state import TrainState, agreed_reason
 from ddp.train.steps.step import StepRules
 from ddp.train.steps.supply import EpochSupply, LoadedSteps, StreamedSteps
 from ddp.train.steps.task import name_of
@@ -54,7 +55,7 @@ def train_loop(
         state: model, optimizer, sampler, step, stop flag; the sampler's seed is that of every random stream.
         given: length of the run, precision, reading, and when to evaluate.
         inputs: task, samples and schedule.
-        callbacks: run at the moments of `steps/state.py`, in this order.
+        callbacks: run at the moments of `steps/callbacks.py`, in this order.
         service: of a server, whose workers compute in its place.
         go_back: makes the state that of the last checkpoint, for a guard.
 

@@ -41,7 +41,8 @@ from ddp.process.terminal import log
 from ddp.strategies.strategy import ADVICE, Agreement, Replicated
 from ddp.train.replay import Audit, Replay, explain_divergence, explain_spike
 from ddp.train.reports.history import note_incident
-from ddp.train.steps.state import BatchCallback, Callback, StepReport, TrainState
+from ddp.train.steps.callbacks import BatchCallback, Callback
+from ddp.train.steps.state import StepReport, TrainState
 from ddp.train.steps.step import StepSnapshot
 from ddp.train.steps.supply import EpochSupply, Step
 from ddp.train.steps.task import IGNORE, Classification, LanguageModel, LossFunction, Regression, Task

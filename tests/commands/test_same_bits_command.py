@@ -16,7 +16,8 @@ from torch.nn import functional as F
 import ddp
 from ddp.__main__ import main
 from ddp.train.reports.history import DIGITS, HASHES, StepTrace, Trace, parting
-from ddp.train.steps.state import Callback, TrainState
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import TrainState
 
 NAMES = ["0.weight", "0.bias", "exp_avg of 0.weight", "exp_avg of 0.bias"]
 SETTINGS = {"same_bits": True, "batch": {"num_shards": 8}, "world_size": 1}

@@ -14,8 +14,8 @@ from torch import nn
 
 import ddp
 from ddp.comm.communicator import Communicator
-from ddp.gradients.encodings import PowerSGD, TopK
 from ddp.gradients.hook import ErrorFeedback
+from ddp.gradients.hooks import PowerSGD, TopK
 
 
 class Count(NamedTuple):

@@ -17,8 +17,8 @@ from ddp.collectives.catalog import ALL_REDUCE
 from ddp.comm.communicator import Communicator
 from ddp.data.loading.loader import TrainLoader
 from ddp.data.orders.sampler import TrainSampler
-from ddp.gradients.encodings import PowerSGD, RandomK, Sign, TopK
 from ddp.gradients.hook import ErrorFeedback
+from ddp.gradients.hooks import PowerSGD, RandomK, Sign, TopK
 from ddp.gradients.reducer import ReduceScatter
 from ddp.gradients.totals import Totals
 

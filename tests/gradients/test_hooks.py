@@ -17,8 +17,8 @@ from ddp.errors import ConfigError
 from ddp.gradients import DenseStart, ErrorFeedback, Hook, PowerSGD, RandomK, Sign, TopK
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.compression import Compression, as_matrix, owners
-from ddp.gradients.encodings import MOST, block_of, largest
 from ddp.gradients.hook import corrected
+from ddp.gradients.hooks import MOST, block_of, largest
 from recipes.tutorial.simulated import SimulatedNetwork, SimulatedTransport
 
 SHAPES = [(40, 50), (100,), (3, 700), (1025, 2), (16, 8, 3, 3), (), (0, 4), (30, 34)]

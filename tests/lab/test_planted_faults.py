@@ -26,7 +26,8 @@ import ddp
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.errors import AuditFailed, Diverged
-from ddp.train.steps.state import Callback, TrainState
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import TrainState
 
 NUM_TRIALS = int(os.environ.get("TRIALS", "1"))
 """Of each fault and number of ranks, in the slow test; docs/same-bits.md says what came of 20."""

@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 import ddp
 from ddp.models import GPT, MLP, resnet
 from ddp.replica.broadcast import tensor_hash
-from ddp.train.steps.state import Callback, TrainState
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import TrainState
 from ddp.train.steps.task import Classification, LanguageModel, Task
 
 GLOBAL_BATCH, NUM_SAMPLES, NUM_HELD_OUT = 30, 80, 45

@@ -26,7 +26,7 @@ from ddp.data.orders.steps import BatchSizes, BatchWarmup, StepsLeft
 from ddp.errors import CheckpointError
 from ddp.gradients import reducer
 from ddp.gradients.bucket import Bucket, Slot, span
-from ddp.optim import layerwise, norms, schedules
+from ddp.optim import layerwise, norms, schedules, trust_ratio
 from ddp.optim.layerwise import Layerwise
 from ddp.optim.schedules import TorchSchedule
 from ddp.optim.trust_ratio import LAMB, LARS
@@ -136,8 +136,8 @@ def ratios_follow_from_norms() -> None:
     lengths, updates = np.array([2.0, 3.0, 0.0, 4.0]), np.array([5.0, 0.25, 1.0, 0.0])
     how = {"coefficient": 0.5, "weight_decay": 0.25, "eps": 0.125, "norm_bounds": (2.5, 2.75), "max_ratio": 1.0}
     expected = [0.5 * 2.5 / (5.0 + 0.25 * 2.0 + 0.125), 1.0, 1.0, 1.0]
-    assert norms.trust_ratios(lengths, updates, **how).tolist() == expected  # type: ignore[arg-type]
-    free = norms.trust_ratios(lengths, updates, coefficient=0.5)
+    assert trust_ratio.trust_ratios(lengths, updates, **how).tolist() == expected  # type: ignore[arg-type]
+    free = trust_ratio.trust_ratios(lengths, updates, coefficient=0.5)
     assert free.tolist() == [0.5 * 2.0 / 5.0, 0.5 * 3.0 / 0.25, 1.0, 1.0]
 
 
@@ -440,7 +440,7 @@ def slices_are_about_equal() -> None:
 
 # `_ratios` of LAMB and LARS have no mutants; LARC's calls super(), which no mutant can.
 CASES: dict[FunctionType, Callable[[], None]] = {
-    norms.trust_ratios: ratios_follow_from_norms,
+    trust_ratio.trust_ratios: ratios_follow_from_norms,
     norms.block_norms: blocks_have_their_norms,
     norms.num_blocks: blocks_have_their_norms,
     norms.whole_norms: blocks_have_their_norms,
@@ -499,7 +499,7 @@ ANNOTATION = "an annotation"
 NOTHING_LEFT = "the next turn finds that nothing is left"
 ONE_ROW = "all tensors of a row have one shape"
 SAME: dict[FunctionType, dict[str, str]] = {  # what a part of the line becomes, and why that is right all the same
-    norms.trust_ratios: {
+    trust_ratio.trust_ratios: {
         "+ eps, 2)": "where there is no ratio, its denominator does not count",
         "+ eps, 0)": "where there is no ratio, its denominator does not count",
     },

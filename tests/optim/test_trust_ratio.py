@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from ddp.errors import ConfigError
 from ddp.models import CNN
 from ddp.optim import LAMB, LARC, LARS, layerwise, norms, parameter_groups
-from ddp.optim.norms import trust_ratios
-from ddp.optim.trust_ratio import LAMB_PRESETS, LARC_PRESETS, LARS_PRESETS
+from ddp.optim.trust_ratio import LAMB_PRESETS, LARC_PRESETS, LARS_PRESETS, trust_ratios
 
 KINDS = {"lamb": LAMB, "lars": LARS, "larc": LARC}
 SHAPES = [(7, 5), (5,), (40, 30), (3, 4, 2, 2), (), (0,), (300, 9), (16,)]  # with blocks of 512, two large ones

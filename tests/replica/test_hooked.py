@@ -126,6 +126,11 @@ def by_hand() -> None:
     assert twin.compression is not replica.compression
     with pytest.raises(ConfigError, match=r"hook=ErrorFeedback\(PowerSGD.* with a registered communication hook"):
         replica.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+    for reducer in (None, "ReduceScatter", ddp.strategies.Sharded):
+        with pytest.raises(ConfigError, match=r"reducer=.* give a class of ddp.gradients.reducer, such"):
+            BucketedDataParallel(made(), reducer=reducer)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"1\.weight is on the meta device and has no values: call to_empty"):
+        BucketedDataParallel(nn.Sequential(made(), nn.Linear(2, 2, device="meta")))
     with pytest.raises(ConfigError, match=r"hook=ErrorFeedback\(Sign\(\)\): does the sending by itself; leave wire=.b"):
         BucketedDataParallel(made(), wire="bf16", hook=HOOKS["sign"]())
     with pytest.raises(ConfigError, match=r"hook=ErrorFeedback.* with a model in a BucketedDataParallel: give hook to"):

@@ -208,11 +208,11 @@ def test_on_ranks_a_word_refuses_their_number_their_hosts_and_a_replica_of_anoth
     told = {"one_device": "is for one worker, and there are 2", "mirrored": "is for the workers of one host, and"}
     first = [f"strategy={word!r}: {told[word]}" if word in told else "" for word in WORDS if word != "parameter_server"]
     wrapped = [
-        "strategy=sharded with a model in a BucketedDataParallel: give ddp.fit the bare module; or, for some of the "
-        "ranks, a ddp.BucketedDataParallel(module, comm=…, reducer=ReduceScatter), of ddp.gradients.reducer",
-        "strategy=multi_worker with a model in a BucketedDataParallel: give ddp.fit the bare module; or, for some of ",
-        "strategy=sharded with a model in a BucketedDataParallel: give ddp.fit the bare module; or, for some of the",
-        "strategy=central_storage with a model in a BucketedDataParallel: give ddp.fit the bare module; or, for",
+        "strategy='sharded' with a model in a BucketedDataParallel with reducer=AllReduce: give ddp.fit the bare "
+        "module; or, for some of the ranks, a ddp.BucketedDataParallel(module, comm=…, reducer=ReduceScatter) with",
+        "strategy='multi_worker' with a model in a BucketedDataParallel with reducer=ReduceScatter: give ddp.fit the",
+        "strategy='sharded' with a model in a BucketedDataParallel with reducer=HostReduceScatter: give ddp.fit",
+        "strategy='central_storage' with a model in a BucketedDataParallel with reducer=ReduceScatter: give",
         "",
         "",
     ]

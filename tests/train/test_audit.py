@@ -20,7 +20,8 @@ from ddp.errors import AuditFailed, ConfigError
 from ddp.replica.broadcast import tensor_hash
 from ddp.train import replay
 from ddp.train.replay import Outcome, agreeing, first_turn, turn_of
-from ddp.train.steps.state import Callback, TrainState
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import TrainState
 
 INPUTS = torch.randn(37, 6, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (37,), generator=torch.Generator().manual_seed(1))

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import ddp
 from ddp.data.samples import TensorSet
 from ddp.errors import ConfigError, Diverged, UnusedParameters
-from ddp.train.steps.state import Callback, StepReport, TrainState
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import StepReport, TrainState
 from ddp.train.steps.stopping import StopFlag
 from ddp.train.steps.task import Classification
 

@@ -22,7 +22,7 @@ import ddp
 from ddp.errors import CheckpointError, ConfigError
 from ddp.run.assembly.load import load_initial_weights
 from ddp.train.checkpoints.checkpoint_store import CheckpointStore
-from ddp.train.steps.state import EARLY
+from ddp.train.steps.callbacks import EARLY
 from recipes.tutorial.simulated import SimulatedNetwork
 
 X = torch.randn(44, 6, generator=torch.Generator().manual_seed(0))

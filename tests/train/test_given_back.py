@@ -26,7 +26,8 @@ from torch.optim import SGD, lr_scheduler
 import ddp
 from ddp.errors import ConfigError, Diverged
 from ddp.gradients.reducer import ReduceScatter
-from ddp.train.steps.state import Callback, StepReport, TrainState
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import StepReport, TrainState
 from recipes.tutorial.simulated import SimulatedNetwork
 
 X, CLASSES = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3

@@ -25,7 +25,8 @@ from ddp.process.streams import GeneratorStates
 from ddp.replica.broadcast import tensor_hash
 from ddp.train import replay
 from ddp.train.replay import Audit, Outcome, Replay, Turn
-from ddp.train.steps.state import Callback, TrainState
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import TrainState
 
 # --- a replay is the step --------------------------------------------------------------------------------------------
 

@@ -35,7 +35,8 @@ from ddp.train.checkpoints.checkpoint import (
 )
 from ddp.train.checkpoints.checkpoint_store import CheckpointStore, load
 from ddp.train.loop import end_of_run
-from ddp.train.steps.state import Callback, StepReport, TrainState
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import StepReport, TrainState
 from ddp.train.steps.stopping import StopFlag
 from ddp.train.steps.task import Classification
 from recipes.tutorial.simulated import SimulatedNetwork

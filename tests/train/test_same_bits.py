@@ -29,7 +29,8 @@ from ddp.gradients import ErrorFeedback, Sign
 from ddp.gradients.bucket import Bucket
 from ddp.optim import precision
 from ddp.replica.broadcast import tensor_hash
-from ddp.train.steps.state import Callback, StepReport, TrainState
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import StepReport, TrainState
 
 WORLD_SIZES = (1, 2, 3, 4)
 NUM_SAMPLES, BATCH, NUM_STEPS = 41, 18, 4  # steps of 18, 18 and 5 samples: fewer than shards

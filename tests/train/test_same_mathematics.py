@@ -19,7 +19,8 @@ from ddp.data.orders.sampler import TrainSampler
 from ddp.data.samples import TensorSet
 from ddp.models import CNN, GPT, MLP
 from ddp.replica.broadcast import tensor_hash
-from ddp.train.steps.state import Callback, StepReport, TrainState
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import StepReport, TrainState
 from ddp.train.steps.task import Classification, LanguageModel
 
 NUM_STEPS, GLOBAL_BATCH, MICRO, CLIP = 100, 10, 3, 1.0

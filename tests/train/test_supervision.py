@@ -22,7 +22,8 @@ from ddp.commands.where import place_of_sample, samples_of_step, starts_of
 from ddp.errors import ConfigError, Diverged
 from ddp.optim import precision
 from ddp.replica.broadcast import tensor_hash
-from ddp.train.steps.state import Callback, StepReport, TrainState
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import StepReport, TrainState
 
 NUM_SAMPLES, BATCH = 40, 16  # three steps an epoch, the last one of 8 samples
 INPUTS = torch.randn(NUM_SAMPLES, 6, generator=torch.Generator().manual_seed(0))

@@ -135,7 +135,7 @@ SUBJECTS = {  # chapter → the functions that it is about
         "run/launch/failures.py: describe_failures, _aside, _death",
     ],
     "12_large_batches": [
-        "optim/norms.py: trust_ratios",
+        "optim/trust_ratio.py: trust_ratios",
         "optim/trust_ratio.py: LARS._measure, LARS._apply",
         "optim/layerwise.py: parameter_groups",
     ],

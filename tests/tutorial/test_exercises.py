@@ -162,7 +162,7 @@ TYPICAL = {
         "hint: `python -m ddp draw ring_reduce_scatter 3` shows",
     ),
     "ring: overwriting": Typical("02", "add=True)", "add=False)", "chunk 0 ends as 1: not each contribution once"),
-    "ring: adding what is complete": Typical("02", "add=False)", "add=True)", "adds to chunk 1, where it has"),
+    "ring: adding what is complete": Typical("02", "add=False)", "add=True)", "adds to chunk 1, which is undef"),
     "ring: no receive": Typical(
         "02",
         ", Recv(left, range(incoming, incoming + 1), add=True)",
@@ -182,7 +182,7 @@ TYPICAL = {
         "(rank - step) % num_ranks, (rank - step) % num_ranks",
         "all_gather with 2 ranks: rank 0 in round 1: a chunk is overwritten while in use",
     ),
-    "ring: no range": Typical("02", "Send(right, range(outgoing, outgoing + 1))", "Send(right, outgoing)", "no range"),
+    "ring: no range": Typical("02", "Send(right, range(outgoing, outgoing + 1))", "Send(right, outgoing)", "a range"),
     "ring: an error": Typical(
         "02", "(num_ranks - 1):", "(num_ranks - one):", "NameError: name 'one' is not defined\n  "
     ),
@@ -511,7 +511,7 @@ TREE = SCHEDULES["tree"]
 @pytest.mark.parametrize(
     ("schedule", "says"),
     [
-        (SCHEDULES["tree_broadcast"], "is not an all-reduce"),
+        (SCHEDULES["tree_broadcast"], "is not an all-reduce: its goal is that rank 0 starts with every chunk"),
         (whole_or(TREE._replace(num_chunks=lambda n: 1 // (n - 7)), above=6), "with 7 ranks: ZeroDivisionError"),
         (whole_or(TREE._replace(num_chunks=lambda n: 1 << 40), above=6), "with 7 ranks: num_chunks is 1099511627776"),
         (whole_or(TREE._replace(algorithm=lambda *_: iter(())), above=6), "no rank sends this chunk"),

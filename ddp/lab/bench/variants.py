@@ -61,7 +61,8 @@ from ddp.strategies.local_sgd import LocalSteps
 from ddp.strategies.sharded import Sharded
 from ddp.strategies.strategy import Replicated
 from ddp.train.fit import fit
-from ddp.train.steps.state import Callback, TrainState
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import TrainState
 from ddp.train.steps.task import LanguageModel, Task
 from ddp.units import counted
 

@@ -21,7 +21,7 @@ from ddp.train.checkpoints.checkpoint import flat
 from ddp.train.reports import profile as profiles
 from ddp.train.reports.profile import Profile, read_profile
 from ddp.train.reports.results import evaluations_in, read_metrics, read_summary
-from ddp.train.steps.state import EARLY, MEASURED
+from ddp.train.steps.callbacks import EARLY, MEASURED
 from ddp.train.steps.stopping import is_signal
 
 LEFT_BY_RUNS = ("config.yaml", "summary.json", "metrics.jsonl", RESULT)

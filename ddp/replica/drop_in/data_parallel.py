@@ -51,7 +51,7 @@ from ddp.replica.drop_in import in_backward, torch_names
 from ddp.replica.drop_in.join import Joining, TorchJoinHook
 from ddp.replica.parameters import check_wire, managed
 from ddp.replica.replica import Inputs, Replica
-from ddp.replica.settlement import StaticGraph, Usage
+from ddp.replica.step_finalizer import StaticGraph, Usage
 from ddp.setting import WireName
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's name for it, on the module

@@ -45,7 +45,7 @@ from ddp.process import gpu
 from ddp.process.terminal import log
 from ddp.replica.autograd import uncompiled, watch_backward
 from ddp.replica.broadcast import broadcast_tensors
-from ddp.replica.settlement import StaticGraph
+from ddp.replica.step_finalizer import StaticGraph
 
 Replica = Any  # a DistributedDataParallel; its module imports this one
 BUILTIN_HOOKS = {

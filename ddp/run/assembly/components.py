@@ -47,7 +47,7 @@ from ddp.setting import refuse
 from ddp.strategies.choice import wrapped
 from ddp.train.reports.profiler import Profiler
 from ddp.train.reports.trackers import CSV, MLflow, TensorBoard, Tracker, WandB, refuse_twice
-from ddp.train.steps.state import EMA, Callback, EarlyStopping
+from ddp.train.steps.callbacks import EMA, Callback, EarlyStopping
 from ddp.train.steps.task import ByteModel, Classification, LanguageModel, LossFunction, Regression, Task, as_task
 from ddp.train.supervision import Guard, Watch
 from ddp.units import counted

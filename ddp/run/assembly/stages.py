@@ -50,7 +50,7 @@ from ddp.train.reports.profile import FILE
 from ddp.train.reports.report import draw_curves, print_summary
 from ddp.train.reports.results import read_summary, write_summary
 from ddp.train.sidecar import results_of_sidecar
-from ddp.train.steps.state import EARLY, MEASURED
+from ddp.train.steps.callbacks import EARLY, MEASURED
 from ddp.train.steps.stopping import StopFlag
 from ddp.train.steps.task import ngram_bits_per_byte, xz_bits_per_byte
 

@@ -58,7 +58,8 @@ from ddp.train.checkpoints.checkpoint_store import (
 )
 from ddp.train.checkpoints.extra_state import ExtraState, plain
 from ddp.train.checkpoints.moved import translated
-from ddp.train.steps.state import MEASURED, Callback, StepReport, TrainState
+from ddp.train.steps.callbacks import MEASURED, Callback
+from ddp.train.steps.state import StepReport, TrainState
 
 FREE = ("world_size", "all_reduce", "buckets", "strategy")
 """Keys of a run's identity on which the bits do not depend with `same_bits`."""

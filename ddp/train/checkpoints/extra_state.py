@@ -32,7 +32,8 @@ from ddp.data.loading.source import digest_of
 from ddp.errors import CheckpointError, ConfigError
 from ddp.process.terminal import log
 from ddp.train.checkpoints.checkpoint_store import cause_of
-from ddp.train.steps.state import EMA, Callback, TrainState
+from ddp.train.steps.callbacks import EMA, Callback
+from ddp.train.steps.state import TrainState
 from ddp.train.steps.task import Task, name_of
 
 

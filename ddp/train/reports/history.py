@@ -35,7 +35,8 @@ from ddp.replica.autograd import tensors_in
 from ddp.replica.broadcast import checksum, tensor_hash
 from ddp.train.checkpoints.checkpoint import changes
 from ddp.train.reports.meters import drop_after
-from ddp.train.steps.state import Callback, StepReport, TrainState
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import StepReport, TrainState
 
 HASHES, STARTS = "hashes.jsonl", "starts.jsonl"
 DIGITS = 16  # 8 bytes, in hexadecimal

@@ -30,7 +30,8 @@ from ddp.process.files import lines_of, to_append, write_whole
 from ddp.process.memory import resident_bytes
 from ddp.process.records import json_object, to_json
 from ddp.process.terminal import log
-from ddp.train.steps.state import Callback, StepReport, TrainState
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import StepReport, TrainState
 
 
 class Throughput(Callback):

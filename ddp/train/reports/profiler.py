@@ -44,7 +44,8 @@ from ddp.train.reports.profile import (
     spans_of,
 )
 from ddp.train.reports.traces import FOLDER, STEP_RANGE, Trace, between, compare_clocks
-from ddp.train.steps.state import MEASURED, Callback, StepReport, TrainState, unmeasured
+from ddp.train.steps.callbacks import MEASURED, Callback
+from ddp.train.steps.state import StepReport, TrainState, unmeasured
 
 WARM_UP = 5
 LEAST = 3

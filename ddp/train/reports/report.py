@@ -25,7 +25,8 @@ from ddp.process.terminal import console as terminal_console
 from ddp.process.terminal import log, say
 from ddp.train.reports.meters import Meters, Throughput
 from ddp.train.reports.results import evaluations_in, is_metric, metric_in_words, read_metrics, words_of
-from ddp.train.steps.state import EARLY, MEASURED, Callback, StepReport, TrainState, agreed_reason
+from ddp.train.steps.callbacks import EARLY, MEASURED, Callback
+from ddp.train.steps.state import StepReport, TrainState, agreed_reason
 from ddp.train.steps.stopping import has_obeyed, is_signal
 from ddp.units import counted
 

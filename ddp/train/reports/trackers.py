@@ -35,7 +35,8 @@ from ddp.process.streams import preserved
 from ddp.process.terminal import log
 from ddp.train.checkpoints.checkpoint import flat
 from ddp.train.reports.results import METRICS, read_metrics
-from ddp.train.steps.state import Callback, TrainState
+from ddp.train.steps.callbacks import Callback
+from ddp.train.steps.state import TrainState
 from ddp.train.steps.stopping import is_signal
 
 Status = Literal["finished", "interrupted", "failed"]

@@ -49,7 +49,7 @@ def open_exercise(name: str, schedule: Schedule, module: ModuleType) -> Iterator
         module: the reader's file.
     """
     if schedule.goal is not Goal.ALL_REDUCE:
-        raise Mistake(name, f"is no all-reduce, but one where {schedule.goal.value}")
+        raise Mistake(name, f"is not an all-reduce: its goal is that {schedule.goal.value}")
     for num_ranks in range(1, MOST_PROVEN + 1):
         try:
             schedule.check(num_ranks)

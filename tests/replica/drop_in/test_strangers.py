@@ -20,7 +20,7 @@ import ddp
 import ddp.replica.naive
 from ddp.errors import ConfigError
 from ddp.replica.broadcast import verify_replicas
-from ddp.replica.settlement import StaticGraph
+from ddp.replica.step_finalizer import StaticGraph
 
 Class = Callable[..., Any]
 THEIRS = nn.parallel.DistributedDataParallel

@@ -1,0 +1,272 @@
+"""Callbacks watch a run, and may change it: `Callback`, and two of them, `EarlyStopping` and `EMA`.
+
+They get the run's state (`state.py`) at each of eleven moments:
+
+    fit_start   step_start   step_end   evaluated   logged   checkpoint_saved   exception   fit_end   finished
+    with a guard: step_left_out   went_back
+
+Every rank runs its callbacks at the same moments. So a callback may run collectives, if it does so on all ranks. What
+it returns from `state_dict` is saved with the run (`checkpoints/extra_state.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+from ddp.errors import ConfigError
+from ddp.process.terminal import log
+from ddp.replica.broadcast import check_untied
+from ddp.train.steps.state import StepReport, TrainState
+from ddp.train.steps.task import Task
+
+
+class Callback:
+    """Base class, a no-op at each of the eleven moments; override those that you need.
+
+    A callback may change weights, optimizer and learning rate, identically on all ranks; the change holds from the next
+    step on. A schedule continues in proportion from a rate that a callback has set; torch's schedulers continue as
+    in torch. One that wants to end the run calls `state.stop`, on any rank.
+    """
+
+    def fit_start(self, state: TrainState) -> None:
+        """Runs before the first step, also of a resumed run, whose `state.step` is not 0.
+
+        The optimizer of a resumed run has the parameter groups that callbacks had added to it.
+        """
+
+    def step_start(self, state: TrainState) -> None:
+        """Runs before each step."""
+
+    def step_end(self, state: TrainState, report: StepReport) -> None:
+        """Runs after a step was committed."""
+
+    def step_left_out(self, state: TrainState, epoch: int) -> None:
+        """Runs in the place of `step_end` after a step that `ddp.Guard` has left out; its samples count as seen."""
+
+    def went_back(self, state: TrainState) -> None:
+        """Runs once `ddp.Guard` has made the state that of an earlier checkpoint; `load_state_dict` runs afterwards."""
+
+    def evaluated(self, state: TrainState) -> None:
+        """Runs after an evaluation; its metrics are in `state.evaluation`."""
+
+    def logged(self, state: TrainState, entry: Mapping[str, Any]) -> None:
+        """Runs with each object of metrics.jsonl, also where none is written: of some steps, and of each evaluation.
+
+        Its `kind` is "step", "evaluation" or "report", its `step` the number of steps made; all else are numbers.
+        """
+
+    def checkpoint_saved(self, state: TrainState, path: Path) -> None:
+        """Runs after a checkpoint was written to the folder `path`, as rank 0 names it from the root on.
+
+        The run keeps a few checkpoints, so that a later one may replace this one: copy it if it has to stay. One
+        that was saved without a metric may be written once more with it.
+        """
+
+    def exception(self, state: TrainState, error: BaseException) -> None:
+        """Runs before an error ends the run. It must not run collectives, because the ranks may no longer agree."""
+
+    def fit_end(self, state: TrainState) -> None:
+        """Runs after the last step and its checkpoint, also when the run stops early."""
+
+    def finished(self, state: TrainState, summary: Mapping[str, Any]) -> None:
+        """Runs last of all, once summary.json and curves.png are written; `summary` is the content of the former.
+
+        Those of trackers run after all others, so that they see an error in another one.
+        """
+
+    def evaluating(self, state: TrainState) -> AbstractContextManager[None]:
+        """Returns a context for each evaluation, such as one with other weights; it leaves all as it was."""
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state for a resumed run: tensors and plain values in any nested form. Rank 0's is saved."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the state that `state_dict` has returned. Runs once `fit_start` of all callbacks has run."""
+
+
+class BatchCallback(Callback):
+    """A callback that also reads each batch of this rank before it is used."""
+
+    def begin(self, task: Task | None, num_steps: int) -> None:
+        """Begins with a run of this length, before `fit_start`."""
+
+    def __call__(self, module: nn.Module, batch: Any, num_samples: int) -> None:
+        """Reads a batch, before the bare model gets it."""
+
+
+def notify_of(error: BaseException, state: TrainState, callbacks: Sequence[Callback]) -> None:
+    """Runs `exception` of each callback, in their order, also after one that raises; the error follows."""
+    with ExitStack() as pending:
+        for callback in reversed(callbacks):
+            pending.callback(callback.exception, state, error)
+
+
+EARLY = "early stopping"
+"""`stopped_by` of a run that has ended like this."""
+MEASURED = "measured"
+"""`stopped_by` of a run that was there to be measured (`reports/profiler.py`), of which no checkpoint is wanted."""
+
+
+class EarlyStopping(Callback):
+    """Ends the run after `patience` evaluations in a row without a better main metric. `stopped_by` says so.
+
+    The metric is the one that decides which checkpoint is the best. It is the same number on all ranks, so they end
+    together. A resumed run continues to count; a larger patience resumes a run that has ended early.
+
+    Args:
+        patience: evaluations, from 1 up.
+        min_delta: a metric is better if it is better by more than this, from 0 up.
+
+    Attributes:
+        best: the best metric so far; None before the first evaluation.
+        num_without: evaluations since then.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
+
+    def __init__(self, patience: int, *, min_delta: float = 0.0) -> None:
+        if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
+            raise ConfigError(f"patience={patience!r}: must be a whole number of evaluations from 1 up")
+        if not isinstance(min_delta, (int, float)) or not 0 <= min_delta < math.inf:
+            raise ConfigError(f"min_delta={min_delta!r}: must be a number from 0 up")
+        self.patience, self.min_delta = patience, min_delta
+        self.best: float | None = None
+        self.num_without = 0
+        self._run: TrainState | None = None
+
+    def fit_start(self, state: TrainState) -> None:
+        self._run, self.best, self.num_without = state, None, 0  # it may have served another fit
+
+    def evaluated(self, state: TrainState) -> None:
+        metric = state.evaluation[state.main_metric]
+        sign = 1.0 if state.higher_is_better else -1.0
+        if self.best is None or math.isnan(self.best) or sign * (metric - self.best) > self.min_delta:
+            self.best, self.num_without = metric, 0
+        else:
+            self.num_without += 1
+        self._stop_if_it_is_time(state)
+
+    def fit_end(self, state: TrainState) -> None:
+        self._run = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "num_without": self.num_without}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        assert self._run is not None
+        self.best, self.num_without = state["best"], state["num_without"]
+        self._stop_if_it_is_time(self._run)
+
+    def _stop_if_it_is_time(self, state: TrainState) -> None:
+        if self.num_without >= self.patience:
+            state.stopped_by = state.stopped_by or EARLY
+            log.info("%s: no %s better than %s in %d", EARLY, state.main_metric, self.best, self.num_without)
+
+
+# --- An exponential moving average of the weights --------------------------------------------------------------------
+#
+#     average ← decay · average + (1 − decay) · weights        after each step; after the first one: the weights
+#
+# Averaged weights often do better than the last ones, because the noise of single steps averages out. torch's
+# `AveragedModel` does the work. Its buffers, such as BatchNorm's statistics, are those of the model. With
+# precision="bf16_pure" the master weights are averaged.
+#
+# Cost: a float32 copy of the parameters on every rank, which is read and written in each step.
+
+
+class EMA(Callback):
+    """Averages the weights over the steps. Evaluations use the averages, and so the best checkpoint is chosen by them.
+
+    `ddp.load(run).weights` are the averages, too; training itself never uses them. A resumed run continues them;
+    any other fit starts from the weights.
+
+    Args:
+        decay: share of the average that a step keeps, from 0 up and below 1: it averages over about 1 ÷ (1 − decay)
+            steps.
+
+    Attributes:
+        averaged: torch's `AveragedModel`, from the first step on; `averaged.module` is the model with averaged weights.
+
+    Raises:
+        ConfigError: that is no such share.
+    """
+
+    def __init__(self, decay: float = 0.999) -> None:
+        if not isinstance(decay, (int, float)) or not 0 <= decay < 1:
+            raise ConfigError(f"decay={decay!r}: must be a number from 0 up and below 1, such as 0.999")
+        self._average = get_ema_multi_avg_fn(decay)
+        self.averaged: AveragedModel | None = None
+
+    def fit_start(self, state: TrainState) -> None:
+        check_untied(state.model.module, "EMA", instead="no EMA", buffers_alone=True)
+        try:
+            self.averaged = AveragedModel(state.model.module, multi_avg_fn=self._average)
+        except (RuntimeError, TypeError) as error:  # of copy.deepcopy
+            reason = str(error).partition(". ")[0]
+            raise ConfigError(
+                f"EMA needs a copy of the model {type(state.model.module).__name__}, which copy.deepcopy cannot make "
+                f"({reason}): let it hold no lock, file or computed tensor, and for weight norm take "
+                "torch.nn.utils.parametrizations.weight_norm"
+            ) from error
+        for average, weights in zip(self.averaged.module.parameters(), _weights(state), strict=True):
+            average.data = weights.detach().clone()
+
+    @torch.no_grad()
+    def step_end(self, state: TrainState, report: StepReport) -> None:
+        # as `update_parameters` of AveragedModel, which keeps the host waiting for a GPU
+        assert self.averaged is not None
+        averages, weights = list(self.averaged.parameters()), list(_weights(state))
+        if self.averaged.n_averaged:
+            for (into, now), _ in _group_tensors_by_device_and_dtype([averages, weights]).values():  # type: ignore
+                self._average(into, now, self.averaged.n_averaged)
+        else:
+            _copy(averages, weights)
+        _copy(list(self.averaged.module.buffers()), list(state.model.module.buffers()))
+        self.averaged.n_averaged += 1
+
+    @contextmanager
+    def evaluating(self, state: TrainState) -> Iterator[None]:
+        assert self.averaged is not None
+        if not self.averaged.n_averaged:
+            yield
+            return
+        # Their memory is exchanged, and not written to: with central storage other ranks have it, too.
+        parameters = list(state.model.module.parameters())
+        before = [parameter.data for parameter in parameters]
+        for parameter, average in zip(parameters, self.averaged.module.parameters(), strict=True):
+            parameter.data = average.detach().to(parameter)
+        try:
+            yield
+        finally:
+            for parameter, data in zip(parameters, before, strict=True):
+                parameter.data = data
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.averaged is None else dict(self.averaged.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        assert self.averaged is not None
+        self.averaged.load_state_dict(state)
+
+
+def _weights(state: TrainState) -> Iterator[Tensor]:
+    """Yields the parameters, or their masters."""
+    return (state.masters.get(parameter, parameter) for parameter in state.model.module.parameters())
+
+
+@torch.no_grad()
+def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    if into:
+        torch._foreach_copy_(list(into), list(values))
