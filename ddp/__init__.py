@@ -152,16 +152,16 @@ _NAMES = {  # module → what a user finds in ddp
     "ddp.train.supervision": "Guard Watch",
     "ddp.train.steps.task": "ByteModel Classification LanguageModel LossFunction Regression Rows Task",
 }
-_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 _NAMESPACES = ("collectives", "data", "drop_in", "errors", "gradients", "optim", "strategies", "trackers")
-__all__ = list(_HOMES)
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
     if name in _NAMESPACES:
         return importlib.import_module(f"ddp.{name}")
-    if name not in _HOMES:
+    if name not in _MODULES:
         from ddp.errors import did_you_mean
         from ddp.setting import strategy_hint  # which takes longer than all of this module
 
@@ -171,10 +171,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'ddp' has no attribute {name!r}.{hint}".removesuffix("."))
     drawn = random.getstate()  # importing rich draws a number, which would be missing in the user's program
     try:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        return getattr(importlib.import_module(_MODULES[name]), name)
     finally:
         random.setstate(drawn)
 
 
 def __dir__() -> list[str]:
-    return sorted([*_HOMES, *_NAMESPACES])
+    return sorted([*_MODULES, *_NAMESPACES])

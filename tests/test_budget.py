@@ -12,14 +12,14 @@ import ddp
 
 PACKAGE = Path(__file__).parent.parent / "ddp"
 LIMITS = {
-    "code lines outside of lab/": 34_490,
-    "code lines of lab/": 3_780,
-    "code lines of comm/, gradients/ and replica/": 10_330,
-    "modules outside of lab/": 273,
+    "code lines outside of lab/": 33_360,
+    "code lines of lab/": 3_760,
+    "code lines of comm/, gradients/ and replica/": 9_850,
+    "modules outside of lab/": 206,
     "folders and files at the top": 21,
     "parameters of fit": 20,  # with **mistyped, which takes names that it does not have
     "lines of a function": 62,
-    "lines of a class": 385,
+    "lines of a class": 349,
 }
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),

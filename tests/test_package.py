@@ -219,5 +219,5 @@ def test_names_for_users_are_those_that_type_checkers_see(package: str) -> None:
     tree = ast.parse((ROOT / package / "__init__.py").read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module.startswith("ddp.")]
     seen = {alias.name: node.module for node in imports for alias in node.names if alias.asname == alias.name}
-    homes = importlib.import_module(package.replace("/", "."))._HOMES
+    homes = importlib.import_module(package.replace("/", "."))._MODULES
     assert seen == homes

@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from ddp.gradients.hooks import Sign as Sign
     from ddp.gradients.hooks import TopK as TopK
 
-_NAMES = {"hook": "DenseStart ErrorFeedback Hook", "encodings": "PowerSGD RandomK Sign TopK"}
-_HOMES = {name: f"ddp.gradients.{module}" for module, names in _NAMES.items() for name in names.split()}
-__all__ = list(_HOMES)
+_NAMES = {"hook": "DenseStart ErrorFeedback Hook", "hooks": "PowerSGD RandomK Sign TopK"}
+_MODULES = {name: f"ddp.gradients.{module}" for module, names in _NAMES.items() for name in names.split()}
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'ddp.gradients' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(_HOMES)
+    return sorted(_MODULES)

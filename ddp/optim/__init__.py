@@ -22,15 +22,15 @@ _NAMES = {
     "schedules": "TorchSchedule constant cosine polynomial scaled_rate step with_warmup wsd",
     "trust_ratio": "LAMB LARC LARS",
 }
-_HOMES = {name: f"ddp.optim.{module}" for module, names in _NAMES.items() for name in names.split()}
-__all__ = list(_HOMES)
+_MODULES = {name: f"ddp.optim.{module}" for module, names in _NAMES.items() for name in names.split()}
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'ddp.optim' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(_HOMES)
+    return sorted(_MODULES)

@@ -47,7 +47,7 @@ def off_by(weights: Tensor) -> float:
 # ## By hand
 #
 # A rank sends signs, times the mean size of the numbers in a row: 64 bits and one number, in the place of 64 numbers.
-# (Below they travel wide. `encodings.py` packs bits.) *Error feedback* is two lines: what was not sent is kept
+# (Below they travel wide. `hooks.py` packs bits.) *Error feedback* is two lines: what was not sent is kept
 # and added to the next gradient. So nothing is lost, only late.
 
 

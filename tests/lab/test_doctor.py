@@ -285,7 +285,7 @@ def test_what_killed_processes_have_left(tmp_path: Path, monkeypatch: pytest.Mon
     for name in (f"ddp-{gone}-{hexadecimal}", f"ddp-{here}-{hexadecimal}", f"ddp-{gone}-other"):
         (tmp_path / name).write_text("")
     assert shared_memory.left_behind(tmp_path) == [tmp_path / f"ddp-{gone}-{hexadecimal}"]
-    monkeypatch.setattr(region, "_home", lambda: tmp_path)
+    monkeypatch.setattr(region, "_regions_folder", lambda: tmp_path)
     begins = region._folder("begins")
     begins.mkdir(mode=0o700)
     left = region._folder("left")

@@ -156,7 +156,7 @@ def test_to_import_a_name_draws_no_number(tmp_path: Path, monkeypatch: pytest.Mo
     """As importing rich does, which most names need."""
     (tmp_path / "drawing.py").write_text("import random; Drawn = random.random()")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(ddp._HOMES, "Drawn", "drawing")
+    monkeypatch.setitem(ddp._MODULES, "Drawn", "drawing")
     random.seed(3)
     assert ddp.Drawn == random.random() == random.Random(3).random()
 

@@ -141,8 +141,8 @@ SUBJECTS = {  # chapter → the functions that it is about
     ],
     "13_less_traffic": [
         "gradients/hook.py: commit, add_to, ErrorFeedback.enter",
-        "gradients/encodings.py: encode_signs, add_signs",
-        "gradients/encodings.py: TopK.reduce",
+        "gradients/hooks.py: encode_signs, add_signs",
+        "gradients/hooks.py: TopK.reduce",
     ],
     "14_every_sample_once": [
         "data/orders/sharding.py: Lanes.__init__, Lanes.samples",

@@ -94,7 +94,7 @@ def test_a_read_that_hangs_ends_with_the_file_the_offset_the_tries_and_the_deadl
     with pytest.raises(ConfigError) as failure:
         reader.read(130, 10)
     message = str(failure.value)
-    for words in ("hangs://a.bin: 64 bytes at offset 128 ", " 3 tries", "deadline of 0.02 s", "no answer", "network"):
+    for words in ("hangs://a.bin: 64 bytes at offset 128 ", " 3 tries", "deadline of 0.02 s", "no response", "network"):
         assert words in message
     assert "\n" not in message
 
