@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "ddp"
 LIMITS = {
     "code lines outside of lab/": 33_360,
     "code lines of lab/": 3_760,
-    "code lines of comm/, gradients/ and replica/": 9_850,
+    "code lines of comm/, gradients/ and replica/": 9_860,
     "modules outside of lab/": 206,
     "folders and files at the top": 21,
     "parameters of fit": 20,  # with **mistyped, which takes names that it does not have

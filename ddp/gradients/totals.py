@@ -18,8 +18,8 @@ On request each rank finds the squared norm of its own gradient before it is ave
 
 Where no bucket can carry a tail (its type is too narrow, or a wire format or a communication hook would round it),
 totals and flags travel in their own messages: totals before the first bucket, flags after the last one. A `Rider` does
-either. A `Division` (`layout.py`) divides accordingly: most sums as a part of their all-reduce, by the world size or by
-the count; the bucket that has carried the count, afterwards.
+either. A `Division` (`replica/step_finalizer.py`) divides accordingly: most sums as a part of their all-reduce, by the
+world size or by the count; the bucket that has carried the count, afterwards.
 """
 
 from __future__ import annotations
@@ -235,33 +235,33 @@ class Rider:
 
     Attributes:
         rows: [rows of a bucket, numel], from `find` on.
+        numbers: [numel], row 0: this rank's numbers, and then the sums.
     """
 
     rows: Tensor
+    numbers: Tensor
 
     def __init__(
         self, comm: Communicator, carrier: Bucket | None, place: slice, shape: tuple[int, int], num_shards: int | None
     ) -> None:
         self._comm, self.carrier, self._place, self._shape, self._num_shards = comm, carrier, place, shape, num_shards
 
-    @property
-    def numbers(self) -> Tensor:
-        """This rank's numbers, and then the sums, [numel]: row 0."""
-        return self.rows[0]
-
     def allocate(self) -> None:
         """Allocates the rows of numbers that no bucket carries. Collective if there are shards."""
         if self.carrier is None and self._num_shards is None:
-            self.rows = torch.zeros(self._shape, dtype=torch.float64, device=self._comm.device)
+            self._take(torch.zeros(self._shape, dtype=torch.float64, device=self._comm.device))
         elif self.carrier is None:
             memory = self._comm.allocate(math.prod(self._shape), torch.float64)
             weakref.finalize(self, self._comm.free, memory).atexit = False
-            self.rows = memory.view(self._shape)
+            self._take(memory.view(self._shape))
 
     def find(self) -> None:
         """Finds the tail again, because the bucket has new memory."""
         if self.carrier is not None:
-            self.rows = self.carrier.tail[None, self._place]
+            self._take(self.carrier.tail[None, self._place])
+
+    def _take(self, rows: Tensor) -> None:
+        self.rows, self.numbers = rows, rows[0]
 
     def send(self, *, label: str) -> None:
         """Adds the numbers up over all ranks, if no bucket carries them. Collective."""

@@ -23,6 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -258,18 +259,25 @@ class Listener(Protocol):
         """Handles a gradient that no bucket is waiting for, and that may begin a backward."""
 
 
+Observer = Callable[[Callable[[], Any], nn.Parameter], Callable[[Any, Any], None]]
+"""Makes the function that autograd calls, of what returns the replica, while it exists, and of a parameter."""
+
+
 class Observers:
     """Lets autograd call a replica whenever the gradient of one of these parameters is ready.
 
     Parameters hold their observers, and may live longer than the replica: the model may be used by itself, or in
     another replica. So observers hold the replica weakly, and are removed with it. Those of a replica whose backward
     broke off are removed once another replica observes the same parameters, because a program may still hold the first.
+
+    Args:
+        observer: makes the function that autograd calls for a parameter (`backward.py`).
     """
 
     _all: ClassVar[weakref.WeakSet[Observers]] = weakref.WeakSet()
 
-    def __init__(self, replica: Listener, parameters: Iterable[nn.Parameter]) -> None:
-        self._of_replica, self._lock = weakref.ref(replica), threading.RLock()
+    def __init__(self, replica: Listener, parameters: Iterable[nn.Parameter], observer: Observer) -> None:
+        self._of_replica, self._lock, self._observer = weakref.ref(replica), threading.RLock(), observer
         self._parameters = [p for p in parameters if (p.is_floating_point() or p.is_complex()) and not p.is_inference()]
         self._nodes: dict[nn.Parameter, Any] = {}  # holds them, because a parameter does not
         self._handles: list[RemovableHandle] = []
@@ -288,7 +296,7 @@ class Observers:
     def renew(self) -> Sequence[nn.Parameter]:
         """Registers an observer on each node that has none. Returns the parameters of these nodes."""
         has_gpu = any(parameter.device.type == gpu.KIND for parameter in self._parameters)
-        observer_of = self._locking_observer_of if has_gpu else self._observer_of
+        observer_of = self._locking_observer_of if has_gpu else partial(self._observer, self._of_replica)
         renewed = list[nn.Parameter]()
         for parameter in self._parameters:
             with _needing_gradient(parameter):
@@ -299,20 +307,8 @@ class Observers:
                 renewed.append(parameter)
         return renewed
 
-    def _observer_of(self, parameter: nn.Parameter) -> Callable[[Any, Any], None]:
-        of_replica = self._of_replica
-
-        @uncompiled
-        def observe(_inputs: Any, _outputs: Any) -> None:
-            if (replica := of_replica()) is None or replica.backward.note(parameter):
-                return
-            if replica.waiting is not None or not replica.backward.note_other(parameter):
-                replica.on_other_gradient(parameter)
-
-        return observe
-
     def _locking_observer_of(self, parameter: nn.Parameter) -> Callable[[Any, Any], None]:
-        observe = self._observer_of(parameter)
+        observe = self._observer(self._of_replica, parameter)
 
         @uncompiled
         def observe_alone(inputs: Any, outputs: Any) -> None:

@@ -20,10 +20,10 @@ A backward delegates to four objects:
     accumulation    adds up this rank's micro-batches: in `p.grad`, or by shards of the batch (`by_shards.py`). By
                     shards, this is the backward of the last shard, and a full bucket holds the sums of all shards
     reducer         makes one mean of all ranks' buckets (`gradients/reducer.py`)
-    usage           decides which gradients are expected, and what follows if one is missing (`settlement.py`)
+    usage           decides which gradients are expected, and what follows if one is missing (`step_finalizer.py`)
     stepper         runs optimizers that step inside backward (`drop_in/in_backward.py`)
 
-Once all buckets hold the mean, a `StepFinalizer` does the rest (`settlement.py`).
+Once all buckets hold the mean, a `StepFinalizer` does the rest (`step_finalizer.py`).
 
 Note "foreground". Over a network, buckets are reduced in the background during backward. When all ranks share
 one host, and its cores are busy with backward, a background thread would only take time from the thread that computes,
@@ -39,23 +39,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.errors import CommunicatorBroken, ConfigError, UnusedParameters
 from ddp.gradients.bucket import Bucket, Slot
-from ddp.gradients.layout import Division, Layout
+from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import InFlight, Reducer
 from ddp.gradients.totals import Totals
 from ddp.process import gpu
 from ddp.process.clock import Stopwatch, now_s
-from ddp.replica.autograd import is_in_backward
+from ddp.replica.autograd import is_in_backward, uncompiled
 from ddp.replica.broadcast import check_same_layout
 from ddp.replica.replica import Accumulation
-from ddp.replica.step_finalizer import Share, StepFinalizer, Usage
+from ddp.replica.step_finalizer import Division, Share, StepFinalizer, Usage
 
 
 class State(Enum):
@@ -207,10 +208,10 @@ class Backward:
         self.stepper.begin(layout, creates_graph=self.creates_graph)
         if layout.is_learned:
             self._set_up()
-            expected = self._settlement.usage.expected(layout)
+            expected = self._finalizer.usage.expected(layout)
             for reduction in self.reductions:
                 if unexpected := reduction.expect(expected):
-                    self._settlement.keep(unexpected)  # the bucket may be sent before backward has ended
+                    self._finalizer.keep(unexpected)  # the bucket may be sent before backward has ended
             self._launch_full()
 
     def _set_up(self) -> None:
@@ -228,7 +229,7 @@ class Backward:
         for parameter in self._seen:
             self.reductions[self.index_of[id(parameter)]].ready.append(parameter)
         self._seen = []
-        self._settlement = StepFinalizer(self.comm, layout, share, self._division, self.reducer, self.usage)
+        self._finalizer = StepFinalizer(self.comm, layout, share, self._division, self.reducer, self.usage)
 
     def note(self, parameter: Tensor) -> bool:
         """Records that a gradient is ready. Returns False if no bucket waits for it; then `note_other` takes it."""
@@ -297,7 +298,7 @@ class Backward:
             for slot in bucket.slots if others else []:
                 if (gradient := slot.parameter.grad) is not None and gradient.device == here.device:
                     gradient.record_stream(here)  # its memory may belong to another stream, and is read on this one
-        self._settlement.filled(bucket, without=self._accumulation.fill(bucket))
+        self._finalizer.filled(bucket, without=self._accumulation.fill(bucket))
 
     def launch(self, reduction: BucketReduction) -> None:
         """Launches a bucket's reduction.
@@ -354,10 +355,10 @@ class Backward:
         if not self.layout.is_learned:
             self._learn()
         if missing := self._missing():
-            self._settlement.keep(missing)
+            self._finalizer.keep(missing)
         for reduction in self.reductions[self._num_launched :]:
             self._fill(reduction)  # all of them first: filling shows which gradients are undefined
-        self._settlement.write_flags(missing, self._computed)
+        self._finalizer.write_flags(missing, self._computed)
         self._accumulation.write_parts(self.layout)
         return self.reductions[self._num_launched :]
 
@@ -365,23 +366,24 @@ class Backward:
         """Ends the step: waits for what is in flight, and gives every parameter its mean. Collective.
 
         Returns:
-            The sum of the totals of all ranks; None if the host has not waited for it (`settlement.py`, note "late").
+            The sum of the totals of all ranks; None if the host has not waited for it (`step_finalizer.py`,
+            note "late").
         """
         if self._in_flight:
             self._collect(wait=True)
-        self._settlement.write_hidden_flags()
+        self._finalizer.write_hidden_flags()
         with self._waited.running():
             self.layout.flags.send(label=f"step {self.step}, flags")
-        self.stepper.check(self._settlement.gone)
-        totals = self._settlement.settle(creates_graph=self.creates_graph)
-        self.state, self.is_unread, self.error = State.DONE, totals is None, self._settlement.error
+        self.stepper.check(self._finalizer.gone)
+        totals = self._finalizer.settle(creates_graph=self.creates_graph)
+        self.state, self.is_unread, self.error = State.DONE, totals is None, self._finalizer.error
         return totals
 
     def read_flags(self, *, is_late: bool = False) -> Totals:
         """Reads the flags of all ranks and acts on them, as `StepFinalizer.read_flags` does. Collective."""
         self.is_unread = False
-        totals = self._settlement.read_flags(is_late=is_late)
-        self.error = self.error or self._settlement.error
+        totals = self._finalizer.read_flags(is_late=is_late)
+        self.error = self.error or self._finalizer.error
         return totals
 
     def next(self) -> Backward:
@@ -441,3 +443,16 @@ class Backward:
         self.began_s = began_s
         for parameter in computed:
             _ = self.note(parameter) or self.note_other(parameter)
+
+
+def observer(of_replica: Callable[[], Any], parameter: nn.Parameter) -> Callable[[Any, Any], None]:
+    """Returns the function for autograd to call when the gradient of a parameter is ready (`autograd.py`)."""
+
+    @uncompiled
+    def observe(_inputs: Any, _outputs: Any) -> None:
+        if (replica := of_replica()) is None or replica.backward.note(parameter):
+            return
+        if replica.waiting is not None or not replica.backward.note_other(parameter):
+            replica.on_other_gradient(parameter)
+
+    return observe

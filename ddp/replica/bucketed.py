@@ -50,7 +50,7 @@ from ddp.replica.autograd import (
     watch_backward,
     will_accumulate,
 )
-from ddp.replica.backward import Backward, BucketReduction, Stepper
+from ddp.replica.backward import Backward, BucketReduction, State, Stepper, observer
 from ddp.replica.broadcast import BufferSync, broadcast_state, check_trainable, sending
 from ddp.replica.by_shards import ByShards, check_shards
 from ddp.replica.parameters import Change, Layouts, ParameterWatch, check_wire, managed, sparse_weights
@@ -146,7 +146,8 @@ class BucketedDataParallel(Replica):
         self.accumulation.connect(self._layouts)
         self.backward = self._new_backward()
         self._last = self.backward  # the last one that has ended, once there is one
-        self._observers = Observers(self, (parameter for _, parameter in self._replicated_parameters()))
+        observed = (parameter for _, parameter in self._replicated_parameters())
+        self._observers = Observers(self, observed, observer)
 
     # --- a step, in the order of time --------------------------------------------------------------------------------
 
@@ -189,7 +190,7 @@ class BucketedDataParallel(Replica):
     def _raise_known(self) -> None:
         if self._last.error is not None:
             raise self._last.error
-        if self.backward.is_running:
+        if self.backward.state is State.RUNNING:
             raise RuntimeError(
                 f"the last backward through this replica broke off (step {self.backward.step}); "
                 "the ranks are out of step: restart from the last checkpoint"
@@ -197,7 +198,7 @@ class BucketedDataParallel(Replica):
 
     @property
     def _awaits_backward(self) -> bool:
-        return self.waiting is not None or self.backward.is_running
+        return self.waiting is not None or self.backward.state is State.RUNNING
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward; a backward through what it returns ends with equal gradients on all ranks."""
@@ -212,12 +213,12 @@ class BucketedDataParallel(Replica):
         synchronises, syncs_buffers = super()._before_forward()
         if torch.is_grad_enabled():
             self._is_in_forward = synchronises and not self._watch.is_borrowed and self.accumulation.may_unfreeze
-            self.waiting = self.layout if self._is_in_forward else None
+            self.waiting = self._layouts.current if self._is_in_forward else None
         return synchronises, syncs_buffers
 
     def _watch_outputs(self, outputs: Any) -> None:
         self._check_inside_forward()
-        self._is_in_forward, is_borrowed, layout = False, self._watch.is_borrowed, self.layout
+        self._is_in_forward, is_borrowed, layout = False, self._watch.is_borrowed, self._layouts.current
         has_outputs = watch_backward(outputs, partial(self._begin, layout, if_reached=is_borrowed), self._finish)
         self.waiting = layout if (self.training or not has_outputs) and not is_borrowed else None
 
@@ -235,7 +236,7 @@ class BucketedDataParallel(Replica):
             adds_to_all: returned by the function of this name.
             if_reached: begin only if backward will reach one of the parameters.
         """
-        is_running = self.backward.is_running
+        is_running = self.backward.state is State.RUNNING
         if is_running and layout is self.backward.layout:
             return False
         if not (will_accumulate(layout.parameters) if if_reached else adds_to_all or accumulates(layout.parameters)):
@@ -257,21 +258,21 @@ class BucketedDataParallel(Replica):
         self.backward.begin(layout, self.num_steps + 1, share)
 
     def _begin_without_samples(self) -> None:
-        self._begin_step(self.layout, has_samples=False)
+        self._begin_step(self._layouts.current, has_samples=False)
 
     def on_other_gradient(self, parameter: Tensor) -> None:
         """Handles a gradient that no bucket is waiting for."""
-        is_running = self.backward.is_running
-        layout = self.backward.layout if is_running else self.layout
+        is_running = self.backward.state is State.RUNNING
+        layout = self.backward.layout if is_running else self._layouts.current
         is_in_step = is_running or (self._is_in_forward and self.require_backward_grad_sync)
         is_unknown = parameter.requires_grad and id(parameter) not in layout.slot_of
         if is_in_step and is_unknown and self.accumulation.may_unfreeze:
             self._watch.check_inside()  # it was frozen when the forward began
             self._choose_layout()
-            self.waiting = self.layout
+            self.waiting = self._layouts.current
             if is_running:
                 self.backward.widen(self.waiting)
-        waiting = None if self.backward.is_running else self.waiting
+        waiting = None if self.backward.state is State.RUNNING else self.waiting
         if waiting is not None and self._begin(waiting, adds_to_all()):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         # once more, because the backward that has just begun may have a bucket for it
@@ -299,7 +300,7 @@ class BucketedDataParallel(Replica):
                 former.read_flags(is_late=True)
                 ended.error = ended.error or former.error
         self._last, self.backward = ended, ended.next()
-        self.waiting = self.layout if self._is_in_forward else None
+        self.waiting = self._layouts.current if self._is_in_forward else None
         if ended.creates_graph:
             hand_out_differentiable(ended.layout.slots, partial(self._begin, ended.layout), self._finish)
         self._end_step(totals)
@@ -307,9 +308,9 @@ class BucketedDataParallel(Replica):
     def average_gradients(self) -> None:
         """Averages the gradients that parameters have, however they were computed, and ends the step. Collective."""
         self.prepare()
-        for parameter in self.layout.parameters:
+        for parameter in self._layouts.current.parameters:
             self.backward.note_other(parameter)
-        self._begin_step(self.layout)
+        self._begin_step(self._layouts.current)
         self._finish()
 
     def end_step(self, totals: Totals) -> None:
@@ -358,7 +359,7 @@ class BucketedDataParallel(Replica):
     @property
     def buckets(self) -> list[Bucket]:
         """The buckets of the next step, in the order of reduction."""
-        return self.layout.buckets
+        return self._layouts.current.buckets
 
     @property
     def measures_parts(self) -> bool:
@@ -368,14 +369,14 @@ class BucketedDataParallel(Replica):
     @property
     def gradient_order(self) -> list[str] | None:
         """Names in the order in which gradients become ready; None as long as that is not known."""
-        return self.layout.order
+        return self._layouts.current.order
 
     def adopt_gradient_order(self, names: Sequence[str]) -> None:
         self._layouts.adopt_order(list(names))
 
     def logging_data(self) -> dict[str, Any]:
         """Returns how long the last step's reductions took, bucket by bucket (`describe`)."""
-        return describe(self._last, self.num_steps, self.layout)
+        return describe(self._last, self.num_steps, self._layouts.current)
 
 
 # --- The times of the last step --------------------------------------------------------------------------------------

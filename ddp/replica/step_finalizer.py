@@ -42,11 +42,12 @@ from torch import Tensor
 from ddp.comm.call_queue import HostCopy
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
+from ddp.comm.reduction import OnDevice, scaled_
 from ddp.errors import ConfigError, UnusedParameters
 from ddp.gradients.bucket import Bucket, Slot
-from ddp.gradients.layout import Division, Layout
+from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import Reducer
-from ddp.gradients.totals import Parts, StepFlags, Totals
+from ddp.gradients.totals import Parts, StepFlags, Totals, global_count
 from ddp.replica.autograd import is_in_backward, will_accumulate
 
 
@@ -155,6 +156,72 @@ class Share(NamedTuple):
     totals: Totals | None
     divide_by: SupportsInt
     has_samples: bool = True
+
+
+class Division:
+    """The one division of a step's sums, by the number of ranks or by the global count, and its completion.
+
+    Args:
+        mine: this rank's part of the totals, if they ride along.
+        divide_by: the divisor if they do not.
+        averages: the reducer divides by the world size, whatever divisor it is given.
+    """
+
+    def __init__(
+        self, comm: Communicator, layout: Layout, mine: Totals | None, divide_by: SupportsInt, *, averages: bool
+    ) -> None:
+        self._totals, self._flags, self._buckets, self._mine = layout.totals, layout.flags, layout.buckets, mine
+        self._averaged_by = comm.world_size if averages else 0
+        self._divide_by = divide_by if mine is None else global_count(comm, layout.totals.numbers, mine.loss_scale)
+
+    def of(self, bucket: Bucket) -> SupportsInt:
+        """Returns the divisor for the all-reduce of a bucket: 1 for the one that carries the count."""
+        return 1 if self._is_later(bucket) else self._divide_by
+
+    def _is_later(self, bucket: Bucket | None) -> bool:
+        return self._mine is not None and bucket is not None and bucket is self._totals.carrier
+
+    def complete(self) -> Totals:
+        """Completes the division of all buckets, on the host; returns the totals of all ranks."""
+        if self._mine is None:
+            return Totals()
+        divisor = int(self._divide_by)
+        if self._totals.carrier is not None:
+            self._totals.carrier.gradients.div_(divisor)
+        totals = Totals.read(self._totals.numbers.tolist())
+        for factor in (totals.fraction_correction, self._averaged_by / divisor or 1):
+            if factor != 1:
+                for bucket in self._buckets:
+                    bucket.gradients.mul_(factor)
+        return totals
+
+    def complete_on_device(self) -> None:
+        """Completes the division on the GPU, if the count is there and unknown to the host."""
+        if isinstance(self._divide_by, OnDevice) and (count := self._divide_by.on_device()) is not None:
+            if self._totals.carrier is not None:
+                self._totals.carrier.gradients.div_(count)
+            for bucket in self._buckets if self._averaged_by else ():
+                scaled_(bucket.gradients, self._averaged_by / count)
+
+    def read(self, of_totals: Sequence[float]) -> Totals:
+        """Returns the totals of all ranks from their numbers, after `complete_on_device`."""
+        return Totals() if self._mine is None else Totals.read(of_totals)
+
+    def of_flags(self, totals: Totals | None = None) -> float:
+        """Returns what the step flags were divided by, together with the bucket that carried them.
+
+        Args:
+            totals: of all ranks, if the division was made on a GPU, by the exact count.
+        """
+        if self._flags.carrier is None or self._is_later(self._flags.carrier):
+            return 1
+        if totals is not None and self._mine is not None:
+            return (totals.items_on_host or 1) * self._mine.loss_scale
+        return int(self._divide_by)
+
+    def of_sparse(self, totals: Totals) -> float:
+        """Returns the divisor for gradients that no bucket holds."""
+        return int(self._divide_by) / totals.fraction_correction
 
 
 class StepFinalizer:

@@ -95,7 +95,7 @@ def hooks_and_wires(comm: Communicator) -> Found:
 def test_hooks_and_wires_keep_no_host_waiting() -> None:
     for found in run_ranks(in_one_process(hooks_and_wires), 2):
         for case, waits in found.items():
-            assert all("settlement.py" in each for each in waits[:1]) and not waits[1:], (case, waits)
+            assert all("step_finalizer.py" in each for each in waits[:1]) and not waits[1:], (case, waits)
 
 
 # ---- evaluation, optimizers, averages

@@ -11,7 +11,7 @@ import torch
 
 import ddp
 from ddp.process.records import from_json, to_json
-from ddp.run.launch.sweep import Job, conclude
+from ddp.run.launch.sweep import Job, report_jobs
 from ddp.train.reports.history import note_start
 from ddp.train.reports.results import read_metrics, read_summary
 
@@ -34,7 +34,7 @@ def test_every_json_file_of_a_run_whose_metric_is_not_finite_is_json(tmp_path: P
     ddp.fit(model, data, optimizer, max_steps=8, folder=keeps, **how)
     note_start(tmp_path / "a", {"folder": math.nan}, goes_on=True)
     job = Job(["model=a"], tmp_path / "a").begun().done(0)
-    conclude(tmp_path)
+    report_jobs(tmp_path)
     assert job.objective is None
     files = [path for path in tmp_path.rglob("*.json*") if path.is_file()]
     names = {"summary.json", "metrics.jsonl", "starts.jsonl", "manifest.json", "job.json", "sweep.json", "profile.json"}

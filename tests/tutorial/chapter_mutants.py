@@ -119,8 +119,8 @@ SUBJECTS = {  # chapter → the functions that it is about
     "06_naive_replicas": ["replica/naive.py: _finish", "replica/broadcast.py: broadcast_tensors"],
     "07_buckets": [
         "replica/backward.py: begin, _set_up, note, _launch_if_full, _launch_full, end, finish",
-        "replica/settlement.py: settle",
-        "gradients/layout.py: complete",
+        "replica/step_finalizer.py: settle",
+        "replica/step_finalizer.py: complete",
         "gradients/bucket.py: views_of, fill",
     ],
     "08_who_gets_which_sample": [

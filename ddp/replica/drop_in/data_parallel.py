@@ -8,7 +8,7 @@
 It has the same keywords (`torch_names.py` has the table), the same `state_dict` and the same errors. It is a
 `BucketedDataParallel` that gives other objects to the same backward:
 
-    usage        which parameters a backward uses: `find_unused_parameters`, `static_graph` (`settlement.py`)
+    usage        which parameters a backward uses: `find_unused_parameters`, `static_graph` (`step_finalizer.py`)
     reducer      a communication hook
     stepper      optimizers inside backward; as hooks, functions of the user (`in_backward.py`)
     inputs       `join`: the ranks that still have inputs (`join.py`)
