@@ -18,7 +18,7 @@ from ddp.replica.bucketed import BucketedDataParallel
 pytestmark = pytest.mark.slow  # because what is proven here is that other tests can fail
 
 HOOKED, WIRED = "hooked", "wired"
-BACKWARD, FINALIZER = "replica.backward.Backward", "replica.settlement.StepFinalizer"
+BACKWARD, FINALIZER = "replica.backward.Backward", "replica.step_finalizer.StepFinalizer"
 COMPRESSION = "gradients.compression.Compression"
 MUTANTS = {
     "the count travels in the wire format": Mutant(

@@ -27,7 +27,7 @@ class Mutant(NamedTuple):
 
 
 LIKE_TORCH, JOIN_AND_HOOKS = "test_like_torch", "test_join_and_hooks"
-BACKWARD, FINALIZER = "replica.backward", "replica.settlement.StepFinalizer"
+BACKWARD, FINALIZER = "replica.backward", "replica.step_finalizer.StepFinalizer"
 DROP_IN = "replica.drop_in.data_parallel.DistributedDataParallel"
 MUTANTS = {
     "gradients are not synchronised": Mutant(
