@@ -10,6 +10,7 @@ import signal
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -56,12 +57,16 @@ def test_the_command_of_the_features_table(
     parts = ["data", "forward", "backward", "communication", "wait", "update", "other"]
     for run, profile in zip(runs, profiles, strict=True):
         of_ranks = zip(*profile["steps"], strict=True)
-        seconds = [sum(step[f"{part}_s"] for part in parts for step in each) for each in of_ranks]
+        seconds = [sum(step["spans"][-1][2] for step in each) for each in of_ranks]
         rates.append(sum(rank["num_samples"] for step in profile["steps"] for rank in step) / max(seconds))
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         memory = max(value for line in lines for key, value in line.items() if key.startswith("memory_mb/"))
         ranks = [rank for step in profile["steps"] for rank in step]
-        means = [1e3 * statistics.fmean(rank[f"{part}_s"] for rank in ranks) for part in parts]
+        spent = [Counter() for _ in ranks]
+        for counter, rank in zip(spent, ranks, strict=True):
+            for part, began_s, ended_s in rank["spans"]:
+                counter[part] += ended_s - began_s
+        means = [1e3 * statistics.fmean(counter[part] for counter in spent) for part in parts]
         workers, speed_up = len(rates), rates[-1] / rates[0]
         cells.append([workers, rates[-1], speed_up, 100 * speed_up / workers, memory, 64e3 / rates[-1], *means])
         assert not [*run.glob("checkpoints/*")] and "test_loss" not in (run / "summary.json").read_text()

@@ -69,7 +69,7 @@ def arm(strategy: Any, after: int) -> None:
 
     central_storage.clipped_step = deadly  # type: ignore[assignment]
     if after < 0:
-        strategy._tell = lambda: os.kill(os.getpid(), signal.SIGKILL)
+        strategy._update_user_state = lambda: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def trained(kind: str, folder: str) -> Report:

@@ -441,7 +441,7 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {  # where, a line, what becomes
     "differences are not weighted": (
         "local_sgd.LocalSteps._stepped",
         "torch._foreach_mul_(differences, float(self._num_items))",
-        "torch._foreach_mul_(differences, told.items_on_host * 0 + 6.5)",
+        "torch._foreach_mul_(differences, riding.items_on_host * 0 + 6.5)",
         "mlp",
     ),
     "the difference points the other way": ("local_sgd.LocalSteps._stepped", "start - now", "now - start", "mlp"),

@@ -145,7 +145,8 @@ class Typical(NamedTuple):
 REDUCE = "                    self.comm.all_reduce(gradient, label=name)\n"
 ASSIGN = "                parameter.grad = gradient.div_(divisor)\n"
 FILL_AND_LAUNCH = "            self._fill(reduction)\n            self.launch(reduction)\n"
-UNTIL_FULL = "            if waits_for_end or not reduction.is_full:\n                return\n"
+IS_LAST = "reduction.bucket is self.layout.flags.carrier"
+UNTIL_FULL = f"            if {IS_LAST} or not reduction.is_full:\n                return\n"
 TYPICAL = {
     "ring: off by one chunk": Typical(
         "02",
@@ -265,13 +266,13 @@ TYPICAL = {
         "hint: divided by the number of ranks, not by the number of ",
     ),
     "buckets: before it is full": Typical(
-        "07", UNTIL_FULL, "            if waits_for_end:\n                return\n", "got a gradient in step 2 after"
+        "07", UNTIL_FULL, f"            if {IS_LAST}:\n                return\n", "got a gradient in step 2 after"
     ),
     "buckets: all at the end": Typical("07", ">= reduction.check_at", "> reduction.check_at", "launched: no bucket"),
     "buckets: another order": Typical(
         "07",
         UNTIL_FULL,
-        "            if waits_for_end or reduction.is_launched or not reduction.is_full:\n                continue\n",
+        f"            if {IS_LAST} or reduction.is_launched or not reduction.is_full:\n                continue\n",
         "ranks call different collectives.",
     ),
     "buckets: one at a time": Typical(
@@ -280,7 +281,7 @@ TYPICAL = {
         FILL_AND_LAUNCH + "            return\n",
         "launched: bucket 1 (1 gradients: right.weight); expected: bucket 1 (1 gradients: right.weight), bucket 2",
     ),
-    "buckets: flags too early": Typical("07", "if waits_for_end or not", "if not", "stem.weight: launched: bucket 3"),
+    "buckets: flags too early": Typical("07", f"if {IS_LAST} or not", "if not", "stem.weight: launched: bucket 3"),
     "buckets: aliasing": Typical(
         "07", FILL_AND_LAUNCH, "            self.launch(reduction)\n", "hint: the last step's mean was reduced again"
     ),

@@ -455,7 +455,7 @@ def test_root_cause(
         ("hydra/launcher=submitit_nope", "hydra/launcher=submitit_nope"),
         ("seed=${nope}", "seed: Interpolation key 'nope' not found"),
         ("run.name=${seed", "run.name: no viable alternative at input"),
-        ("seed=${oc.env:PATH_OF_NOBODY,7}", "seed=7: expected a whole number, and has a text: leave out its quotes"),
+        ("seed=${oc.env:PATH_OF_NOBODY,7}", "seed=7: expected a whole number, got a text: leave out its quotes"),
         ("~schedule", "~schedule: a setting always has a value; write schedule=VALUE"),
         ("~max_steps", "~max_steps: a setting always has a value; write max_steps=VALUE"),
         ("=3", "=3: a setting always has a value; write NAME=VALUE"),

@@ -83,7 +83,7 @@ def test_hydra_starts_from_the_defaults_of_the_dataclasses(tmp_path: Path) -> No
         ("strategy=horovod", "Did you mean strategy=mirrored?"),
         ("strategy=pipeline", "strategy=pipeline. Pipelines and tensor parallelism are not supported. Val"),
         ("model.parallel=2", "model.parallel. Pipelines and tensor parallelism are not supported. Valid in"),
-        ("hook=quantize", "hook=quantize. Gradients of 8 bits are a format on the wire: replica.wire=int8"),
+        ("hook=quantize", "hook=quantize. Gradients of 8 bits are a format on the wire: ddp.Averaging(wire='int8')"),
         ("hydra/sweeper=optuna", "unknown choice hydra/sweeper=optuna. Searches are a command: ddp search. Valid: "),
         ("strategy.name=sharded", "a name is not set by itself; choose strategy=sharded"),
     ],
