@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import operator
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -176,12 +177,12 @@ class Rule(NamedTuple, Generic[S]):
 _IN_BRACES = re.compile(r"\{([.=]?)([\w.]+)(?::([^}]*))?\}")
 
 
-class Speaker:
+class Speaker(ABC):
     """The words for settings in a sentence, as the command line has them."""
 
+    @abstractmethod
     def value_of(self, key: str) -> Any:
         """Returns the value of a setting."""
-        raise NotImplementedError
 
     def name_of(self, key: str) -> str:
         """Returns the name of a setting."""

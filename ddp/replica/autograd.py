@@ -1,9 +1,9 @@
 """Finds out from autograd when gradients are ready, when a backward ends, and which parameters it reaches.
 
-An observer of a parameter (`Observers`) reports that one gradient is ready. It cannot report the end of backward: a
-callback that it queues with the autograd engine belongs to the innermost running backward, and under re-entrant
-activation checkpointing that is a small backward inside the real one. Observers of the *outputs* of forward run first
-and in the outermost backward; a callback queued there runs when the whole of it has ended.
+An observer of a parameter (`backward.py`, `Observers`) reports that one gradient is ready. It cannot report the end of
+backward: a callback that it queues with the autograd engine belongs to the innermost running backward, and under
+re-entrant activation checkpointing that is a small backward inside the real one. Observers of the *outputs* of forward
+run first and in the outermost backward; a callback queued there runs when the whole of it has ended.
 
 An observer of an output also runs when a program computes other gradients than the parameters' (`torch.autograd.grad`,
 a gradient penalty); `adds_to_all` and `accumulates` tell the two apart. `will_accumulate` finds out in advance which
@@ -19,21 +19,17 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
 from ddp.gradients.bucket import Slot
-from ddp.process import gpu
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 NEVER = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
@@ -211,129 +207,3 @@ def hand_out_differentiable(slots: Iterable[Slot], begin: Begin, end: Callable[[
             with torch.enable_grad():
                 slot.parameter.grad = _WithValue.apply(gradient, slot.view)  # type: ignore[no-untyped-call]
             watch_backward(slot.parameter.grad, begin, end)
-
-
-# --- Observers of parameters -----------------------------------------------------------------------------------------
-#
-# A gradient is ready once all hooks on its parameter have run, because a hook may change it: clip it, say. Those hooks
-# run in the order of their registration, and a program may register one at any time. So an observer is a hook on the
-# node of the graph that adds to `p.grad`, as in torch's Reducer: it runs after the hooks on the parameter.
-#
-# A conversion (`model.double()`, or `model.cpu()` and back) gives a parameter another node, which has no observer. The
-# next forward detects most conversions. One without a trace (there and back) makes gradients seem to be missing at the
-# end of a backward: then the nodes are compared, which is slow.
-
-
-class ObservedBackward(Protocol):
-    """A backward, as observers of parameters see it (`backward.py`).
-
-    Attributes:
-        streams: those of a GPU on which gradients have become ready.
-    """
-
-    streams: set[torch.cuda.Stream]
-
-    @property
-    def is_running(self) -> bool:
-        """Returns True from `begin` until the end of `finish`; forever, if the backward broke off."""
-
-    def note(self, parameter: Tensor) -> bool:
-        """Records that a gradient is ready. Returns False if no bucket waits for it."""
-
-    def note_other(self, parameter: Tensor) -> bool:
-        """Records a gradient that no bucket waits for. Returns False if it has no place in this backward."""
-
-
-class Listener(Protocol):
-    """A replica, as observers of parameters see it."""
-
-    @property
-    def backward(self) -> ObservedBackward:
-        """The backward that is expected, or is running."""
-
-    @property
-    def waiting(self) -> object:
-        """A forward that waits for its backward; None: there is none, or it is unknown."""
-
-    def on_other_gradient(self, parameter: Tensor) -> None:
-        """Handles a gradient that no bucket is waiting for, and that may begin a backward."""
-
-
-Observer = Callable[[Callable[[], Any], nn.Parameter], Callable[[Any, Any], None]]
-"""Makes the function that autograd calls, of what returns the replica, while it exists, and of a parameter."""
-
-
-class Observers:
-    """Lets autograd call a replica whenever the gradient of one of these parameters is ready.
-
-    Parameters hold their observers, and may live longer than the replica: the model may be used by itself, or in
-    another replica. So observers hold the replica weakly, and are removed with it. Those of a replica whose backward
-    broke off are removed once another replica observes the same parameters, because a program may still hold the first.
-
-    Args:
-        observer: makes the function that autograd calls for a parameter (`backward.py`).
-    """
-
-    _all: ClassVar[weakref.WeakSet[Observers]] = weakref.WeakSet()
-
-    def __init__(self, replica: Listener, parameters: Iterable[nn.Parameter], observer: Observer) -> None:
-        self._of_replica, self._lock, self._observer = weakref.ref(replica), threading.RLock(), observer
-        self._parameters = [p for p in parameters if (p.is_floating_point() or p.is_complex()) and not p.is_inference()]
-        self._nodes: dict[nn.Parameter, Any] = {}  # holds them, because a parameter does not
-        self._handles: list[RemovableHandle] = []
-        for others in list(self._all):
-            if others.are_useless and not others._nodes.keys().isdisjoint(self._parameters):
-                others.remove()
-        self._all.add(self)
-        self.renew()
-        weakref.finalize(replica, self.remove).atexit = False  # at exit parameters go, too
-
-    @property
-    def are_useless(self) -> bool:
-        """Returns True if the replica no longer exists, or makes no further step."""
-        return (replica := self._of_replica()) is None or replica.backward.is_running
-
-    def renew(self) -> Sequence[nn.Parameter]:
-        """Registers an observer on each node that has none. Returns the parameters of these nodes."""
-        has_gpu = any(parameter.device.type == gpu.KIND for parameter in self._parameters)
-        observer_of = self._locking_observer_of if has_gpu else partial(self._observer, self._of_replica)
-        renewed = list[nn.Parameter]()
-        for parameter in self._parameters:
-            with _needing_gradient(parameter):
-                node = get_gradient_edge(parameter).node
-            if self._nodes.get(parameter) is not node:
-                self._nodes[parameter] = node
-                self._handles.append(node.register_hook(observer_of(parameter)))
-                renewed.append(parameter)
-        return renewed
-
-    def _locking_observer_of(self, parameter: nn.Parameter) -> Callable[[Any, Any], None]:
-        observe = self._observer(self._of_replica, parameter)
-
-        @uncompiled
-        def observe_alone(inputs: Any, outputs: Any) -> None:
-            with self._lock:  # autograd has a thread for each GPU, and one for the CPU
-                if parameter.device.type == gpu.KIND and (replica := self._of_replica()) is not None:
-                    replica.backward.streams.add(gpu.cuda.current_stream(parameter.device))
-                observe(inputs, outputs)
-
-        return observe_alone
-
-    def remove(self) -> None:
-        """Removes all observers."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._nodes.clear()
-
-
-@contextmanager
-def _needing_gradient(parameter: nn.Parameter) -> Iterator[None]:
-    """Unfreezes a parameter for a block, so that it can be observed: it may be unfrozen later."""
-    needs_gradient = parameter.requires_grad
-    with torch.inference_mode(False):
-        parameter.requires_grad_(True)
-        try:
-            yield
-        finally:
-            parameter.requires_grad_(needs_gradient)

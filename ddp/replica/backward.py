@@ -37,12 +37,17 @@ because the next all-reduce in place would change what the graph has saved (`aut
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum, auto
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
@@ -222,13 +227,13 @@ class Backward:
             self._accumulation.write_totals(layout, share.totals)
             with self._waited.running():
                 layout.totals.send(label=f"step {self.step}, totals")
-        given = share.totals, share.divide_by
-        self._division = Division(self.comm, layout, *given, averages=self.reducer.averages)
         self.reductions = [BucketReduction(bucket, self.early.values()) for bucket in layout.buckets]
         self.index_of = layout.index_of
         for parameter in self._seen:
             self.reductions[self.index_of[id(parameter)]].ready.append(parameter)
         self._seen = []
+        given = share.totals, share.divide_by
+        self._division = Division(self.comm, layout, *given, averages=self.reducer.averages)
         self._finalizer = StepFinalizer(self.comm, layout, share, self._division, self.reducer, self.usage)
 
     def note(self, parameter: Tensor) -> bool:
@@ -445,14 +450,112 @@ class Backward:
             _ = self.note(parameter) or self.note_other(parameter)
 
 
-def observer(of_replica: Callable[[], Any], parameter: nn.Parameter) -> Callable[[Any, Any], None]:
-    """Returns the function for autograd to call when the gradient of a parameter is ready (`autograd.py`)."""
+# --- Observers of parameters -----------------------------------------------------------------------------------------
+#
+# A gradient is ready once all hooks on its parameter have run, because a hook may change it: clip it, say. Those hooks
+# run in the order of their registration, and a program may register one at any time. So an observer is a hook on the
+# node of the graph that adds to `p.grad`, as in torch's Reducer: it runs after the hooks on the parameter.
+#
+# A conversion (`model.double()`, or `model.cpu()` and back) gives a parameter another node, which has no observer. The
+# next forward detects most conversions. One without a trace (there and back) makes gradients seem to be missing at the
+# end of a backward: then the nodes are compared, which is slow.
 
-    @uncompiled
-    def observe(_inputs: Any, _outputs: Any) -> None:
-        if (replica := of_replica()) is None or replica.backward.note(parameter):
-            return
-        if replica.waiting is not None or not replica.backward.note_other(parameter):
-            replica.on_other_gradient(parameter)
 
-    return observe
+class Listener(Protocol):
+    """A replica, as observers of parameters see it."""
+
+    @property
+    def backward(self) -> Backward:
+        """The backward that is expected, or is running."""
+
+    @property
+    def waiting(self) -> object:
+        """A forward that waits for its backward; None: there is none, or it is unknown."""
+
+    def on_other_gradient(self, parameter: Tensor) -> None:
+        """Handles a gradient that no bucket is waiting for, and that may begin a backward."""
+
+
+class Observers:
+    """Lets autograd call a replica whenever the gradient of one of these parameters is ready.
+
+    Parameters hold their observers, and may live longer than the replica: the model may be used by itself, or in
+    another replica. So observers hold the replica weakly, and are removed with it. Those of a replica whose backward
+    broke off are removed once another replica observes the same parameters, because a program may still hold the first.
+    """
+
+    _all: ClassVar[weakref.WeakSet[Observers]] = weakref.WeakSet()
+
+    def __init__(self, replica: Listener, parameters: Iterable[nn.Parameter]) -> None:
+        self._of_replica, self._lock = weakref.ref(replica), threading.RLock()
+        self._parameters = [p for p in parameters if (p.is_floating_point() or p.is_complex()) and not p.is_inference()]
+        self._nodes: dict[nn.Parameter, Any] = {}  # holds them, because a parameter does not
+        self._handles: list[RemovableHandle] = []
+        for others in list(self._all):
+            if others.are_useless and not others._nodes.keys().isdisjoint(self._parameters):
+                others.remove()
+        self._all.add(self)
+        self.renew()
+        weakref.finalize(replica, self.remove).atexit = False  # at exit parameters go, too
+
+    @property
+    def are_useless(self) -> bool:
+        """Returns True if the replica no longer exists, or makes no further step."""
+        return (replica := self._of_replica()) is None or replica.backward.is_running
+
+    def renew(self) -> Sequence[nn.Parameter]:
+        """Registers an observer on each node that has none. Returns the parameters of these nodes."""
+        has_gpu = any(parameter.device.type == gpu.KIND for parameter in self._parameters)
+        observer_of = self._locking_observer_of if has_gpu else self._observer_of
+        renewed = list[nn.Parameter]()
+        for parameter in self._parameters:
+            with _needing_gradient(parameter):
+                node = get_gradient_edge(parameter).node
+            if self._nodes.get(parameter) is not node:
+                self._nodes[parameter] = node
+                self._handles.append(node.register_hook(observer_of(parameter)))
+                renewed.append(parameter)
+        return renewed
+
+    def _observer_of(self, parameter: nn.Parameter) -> Callable[[Any, Any], None]:
+        of_replica = self._of_replica
+
+        @uncompiled
+        def observe(_inputs: Any, _outputs: Any) -> None:
+            if (replica := of_replica()) is None or replica.backward.note(parameter):
+                return
+            if replica.waiting is not None or not replica.backward.note_other(parameter):
+                replica.on_other_gradient(parameter)
+
+        return observe
+
+    def _locking_observer_of(self, parameter: nn.Parameter) -> Callable[[Any, Any], None]:
+        observe = self._observer_of(parameter)
+
+        @uncompiled
+        def observe_alone(inputs: Any, outputs: Any) -> None:
+            with self._lock:  # autograd has a thread for each GPU, and one for the CPU
+                if parameter.device.type == gpu.KIND and (replica := self._of_replica()) is not None:
+                    replica.backward.streams.add(gpu.cuda.current_stream(parameter.device))
+                observe(inputs, outputs)
+
+        return observe_alone
+
+    def remove(self) -> None:
+        """Removes all observers."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._nodes.clear()
+
+
+@contextmanager
+def _needing_gradient(parameter: nn.Parameter) -> Iterator[None]:
+    """Unfreezes a parameter for a block, so that it can be observed: it may be unfrozen later."""
+    needs_gradient = parameter.requires_grad
+    with torch.inference_mode(False):
+        parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            parameter.requires_grad_(needs_gradient)

@@ -42,7 +42,6 @@ from ddp.gradients.layout import Layout, bucket_limits
 from ddp.gradients.reducer import AllReduce, Collective, Reducer
 from ddp.gradients.totals import Totals
 from ddp.replica.autograd import (
-    Observers,
     accumulates,
     adds_to_all,
     hand_out_differentiable,
@@ -50,7 +49,7 @@ from ddp.replica.autograd import (
     watch_backward,
     will_accumulate,
 )
-from ddp.replica.backward import Backward, BucketReduction, State, Stepper, observer
+from ddp.replica.backward import Backward, BucketReduction, Observers, State, Stepper
 from ddp.replica.broadcast import BufferSync, broadcast_state, check_trainable, sending
 from ddp.replica.by_shards import ByShards, check_shards
 from ddp.replica.parameters import Change, Layouts, ParameterWatch, check_wire, managed, sparse_weights
@@ -146,8 +145,7 @@ class BucketedDataParallel(Replica):
         self.accumulation.connect(self._layouts)
         self.backward = self._new_backward()
         self._last = self.backward  # the last one that has ended, once there is one
-        observed = (parameter for _, parameter in self._replicated_parameters())
-        self._observers = Observers(self, observed, observer)
+        self._observers = Observers(self, (parameter for _, parameter in self._replicated_parameters()))
 
     # --- a step, in the order of time --------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from ddp.comm.meeting.place import place
 from ddp.comm.meeting.role import current_role, how_ended, is_done
 from ddp.errors import ConfigError, PeerLost, WorkersFailed
 from ddp.run.launch import supervisor
+from ddp.run.launch.failures import status_text
 
 DEADLINE_S = 20.0
 
@@ -268,3 +269,8 @@ def test_a_process_has_its_variables_and_a_session_of_its_own() -> None:
     program = "import os, signal, sys; os.kill(0 if os.environ['WHO'] == 'me' else 1, signal.SIGUSR1)"
     process = supervisor.started(["WHO=me", sys.executable, "-S", "-c", program])
     assert process.wait() == -signal.SIGUSR1
+
+
+def test_a_status_is_named_also_if_its_signal_has_no_name() -> None:
+    assert status_text(-9) == "was killed by SIGKILL" and status_text(-40) == "was killed by signal 40"
+    assert status_text(3) == "exited with status 3 and left no report"
