@@ -413,7 +413,6 @@ class Enough(ddp.Callback):
     def step_end(self, state: ddp.TrainState, report: ddp.StepReport) -> None:
         if state.step == 3:
             state.stop("enough")
-        if state.step == 4:
             (self._folder / "enough").touch()
 
 
@@ -472,7 +471,9 @@ def test_a_run_goes_on_under_another_strategy_with_each_sample_once(order: str, 
         found = ddp.launch(partly, tmp_path, policy, stops=stops, workers=2, servers=servers)
         if stops:
             assert found[0][0] == 4
-            assert ("ahead" in sampler_in(tmp_path)) == (strategy == "async")
+            position = sampler_in(tmp_path)  # a worker that had leased one step alone leaves no hole when it ends it
+            assert ("ahead" in position) == (position["consumed"] < 4 * BATCH)
+            assert strategy == "async" or "ahead" not in position
     assert found[0][0] == 10
     assert times_counted(found[0][1], 2)
 
