@@ -234,7 +234,7 @@ def test_a_sweep_trains_each_world_size_and_ends_with_a_table(finished: Finished
 def test_the_report_of_a_sweep_has_the_figures_of_its_runs(
     finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(page, "svg", lambda panel, name: "<svg></svg>")  # tests/lab/test_scaling.py looks at pictures
+    monkeypatch.setattr(page, "svg", lambda panel, name: "<svg></svg>")  # test_scaling.py looks at pictures
     sweep = shutil.copytree(finished.run_dirs[1].parent, tmp_path / "sweep", ignore=lambda *_: {"checkpoints"})
     assert ask(["report", str(sweep)]) == 0
     assert "Strong scaling: global batch 50" in capsys.readouterr().out

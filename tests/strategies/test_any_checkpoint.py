@@ -54,7 +54,7 @@ def saved_and_resumed(folder: str) -> None:
             trained(kind, word, here / f"{kind} {word}", SAVED_AT)
     for first in WORDS:
         for then in WORDS:
-            if (first, then) != ("mirrored", "mirrored"):  # as in tests/train/test_resume.py
+            if (first, then) != ("mirrored", "mirrored"):  # as in tests/train/checkpoints/test_checkpoint.py
                 found = trained("adamw", then, copied(here, "adamw", first, then), NUM_STEPS)
                 assert found == whole, (first, then)
     ddp.shutdown()

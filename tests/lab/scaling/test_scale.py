@@ -30,7 +30,7 @@ from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
 
 CONFIG = settings_text(Config())
-FEATURES = (Path(__file__).parents[2] / "docs" / "features.md").read_text()
+FEATURES = (Path(__file__).parents[3] / "docs" / "features.md").read_text()
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """What reaches each tracker: once, from rank 0, over crashes and resumes, and however the run ends.
 
-The libraries are stood for by `tests/fakes/`, whose parameters `python tests/train/test_trackers.py` compares with
-those of the libraries where they are installed.
+The libraries are stood for by `tests/fakes/`, whose parameters `python tests/train/reports/test_trackers.py`
+compares with those of the libraries where they are installed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ddp.train.fit import train
 from ddp.train.reports import trackers as tracker
 from ddp.train.steps.stopping import StopFlag
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FAKES = ROOT / "tests" / "fakes"
 X = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(1))
