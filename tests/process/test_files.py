@@ -1,4 +1,4 @@
-"""A file is whole or absent: what stands on the disk, and in which order it got there. A folder has one writer."""
+"""A file is whole or absent: what stands on the disk, and in which order it got there; folders with one writer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +18,16 @@ import pytest
 from ddp.commands.finished import _absolute
 from ddp.data.files.storage import _locked
 from ddp.errors import CheckpointError, ConfigError
-from ddp.process.files import flush_folder, hold, make_folder, new_file, to_append, whole_file, write_whole
+from ddp.process.files import (
+    flush_folder,
+    hold,
+    make_folder,
+    new_file,
+    scratch_folder,
+    to_append,
+    whole_file,
+    write_whole,
+)
 from ddp.process.records import json_object
 from ddp.run.assembly.load import load
 from ddp.run.launch.failures import Report
@@ -285,3 +295,27 @@ def test_the_best_checkpoint_is_one_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "best").write_text("../../elsewhere\n")
     with pytest.raises(CheckpointError, match="best names no checkpoint"):
         load(tmp_path)
+
+
+# Folders for a while
+
+
+def leave_one_behind(parent: Path) -> None:
+    """Kills a process that has such a folder."""
+    if not (pid := os.fork()):
+        with scratch_folder(parent, ".mine-") as folder:
+            (folder / "part").write_text("")
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+
+
+def test_what_a_killed_process_has_left_goes_and_what_others_hold_stays(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (tmp_path / ".mine-link").symlink_to(precious)
+    leave_one_behind(tmp_path)
+    assert len(list(tmp_path.glob(".mine-*/part"))) == 1
+    with scratch_folder(tmp_path, ".mine-") as first, scratch_folder(tmp_path, ".mine-") as second:
+        assert first.stat().st_mode & 0o777 == 0o700
+        assert set(tmp_path.iterdir()) == {precious, tmp_path / ".mine-link", first, second}
+    assert set(tmp_path.iterdir()) == {precious, tmp_path / ".mine-link"}

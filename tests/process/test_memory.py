@@ -1,4 +1,4 @@
-"""A program that runs already keeps its large blocks, too, unless the user has said otherwise."""
+"""A running program keeps its large blocks, unless the user says otherwise; and its end searches for no garbage."""
 
 from __future__ import annotations
 
@@ -41,3 +41,21 @@ def test_variables_that_are_set_stay_as_they_are(monkeypatch: pytest.MonkeyPatch
     assert variables() == VARIABLES
     monkeypatch.setenv("GLIBC_TUNABLES", "")
     assert "GLIBC_TUNABLES" not in variables()
+
+
+# The end of a process
+
+PROGRAM = """
+import atexit, gc, sys
+atexit.register(lambda: print(gc.get_freeze_count() > 0))  # called last
+from ddp.process.memory import leave_out, skip_at_exit
+skip_at_exit()
+with leave_out():
+    sys.modules.update({name: sys for name in sys.argv[1:]})
+"""
+
+
+@pytest.mark.parametrize(("imported", "is_left_out"), [((), "True"), (("triton",), "False")])
+def test_the_end_is_short_but_not_at_the_price_of_false_leaks(imported: tuple[str, ...], is_left_out: str) -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *imported], capture_output=True, text=True, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == (is_left_out, "")

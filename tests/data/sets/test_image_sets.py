@@ -1,4 +1,4 @@
-"""Image files in the published formats, made here with a few images; and what a user without network reads."""
+"""Image files in the published formats, made here with a few images; without network; digits and synthetic images."""
 
 import gzip
 import hashlib
@@ -14,13 +14,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sklearn.datasets import load_digits
+from torch import Tensor
 from torch.utils.data import default_collate
 
-from ddp.data.samples import Transformed
+from ddp.data.samples import Samples, TensorSet, Transformed
+from ddp.data.sets import image_sets
 from ddp.data.sets.image_sets import (
     load_cifar10,
     load_folder,
     load_mnist,
+    load_synthetic,
 )
 from ddp.errors import ConfigError
 from ddp.vision import torchvision
@@ -328,3 +332,82 @@ def test_a_missing_download_says_what_to_put_where(
     assert "no route to host" in str(prepared.value)
     assert set(no_network) == {30.0}  # a network that says nothing ends the wait
     assert socket.getdefaulttimeout() is None
+
+
+# The digits' split, against scikit-learn's own arrays
+
+
+def sides() -> tuple[TensorSet, TensorSet]:
+    splits = image_sets.load_digits()
+    assert isinstance(splits.train, TensorSet)
+    assert isinstance(splits.test, TensorSet)
+    return splits.train, splits.test
+
+
+def test_every_image_is_on_exactly_one_side() -> None:
+    train, test = sides()
+    pixels, classes = load_digits(return_X_y=True)
+
+    def rows(images: np.ndarray, labels: np.ndarray) -> list[tuple[int, ...]]:
+        return sorted((*map(int, image), int(label)) for image, label in zip(images, labels, strict=True))
+
+    images = torch.cat([train.inputs, test.inputs]).flatten(1).double() * 6.017 + 4.884
+    assert rows(images.round().numpy(), torch.cat([train.targets, test.targets]).numpy()) == rows(pixels, classes)
+
+
+def test_each_class_is_held_out_by_a_fifth() -> None:
+    train, test = sides()
+    held_out, rest = torch.bincount(test.targets), torch.bincount(train.targets)
+    assert ((held_out / (held_out + rest) - 0.2).abs() < 0.005).all()
+    assert (len(train), len(test)) == (1438, 359)
+
+
+def test_pixels_are_normalised() -> None:
+    pixels = torch.cat([side.inputs.flatten() for side in sides()])
+    assert abs(pixels.mean()) < 1e-3
+    assert abs(pixels.std() - 1) < 1e-3
+
+
+def test_the_split_is_the_published_one() -> None:
+    """Accuracies of different versions of this package are comparable only while this holds."""
+    _, test = sides()
+    assert test.targets[:12].tolist() == [3, 7, 3, 9, 0, 8, 7, 0, 8, 0, 3, 3]
+    assert int((test.inputs.double() * 6.017 + 4.884).round().sum()) == 111_461
+
+
+# Synthetic images
+
+
+def stacked(side: Samples) -> tuple[Tensor, Tensor]:
+    images, classes = default_collate([side[i] for i in range(len(side))])
+    return images, classes
+
+
+def test_the_rule_can_be_learned() -> None:
+    """The class whose mean training image is nearest: the textbook's answer for patterns in white noise."""
+    splits = load_synthetic(image_size=16, num_train=400, num_test=200)
+    images, classes = stacked(splits.train)
+    means = torch.stack([images[classes == label].mean(0) for label in range(10)])
+    test_images, test_classes = stacked(splits.test)
+    nearest = torch.cdist(test_images.flatten(1), means.flatten(1)).argmin(1)
+    assert (nearest == test_classes).float().mean() > 0.95
+    assert torch.bincount(classes, minlength=10).min() > 15
+
+
+def test_a_sample_does_not_depend_on_what_was_read_before() -> None:
+    side = load_synthetic(num_train=8).train
+    forwards = [side[i][0] for i in range(8)]
+    backwards = [side[i][0] for i in reversed(range(8))][::-1]
+    assert all(torch.equal(a, b) for a, b in zip(forwards, backwards, strict=True))
+    assert not torch.equal(forwards[0], forwards[1])
+
+
+def test_sides_differ() -> None:
+    splits = load_synthetic()
+    assert not torch.equal(splits.train[0][0], splits.test[0][0])
+
+
+@pytest.mark.parametrize("size", [1, 3, 224])
+def test_any_size(size: int) -> None:
+    image, _ = load_synthetic(image_size=size).train[4095]
+    assert image.shape == (3, size, size)
