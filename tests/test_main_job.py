@@ -2,6 +2,8 @@
 
 Starting an interpreter with torch three times is what costs here. So one sweep serves every test that needs a finished
 run; and where no signal goes to the parent itself, the parent is this process: `command` calls the same `main`.
+
+Tests: ddp/run/assembly/stages.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Rules between settings: each is said in the words of the command line, and in those of Python."""
+"""Rules between settings: each is said in the words of the command line, and in those of Python.
+
+Tests: ddp/run/settings/checks.py.
+"""
 
 from __future__ import annotations
 

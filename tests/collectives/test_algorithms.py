@@ -1,4 +1,8 @@
-"""The algorithms: each proven for 1 to 64 ranks; rounds, messages and bytes as in the textbook; which are canonical."""
+"""The algorithms: each proven for 1 to 64 ranks; rounds, messages and bytes as in the textbook; which are canonical.
+
+Tests: ddp/collectives/butterfly.py, ddp/collectives/catalog.py, ddp/collectives/circulant.py,
+ddp/collectives/master_worker.py, ddp/collectives/placed.py, ddp/collectives/ring.py, ddp/collectives/tree.py.
+"""
 
 from __future__ import annotations
 

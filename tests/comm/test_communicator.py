@@ -1,6 +1,8 @@
 """Every way of every collective, on ranks that are threads: right for each world size, length, dtype and operation.
 
 One table: members (the algorithms) × properties × world sizes 1 to 8. The oracle is a formula over all ranks' values.
+
+Tests: ddp/comm/call_queue.py, ddp/comm/checks.py, ddp/comm/execute.py, ddp/comm/host_links.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Each rank chooses its device; then all decide alike what carries their tensors, or say on each why nothing can."""
+"""Each rank chooses its device; then all decide alike what carries their tensors, or say on each why nothing can.
+
+Tests: ddp/comm/opening.py, ddp/process/gpu.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A peer that dies, stops, stays away, or fails: every survivor names it, within the deadline and two seconds."""
+"""A peer that dies, stops, stays away, or fails: every survivor names it, within the deadline and two seconds.
+
+Tests: ddp/comm/watch/status.py, ddp/comm/watch/watchdog.py.
+"""
 
 from __future__ import annotations
 

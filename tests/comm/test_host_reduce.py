@@ -1,6 +1,8 @@
 """Collectives in shared memory: every member of the family × dtypes × lengths × 1 to 8 ranks, and when ranks misbehave.
 
 Most ranks are threads of this process, each with mappings of its own; where it matters, they are processes.
+
+Tests: ddp/comm/host_memory.py.
 """
 
 from __future__ import annotations

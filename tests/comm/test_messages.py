@@ -1,4 +1,7 @@
-"""Messages between two ranks: they arrive, in order, beside collectives; and who is to blame if they do not."""
+"""Messages between two ranks: they arrive, in order, beside collectives; and who is to blame if they do not.
+
+Tests: ddp/comm/transport/edge.py, ddp/comm/transport/gloo.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """`python -m ddp simulate` and `explain`. (`draw` and `check` are tested beside the schedules, an answer of `explain`
-with the commands of the README.)"""
+with the commands of the README.)
+
+Tests: ddp/commands/registry.py, ddp/commands/schedules.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`python -m ddp evaluate` and `predict`: the numbers are those of one process; what cannot work is said before."""
+"""`python -m ddp evaluate` and `predict`: the numbers are those of one process; what cannot work is said before.
+
+Tests: ddp/run/assembly/load.py.
+"""
 
 from __future__ import annotations
 

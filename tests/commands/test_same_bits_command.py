@@ -1,4 +1,7 @@
-"""`python -m ddp same_bits`: what it says of two runs, and its exit status."""
+"""`python -m ddp same_bits`: what it says of two runs, and its exit status.
+
+Tests: ddp/commands/same_bits.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`ddp sidecar`, `train evaluate.by=sidecar` and the evaluator of a cluster: whose numbers, and who waits for whom."""
+"""`ddp sidecar`, `train evaluate.by=sidecar` and the evaluator of a cluster: whose numbers, and who waits for whom.
+
+Tests: ddp/commands/sidecar.py, ddp/commands/train.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Two ranks of NCCL on one GPU, which NCCL allows if it takes them for two hosts."""
+"""Two ranks of NCCL on one GPU, which NCCL allows if it takes them for two hosts.
+
+Tests: ddp/comm/nccl.py.
+"""
 
 from __future__ import annotations
 

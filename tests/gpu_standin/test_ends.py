@@ -1,4 +1,7 @@
-"""What is lost while nobody waits comes out in the end, and set-up that blocks has a deadline."""
+"""What is lost while nobody waits comes out in the end, and set-up that blocks has a deadline.
+
+Tests: ddp/comm/nccl.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Hooks: sent + kept = there; the same bits on every rank, by every algorithm; each against its formula."""
+"""Hooks: sent + kept = there; the same bits on every rank, by every algorithm; each against its formula.
+
+Tests: ddp/gradients/compression.py, ddp/gradients/hook.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`python -m ddp doctor`: each finding from facts made up here, and one examination by ranks."""
+"""`python -m ddp doctor`: each finding from facts made up here, and one examination by ranks.
+
+Tests: ddp/lab/doctor_findings.py, ddp/process/host.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""precision="fp16": the loss scale finds its size, repeats steps exactly, and changes nothing else."""
+"""precision="fp16": the loss scale finds its size, repeats steps exactly, and changes nothing else.
+
+Tests: ddp/optim/precision.py.
+"""
 
 from __future__ import annotations
 

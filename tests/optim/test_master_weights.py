@@ -1,4 +1,7 @@
-"""precision="bf16_pure": small updates add up in master weights, which a checkpoint and the end of a run have."""
+"""precision="bf16_pure": small updates add up in master weights, which a checkpoint and the end of a run have.
+
+Tests: ddp/optim/precision.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""LARS, LAMB and LARC against formulas in float64, against other programs' arithmetic, and as torch optimizers."""
+"""LARS, LAMB and LARC against formulas in float64, against other programs' arithmetic, and as torch optimizers.
+
+Tests: ddp/optim/layerwise.py, ddp/optim/norms.py.
+"""
 
 from __future__ import annotations
 

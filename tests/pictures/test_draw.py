@@ -1,4 +1,7 @@
-"""Drawings and the command line: every transfer is shown; bad input gets one line that says what to do."""
+"""Drawings and the command line: every transfer is shown; bad input gets one line that says what to do.
+
+Tests: ddp/commands/schedules.py, ddp/pictures/schedule.py.
+"""
 
 from __future__ import annotations
 

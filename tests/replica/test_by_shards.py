@@ -2,6 +2,8 @@
 
 The oracle is one process that knows no ranks: torch.autograd.grad of each shard's loss on a copy of the model, added up
 by torch.add in the order of the tree.
+
+Tests: ddp/replica/shard_buffers.py.
 """
 
 from __future__ import annotations

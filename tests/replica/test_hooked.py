@@ -1,4 +1,7 @@
-"""Replicas with hooks: several hosts in memory, sharded, drop-in; vetoes, values that are not finite, last batches."""
+"""Replicas with hooks: several hosts in memory, sharded, drop-in; vetoes, values that are not finite, last batches.
+
+Tests: ddp/gradients/compression.py, ddp/gradients/totals.py.
+"""
 
 from __future__ import annotations
 

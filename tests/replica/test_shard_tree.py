@@ -1,4 +1,7 @@
-"""A rank's part of the tree over the shards: where each sum goes, and the bits of gradients on the stack."""
+"""A rank's part of the tree over the shards: where each sum goes, and the bits of gradients on the stack.
+
+Tests: ddp/gradients/bucket.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Gradients in a wire format: equal replicas, exact counts, means in range; for every kind of replica."""
+"""Gradients in a wire format: equal replicas, exact counts, means in range; for every kind of replica.
+
+Tests: ddp/gradients/bucket.py, ddp/gradients/layout.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The sharded update against the whole one: the same bits, in memory and over hosts; its state; what it refuses."""
+"""The sharded update against the whole one: the same bits, in memory and over hosts; its state; what it refuses.
+
+Tests: ddp/gradients/reducer.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Strategies in a loop of one's own make bitwise what `ddp.fit` does."""
+"""Strategies in a loop of one's own make bitwise what `ddp.fit` does.
+
+Tests: ddp/strategies/strategy.py.
+"""
 
 from __future__ import annotations
 

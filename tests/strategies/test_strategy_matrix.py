@@ -3,6 +3,8 @@
 float64     W = 1…4 workers, a batch that they cannot share evenly, an MLP, a CNN with BatchNorm, a GPT with dropout
 float32     every optimizer, with clipping, on a model that has all that models have now and then
 a veto      leaves parameters, state and buffers as they were
+
+Tests: ddp/strategies/central_storage.py, ddp/strategies/host_store.py.
 """
 
 from __future__ import annotations

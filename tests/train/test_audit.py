@@ -1,4 +1,7 @@
-"""Audits name the rank that computes other bits than the others, and nobody else."""
+"""Audits name the rank that computes other bits than the others, and nobody else.
+
+Tests: ddp/train/replay.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`ddp.fit` as a newcomer calls it: what works as it is, and one sentence for each mistake."""
+"""`ddp.fit` as a newcomer calls it: what works as it is, and one sentence for each mistake.
+
+Tests: ddp/policies.py, ddp/train/arguments.py, ddp/train/loop.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""LARS, LARC and LAMB under `ddp.fit`: two workers equal one process on the whole batch, and a veto changes nothing."""
+"""LARS, LARC and LAMB under `ddp.fit`: two workers equal one process on the whole batch, and a veto changes nothing.
+
+Tests: ddp/optim/layerwise.py, ddp/optim/trust_ratio.py.
+"""
 
 from __future__ import annotations
 

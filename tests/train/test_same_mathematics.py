@@ -1,4 +1,7 @@
-"""W workers equal one process on the whole global batch, after every step; replicas are bitwise equal."""
+"""W workers equal one process on the whole global batch, after every step; replicas are bitwise equal.
+
+Tests: ddp/train/steps/step.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Iterables in fit: the same steps at any world size, exact resume, and streams that end at different times."""
+"""Iterables in fit: the same steps at any world size, exact resume, and streams that end at different times.
+
+Tests: ddp/data/loading/iterable.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The watch: figures of each rank, a constant guess as an optimizer finds it, runs that do not learn or become slow."""
+"""The watch: figures of each rank, a constant guess as an optimizer finds it, runs that do not learn or become slow.
+
+Tests: ddp/train/supervision.py.
+"""
 
 from __future__ import annotations
 

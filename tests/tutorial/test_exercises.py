@@ -1,4 +1,7 @@
-"""The exercises: cut from the library as it is, and checks that find out what a reader may do wrong."""
+"""The exercises: cut from the library as it is, and checks that find out what a reader may do wrong.
+
+Tests: ddp/lab/exercise.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The pictures of the read-along are what their schedules and measurements give, byte for byte."""
+"""The pictures of the read-along are what their schedules and measurements give, byte for byte.
+
+Tests: ddp/lab/draw_overlap.py.
+"""
 
 from __future__ import annotations
 

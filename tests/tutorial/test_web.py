@@ -1,4 +1,7 @@
-"""The pages of the read-along: everything of the sources is in them, and they need nothing from elsewhere."""
+"""The pages of the read-along: everything of the sources is in them, and they need nothing from elsewhere.
+
+Tests: ddp/lab/tutorial.py.
+"""
 
 from __future__ import annotations
 

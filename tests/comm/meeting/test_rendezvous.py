@@ -1,4 +1,7 @@
-"""Servers and workers that are started by hand: what they are told, how they meet, and what is refused."""
+"""Servers and workers that are started by hand: what they are told, how they meet, and what is refused.
+
+Tests: ddp/comm/meeting/role.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Ranks know each other by a secret: a stranger on their host becomes none of them, reads nothing, changes nothing."""
+"""Ranks know each other by a secret: a stranger on their host becomes none of them, reads nothing, changes nothing.
+
+Tests: ddp/comm/meeting/private_store.py.
+"""
 
 from __future__ import annotations
 

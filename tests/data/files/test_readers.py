@@ -1,4 +1,7 @@
-"""Remote files against the bytes that were put there, through file systems that fail, hang and count."""
+"""Remote files against the bytes that were put there, through file systems that fail, hang and count.
+
+Tests: ddp/data/files/storage.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Loader processes that cannot send, are stopped, or say nothing: the rank that waits for them is told, and goes on."""
+"""Loader processes that cannot send, are stopped, or say nothing: the rank that waits for them is told, and goes on.
+
+Tests: ddp/data/loading/processes.py.
+"""
 
 from __future__ import annotations
 

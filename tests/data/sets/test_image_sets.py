@@ -1,4 +1,7 @@
-"""Image files in the published formats, made here with a few images; without network; digits and synthetic images."""
+"""Image files in the published formats, made here with a few images; without network; digits and synthetic images.
+
+Tests: ddp/data/samples.py.
+"""
 
 import gzip
 import hashlib

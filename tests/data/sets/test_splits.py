@@ -1,4 +1,7 @@
-"""What all data sets promise, for every one that needs no download; and the set in memory."""
+"""What all data sets promise, for every one that needs no download; and the set in memory.
+
+Tests: ddp/data/samples.py.
+"""
 
 import socket
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Tests the benchmark of training steps: its models, its variants, its figures, and its shortest run."""
+"""Tests the benchmark of training steps: its models, its variants, its figures, and its shortest run.
+
+Tests: ddp/lab/bench/step.py, ddp/lab/bench/variants.py, ddp/lab/bench/workloads.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tests what both benchmarks share: quantities, places, turns, strangers, the barrier, reports and refusals."""
+"""Tests what both benchmarks share: quantities, places, turns, strangers, the barrier, reports and refusals.
+
+Tests: ddp/units.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The report of a sweep, from runs that are written down here; the numbers beside them are computed by hand."""
+"""The report of a sweep, from runs that are written down here; the numbers beside them are computed by hand.
+
+Tests: ddp/lab/scaling/charts.py, ddp/lab/scaling/figures.py, ddp/lab/scaling/report.py, ddp/lab/scaling/runs.py.
+"""
 
 from __future__ import annotations
 

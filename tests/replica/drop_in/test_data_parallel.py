@@ -1,4 +1,7 @@
-"""DistributedDataParallel against torch's class and against one process; naive and bucketed alike."""
+"""DistributedDataParallel against torch's class and against one process; naive and bucketed alike.
+
+Tests: ddp/replica/bucketed.py, ddp/replica/naive.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Uneven inputs, buffers, communication hooks, the optimizer inside backward: against torch's class or formulas."""
+"""Uneven inputs, buffers, communication hooks, the optimizer inside backward: against torch's class or formulas.
+
+Tests: ddp/replica/drop_in/in_backward.py, ddp/replica/drop_in/join.py.
+"""
 
 from __future__ import annotations
 

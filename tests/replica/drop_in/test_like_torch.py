@@ -1,4 +1,8 @@
-"""What users of torch's DistributedDataParallel rely on, case by case, against torch's class in the same ranks."""
+"""What users of torch's DistributedDataParallel rely on, case by case, against torch's class in the same ranks.
+
+Tests: ddp/gradients/reducer.py, ddp/replica/autograd.py, ddp/replica/backward.py, ddp/replica/drop_in/torch_names.py,
+ddp/replica/parameters.py, ddp/replica/replica.py, ddp/replica/step_finalizer.py.
+"""
 
 from __future__ import annotations
 

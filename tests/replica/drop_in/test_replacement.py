@@ -1,4 +1,7 @@
-"""Our class in the place of torch's, also where torch's is held already: by a library, or by a program's own import."""
+"""Our class in the place of torch's, also where torch's is held already: by a library, or by a program's own import.
+
+Tests: ddp/drop_in.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""From a command line to workers and back: real processes, with a stand-in (tests/standin) for the training itself."""
+"""From a command line to workers and back: real processes, with a stand-in (tests/standin) for the training itself.
+
+Tests: ddp/process/arguments.py, ddp/run/launch/bootstrap.py, ddp/run/launch/failures.py, ddp/run/launch/plugin.py,
+ddp/run/launch/run_folder.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A sweep's folders and its table, from jobs whose results are written down here."""
+"""A sweep's folders and its table, from jobs whose results are written down here.
+
+Tests: ddp/process/arguments.py.
+"""
 
 from __future__ import annotations
 

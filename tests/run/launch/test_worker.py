@@ -1,4 +1,7 @@
-"""A worker's surroundings: reports of failures, the log it takes, the parent that it follows."""
+"""A worker's surroundings: reports of failures, the log it takes, the parent that it follows.
+
+Tests: ddp/run/launch/failures.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A function becomes a choice: its signature is the settings, and nothing else has to be said."""
+"""A function becomes a choice: its signature is the settings, and nothing else has to be said.
+
+Tests: ddp/run/settings/groups.py.
+"""
 
 from __future__ import annotations
 

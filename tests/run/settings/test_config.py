@@ -1,4 +1,7 @@
-"""The configuration: what round-trips, what is refused and in which words, and Hydra against the dataclasses."""
+"""The configuration: what round-trips, what is refused and in which words, and Hydra against the dataclasses.
+
+Tests: ddp/run/settings/checks.py, ddp/run/settings/reader.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Parts of a user's own: what an address may name, what is wrong in which words, and one run with nothing but such."""
+"""Parts of a user's own: what an address may name, what is wrong in which words, and one run with nothing but such.
+
+Tests: ddp/run/assembly/components.py, ddp/run/settings/address.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Batches of leases: those that ranks have, in whichever order leases come, with and without what reads ahead."""
+"""Batches of leases: those that ranks have, in whichever order leases come, with and without what reads ahead.
+
+Tests: ddp/strategies/parameter_server/worker.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`ddp.Profiler` in fits of two ranks: what it finds out, what it adds, and one clock for all traces."""
+"""`ddp.Profiler` in fits of two ranks: what it finds out, what it adds, and one clock for all traces.
+
+Tests: ddp/process/clock.py, ddp/train/reports/traces.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a run leaves can be read by every program, also if figures of it are no finite numbers."""
+"""What a run leaves can be read by every program, also if figures of it are no finite numbers.
+
+Tests: ddp/process/records.py.
+"""
 
 from __future__ import annotations
 

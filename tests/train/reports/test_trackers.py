@@ -2,6 +2,8 @@
 
 The libraries are stood for by `tests/fakes/`, whose parameters `python tests/train/reports/test_trackers.py`
 compares with those of the libraries where they are installed.
+
+Tests: ddp/trackers.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What a callback changes holds from the next step on, in every mode, and on a resume; torch's loop is the judge."""
+"""What a callback changes holds from the next step on, in every mode, and on a resume; torch's loop is the judge.
+
+Tests: ddp/train/steps/state.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What callbacks hear of checkpoints and of the end, on every rank; and that any rank may end the run."""
+"""What callbacks hear of checkpoints and of the end, on every rank; and that any rank may end the run.
+
+Tests: ddp/train/steps/callbacks.py.
+"""
 
 from __future__ import annotations
 

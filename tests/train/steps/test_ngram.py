@@ -1,4 +1,7 @@
-"""The n-gram model against probability theory and against the same formula written with dictionaries."""
+"""The n-gram model against probability theory and against the same formula written with dictionaries.
+
+Tests: ddp/train/steps/task.py.
+"""
 
 import lzma
 import math
