@@ -1,8 +1,13 @@
-"""The package's floors: an arrow never points up, packages of one floor do not import each other, there is no cycle."""
+"""The package's floors: an arrow never points up, packages of one floor do not import each other, there is no cycle.
+
+Each module has a test in the same folder of `tests/`, under its name, or one whose docstring ends in a line such as
+`Tests: ddp/setting.py, ddp/units.py.`
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -101,3 +106,15 @@ def test_only_the_launcher_imports_hydra_and_few_modules_touch_the_environment()
         "ddp.comm.opening",
         *(f"ddp.run.launch.{name}" for name in ("command_line", "torchrun", "supervisor")),
     }
+
+
+NAMED = re.compile(r'^Tests: (.+?)\.\n"""$', re.MULTILINE | re.DOTALL)
+
+
+def test_every_module_has_a_test_of_its_name_or_one_that_names_it() -> None:
+    folder = ROOT / "tests"
+    files = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("test_*.py")}
+    named = {module for text in files.values() for line in NAMED.findall(text) for module in re.split(r",\s+", line)}
+    modules = {str(path.relative_to(ROOT)) for path in MODULES.values() if not path.stem.startswith("__")}
+    assert named - modules == set(), "lines of tests name modules that are not there"
+    assert modules - named - {f"ddp/{file.replace('test_', '')}" for file in files} == set()
