@@ -1,7 +1,8 @@
 """Parameter servers train what one process trains; each sample counts once, whoever is lost, and on each resume.
 
 Tests: ddp/strategies/parameter_server/edge.py, ddp/strategies/parameter_server/server.py,
-ddp/strategies/parameter_server/worker_threads.py, ddp/train/parameter_server.py.
+ddp/strategies/parameter_server/worker.py, ddp/strategies/parameter_server/worker_threads.py,
+ddp/train/parameter_server.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The configuration: what round-trips, what is refused and in which words, and Hydra against the dataclasses.
 
-Tests: ddp/run/settings/checks.py, ddp/run/settings/reader.py.
+Tests: ddp/policies.py, ddp/run/settings/checks.py, ddp/run/settings/reader.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Parts of a user's own: what an address may name, what is wrong in which words, and one run with nothing but such.
 
-Tests: ddp/run/assembly/components.py, ddp/run/settings/address.py.
+Tests: ddp/collectives/catalog.py, ddp/run/assembly/components.py, ddp/run/settings/address.py.
 """
 
 from __future__ import annotations
