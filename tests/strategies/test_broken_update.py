@@ -2,6 +2,8 @@
 
 For each rank as the one that is lost: before the first block, between two, and when all of its own are done. Several at
 once: ranks that wait cost no time.
+
+Tests: ddp/strategies/central_storage.py.
 """
 
 from __future__ import annotations

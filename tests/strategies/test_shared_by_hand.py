@@ -1,4 +1,7 @@
-"""What a program may do to a model that its ranks share: central storage then has the bits of replicas."""
+"""What a program may do to a model that its ranks share: central storage then has the bits of replicas.
+
+Tests: ddp/strategies/central_storage.py.
+"""
 
 from __future__ import annotations
 

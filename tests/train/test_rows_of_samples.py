@@ -1,4 +1,7 @@
-"""Metrics over the rows of all samples, training samples beside the held-out ones, and the history of a run."""
+"""Metrics over the rows of all samples, training samples beside the held-out ones, and the history of a run.
+
+Tests: ddp/train/evaluate.py.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 A member is a way to train. Each is trained once on 1, 2, 3 and 4 ranks, all in one launch for each number of ranks. For
 every mutant, a way of adding up that depends on who computes what, the same comparison must fail.
+
+Tests: ddp/replica/by_shards.py, ddp/replica/shard_buffers.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Generators that belong to a data set draw by seed, epoch and sample, wherever a sample is read."""
+"""Generators that belong to a data set draw by seed, epoch and sample, wherever a sample is read.
+
+Tests: ddp/data/loading/source.py.
+"""
 
 from __future__ import annotations
 

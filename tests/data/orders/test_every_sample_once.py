@@ -1,6 +1,8 @@
 """The promise of an epoch: whatever the order, sharding, lanes, ranks and loader processes, each sample as promised.
 
 The oracle is the multiset. Real files and loader processes in forty cells; plans alone in a thousand.
+
+Tests: ddp/data/orders/order.py, ddp/data/orders/sampler.py, ddp/data/orders/sharding.py, ddp/data/orders/steps.py.
 """
 
 from __future__ import annotations

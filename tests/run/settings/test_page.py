@@ -1,4 +1,7 @@
-"""The page of settings: complete, the same in --help and in docs/, and there at once."""
+"""The page of settings: complete, the same in --help and in docs/, and there at once.
+
+Tests: ddp/run/settings/config.py.
+"""
 
 from __future__ import annotations
 
