@@ -186,7 +186,7 @@ class CallQueue:
             if gather is not None and (difference := disagreement(gather(call.describe().encode()))):
                 raise CollectiveMismatch(difference)
             in_profile = profiler._is_profiler_enabled  # on any thread
-            result = recorded(call.range, collective) if in_profile else collective()
+            result = recorded(call.range, collective)() if in_profile else collective()
             self._complete(record)
             if (recorder := self.history.recorder) is not None:
                 recorder.ended(record)
@@ -356,7 +356,7 @@ class ThreadWork(Work[Result]):
 
     def _waited_for(self, timeout_s: float | None) -> Result:
         if profiler._is_profiler_enabled and self._call is not None:
-            result = recorded(self._call.wait_range, self._future.result, timeout_s)
+            result = recorded(self._call.wait_range, self._future.result)(timeout_s)
         else:
             result = self._future.result(timeout_s)
         if self._finished is not None:

@@ -158,7 +158,7 @@ class Verbs:
                 route = self.plan.route(wide, algorithm, narrow)
                 reduction = reduction_of(op, wide.dtype, self.world_size, divide_by, narrow)
                 name = f"ddp: {route.name}"  # inside the call's own range
-                recorded(name, self._collectives.all_reduce, wide, route, reduction, call.sequence)
+                recorded(name, self._collectives.all_reduce)(wide, route, reduction, call.sequence)
                 write_back(flat if wide is flat else flat.copy_(wide), tensors)
             return tensor
 
@@ -172,7 +172,7 @@ class Verbs:
         route = None if bounds is not None else self.plan.route_over_shards(flats[0], num_shards)
         reduction = reduction_of_shards(rows.dtype, num_shards, divide_by)
         name = "ddp: slice_owners" if route is None else f"ddp: {route.name}"
-        return recorded(name, self._collectives.reduce_shards, flats, num_shards, route, reduction, sequence, bounds)
+        return recorded(name, self._collectives.reduce_shards)(flats, num_shards, route, reduction, sequence, bounds)
 
     @overload
     def reduce_scatter(self, tensor: Tensor, op: Op = "sum", *, async_op: Now = False, label: str = "") -> Tensor: ...

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
+from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol, SupportsInt
+from typing import TYPE_CHECKING, Any, Protocol, SupportsInt, Unpack
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -61,9 +63,6 @@ class Reducer(ABC):
     may_hide = False
     is_finite: bool | Tensor = True
 
-    def begin(self) -> None:  # noqa: B027 (nothing is remembered)
-        """Begins a step."""
-
     @abstractmethod
     def reduce(self, bucket: Bucket, *, divide_by: SupportsInt, async_op: bool, label: str) -> InFlight | None:
         """Sums a bucket over the ranks and divides it. Returns the work if it is still in flight."""
@@ -98,16 +97,12 @@ class Collective(Reducer):
             memory, terms = bucket.rows, Terms(divide_by=divide_by, num_shards=self._num_shards, label=label)
         elif self._wire is not None:
             bucket.clear_padding()
-        work = self._launch(bucket, memory, terms, async_op=async_op)
+        work = self._verb_for(bucket)(memory, async_op=async_op, **terms)
         return work if isinstance(work, Work) else None
 
     @abstractmethod
-    def _launch(self, bucket: Bucket, memory: Tensor, terms: Terms, *, async_op: bool) -> Eventual[Tensor]:
-        """Launches the collective.
-
-        Args:
-            memory: of the bucket: one row, or its rows of partial sums.
-        """
+    def _verb_for(self, bucket: Bucket) -> Callable[..., Eventual[Tensor]]:
+        """Returns the collective for a bucket. It takes the memory, one row or rows of partial sums, and `Terms`."""
 
 
 class AllReduce(Collective):
@@ -117,11 +112,12 @@ class AllReduce(Collective):
         super().__init__(comm, wire, num_shards)
         self.tails_ride = wire is None
 
-    def _launch(self, bucket: Bucket, memory: Tensor, terms: Terms, *, async_op: bool) -> Eventual[Tensor]:
-        comm = self._comm
-        if memory.device != comm.device:  # a model on several devices
-            return memory.copy_(comm.all_reduce(memory.to(comm.device), **terms))
-        return comm.all_reduce(memory, async_op=async_op, **terms)
+    def _verb_for(self, bucket: Bucket) -> Callable[..., Eventual[Tensor]]:
+        return self._comm.all_reduce if bucket.flat.device == self._comm.device else self._through_other_device
+
+    def _through_other_device(self, memory: Tensor, *, async_op: bool, **terms: Unpack[Terms]) -> Tensor:
+        """All-reduces in the foreground, in a model on several devices."""
+        return memory.copy_(self._comm.all_reduce(memory.to(self._comm.device), **terms))
 
 
 class ReduceScatter(Collective):
@@ -147,8 +143,8 @@ class ReduceScatter(Collective):
         bounds, number = self.bounds_of(bucket), self._comm.slices[self._comm.rank]
         return bounds[number], bounds[number + 1]
 
-    def _launch(self, bucket: Bucket, memory: Tensor, terms: Terms, *, async_op: bool) -> Eventual[Tensor]:
-        return self._comm.reduce_scatter_(memory, self.bounds_of(bucket), async_op=async_op, **terms)
+    def _verb_for(self, bucket: Bucket) -> Callable[..., Eventual[Tensor]]:
+        return partial(self._comm.reduce_scatter_, bounds=self.bounds_of(bucket))
 
 
 class HostReduceScatter(ReduceScatter):
@@ -172,10 +168,8 @@ class HostReduceScatter(ReduceScatter):
             bounds += [bounds[-1]] * (max(hosts.places) + 2 - len(bounds))
         return bounds[place], bounds[place + 1]
 
-    def _launch(self, bucket: Bucket, memory: Tensor, terms: Terms, *, async_op: bool) -> Eventual[Tensor]:
-        if not self._scatters:
-            return self._comm.all_reduce(memory, async_op=async_op, **terms)
-        return self._comm.reduce_scatter_(memory, self.bounds_of(bucket), async_op=async_op, on_hosts=True, **terms)
+    def _verb_for(self, bucket: Bucket) -> Callable[..., Eventual[Tensor]]:
+        return partial(super()._verb_for(bucket), on_hosts=True) if self._scatters else self._comm.all_reduce
 
 
 def slice_bounds(bucket: Bucket, num_slices: int) -> list[int]:

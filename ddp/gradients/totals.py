@@ -9,9 +9,9 @@ The gradients are sums over samples (or tokens), and the mean is taken once, by 
 first: then every later bucket can be divided as a part of its all-reduce. A float32 holds integers up to 2²⁴ exactly.
 The count takes two elements, so that it is exact up to 2³⁶ per step. It need not be whole: of a mean with class weights
 it is the sum of the weights, whose fraction is in the second element. Collectives divide by the nearest whole number
-then, and the rest of the division is made when the totals are read. The flags are known only when backward has ended,
-so they travel last. Their tail is divided like the gradients next to it, so a flag says that some rank has set it, and
-not how many have.
+then, and the rest of the division is made when the totals are read. The flags (`StepFlags` of
+`replica/step_finalizer.py`) are known only when backward has ended, so they travel last. Their tail is divided like the
+gradients next to it, so a flag says that some rank has set it, and not how many have.
 
 On request each rank finds the squared norm of its own gradient before it is averaged, for the noise scale
 (`train/reports/meters.py`).
@@ -123,47 +123,6 @@ class Totals(NamedTuple):
         if not math.isfinite(high + low):  # a count on a GPU that was not checked
             return cls(math.nan, 0, round(num_stopping), round(num_ending))
         return cls(loss_sum, count_of(round(high) * BASE + low), round(num_stopping), round(num_ending))
-
-
-class StepFlags(NamedTuple):
-    """Findings of a rank about its own gradients; after the reduction, of all ranks together.
-
-    Attributes:
-        has_unused: backward has not reached a parameter.
-        has_undefined: backward has reached a parameter, but computed no gradient for it.
-        has_non_finite: a gradient was not finite, and the hook that has sent it may have hidden that.
-        parts: the measured parts of the batch.
-    """
-
-    has_unused: bool = False
-    has_undefined: bool = False
-    has_non_finite: bool = False
-    parts: Parts = Parts()
-
-    def write(self, tail: Tensor) -> None:
-        """Writes this rank's flags into a tail, [NUM_FLAGS]."""
-        *found, (squares, *counts) = self
-        if any((*found, *counts)):
-            tail[:-1].copy_(sent([*found, *counts], tail))
-            tail[-1] = squares
-        else:
-            tail.zero_()
-
-    @classmethod
-    def read(cls, tail: Sequence[float], *, divided_by: float) -> StepFlags:
-        """Reads the flags that any rank has set from the numbers of a tail, [NUM_FLAGS].
-
-        Args:
-            divided_by: what the tail was divided by on its way.
-        """
-        unused, undefined, non_finite, *counts, squares = tail
-        parts = Parts(squares * divided_by, *(count * divided_by for count in counts))
-        return cls(unused > 0, undefined > 0, non_finite > 0, parts)
-
-    @staticmethod
-    def non_finite_in(tail: Tensor) -> Tensor:
-        """Returns the element of a tail that is `has_non_finite`."""
-        return tail[StepFlags._fields.index("has_non_finite")]
 
 
 def sent(numbers: Sequence[float], tail: Tensor) -> Tensor:

@@ -40,28 +40,31 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum, auto
-from typing import Any, ClassVar, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, SupportsInt
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.errors import CommunicatorBroken, ConfigError, UnusedParameters
 from ddp.gradients.bucket import Bucket, Slot
-from ddp.gradients.layout import Layout
-from ddp.gradients.reducer import InFlight, Reducer
-from ddp.gradients.totals import Totals
+from ddp.gradients.totals import Rider, Totals
 from ddp.process import gpu
 from ddp.process.clock import Stopwatch, now_s
 from ddp.replica.autograd import is_in_backward, uncompiled
 from ddp.replica.broadcast import check_same_layout
-from ddp.replica.replica import Accumulation
 from ddp.replica.step_finalizer import Division, Share, StepFinalizer, Usage
+
+if TYPE_CHECKING:
+    from ddp.comm.communicator import Communicator
+    from ddp.gradients.layout import Layout
+    from ddp.gradients.reducer import InFlight, Reducer
+    from ddp.replica.parameters import Layouts
 
 
 class State(Enum):
@@ -75,6 +78,11 @@ class State(Enum):
 class BucketReduction:
     """One bucket in one backward.
 
+    Args:
+        divide_by: the divisor of its sum.
+        before: parameters with gradients from before this backward began.
+        counts: by the parameter's id, the number of gradients that this backward will compute; None: one of each.
+
     Attributes:
         ready: parameters whose gradients are ready, in this order; listed twice if autograd has added to one twice.
         num_before_begin: number of entries of `ready` from before this backward began.
@@ -85,10 +93,16 @@ class BucketReduction:
         waited_s, work: when it was complete; or the reduction in flight, which has that time later.
     """
 
-    def __init__(self, bucket: Bucket, before: Iterable[Tensor]) -> None:
-        self.bucket, self.expected = bucket, bucket.ids
+    def __init__(
+        self, bucket: Bucket, divide_by: SupportsInt, before: Iterable[Tensor], counts: Mapping[int, int] | None
+    ) -> None:
+        self.bucket, self.divide_by, self.expected, num_expected = bucket, divide_by, bucket.ids, len(bucket.ids)
+        if counts is not None:
+            self.expected = frozenset(each for each in bucket.ids if counts.get(each))
+            num_expected = sum(counts[each] for each in self.expected)
         self.ready = [parameter for parameter in before if id(parameter) in bucket.ids]
-        self.num_before_begin, self.check_at, self.is_full = len(self.ready), 0, False
+        self.num_before_begin, self.is_full = len(self.ready), not self.expected
+        self.check_at = self.num_before_begin + num_expected
         self.ready_s = self.launched_s = self.waited_s = 0.0
         self.work: InFlight | None = None
 
@@ -96,19 +110,6 @@ class BucketReduction:
     def done_s(self) -> float:
         """Returns when the reduction was complete, as far as the host has seen."""
         return max(self.launched_s, self.waited_s if self.work is None else self.work.done_s)
-
-    def expect(self, counts: Mapping[int, int] | None) -> list[Slot]:
-        """Records which gradients this backward will compute, and how many. Returns the slots that will get none.
-
-        Args:
-            counts: the number of gradients by the parameter's id; None: one of each.
-        """
-        slots, num_expected = self.bucket.slots, len(self.bucket.slots)
-        if counts is not None:
-            self.expected = frozenset(each for each in self.bucket.ids if counts.get(each))
-            num_expected = sum(counts[each] for each in self.expected)
-        self.is_full, self.check_at = not self.expected, self.num_before_begin + num_expected
-        return [] if counts is None else [slot for slot in slots if id(slot.parameter) not in self.expected]
 
     def check(self) -> bool:
         """Finds out whether the bucket is full. If it is not, it may be full at the next gradient."""
@@ -125,6 +126,50 @@ class BucketReduction:
         """Returns the slots whose gradient has not become ready since the last reduction."""
         ready, slots = set(map(id, self.ready)), self.bucket.slots
         return [slot for slot in slots if id(slot.parameter) not in ready] if len(ready) < len(slots) else []
+
+
+class Accumulation:
+    """Adds up a rank's micro-batches in `p.grad`, as autograd does. Its methods stand in the order of a backward.
+
+    Attributes:
+        num_shards: the number of shards of a batch by which gradients are added up; None: they are added up by ranks.
+        shards: this rank's shards of each batch.
+        running: the shard in whose block the program is; None: it is in no block.
+        may_unfreeze: a forward may unfreeze parameters.
+        buffers_at_start: the buffers with which the running step, or the last one, began, if they may have changed.
+    """
+
+    num_shards: int | None = None
+    shards = range(0)
+    running: int | None = None
+    may_unfreeze = True
+    buffers_at_start: Mapping[str, Tensor] = MappingProxyType({})
+
+    def connect(self, layouts: Layouts) -> None:
+        """Receives the layouts of its replica, once there are some."""
+
+    def block(self, replica: Any, shard: int) -> AbstractContextManager[None]:
+        """Makes forward and backward inside those of one shard (`Replica.shard`)."""
+        raise ConfigError(f"shard({shard}): this replica adds up by ranks; give it num_shards")
+
+    def begin(self, layout: Layout, share: Share) -> Share:
+        """Begins the backward that ends a step. Returns the rank's contribution to that step."""
+        return share
+
+    def write_totals(self, layout: Layout, totals: Totals) -> None:
+        """Writes this rank's totals to where they travel."""
+        totals.write(layout.totals.numbers)
+
+    def has_gradient(self, parameter: Tensor) -> bool:
+        """Returns True if this rank has a gradient of a parameter in this step."""
+        return parameter.grad is not None
+
+    def fill(self, bucket: Bucket) -> list[Slot]:
+        """Puts the gradients of a bucket in their places. Returns the slots without one, which hold zeros."""
+        return bucket.fill()
+
+    def write_parts(self, layout: Layout) -> None:
+        """Writes the measurements of parts of the batch to the step flags."""
 
 
 class Stepper:
@@ -213,28 +258,41 @@ class Backward:
         self.stepper.begin(layout, creates_graph=self.creates_graph)
         if layout.is_learned:
             self._set_up()
-            expected = self._finalizer.usage.expected(layout)
-            for reduction in self.reductions:
-                if unexpected := reduction.expect(expected):
-                    self._finalizer.keep(unexpected)  # the bucket may be sent before backward has ended
             self._launch_full()
 
-    def _set_up(self) -> None:
-        """Allocates the buckets, if need be; writes the totals, and sends them if no bucket does. Collective."""
+    def _set_up(self, *, has_ended: bool = False) -> None:
+        """Allocates the buckets, if need be; writes the totals, and sends them if no bucket does. Collective.
+
+        Args:
+            has_ended: backward has ended, so that no further gradient is expected.
+        """
         layout, share = self.layout, self._share
-        layout.allocate()
+        if not layout.has_memory:
+            layout.allocate()
         if share.totals is not None:
             self._accumulation.write_totals(layout, share.totals)
-            with self._waited.running():
-                layout.totals.send(label=f"step {self.step}, totals")
-        self.reductions = [BucketReduction(bucket, self.early.values()) for bucket in layout.buckets]
+            self._send(layout.totals, "totals")
+        given = share.totals, share.divide_by
+        division = Division(self.comm, layout, *given, averages=self.reducer.averages)
+        self._finalizer = StepFinalizer(self.comm, layout, share, division, self.reducer, self.usage)
+        expected, early = None if has_ended else self._finalizer.usage.expected(layout), self.early.values()
+        if expected is not None:  # a bucket may be sent before backward has ended
+            slots = (slot for bucket in layout.buckets for slot in bucket.slots)
+            self._finalizer.keep(slot for slot in slots if not expected.get(id(slot.parameter)))
+        self.reductions = [
+            BucketReduction(bucket, divide_by, early, expected)
+            for bucket, divide_by in zip(layout.buckets, division.divisors, strict=True)
+        ]
         self.index_of = layout.index_of
         for parameter in self._seen:
             self.reductions[self.index_of[id(parameter)]].ready.append(parameter)
         self._seen = []
-        given = share.totals, share.divide_by
-        self._division = Division(self.comm, layout, *given, averages=self.reducer.averages)
-        self._finalizer = StepFinalizer(self.comm, layout, share, self._division, self.reducer, self.usage)
+
+    def _send(self, rider: Rider, what: str) -> None:
+        """Adds up what travels apart from gradients, if no bucket carries it. Collective."""
+        if rider.carrier is None:
+            with self._waited.running():
+                rider.send(label=f"step {self.step}, {what}")
 
     def note(self, parameter: Tensor) -> bool:
         """Records that a gradient is ready. Returns False if no bucket waits for it; then `note_other` takes it."""
@@ -320,7 +378,7 @@ class Backward:
         try:
             with self._waited.running():
                 work = self.reducer.reduce(
-                    bucket, divide_by=self._division.of(bucket), async_op=in_background, label=label
+                    bucket, divide_by=reduction.divide_by, async_op=in_background, label=label
                 )
         except CommunicatorBroken:
             self._collect(wait=True)  # a bucket in flight has failed, and its error names the rank that it waited for
@@ -376,9 +434,9 @@ class Backward:
         """
         if self._in_flight:
             self._collect(wait=True)
-        self._finalizer.write_hidden_flags()
-        with self._waited.running():
-            self.layout.flags.send(label=f"step {self.step}, flags")
+        if self.reducer.may_hide:
+            self._finalizer.write_hidden_flags()
+        self._send(self.layout.flags, "flags")
         self.stepper.check(self._finalizer.gone)
         totals = self._finalizer.settle(creates_graph=self.creates_graph)
         self.state, self.is_unread, self.error = State.DONE, totals is None, self._finalizer.error
@@ -413,7 +471,7 @@ class Backward:
         seen = all_gather_object(self.comm, names if has_seen else None)
         if (order := next((names for names in seen if names is not None), None)) is not None:
             self.layout.plan(order, for_hook=self.layout.is_for_hook)
-        self._set_up()
+        self._set_up(has_ended=True)
 
     def _missing(self) -> list[Slot]:
         """Returns the slots that backward has not reached since the last reduction, in the order of registration."""

@@ -202,7 +202,12 @@ class BufferSync:
 
     Args:
         ignored: names of buffers that are left alone.
+
+    Attributes:
+        in_flight: what a user's hook keeps equal meanwhile (`drop_in/in_backward.py`).
     """
+
+    in_flight: Sequence[Any] = ()
 
     def __init__(self, comm: Communicator, module: nn.Module, mode: Mode, ignored: Collection[str] = ()) -> None:
         if mode not in get_args(Mode):
@@ -250,8 +255,8 @@ class BufferSync:
     def after_forward(self) -> None:
         """Does nothing; a user's hook may keep buffers equal here (`drop_in/in_backward.py`)."""
 
-    def after_backward(self) -> None:
-        """Does nothing; a user's hook may complete here (`drop_in/in_backward.py`)."""
+    def finish(self) -> None:
+        """Waits for what is in flight."""
 
     def broadcast(self, root: int = 0, *, label: str = "buffers") -> None:
         """Gives every rank the root's buffers."""

@@ -49,11 +49,11 @@ from ddp.replica.autograd import (
     watch_backward,
     will_accumulate,
 )
-from ddp.replica.backward import Backward, BucketReduction, Observers, State, Stepper
+from ddp.replica.backward import Accumulation, Backward, BucketReduction, Observers, State, Stepper
 from ddp.replica.broadcast import BufferSync, broadcast_state, check_trainable, sending
 from ddp.replica.by_shards import ByShards, check_shards
 from ddp.replica.parameters import Change, Layouts, ParameterWatch, check_wire, managed, sparse_weights
-from ddp.replica.replica import Accumulation, Replica
+from ddp.replica.replica import Replica
 from ddp.replica.step_finalizer import Share, Usage
 from ddp.replica.sync_batchnorm import waits
 from ddp.setting import WireName
@@ -92,7 +92,6 @@ class BucketedDataParallel(Replica):
     gradient_as_bucket_view = False  # gradients that a program keeps belong to it (`gradients/bucket.py`, note "kept")
     collective: Collective
     waiting: Layout | None = None
-    _is_in_forward = False  # a forward is running that may run backward itself
 
     def __init__(
         self,
@@ -149,8 +148,11 @@ class BucketedDataParallel(Replica):
 
     # --- a step, in the order of time --------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
+    def prepare(self, *, in_forward: bool = False) -> None:
         """Raises any error that the last step has recorded, and finds the layout for this step.
+
+        Args:
+            in_forward: a forward that synchronises follows. While it runs, any gradient may begin a step.
 
         Raises:
             UnusedParameters: some parameters got no gradient in the last step, and that is not allowed.
@@ -168,6 +170,9 @@ class BucketedDataParallel(Replica):
             self._has_layout = False  # stays so if choosing one fails
             self._choose_layout()
             self._has_layout = True
+        if in_forward:
+            self._is_in_forward = not self._watch.is_borrowed and self.accumulation.may_unfreeze
+            self.waiting = self._layouts.current if self._is_in_forward else None
 
     def raise_pending(self) -> None:
         """Raises the error that the last backward has recorded, or RuntimeError if a backward broke off."""
@@ -198,24 +203,9 @@ class BucketedDataParallel(Replica):
     def _awaits_backward(self) -> bool:
         return self.waiting is not None or self.backward.state is State.RUNNING
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward; a backward through what it returns ends with equal gradients on all ranks."""
-        try:
-            return super().forward(*args, **kwargs)
-        except BaseException:
-            self._is_in_forward, self.waiting = False, None
-            raise
-
-    @uncompiled
-    def _before_forward(self) -> tuple[bool, bool]:
-        synchronises, syncs_buffers = super()._before_forward()
-        if torch.is_grad_enabled():
-            self._is_in_forward = synchronises and not self._watch.is_borrowed and self.accumulation.may_unfreeze
-            self.waiting = self._layouts.current if self._is_in_forward else None
-        return synchronises, syncs_buffers
-
     def _watch_outputs(self, outputs: Any) -> None:
-        self._check_inside_forward()
+        if self._watch.has_frozen:
+            self._check_inside_forward()
         self._is_in_forward, is_borrowed, layout = False, self._watch.is_borrowed, self._layouts.current
         has_outputs = watch_backward(outputs, partial(self._begin, layout, if_reached=is_borrowed), self._finish)
         self.waiting = layout if (self.training or not has_outputs) and not is_borrowed else None
@@ -250,7 +240,8 @@ class BucketedDataParallel(Replica):
     def _begin_step(self, layout: Layout, *, has_samples: bool = True) -> None:
         if not self.gradient_as_bucket_view:
             layout.spare_kept()
-        self._reducer.begin()
+        if self.compression is not None:
+            self.compression.begin()
         mine, self.riding = self.riding, None
         share = self.accumulation.begin(layout, Share(mine, self.inputs.divisor, has_samples))
         self.backward.begin(layout, self.num_steps + 1, share)

@@ -34,9 +34,10 @@ from ddp.gradients.totals import NUM_TOTALS, Parts, Totals
 from ddp.optim.norms import block_norms, total_norm
 from ddp.process.streams import seed_generators, stream_seed
 from ddp.replica.autograd import is_in_backward, uncompiled
+from ddp.replica.backward import Accumulation
 from ddp.replica.broadcast import BufferSync, check_untied, checksum
 from ddp.replica.parameters import Layouts, sparse_weights
-from ddp.replica.replica import Accumulation, Replica
+from ddp.replica.replica import Replica
 from ddp.replica.shard_buffers import ShardBuffers
 from ddp.replica.step_finalizer import Share, Usage
 from ddp.replica.sync_batchnorm import waits

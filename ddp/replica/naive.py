@@ -51,7 +51,7 @@ class NaiveDataParallel(Replica):
         super().__init__(module, comm, BufferSync(comm, module, "broadcast" if broadcast_buffers else "none"))
         self._is_in_backward = False
 
-    def prepare(self) -> None:
+    def prepare(self, *, in_forward: bool = False) -> None:
         """Forgets a backward that broke off. It left nothing in flight, because averaging begins at its end."""
         self._is_in_backward = False
 

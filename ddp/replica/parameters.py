@@ -66,6 +66,7 @@ class ParameterWatch:
     """Remembers a module's parameters.
 
     Attributes:
+        has_frozen: at the last check, some parameters needed no gradient.
         is_borrowed: at the last check, torch.func.functional_call had replaced the parameters by other tensors.
     """
 
@@ -73,6 +74,7 @@ class ParameterWatch:
         self.module, self.is_borrowed = module, False
         self._remember()
         self._needed, self._kinds = self._presently_needed(), self._present_kinds()
+        self.has_frozen = False in self._needed
 
     def _remember(self) -> None:
         self._named = dict(self.module.named_parameters(remove_duplicate=False))
@@ -104,6 +106,7 @@ class ParameterWatch:
             return self._compare()
         before = self._needed, self._kinds
         self._needed, self._kinds = self._presently_needed(), self._present_kinds()
+        self.has_frozen = False in self._needed
         if self._kinds != before[1]:
             return Change.KINDS
         return Change.REQUIRES_GRAD if self._needed != before[0] else Change.NONE
@@ -115,8 +118,7 @@ class ParameterWatch:
         used both.
         """
         before = self._needed
-        if False in before:
-            self._needed = list(map(or_, before, self._presently_needed()))
+        self._needed = list(map(or_, before, self._presently_needed()))
         return self._needed != before
 
     @property

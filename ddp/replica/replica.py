@@ -17,30 +17,26 @@ loading accepts keys with and without that prefix.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ddp.errors import ConfigError
-from ddp.gradients.bucket import Bucket, Slot
+from ddp.gradients.bucket import Bucket
 from ddp.gradients.totals import Totals
 from ddp.process.clock import Stopwatch
 from ddp.process.streams import preserved
 from ddp.replica.autograd import uncompiled
+from ddp.replica.backward import Accumulation
 from ddp.replica.broadcast import BufferSnapshot, BufferSync, broadcast_state, verify_replicas
 from ddp.setting import WireName
 
 if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator
     from ddp.gradients.compression import Compression
-    from ddp.gradients.layout import Layout
     from ddp.gradients.reducer import Collective
-    from ddp.replica.parameters import Layouts
-    from ddp.replica.step_finalizer import Share
 
 PREFIX = "module."
 
@@ -62,50 +58,6 @@ class Inputs:
 
     def announce(self) -> None:
         """Announces to all ranks, before a forward that synchronises, that this rank has inputs."""
-
-
-class Accumulation:
-    """Adds up a rank's micro-batches in `p.grad`, as autograd does. Its methods stand in the order of a backward.
-
-    Attributes:
-        num_shards: the number of shards of a batch by which gradients are added up; None: they are added up by ranks.
-        shards: this rank's shards of each batch.
-        running: the shard in whose block the program is; None: it is in no block.
-        may_unfreeze: a forward may unfreeze parameters.
-        buffers_at_start: the buffers with which the running step, or the last one, began, if they may have changed.
-    """
-
-    num_shards: int | None = None
-    shards = range(0)
-    running: int | None = None
-    may_unfreeze = True
-    buffers_at_start: Mapping[str, Tensor] = MappingProxyType({})
-
-    def connect(self, layouts: Layouts) -> None:
-        """Receives the layouts of its replica, once there are some."""
-
-    def block(self, replica: Replica, shard: int) -> AbstractContextManager[None]:
-        """Makes forward and backward inside those of one shard (`Replica.shard`)."""
-        raise ConfigError(f"shard({shard}): this replica adds up by ranks; give it num_shards")
-
-    def begin(self, layout: Layout, share: Share) -> Share:
-        """Begins the backward that ends a step. Returns the rank's contribution to that step."""
-        return share
-
-    def write_totals(self, layout: Layout, totals: Totals) -> None:
-        """Writes this rank's totals to where they travel."""
-        totals.write(layout.totals.numbers)
-
-    def has_gradient(self, parameter: Tensor) -> bool:
-        """Returns True if this rank has a gradient of a parameter in this step."""
-        return parameter.grad is not None
-
-    def fill(self, bucket: Bucket) -> list[Slot]:
-        """Puts the gradients of a bucket in their places. Returns the slots without one, which hold zeros."""
-        return bucket.fill()
-
-    def write_parts(self, layout: Layout) -> None:
-        """Writes the measurements of parts of the batch to the step flags."""
 
 
 class Replica(nn.Module, ABC):
@@ -137,6 +89,7 @@ class Replica(nn.Module, ABC):
     inputs: Inputs
     steps_in_backward = False
     accumulation = Accumulation()
+    _is_in_forward = False  # a forward is running that may run backward itself
 
     def __init__(self, module: nn.Module, comm: Communicator, buffers: BufferSync) -> None:
         super().__init__()
@@ -151,10 +104,14 @@ class Replica(nn.Module, ABC):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward; a backward through what it returns ends with equal gradients on all ranks."""
-        if self._is_no_step():
-            return self.module(*args, **kwargs)
-        moment = self._before_forward()
-        return self._after_forward(self.module(*args, **kwargs), *moment)
+        try:
+            if self._is_no_step():
+                return self.module(*args, **kwargs)
+            moment = self._before_forward()
+            return self._after_forward(self.module(*args, **kwargs), *moment)
+        except BaseException:
+            self._is_in_forward, self.waiting = False, None
+            raise
 
     @uncompiled
     def _before_forward(self) -> tuple[bool, bool]:
@@ -164,12 +121,12 @@ class Replica(nn.Module, ABC):
             True if a backward through it synchronises gradients; True if buffers are synchronised around it.
         """
         if torch.is_grad_enabled():
-            self.waiting = None
+            self._is_in_forward, self.waiting = False, None
         synchronises = torch.is_grad_enabled() and self.require_backward_grad_sync
         # a rank without inputs takes part only in forwards that synchronise gradients
         may_sync = self.require_forward_param_sync and (synchronises or not self.inputs.may_end)
         if synchronises or (may_sync and self._buffer_sync.is_active):
-            self.prepare()
+            self.prepare(in_forward=synchronises)
         if synchronises and self.inputs.may_end:
             self.inputs.announce()
         syncs_buffers = may_sync and self._buffer_sync.is_active
@@ -195,7 +152,8 @@ class Replica(nn.Module, ABC):
             totals: of all ranks; None if they are to be read later.
         """
         self._totals = totals or self._totals
-        self._buffer_sync.after_backward()
+        if self._buffer_sync.in_flight:
+            self._buffer_sync.finish()
         self.num_steps += 1
         due = self._verification
         if due is not None and self.num_steps % due.every == 0 and self.inputs.all_step:
@@ -246,8 +204,12 @@ class Replica(nn.Module, ABC):
         return self.accumulation.block(self, number)
 
     @abstractmethod
-    def prepare(self) -> None:
-        """Prepares a step: raises the error of the last one, if there was one, and checks the model for changes."""
+    def prepare(self, *, in_forward: bool = False) -> None:
+        """Prepares a step: raises the error of the last one, if there was one, and checks the model for changes.
+
+        Args:
+            in_forward: a forward that synchronises follows.
+        """
 
     @property
     @abstractmethod

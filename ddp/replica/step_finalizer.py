@@ -34,21 +34,64 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, SupportsInt
+from typing import TYPE_CHECKING, NamedTuple, SupportsInt
 
 import torch
 from torch import Tensor
 
-from ddp.comm.call_queue import HostCopy
-from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.comm.reduction import OnDevice, scaled_
 from ddp.errors import ConfigError, UnusedParameters
 from ddp.gradients.bucket import Bucket, Slot
-from ddp.gradients.layout import Layout
-from ddp.gradients.reducer import Reducer
-from ddp.gradients.totals import Parts, StepFlags, Totals, global_count
+from ddp.gradients.totals import Parts, Totals, global_count, sent
 from ddp.replica.autograd import is_in_backward, will_accumulate
+
+if TYPE_CHECKING:
+    from ddp.comm.call_queue import HostCopy
+    from ddp.comm.communicator import Communicator
+    from ddp.gradients.layout import Layout
+    from ddp.gradients.reducer import Reducer
+
+
+class StepFlags(NamedTuple):
+    """Findings of a rank about its own gradients; after the reduction, of all ranks together.
+
+    Attributes:
+        has_unused: backward has not reached a parameter.
+        has_undefined: backward has reached a parameter, but computed no gradient for it.
+        has_non_finite: a gradient was not finite, and the hook that has sent it may have hidden that.
+        parts: the measured parts of the batch.
+    """
+
+    has_unused: bool = False
+    has_undefined: bool = False
+    has_non_finite: bool = False
+    parts: Parts = Parts()
+
+    def write(self, tail: Tensor) -> None:
+        """Writes this rank's flags into a tail, [NUM_FLAGS]."""
+        *found, (squares, *counts) = self
+        if any((*found, *counts)):
+            tail[:-1].copy_(sent([*found, *counts], tail))
+            tail[-1] = squares
+        else:
+            tail.zero_()
+
+    @classmethod
+    def read(cls, tail: Sequence[float], *, divided_by: float) -> StepFlags:
+        """Reads the flags that any rank has set from the numbers of a tail, [NUM_FLAGS].
+
+        Args:
+            divided_by: what the tail was divided by on its way.
+        """
+        unused, undefined, non_finite, *counts, squares = tail
+        parts = Parts(squares * divided_by, *(count * divided_by for count in counts))
+        return cls(unused > 0, undefined > 0, non_finite > 0, parts)
+
+    @staticmethod
+    def non_finite_in(tail: Tensor) -> Tensor:
+        """Returns the element of a tail that is `has_non_finite`."""
+        return tail[StepFlags._fields.index("has_non_finite")]
 
 
 class Use(IntEnum):
@@ -165,6 +208,9 @@ class Division:
         mine: this rank's part of the totals, if they ride along.
         divide_by: the divisor if they do not.
         averages: the reducer divides by the world size, whatever divisor it is given.
+
+    Attributes:
+        divisors: for the all-reduce of each bucket; 1 for the one that carries the count.
     """
 
     def __init__(
@@ -173,10 +219,7 @@ class Division:
         self._totals, self._flags, self._buckets, self._mine = layout.totals, layout.flags, layout.buckets, mine
         self._averaged_by = comm.world_size if averages else 0
         self._divide_by = divide_by if mine is None else global_count(comm, layout.totals.numbers, mine.loss_scale)
-
-    def of(self, bucket: Bucket) -> SupportsInt:
-        """Returns the divisor for the all-reduce of a bucket: 1 for the one that carries the count."""
-        return 1 if self._is_later(bucket) else self._divide_by
+        self.divisors = [1 if self._is_later(bucket) else self._divide_by for bucket in layout.buckets]
 
     def _is_later(self, bucket: Bucket | None) -> bool:
         return self._mine is not None and bucket is not None and bucket is self._totals.carrier

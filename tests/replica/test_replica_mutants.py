@@ -31,16 +31,16 @@ BACKWARD, FINALIZER = "replica.backward", "replica.step_finalizer.StepFinalizer"
 DROP_IN = "replica.drop_in.data_parallel.DistributedDataParallel"
 MUTANTS = {
     "gradients are not synchronised": Mutant(
-        "gradients.reducer.AllReduce._launch",
-        "return comm.all_reduce(memory, async_op=async_op, **terms)",
-        "return memory",
+        "gradients.reducer.AllReduce._verb_for",
+        "return self._comm.all_reduce if",
+        "return (lambda memory, **_: memory) if",
         LIKE_TORCH,
         "outputs_of_many_kinds",
     ),
     "gradients are not synchronised in the background": Mutant(
-        "gradients.reducer.AllReduce._launch",
-        "return comm.all_reduce(memory, async_op=async_op, **terms)",
-        "return memory",
+        "gradients.reducer.AllReduce._verb_for",
+        "return self._comm.all_reduce if",
+        "return (lambda memory, **_: memory) if",
         LIKE_TORCH,
         "saved_loaded_and_copied",
         overlap=True,
@@ -75,8 +75,8 @@ MUTANTS = {
     ),
     "what was ready in no_sync counts as ready": Mutant(
         f"{BACKWARD}.BucketReduction.__init__",
-        "self.num_before_begin, self.check_at, self.is_full = len(self.ready), 0, False",
-        "self.num_before_begin, self.check_at, self.is_full = 0, 0, False",
+        "self.num_before_begin, self.is_full = len(self.ready), not self.expected",
+        "self.num_before_begin, self.is_full = 0, not self.expected",
         LIKE_TORCH,
         "no_sync_nested_and_without_gradients",
     ),

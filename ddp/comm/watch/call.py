@@ -123,12 +123,9 @@ class Call(NamedTuple):
         return " ".join(word for word in words if word).replace("torch.", "")
 
 
-def recorded(name: str, function: Callable[..., Result], *args: Any) -> Result:
-    """Calls the function, inside a range of this name in the profile, if one is running."""
-    if not profiler._is_profiler_enabled:
-        return function(*args)
-    with profiler.record_function(name):
-        return function(*args)
+def recorded(name: str, function: Callable[..., Result]) -> Callable[..., Result]:
+    """Returns the function, which runs inside a range of this name if a profile is running."""
+    return profiler.record_function(name)(function) if profiler._is_profiler_enabled else function
 
 
 def disagreement(descriptions: Sequence[bytes]) -> str:

@@ -268,26 +268,26 @@ class HookedBuffers(BufferSync):
         super().__init__(of.comm, of.module, of.mode, of.ignored)
         check_hook(hook)
         self._hook, self._state, self._when = hook, state, when
-        self._futures: list[Any] = []
+        self.in_flight: list[Any] = []
 
     def before_forward(self, root: int) -> None:
         if self._when is When.PRE_FORWARD:
             self._call()
-            self.after_backward()
+            self.finish()
 
     def after_forward(self) -> None:
         if self._when is When.POST_FORWARD:
             self._call()
 
-    def after_backward(self) -> None:
+    def finish(self) -> None:
         """Waits for the hook's futures, whose results are ignored: the hook has changed the buffers itself."""
-        while self._futures:
-            result_of(self.comm, self._futures.pop(0), hook="hook on buffers", where=f"{self._when.value} a forward")
+        while self.in_flight:
+            result_of(self.comm, self.in_flight.pop(0), hook="hook on buffers", where=f"{self._when.value} a forward")
 
     def _call(self) -> None:
         futures = self._hook(self._state, self.named())
         if futures is not None:
-            self._futures += futures if isinstance(futures, (list, tuple)) else [futures]
+            self.in_flight += futures if isinstance(futures, (list, tuple)) else [futures]
 
 
 def result_of(comm: Communicator, future: torch.futures.Future[Any], *, hook: str, where: str) -> Any:
