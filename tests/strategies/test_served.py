@@ -625,10 +625,20 @@ def test_who_has_been_let_in_hears_from_the_servers_that_the_run_is_over(tmp_pat
     home.set("incarnation", "0")
     worker = Servers(Role("worker", 0, 2, 1, home), home, comm, nn.Linear(1, 1), ASYNC, facts={})  # type: ignore[arg-type]
     with pytest.raises(Over):
-        worker._welcomed(Patience(20.0), False)
+        worker._welcomed(Patience(20.0), lambda: None)
     home.lets_in = True
     (tmp_path / home._file("over").name).unlink()
-    assert worker._welcomed(Patience(20.0), False) == (1, 0)
+    assert worker._welcomed(Patience(20.0), lambda: None) == (1, 0)
+
+
+def test_a_worker_that_is_asked_to_stop_while_no_server_is_there_leaves(tmp_path: Path) -> None:
+    def leave() -> None:
+        raise Over({})
+
+    home, comm = Folder(tmp_path), types.SimpleNamespace(abort_s=20.0)
+    worker = Servers(Role("worker", 0, 2, 1, home), home, comm, nn.Linear(1, 1), ASYNC, facts={})  # type: ignore[arg-type]
+    with pytest.raises(Over):
+        worker.join(leave)
 
 
 @pytest.mark.parametrize("seen", [None, torch.zeros(2)])
