@@ -29,7 +29,7 @@ from ddp.comm.host_links import CPU
 from ddp.comm.meeting.private_store import part_of
 from ddp.comm.meeting.rendezvous import ask_store
 from ddp.comm.meeting.role import Job, Role
-from ddp.comm.objects import error_of, error_values, packed, unpacked
+from ddp.comm.objects import broadcast_object, error_of, error_values, packed, unpacked
 from ddp.comm.opening import open_communicator
 from ddp.errors import CommunicatorBroken, PeerLost, with_causes
 from ddp.gradients.bucket import Bucket, Slot, span
@@ -42,7 +42,6 @@ from ddp.setting import WireName
 SERVER, WORKER = 0, 1
 LOST = (PeerLost, CommunicatorBroken)
 """The errors of a call if the other end is lost."""
-LENGTH_BYTES, VALUES_BYTES = 8, 2040
 
 
 class Piece(NamedTuple):
@@ -97,7 +96,6 @@ class Edge:
         hook: Hook | None,
     ) -> None:
         self.comm, self._wire = comm, wire
-        self._message = comm.allocate(LENGTH_BYTES + VALUES_BYTES, torch.uint8)  # one message, if the values are short
         named = [(piece.name, parameters[piece.name]) for piece in pieces]
         self._compression = None if hook is None else Compression(hook, comm, named)
         self._is_reduced = hook is not None or (wire is not None and len(comm.hosts) > 1)
@@ -107,24 +105,11 @@ class Edge:
 
     def send_values(self, values: dict[str, Any]) -> None:
         """Sends plain values to the other end, which calls `receive_values`: a request, or the reply to it."""
-        data = packed(values)
-        self._message[:LENGTH_BYTES].view(torch.int64)[0] = len(data)
-        first = self._message[LENGTH_BYTES:][: len(data)]
-        first.copy_(data[: len(first)])
-        self.comm.broadcast(self._message, self.comm.rank, label="values")
-        if len(data) > len(first):
-            self.comm.broadcast(data[len(first) :].clone(), self.comm.rank, label="more values")
+        broadcast_object(self.comm, values, self.comm.rank)
 
     def receive_values(self) -> dict[str, Any]:
         """Receives one message from the other end."""
-        other = 1 - self.comm.rank
-        self.comm.broadcast(self._message, other, label="values")
-        length = int(self._message[:LENGTH_BYTES].view(torch.int64)[0])
-        data = self._message[LENGTH_BYTES:][:length]
-        if length > len(data):
-            rest = torch.empty(length - len(data), dtype=torch.uint8)
-            data = torch.cat([data, self.comm.broadcast(rest, other, label="more values")])
-        values: dict[str, Any] = unpacked(data)
+        values: dict[str, Any] = broadcast_object(self.comm, None, 1 - self.comm.rank)
         return values
 
     # --- gradients ---------------------------------------------------------------------------------------------------
