@@ -594,7 +594,7 @@ def test_an_odd_message_ends_the_service_of_its_worker_alone(
         *(worker_threads, "broadcast_object"), lambda _, value, root: next(heard) if root else told.append(value)
     )
     said = types.SimpleNamespace(
-        receive_values=lambda: second, send_values=told.append, receive_gradients=lambda _: [], take_back=lambda: None
+        receive_values=lambda: second, send_values=told.append, receive_gradients=lambda _: {}, take_back=lambda: None
     )
     monkeypatch.setattr(worker_threads, "Edge", lambda *_, **__: said)
     serving._serve_worker(7)
@@ -657,6 +657,6 @@ def test_pushes_that_do_not_count_end_with_their_step() -> None:
     service._shared, service._parts, service._parameters = shared, {}, {}
     service._strategy = types.SimpleNamespace(model=types.SimpleNamespace(module=Counts()))  # type: ignore[assignment]
     for key in ((3, 0, 1), (3, 0, 2), (4, 0, 1)):
-        shared.pushed[key] = Push([], 1.0, 2.0, {}, [])
+        shared.pushed[key] = Push({}, 1.0, 2.0, {}, [])
     assert service._write_gradients([(3, 0, 2)], [(1.0, 2.0, 4)], {}).num_items == 2
     assert list(shared.pushed) == [(4, 0, 1)]
