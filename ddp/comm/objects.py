@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator
 
 Result = TypeVar("Result")
-HEAD_BYTES = 8
+HEAD_BYTES, FEW_BYTES = 8, 2040
 
 
 class Form(NamedTuple):
@@ -100,13 +100,20 @@ def scatter_object(comm: Communicator, values: Sequence[Any] | None) -> Any:
 
 
 def _broadcast(comm: Communicator, data: Tensor, root: int) -> Tensor:
-    size = gpu.sent(torch.tensor([data.numel()], device="cpu"), comm.device)
-    comm.broadcast(size, root, label="size of an object")
+    """Returns the root's bytes: in one message with their number, if they are few, as most requests and replies are."""
+    message = torch.zeros(HEAD_BYTES + FEW_BYTES, dtype=torch.uint8, device="cpu")
+    if comm.rank == root:
+        message[:HEAD_BYTES].view(torch.int64)[0] = len(data)
+        message[HEAD_BYTES:][: len(data)] = data[:FEW_BYTES]
+    [message] = _arrived(comm, [comm.broadcast(gpu.sent(message, comm.device), root, label="an object")])
+    num_bytes = int(message[:HEAD_BYTES].view(torch.int64)[0])
+    if num_bytes <= FEW_BYTES:
+        return message[HEAD_BYTES:][:num_bytes]
     if comm.rank == root:
         data = gpu.sent(data, comm.device)
     else:
-        data = torch.empty(int(comm.to_host(size).read()[0][0]), dtype=torch.uint8, device=comm.device)
-    return _arrived(comm, [comm.broadcast(data, root, label="an object")])[0]
+        data = torch.empty(num_bytes, dtype=torch.uint8, device=comm.device)
+    return _arrived(comm, [comm.broadcast(data, root, label="a large object")])[0]
 
 
 def _arrived(comm: Communicator, data: list[Tensor]) -> list[Tensor]:

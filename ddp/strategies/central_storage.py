@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.objects import all_gather_object, on_rank_zero
+from ddp.comm.objects import on_rank_zero
 from ddp.errors import CommunicatorBroken, ConfigError
 from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import HostReduceScatter, ReduceScatter
@@ -342,35 +342,13 @@ class CentralStorage(Sharded):
         store = self._opened()
         return {name: store.view(name, whole) for name in store.names if isinstance(state.get(name), Tensor)}
 
-    def _gathered(self, *, keep: bool, on_cpu: bool = False) -> defaultdict[Tensor, dict[str, Any]]:
-        """Returns the state of whole parameters, on the ranks that keep it. Collective.
+    def _is_cut(self, part: Part, name: str, value: Any) -> bool:
+        return value is self._in_store(part.whole, self.optimizer.state[part.whole]).get(name, ...)
 
-        Large values stay in place; small ones are those of a rank that has a part.
-        """
-        assert self._slices is not None and self._store is not None
-        layout, store = self._slices.layout, self._store
-        mine: dict[int, dict[str, Any]] = {}
-        for part in self._slices.parts:
-            state = self.optimizer.state.get(part.whole, {})
-            views = self._in_store(part.whole, state)
-            small = {key: IN_STORE if value is views.get(key, ...) else value for key, value in state.items()}
-            mine[layout.slot_of[id(part.whole)].index] = small
-        about: dict[int, dict[str, Any]] = {}
-        for found in all_gather_object(self._comm, mine):
-            about.update(found)
-        whole: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-        if keep:
-            whole |= {each: state for each, state in self.optimizer.state.items() if id(each) not in layout.slot_of}
-            for slot in layout.slots:
-                if state := about.get(slot.index):
-                    whole[slot.parameter] = {
-                        key: store.view(key, slot.parameter) if value == IN_STORE else value
-                        for key, value in state.items()
-                    }
-        return whole
-
-
-IN_STORE = "in the store"
+    def _gather_large(self, whole: Mapping[Tensor, dict[str, Any]], *, keep: bool, on_cpu: bool) -> None:
+        for parameter, state in whole.items():  # which all ranks of the host have in one place
+            for name in [name for name, value in state.items() if isinstance(value, torch.dtype)]:
+                state[name] = self._opened().view(name, parameter)
 
 
 def blocks_of(parts: Sequence[Part], *, whole: bool) -> Iterator[Block]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.optim import LBFGS, Optimizer
@@ -20,7 +20,6 @@ from ddp.process.terminal import log
 from ddp.replica.broadcast import move
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.drop_in.in_backward import refusal
-from ddp.replica.parameters import sparse_weights
 from ddp.replica.replica import Replica
 from ddp.setting import Precision, StrategyName
 from ddp.strategies.central_storage import CentralStorage
@@ -31,40 +30,31 @@ from ddp.strategies.strategy import Replicated, Strategy
 # --- The words -------------------------------------------------------------------------------------------------------
 
 
-class Row(NamedTuple):
-    """The meaning of a value of `strategy`.
-
-    Attributes:
-        strategy: its class, which defines the gradients that a rank gets, the part that it updates, and its state.
-    """
-
-    strategy: type[Replicated]
-
-
 # fmt: off
-STRATEGIES: dict[StrategyName, Row] = {
-    "auto":             Row(Replicated),
-    "one_device":       Row(Replicated),
-    "mirrored":         Row(Replicated),
-    "multi_worker":     Row(Replicated),
-    "sharded":          Row(Sharded),
-    "central_storage":  Row(CentralStorage),
-    "parameter_server": Row(Served),
-    "local_sgd":        Row(LocalSteps),
+STRATEGIES: dict[StrategyName, type[Replicated]] = {
+    "auto":             Replicated,
+    "one_device":       Replicated,
+    "mirrored":         Replicated,
+    "multi_worker":     Replicated,
+    "sharded":          Sharded,
+    "central_storage":  CentralStorage,
+    "parameter_server": Served,
+    "local_sgd":        LocalSteps,
 }
 # fmt: on
+"""By word the class, which defines the gradients that a rank gets, the part that it updates, and its state."""
 
 
 def strategy_of(replica: Replica, word: StrategyName) -> type[Replicated]:
     """Returns the class of the strategy for a replica: the word's; for "auto" the first one that takes the replica."""
     if word != "auto":
-        return STRATEGIES[word].strategy
-    return next(row.strategy for row in STRATEGIES.values() if row.strategy.takes(replica))
+        return STRATEGIES[word]
+    return next(each for each in STRATEGIES.values() if each.takes(replica))
 
 
 def same_bits_as(word: StrategyName) -> StrategyName:
     """Returns the first word with the same class, and so with the same bits on the same processes."""
-    return next(each for each, row in STRATEGIES.items() if row.strategy is STRATEGIES[word].strategy)
+    return next(each for each, strategy in STRATEGIES.items() if strategy is STRATEGIES[word])
 
 
 # --- The replica -----------------------------------------------------------------------------------------------------
@@ -107,14 +97,14 @@ def replica_of(
         ConfigError: the model cannot be trained here, or not by this optimizer.
     """
     averaging = of_this_process(averaging)
-    word, row = averaging.strategy, STRATEGIES[averaging.strategy]
-    if isinstance(model, Replica) and word != "auto" and not row.strategy.takes(model):
+    word, strategy = averaging.strategy, STRATEGIES[averaging.strategy]
+    if isinstance(model, Replica) and word != "auto" and not strategy.takes(model):
         what = type(model).__name__
         if model.collective is not None:
             what += f" with reducer={type(model.collective).__name__}"
         raise ConfigError(
             f"strategy={word!r} with a model in a {what}: give ddp.fit the bare module; or, for some of the ranks, a "
-            f"ddp.BucketedDataParallel(module, comm=…, reducer={row.strategy.reducer.__name__}) with that class of "
+            f"ddp.BucketedDataParallel(module, comm=…, reducer={strategy.reducer.__name__}) with that class of "
             "ddp.gradients.reducer"
         )
     if isinstance(model, Replica):
@@ -192,11 +182,6 @@ def of_this_process(averaging: Averaging) -> Averaging:
     return alone if part.job == "worker" else replace(averaging, wire=None, hook=None)
 
 
-def has_sparse_gradients(model: nn.Module) -> bool:
-    """Returns True if a layer of the model has sparse gradients."""
-    return bool(sparse_weights(model))
-
-
 def wrapped(
     module: nn.Module, comm: Communicator, averaging: Averaging, *, num_shards: int | None = None, **how: Any
 ) -> BucketedDataParallel:
@@ -216,7 +201,7 @@ def wrapped(
         first_bucket_mb=averaging.first_bucket_mb,
         find_unused_parameters=averaging.find_unused_parameters,
         num_shards=num_shards,
-        reducer=STRATEGIES[averaging.strategy].strategy.reducer,
+        reducer=STRATEGIES[averaging.strategy].reducer,
         **how,
     )
     replica.verify_replicas(every=averaging.verify_every)

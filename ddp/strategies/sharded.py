@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, compress, pairwise, starmap
 from typing import Any, NamedTuple
 
@@ -257,14 +257,13 @@ class Sharded(Replicated):
         """
         assert self._slices is not None
         self._take_in()
-        layout, state = self._slices.layout, self._of_parts.state
-        parts = {layout.slot_of[id(part.whole)].index: part for part in self._slices.parts}
+        layout = self._slices.layout
         mine = {  # small values, and the types of large ones
-            index: {
-                name: value.dtype if is_large(value, part.weights, name) else value
-                for name, value in state.get(part.weights, {}).items()
+            layout.slot_of[id(part.whole)].index: {
+                name: value.dtype if self._is_cut(part, name, value) else value
+                for name, value in self.optimizer.state[part.whole].items()
             }
-            for index, part in parts.items()
+            for part in self._slices.parts
         }
         about: dict[int, dict[str, Any]] = {slot.index: {} for slot in layout.slots}
         for found in all_gather_object(self._comm, mine):
@@ -272,24 +271,7 @@ class Sharded(Replicated):
         whole: dict[Tensor, dict[str, Any]] = {
             slot.parameter: dict(about[slot.index]) for slot in layout.slots if about[slot.index]
         }
-        for bucket in self._slices.buckets:
-            bounds = self._collective.bounds_of(bucket)
-            kinds = {
-                (name, value)
-                for slot in bucket.slots
-                for name, value in about[slot.index].items()
-                if isinstance(value, torch.dtype)
-            }
-            for name, dtype in sorted(kinds, key=str):
-                flat = torch.zeros(bounds[-1], dtype=dtype, device=self._comm.device)
-                for slot, _, begin, end in parts_in(bucket, *self._collective.slice_of(bucket)):
-                    if about[slot.index].get(name) == dtype:
-                        flat[begin:end] = state[parts[slot.index].weights][name]
-                self._comm.all_gather_(flat, bounds, label=f"{name} of {bucket.label}")
-                for slot, view in zip(bucket.slots, bucket.views_of(flat), strict=True):
-                    if keep and about[slot.index].get(name) == dtype:
-                        away = on_cpu and view.device.type != "cpu"
-                        whole[slot.parameter][name] = view.cpu() if away else view.clone()
+        self._gather_large(whole, keep=keep, on_cpu=on_cpu)
         for group in self.optimizer.param_groups:
             if group.get("fused") or group.get("capturable"):  # then torch reads step counts on the weights' device
                 for parameter in group["params"]:
@@ -297,6 +279,28 @@ class Sharded(Replicated):
                         whole[parameter]["step"] = steps.to(parameter.device)
         frozen = {each: state for each, state in self.optimizer.state.items() if id(each) not in layout.slot_of}
         return defaultdict(dict, {**frozen, **whole} if keep else {})
+
+    def _is_cut(self, part: Part, name: str, value: Any) -> bool:
+        """Returns True for a state of which each rank holds its part, so that it is not sent with the small ones."""
+        return is_large(value, part.weights, name)
+
+    def _gather_large(self, whole: Mapping[Tensor, dict[str, Any]], *, keep: bool, on_cpu: bool) -> None:
+        """Replaces the type of each large state by the state of the whole parameter, on the ranks that keep it."""
+        assert self._slices is not None
+        for bucket in self._slices.buckets:
+            bounds, slots = self._collective.bounds_of(bucket), bucket.slots
+            types = {slot.index: dict(whole.get(slot.parameter, {})) for slot in slots}
+            kinds = {each for known in types.values() for each in known.items() if isinstance(each[1], torch.dtype)}
+            for name, dtype in sorted(kinds, key=str):
+                flat = torch.zeros(bounds[-1], dtype=dtype, device=self._comm.device)
+                for slot, _, begin, end in parts_in(bucket, *self._collective.slice_of(bucket)):
+                    if types[slot.index].get(name) == dtype:
+                        flat[begin:end] = self.optimizer.state[slot.parameter][name]
+                self._comm.all_gather_(flat, bounds, label=f"{name} of {bucket.label}")
+                for slot, view in zip(slots, bucket.views_of(flat), strict=True):
+                    if keep and types[slot.index].get(name) == dtype:
+                        away = on_cpu and view.device.type != "cpu"
+                        whole[slot.parameter][name] = view.cpu() if away else view.clone()
 
 
 class Served(Sharded):

@@ -49,10 +49,11 @@ from ddp.policies import (
 from ddp.process.files import scratch_folder
 from ddp.process.terminal import say
 from ddp.replica.naive import NaiveDataParallel
+from ddp.replica.parameters import sparse_weights
 from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import waits
 from ddp.setting import Setup, check_values, refuse
-from ddp.strategies.choice import check_model, has_sparse_gradients, replica_of
+from ddp.strategies.choice import check_model, replica_of
 from ddp.train.checkpoints.checkpoint import flat
 from ddp.train.checkpoints.checkpoint_store import identity_of, resume_from
 from ddp.train.checkpoints.moved import meant_for_fit
@@ -208,7 +209,7 @@ def inputs_of(given: FitArguments, comm: Communicator) -> Inputs:
         shared_memory=comm.host_partition.num_hosts == len(comm.hosts),  # else each rank counts as a host there
         algorithm=comm.plan.algorithm,
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        is_sparse=has_sparse_gradients(given.model),
+        is_sparse=bool(sparse_weights(given.model)),
         is_wide=all(parameter.dtype.itemsize >= 4 for parameter in given.model.parameters()),
         waits=waits(given.model),
         is_stream=source.is_stream,

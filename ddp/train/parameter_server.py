@@ -202,7 +202,7 @@ def work(given: FitArguments, comm: Communicator, part: Role) -> TrainState:
 
     Raises:
         ConfigError: something cannot be trained, or is not as at the servers.
-        PeerLost: the servers are lost or have failed, and this worker is to stop; or the store has gone.
+        PeerLost: the servers' fit has failed, or the store has gone.
     """
     policy = given.strategy
     assert isinstance(policy, ParameterServer)
@@ -253,7 +253,7 @@ class LeasedSteps:
         state, servers = self._state, self._servers
         try:
             while True:
-                servers.join(stopping=state.stop_flag)
+                servers.join(self._leave_if_asked)
                 yield from self._until_lost()
         except Over as over:
             servers.leave()
@@ -298,7 +298,9 @@ class LeasedSteps:
             )
 
     def _leave_if_asked(self) -> None:
-        """Ends the work of a process that a signal asks to stop, between two parts: the run continues without it.
+        """Ends the work of a process that a signal asks to stop, between two parts or while it waits for servers.
+
+        The run continues without it.
 
         Raises:
             Over: for this worker.

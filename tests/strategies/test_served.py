@@ -599,7 +599,7 @@ def test_an_odd_message_ends_the_service_of_its_worker_alone(
         *(worker_threads, "broadcast_object"), lambda _, value, root: next(heard) if root else told.append(value)
     )
     said = types.SimpleNamespace(
-        receive_values=lambda: second, send_values=told.append, receive_gradients=lambda _: [], take_back=lambda: None
+        receive_values=lambda: second, send_values=told.append, receive_gradients=lambda _: {}, take_back=lambda: None
     )
     monkeypatch.setattr(worker_threads, "Edge", lambda *_, **__: said)
     serving._serve_worker(7)
@@ -630,10 +630,20 @@ def test_who_has_been_let_in_hears_from_the_servers_that_the_run_is_over(tmp_pat
     home.set("incarnation", "0")
     worker = Servers(Role("worker", 0, 2, 1, home), home, comm, nn.Linear(1, 1), ASYNC, facts={})  # type: ignore[arg-type]
     with pytest.raises(Over):
-        worker._welcomed(Patience(20.0), False)
+        worker._welcomed(Patience(20.0), lambda: None)
     home.lets_in = True
     (tmp_path / home._file("over").name).unlink()
-    assert worker._welcomed(Patience(20.0), False) == (1, 0)
+    assert worker._welcomed(Patience(20.0), lambda: None) == (1, 0)
+
+
+def test_a_worker_that_is_asked_to_stop_while_no_server_is_there_leaves(tmp_path: Path) -> None:
+    def leave() -> None:
+        raise Over({})
+
+    home, comm = Folder(tmp_path), types.SimpleNamespace(abort_s=20.0)
+    worker = Servers(Role("worker", 0, 2, 1, home), home, comm, nn.Linear(1, 1), ASYNC, facts={})  # type: ignore[arg-type]
+    with pytest.raises(Over):
+        worker.join(leave)
 
 
 @pytest.mark.parametrize("seen", [None, torch.zeros(2)])
@@ -652,6 +662,6 @@ def test_pushes_that_do_not_count_end_with_their_step() -> None:
     service._shared, service._parts, service._parameters = shared, {}, {}
     service._strategy = types.SimpleNamespace(model=types.SimpleNamespace(module=Counts()))  # type: ignore[assignment]
     for key in ((3, 0, 1), (3, 0, 2), (4, 0, 1)):
-        shared.pushed[key] = Push([], 1.0, 2.0, {}, [])
+        shared.pushed[key] = Push({}, 1.0, 2.0, {}, [])
     assert service._write_gradients([(3, 0, 2)], [(1.0, 2.0, 4)], {}).num_items == 2
     assert list(shared.pushed) == [(4, 0, 1)]

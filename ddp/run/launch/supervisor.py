@@ -232,8 +232,8 @@ class _Supervisor:
         if not self._num_servers:
             self._end_of_rank(rank, status)
             return
-        publish_end(role, status_text(status) if status else "")
         report = Report.read(Seat(self._logs, rank, self._num_servers)) if status else None
+        publish_end(role, _end_text(status, report) if status else "")
         if report is not None and not report.is_secondary:
             self._fail({rank: Failure(status, time.time())})
         elif role.job == "server":
@@ -334,10 +334,14 @@ class _Supervisor:
                 self._fail({})
 
 
+def _end_text(status: int, report: Report | None) -> str:
+    """Returns how a process has ended, as text: by its report, if it has left one."""
+    return status_text(status) if report is None else f"has ended ({report.type}: {' '.join(report.message.split())})"
+
+
 def _say(role: Role, status: int, report: Report | None, then: str) -> None:
     """Prints the one line about a loss that does not end the run."""
-    how = status_text(status) if report is None else f"has ended ({report.type}: {' '.join(report.message.split())})"
-    log.warning("%s %s; %s", role, how, then)
+    log.warning("%s %s; %s", role, _end_text(status, report), then)
 
 
 # --- The command of a process that computes; signals to its parent, and Ctrl-Z ---------------------------------------

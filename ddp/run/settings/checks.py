@@ -382,14 +382,14 @@ def check_strategy(config: Config, model: nn.Module | None = None) -> None:
     if config.strategy.name == "auto" and model is None:
         return
     from ddp.process import gpu  # this late, as in `check_gpus`
+    from ddp.replica.parameters import sparse_weights
     from ddp.replica.sync_batchnorm import waits
-    from ddp.strategies.choice import has_sparse_gradients
 
     on_gpu = config.device == gpu.KIND or (config.device == "auto" and gpu.cuda.device_count() > 0)
     facts: dict[str, Any] = {"device": gpu.KIND if on_gpu else "cpu", "is_whole": True}
     if model is not None:
         has_waiting = config.replica.sync_batchnorm or waits(model)
-        facts |= {"is_sparse": has_sparse_gradients(model), "waits": has_waiting}
+        facts |= {"is_sparse": bool(sparse_weights(model)), "waits": has_waiting}
     refuse(setup_of(config, **facts))
 
 

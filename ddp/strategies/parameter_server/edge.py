@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import groupby
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from ddp.comm.host_links import CPU
 from ddp.comm.meeting.private_store import part_of
 from ddp.comm.meeting.rendezvous import ask_store
 from ddp.comm.meeting.role import Job, Role
-from ddp.comm.objects import error_of, error_values, packed, unpacked
+from ddp.comm.objects import broadcast_object, error_of, error_values, packed, unpacked
 from ddp.comm.opening import open_communicator
 from ddp.errors import CommunicatorBroken, PeerLost, with_causes
 from ddp.gradients.bucket import Bucket, Slot, span
@@ -42,7 +42,6 @@ from ddp.setting import WireName
 SERVER, WORKER = 0, 1
 LOST = (PeerLost, CommunicatorBroken)
 """The errors of a call if the other end is lost."""
-LENGTH_BYTES, VALUES_BYTES = 8, 2040
 
 
 class Piece(NamedTuple):
@@ -97,34 +96,21 @@ class Edge:
         hook: Hook | None,
     ) -> None:
         self.comm, self._wire = comm, wire
-        self._message = comm.allocate(LENGTH_BYTES + VALUES_BYTES, torch.uint8)  # one message, if the values are short
         named = [(piece.name, parameters[piece.name]) for piece in pieces]
         self._compression = None if hook is None else Compression(hook, comm, named)
         self._is_reduced = hook is not None or (wire is not None and len(comm.hosts) > 1)
-        self._packs = [_Pack(comm, parameters, those, dtype) for dtype, those in by_dtype(pieces, parameters)]
+        dtypes = sorted({parameter.dtype for _, parameter in named}, key=str)
+        self._packs = [_Pack(comm, parameters, pieces, dtype) for dtype in dtypes]
 
     # --- plain values ------------------------------------------------------------------------------------------------
 
     def send_values(self, values: dict[str, Any]) -> None:
         """Sends plain values to the other end, which calls `receive_values`: a request, or the reply to it."""
-        data = packed(values)
-        self._message[:LENGTH_BYTES].view(torch.int64)[0] = len(data)
-        first = self._message[LENGTH_BYTES:][: len(data)]
-        first.copy_(data[: len(first)])
-        self.comm.broadcast(self._message, self.comm.rank, label="values")
-        if len(data) > len(first):
-            self.comm.broadcast(data[len(first) :].clone(), self.comm.rank, label="more values")
+        broadcast_object(self.comm, values, self.comm.rank)
 
     def receive_values(self) -> dict[str, Any]:
         """Receives one message from the other end."""
-        other = 1 - self.comm.rank
-        self.comm.broadcast(self._message, other, label="values")
-        length = int(self._message[:LENGTH_BYTES].view(torch.int64)[0])
-        data = self._message[LENGTH_BYTES:][:length]
-        if length > len(data):
-            rest = torch.empty(length - len(data), dtype=torch.uint8)
-            data = torch.cat([data, self.comm.broadcast(rest, other, label="more values")])
-        values: dict[str, Any] = unpacked(data)
+        values: dict[str, Any] = broadcast_object(self.comm, None, 1 - self.comm.rank)
         return values
 
     # --- gradients ---------------------------------------------------------------------------------------------------
@@ -135,7 +121,7 @@ class Edge:
         for pack in self._packs:
             if self._is_reduced:
                 pack.flat.zero_()  # including the padding, where a wire format may have left values
-            for view, parameter, piece in pack.places():
+            for view, parameter, piece in pack.places(pack.flat):
                 if parameter.grad is not None:
                     view.copy_(in_memory_order(laid_out_like(parameter, parameter.grad))[piece.start : piece.stop])
                 else:
@@ -143,13 +129,17 @@ class Edge:
         self._send(label)
 
     @torch.no_grad()
-    def receive_gradients(self, label: str) -> list[Tensor]:
-        """Returns the worker's gradients for each dtype, in the order of `by_dtype`, [numel]. At the server."""
+    def receive_gradients(self, label: str) -> dict[Piece, Tensor]:
+        """Returns the worker's gradient of each piece, [numel]. At the server."""
         for pack in self._packs:
             if self._is_reduced:
                 pack.flat.zero_()
         self._send(label)
-        return [pack.flat.clone() for pack in self._packs]  # because the edge may be lost before they are used
+        found = {}
+        for pack in self._packs:
+            copy = pack.flat.clone()  # because the edge may be lost before it is used
+            found |= {piece: view for view, _, piece in pack.places(copy)}
+        return found
 
     def _send(self, label: str) -> None:
         if self._compression is not None:
@@ -173,7 +163,7 @@ class Edge:
     def load(self) -> None:
         """Copies the server's parameters to the memory that `pull` sends. At the server."""
         for pack in self._packs:
-            for view, parameter, piece in pack.places():
+            for view, parameter, piece in pack.places(pack.flat):
                 view.copy_(in_memory_order(parameter)[piece.start : piece.stop])
 
     @torch.no_grad()
@@ -182,12 +172,12 @@ class Edge:
         for pack in self._packs:
             self.comm.broadcast(pack.flat, SERVER, label=label)
             if self.comm.rank == WORKER:
-                for view, parameter, piece in pack.places():
+                for view, parameter, piece in pack.places(pack.flat):
                     in_memory_order(parameter)[piece.start : piece.stop] = view
 
 
 class _Pack:
-    """The pieces of one dtype, one after another.
+    """The pieces of one dtype, which travel together, one after another.
 
     Attributes:
         flat: [numel], gradients or parameters, with padding between them.
@@ -196,15 +186,17 @@ class _Pack:
     def __init__(
         self, comm: Communicator, parameters: Mapping[str, nn.Parameter], pieces: Sequence[Piece], dtype: torch.dtype
     ) -> None:
-        self._parameters, self._pieces = parameters, pieces
-        self._starts, numel = places_of(pieces, dtype)
+        self._parameters = parameters
+        self._pieces = [piece for piece in pieces if parameters[piece.name].dtype == dtype]
+        sizes = (torch.empty(piece.stop - piece.start, dtype=dtype, device="meta") for piece in self._pieces)
+        *self._starts, numel = [0, *accumulate(map(span, sizes))]
         self.flat = comm.allocate(numel, dtype)
         self._bucket: Bucket | None = None
 
-    def places(self) -> Iterator[tuple[Tensor, nn.Parameter, Piece]]:
-        """Yields each piece's place in the flat memory, with its parameter."""
+    def places(self, flat: Tensor) -> Iterator[tuple[Tensor, nn.Parameter, Piece]]:
+        """Yields each piece's place in the flat memory or a copy of it, with its parameter."""
         for start, piece in zip(self._starts, self._pieces, strict=True):
-            yield self.flat[start : start + piece.stop - piece.start], self._parameters[piece.name], piece
+            yield flat[start : start + piece.stop - piece.start], self._parameters[piece.name], piece
 
     def bucket(self) -> Bucket:
         """Returns the flat memory as a bucket of whole parameters, for a hook."""
@@ -235,21 +227,3 @@ def failure_of(run_store: Store, job: Job) -> Exception | None:
     error = error_of(*unpacked(data), where=f"a {job}")
     error.__cause__ = PeerLost(SERVER if job == "server" else WORKER, "unknown", 0, 0, "its fit", "it has failed")
     return error
-
-
-def by_dtype(
-    pieces: Sequence[Piece], parameters: Mapping[str, nn.Parameter]
-) -> Iterator[tuple[torch.dtype, list[Piece]]]:
-    """Yields the pieces of each dtype, which travel together."""
-    in_order = sorted(pieces, key=lambda piece: str(parameters[piece.name].dtype))  # stable
-    for dtype, those in groupby(in_order, key=lambda piece: parameters[piece.name].dtype):
-        yield dtype, list(those)
-
-
-def places_of(pieces: Sequence[Piece], dtype: torch.dtype) -> tuple[list[int], int]:
-    """Returns the starts of consecutive pieces of a dtype, and the number of elements of all, with padding."""
-    starts, end = [], 0
-    for piece in pieces:
-        starts.append(end)
-        end += span(torch.empty(piece.stop - piece.start, dtype=dtype, device="meta"))
-    return starts, end

@@ -38,7 +38,7 @@ from ddp.gradients.totals import Totals, count_of
 from ddp.policies import ParameterServer
 from ddp.process.clock import Patience, now_s
 from ddp.process.terminal import log
-from ddp.strategies.parameter_server.edge import Piece, by_dtype, failure_of, places_of
+from ddp.strategies.parameter_server.edge import Piece, failure_of
 from ddp.strategies.parameter_server.ledger import Ledger, Plan, Update
 from ddp.strategies.parameter_server.worker_threads import Shared, WorkerThreads
 from ddp.strategies.sharded import Served
@@ -93,7 +93,6 @@ class Service:
         model = strategy.model
         self._part, self._run_store, self._strategy, self._comm = part, run_store, strategy, model.comm
         self._parts = {Piece(name, part.start, part.stop): part for name, part in strategy.parts()}
-        self._parameters = dict(model.module.named_parameters())
         ledger = Ledger(
             mode=policy.mode,
             num_parts=policy.num_parts(part.num_workers),
@@ -248,16 +247,12 @@ class Service:
             steps = {key[0] for key in keys}  # lost workers may have left pushes for these that do not count
             self._shared.pushed = {key: push for key, push in self._shared.pushed.items() if key[0] not in steps}
         num_items = sum(each[1] for each in counts)
-        packs = by_dtype([*self._parts], self._parameters)
         shares = [each[1] / (num_items or 1) for each in counts]
-        for index, (dtype, pieces) in enumerate(packs):
-            flats = [push.flats[index] for push in pushes]
-            for start, piece in zip(places_of(pieces, dtype)[0], pieces, strict=True):
-                gradient = self._parts[piece].gradient
-                gradient = (gradient if flats else gradient.zero_()).view(-1)
-                for number, (flat, share) in enumerate(zip(flats, shares, strict=True)):
-                    here = flat[start : start + len(gradient)]
-                    gradient.add_(here, alpha=share) if number else torch.mul(here, share, out=gradient)
+        for piece, part in self._parts.items():
+            gradient = (part.gradient if pushes else part.gradient.zero_()).view(-1)
+            for number, (push, share) in enumerate(zip(pushes, shares, strict=True)):
+                here = push.gradients[piece]
+                gradient.add_(here, alpha=share) if number else torch.mul(here, share, out=gradient)
         module = self._strategy.model.module
         for name, value in buffers.items():
             module.get_buffer(name).copy_(value)

@@ -15,7 +15,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -85,14 +85,14 @@ class Servers:
         self._begin_reply = WAIT  # to the request to begin the next part
         self.version = 0  # updates that the servers had made at the last pull
 
-    def join(self, *, stopping: Any = False) -> None:
+    def join(self, leave_if_asked: Callable[[], None]) -> None:
         """Connects to all servers, as soon as they are there.
 
         Args:
-            stopping: true once this process is to stop.
+            leave_if_asked: raises Over once this process is to stop.
 
         Raises:
-            Over: the run has ended.
+            Over: the run has ended, or this process is to stop.
             PeerLost: the store in which all meet has gone.
             ConfigError: servers are missing at the deadline, or train another model, or with other settings.
             Exception: the servers' fit has failed; the error has the class of theirs.
@@ -101,7 +101,7 @@ class Servers:
         patience = Patience(self._comm.abort_s)
         while True:
             within_s = max(1.0, patience.left_s())
-            number, incarnation = ask_store(partial(self._welcomed, patience, stopping), within_s=within_s)
+            number, incarnation = ask_store(partial(self._welcomed, patience, leave_if_asked), within_s=within_s)
             try:
                 for server in range(
                     self._part.num_servers
@@ -117,7 +117,7 @@ class Servers:
             else:
                 return
 
-    def _welcomed(self, patience: Patience, stopping: Any) -> tuple[int, int]:
+    def _welcomed(self, patience: Patience, leave_if_asked: Callable[[], None]) -> tuple[int, int]:
         """Returns this worker's number at servers that accept it, and their incarnation."""
         run_store = self._run_store
         number, incarnation = -1, -1
@@ -134,8 +134,7 @@ class Servers:
                     number = run_store.add(f"{now}/arrivals", 1) - 1
                 if number >= 0 and run_store.check([f"{incarnation}/welcome/{number}"]):
                     return number, incarnation
-                if stopping:
-                    break
+                leave_if_asked()
                 time.sleep(min(POLL_S, left_s))
         except DistError as error:
             reason = (
@@ -143,8 +142,6 @@ class Servers:
                 "with resume=auto, and then the workers"
             )
             raise PeerLost(SERVER, "unknown", 0, 0, "start-up", reason) from error
-        if stopping:
-            raise PeerLost(SERVER, "unknown", 0, 0, "start-up", "no server is there, and this worker is to stop")
         within = f"within {patience.limit_s:g} s (comm.abort_s)"
         problem = f"no server has come {within}: start the servers first"
         if incarnation >= 0:

@@ -260,11 +260,11 @@ class WorkerThreads:
         """Takes the gradients of a part. Returns True if they count."""
         lease, shared = as_lease(request["lease"]), self._shared
         step, part = lease.plan.step, lease.part
-        flats = edge.receive_gradients(f"step {step}, gradients of part {part}")
+        gradients = edge.receive_gradients(f"step {step}, gradients of part {part}")
         buffers, without = dict(request["buffers"]), list(map(str, request["without"]))
         if odd := [name for name, each in buffers.items() if each.shape != self._model.module.get_buffer(name).shape]:
             raise ValueError(f"buffers of another shape: {', '.join(odd)}")
-        push = Push(flats, float(request["loss_sum"]), float(request["num_items"]), buffers, without)
+        push = Push(gradients, float(request["loss_sum"]), float(request["num_items"]), buffers, without)
         with shared.changed:
             counts = bool(self._part.index) or shared.ledger.returned(number, lease, now_s=now_s())
             if counts:
@@ -288,13 +288,13 @@ class Push(NamedTuple):
     """The return of a worker for a part of a step.
 
     Attributes:
-        flats: mean gradients over the part's items, one for each dtype (`Edge.receive_gradients`).
+        gradients: by piece of this server, the mean over the part's items, [numel].
         loss_sum, num_items: of the part.
         buffers: those of the model that have changed, by name.
         without: names of the parameters that got no gradient.
     """
 
-    flats: Sequence[Tensor]
+    gradients: Mapping[Piece, Tensor]
     loss_sum: float
     num_items: float
     buffers: Mapping[str, Tensor]

@@ -71,7 +71,7 @@ def as_told(folder: Path, told: Mapping[str, Any], num_starts: int) -> tuple[str
     until(lambda: len(starts(folder)) >= num_starts)
     found = ""
     if me.job == "server":
-        if isinstance(told.get("worker 1.0"), int):
+        if told.get("worker 1.0") in (SIGKILL, "blames"):
             until(lambda: how_ended(me.store, "worker", 1))
         comm = ddp.init()
         assert comm.all_reduce(torch.ones(1)) == me.num_servers
@@ -103,6 +103,11 @@ FAILED = r"{0} on host \S+ failed:\n(?s:.*)\nValueError: in {0}\n"
             *(2, 1, 0, {"worker 1.0": SIGKILL}, 3),
             [("server 0", 0, "was killed by SIGKILL"), ("worker 0", 0, ""), None],
             ["worker 1 was killed by SIGKILL; the others continue without it"],
+        ),
+        (
+            *(2, 1, 0, {"worker 1.0": "blames"}, 3),
+            [("server 0", 0, f"has ended ({LOST})"), ("worker 0", 0, ""), None],
+            [f"worker 1 has ended ({LOST}); the others continue without it"],
         ),
         (
             *(1, 2, 2, {"server 1.0": 15, "server 0.0": "hangs", "server 0.1": "blames", "server 1.1": "hangs"}, 7),
