@@ -31,6 +31,7 @@ from rich.table import Table
 from ddp.comm.meeting.place import place
 from ddp.errors import ConfigError, WorkersFailed
 from ddp.lab.bench.turns import PROGRESS, Cell, TimedCell
+from ddp.lab.clone import CLONE, of_clone
 from ddp.process import records
 from ddp.process.arguments import Parser, listed, whole
 from ddp.process.memory import available_cores
@@ -40,7 +41,7 @@ from ddp.run.settings.checks import most_workers
 from ddp.units import counted, parse_delay, parse_rate
 
 Job = Callable[[], Sequence[Cell]]
-HOSTS = Path(__file__).parents[3] / "scripts" / "netbed" / "hosts.py"
+HOSTS, PLOTS = CLONE / "scripts" / "netbed" / "hosts.py", "recipes.studies.plots"
 
 
 def add_options(parser: Parser, *, workers: str, least: int, turns: int, plots: bool = False) -> None:
@@ -83,6 +84,8 @@ def place_of(options: argparse.Namespace) -> BenchSite:
     for path in filter(None, (options.json, options.plot)):
         if not path.absolute().parent.is_dir():
             raise ConfigError(f"{path}: there is no folder {path.absolute().parent}")
+    if options.plot:
+        of_clone(PLOTS)  # which refuses an installed package before anything is measured
     return BenchSite(None if options.netbed is None else Bed.parse(options.netbed), options.beside)
 
 
@@ -120,7 +123,7 @@ def _finish(cells: Sequence[Cell], options: argparse.Namespace) -> None:
     if options.json:
         options.json.write_text(to_json(cells))
     if options.plot:
-        draw_plot(cells, options.plot)
+        of_clone(PLOTS).draw(by_place(cells), options.plot)
         say(f"plot: {options.plot}")
 
 
@@ -196,7 +199,7 @@ WORDS = ("case", "algorithm", "model", "variant", "method")
 def print_report(cells: Sequence[Cell], console: Console) -> None:
     """Prints a table for each place, without empty columns, and notes on all of its cells; then the legend."""
     shown: dict[str, str] = {}
-    for where, group in _by_place(cells).items():
+    for where, group in by_place(cells).items():
         rows = [row for cell in group for row in cell.rows()]
         table = Table(title=where)
         titles = [title for title in rows[0] if any(row[title] for row in rows)]
@@ -215,7 +218,8 @@ def print_report(cells: Sequence[Cell], console: Console) -> None:
     console.print("", legend)
 
 
-def _by_place(cells: Iterable[AnyCell]) -> dict[str, list[AnyCell]]:
+def by_place(cells: Iterable[AnyCell]) -> dict[str, list[AnyCell]]:
+    """Returns the cells of each place."""
     places: dict[str, list[AnyCell]] = {}
     for cell in cells:
         places.setdefault(cell.place, []).append(cell)
@@ -235,32 +239,6 @@ def to_json(cells: Sequence[Cell]) -> str:
 def from_json(text: str, kind: type[AnyCell]) -> list[AnyCell]:
     """Reads the cells that `to_json` wrote."""
     return [kind(**{field.name: plain[field.name] for field in fields(kind)}) for plain in json.loads(text)]
-
-
-# ------------------------------------------------------------------------------------------------------------ picture
-
-
-def draw_plot(cells: Sequence[Any], picture: Path) -> None:
-    """Draws a panel for each place, as the cells say."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    places = _by_place(cells)
-    figure, panels = pyplot.subplots(
-        len(places), 1, figsize=(8.0, 4.0 * len(places)), squeeze=False, sharey=True, layout="constrained"
-    )
-    for axes, (title, group) in zip(panels[:, 0], places.items(), strict=True):
-        group[0].draw(axes, group)
-        axes.set_title(title, fontsize="medium", loc="left")
-        axes.set_axisbelow(True)
-        axes.grid(axis="y", alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False)
-    figure.savefig(picture, dpi=150)
-    pyplot.close(figure)
 
 
 # --- Where it runs: on this host or on a bed of network namespaces, alone or with strangers --------------------------
