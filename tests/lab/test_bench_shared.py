@@ -22,11 +22,13 @@ from rich.console import Console
 from ddp.__main__ import main
 from ddp.errors import ConfigError
 from ddp.lab.bench.collectives import CollectiveCell, open_barrier
-from ddp.lab.bench.command import PAYLOAD, Bed, BenchSite, by_place, from_json, print_report, strangers, to_json
+from ddp.lab.bench.command import BenchSite, by_place, from_json, print_report, strangers, to_json
 from ddp.lab.bench.step import StepCell
 from ddp.lab.bench.turns import Cell, take_turns
+from ddp.lab.forecast.prices import PAYLOAD
 from ddp.process.memory import available_cores
 from ddp.units import format_size, format_time, parse_size
+from recipes.studies.bed import Bed
 from recipes.studies.plots import draw
 
 MIB = 1 << 20

@@ -25,12 +25,13 @@ from ddp.comm.plan import IN_A_ROW, agreed, timed
 from ddp.comm.reduction import wire_format
 from ddp.commands.registry import at_ranks
 from ddp.errors import ConfigError, did_you_mean
-from ddp.lab.bench.command import PAYLOAD
 from ddp.setting import Narrow
 
 TIMEOUT_S = 300
 MEMORY_BYTES, MEMORY_IN_ALL = tuple(1 << k for k in (10, 16, 20, 22, 24)), 64 << 20
 """Sums in a host's memory that are timed, and the most memory that its ranks take for that."""
+PAYLOAD = 0.956
+"""The share of a link's rate that is left for payload; the rest is headers (scripts/netbed/README.md)."""
 MANY_RANKS = 1000  # whose simulation takes seconds, so that formulas answer for more
 
 
