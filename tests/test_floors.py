@@ -16,7 +16,7 @@ FLOORS = [
     ["process", "setting", "units", "vision"],
     ["collectives", "optim", "models", "data", "policies"],
     ["comm"],
-    ["gradients", "pictures"],
+    ["gradients"],
     ["replica"],
     ["strategies"],
     ["train"],

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -23,7 +24,8 @@ from ddp.units import parse_delay, parse_rate
 
 COMMANDS = {
     "train": ("commands.train.main", "trains a model on this host's workers; its --help lists all settings"),
-    "draw": ("commands.schedules.draw_main", "draws a schedule's rounds, or (draw step RUN) where a step's time went"),
+    "draw": ("commands.schedules.draw_main", "draws a schedule's rounds"),
+    "draw step": ("lab.timeline.main", "draws where the time of a step of a run went, on each rank"),
     "draw overlap": ("lab.draw_overlap.main", "draws how much of the reductions backward hides on this machine"),
     "scale": ("lab.scaling.scale.main", "measures, within seconds, the speed-up of your run with more workers"),
     "search": ("commands.search.main", "searches for settings by Optuna, a run for each trial"),
@@ -38,10 +40,10 @@ COMMANDS = {
     "sidecar": ("commands.sidecar.main", "follows a running job, and evaluates each of its checkpoints"),
     "report": ("lab.scaling.report.main", "reports the speed-up of each number of workers in a sweep"),
     "predict": ("commands.finished.predict_main", "writes a finished run's output for each sample"),
-    "exercise": ("lab.exercise.main", "checks your solution of an exercise of recipes/tutorial"),
-    "tutorial": ("lab.tutorial.main", "writes the read-along, prose next to code, as pages for a browser"),
+    "exercise": ("lab.clone.exercise", "checks your solution of an exercise of recipes/tutorial"),
+    "tutorial": ("lab.clone.tutorial", "writes the read-along, prose next to code, as pages for a browser"),
     "bench step": ("lab.bench.step.main", "times training steps, and counts their memory, next to torch's classes"),
-    "bench forecast": ("lab.forecast.cells.main", "compares forecasts of training steps with the steps"),
+    "bench forecast": ("lab.clone.bench_forecast", "compares forecasts of training steps with the steps"),
     "bench collectives": ("lab.bench.collectives.main", "times collectives next to torch.distributed's on Gloo"),
 }
 """The name of a command, of one word or two → a function, which takes the other words and returns the exit status; what
@@ -143,6 +145,23 @@ def respond(parser: Parser, options: argparse.Namespace, run: Callable[[argparse
     except BrokenPipeError:  # the reader, such as `head`, has left; nothing must be flushed at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def at_ranks(work: Callable[[Any], Any], workers: int, *, threads: int | None = 1, timeout_s: float, **how: Any) -> Any:
+    """Calls `work(comm)` at all ranks of a new world on this host; returns rank 0's result. `how`: of `ddp.init`."""
+    from ddp.run.launch import from_python
+
+    question = partial(joined, work, **how)
+    return from_python.launch(question, workers=workers, threads_per_worker=threads, timeout_s=timeout_s)[0]
+
+
+def joined(work: Callable[[Any], Any], **how: Any) -> Any:
+    """Calls `work` with the communicator of the ranks of which this process is one."""
+    from ddp.comm.session import init, shutdown
+
+    result = work(init(**how))
+    shutdown()
+    return result
 
 
 def add_workers(parser: Parser) -> None:

@@ -1,17 +1,14 @@
-"""Commands about schedules: `draw`, `check`, `simulate`, `explain`; `draw step` is about a profiled run."""
+"""Commands about schedules: `draw`, `check`, `simulate`, `explain`."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
-from io import BytesIO
 from itertools import accumulate, pairwise
 from pathlib import Path
-from statistics import median_low
+from typing import TYPE_CHECKING
 
-import ddp
 from ddp.collectives.catalog import (
     BETWEEN_HOSTS,
     OVER_SHARDS,
@@ -23,17 +20,19 @@ from ddp.collectives.catalog import (
     prove,
 )
 from ddp.collectives.cost import Link, Network, about_messages, bus_bandwidth, equal_hosts
+from ddp.collectives.picture import svg
 from ddp.collectives.schedule import draw
 from ddp.collectives.simulate import simulate, whole_chunks
 from ddp.comm.meeting.place import is_rank
-from ddp.commands.registry import add_workers, parser_of, rate_of, respond, time_of
+from ddp.commands.registry import add_workers, at_ranks, joined, parser_of, rate_of, respond, time_of
 from ddp.errors import did_you_mean
-from ddp.pictures.schedule import svg
 from ddp.process import memory
 from ddp.process.arguments import Parser, checked, positive, program, whole
-from ddp.run.launch import from_python
 from ddp.run.settings.address import from_address, is_address
 from ddp.units import counted, format_bandwidth, format_size, format_time, parse_size
+
+if TYPE_CHECKING:
+    from ddp.comm.communicator import Communicator
 
 RANKS_FOLLOWED = whole(1, 10_000, "some schedules take half a minute with 10,000 ranks")  # proven, or simulated
 MOST_PARTS_PROVEN = 2 * 512 * 512  # chunks or messages of all ranks together: a ring of 512 takes some seconds
@@ -114,8 +113,6 @@ RANKS_DRAWN = whole(1, 256, "a drawing has a line for each rank in each round")
 
 def draw_main(words: Sequence[str]) -> int:
     """Draws the schedule that the words name."""
-    if words[:1] == ["step"]:
-        return draw_step(words[1:])
     others = f"{program()} draw step --help: a step of a run; draw overlap --help: what backward hides here."
     parser = parser_of("draw", epilog=others)
     add_schedule(parser, RANKS_DRAWN)
@@ -137,56 +134,6 @@ def run_draw(options: argparse.Namespace) -> str:
     title += f", {schedule.num_shards} shards" if schedule.num_shards is not None else ""
     write_picture(options.svg, svg(schedule, options.num_ranks, title=title, hosts=hosts))
     return f"{options.svg}: {title}"
-
-
-# --- draw step: where the time of a step of a run went ---------------------------------------------------------------
-
-
-def draw_step(words: Sequence[str]) -> int:
-    """Draws a step of a run that was profiled, or writes the traces of its ranks as one."""
-    parser = parser_of("draw step", description="Draws where the time of a profiled step went, on each rank.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run with profile.steps=5")
-    parser.add_argument("--step", type=int, metavar="N", help="number of the step (default: the one of median length)")
-    add_picture(parser)
-    parser.add_argument("--png", type=Path, metavar="FILE", help="the same as a PNG")
-    parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write the traces of all ranks as one, for ui.perfetto.dev"
-    )
-    return respond(parser, parser.parse_args(words), run_draw_step)
-
-
-def run_draw_step(options: argparse.Namespace) -> str:
-    """Returns the drawing, or what was written."""
-    from ddp.pictures.timeline import step_figure, step_text, svg_of
-    from ddp.train.reports.profile import read_profile
-
-    profile = read_profile(options.run)
-    lengths = [max(rank.step_s for rank in step) for step in profile.steps]
-    numbers = [step[0].step for step in profile.steps]
-    index = lengths.index(median_low(lengths))
-    if options.step is not None:
-        if options.step not in numbers:
-            raise ValueError(f"--step {options.step}: {options.run} has the steps {numbers[0]} to {numbers[-1]}")
-        index = numbers.index(options.step)
-    steps = [[asdict(rank) for rank in step] for step in profile.steps]
-    title, written = f"{options.run.name}: {profile.model}, {profile.strategy}", []
-    if options.svg is not None:
-        write_picture(options.svg, svg_of(step_figure(steps[index], title=title), title))
-        written.append(options.svg)
-    if options.png is not None:
-        picture = BytesIO()
-        step_figure(steps[index], title=title).savefig(picture, format="png", dpi=150)
-        write_picture(options.png, picture.getvalue(), after="--png")
-        written.append(options.png)
-    if options.trace is not None:
-        from ddp.process.records import to_json
-        from ddp.train.reports.traces import FOLDER, merged
-
-        write_picture(options.trace, to_json(merged(options.run / FOLDER)), after="--trace")
-        written.append(options.trace)
-    if written:
-        return f"{', '.join(map(str, written))}: step {numbers[index]} of {options.run}"
-    return step_text(steps, index)
 
 
 def add_picture(parser: Parser) -> None:
@@ -309,17 +256,13 @@ def run_explain(options: argparse.Namespace) -> str:
         )
     if options.shards is not None and options.shards < options.workers:
         raise ValueError(f"--shards {options.shards}: fewer than --workers {options.workers}; give as many at least")
-    how = {"shared_memory": not options.transport_only, "num_shards": options.shards}
-    question = partial(explained, options.bytes, **how)
+    question, shared = partial(explained, options.bytes, num_shards=options.shards), not options.transport_only
     if is_rank():
-        return question()
-    answers = from_python.launch(question, workers=options.workers, threads_per_worker=1, timeout_s=120)
-    return str(answers[0])
+        return str(joined(question, device="auto", shared_memory=shared))
+    return str(at_ranks(question, options.workers, timeout_s=120, device="auto", shared_memory=shared))
 
 
-def explained(nbytes: int, *, shared_memory: bool, num_shards: int | None = None) -> str:
-    """Returns on rank 0 of a new world its communicator's text on an all-reduce of `nbytes`; elsewhere ""."""
-    comm = ddp.init(device="auto", shared_memory=shared_memory)
-    answer, rank = comm.plan.explain(nbytes, num_shards=num_shards), comm.rank
-    ddp.shutdown()
-    return answer if rank == 0 else ""
+def explained(nbytes: int, comm: Communicator, *, num_shards: int | None = None) -> str:
+    """Returns on rank 0 its communicator's text on an all-reduce of `nbytes`; elsewhere ""."""
+    answer = comm.plan.explain(nbytes, num_shards=num_shards)
+    return answer if comm.rank == 0 else ""

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import combinations, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp.collectives.cost import Link
 from ddp.comm.meeting.place import is_rank, place
-from ddp.commands.registry import add_workers, parser_of, respond
+from ddp.commands.registry import add_workers, at_ranks, parser_of, respond
 from ddp.errors import ConfigError, WorkersFailed, first_line
 from ddp.lab.doctor_findings import Clock, Figures, Finding, ahead, findings, named, rate, usable_cores
 from ddp.process.clock import now_s
@@ -35,7 +35,7 @@ REDUCED_BYTES, NUM_TIMES = 25 << 20, 3
 SMALL_BYTES, BULK_BYTES, NUM_TRIPS = 8, 1 << 20, 10
 MOST_PAIRED = 16  # hosts that are all paired with each other; of more, each with the next one
 MOST_SHOWN = 4  # hosts, and links between hosts, the slowest
-WARN_S, ABORT_S = 10.0, 60.0  # in one wait for another rank
+HOW: dict[str, Any] = {"device": "auto", "warn_s": 10.0, "abort_s": 60.0}  # of `ddp.init`
 LAUNCH_S = 240.0  # for all that workers of this command do
 
 
@@ -64,10 +64,7 @@ def main(words: Sequence[str]) -> int:
 def of_workers(workers: int, data: str) -> Diagnosis:
     """Starts workers to measure with, and examines this host."""
     try:
-        from ddp.run.launch import from_python
-
-        answers = from_python.launch(partial(examine, data), workers=workers, timeout_s=LAUNCH_S)
-        return Diagnosis(*answers[0])
+        return Diagnosis(*at_ranks(partial(examine, data), workers, threads=None, timeout_s=LAUNCH_S, **HOW))
     except (WorkersFailed, ConfigError, ImportError, OSError) as error:
         reason = Finding(True, f"workers cannot work here ({_why(error)}): fix that first")
         alone = own_facts(data)
@@ -81,7 +78,7 @@ def of_a_rank(data: str) -> Diagnosis:
 
     mine = own_facts(data)
     try:
-        comm = ddp.init(device="auto", warn_s=WARN_S, abort_s=ABORT_S)
+        comm = ddp.init(**HOW)
         found = measure_jointly(comm, mine)
         if comm.rank == 0:
             say(found.text)
@@ -98,14 +95,9 @@ def of_a_rank(data: str) -> Diagnosis:
         return diagnosis([mine], Figures(hosts=((0,),), num_unreached=elsewhere), [reason])
 
 
-def examine(data: str) -> Diagnosis:
+def examine(data: str, comm: Communicator) -> Diagnosis:
     """Examines this host, as one worker of a new world. Collective."""
-    import ddp
-
-    comm = ddp.init(device="auto", warn_s=WARN_S, abort_s=ABORT_S)
-    found = measure_jointly(comm, own_facts(data))
-    ddp.shutdown()
-    return found
+    return measure_jointly(comm, own_facts(data))
 
 
 def _why(error: Exception) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ddp
-from ddp.pictures.timeline import timeline_text
+from ddp.lab.timeline import timeline_text
 
 # ## By hand
 #

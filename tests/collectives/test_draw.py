@@ -16,9 +16,9 @@ import pytest
 from ddp.__main__ import main
 from ddp.collectives import ring
 from ddp.collectives.catalog import OVER_SHARDS, SCHEDULES, Hosts, Schedule, all_reduce_schedules
+from ddp.collectives.picture import CELL_HEIGHT, svg
 from ddp.collectives.schedule import Add, Goal, Recv, Round, ScheduleError, Send, draw
 from ddp.collectives.shards import nodes_by_rank
-from ddp.pictures.schedule import CELL_HEIGHT, svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -385,4 +385,4 @@ def test_workers_that_do_not_start_are_a_problem_and_no_traceback(
     text = capsys.readouterr().out
     (problem,) = [line for line in text.splitlines() if line.startswith("problem: workers cannot work here (")]
     assert says in problem and "Traceback" not in text and "MKL_CBWR" not in text.partition("\n\n")[2]
-    assert doctor.LAUNCH_S > doctor.ABORT_S
+    assert doctor.HOW["abort_s"] < doctor.LAUNCH_S

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from matplotlib.figure import Figure
 
-from ddp.pictures.timeline import timeline_text
+from ddp.lab.timeline import timeline_text
 from recipes.tutorial.tools import pictures
 from tests.ranks import run_ranks
 

@@ -14,7 +14,7 @@ import pytest
 
 from ddp.__main__ import main
 from ddp.errors import ConfigError
-from ddp.lab import tutorial
+from ddp.lab import clone
 from recipes.tutorial.tools.chapters import FOLDER, parse, read_chapters
 from recipes.tutorial.tools.prose import inline_picture
 from recipes.tutorial.tools.web import pages
@@ -201,12 +201,12 @@ def test_the_command_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert ended.value.code == 2 and says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["tutorial", "--html", "site"], ["exercise", "02"]])
-def test_an_installed_package_says_where_the_tutorial_is(
+@pytest.mark.parametrize("words", [["tutorial", "--html", "site"], ["exercise", "02"], ["bench", "forecast"]])
+def test_an_installed_package_says_where_recipes_are(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tutorial, "CLONE", tmp_path)
+    monkeypatch.setattr(clone, "CLONE", tmp_path)
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
-    assert "are in recipes/tutorial/ of the repository, and an installed package has none" in capsys.readouterr().err
+    assert "is in the repository alone, and an installed package has no recipes: call" in capsys.readouterr().err

@@ -45,7 +45,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -59,7 +59,6 @@ from ddp.errors import ConfigError
 from ddp.lab.bench.command import HERE, BenchSite, add_options, place_of, refuse_unknown, run_jobs, split
 from ddp.lab.bench.turns import (
     ABORT_S,
-    COLOURS,
     OVER_TURNS,
     TimedCell,
     announce,
@@ -239,23 +238,6 @@ class CollectiveCell(TimedCell):
             "Gloo ÷ ours": written(three_digits, self.speedup),
             "over turns": self.spread(self.rival, "ours"),
         }
-
-    @classmethod
-    def draw(cls, axes: Any, cells: Sequence[Self]) -> None:
-        """Draws times over sizes, a line for each case; dashed: Gloo."""
-        cells = [cell for cell in cells if cell.nbytes]
-        sizes = sorted({cell.nbytes for cell in cells})
-        for number, case in enumerate(dict.fromkeys(cell.case for cell in cells)):
-            colour, marker = COLOURS[number % len(COLOURS)], "os^Dv"[number % 5]
-            line = sorted((cell for cell in cells if cell.case == case), key=lambda cell: cell.nbytes)
-            x = [cell.nbytes for cell in line]
-            axes.plot(x, [cell.time_s for cell in line], color=colour, marker=marker, ms=5, label=case)
-        gloo = [statistics.median(c.median_s("Gloo") or 0 for c in cells if c.nbytes == size) for size in sizes]
-        axes.plot(sizes, gloo, color="0.5", ls="--", marker="x", ms=5, label="Gloo")
-        axes.set(xscale="log", yscale="log", ylabel="time of an all-reduce")
-        axes.yaxis.set_major_formatter(lambda seconds, _: format_time(seconds))
-        axes.set_xticks(sizes, [format_size(size) for size in sizes])
-        axes.minorticks_off()
 
 
 class WrongSum(RuntimeError):

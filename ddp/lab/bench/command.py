@@ -4,7 +4,7 @@
               ├── hosts.py run, on a bed: this very command under torchrun ───── job()    ├── cells ── report
               └── under torchrun already ─────────────────────────────────────── job()    ┘
 
-A job is a function that every rank runs; it returns cells. `Bed` and `BenchSite`, below, describe where it runs.
+A job is a function that every rank runs; it returns cells. `BenchSite`, below, describes where it runs.
 """
 
 from __future__ import annotations
@@ -13,12 +13,8 @@ import argparse
 import itertools
 import json
 import os
-import re
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -30,17 +26,18 @@ from rich.table import Table
 
 from ddp.comm.meeting.place import place
 from ddp.errors import ConfigError, WorkersFailed
-from ddp.lab.bench.turns import PROGRESS, Cell, TimedCell
+from ddp.lab.bench.turns import Cell, TimedCell
+from ddp.lab.clone import of_clone
 from ddp.process import records
 from ddp.process.arguments import Parser, listed, whole
 from ddp.process.memory import available_cores
 from ddp.process.terminal import console, say
 from ddp.run.launch.from_python import launch
 from ddp.run.settings.checks import most_workers
-from ddp.units import counted, parse_delay, parse_rate
+from ddp.units import counted
 
 Job = Callable[[], Sequence[Cell]]
-HOSTS = Path(__file__).parents[3] / "scripts" / "netbed" / "hosts.py"
+PLOTS = "recipes.studies.plots"
 
 
 def add_options(parser: Parser, *, workers: str, least: int, turns: int, plots: bool = False) -> None:
@@ -83,7 +80,10 @@ def place_of(options: argparse.Namespace) -> BenchSite:
     for path in filter(None, (options.json, options.plot)):
         if not path.absolute().parent.is_dir():
             raise ConfigError(f"{path}: there is no folder {path.absolute().parent}")
-    return BenchSite(None if options.netbed is None else Bed.parse(options.netbed), options.beside)
+    if options.plot:
+        of_clone(PLOTS)  # which refuses an installed package before anything is measured
+    bed = None if options.netbed is None else of_clone("recipes.studies.bed").Bed.parse(options.netbed)
+    return BenchSite(bed, options.beside)
 
 
 def run_jobs(
@@ -110,7 +110,10 @@ def run_jobs(
         return
     load = os.getloadavg()[0]
     with strangers(options.beside):
-        cells = _on_this_host(jobs, options) if where.bed is None else _on_bed(where.bed, options.name, kind)
+        if where.bed is None:
+            cells = _on_this_host(jobs, options)
+        else:
+            cells = from_json(where.bed.run_command(options.name), kind)
     _finish(merge(cells), options)
     say(f"load average of the machine before the run: {load:.1f}")
 
@@ -120,7 +123,7 @@ def _finish(cells: Sequence[Cell], options: argparse.Namespace) -> None:
     if options.json:
         options.json.write_text(to_json(cells))
     if options.plot:
-        draw_plot(cells, options.plot)
+        of_clone(PLOTS).draw(by_place(cells), options.plot)
         say(f"plot: {options.plot}")
 
 
@@ -138,51 +141,6 @@ def _on_this_host(jobs: Sequence[Job], options: argparse.Namespace) -> list[Cell
     return cells
 
 
-def _on_bed(bed: Bed, name: str, kind: type[Cell]) -> list[Cell]:
-    """Runs this very command under torchrun on hosts that hosts.py makes for it and removes afterwards."""
-    if os.geteuid():
-        raise ConfigError("--netbed needs root: it makes network namespaces")
-    if missing := [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]:
-        raise ConfigError(f"--netbed needs {', '.join(missing)}: install iproute2 and util-linux")
-    if not HOSTS.exists():
-        raise ConfigError("--netbed needs scripts/netbed/hosts.py, which is in the sources only: run it from a clone")
-    script = Path(sys.argv[0]).resolve()
-    program = ["-m", "ddp"] if script.name == "__main__.py" else [str(script)]
-    up = ["--up", str(bed.num_hosts), "--delay", f"{bed.delay_s * 1e6:g}us"]
-    up += [] if bed.rate_bit_s is None else ["--rate", f"{bed.rate_bit_s:.0f}bit"]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with tempfile.TemporaryDirectory(prefix="ddp-bench-") as folder:
-        kept = Path(folder) / "cells.json"
-        hosts = [sys.executable, str(HOSTS), "--name", f"bench{os.getpid()}"]
-        command = [*hosts, "run", *up, "-k", str(bed.ranks_per_host), *program, *sys.argv[1:], "--json", str(kept)]
-        lines = _lines_of(command)
-        if not kept.exists():
-            refusals = [line for line in lines if f"{name}: " in line]
-            if refusals:
-                raise ConfigError(refusals[0].partition(f"{name}: ")[2].rstrip())
-            sys.exit("".join([*lines[-30:], f"{name}: the ranks failed, see above"]))
-        return from_json(kept.read_text(), kind)
-
-
-def _lines_of(command: Sequence[str]) -> list[str]:
-    """Returns the lines that the command prints; passes on its progress meanwhile."""
-    lines = []
-    # In a session of its own, so that Ctrl-C reaches only us, and a second one does not leave half a bed.
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    ) as process:
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                lines.append(line)
-                if PROGRESS in line:
-                    say(line.rstrip("\n"), to=sys.stderr)
-        except BaseException:
-            process.terminate()  # it ends what it has started on the hosts, and removes them
-            raise
-    return lines
-
-
 # --- The report -------------------------------------------------------------------------------------------------------
 
 
@@ -196,7 +154,7 @@ WORDS = ("case", "algorithm", "model", "variant", "method")
 def print_report(cells: Sequence[Cell], console: Console) -> None:
     """Prints a table for each place, without empty columns, and notes on all of its cells; then the legend."""
     shown: dict[str, str] = {}
-    for where, group in _by_place(cells).items():
+    for where, group in by_place(cells).items():
         rows = [row for cell in group for row in cell.rows()]
         table = Table(title=where)
         titles = [title for title in rows[0] if any(row[title] for row in rows)]
@@ -215,7 +173,8 @@ def print_report(cells: Sequence[Cell], console: Console) -> None:
     console.print("", legend)
 
 
-def _by_place(cells: Iterable[AnyCell]) -> dict[str, list[AnyCell]]:
+def by_place(cells: Iterable[AnyCell]) -> dict[str, list[AnyCell]]:
+    """Returns the cells of each place."""
     places: dict[str, list[AnyCell]] = {}
     for cell in cells:
         places.setdefault(cell.place, []).append(cell)
@@ -237,81 +196,22 @@ def from_json(text: str, kind: type[AnyCell]) -> list[AnyCell]:
     return [kind(**{field.name: plain[field.name] for field in fields(kind)}) for plain in json.loads(text)]
 
 
-# ------------------------------------------------------------------------------------------------------------ picture
-
-
-def draw_plot(cells: Sequence[Any], picture: Path) -> None:
-    """Draws a panel for each place, as the cells say."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    places = _by_place(cells)
-    figure, panels = pyplot.subplots(
-        len(places), 1, figsize=(8.0, 4.0 * len(places)), squeeze=False, sharey=True, layout="constrained"
-    )
-    for axes, (title, group) in zip(panels[:, 0], places.items(), strict=True):
-        group[0].draw(axes, group)
-        axes.set_title(title, fontsize="medium", loc="left")
-        axes.set_axisbelow(True)
-        axes.grid(axis="y", alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False)
-    figure.savefig(picture, dpi=150)
-    pyplot.close(figure)
-
-
 # --- Where it runs: on this host or on a bed of network namespaces, alone or with strangers --------------------------
 #
 #     --netbed 2x2@1gbit@1ms     2 hosts with 2 ranks each; each link carries 1 Gbit/s each way; 1 ms from host to host
 #     --beside 1                 one process that only computes runs on the same cores as the ranks
 
 
-PAYLOAD = 0.956
-"""The share of a link's rate that is left for payload; the rest is headers (scripts/netbed/README.md)."""
-
-
-@dataclass(frozen=True)
-class Bed:
-    """Hosts made of network namespaces, and the links that join them.
-
-    Attributes:
-        name: the text that `parse` has read.
-        rate_bit_s: of each host's link, each way; None: unlimited.
-        delay_s: one way, from host to host.
-    """
-
-    name: str
-    num_hosts: int
-    ranks_per_host: int
-    rate_bit_s: float | None = None
-    delay_s: float = 0.0
-
-    @classmethod
-    def parse(cls, text: str) -> Bed:
-        """Reads HOSTSxRANKS[@RATE][@DELAY], as in "2x2@1gbit", "4x1@5ms", "2x2@100mbit@1ms".
-
-        Raises:
-            ConfigError: the text has another form, or means fewer than two ranks.
-        """
-        shape, *links = text.lower().split("@")
-        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", shape)
-        rates = [rate for rate in map(parse_rate, links) if rate is not None]
-        delays = [delay for delay in map(parse_delay, links) if delay is not None]
-        if not match or len(rates) > 1 or len(delays) > 1 or len(rates) + len(delays) < len(links):
-            raise ConfigError(f"netbed {text!r}: want HOSTSxRANKS@RATE@DELAY, e.g. 2x2@1gbit, 4x1@5ms, 2x2@100mbit@1ms")
-        if int(match[1]) * int(match[2]) < 2:
-            raise ConfigError(f"netbed {text!r}: a collective needs at least two ranks")
-        return cls(text, int(match[1]), int(match[2]), rates[0] if rates else None, delays[0] if delays else 0.0)
-
-
 @dataclass(frozen=True)
 class BenchSite:
-    """Surroundings of the ranks of a benchmark; `beside` is the number of other processes that compute."""
+    """Surroundings of the ranks of a benchmark.
 
-    bed: Bed | None = None
+    Attributes:
+        bed: `recipes/studies/bed.py::Bed`; None: this host, or those of the ranks that are there.
+        beside: the number of other processes that compute.
+    """
+
+    bed: Any = None
     beside: int = 0
 
     def title(self, world_size: int, num_hosts: int = 1) -> str:
@@ -322,13 +222,9 @@ class BenchSite:
         return f"{ranks}{bed}, {available_cores()} cores{f', beside {strangers}' if self.beside else ''}"
 
     def wire_s(self, nbytes: int) -> float | None:
-        """Returns the least time in which the links can all-reduce `nbytes`, or None where no link has a rate.
-
-        Between h hosts each link carries at least 2(h−1)/h of the tensor, whatever number of ranks a host has.
-        """
-        if self.bed is None or self.bed.rate_bit_s is None:
-            return None
-        return 2 * (self.bed.num_hosts - 1) / self.bed.num_hosts * nbytes * 8 / (PAYLOAD * self.bed.rate_bit_s)
+        """Returns the least time in which the links can all-reduce `nbytes`, or None where no link has a rate."""
+        seconds: float | None = None if self.bed is None else self.bed.wire_s(nbytes)
+        return seconds
 
 
 HERE = BenchSite()

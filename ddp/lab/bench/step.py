@@ -31,14 +31,13 @@ from __future__ import annotations
 import argparse
 import copy
 import ctypes
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -50,7 +49,6 @@ from ddp.commands.registry import parser_of, respond
 from ddp.errors import ConfigError
 from ddp.lab.bench.command import HERE, BenchSite, Job, add_options, place_of, refuse_unknown, run_jobs, split
 from ddp.lab.bench.turns import (
-    COLOURS,
     STEP,
     TimedCell,
     announce,
@@ -185,22 +183,6 @@ class StepCell(TimedCell):
         """Returns a variant's step ÷ another's; "" if either took no part, or for itself."""
         ratio = None if one == other else self.ratio(one, other)
         return "" if ratio is None else f"{ratio:.3f} ({self.spread(one, other)})"
-
-    @classmethod
-    def draw(cls, axes: Any, cells: Sequence[Self]) -> None:
-        """Draws bars for all variants, relative to alone."""
-        names = list(cells[0].turns_s)
-        axes.figure.set_figwidth(max(8.0, 2.0 + 0.43 * len(names) * len(cells)))
-        width = 0.81 / len(names)
-        for number, name in enumerate(names):
-            heights = [cell.ratio(name, "alone") or math.nan for cell in cells]
-            x = [place + width * (number - (len(names) - 1) / 2) for place in range(len(cells))]
-            bars = axes.bar(x, heights, 0.93 * width, color=COLOURS[number % len(COLOURS)], label=name)
-            if name != "alone":
-                axes.bar_label(bars, fmt="%.2f", fontsize=8)
-        axes.set_ylabel("step ÷ step without communication")
-        alone_ms = [written(three_digits, cell.median_s("alone"), 1e3) for cell in cells]
-        axes.set_xticks(range(len(cells)), [f"{c.name}\n{ms} ms alone" for c, ms in zip(cells, alone_ms, strict=True)])
 
 
 def merged(cells: Iterable[StepCell]) -> list[StepCell]:

@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from typing import ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -77,8 +77,6 @@ class Cell(ABC):
 
 
 STEP = "ms per step, median over turns, on the slowest rank"
-COLOURS = ("#1b2a52", "#e08a1e", "#c8ccd4", "#b3243b", "#2f8f6b", "#6fa8dc", "#7a5c99")
-"""Of unequal darkness, so that they differ without colour too."""
 OVER_TURNS = "least and greatest such ratio of a turn"
 
 
@@ -124,11 +122,6 @@ class TimedCell(Cell):
         slower = [f"{name} ({speedup:.2f}×)" for name, speedup in speedups if speedup < 1]
         where = f"in {len(slower)} of {len(speedups)} cells: {', '.join(slower)}" if slower else "nowhere"
         return [f"slower than {cls.rival}: {where}"] if speedups else []
-
-    @classmethod
-    @abstractmethod
-    def draw(cls, axes: Any, cells: Sequence[Self]) -> None:
-        """Draws the cells of a place."""
 
 
 def with_ours() -> Communicator:

@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-import ddp
 from ddp.collectives.cost import Link, Network, equal_hosts, formula_s
 from ddp.collectives.placed import Hosts
 from ddp.collectives.schedule import Schedule
@@ -24,14 +23,15 @@ from ddp.comm.host_links import by_size, num_pieces
 from ddp.comm.objects import all_gather_object
 from ddp.comm.plan import IN_A_ROW, agreed, timed
 from ddp.comm.reduction import wire_format
+from ddp.commands.registry import at_ranks
 from ddp.errors import ConfigError, did_you_mean
-from ddp.lab.bench.command import PAYLOAD
-from ddp.run.launch.from_python import launch
 from ddp.setting import Narrow
 
 TIMEOUT_S = 300
 MEMORY_BYTES, MEMORY_IN_ALL = tuple(1 << k for k in (10, 16, 20, 22, 24)), 64 << 20
 """Sums in a host's memory that are timed, and the most memory that its ranks take for that."""
+PAYLOAD = 0.956
+"""The share of a link's rate that is left for payload; the rest is headers (scripts/netbed/README.md)."""
 MANY_RANKS = 1000  # whose simulation takes seconds, so that formulas answer for more
 
 
@@ -188,15 +188,8 @@ def _memory_curve(comm: Communicator) -> Curve | None:
 
 def measured_here(num_ranks: int, threads: int) -> Measured:
     """Returns the figures of links and memory of this number of ranks on this host."""
-    found: Measured = launch(_figures_here, workers=num_ranks, threads_per_worker=threads, timeout_s=TIMEOUT_S)[0]
+    found: Measured = at_ranks(measured_in, num_ranks, threads=threads, timeout_s=TIMEOUT_S, device="cpu")
     return found
-
-
-def _figures_here() -> Measured:
-    comm = ddp.init(device="cpu")
-    measured = measured_in(comm)
-    ddp.shutdown()
-    return measured
 
 
 def measured_on(

@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ddp.lab import timeline
 from ddp.lab.scaling.figures import Point, Series
-from ddp.pictures import timeline
-from ddp.pictures.timeline import svg_of
+from ddp.lab.timeline import svg_of
 from ddp.train.reports.results import metric_in_words, words_of
 from ddp.units import counted, format_time, three_digits
 

@@ -22,7 +22,7 @@ from ddp.errors import ConfigError
 from ddp.lab.scaling.charts import COLOURS, Panel, in_seconds, panels_of, parts_in, svg, themed
 from ddp.lab.scaling.figures import Point, Series, compare
 from ddp.lab.scaling.runs import read_runs
-from ddp.pictures.timeline import IN_WORDS
+from ddp.lab.timeline import IN_WORDS
 from ddp.process.arguments import positive, relative_path
 from ddp.process.files import write_whole
 from ddp.train.reports.results import metric_in_words, words_of

@@ -192,8 +192,7 @@ def show(folder: Path, given: Sequence[str]) -> int:
     """
     runs, notes = read_runs(folder)
     series, more = compare(runs)
-    statuses = (1 if job.status is None else job.status for job in sweep.jobs_in(folder))
-    status = next((each for each in statuses if each), 0)
+    status = sweep.status_of(sweep.jobs_in(folder))
     if not series:
         say("\n".join([*notes, *more, "so there is nothing to compare"]))
         return status or 1

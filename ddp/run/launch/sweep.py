@@ -32,7 +32,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib import import_module
@@ -193,8 +193,12 @@ def report_jobs(folder: Path) -> int:
     results = gather(folder)
     write(results, folder)
     show(results, folder)
-    statuses = (1 if job.status is None else job.status for job in results.jobs)
-    return next((status for status in statuses if status), 0)
+    return status_of(results.jobs)
+
+
+def status_of(jobs: Iterable[Job]) -> int:
+    """Returns the status of the first job that is not done; 0 if there is none."""
+    return next((1 if job.status is None else job.status for job in jobs if job.status != 0), 0)
 
 
 def write(results: Results, folder: Path) -> None:

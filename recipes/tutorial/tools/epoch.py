@@ -14,9 +14,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from ddp.collectives.picture import FAINT, PANEL, QUIET, color_of
 from ddp.data.orders.order import Blocks
 from ddp.data.orders.sampler import StepPlan, sampler_of
-from ddp.pictures.schedule import FAINT, PANEL, QUIET, color_of
 from ddp.units import counted
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # names of files

@@ -20,7 +20,7 @@ import secrets
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from types import ModuleType
 
 import torch
 
+from ddp.commands.registry import parser_of, respond
 from ddp.process.arguments import program, relative_path
 from recipes.tutorial.tools import (
     bottleneck_checks,
@@ -59,6 +60,18 @@ PROGRAMS = {  # that are right, and to be changed: by name, the function that is
     "memory": ("step", "ddp.fit(…, batches=ddp.Batches(micro_size=8)) does it: ddp/train/steps/step.py"),
     "bottleneck": ("train", "--begin draws another one, once this file is moved away"),
 }
+
+
+def main(words: Sequence[str]) -> int:
+    """Checks the exercise that the words name."""
+    parser = parser_of("exercise")
+    parser.add_argument(
+        "number",
+        help="02, 03, 06, 07, 08, precision, memory, bottleneck; schedule, mirrored or cluster for code of your own",
+    )
+    parser.add_argument("file", nargs="?", help="your file (default: the exercise's, in this folder); or MODULE:NAME")
+    parser.add_argument("--begin", action="store_true", help="write the exercise's file in recipes/tutorial/exercises/")
+    return respond(parser, parser.parse_args(words), lambda asked: answer(asked.number, asked.file, begins=asked.begin))
 
 
 def answer(number: str, file: str | None, *, begins: bool = False) -> str:

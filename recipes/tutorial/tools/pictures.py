@@ -25,9 +25,9 @@ from matplotlib.figure import Figure
 from ddp.collectives.all_to_all import schedule_over_shards
 from ddp.collectives.catalog import SCHEDULES
 from ddp.collectives.cost import Link, Network, textbook
+from ddp.collectives.picture import FAINT, INK, PANEL, svg
 from ddp.collectives.schedule import Goal
-from ddp.pictures.schedule import FAINT, INK, PANEL, svg
-from ddp.pictures.timeline import svg_of, timeline_figure
+from ddp.lab.timeline import svg_of, timeline_figure
 from ddp.process.memory import available_cores
 from ddp.units import format_size, format_time
 from recipes.tutorial.tools.epoch import Epoch, epoch_figure

@@ -30,6 +30,7 @@ from string import Template
 
 from markdown_it.token import Token
 
+from ddp.commands.registry import parser_of, respond
 from ddp.errors import ConfigError
 from ddp.process.files import make_folder, write_whole
 from ddp.units import counted
@@ -38,6 +39,13 @@ from recipes.tutorial.tools.prose import Prose, code_block, drawing, is_wide, pa
 
 PRINTED = "One run has printed this. Times, and what depends on the cores, differ from machine to machine."
 FRAME, STYLE = (Path(__file__).with_name(name) for name in ("page.html", "page.css"))
+
+
+def main(words: Sequence[str]) -> int:
+    """Writes the pages where the words say."""
+    parser = parser_of("tutorial")
+    parser.add_argument("--html", type=Path, required=True, metavar="FOLDER", help="the folder to write them into")
+    return respond(parser, parser.parse_args(words), lambda options: write_site(options.html))
 
 
 def write_site(site: Path, *, chapters: Path = FOLDER) -> str:

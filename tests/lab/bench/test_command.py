@@ -25,11 +25,14 @@ from rich.console import Console
 from ddp.__main__ import main
 from ddp.errors import ConfigError
 from ddp.lab.bench.collectives import CollectiveCell, open_barrier
-from ddp.lab.bench.command import PAYLOAD, Bed, BenchSite, draw_plot, from_json, print_report, strangers, to_json
+from ddp.lab.bench.command import BenchSite, by_place, from_json, print_report, strangers, to_json
 from ddp.lab.bench.step import StepCell
 from ddp.lab.bench.turns import Cell, take_turns
+from ddp.lab.forecast.prices import PAYLOAD
 from ddp.process.memory import available_cores
 from ddp.units import format_size, format_time, parse_size
+from recipes.studies.bed import Bed
+from recipes.studies.plots import draw
 
 MIB = 1 << 20
 
@@ -253,8 +256,8 @@ def test_tables_show_what_there_is() -> None:
 def test_a_plot_is_drawn_with_a_panel_for_every_place(tmp_path: Path) -> None:
     sizes, cases = (1024, MIB, 25 * MIB), ("ring", "tree")
     cells = [collective(nbytes=n, place=place, case=case) for n in sizes for place in "ab" for case in cases]
-    draw_plot([*cells, collective(case="barrier", nbytes=0)], tmp_path / "times.png")
-    draw_plot([step(name=name, place=place) for place in "ab" for name in ("one", "two")], tmp_path / "steps.png")
+    draw(by_place([*cells, collective(case="barrier", nbytes=0)]), tmp_path / "times.png")
+    draw(by_place([step(name=name, place=place) for place in "ab" for name in ("one", "two")]), tmp_path / "steps.png")
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("times.png", "steps.png"))
 
 

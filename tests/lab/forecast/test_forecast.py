@@ -24,7 +24,6 @@ import pytest
 import torch
 import yaml
 from mutants import mutants, mutated
-from ranks import run_ranks
 
 from ddp.__main__ import main
 from ddp.collectives.catalog import SCHEDULES
@@ -32,9 +31,7 @@ from ddp.collectives.cost import Link, Network, equal_hosts, textbook
 from ddp.collectives.simulate import simulate
 from ddp.errors import ConfigError
 from ddp.gradients import DenseStart, ErrorFeedback, PowerSGD, RandomK, Sign, TopK
-from ddp.lab.bench import turns
 from ddp.lab.forecast import encoding, question
-from ddp.lab.forecast.cells import CompareForecasts, ForecastCell, chosen
 from ddp.lab.forecast.prices import (
     BARRIER,
     SMALL,
@@ -493,29 +490,3 @@ def test_what_a_forecast_refuses(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert "two is left out: 2 hosts: give --alpha and --rate" in here
     profile(2, strategy="Region").write(other)
     assert "was made by Region, which forecasts do not know: give --strategy" in refused(capsys, other, *two)
-
-
-# --- what is measured ------------------------------------------------------------------------------------------------
-
-
-def test_of_several_methods_the_one_that_was_forecast_fastest_is_told() -> None:
-    cell = partial(ForecastCell, place="here", model="mlp", naive_s=[1.0])
-    plain = cell(name="plain", measured_s=[2.0, 4.0, 3.0], forecast_s=[3.0, 2.0, 1.0])
-    other = cell(name="int8", measured_s=[2.5, 2.5, 9.0], forecast_s=[4.0, 4.0, 1.0])
-    assert [each.over_fastest for each in chosen([plain, other])] == [3.0 / 2.5, None]
-    assert [each.columns()["chosen ÷ fastest"] for each in chosen([other, plain])] == ["", "1.20"]
-    assert [each.over_fastest for each in chosen([plain])] == [None]
-
-
-def on_two_ranks() -> list[ForecastCell]:
-    turns.TURN_S = 0.0
-    return CompareForecasts("small-mlp", ("plain", "int8"), num_turns=1)()
-
-
-def test_cells_are_the_same_on_all_ranks() -> None:
-    cells, same = run_ranks(on_two_ranks, 2, timeout_s=100)
-    assert cells == same
-    assert [cell.name for cell in cells] == ["plain", "int8"]
-    for cell in cells:
-        assert cell.place.startswith("2 ranks on one host") and cell.columns().keys() == cell.legend.keys()
-        assert min(cell.measured_s[0], cell.forecast_s[0], cell.naive_s[0]) > 0

@@ -21,14 +21,22 @@ all on one clock; its zero is the moment at which the first rank began.
 
 from __future__ import annotations
 
+import argparse
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median, median_low
 from typing import TYPE_CHECKING, Any
 
+from ddp.collectives.picture import FAINT, INK, PANEL, QUIET, color_of
+from ddp.commands.registry import parser_of, respond
+from ddp.commands.schedules import add_picture, write_picture
 from ddp.errors import ConfigError
-from ddp.pictures.schedule import FAINT, INK, PANEL, QUIET, color_of
+from ddp.process.records import to_json
+from ddp.train.reports.profile import read_profile
+from ddp.train.reports.traces import FOLDER, merged
 from ddp.units import binary_size, counted, milliseconds
 
 if TYPE_CHECKING:
@@ -41,6 +49,8 @@ MEANING = {
     "in the background": "a thread reduces buckets during backward",
     "in the foreground": "backward stands still while a bucket is reduced",
 }
+
+MOMENTS = ("ready_s", "launched_s", "done_s")  # of a bucket
 
 # --- what backward hides, as text ------------------------------------------------------------------------------------
 
@@ -72,12 +82,9 @@ def _block(run: Run, longest_s: float) -> Iterator[str]:
             cells = painted(cells, began_s, over_s, longest_s, "─")
         yield f"rank {rank:<3}backward  {cells:<{COLUMNS}}{milliseconds(step['backward_s']):>24}{step['overlap']:>8.0%}"
         for bucket in step["buckets"]:
-            ready_s, launched_s, done_s = bucket["ready_s"], bucket["launched_s"], bucket["done_s"]
-            cells = painted("", ready_s, launched_s, longest_s, "·")
-            cells = painted(cells, launched_s, done_s, longest_s, "░", least=1)
-            ready, launched, done = map(milliseconds, (ready_s, launched_s, done_s))
+            ready, launched, done = (milliseconds(bucket[moment]) for moment in MOMENTS)
             times = f"{ready:>8}{launched:>9}{done:>7}{bucket['overlap']:>8.0%}"
-            yield f"{'':8}bucket {bucket['index']:<3}{cells:<{COLUMNS}}{times}"
+            yield f"{_line_of(bucket, longest_s):<{COLUMNS + 18}}{times}"
 
 
 def painted(cells: str, began_s: float, over_s: float, longest_s: float, letter: str, *, least: int = 0) -> str:
@@ -115,11 +122,8 @@ def timeline_figure(*runs: Run, title: str = TITLE) -> Figure:
             y = _draw_rank(axes, rank, step, y, longest_s)
         how = run[0]["runs"]
         axes.set_title(f"{how.capitalize()}: {MEANING[how]}", loc="left", fontsize="medium")
-        axes.set(yticks=[], xlim=(0, 1.06e3 * longest_s), ylim=(y, -0.7), facecolor=PANEL)
-        axes.tick_params(labelbottom=True, length=0, labelsize="small")
-        axes.grid(axis="x", color="#dbe2ea")
-        axes.set_axisbelow(True)
-        axes.spines[:].set_visible(False)
+        axes.tick_params(labelbottom=True)
+        _finish(axes, 1.06e3 * longest_s, (y, -0.7))
     panels[-1].set_xlabel("ms since the rank's backward began")
     step = runs[0][0]
     what = f"{step['world_size']} ranks, {step['num_parameters']} parameters in {counted(len(buckets), 'bucket')}"
@@ -142,7 +146,7 @@ def _draw_rank(axes: Any, rank: int, step: Mapping[str, Any], y: float, longest_
     )
     axes.text(end, y, f" {milliseconds(step['backward_s'])} ms", **small)
     for bucket, lane in zip(buckets, lanes, strict=True):
-        draw_bucket(axes, bucket, color_of(bucket["index"], len(buckets)), y + 1 + lane, AXIS / longest_s)
+        draw_bucket(axes, bucket, len(buckets), y + 1 + lane, AXIS / longest_s)
     axes.vlines(end, y - 0.5, y + 1.5 + max(lanes), color=INK, linestyle="--", linewidth=1)
     last, lane = max(zip(buckets, lanes, strict=True), key=lambda pair: float(pair[0]["done_s"]))
     ended = f" {milliseconds(last['done_s'])} ms"
@@ -150,9 +154,10 @@ def _draw_rank(axes: Any, rank: int, step: Mapping[str, Any], y: float, longest_
     return y + 2.5 + max(lanes)
 
 
-def draw_bucket(axes: Any, bucket: Mapping[str, Any], color: str, y: float, points_per_s: float) -> None:
+def draw_bucket(axes: Any, bucket: Mapping[str, Any], num_buckets: int, y: float, points_per_s: float) -> None:
     """Draws when a bucket was ready, launched and done, with the longest label that fits."""
-    ready, launched, done = (1e3 * bucket[moment] for moment in ("ready_s", "launched_s", "done_s"))
+    ready, launched, done = (1e3 * bucket[moment] for moment in MOMENTS)
+    color = color_of(bucket["index"], num_buckets)
     axes.hlines(y, ready, launched, color=color, linewidth=2)
     axes.broken_barh([(launched, done - launched)], (y - 0.38, 0.76), color=color)
     axes.plot(ready, y - 0.4, marker="v", markersize=5, color=INK, clip_on=False)
@@ -224,11 +229,32 @@ def lanes_of(buckets: Sequence[Mapping[str, Any]]) -> list[int]:
     return lanes
 
 
+def _moved(bucket: Mapping[str, Any], after_s: float) -> dict[str, Any]:
+    """Returns a bucket whose times are counted from another moment."""
+    return {**bucket, **{moment: after_s + bucket[moment] for moment in MOMENTS}}
+
+
+def _line_of(bucket: Mapping[str, Any], longest_s: float) -> str:
+    """Returns the line of text that shows when a bucket was ready, launched and done."""
+    ready_s, launched_s, done_s = (bucket[moment] for moment in MOMENTS)
+    cells = painted("", ready_s, launched_s, longest_s, "·")
+    return f"{'':8}bucket {bucket['index']:<3}{painted(cells, launched_s, done_s, longest_s, '░', least=1)}"
+
+
+def _finish(axes: Any, longest_ms: float, height: tuple[float, float]) -> None:
+    """Gives axes their extent, a grid in time, and no frame."""
+    axes.set(yticks=[], xlim=(0, longest_ms), ylim=height, facecolor=PANEL)
+    axes.tick_params(length=0, labelsize="small")
+    axes.grid(axis="x", color="#dbe2ea")
+    axes.set_axisbelow(True)
+    axes.spines[:].set_visible(False)
+
+
 def _names(parameters: Sequence[str]) -> str:
     return parameters[0] if len(parameters) == 1 else f"{parameters[0]} … {parameters[-1]}"
 
 
-# --- figures of matplotlib as SVG ------------------------------------------------------------------------------------
+# --- figures of matplotlib as files -----------------------------------------------------------------------------------
 
 
 def svg_of(figure: Figure, title: str) -> str:
@@ -239,6 +265,52 @@ def svg_of(figure: Figure, title: str) -> str:
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
         figure.savefig(written, format="svg", metadata={"Title": title, "Date": None, "Creator": None})
     return written.getvalue()
+
+
+def png_of(figure: Figure) -> bytes:
+    """Returns a figure as PNG."""
+    figure.savefig(written := io.BytesIO(), format="png", dpi=150)
+    return written.getvalue()
+
+
+# --- draw step: where the time of a step of a run went ---------------------------------------------------------------
+
+
+def main(words: Sequence[str]) -> int:
+    """Draws a step of a run that was profiled, or writes the traces of its ranks as one."""
+    parser = parser_of("draw step")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run with profile.steps=5")
+    parser.add_argument("--step", type=int, metavar="N", help="number of the step (default: the one of median length)")
+    add_picture(parser)
+    parser.add_argument("--png", type=Path, metavar="FILE", help="the same as a PNG")
+    about = "write the traces of all ranks as one, for ui.perfetto.dev"
+    parser.add_argument("--trace", type=Path, metavar="FILE", help=about)
+    return respond(parser, parser.parse_args(words), run)
+
+
+def run(options: argparse.Namespace) -> str:
+    """Returns the drawing, or what was written."""
+    profile = read_profile(options.run)
+    lengths = [max(rank.step_s for rank in step) for step in profile.steps]
+    numbers = [step[0].step for step in profile.steps]
+    index = lengths.index(median_low(lengths))
+    if options.step is not None:
+        if options.step not in numbers:
+            raise ValueError(f"--step {options.step}: {options.run} has the steps {numbers[0]} to {numbers[-1]}")
+        index = numbers.index(options.step)
+    steps = [[asdict(rank) for rank in step] for step in profile.steps]
+    title = f"{options.run.name}: {profile.model}, {profile.strategy}"
+    made: dict[str, Callable[[], str | bytes]] = {
+        "svg": lambda: svg_of(step_figure(steps[index], title=title), title),
+        "png": lambda: png_of(step_figure(steps[index], title=title)),
+        "trace": lambda: to_json(merged(options.run / FOLDER)),
+    }
+    wanted = {option: path for option in made if (path := getattr(options, option)) is not None}
+    for option, path in wanted.items():
+        write_picture(path, made[option](), after=f"--{option}")
+    if wanted:
+        return f"{', '.join(map(str, wanted.values()))}: step {numbers[index]} of {options.run}"
+    return step_text(steps, index)
 
 
 # --- a profiled step -------------------------------------------------------------------------------------------------
@@ -281,14 +353,11 @@ def _lanes(ranks: Ranks) -> Iterator[str]:
             cells = painted(cells, after_s + began_s, after_s + ended_s, length_s, PARTS[part][0])
         yield f"rank {rank:<13}{cells}"
         after_s += mine["backward_began_s"]
-        for bucket in mine["buckets"]:
-            ready_s, launched_s, done_s = (after_s + bucket[f"{moment}_s"] for moment in ("ready", "launched", "done"))
-            cells = painted("", ready_s, launched_s, length_s, "·")
-            yield f"{'':8}bucket {bucket['index']:<3}{painted(cells, launched_s, done_s, length_s, '░', least=1)}"
+        yield from (_line_of(_moved(bucket, after_s), length_s) for bucket in mine["buckets"])
 
 
 def _table(steps: Sequence[Ranks]) -> Iterator[str]:
-    yield f"{'median, in ms':14}" + "".join(f"{IN_WORDS.get(part, part):>10}" for part in PARTS) + f"{'step':>10}"
+    yield f"{'median, in ms':14}" + "".join(f"{IN_WORDS.get(part, part):>10}" for part in (*PARTS, "step"))
     for rank in range(len(steps[0])):
         mine = [step[rank] for step in steps]
         cells = [median(_seconds_of(part, each) for each in mine) for part in PARTS]
@@ -319,11 +388,7 @@ def step_figure(ranks: Ranks, *, title: str) -> Figure:
     y = 0.0
     for rank, mine in enumerate(shown):
         y = _draw_parts(axes, rank, mine, y, first_s, length_s)
-    axes.set(yticks=[], xlim=(0, 1.01e3 * length_s), ylim=(y - 0.6, -0.8), facecolor=PANEL)
-    axes.tick_params(length=0, labelsize="small")
-    axes.grid(axis="x", color="#dbe2ea")
-    axes.set_axisbelow(True)
-    axes.spines[:].set_visible(False)
+    _finish(axes, 1.01e3 * length_s, (y - 0.6, -0.8))
     axes.set_xlabel("ms since the first rank began the step")
     buckets = ranks[0]["buckets"]
     size = binary_size(sum(bucket["bytes"] for bucket in buckets))
@@ -346,8 +411,7 @@ def _draw_parts(axes: Any, rank: int, mine: Mapping[str, Any], y: float, first_s
     buckets, lanes = mine["buckets"], lanes_of(mine["buckets"])
     after_s += mine["backward_began_s"]
     for bucket, lane in zip(buckets, lanes, strict=True):
-        moved = bucket | {moment: after_s + bucket[moment] for moment in ("ready_s", "launched_s", "done_s")}
-        draw_bucket(axes, moved, color_of(bucket["index"], len(buckets)), y + 1.1 + lane, AXIS / length_s)
+        draw_bucket(axes, _moved(bucket, after_s), len(buckets), y + 1.1 + lane, AXIS / length_s)
     if buckets:
         axes.text(y=y + 1.1, s="buckets", color=QUIET, **words)
     return y + 2.0 + len({*lanes})

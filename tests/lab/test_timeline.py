@@ -12,7 +12,7 @@ from matplotlib.collections import PolyCollection
 
 from ddp.__main__ import main
 from ddp.errors import ConfigError
-from ddp.pictures.timeline import TITLE, svg_of, timeline_figure, timeline_text
+from ddp.lab.timeline import TITLE, svg_of, timeline_figure, timeline_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -13,6 +13,8 @@ So it does not know the steps that it is compared with.
     python -m ddp bench forecast --netbed 2x1@1gbit                                   on hosts made for it (root)
     python -m ddp bench forecast --netbed 2x1@100mbit --methods plain,int8,powersgd   which is fastest?
 
+`python -m ddp forecast RUN OTHER …` compares forecasts with runs of your own.
+
 ddp/lab/bench/workloads.py describes the models. Every worker has one thread.
 """
 
@@ -57,21 +59,17 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 
 
 def main(words: Sequence[str]) -> int:
-    """Compares the forecasts that the command line asks for."""
+    """Compares the forecasts that the words ask for."""
     parser = parser_of("bench forecast", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, workers="1,2", least=1, turns=3)
     add_models(parser, default="digits-cnn,mlp-25m,resnet18-small-stem,gpt-10m")
-    parser.add_argument(
-        "--methods",
-        default=PLAIN,
-        metavar="NAME,NAME,…",
-        help=f"how gradients travel: some of {', '.join(METHODS)} (default: %(default)s)",
-    )
+    about = f"how gradients travel: some of {', '.join(METHODS)} (default: %(default)s)"
+    parser.add_argument("--methods", default=PLAIN, metavar="NAME,NAME,…", help=about)
     return respond(parser, parser.parse_args(words), run)
 
 
 def run(options: argparse.Namespace) -> str:
-    """Compares them; the report is printed."""
+    """Compares what was asked for; the report is printed."""
     where, models, methods = place_of(options), models_of(options), tuple(split("--methods", options.methods))
     refuse_unknown("method", methods, METHODS)
     run_jobs(options, [CompareForecasts(model, methods, options.turns, where) for model in models], ForecastCell, where)

@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.colors import to_hex
 
-from ddp.pictures.timeline import PARTS, step_figure, step_text
+from ddp.lab.timeline import PARTS, step_figure, step_text
 
 
 def rank(began_s: float, *spans: tuple[str, float]) -> dict[str, Any]:

@@ -1,1 +1,0 @@
-"""Pictures as SVG: a schedule's rounds, and the timeline of a step."""
