@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker_info
 
 from ddp.data.loading.processes import packed
-from ddp.data.samples import Collate, WholeBatches
+from ddp.data.samples import Collate, WholeBatches, as_it_is
 from ddp.errors import UnreadableSample
 from ddp.process import gpu
 from ddp.process.clock import HelperThread
@@ -376,6 +376,17 @@ class DeviceCopies:
         current.wait_event(copy.event)
         _with_tensors(copy.batch, lambda each: each.record_stream(current))
         return copy.batch
+
+
+class NoCopies:
+    """Leaves batches in the host's memory, where they are needed."""
+
+    begin = finish = staticmethod(as_it_is)
+
+
+def copies_to(device: torch.device) -> DeviceCopies | NoCopies:
+    """Returns what brings batches to a device."""
+    return DeviceCopies(device) if device.type == gpu.KIND else NoCopies()
 
 
 def _with_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:

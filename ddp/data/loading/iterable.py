@@ -25,16 +25,13 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from ddp.data.loading.fetching import DeviceCopies
-from ddp.data.loading.loader import CPU, NO_LIMITS
-from ddp.data.loading.processes import Limits, LoaderWatch, appear_as, data_loader, packed
+from ddp.data.loading.fetching import copies_to
+from ddp.data.loading.processes import WatchedLoader, appear_as, packed
 from ddp.data.loading.source import digest_of
 from ddp.data.orders.order import Checksum, Fixed, Order
 from ddp.data.orders.sampler import StepPlan, TrainSampler
@@ -42,7 +39,6 @@ from ddp.data.orders.sharding import OwnSharding
 from ddp.data.orders.steps import SamplerState
 from ddp.data.samples import Collate
 from ddp.errors import ConfigError
-from ddp.process import gpu
 from ddp.process.streams import preserved, seed_generators, stream_seed
 
 _NUM_COMPARED = 4  # first samples of a stream
@@ -233,32 +229,19 @@ class IterableLoader:
     Args:
         data: an iterable that can be read again and again.
         sampler: says which samples of the stream, in which parts; the caller commits its plans.
-        collate, num_workers, device, processes, limits: as in `TrainLoader`.
+        collate, how: as in `TrainLoader`.
 
     Attributes:
         num_samples: read and handed out since `begin`.
     """
 
     def __init__(
-        self,
-        data: Iterable[Any],
-        sampler: IterableSampler,
-        *,
-        collate: Collate | None = None,
-        num_workers: int = 0,
-        device: torch.device = CPU,
-        processes: Mapping[str, Any] = MappingProxyType({}),
-        limits: Limits = NO_LIMITS,
+        self, data: Iterable[Any], sampler: IterableSampler, *, collate: Collate | None = None, **how: Any
     ) -> None:
         self.sampler, self.num_samples = sampler, 0
-        self._copies = DeviceCopies(device) if device.type == gpu.KIND else None
-        loader = data_loader(
-            _Batches(data, sampler, collate=collate or default_collate, num_processes=num_workers),
-            num_workers=num_workers,
-            pin_memory=self._copies is not None,
-            processes=processes,
-        )
-        self._watch = LoaderWatch(loader, limits)
+        batches = _Batches(data, sampler, collate=collate or default_collate, num_processes=how.get("num_workers", 0))
+        self._watched = WatchedLoader(batches, **how)
+        self._copies = copies_to(self._watched.device)
         self._fetched: Iterator[_Fetched] = iter(())
         self._ahead: _Fetched | None = None
 
@@ -269,7 +252,7 @@ class IterableLoader:
             Digests of the first samples that were read, equal where ranks read the same stream, as far as both have
             some; None: there is no batch.
         """
-        self._fetched, self.num_samples = self._watch.batches(), 0
+        self._fetched, self.num_samples = self._watched.batches(), 0
         self._ahead = self._next()
         return None if self._ahead is None else self._ahead.firsts
 
@@ -286,22 +269,18 @@ class IterableLoader:
             self.sampler.read_after = dict(places)
             both = zip(plan.micros, mine, strict=False)  # the stream may end inside of a step, or of a micro-batch
             micros = tuple(micro._replace(indices=micro.indices[: each.num_samples]) for micro, each in both)
-            yield plan._replace(micros=micros, is_last=self._ahead is None), map(self._batch_of, mine)
+            batches = map(self._copies.finish, [each.batch for each in mine])
+            yield plan._replace(micros=micros, is_last=self._ahead is None), batches
 
     def _next(self) -> _Fetched | None:
         """Fetches a batch, and begins to copy it to the GPU, if there is one."""
         fetched = next(self._fetched, None)
-        if fetched is None or self._copies is None:
-            return fetched
-        return fetched._replace(batch=self._copies.begin(fetched.batch))
-
-    def _batch_of(self, fetched: _Fetched) -> Any:
-        return fetched.batch if self._copies is None else self._copies.finish(fetched.batch)
+        return None if fetched is None else fetched._replace(batch=self._copies.begin(fetched.batch))
 
     def close(self) -> None:
         """Ends the loader processes."""
         self._fetched, self._ahead = iter(()), None
-        self._watch.close()
+        self._watched.close()
 
 
 # -------------------------------------------------------------------------------------------- in a loader process

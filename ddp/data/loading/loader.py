@@ -18,15 +18,12 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import islice
-from types import MappingProxyType
 from typing import Any
 
-import torch
-
-from ddp.data.loading.fetching import UNREADABLE, DeviceCopies, Fetched, KeyedBatches, ReadAhead, Request
-from ddp.data.loading.processes import Limits, LoaderWatch, data_loader
+from ddp.data.loading.fetching import UNREADABLE, Fetched, KeyedBatches, ReadAhead, Request, copies_to
+from ddp.data.loading.processes import WatchedLoader
 from ddp.data.orders.distributed_sampler import EvaluationSampler
 from ddp.data.orders.order import Checksum
 from ddp.data.orders.sampler import Micro, StepPlan, TrainSampler
@@ -35,9 +32,6 @@ from ddp.errors import ConfigError, UnreadableSample
 from ddp.process import gpu
 from ddp.process.terminal import log
 from ddp.units import counted
-
-CPU = torch.device("cpu")
-NO_LIMITS = Limits()
 
 
 class TrainLoader:
@@ -52,16 +46,14 @@ class TrainLoader:
         dataset: map-style, as long as the sampler says.
         sampler: says which samples, in which order and parts; the caller commits its plans.
         collate: makes a batch of samples; None for torch's `default_collate`.
-        num_workers: loader processes; they stay from epoch to epoch. 0 loads in this process.
-        device: where batches are needed. To a GPU they are copied ahead (`fetching.py`); else this process's.
         max_unreadable: most samples that are left out because reading them fails (`UNREADABLE`); one more is an error.
         known_unreadable: samples that a run has left out before it was resumed. They do not count again.
-        processes: the user's worker_init_fn, multiprocessing_context and prefetch_factor, as far as given.
-        limits: how long loader processes are waited for.
+        how: num_workers, device, processes and limits, as in `WatchedLoader`. To a GPU batches are copied ahead
+            (`fetching.py`).
 
     Attributes:
         unreadable: numbers of the samples that this rank has left out, the known ones included.
-        num_prefetched: batches that loader processes fetch before they are asked for.
+        num_prefetched: as in `WatchedLoader`.
 
     Raises:
         ConfigError: the sampler was made for another length.
@@ -73,12 +65,9 @@ class TrainLoader:
         sampler: TrainSampler,
         *,
         collate: Collate | None = None,
-        num_workers: int = 0,
-        device: torch.device = CPU,
         max_unreadable: int = 0,
         known_unreadable: Iterable[int] = (),
-        processes: Mapping[str, Any] = MappingProxyType({}),
-        limits: Limits = NO_LIMITS,
+        **how: Any,
     ) -> None:
         if len(dataset) != sampler.order.num_samples:
             raise ConfigError(
@@ -88,21 +77,13 @@ class TrainLoader:
         self.sampler, self.unreadable = sampler, set(known_unreadable)
         self._max_unreadable, self._num_known = max_unreadable, len(self.unreadable)
         self._repeats = sampler.order.checksum() != Checksum.of_range(len(dataset))
-        self._requests = _Requests()
         self._batches = KeyedBatches(dataset, collate, tolerated=UNREADABLE)
-        self._copies = DeviceCopies(device) if device.type == gpu.KIND else None
-        self._ahead = ReadAhead()
-        loader = data_loader(
-            self._batches,
-            sampler=self._requests,
-            num_workers=num_workers,
-            pin_memory=self._copies is not None,
-            persistent_workers=num_workers > 0,
-            processes=processes,
-        )
-        self._watch, self._has_processes = LoaderWatch(loader, limits), num_workers > 0
-        self.num_prefetched = num_workers * (loader.prefetch_factor or 0)
-        self._requests.asked = self._watch.asked if num_workers else None
+        self._watched = watched = WatchedLoader(self._batches, **how)
+        self.num_prefetched, self._copies = watched.num_prefetched, copies_to(watched.device)
+        self._ahead, has_processes, batches = ReadAhead(), watched.num_workers > 0, self._batches
+        self._reads_ahead = batches.may_read_ahead and not has_processes
+        if watched.device.type == gpu.KIND:
+            self._reads_ahead = has_processes or not batches.draws
 
     def epoch(self) -> Iterator[tuple[StepPlan, Iterator[Any]]]:
         """Yields each plan from the sampler's state to the end of its epoch, with an iterator over this rank's batches.
@@ -124,8 +105,7 @@ class TrainLoader:
     def stream(self, requests: Iterable[Request]) -> Iterator[Any]:
         """Returns an iterator over the batches of requests, which are taken ahead. Earlier ones must not be used."""
         self._ahead.end()  # because data need not support two readers
-        self._requests.source = requests
-        return self._readable(self._watch.batches(self._on_time))
+        return self._readable(self._watched.batches(requests, self._on_time))
 
     def read(self, plan: StepPlan, micro: Micro) -> Any:
         """Returns a batch of a step once more, outside the stream; None if none of its samples can be read."""
@@ -141,11 +121,8 @@ class TrainLoader:
 
     def _on_time(self, fetched: Iterator[Fetched]) -> Iterator[Fetched]:
         """Yields batches that are read, and on the device, before they are needed."""
-        if self._copies is not None:
-            copies = map(self._copies.begin, fetched)
-            may_copy = self._has_processes or not self._batches.draws
-            return map(self._copies.finish, self._ahead.of(copies) if may_copy else copies)
-        return self._ahead.of(fetched) if self._batches.may_read_ahead and not self._has_processes else fetched
+        copies = map(self._copies.begin, fetched)
+        return map(self._copies.finish, self._ahead.of(copies) if self._reads_ahead else copies)
 
     def _readable(self, fetched: Iterator[Fetched]) -> Iterator[Any]:
         """Yields batches, None for one without readable samples, and records the samples left out.
@@ -170,7 +147,7 @@ class TrainLoader:
     def close(self) -> None:
         """Ends the loader processes now; otherwise they end with this object. The loader can be used again."""
         self._ahead.end(wait_s=1.0)
-        self._watch.close()
+        self._watched.close()
 
 
 class EvaluationLoader:
@@ -180,7 +157,7 @@ class EvaluationLoader:
     Random transforms, if any are left in an evaluation set, draw the same at every pass (seed 0, epoch 0).
 
     Args:
-        dataset, collate, num_workers, device, processes, limits: as in `TrainLoader`.
+        dataset, collate, how: as in `TrainLoader`.
         batch_size: samples in a batch; the last one of a part may be smaller.
         rank, world_size: whose parts to read.
         num_shards: parts that the data are cut into; None: one per rank.
@@ -201,10 +178,7 @@ class EvaluationLoader:
         world_size: int,
         num_shards: int | None = None,
         collate: Collate | None = None,
-        num_workers: int = 0,
-        device: torch.device = CPU,
-        processes: Mapping[str, Any] = MappingProxyType({}),
-        limits: Limits = NO_LIMITS,
+        **how: Any,
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"the batch size of an evaluation must be at least 1, got {batch_size}")
@@ -216,30 +190,19 @@ class EvaluationLoader:
         ]
         self.parts = [part for part, _ in runs]
         self._all = [Request(0, 0, tuple(run), run) for _, run in runs]
-        self._batches = KeyedBatches(dataset, collate)
-        self._num_workers, self._processes, self._limits = num_workers, processes, limits
-        self._copies = DeviceCopies(device) if device.type == gpu.KIND else None
+        self._batches, self._how = KeyedBatches(dataset, collate), how
 
     def __len__(self) -> int:
         return len(self._all)
 
     def __iter__(self) -> Iterator[Any]:
-        requests = _Requests(self._all)
-        loader = data_loader(
-            self._batches,
-            sampler=requests,
-            num_workers=self._num_workers,
-            pin_memory=self._copies is not None,
-            processes=self._processes,
-        )
-        watch = LoaderWatch(loader, self._limits)
-        requests.asked = watch.asked if self._num_workers else None
+        watched = WatchedLoader(self._batches, **self._how)
+        copies = copies_to(watched.device)
         try:
-            for fetched in watch.batches():
-                batch = fetched.batch
-                yield batch if self._copies is None else self._copies.finish(self._copies.begin(batch))
+            for fetched in watched.batches(self._all):
+                yield copies.finish(copies.begin(fetched.batch))
         finally:
-            watch.close()
+            watched.close()
 
 
 def evaluation_parts(
@@ -295,21 +258,3 @@ def _two_readers(plans: Iterator[StepPlan]) -> tuple[Iterator[StepPlan], Iterato
             yield plan
 
     return reader(waiting[0]), reader(waiting[1])
-
-
-class _Requests:
-    """DataLoader's `sampler`: one object, because its workers persist, whose content `epoch()` replaces.
-
-    Attributes:
-        asked: gets the samples of each request that DataLoader takes, if loader processes fetch them.
-    """
-
-    def __init__(self, source: Iterable[Request] = ()) -> None:
-        self.source: Iterable[Request] = source
-        self.asked: deque[Sequence[int]] | None = None
-
-    def __iter__(self) -> Iterator[Request]:
-        for request in self.source:  # lazily, because DataLoader makes one iterator more than it uses
-            if self.asked is not None:
-                self.asked.append(request.indices)
-            yield request

@@ -24,15 +24,17 @@ from functools import partial
 from multiprocessing import current_process, util
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.signal_handling import _remove_worker_pids  # type: ignore[attr-defined]
 
 from ddp.data.samples import as_it_is
 from ddp.errors import ConfigError, LoaderLost, UnreadableSample
+from ddp.process import gpu
 from ddp.process.clock import Patience
 from ddp.process.memory import ask_for_signal
 from ddp.process.terminal import log
@@ -48,11 +50,14 @@ def data_loader(
 
     Args:
         batches: a data set of batches.
-        processes: the user's worker_init_fn, multiprocessing_context and prefetch_factor, as far as given.
+        processes: the user's worker_init_fn, multiprocessing_context and prefetch_factor, as far as given; the
+            function is called after our own.
         others: further arguments of DataLoader.
     """
+    of_processes: dict[str, Any] = {}  # torch refuses any where there are none
     if num_workers:
         _make_room_for_sockets()
+        of_processes = {**processes, "worker_init_fn": partial(_begin_process, processes.get("worker_init_fn"))}
     return DataLoader(
         batches,
         batch_size=None,
@@ -60,16 +65,9 @@ def data_loader(
         num_workers=num_workers,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # otherwise each pass would draw its workers' seeds from the program's generator
-        **process_options(processes, num_workers=num_workers),
+        **of_processes,
         **others,
     )
-
-
-def process_options(given: Mapping[str, Any], *, num_workers: int) -> dict[str, Any]:
-    """Returns the arguments of torch's DataLoader for its processes, the user's `worker_init_fn` after our own."""
-    if not num_workers:  # then torch refuses the others
-        return {}
-    return {**given, "worker_init_fn": partial(_begin_process, given.get("worker_init_fn"))}
 
 
 def _begin_process(users: Callable[[int], None] | None, worker: int) -> None:
@@ -252,35 +250,62 @@ class Limits(NamedTuple):
     wants_stop: Callable[[], object] = bool
 
 
-class LoaderWatch:
-    """Passes on the batches of a DataLoader, and watches its processes, if it has any.
+CPU = torch.device("cpu")
+NO_LIMITS = Limits()
+
+
+class WatchedLoader:
+    """A DataLoader whose processes, if it has any, are watched.
 
     Args:
-        loader: its processes send their batches packed (`processes.py`).
+        batches: a data set of batches, by request or in a stream; in a loader process, packed.
+        num_workers: loader processes; 0 loads in this process. Those that get requests stay from pass to pass.
+        device: where batches are needed.
+        processes: as in `data_loader`.
+        limits: how long loader processes are waited for.
 
     Attributes:
-        asked: the samples of each batch that was requested and has not arrived; the requester appends to it. It stays
-            empty for streams, and without loader processes.
+        num_prefetched: batches that loader processes fetch before they are asked for.
     """
 
-    def __init__(self, loader: DataLoader[Any], limits: Limits) -> None:
-        self._loader, self._limits = loader, limits
-        self.asked: deque[Sequence[int]] = deque()
+    def __init__(
+        self,
+        batches: Any,
+        *,
+        num_workers: int = 0,
+        device: torch.device = CPU,
+        processes: Mapping[str, Any] = MappingProxyType({}),
+        limits: Limits = NO_LIMITS,
+    ) -> None:
+        self.num_workers, self.device, self._limits = num_workers, device, limits
+        self._requests = _Requests(num_workers)
+        of_requests = {"sampler": self._requests, "persistent_workers": num_workers > 0}
+        self._loader = data_loader(
+            batches,
+            num_workers=num_workers,
+            pin_memory=device.type == gpu.KIND,
+            processes=processes,
+            **({} if isinstance(batches, IterableDataset) else of_requests),
+        )
+        self.num_prefetched = num_workers * (self._loader.prefetch_factor or 0)
         self._iterator: Any = None  # once the processes have started
         self._before: set[int] = set()  # this process's descendants before they start
         self._wait: Patience | None = None  # while the rank waits; another one each time
         self._lost = ""
 
-    def batches(self, through: Callable[[Iterator[Any]], Iterator[Any]] = iter) -> Iterator[Any]:
-        """Returns an iterator over the batches of one pass.
+    def batches(
+        self, requests: Iterable[Any] = (), through: Callable[[Iterator[Any]], Iterator[Any]] = iter
+    ) -> Iterator[Any]:
+        """Returns an iterator over the batches of one pass. Those of earlier passes must not be used any more.
 
         Args:
+            requests: of the pass, which are taken ahead; each has `indices`. A stream needs none.
             through: makes the iterator that the rank reads, perhaps in another thread, of that over the batches.
 
         Raises:
             LoaderLost: a loader process has died, or was given up; when the iterator is read.
         """
-        self.asked.clear()
+        self._requests.begin(requests)
         if not self._loader.num_workers:
             return through(iter(self._loader))
         return self._explained(through(self._watched()))
@@ -297,8 +322,7 @@ class LoaderWatch:
                     batch = received(self._waiting(next, self._iterator))
                 except StopIteration:
                     return
-                if self.asked:
-                    self.asked.popleft()
+                self._requests.arrived()
                 yield batch
         finally:
             is_over.set()
@@ -416,7 +440,37 @@ class LoaderWatch:
         return f"loader process {place} of rank {self._limits.rank} (pid {pid})"
 
     def _samples(self) -> str:
-        return in_words(list(self.asked[0])) if self.asked else "its next batch"
+        return self._requests.in_words()
+
+
+class _Requests:
+    """DataLoader's `sampler`: one object, because its workers persist, whose content each pass replaces.
+
+    It knows the samples of each batch that loader processes were asked for, and which has not arrived.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._source: Iterable[Any] = ()
+        self._asked: deque[Sequence[int]] = deque(maxlen=None if num_workers else 0)
+
+    def begin(self, source: Iterable[Any]) -> None:
+        """Begins a pass."""
+        self._source = source
+        self._asked.clear()
+
+    def __iter__(self) -> Iterator[Any]:
+        for request in self._source:  # lazily, because DataLoader makes one iterator more than it uses
+            self._asked.append(request.indices)
+            yield request
+
+    def arrived(self) -> None:
+        """Records that the next batch has arrived."""
+        if self._asked:
+            self._asked.popleft()
+
+    def in_words(self) -> str:
+        """Returns the samples of the next batch, as text; a stream does not know them."""
+        return in_words(list(self._asked[0])) if self._asked else "its next batch"
 
 
 def _started(loader: DataLoader[Any]) -> Iterator[Any]:

@@ -180,7 +180,7 @@ class Copies:
 def test_a_thread_copies_to_a_gpu_what_may_be_read_ahead(kind, num_workers, monkeypatch):
     """Also what does not wait, and what processes have fetched; but not what is drawn at random in this process."""
     expected = epochs_of(loader_of(kind()))
-    monkeypatch.setattr("ddp.data.loading.loader.DeviceCopies", Copies)
+    monkeypatch.setattr("ddp.data.loading.fetching.DeviceCopies", Copies)
     sampler = TrainSampler(LENGTH, global_batch=5, rank=0, world_size=1, seed=3)
     loader = TrainLoader(kind(), sampler, num_workers=num_workers, device=torch.device("cuda"))
     assert epochs_of(loader) == expected

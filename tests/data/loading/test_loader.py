@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ddp.data.loading.loader import EvaluationLoader, TrainLoader, num_evaluation_batches
-from ddp.data.loading.processes import process_options
+from ddp.data.loading.processes import data_loader
 from ddp.data.orders.distributed_sampler import EvaluationSampler
 from ddp.data.orders.order import Weighted
 from ddp.data.orders.sampler import TrainSampler
@@ -421,7 +421,8 @@ def test_a_worker_init_fn_finds_its_own_data_set_and_the_process_is_of_the_conte
     processes = {"worker_init_fn": begin, "multiprocessing_context": "fork", "prefetch_factor": 1}
     loader = EvaluationLoader(BegunBy(), batch_size=2, rank=0, world_size=1, num_workers=2, processes=processes)
     assert [batch.tolist() for batch in loader] == [[7, 7], [8, 8]]
-    assert process_options(processes, num_workers=2)["prefetch_factor"] == 1
+    made = data_loader([], num_workers=2, pin_memory=False, processes=processes)
+    assert made.prefetch_factor == 1
 
 
 def test_a_signal_to_the_trainer_s_process_group_does_not_reach_its_loaders() -> None:

@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 from ddp.data.loading import processes
 from ddp.data.loading.iterable import IterableLoader, IterableSampler
 from ddp.data.loading.loader import EvaluationLoader, TrainLoader
-from ddp.data.loading.processes import Limits, LoaderWatch
+from ddp.data.loading.processes import Limits, WatchedLoader
 from ddp.data.orders.sampler import TrainSampler
 from ddp.errors import ConfigError, LoaderLost
 
@@ -123,7 +123,8 @@ def test_a_process_that_does_not_start_is_given_up(monkeypatch, caplog):
     monkeypatch.setattr(processes, "CHECK_S", 0.01)
     with subprocess.Popen(["sleep", "600"]) as other:
         stuck = Stuck()
-        watch = LoaderWatch(stuck, Limits(rank=2, warn_s=0.02, abort_s=0.1))
+        watch = WatchedLoader([], num_workers=1, limits=Limits(rank=2, warn_s=0.02, abort_s=0.1))
+        watch._loader = stuck
         with pytest.raises(
             LoaderLost, match=r"^a loader process of rank 2 is starting and has not sent its next batch f"
         ):
