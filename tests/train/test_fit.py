@@ -1,6 +1,6 @@
 """`ddp.fit` as a newcomer calls it: what works as it is, and one sentence for each mistake.
 
-Tests: ddp/policies.py, ddp/train/arguments.py, ddp/train/loop.py.
+Tests: ddp/policies.py, ddp/train/arguments.py, ddp/train/loop.py, ddp/train/steps/step.py.
 """
 
 from __future__ import annotations

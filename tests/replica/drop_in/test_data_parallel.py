@@ -1,6 +1,6 @@
 """DistributedDataParallel against torch's class and against one process; naive and bucketed alike.
 
-Tests: ddp/replica/bucketed.py, ddp/replica/naive.py.
+Tests: ddp/replica/bucketed.py, ddp/replica/drop_in/torch_names.py, ddp/replica/naive.py.
 """
 
 from __future__ import annotations
