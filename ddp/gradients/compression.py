@@ -26,7 +26,6 @@ from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket, span
 from ddp.gradients.hook import Hook, Memory, Parcel, corrected, wide
 from ddp.gradients.reducer import InFlight, Reducer
-from ddp.process import gpu
 
 
 class Compression(Reducer):
@@ -68,7 +67,7 @@ class Compression(Reducer):
         self.sends = "gradients"
         self._owners = owners(self.numels, comm.host_partition.num_places)
         self._is_pending = self.is_owed = False
-        self._is_finite = torch.ones((), dtype=torch.bool, device=comm.device)
+        self.is_finite = torch.ones((), dtype=torch.bool, device=comm.device)
 
     @property
     def name(self) -> str:
@@ -87,14 +86,10 @@ class Compression(Reducer):
         """Begins a step, which commits the last one."""
         self.commit()
         self._is_pending = True
-        self._is_finite.fill_(True)
+        self.is_finite.fill_(True)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "comm": None}  # a copy gets another communicator
-
-    @property
-    def is_finite(self) -> bool | Tensor:  # type: ignore[override]
-        return self._is_finite if self._is_finite.device.type == gpu.KIND else bool(self._is_finite)
 
     def commit(self) -> None:
         """Keeps what the hook remembers of the last step."""
@@ -135,7 +130,7 @@ class Compression(Reducer):
             return
         comm.sum_in_host(bucket.flat, divide_by=divide_by)
         parcels = list(self._parcels(bucket))
-        self._is_finite &= torch.isfinite(torch.stack([parcel.outgoing.sum() for parcel in parcels])).all()
+        self.is_finite &= torch.isfinite(torch.stack([parcel.outgoing.sum() for parcel in parcels])).all()
         for parcel in parcels:
             self.hook.enter(parcel)
         if encoded := [parcel for parcel in parcels if not parcel.is_dense]:

@@ -53,15 +53,14 @@ class Reducer(ABC):
         may_resize: it may resize buckets; then they are ordinary memory, and hold only gradients.
         averages: it divides by the world size, whatever divisor it is given.
         may_hide: its result may be finite though its input is not.
-        is_finite: False if this rank has sent a non-finite gradient in this step that the buckets may not show; on a
-            GPU a scalar there.
+        is_finite: scalar; False if this rank has sent a non-finite gradient in this step. Only if `may_hide`.
     """
 
     tails_ride = False
     may_resize = False
     averages = False
     may_hide = False
-    is_finite: bool | Tensor = True
+    is_finite: Tensor
 
     @abstractmethod
     def reduce(self, bucket: Bucket, *, divide_by: SupportsInt, async_op: bool, label: str) -> InFlight | None:

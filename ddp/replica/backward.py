@@ -1,19 +1,19 @@
 """One synchronised backward: how gradients that become ready on this rank turn into the mean over all ranks.
 
-    EXPECTED        no synchronised backward is running. Gradients that become ready (in `no_sync`) only accumulate
+    expected        no synchronised backward is running. Gradients that become ready (in `no_sync`) only accumulate
        │ begin          autograd has reached an output of the forward (`autograd.py`), or this rank has no samples
-    RUNNING         `note`: a gradient is ready. When all of a bucket are ready, they are copied side by side
+    is_running      `note`: a gradient is ready. When all of a bucket are ready, they are copied side by side
        │            `_launch_full`: a full bucket is reduced, after all buckets before it. This order is the same on
        │            every rank; otherwise the ranks would wait for different buckets
        │ end, finish    backward has ended: fill and reduce the rest, wait for what is in flight
-    DONE            every gradient is the mean over the ranks; `finish` has returned the step's totals
+    done            every gradient is the mean over the ranks; `finish` has returned the step's totals
 
                  backward   ▓▓▓ fc ▓▓▓▓▓▓▓ conv4 ▓▓▓▓▓▓▓ conv3 ▓▓▓▓▓ conv2 ▓▓▓ conv1 ▓│ finish
                  wire              ░░ bucket 0 ░░░░░░░░░░░░░░ bucket 1 ░░░░░░░░░░░░░░░│░ last ░
 
 The first backward cannot do this, because the order in which gradients become ready is unknown. It only records the
 order, and reduces all buckets at its end. Each step has its own `Backward`, so nothing is reset by hand. A backward
-that breaks off stays RUNNING, and the replica refuses to continue.
+that breaks off is running forever, and the replica refuses to continue.
 
 A backward delegates to four objects:
 
@@ -41,7 +41,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from enum import Enum, auto
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, SupportsInt
 
@@ -65,14 +64,6 @@ if TYPE_CHECKING:
     from ddp.gradients.layout import Layout
     from ddp.gradients.reducer import InFlight, Reducer
     from ddp.replica.parameters import Layouts
-
-
-class State(Enum):
-    """The states of a backward."""
-
-    EXPECTED = auto()  # until begin: gradients accumulate on this rank, nothing is sent
-    RUNNING = auto()  # until the end of finish: full buckets are launched
-    DONE = auto()
 
 
 class BucketReduction:
@@ -194,6 +185,7 @@ class Backward:
         waited: measures the time that backward's thread spends on reductions, or waiting for them.
 
     Attributes:
+        is_running: from `begin` until the end of `finish`; forever, if it broke off.
         early: parameters that have accumulated gradients (in `no_sync`) which no backward has reduced yet, by id.
         layout: where the gradients live; from `begin` on.
         step: its number, from 1, for messages; from `begin` on.
@@ -220,7 +212,7 @@ class Backward:
         overlap: bool | None,
         waited: Stopwatch,
     ) -> None:
-        self.comm, self.state, self._accumulation = comm, State.EXPECTED, accumulation
+        self.comm, self.is_running, self._accumulation = comm, False, accumulation
         self._overlap, self.overlap = overlap, comm.plan.overlaps if overlap is None else overlap
         self.reducer, self.usage, self.stepper = reducer, usage, stepper
         self.early: dict[int, Tensor] = {}
@@ -236,11 +228,6 @@ class Backward:
         self._num_launched = 0
         self._in_flight: list[tuple[BucketReduction, InFlight]] = []
 
-    @property
-    def is_running(self) -> bool:
-        """Returns True from `begin` until the end of `finish`; forever, if the backward broke off."""
-        return self.state is State.RUNNING
-
     # --- in the order of time ----------------------------------------------------------------------------------------
 
     def begin(self, layout: Layout, step: int, share: Share) -> None:
@@ -252,7 +239,7 @@ class Backward:
         """
         if self.reducer.may_resize and not layout.is_for_hook:
             layout.plan(layout.order, for_hook=True)  # of a forward from before the hook was registered
-        self.state, self.began_s = State.RUNNING, now_s()
+        self.is_running, self.began_s = True, now_s()
         self.layout, self.step, self._share = layout, step, share
         self.creates_graph = torch.is_grad_enabled() and is_in_backward()
         self.stepper.begin(layout, creates_graph=self.creates_graph)
@@ -312,7 +299,7 @@ class Backward:
         Returns:
             False if the parameter has no place in this backward.
         """
-        if self.state is State.EXPECTED:
+        if not self.is_running:
             if parameter.requires_grad:  # frozen after its forward: autograd calls the observer, without a gradient
                 self.early[id(parameter)] = parameter
         elif not self.reductions and id(parameter) in self.layout.index_of:
@@ -439,7 +426,7 @@ class Backward:
         self._send(self.layout.flags, "flags")
         self.stepper.check(self._finalizer.gone)
         totals = self._finalizer.settle(creates_graph=self.creates_graph)
-        self.state, self.is_unread, self.error = State.DONE, totals is None, self._finalizer.error
+        self.is_running, self.is_unread, self.error = False, totals is None, self._finalizer.error
         return totals
 
     def read_flags(self, *, is_late: bool = False) -> Totals:

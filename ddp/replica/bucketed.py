@@ -49,7 +49,7 @@ from ddp.replica.autograd import (
     watch_backward,
     will_accumulate,
 )
-from ddp.replica.backward import Accumulation, Backward, BucketReduction, Observers, State, Stepper
+from ddp.replica.backward import Accumulation, Backward, BucketReduction, Observers, Stepper
 from ddp.replica.broadcast import BufferSync, broadcast_state, check_trainable, sending
 from ddp.replica.by_shards import ByShards, check_shards
 from ddp.replica.parameters import Change, Layouts, ParameterWatch, check_wire, managed, sparse_weights
@@ -193,7 +193,7 @@ class BucketedDataParallel(Replica):
     def _raise_known(self) -> None:
         if self._last.error is not None:
             raise self._last.error
-        if self.backward.state is State.RUNNING:
+        if self.backward.is_running:
             raise RuntimeError(
                 f"the last backward through this replica broke off (step {self.backward.step}); "
                 "the ranks are out of step: restart from the last checkpoint"
@@ -201,7 +201,7 @@ class BucketedDataParallel(Replica):
 
     @property
     def _awaits_backward(self) -> bool:
-        return self.waiting is not None or self.backward.state is State.RUNNING
+        return self.waiting is not None or self.backward.is_running
 
     def _watch_outputs(self, outputs: Any) -> None:
         if self._watch.has_frozen:
@@ -224,7 +224,7 @@ class BucketedDataParallel(Replica):
             adds_to_all: returned by the function of this name.
             if_reached: begin only if backward will reach one of the parameters.
         """
-        is_running = self.backward.state is State.RUNNING
+        is_running = self.backward.is_running
         if is_running and layout is self.backward.layout:
             return False
         if not (will_accumulate(layout.parameters) if if_reached else adds_to_all or accumulates(layout.parameters)):
@@ -251,7 +251,7 @@ class BucketedDataParallel(Replica):
 
     def on_other_gradient(self, parameter: Tensor) -> None:
         """Handles a gradient that no bucket is waiting for."""
-        is_running = self.backward.state is State.RUNNING
+        is_running = self.backward.is_running
         layout = self.backward.layout if is_running else self._layouts.current
         is_in_step = is_running or (self._is_in_forward and self.require_backward_grad_sync)
         is_unknown = parameter.requires_grad and id(parameter) not in layout.slot_of
@@ -261,7 +261,7 @@ class BucketedDataParallel(Replica):
             self.waiting = self._layouts.current
             if is_running:
                 self.backward.widen(self.waiting)
-        waiting = None if self.backward.state is State.RUNNING else self.waiting
+        waiting = None if self.backward.is_running else self.waiting
         if waiting is not None and self._begin(waiting, adds_to_all()):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         # once more, because the backward that has just begun may have a bucket for it

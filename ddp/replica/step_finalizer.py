@@ -311,11 +311,11 @@ class StepFinalizer:
             computed: returns the parameters of which it has computed gradients, once for each gradient.
         """
         self._missing, self._undefined = missing, [slot for slot in self._undefined if slot not in set(missing)]
-        self._mine = StepFlags()
+        mine = StepFlags()
         if self._has_samples:
             has_unused = self.usage.must_compare(self._layout, missing, computed)
-            self._mine = StepFlags(has_unused, bool(self._undefined), parts=self._parts())
-        self._mine.write(self._layout.flags.numbers)
+            mine = StepFlags(has_unused, bool(self._undefined), parts=self._parts())
+        mine.write(self._layout.flags.numbers)
 
     def _parts(self) -> Parts:
         """Returns this rank's measured part of the batch."""
@@ -326,12 +326,8 @@ class StepFinalizer:
         return Parts.of(self._square / self._totals.loss_scale**2, self._totals.items_on_host)
 
     def write_hidden_flags(self) -> None:
-        """Sets the flag for a non-finite gradient that a hook has hidden. With a hook, flags travel separately."""
-        is_finite, numbers = self._reducer.is_finite, self._layout.flags.numbers
-        if isinstance(is_finite, Tensor):
-            StepFlags.non_finite_in(numbers).add_(is_finite.logical_not())
-        elif not is_finite:
-            self._mine._replace(has_non_finite=True).write(numbers)
+        """Sets the flag for a non-finite gradient that a hook may have hidden. With one, flags travel separately."""
+        StepFlags.non_finite_in(self._layout.flags.numbers).add_(self._reducer.is_finite.logical_not())
 
     def gone(self) -> list[Slot]:
         """Returns the slots whose gradient is gone when backward ends."""

@@ -39,7 +39,7 @@ MUTANTS = {
         "last_batch",
     ),
     "no flag shows what a hook has hidden": Mutant(
-        f"{FINALIZER}.write_hidden_flags", "has_non_finite=True", "has_non_finite=False", HOOKED, "finite"
+        f"{FINALIZER}.write_hidden_flags", ".add_(", ".mul_(", HOOKED, "finite"
     ),
     "a refused gradient stays in the hook": Mutant(
         f"{FINALIZER}._refuse", "self._reducer.take_back()", "pass", HOOKED, "finite"
