@@ -209,16 +209,13 @@ class CentralStorage(Sharded):
         if self._region is not None:
             self._region.close()
         self._region, self._is_published = None, False
-        if (store := self._store) is not None:
-            if self._written:
-                log.warning("the parameters may be those of half a step: resume from the last checkpoint")
-            if self._slices is not None and not alone:
-                self.optimizer.state = self._whole_state(keep=True)
-            store.make_private()
-            self._store = self._slices = None
-            self._of_parts, self._places, self._stretches = self.optimizer, {}, []
-            self._settings, self._adopted = [], None
+        if self._store is not None and self._written:
+            log.warning("the parameters may be those of half a step: resume from the last checkpoint")
         super().finish(alone=alone)
+        if self._store is not None:
+            self._store.make_private()
+            self._store = self._slices = None
+            self._stretches, self._settings, self._adopted = [], [], None
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
