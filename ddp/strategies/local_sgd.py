@@ -172,9 +172,13 @@ class LocalSteps(Replicated):
             self.model.zero_grad(set_to_none=True)
 
     def update(self, agreement: Agreement) -> None:
-        if not self._is_round:
+        if self._is_round:
+            self._outer_update(agreement)
+        else:
             super().update(agreement)
-            return
+
+    def _outer_update(self, agreement: Agreement) -> None:
+        """Ends a round: the common parameters change."""
         self._average_statistics(agreement)
         self._outer.step()
 
@@ -399,7 +403,6 @@ class Streaming(LocalSteps):
         self._fragments: list[Fragment] = []
         self._number = 0  # inner steps in the running round so far
         self._square = torch.zeros((), device=comm.device)  # of the differences that this round has applied
-        self._is_finite_everywhere = True  # in the last round, over all ranks
         self.model.settled = self._settled
         self._resumed: dict[str, Any] | None = None  # the state from which the next round resumes
 
@@ -462,20 +465,16 @@ class Streaming(LocalSteps):
         found[NUM_TOTALS] = float(not self._is_finite)
         self._totals_comm.all_reduce(found, label=f"round {self.model.num_steps + 1}, totals")
         *totals, num_not_finite = found.tolist()
-        self._is_finite_everywhere = not num_not_finite
+        if num_not_finite:
+            self._square = torch.full_like(self._square, torch.nan)
         self.model.end_step(Totals.read(totals))
 
     def _gradient_norm(self) -> Tensor:
-        if not self._is_round:
-            return super()._gradient_norm()
-        norm = self._square.sqrt()
-        return norm if self._is_finite_everywhere else torch.full_like(norm, torch.nan)
+        return self._square.sqrt() if self._is_round else super()._gradient_norm()
 
     @torch.no_grad()
-    def update(self, agreement: Agreement) -> None:
-        if not self._is_round:
-            super().update(agreement)
-            return
+    def _outer_update(self, agreement: Agreement) -> None:
+        """Ends a round: launches the fragments whose turn has come, or would have come in a longer round."""
         late = {each for number in range(self._number, self.rounds.every + 1) for each in self._due(number)}
         self._launch([each for each in self._fragments if each in late])
 
