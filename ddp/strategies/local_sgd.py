@@ -66,12 +66,11 @@ class LocalSteps(Replicated):
     """
 
     model: BucketedDataParallel
+    word = "local_sgd"
     needs_buckets = unties = True
     _may_be_late = False
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, rounds: Rounds | None = None, **how: Any) -> None:
-        if how.get("precision") in ("fp16", "bf16_pure"):
-            raise ConfigError(f"LocalSteps with precision={how['precision']!r}: take precision='bf16' or 'fp32'")
         rounds = rounds or LocalSGD()
         if rounds.delay and not self._may_be_late:
             raise ConfigError(f"LocalSteps with delay={rounds.delay}: take ddp.strategies.Streaming, or delay=0")
@@ -394,7 +393,7 @@ class Streaming(LocalSteps):
     def __init__(self, model: nn.Module, optimizer: Optimizer, rounds: Rounds, **how: Any) -> None:
         super().__init__(model, optimizer, rounds, **how)
         if self.model.compression is not None:
-            raise ConfigError("delay with a hook: take wire='int8', or delay=0")
+            refuse(Setup(delay=rounds.delay, hook=self.model.compression.hook))
         comm = self.model.comm
         totals_comm = comm.subgroup(range(comm.world_size))
         assert totals_comm is not None
