@@ -36,7 +36,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp.comm.communicator import Communicator
 from ddp.comm.objects import on_rank_zero
 from ddp.errors import CommunicatorBroken, ConfigError
 from ddp.gradients.layout import Layout
@@ -116,12 +115,6 @@ class HostSlices(Slices):
             parameter.data = view
 
 
-def check_memory(comm: Communicator) -> None:
-    """Raises ConfigError unless the ranks of each host share memory, and their tensors are on the CPU."""
-    shares_memory = comm.host_partition.num_hosts == len(comm.hosts)  # else each rank counts as a host there
-    refuse(Setup(strategy="central_storage", device=comm.device.type, shared_memory=shares_memory))
-
-
 def _refusal_of_conversion(what: str) -> ConfigError:
     what = what.replace("torch.", "")
     return ConfigError(f"{what} since strategy='central_storage' was made: convert the model first")
@@ -143,11 +136,13 @@ class CentralStorage(Sharded):
         ConfigError: as `Sharded`; or the ranks of a host cannot share memory, or tensors are on a GPU.
     """
 
+    word = "central_storage"
     reducer = HostReduceScatter
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, **how: Any) -> None:
         super().__init__(model, optimizer, **how)
-        check_memory(self._comm)
+        shares_memory = self._comm.host_partition.num_hosts == len(self._comm.hosts)  # else each rank is a host there
+        refuse(Setup(strategy=self.word, device=self._comm.device.type, shared_memory=shares_memory))
         self._store: HostStore | None = None  # until `finish`; a later step makes another
         self._stretches: list[Stretch] = []
         self._settings: list[dict[str, Any]] = []  # of the groups whose states have room in the store
@@ -209,16 +204,13 @@ class CentralStorage(Sharded):
         if self._region is not None:
             self._region.close()
         self._region, self._is_published = None, False
-        if (store := self._store) is not None:
-            if self._written:
-                log.warning("the parameters may be those of half a step: resume from the last checkpoint")
-            if self._slices is not None and not alone:
-                self.optimizer.state = self._whole_state(keep=True)
-            store.make_private()
-            self._store = self._slices = None
-            self._of_parts, self._places, self._stretches = self.optimizer, {}, []
-            self._settings, self._adopted = [], None
+        if self._store is not None and self._written:
+            log.warning("the parameters may be those of half a step: resume from the last checkpoint")
         super().finish(alone=alone)
+        if self._store is not None:
+            self._store.make_private()
+            self._store = self._slices = None
+            self._stretches, self._settings, self._adopted = [], [], None
 
     # --- a step ------------------------------------------------------------------------------------------------------
 

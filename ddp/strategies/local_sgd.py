@@ -66,12 +66,11 @@ class LocalSteps(Replicated):
     """
 
     model: BucketedDataParallel
+    word = "local_sgd"
     needs_buckets = unties = True
     _may_be_late = False
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, rounds: Rounds | None = None, **how: Any) -> None:
-        if how.get("precision") in ("fp16", "bf16_pure"):
-            raise ConfigError(f"LocalSteps with precision={how['precision']!r}: take precision='bf16' or 'fp32'")
         rounds = rounds or LocalSGD()
         if rounds.delay and not self._may_be_late:
             raise ConfigError(f"LocalSteps with delay={rounds.delay}: take ddp.strategies.Streaming, or delay=0")
@@ -172,9 +171,13 @@ class LocalSteps(Replicated):
             self.model.zero_grad(set_to_none=True)
 
     def update(self, agreement: Agreement) -> None:
-        if not self._is_round:
+        if self._is_round:
+            self._outer_update(agreement)
+        else:
             super().update(agreement)
-            return
+
+    def _outer_update(self, agreement: Agreement) -> None:
+        """Ends a round: the common parameters change."""
         self._average_statistics(agreement)
         self._outer.step()
 
@@ -390,7 +393,7 @@ class Streaming(LocalSteps):
     def __init__(self, model: nn.Module, optimizer: Optimizer, rounds: Rounds, **how: Any) -> None:
         super().__init__(model, optimizer, rounds, **how)
         if self.model.compression is not None:
-            raise ConfigError("delay with a hook: take wire='int8', or delay=0")
+            refuse(Setup(delay=rounds.delay, hook=self.model.compression.hook))
         comm = self.model.comm
         totals_comm = comm.subgroup(range(comm.world_size))
         assert totals_comm is not None
@@ -399,7 +402,6 @@ class Streaming(LocalSteps):
         self._fragments: list[Fragment] = []
         self._number = 0  # inner steps in the running round so far
         self._square = torch.zeros((), device=comm.device)  # of the differences that this round has applied
-        self._is_finite_everywhere = True  # in the last round, over all ranks
         self.model.settled = self._settled
         self._resumed: dict[str, Any] | None = None  # the state from which the next round resumes
 
@@ -462,20 +464,16 @@ class Streaming(LocalSteps):
         found[NUM_TOTALS] = float(not self._is_finite)
         self._totals_comm.all_reduce(found, label=f"round {self.model.num_steps + 1}, totals")
         *totals, num_not_finite = found.tolist()
-        self._is_finite_everywhere = not num_not_finite
+        if num_not_finite:
+            self._square = torch.full_like(self._square, torch.nan)
         self.model.end_step(Totals.read(totals))
 
     def _gradient_norm(self) -> Tensor:
-        if not self._is_round:
-            return super()._gradient_norm()
-        norm = self._square.sqrt()
-        return norm if self._is_finite_everywhere else torch.full_like(norm, torch.nan)
+        return self._square.sqrt() if self._is_round else super()._gradient_norm()
 
     @torch.no_grad()
-    def update(self, agreement: Agreement) -> None:
-        if not self._is_round:
-            super().update(agreement)
-            return
+    def _outer_update(self, agreement: Agreement) -> None:
+        """Ends a round: launches the fragments whose turn has come, or would have come in a longer round."""
         late = {each for number in range(self._number, self.rounds.every + 1) for each in self._due(number)}
         self._launch([each for each in self._fragments if each in late])
 

@@ -38,6 +38,7 @@ from ddp.optim.norms import BLOCK_NUMEL, block_norms, in_memory_order, num_block
 from ddp.optim.trust_ratio import LAMB, LARC, LARS
 from ddp.process import gpu
 from ddp.replica.bucketed import BucketedDataParallel
+from ddp.setting import StrategyName
 from ddp.strategies.strategy import Replicated
 
 ELEMENTWISE = (SGD, Adam, AdamW, LARS, LARC, LAMB)
@@ -59,6 +60,7 @@ class Sharded(Replicated):
     """
 
     model: BucketedDataParallel
+    word: StrategyName = "sharded"
     reducer: type[ReduceScatter] = ReduceScatter
     needs_buckets = unties = True
 
@@ -72,10 +74,6 @@ class Sharded(Replicated):
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             raise ConfigError(
                 f"{name} with hooks of {kind}: they would see parts; remove them, or take Replicated (strategy='auto')"
-            )
-        if how.get("precision") == "bf16_pure":
-            raise ConfigError(
-                f"{name} with precision='bf16_pure': takes no master weights; take precision='bf16', or Replicated"
             )
         super().__init__(model, optimizer, **how)
         self._comm, collective = self.model.comm, self.model.collective
@@ -308,6 +306,8 @@ class Served(Sharded):
 
     Nothing is reduced: the servers write the gradients into the buckets of their slices (`parameter_server/server.py`).
     """
+
+    word = "parameter_server"
 
     def parts(self) -> list[tuple[str, Part]]:
         """Returns the parts that this server updates, with the names of their parameters."""

@@ -38,7 +38,7 @@ from ddp.process.terminal import log
 from ddp.replica.broadcast import check_untied
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.replica import Replica
-from ddp.setting import Precision
+from ddp.setting import Precision, Setup, StrategyName, refuse
 
 
 class Agreement(NamedTuple):
@@ -148,11 +148,13 @@ class Replicated:
         watched: the program may write to `parameter.data` between steps (`MasterWeights`).
 
     Attributes:
+        word: of the rules that say what the strategy cannot do (`ddp/setting.py`).
         reducer: class for the replica, which defines the part of the mean gradients that each rank gets.
         needs_buckets: gradients must be averaged in buckets.
         unties: moves parameters to other memory, which unties them.
     """
 
+    word: StrategyName = "auto"
     reducer: type[Collective] = AllReduce
     needs_buckets = unties = False
 
@@ -166,6 +168,7 @@ class Replicated:
         watched: bool = True,
     ) -> None:
         name = type(self).__name__
+        refuse(Setup(strategy=self.word, precision=precision))
         if isinstance(model, Replica) and not self.takes(model):
             raise ConfigError(f"{name} with a model in a {type(model).__name__}: give the bare module")
         self.model = model if isinstance(model, Replica) else BucketedDataParallel(model, reducer=self.reducer)

@@ -451,15 +451,15 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {  # where, a line, what becomes
         "pass",
         "mlp",
     ),
-    "no outer step": ("local_sgd.LocalSteps.update", "self._outer.step()", "pass", "mlp"),
+    "no outer step": ("local_sgd.LocalSteps._outer_update", "self._outer.step()", "pass", "mlp"),
     "momentum is plain": (
-        "local_sgd.LocalSteps.update",
+        "local_sgd.LocalSteps._outer_update",
         "self._outer.step()",
         "self._outer.param_groups[0]['nesterov'] = False; self._outer.step()",
         "warm-up",
     ),
     "the outer rate is 1": (
-        "local_sgd.LocalSteps.update",
+        "local_sgd.LocalSteps._outer_update",
         "self._outer.step()",
         "self._outer.param_groups[0]['lr'] = 1.0; self._outer.step()",
         "warm-up",
@@ -470,7 +470,7 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {  # where, a line, what becomes
         "0 * own",
         "cnn",
     ),
-    "statistics stay": ("local_sgd.LocalSteps.update", "self._average_statistics(agreement)", "pass", "cnn"),
+    "statistics stay": ("local_sgd.LocalSteps._outer_update", "self._average_statistics(agreement)", "pass", "cnn"),
     "own progress is lost": (
         "local_sgd.Fragment.apply",
         "torch._foreach_add_(list(self.parameters), progress)",

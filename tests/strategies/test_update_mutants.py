@@ -48,11 +48,11 @@ MUTANTS: dict[str, tuple[str, str, str]] = {  # where, a line, what becomes of i
         "if False:",
     ),
     "each rank keeps its parts at the end": (
-        f"{STORAGE}.finish",
+        "Sharded.finish",
         "if self._slices is not None and not alone:",
         "if False:",
     ),
-    "parameters stay shared at the end": (f"{STORAGE}.finish", "store.make_private()", "pass"),
+    "parameters stay shared at the end": (f"{STORAGE}.finish", "self._store.make_private()", "pass"),
     "what others have is not known at the end": (f"{STORAGE}._gathered", "about.update(found)", "about.update(mine)"),
     "what was moved out is forgotten": (
         f"{SLICES}.take_in",

@@ -135,7 +135,7 @@ class Edge:
             if self._is_reduced:
                 pack.flat.zero_()
         self._send(label)
-        found = {}
+        found = dict[Piece, Tensor]()
         for pack in self._packs:
             copy = pack.flat.clone()  # because the edge may be lost before it is used
             found |= {piece: view for view, _, piece in pack.places(copy)}
