@@ -24,7 +24,7 @@ def parse_size(text: str) -> int:
     """
     size = _parse(text.upper(), SIZES)
     if size is None or size < 4 or size % 4:
-        raise ConfigError(f"size {text!r}: want a multiple of 4 bytes (a float32), e.g. 1KB, 64KB, 25MB")
+        raise ConfigError(f"size {text!r}: want a multiple of 4 bytes (a float32), with its unit, e.g. 4B, 64KB, 25MB")
     return int(size)
 
 

@@ -11,15 +11,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib import import_module
 from typing import Any
 
 from ddp.collectives.schedule import ScheduleError
 from ddp.errors import WorkersFailed, did_you_mean
-from ddp.process.arguments import Parser, program, whole
+from ddp.process.arguments import Parser, program
 from ddp.process.terminal import ended_by_ctrl_c, say
-from ddp.run.settings.checks import most_workers
 from ddp.units import parse_delay, parse_rate
 
 COMMANDS = {
@@ -31,7 +29,7 @@ COMMANDS = {
     "search": ("commands.search.main", "searches for settings by Optuna, a run for each trial"),
     "check": ("commands.schedules.check_main", "proves a schedule, and shows what each chunk becomes"),
     "simulate": ("commands.schedules.simulate_main", "predicts time and messages of a schedule on another network"),
-    "explain": ("commands.schedules.explain_main", 'measures here, and says which all-reduce "auto" chooses and why'),
+    "explain": ("lab.explain.main", 'measures here, and says which all-reduce "auto" chooses and why'),
     "forecast": ("lab.forecast.question.main", "predicts a profiled run's step on other workers, hosts and links"),
     "doctor": ("lab.doctor.main", "examines hosts, links and settings, and says what is wrong and how to fix it"),
     "same_bits": ("commands.same_bits.main", "names the first step and tensor in which two runs differ"),
@@ -145,33 +143,6 @@ def respond(parser: Parser, options: argparse.Namespace, run: Callable[[argparse
     except BrokenPipeError:  # the reader, such as `head`, has left; nothing must be flushed at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
-
-
-def at_ranks(work: Callable[[Any], Any], workers: int, *, threads: int | None = 1, timeout_s: float, **how: Any) -> Any:
-    """Calls `work(comm)` at all ranks of a new world on this host; returns rank 0's result. `how`: of `ddp.init`."""
-    from ddp.run.launch import from_python
-
-    question = partial(joined, work, **how)
-    return from_python.launch(question, workers=workers, threads_per_worker=threads, timeout_s=timeout_s)[0]
-
-
-def joined(work: Callable[[Any], Any], **how: Any) -> Any:
-    """Calls `work` with the communicator of the ranks of which this process is one."""
-    from ddp.comm.session import init, shutdown
-
-    result = work(init(**how))
-    shutdown()
-    return result
-
-
-def add_workers(parser: Parser) -> None:
-    """Adds the number of ranks that a command starts."""
-    parser.add_argument(
-        "--workers",
-        type=whole(2, most_workers(), "one worker alone has nothing to reduce, and many oversubscribe the cores"),
-        default=2,
-        help="ranks to start on this host (default: %(default)s)",
-    )
 
 
 def rate_of(text: str) -> float:

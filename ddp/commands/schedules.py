@@ -1,13 +1,11 @@
-"""Commands about schedules: `draw`, `check`, `simulate`, `explain`."""
+"""Commands about schedules: `draw`, `check` and `simulate`."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ddp.collectives.catalog import (
     BETWEEN_HOSTS,
@@ -23,16 +21,11 @@ from ddp.collectives.cost import Link, Network, about_messages, bus_bandwidth, e
 from ddp.collectives.picture import svg
 from ddp.collectives.schedule import draw
 from ddp.collectives.simulate import simulate, whole_chunks
-from ddp.comm.meeting.place import is_rank
-from ddp.commands.registry import add_workers, at_ranks, joined, parser_of, rate_of, respond, time_of
+from ddp.commands.registry import parser_of, rate_of, respond, time_of
 from ddp.errors import did_you_mean
-from ddp.process import memory
 from ddp.process.arguments import Parser, checked, positive, program, whole
 from ddp.run.settings.address import from_address, is_address
 from ddp.units import counted, format_bandwidth, format_size, format_time, parse_size
-
-if TYPE_CHECKING:
-    from ddp.comm.communicator import Communicator
 
 RANKS_FOLLOWED = whole(1, 10_000, "some schedules take half a minute with 10,000 ranks")  # proven, or simulated
 MOST_PARTS_PROVEN = 2 * 512 * 512  # chunks or messages of all ranks together: a ring of 512 takes some seconds
@@ -232,37 +225,3 @@ def run_simulate(options: argparse.Namespace) -> str:
         f"by the busiest host {left:,}\n"
         f"  bus bandwidth {format_bandwidth(busbw)} GB/s"
     )
-
-
-# --- explain: which all-reduce "auto" would choose on this machine for tensors of a size -----------------------------
-
-
-def explain_main(words: Sequence[str]) -> int:
-    """Measures, and explains the choice for the size that the words give."""
-    parser = parser_of("explain", epilog="Between several hosts: torchrun --nnodes … -m ddp explain … on each of them.")
-    parser.add_argument("bytes", type=checked(parse_size), help="size of the tensor, e.g. 25MB")
-    add_workers(parser)
-    parser.add_argument("--transport-only", action="store_true", help="as if they could not share memory")
-    parser.add_argument("--shards", type=whole(1), metavar="V", help="of sums over V shards of a batch (same_bits.on)")
-    return respond(parser, parser.parse_args(words), run_explain)
-
-
-def run_explain(options: argparse.Namespace) -> str:
-    """Returns the text that the command prints."""
-    if 2 * options.bytes * options.workers > memory.available_bytes():
-        raise ValueError(
-            f"{format_size(options.bytes)}: all-reduces of it are timed, and {options.workers} ranks have no "
-            "memory for that here; give a smaller size"
-        )
-    if options.shards is not None and options.shards < options.workers:
-        raise ValueError(f"--shards {options.shards}: fewer than --workers {options.workers}; give as many at least")
-    question, shared = partial(explained, options.bytes, num_shards=options.shards), not options.transport_only
-    if is_rank():
-        return str(joined(question, device="auto", shared_memory=shared))
-    return str(at_ranks(question, options.workers, timeout_s=120, device="auto", shared_memory=shared))
-
-
-def explained(nbytes: int, comm: Communicator, *, num_shards: int | None = None) -> str:
-    """Returns on rank 0 its communicator's text on an all-reduce of `nbytes`; elsewhere ""."""
-    answer = comm.plan.explain(nbytes, num_shards=num_shards)
-    return answer if comm.rank == 0 else ""

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,12 +31,14 @@ from ddp.commands.registry import parser_of
 from ddp.errors import ConfigError
 from ddp.process.arguments import program, relative_path, whole
 from ddp.process.files import to_read
+from ddp.process.terminal import say
 from ddp.run.launch import sweep
 from ddp.run.launch.command_line import bad_input_to, composed, exit_with_error, for_hydra, options_first
 from ddp.run.launch.run_folder import unwritable
 from ddp.run.launch.sweep import Job
+from ddp.run.settings.address import is_address
 from ddp.run.settings.checks import NO_METRIC
-from ddp.run.settings.config import Sweep
+from ddp.run.settings.config import CHOICES, Sweep
 from ddp.run.settings.reader import from_plain, value_of
 from ddp.train.reports.results import METRICS, entry_of
 
@@ -56,6 +60,8 @@ def main(words: Sequence[str]) -> int:
         space = Space.of(for_hydra([each for each in settings if each not in ours], sweeps=True))
         shared = _sweep(ours)
         config, _ = composed(space.first())
+        for words_of_trial in space.strange_choices():
+            composed(words_of_trial)  # which refuses a name that no folder of the user's own has either
         if config.trial:
             raise ConfigError("trial=true: keeps no metric to search by; leave it out")
         if config.evaluate.by == "sidecar" and not options.no_pruning:
@@ -75,9 +81,12 @@ def main(words: Sequence[str]) -> int:
             prunes=not options.no_pruning,
         )
         try:
-            return run(search)
+            status = run(search)
         except OSError as error:
             raise unwritable(error.filename or folder, error) from error
+        if status >= 128:
+            say(f"the search continues with {program()} search {shlex.join(sweep.again(words, folder))}", to=sys.stderr)
+        return status
     raise AssertionError("bad input ends the process")
 
 
@@ -174,12 +183,18 @@ class Space:
                 return None
         return found
 
-    def first(self) -> list[str]:
-        """Returns the settings of one trial, to compose and check before any begins."""
-        typed = []
-        for key, kind in self.distributions.items():
-            typed.append(self.typed(key, next(iter(self.words[key])) if key in self.words else kind.low))
-        return [*self.fixed, *typed]
+    def first(self, **others: str) -> list[str]:
+        """Returns the settings of one trial, to compose and check before any begins. `others`: than its values."""
+        lowest = {key: kind.low for key, kind in self.distributions.items() if key not in self.words}
+        values = {key: lowest[key] if key in lowest else next(iter(self.words[key])) for key in self.distributions}
+        return [*self.fixed, *(self.typed(key, value) for key, value in (values | others).items())]
+
+    def strange_choices(self) -> Iterator[list[str]]:
+        """Yields the settings of a trial for each name of a model, or the like, that this package does not have."""
+        for key in self.words.keys() & CHOICES.keys():
+            for name in self.words[key]:
+                if name not in CHOICES[key] and not is_address(name):
+                    yield self.first(**{key: name})
 
 
 def _is_whole(value: Any) -> bool:

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp.collectives.cost import Link
 from ddp.comm.meeting.place import is_rank, place
-from ddp.commands.registry import add_workers, at_ranks, parser_of, respond
+from ddp.commands.registry import parser_of, respond
 from ddp.errors import ConfigError, WorkersFailed, first_line
 from ddp.lab.doctor_findings import Clock, Figures, Finding, ahead, findings, named, rate, usable_cores
+from ddp.lab.ranks import add_workers, at_ranks
 from ddp.process.clock import now_s
 from ddp.process.host import INTERFACE, THREAD_VARIABLES, HostFacts, facts
 from ddp.process.memory import VARIABLES

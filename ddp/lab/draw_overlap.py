@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
-from ddp.commands.registry import add_workers, at_ranks, parser_of, respond
+from ddp.commands.registry import parser_of, respond
 from ddp.commands.schedules import add_picture, write_picture
+from ddp.lab.ranks import add_workers, at_ranks
 from ddp.lab.timeline import TITLE, Run, ended_s, svg_of, timeline_figure, timeline_text
 from ddp.process.arguments import positive
 from ddp.replica.bucketed import BucketedDataParallel

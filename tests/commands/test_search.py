@@ -142,6 +142,7 @@ def test_a_space_is_what_hydra_s_grammar_says_and_a_trial_is_read_back(tmp_path:
         (["model.width=16,32", "sweep.parallel=99"], "sweep.parallel=99: each job has its own cores"),
         (["model.width=16,32", "trial=true"], "trial=true: keeps no metric to search by"),
         (["model.width=16,32", "evaluate.by=sidecar"], "--no-pruning: is missing, because pruning goes by metrics"),
+        (["model=cnn,nope"], "unknown choice model=nope. Valid: cnn, gpt"),
         (["model.width=range(3,3)"], "model.width: an empty range"),
         (["optim.lr=tag(log,interval(0,1))"], "optim.lr: "),
         (["optim.lr=interval(0"], "cannot read 'optim.lr=interval(0'"),
@@ -153,7 +154,7 @@ def test_bad_input_is_one_line(
     words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if any(mark in words[0] for mark in ("16,32", "range", "tag")) and words[0][0] != "-":
+    if any(mark in words[0] for mark in ("16,32", "nope", "range", "tag")) and words[0][0] != "-":
         pytest.importorskip("optuna", reason="pip install optuna")
     with pytest.raises(SystemExit, match="2"):
         main(words)
@@ -181,3 +182,15 @@ def test_without_optuna_it_is_said_how_to_install_it(
     with pytest.raises(SystemExit, match="2"):
         main(["model.width=16,32"])
     assert capsys.readouterr().err == "error: a search needs Optuna: pip install 'optuna>=4,<6'\n"
+
+
+def test_a_search_that_is_stopped_says_how_it_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("optuna", reason="pip install optuna")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DDP_COMMAND", "ddp")
+    monkeypatch.setattr("ddp.commands.search.run", lambda search: 130)
+    assert main(["optim.lr=interval(0.1,0.2)", "sweep.name=s", "--trials", "3"]) == 130
+    again = "the search continues with ddp search 'optim.lr=interval(0.1,0.2)' --trials 3 sweep.name=s\n"
+    assert capsys.readouterr().err == again

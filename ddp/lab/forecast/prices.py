@@ -23,8 +23,8 @@ from ddp.comm.host_links import by_size, num_pieces
 from ddp.comm.objects import all_gather_object
 from ddp.comm.plan import IN_A_ROW, agreed, timed
 from ddp.comm.reduction import wire_format
-from ddp.commands.registry import at_ranks
 from ddp.errors import ConfigError, did_you_mean
+from ddp.lab.ranks import at_ranks
 from ddp.setting import Narrow
 
 TIMEOUT_S = 300

@@ -49,7 +49,8 @@ def main(words: Sequence[str]) -> int:
     """Makes the forecast that the command line asks for."""
     parser = parser_of("forecast", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the folder of a run with a profile")
-    parser.add_argument("others", type=Path, nargs="*", help="runs, or sweeps, to compare forecasts with")
+    about = "runs, or sweeps, to compare forecasts with"
+    parser.add_argument("others", type=Path, nargs="*", default=[], help=about)
     parser.add_argument("--ranks", type=whole(1, MOST_RANKS), required=True, metavar="N", help="workers of all hosts")
     parser.add_argument("--per-host", type=whole(1), metavar="N", help="workers on each host (default: all on one)")
     parser.add_argument("--batch", type=whole(1), metavar="N", help="samples of a step (default: as in the run)")

@@ -90,8 +90,7 @@ def main(words: Sequence[str]) -> int:
         status = show(folder, given)
         if stopped is None:
             return status
-        again = shlex.join(["scale", *words, *([] if named == name else [f"sweep.name={quoted(name)}"])])
-        say(f"measure the missing runs by {program()} {again}", to=sys.stderr)
+        say(f"measure the missing runs by {program()} scale {shlex.join(sweep.again(words, folder))}", to=sys.stderr)
         return stopped
     raise AssertionError("bad input ends the process")
 

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import io
 import pickle
+import resource
 import signal
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from typing import Any
 
 from ddp.comm.meeting.place import refuse_workers
 from ddp.errors import ConfigError, WorkersFailed, nearest, workers_failed
-from ddp.process.memory import available_cores
+from ddp.process.memory import available_bytes, available_cores
 from ddp.process.terminal import log, say
 from ddp.run.launch.failures import Failure, Seat, describe_failures
 from ddp.run.launch.supervisor import run_workers
@@ -96,10 +97,18 @@ def _check_launch(workers: Any, servers: Any, restarts: Any, threads_per_worker:
             raise ConfigError(f"{name}={number!r}: must be a whole number from {least} up")
     if timeout_s is not None and not (isinstance(timeout_s, (int, float)) and timeout_s > 0):
         raise ConfigError(f"timeout_s={timeout_s!r}: must be seconds above 0; leave it out for no limit")
+    what = f"servers={servers} workers={workers}" if servers else f"workers={workers}"
+    if servers + workers > (most := most_processes()):
+        raise ConfigError(f"{what}: free memory and ulimit -u here are enough for {most:,} processes; take fewer")
     if servers + workers > most_workers():
         cores = counted(available_cores(), "core")
-        what = f"servers={servers} workers={workers}" if servers else f"workers={workers}"
         log.warning("%s: they oversubscribe %s; %d or fewer train faster", what, cores, available_cores())
+
+
+def most_processes() -> int:
+    """Returns the number of processes above which memory, or the user's limit of processes, surely does not suffice."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    return int(min(available_bytes() / LEAST_BYTES, 1 << 62 if limit == resource.RLIM_INFINITY else limit))
 
 
 def _agreed_signal(failures: Mapping[int, Failure]) -> signal.Signals | None:
@@ -122,6 +131,7 @@ def _agreed_signal(failures: Mapping[int, Failure]) -> signal.Signals | None:
 CALL, DEFINED = "call.pkl", "defined.pkl"
 Definitions = dict[tuple[str, str], Any]  # by module and name
 LARGEST_EXCEPTION = 1 << 26  # bytes
+LEAST_BYTES = 1 << 23  # of a process with Python and little else
 _SEARCH = threading.Lock()
 OURS = ("workers", "servers", "restarts", "threads_per_worker", "timeout_s")
 

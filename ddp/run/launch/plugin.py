@@ -27,7 +27,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddp.errors import ConfigError
-from ddp.process.arguments import quoted, relative_path, train_command
+from ddp.process.arguments import relative_path, train_command
 from ddp.process.terminal import say
 from ddp.run.launch import sweep
 from ddp.run.launch.sweep import Job
@@ -78,9 +78,7 @@ class Jobs(Launcher):
         )
         if stopped is not None:
             sweep.report_jobs(folder)
-            given = [each for each in sys.argv[1:] if not each.startswith("sweep.name=")]
-            again = train_command(*given, f"sweep.name={quoted(folder.name)}")
-            say(f"the sweep continues with {again}", to=sys.stderr)
+            say(f"the sweep continues with {train_command(*sweep.again(sys.argv[1:], folder))}", to=sys.stderr)
             sys.exit(stopped)
         return [self._returned(found[job.run_dir]) for job in todo]
 

@@ -188,6 +188,11 @@ def gather(folder: Path) -> Results:
     return Results(sorted(jobs, key=place), varied, main_metric)
 
 
+def again(words: Sequence[str], folder: Path) -> list[str]:
+    """Returns a command line's words, changed so that they make the jobs that are missing in a folder."""
+    return [*(each for each in words if not each.startswith("sweep.name=")), f"sweep.name={quoted(folder.name)}"]
+
+
 def report_jobs(folder: Path) -> int:
     """Writes and prints the table. Returns the status of the sweep: that of the first job that is not done."""
     results = gather(folder)

@@ -63,6 +63,8 @@ def with_closure() -> Callable[[], bool]:
         ),
         (lambda: ddp.launch(plain, workers="2"), "workers='2': must be a whole number from 1 up"),  # type: ignore[arg-type]
         (lambda: ddp.launch(plain, workers=True), "workers=True: must be a whole number"),
+        (lambda: ddp.launch(plain, workers=10**6), "workers=1000000: free memory and ulimit -u here are enough for "),
+        (lambda: ddp.launch(plain, servers=10**6), "servers=1000000 workers=2: free memory and ulimit -u here are "),
         (lambda: ddp.launch(plain, threads_per_worker=0), "threads_per_worker=0: must be a whole number"),
         (lambda: ddp.launch(plain, timeout_s=0), "timeout_s=0: must be seconds above 0"),
         (lambda: ddp.launch(of_two, 1, LOCK), "ddp.launch(of_two, …): argument 2 cannot be sent to another process"),
