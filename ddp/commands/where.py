@@ -5,10 +5,11 @@
              ├──▶  python -m ddp where runs/mine --step 4711              the samples of a step, by rank and shard
              └──▶  python -m ddp where runs/mine --sample 123 --epoch 7   the step, rank and shard of a sample
 
-No log of reads is needed, because orders are pure functions. To find a sample, the command searches all positions of
-the epoch, which takes a second for a million of them. A run that was resumed has several starts, perhaps with other
-settings; a step belongs to the last start before it. No code of the run is imported, because a question about another
-user's folder must not run code in it. For the user's own data, each start has recorded what a sampler reads of them.
+No log of reads is needed, because orders are pure functions. A permutation says at once where a sample is; of another
+order the command searches all positions of the epoch, which takes a second for a million of them. A run that was
+resumed has several starts, perhaps with other settings; a step belongs to the last start before it. No code of the run
+is imported, because a question about another user's folder must not run code in it. For the user's own data, each start
+has recorded what a sampler reads of them.
 """
 
 from __future__ import annotations

@@ -67,32 +67,32 @@ def local_copy(address: str, facts: FileVersion, *, cache_dir: Path, retries: Re
     """Returns the path of a whole copy of a remote file, after downloading it if no process of this host has.
 
     Raises:
-        ConfigError: the file cannot be read, or the folder cannot be written, or others may write it, too.
+        ConfigError: the file cannot be read, or the folder cannot be written, or others may write it, too; or the copy
+            was changed.
     """
     if cache_dir.is_dir() and os.access(cache_dir, os.W_OK) and (why := why_shared(cache_dir, cache_dir.stat())):
         raise ConfigError(
             f"{why}, and could put other samples in the place of copies: take a cache_dir that is yours alone"
         )
     digest = hashlib.sha256(f"{address} {facts.size} {facts.version}".encode()).hexdigest()[:16]
-    copy = cache_dir / f"{digest}-{_base_name(address)}"
+    name = address.rstrip("/").rpartition("/")[2].partition("?")[0]
+    copy = cache_dir / f"{digest}-{name[-100:]}"  # the suffix matters, and file systems limit the length
     try:
         make_folder(cache_dir)
         if not copy.exists():
             with _locked(copy.with_name(f".lock-{copy.name}")):
                 if not copy.exists():
                     _download(address, facts, copy, retries)
-        to_read(copy).close()  # refuses a link
+        with to_read(copy) as file:  # refuses a link
+            size = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise ConfigError(
             f"{address} cannot be copied to {cache_dir} ({error.strerror}): take a cache_dir that can be written and "
             f"has room for {facts.size} bytes"
         ) from error
+    if size != facts.size:
+        raise ConfigError(f"{copy} has {size} bytes, and {address} has {facts.size}: delete the copy")
     return copy
-
-
-def _base_name(address: str) -> str:
-    name = address.rstrip("/").rpartition("/")[2].partition("?")[0]
-    return name[-100:]  # the suffix matters, and file systems limit the length
 
 
 def _download(address: str, facts: FileVersion, copy: Path, retries: Retries) -> None:
@@ -140,7 +140,9 @@ class Storage(NamedTuple):
             ConfigError: it is missing, or another version than `facts` say.
         """
         if is_remote(address) and self.cache_dir is not None:
-            return self._copy(address, facts, at_home(Path(self.cache_dir)))
+            cache_dir = at_home(Path(self.cache_dir))
+            copy = local_copy(address, facts, cache_dir=cache_dir, retries=self.retries)
+            return LocalReader(str(copy), address=address, facts=facts)
         reader: Reader
         reader = RemoteReader(address, retries=self.retries) if is_remote(address) else LocalReader(address)
         check_unchanged(address, facts, reader.facts)
@@ -148,13 +150,6 @@ class Storage(NamedTuple):
 
     def _facts(self, address: str) -> FileVersion:
         return remote_facts(address, retries=self.retries) if is_remote(address) else local_facts(address)
-
-    def _copy(self, address: str, facts: FileVersion, cache_dir: Path) -> Reader:
-        copy = local_copy(address, facts, cache_dir=cache_dir, retries=self.retries)
-        size = copy.stat().st_size
-        if size != facts.size:
-            raise ConfigError(f"{copy} has {size} bytes, and {address} has {facts.size}: delete the copy")
-        return LocalReader(str(copy), address=address, facts=facts)
 
 
 DIRECT = Storage()

@@ -21,6 +21,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from copy import copy
 from functools import cached_property, reduce
 from hashlib import blake2b
 from operator import xor
@@ -243,6 +244,11 @@ class Permutation(Order):
         """Returns the samples at `positions`."""
         return Permutations(key_of(seed, epoch), largest=self.length).places(positions, size=self.length)
 
+    def positions(self, sample: int, *, seed: int, epoch: int) -> list[int]:
+        """Returns where a sample is read in an epoch, without a search."""
+        back = Permutations(key_of(seed, epoch), largest=self.length).inverse()
+        return [int(position) for position in back.places(np.array([sample]), size=self.length)]
+
 
 class Fixed(Order):
     """Each sample once, as the data set has them, the same in each epoch."""
@@ -276,6 +282,10 @@ class FirstOf(Order):
     def samples(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
         """Returns the samples at `positions`."""
         return self._order.samples(positions, seed=seed, epoch=epoch)
+
+    def positions(self, sample: int, *, seed: int, epoch: int) -> list[int]:
+        """Returns where a sample is read in an epoch."""
+        return [each for each in self._order.positions(sample, seed=seed, epoch=epoch) if each < self.length]
 
     def checksum(self) -> Checksum | None:
         """Returns the other order's checksum if this is all of it; else None, because each epoch leaves out others."""
@@ -467,6 +477,12 @@ class Permutations:
         num_rounds = 2 * int(largest).bit_length() + 16
         numbers = np.arange(2 * num_rounds, dtype=np.uint64)
         self._keys = _mixed(_STEP * numbers + np.uint64(key)).reshape(num_rounds, 2)
+
+    def inverse(self) -> Permutations:
+        """Returns the permutations that lead back: the same rounds from the last to the first, for each is its own."""
+        back = copy(self)
+        back._keys = self._keys[::-1]
+        return back
 
     def places(self, numbers: Indices, *, size: Indices | int, group: Indices | int = 0) -> Indices:
         """Returns where each number goes.
