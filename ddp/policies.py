@@ -14,6 +14,7 @@ each setting are defined once, here, and code that receives a policy reads a new
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -337,8 +338,12 @@ class Folder(Checkpoints, Reports):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("path", "resume"):
-            if (path := getattr(self, name)) is not None:
+            path = getattr(self, name)
+            is_path = isinstance(path, (str, os.PathLike))
+            if is_path:
                 object.__setattr__(self, name, at_home(path))
+            elif path is not None:
+                raise ConfigError(f"{name}={path!r:.60}: give the path of a folder, as a text or a pathlib.Path")
         if self.restore_best and self.path is None:
             raise ConfigError("restore_best=True with path=None: the best checkpoint needs a folder; name one")
         if self.resume == "":

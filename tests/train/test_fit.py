@@ -368,6 +368,8 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "no task": (NoTask(), {}, "NoTask has a method `loss` but is no task: derive its class from ddp.Task"),
     "a string": ("cross_entropy", {}, r"loss='cross_entropy': give a function loss\(.*Give ddp.Classification\(\)"),
+    "one argument": (lambda outputs: outputs, {}, r"takes \(outputs\), and is called with outputs and targets; give"),
+    "no folder": (F.cross_entropy, {"folder": 3}, "path=3: give the path of a folder, as a text or a pathlib.Path"),
     "no pairs": (
         F.cross_entropy,
         {"data": X},

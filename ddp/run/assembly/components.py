@@ -211,6 +211,8 @@ def make_task(config: Config, splits: Splits | None = None) -> Task:
         tasks = {"standard_library": ByteModel, "tokens": LanguageModel}
         return tasks.get(config.data.name, Classification)()
     found = from_address(config.loss, key="loss", folder=config.run.code)
+    if not callable(found) and not isinstance(found, Task):
+        raise ConfigError(f"loss={config.loss}: is {found!r:.60}; give the address of a function (outputs, targets)")
     try:
         return as_task(called(found, {}, address=config.loss, key="loss") if isinstance(found, type) else found)
     except ConfigError as error:
