@@ -14,6 +14,7 @@ each setting are defined once, here, and code that receives a policy reads a new
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -22,10 +23,14 @@ from ddp.errors import ConfigError
 from ddp.process.files import at_home
 from ddp.setting import (
     Island,
+    Natural,
+    Positive,
     Precision,
     ServerMode,
     Setup,
+    Share,
     StrategyName,
+    Whole,
     WireName,
     check_region,
     check_values,
@@ -42,16 +47,14 @@ GuardAction = Literal["stop", "skip", "go_back"]
 class Training:
     """The length of a run, and its number format: the arguments of `ddp.fit` that are settings by themselves."""
 
-    epochs: int | None = setting(None, "passes over the training samples; null: until max_steps", at_least=1)
-    max_steps: int | None = setting(
-        None, "most optimizer steps; epochs may end the run earlier; null: no limit", at_least=1
-    )
+    epochs: Natural | None = setting(None, "passes over the training samples; null: until max_steps")
+    max_steps: Natural | None = setting(None, "most optimizer steps; epochs may end the run earlier; null: no limit")
     precision: Precision = setting(
         "fp32",
         "number format of forward and backward; bf16, fp16: autocast, while parameters and gradients stay fp32; fp16 "
         "also scales the loss; bf16_pure: parameters and gradients, too, with fp32 master weights",
     )
-    clip_norm: float | None = setting(None, "largest norm of the global mean gradient; null: no clipping", above=0)
+    clip_norm: Positive | None = setting(None, "largest norm of the global mean gradient; null: no clipping")
 
 
 @dataclass(frozen=True)
@@ -70,14 +73,13 @@ class Policy:
 class Evaluation(Policy):
     """The evaluations on the held-out samples; the last one follows the last step."""
 
-    every_epochs: int | None = setting(1, "epochs between two evaluations; null: not by epochs", at_least=1)
-    every_steps: int | None = setting(None, "steps between two evaluations; null: not by steps", at_least=1)
-    batch: int = setting(256, "samples per worker in one forward of an evaluation", at_least=1)
-    training: int = setting(
+    every_epochs: Natural | None = setting(1, "epochs between two evaluations; null: not by epochs")
+    every_steps: Natural | None = setting(None, "steps between two evaluations; null: not by steps")
+    batch: Natural = setting(256, "samples per worker in one forward of an evaluation")
+    training: Whole = setting(
         0,
         "training samples, spread over all of them, that are evaluated with the held-out ones, as training_loss and so "
         "on; 0: none",
-        at_least=0,
     )
 
 
@@ -85,15 +87,12 @@ class Evaluation(Policy):
 class Reading(Policy):
     """Reading of samples."""
 
-    num_workers: int | None = setting(
+    num_workers: Whole | None = setting(
         None,
         "loader processes of each worker; 0: the worker loads by itself; null: 0, but in Python a DataLoader's own",
-        at_least=0,
     )
-    max_unreadable: int = setting(
-        0,
-        "most training samples that a worker leaves out because they cannot be read; 0: the first one ends the run",
-        at_least=0,
+    max_unreadable: Whole = setting(
+        0, "most training samples that a worker leaves out because they cannot be read; 0: the first one ends the run"
     )
     debug: bool = setting(False, "refuse workers or loader processes that begin with equal batches")
 
@@ -102,8 +101,8 @@ class Reading(Policy):
 class Buckets(Policy):
     """The buckets in which gradients are averaged."""
 
-    bucket_cap_mb: float = setting(25.0, "size at which a bucket is closed, in MiB", above=0)
-    first_bucket_mb: float = setting(1.0, "the same for the first bucket: a small one starts early", above=0)
+    bucket_cap_mb: Positive = setting(25.0, "size at which a bucket is closed, in MiB")
+    first_bucket_mb: Positive = setting(1.0, "the same for the first bucket: a small one starts early")
     wire: WireName | None = setting(
         None,
         "number format in which gradients travel between hosts; sums stay wide: docs/less-traffic.md; fp32: for "
@@ -112,9 +111,7 @@ class Buckets(Policy):
     find_unused_parameters: bool = setting(
         False, "parameters may go without a gradient, as a head that the loss of a step does not use; false: an error"
     )
-    verify_every: int = setting(
-        0, "steps between two bitwise comparisons of all workers' parameters; 0: never", at_least=0
-    )
+    verify_every: Whole = setting(0, "steps between two bitwise comparisons of all workers' parameters; 0: never")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,9 +159,9 @@ class Serving(Policy):
         "sync: one update from all parts of a step, by any workers; async: one from each returned batch, whose "
         "parameters may be old; bounded: async, but a worker waits rather than use parameters older than staleness",
     )
-    backup_workers: int = setting(0, "extra workers of a sync step, which recompute late parts", at_least=0)
-    staleness: int | None = setting(
-        None, "for mode=bounded: largest staleness of a gradient, in updates; null: 4, in that mode", at_least=0
+    backup_workers: Whole = setting(0, "extra workers of a sync step, which recompute late parts")
+    staleness: Whole | None = setting(
+        None, "for mode=bounded: largest staleness of a gradient, in updates; null: 4, in that mode"
     )
 
     def __post_init__(self) -> None:
@@ -213,27 +210,24 @@ class ParameterServer(Serving, Averaging):
 class Rounds(Policy):
     """Workers that train by themselves, and agree at the end of a round."""
 
-    every: int = setting(8, "inner steps of a round: each worker's own, between two agreements", at_least=1)
-    outer_lr: float = setting(
-        1.0, "learning rate of the outer step: share of the mean difference that is applied; 1: all", above=0
+    every: Natural = setting(8, "inner steps of a round: each worker's own, between two agreements")
+    outer_lr: Positive = setting(
+        1.0, "learning rate of the outer step: share of the mean difference that is applied; 1: all"
     )
-    outer_momentum: float = setting(
-        0.0, "Nesterov momentum of the common parameters; DiLoCo has 0.9, with outer_lr=0.7", at_least=0, below=1
+    outer_momentum: Share = setting(
+        0.0, "Nesterov momentum of the common parameters; DiLoCo has 0.9, with outer_lr=0.7"
     )
-    warmup_samples: int = setting(
-        0, "samples of the run until which gradients are averaged in each step, as by strategy=mirrored", at_least=0
+    warmup_samples: Whole = setting(
+        0, "samples of the run until which gradients are averaged in each step, as by strategy=mirrored"
     )
     island: Island = setting(
-        "worker",
-        "unit that trains alone in a round; worker: each worker; host: each host, by mean gradients in memory",
+        "worker", "unit that trains alone in a round; worker: each worker; host: each host, by mean gradients in memory"
     )
-    fragments: int = setting(
-        1, "parts of the parameters that are exchanged at different inner steps; several need a delay", at_least=1
+    fragments: Natural = setting(
+        1, "parts of the parameters that are exchanged at different inner steps; several need a delay"
     )
-    delay: int = setting(
-        0,
-        "inner steps that continue while differences are in flight; 0: workers wait at the end of a round",
-        at_least=0,
+    delay: Whole = setting(
+        0, "inner steps that continue while differences are in flight; 0: workers wait at the end of a round"
     )
 
     def __post_init__(self) -> None:
@@ -276,16 +270,13 @@ class SameBits(Policy):
         "batch.num_shards is set; so any number of workers, up to the number of shards, ends with the same parameters, "
         "bit by bit",
     )
-    hash_every: int = setting(
-        0,
-        "steps between two lines of hashes.jsonl: of parameters, buffers, optimizer state and loss; 0: none",
-        at_least=0,
+    hash_every: Whole = setting(
+        0, "steps between two lines of hashes.jsonl: of parameters, buffers, optimizer state and loss; 0: none"
     )
-    audit_every: int = setting(
+    audit_every: Whole = setting(
         0,
         "steps between two audits, in which a second worker computes a shard, too: a machine with wrong results "
         "is named; 0: only in the first step",
-        at_least=0,
     )
 
 
@@ -309,22 +300,19 @@ def averaging_named(word: Any) -> Averaging:
 class Checkpoints(Policy):
     """The checkpoints of the run."""
 
-    every_steps: int | None = setting(
-        None, "steps between two checkpoints; null: one at the end of every epoch", at_least=1
-    )
-    keep_last: int = setting(3, "how many of the latest checkpoints are kept, in addition to the best ones", at_least=1)
-    keep_best: int = setting(1, "how many of those with the best main metric are kept", at_least=1)
+    every_steps: Natural | None = setting(None, "steps between two checkpoints; null: one at the end of every epoch")
+    keep_last: Natural = setting(3, "how many of the latest checkpoints are kept, in addition to the best ones")
+    keep_best: Natural = setting(1, "how many of those with the best main metric are kept")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reports(Policy):
     """The metrics of the run, and how they are shown."""
 
-    log_every: int = setting(10, "steps between two lines of metrics.jsonl", at_least=1)
-    noise_scale_every: int = setting(
+    log_every: Natural = setting(10, "steps between two lines of metrics.jsonl")
+    noise_scale_every: Whole = setting(
         10,
         "steps between two measurements of the gradient noise scale, the batch up to which more workers pay; 0: never",
-        at_least=0,
     )
     progress: bool = setting(True, "print what was derived, and a bar, or off a terminal a line every 10 s")
     curves: bool = setting(True, "draw curves.png at the end")
@@ -350,8 +338,12 @@ class Folder(Checkpoints, Reports):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("path", "resume"):
-            if (path := getattr(self, name)) is not None:
+            path = getattr(self, name)
+            is_path = isinstance(path, (str, os.PathLike))
+            if is_path:
                 object.__setattr__(self, name, at_home(path))
+            elif path is not None:
+                raise ConfigError(f"{name}={path!r:.60}: give the path of a folder, as a text or a pathlib.Path")
         if self.restore_best and self.path is None:
             raise ConfigError("restore_best=True with path=None: the best checkpoint needs a folder; name one")
         if self.resume == "":

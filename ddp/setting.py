@@ -1,6 +1,6 @@
-"""A setting is a line, with its default, its meaning and its bounds; a rule between settings is a row.
+"""A setting is a line, with its bounds, its default and its meaning; a rule between settings is a row.
 
-    every_steps: int | None = setting(None, "steps between two evaluations; null: not by steps", at_least=1)
+    every_steps: Natural | None = setting(None, "steps between two evaluations; null: not by steps")
     Rule(lambda s: s.delay and s.verify_every, "verify_every", "with {delay} workers differ between rounds; leave …")
 
 The command line, its errors, --help and docs/settings.md read the lines of settings, and so do the policies that are
@@ -11,17 +11,18 @@ know, stand here, too. Nothing here imports torch.
 
 from __future__ import annotations
 
+import inspect
 import json
 import operator
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import partial
+from functools import cache, partial, wraps
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ddp.errors import ConfigError, did_you_mean, meant
 
@@ -66,50 +67,85 @@ class Bounds(NamedTuple):
     below: float | None = None
     at_most: float | None = None
 
-    def admit(self, value: float) -> bool:
-        """Returns True if the value is within the bounds."""
+    def admit(self, value: Any) -> bool:
+        """Returns True if a number is within the bounds."""
         pairs = zip(self, (operator.ge, operator.gt, operator.lt, operator.le), strict=True)
         return all(bound is None or holds(value, bound) for bound, holds in pairs)
 
     def __str__(self) -> str:
-        words = ("at least", "greater than", "below", "at most")
-        return " and ".join(f"{word} {bound:g}" for word, bound in zip(words, self, strict=True) if bound is not None)
+        words = ("from {:g} up", "above {:g}", "below {:g}", "at most {:g}")
+        return " and ".join(word.format(bound) for word, bound in zip(words, self, strict=True) if bound is not None)
 
 
-def setting(default: Any, meaning: str, **bounds: float) -> Any:
+Whole = Annotated[int, Bounds(at_least=0)]
+Natural = Annotated[int, Bounds(at_least=1)]
+Positive = Annotated[float, Bounds(above=0)]
+FromZero = Annotated[float, Bounds(at_least=0)]
+Share = Annotated[float, Bounds(at_least=0, below=1)]
+Part = Annotated[float, Bounds(above=0, at_most=1)]
+
+
+def setting(default: Any, meaning: str) -> Any:
     """Returns a field of a settings class.
 
     Args:
         default: MISSING where each choice of a group has its own.
         meaning: one phrase, with the unit and with what null and the choices of a Literal stand for.
-        bounds: of a number, by the names of `Bounds`.
     """
-    metadata = {"meaning": meaning, "bounds": Bounds(**bounds)}
     if isinstance(default, (list, dict)):
-        return field(default_factory=partial(copy, default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+        return field(default_factory=partial(copy, default), metadata={"meaning": meaning})
+    return field(default=default, metadata={"meaning": meaning})
 
 
-def metadata_of(kind: type, name: str) -> Mapping[str, Any]:
-    """Returns meaning and bounds of a setting, also where a subclass has only given it another default."""
+def meaning_of(kind: type, name: str) -> str:
+    """Returns the meaning of a setting, also where a subclass has only given it another default; "": it is none."""
     lines = (getattr(each, "__dataclass_fields__", {}).get(name) for each in kind.__mro__)
-    return next((line.metadata for line in lines if line is not None and line.metadata), {})
+    return next((str(line.metadata["meaning"]) for line in lines if line is not None and line.metadata), "")
 
 
-def out_of_bounds(settings: Any, prefix: str = "") -> Iterator[str]:
-    """Yields a sentence for each number in a tree of settings that is not within its bounds."""
+def refusal(value: Any, kind: Any) -> str:
+    """Returns what a value must be, if it is of another type, or out of its bounds; "" if it is right.
+
+    Args:
+        kind: bool, int, float, a Literal, or a number with its bounds; or one of these or None. Every value is right
+            that should be of another type.
+    """
+    bounds, instead = Bounds(), ""
+    while (origin := get_origin(kind)) in (Annotated, Union, UnionType):
+        kind, *others = get_args(kind)
+        bounds = next((each for each in others if isinstance(each, Bounds)), bounds)
+        if type(None) in others:
+            instead = ", or leave it out"
+    if value is None and instead:
+        return ""
+    if kind is bool:
+        return "" if isinstance(value, bool) else "must be True or False"
+    if origin is Literal:
+        words = get_args(kind)
+        is_one = isinstance(value, str) and value in words
+        return "" if is_one else f"take one of {', '.join(words)}{instead}.{did_you_mean(value, words)}"
+    if kind not in (int, float):
+        return ""
+    wanted, whole = (Integral, "whole ") if kind is int else (Real, "")
+    if not isinstance(value, wanted) or isinstance(value, bool) or not bounds.admit(value):
+        return f"must be a {whole}number {bounds}".rstrip() + instead
+    return "" if -LARGEST <= value <= LARGEST else f"must be a finite number, at most {LARGEST:.2g}"  # type: ignore
+
+
+@cache
+def _kinds_in(function: Any) -> dict[str, Any]:
+    return get_type_hints(function, include_extras=True)
+
+
+def refused_in(settings: Any, prefix: str = "") -> Iterator[str]:
+    """Yields a sentence for each setting in a tree of them that has a wrong type, or is out of its bounds."""
+    whole: Any = type(settings)
     for item in fields(settings):
-        value, key = getattr(settings, item.name), f"{prefix}{item.name}"
-        if is_dataclass(value):
-            yield from out_of_bounds(value, f"{key}.")
-        elif isinstance(value, Real) and not isinstance(value, bool):
-            bounds: Bounds | None = metadata_of(type(settings), item.name).get("bounds")
-            if bounds is None:
-                continue  # no setting: the function that takes it checks it
-            if not -LARGEST <= value <= LARGEST:  # type: ignore[operator]  # as an int may be too large for a float
-                yield f"{key}={value!s:.24}: must be a finite number, at most {LARGEST:.2g}"
-            elif not bounds.admit(float(value)):
-                yield f"{key}={value}: must be {bounds}"
+        value, kind, key = getattr(settings, item.name), _kinds_in(whole)[item.name], f"{prefix}{item.name}"
+        if is_dataclass(value) and is_dataclass(kind):
+            yield from refused_in(value, f"{key}.")
+        elif why := refusal(value, kind):
+            yield f"{key}={value!r:.60}: {why}"
 
 
 def check_values(policy: Any) -> None:
@@ -117,35 +153,32 @@ def check_values(policy: Any) -> None:
 
     A number of NumPy's becomes one of Python's, which can be written as JSON.
     """
-    kinds = get_type_hints(type(policy))
-    for item in fields(policy):
-        value, kind = getattr(policy, item.name), kinds[item.name]
-        options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        if value is None and type(None) in options:
-            continue
-        metadata = metadata_of(type(policy), item.name)
-        bounds: Bounds = metadata.get("bounds", Bounds())
-        if bool in options and not isinstance(value, bool):
-            raise ConfigError(f"{item.name}={value!r}: must be True or False")
-        least = bounds.at_least
-        is_whole = is_number and isinstance(value, Integral)
-        if int in options and not (is_whole and (least is None or value >= least)):
-            raise ConfigError(f"{item.name}={value!r}: must be a whole number from {least} up")
-        if float in options and not (is_number and (bounds.above is None or bounds.admit(value))):
-            above = "" if bounds.above is None else f" above {bounds.above:g}"
-            or_none = metadata.get("meaning", "").partition("null: ")[2] if item.default is None else ""
-            remedy = f"; leave it out for {or_none}" if or_none else ""
-            raise ConfigError(f"{item.name}={value!r}: must be a number{above}{remedy}")
-        words = next((get_args(each) for each in options if get_origin(each) is Literal), None)
-        if words is not None and not (isinstance(value, str) and value in words):
-            missing = ", or leave it out" if type(None) in options else ""
-            hint = did_you_mean(value, words)
-            raise ConfigError(f"{item.name}={value!r}: take one of {', '.join(words)}{missing}.{hint}")
-        if is_number and not isinstance(value, (int, float)):
-            object.__setattr__(policy, item.name, int(value) if is_whole else float(value))
-    for problem in out_of_bounds(policy):
+    for problem in refused_in(policy):
         raise ConfigError(problem)
+    for name, value in vars(policy).items():
+        if isinstance(value, Real) and not isinstance(value, (int, float)):
+            object.__setattr__(policy, name, int(value) if isinstance(value, Integral) else float(value))
+
+
+Made = TypeVar("Made", bound=Callable[..., Any])
+
+
+def checked(function: Made) -> Made:
+    """Makes a function refuse each argument that its annotation excludes, such as `steps: Natural`.
+
+    Raises:
+        ConfigError: there is one; the message says what it must be.
+    """
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def checking(*arguments: Any, **named: Any) -> Any:
+        for name, value in signature.bind(*arguments, **named).arguments.items():
+            if why := refusal(value, _kinds_in(function).get(name)):
+                raise ConfigError(f"{name}={value!r:.60}: {why}")
+        return function(*arguments, **named)
+
+    return checking  # type: ignore[return-value]
 
 
 # --- Rules between settings ------------------------------------------------------------------------------------------
@@ -177,6 +210,13 @@ class Rule(NamedTuple, Generic[S]):
 _IN_BRACES = re.compile(r"\{([.=]?)([\w.]+)(?::([^}]*))?\}")
 
 
+def typed(value: Any) -> str:
+    """Returns a value as it is typed on the command line."""
+    if isinstance(value, str):
+        return value or "''"
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value, separators=(",", ":")).replace('"', "")
+
+
 class Speaker(ABC):
     """The words for settings in a sentence, as the command line has them."""
 
@@ -190,9 +230,7 @@ class Speaker(ABC):
 
     def spelled(self, value: Any) -> str:
         """Returns a value as it is typed."""
-        if isinstance(value, str):
-            return value or "''"
-        return f"{value:g}" if isinstance(value, float) else json.dumps(value, separators=(",", ":")).replace('"', "")
+        return typed(value)
 
     def assignment(self, key: str, value: Any) -> str:
         """Returns a setting with a value, as `key=value`."""

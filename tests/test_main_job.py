@@ -572,7 +572,7 @@ def test_a_sweep_is_suggested_that_this_machine_can_run(
         ("model=cn", "unknown choice model=cn. Did you mean model=cnn?"),
         ("epochs=many", "epochs=many: expected a whole number or null"),
         ("batch.global_size=1", "batch.global_size=1: smaller than cluster.workers=2"),
-        ("cluster.workers=0", "cluster.workers=0: must be at least 1"),
+        ("cluster.workers=0", "cluster.workers=0: must be a whole number from 1 up"),
         ("cluster.workers=100000 batch.global_size=100000", "cluster.workers=100000"),
         ("data=mnist", "train-images-idx3-ubyte.gz"),
         ("data=image_folder data.path=nowhere", "nowhere"),

@@ -10,7 +10,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +51,7 @@ from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.parameters import sparse_weights
 from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import waits
-from ddp.setting import Setup, check_values, refuse
+from ddp.setting import Natural, Setup, check_values, refusal, refuse
 from ddp.strategies.choice import check_model, replica_of
 from ddp.train.checkpoints.checkpoint import flat
 from ddp.train.checkpoints.checkpoint_store import identity_of, resume_from
@@ -108,10 +107,9 @@ class FitArguments(Training):
             self.clip_norm = None  # torch's word for a norm that is only measured; fit measures it in any case
         check_values(self)
         if not isinstance(self.global_batch, (BatchWarmup, TokenBudget)):
-            size = self.global_batch
-            if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
-                raise ConfigError(f"global_batch={size!r}: must be a whole number from 1 up")
-            self.global_batch = int(size)
+            if why := refusal(self.global_batch, Natural):
+                raise ConfigError(f"global_batch={self.global_batch!r}: {why}")
+            self.global_batch = int(self.global_batch)
         for name, kind in (("evaluation", Evaluation), ("batches", Batches), ("reading", Reading)):
             if not isinstance(value := getattr(self, name), kind):
                 raise ConfigError(f"{name}={value!r:.60}: give a ddp.{kind.__name__}, such as ddp.{kind.__name__}()")

@@ -21,7 +21,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +32,13 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.data.loading.iterable import ENDLESS
 from ddp.data.orders.sampler import StepPlan
-from ddp.errors import CheckpointError, ConfigError, Diverged
+from ddp.errors import CheckpointError, Diverged
 from ddp.optim.precision import LossScale
 from ddp.optim.schedules import Rates
 from ddp.policies import GuardAction, WatchAction
 from ddp.process.clock import now_s
 from ddp.process.terminal import log
+from ddp.setting import Natural, Part, Positive, Share, checked
 from ddp.strategies.strategy import ADVICE, Agreement, Replicated
 from ddp.train.replay import Audit, Replay, explain_divergence, explain_spike
 from ddp.train.reports.history import note_incident
@@ -78,13 +79,8 @@ class Guard(Callback):
         ConfigError: an argument is out of its range.
     """
 
-    def __init__(self, action: GuardAction = "stop", *, spike: float | None = None, most: int = 3) -> None:
-        if action not in get_args(GuardAction):
-            raise ConfigError(f"action={action!r:.60}: take one of {', '.join(get_args(GuardAction))}")
-        if spike is not None and (not isinstance(spike, (int, float)) or spike is True or not 0 < spike < math.inf):
-            raise ConfigError(f"spike={spike!r:.60}: must be a number of standard deviations above 0, or None")
-        if not isinstance(most, int) or isinstance(most, bool) or most < 1:
-            raise ConfigError(f"most={most!r:.60}: must be a whole number from 1 up")
+    @checked
+    def __init__(self, action: GuardAction = "stop", *, spike: Positive | None = None, most: Natural = 3) -> None:
         self.action, self.spike, self.most, self.num_acted = action, spike, most, 0
         self._num, self._weight, self._sum, self._squares = 0, 0.0, 0.0, 0.0
         self._went_back_to: list[int] = []
@@ -316,7 +312,7 @@ class ConstantGuess:
             return
         if self._kind == "classes":
             size = max(len(each) for each in (*self._sums, *sums))
-            self._sums, sums = ([_padded(each, size) for each in both] for both in (self._sums, sums))
+            self._sums, sums = ([F.pad(each, (0, size - len(each))) for each in both] for both in (self._sums, sums))
         if [each.shape for each in self._sums] == [each.shape for each in sums]:
             self._sums = [one + other for one, other in zip(self._sums, sums, strict=True)]
             self._num += num
@@ -336,11 +332,6 @@ class ConstantGuess:
             return float((entr(mean) + entr(1 - mean)).mean())
         shares = (1 - self._smoothing) * mean + self._smoothing / len(mean)
         return float(entr(shares).sum())
-
-
-def _padded(one: Tensor, size: int) -> Tensor:
-    """Returns a vector with zeros at its end."""
-    return torch.cat([one, one.new_zeros(size - len(one))])
 
 
 NUM_LOSSES = 20
@@ -443,13 +434,8 @@ class Watch(BatchCallback):
         ConfigError: an argument is out of its range.
     """
 
-    def __init__(self, action: WatchAction = "warn", *, learn_share: float = 0.2, slow_share: float = 0.5) -> None:
-        if action not in get_args(WatchAction):
-            raise ConfigError(f"action={action!r:.60}: take one of {', '.join(get_args(WatchAction))}")
-        if not isinstance(learn_share, (int, float)) or not 0 < learn_share <= 1:
-            raise ConfigError(f"learn_share={learn_share!r:.60}: must be a number above 0 and at most 1")
-        if not isinstance(slow_share, (int, float)) or not 0 <= slow_share < 1:
-            raise ConfigError(f"slow_share={slow_share!r:.60}: must be a number from 0 up and below 1")
+    @checked
+    def __init__(self, action: WatchAction = "warn", *, learn_share: Part = 0.2, slow_share: Share = 0.5) -> None:
         self._ends, self._learn_share, self._slow_share = action == "stop", learn_share, slow_share
         self.begin(None, ENDLESS)
 

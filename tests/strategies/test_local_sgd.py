@@ -769,7 +769,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # settings of the policy, an
     "many fragments": ({"every": 2, "fragments": 3, "delay": 1}, "fragments=3: more than the every=2 inner steps"),
     "nothing is under way": ({"fragments": 2}, "fragments=2: with delay=0 nothing would be in flight; set delay, or"),
     "negative": ({"warmup_samples": -1}, "warmup_samples=-1: must be a whole number from 0 up"),
-    "momentum": ({"outer_momentum": 1.0}, "outer_momentum=1.0: must be at least 0 and below 1"),
+    "momentum": ({"outer_momentum": 1.0}, "outer_momentum=1.0: must be a number from 0 up and below 1"),
     "no rate": ({"outer_lr": 0.0}, "outer_lr=0.0: must be a number above 0"),
     "an island": ({"island": "hosts"}, "island='hosts': take one of worker, host. Did you mean host?"),
 }

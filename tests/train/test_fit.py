@@ -371,6 +371,8 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "no task": (NoTask(), {}, "NoTask has a method `loss` but is no task: derive its class from ddp.Task"),
     "a string": ("cross_entropy", {}, r"loss='cross_entropy': give a function loss\(.*Give ddp.Classification\(\)"),
+    "one argument": (lambda outputs: outputs, {}, r"takes \(outputs\), and is called with outputs and targets; give"),
+    "no folder": (F.cross_entropy, {"folder": 3}, "path=3: give the path of a folder, as a text or a pathlib.Path"),
     "no pairs": (
         F.cross_entropy,
         {"data": X},
@@ -398,8 +400,8 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no epochs": (F.cross_entropy, {"epochs": -1}, "epochs=-1: must be a whole number from 1 up"),
     "a number in quotes": (F.cross_entropy, {"max_steps": "9"}, "max_steps='9': must be a whole number from 1 up"),
     "fp8": (F.cross_entropy, {"precision": "fp8"}, "precision='fp8': take one of fp32, bf16, bf16_pure, fp16"),
-    "clip at nothing": (F.cross_entropy, {"clip_norm": 0}, "clip_norm=0: must be a number above 0; leave"),
-    "clip at none": (F.cross_entropy, {"clip_norm": float("nan")}, "clip_norm=nan: must be a number above 0; leave it"),
+    "clip at nothing": (F.cross_entropy, {"clip_norm": 0}, "clip_norm=0: must be a number above 0, or leave"),
+    "clip at none": (F.cross_entropy, {"clip_norm": float("nan")}, "clip_norm=nan: must be a number above 0, or"),
     "endless": (F.cross_entropy, {"max_steps": 10**400}, "max_steps=10+: must be a finite number"),
     "two clips": (
         F.cross_entropy,

@@ -491,7 +491,7 @@ class Stream(IterableDataset[Any]):
     ("arguments", "said"),
     [
         ({"action": "halt"}, "action='halt': take one of stop, skip, go_back"),
-        ({"spike": 0}, "spike=0: must be a number of standard deviations above 0, or None"),
+        ({"spike": 0}, "spike=0: must be a number above 0, or leave it out"),
         ({"spike": float("inf")}, "spike=inf: must be"),
         ({"spike": float("nan")}, "spike=nan: must be"),
         ({"spike": "8"}, "spike='8': must be"),

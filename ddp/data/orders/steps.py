@@ -21,7 +21,7 @@ from ddp.data.orders.order import Order
 from ddp.data.orders.sharding import OwnSharding
 from ddp.data.samples import Collate
 from ddp.errors import ConfigError
-from ddp.setting import Uneven, check_values, setting
+from ddp.setting import Natural, Uneven, Whole, check_values, setting
 from ddp.units import counted
 
 # --- `ddp.Batches`, an argument of `ddp.fit` -------------------------------------------------------------------------
@@ -48,11 +48,11 @@ class Batches:
 
     order: Order | None = None
     sharding: str | OwnSharding = "auto"
-    num_shards: int | None = setting(None, "parts of a batch", at_least=1)
-    micro_size: int | None = setting(None, "most samples of one forward", at_least=1)
+    num_shards: Natural | None = setting(None, "parts of a batch")
+    micro_size: Natural | None = setting(None, "most samples of one forward")
     skip_steps: tuple[int, int] | None = None
     uneven: Uneven = "join"
-    seed: int = setting(0, "of all random numbers", at_least=0)
+    seed: Whole = setting(0, "of all random numbers")
     collate: Collate | None = None
 
     def __post_init__(self) -> None:

@@ -145,19 +145,17 @@ def _first_readable(samples: Any) -> Any:
 
 def make_callbacks(config: Config) -> list[Callback]:
     """Returns the callbacks of the run."""
-    patience, decay = config.early_stopping.patience, config.ema.decay
-    averages = [] if decay is None else [EMA(decay)]
-    stops = [] if patience is None else [EarlyStopping(patience, min_delta=config.early_stopping.min_delta)]
-    action, shares = config.watch.action, (config.watch.learn_share, config.watch.slow_share)
-    watches: list[Callback] = [] if action == "off" else [Watch(action, learn_share=shares[0], slow_share=shares[1])]
-    guard = config.guard
-    if (guard.action, guard.spike) != ("stop", None):
-        watches.append(Guard(guard.action, spike=guard.spike, most=guard.most))
+    ours: list[tuple[bool, type[Callback], Any]] = [  # whether it is wanted, and the arguments that it is made of
+        (config.ema.decay is not None, EMA, config.ema),
+        (config.early_stopping.patience is not None, EarlyStopping, config.early_stopping),
+        (config.watch.action != "off", Watch, config.watch),
+        ((config.guard.action, config.guard.spike) != ("stop", None), Guard, config.guard),
+    ]
+    made = [kind(**asdict(settings)) for is_wanted, kind, settings in ours if is_wanted]
     own = [_own_callback(address, folder=config.run.code) for address in config.callbacks]
-    steps, seconds = config.profile.steps, config.profile.seconds
-    profilers = [Profiler(steps, seconds=seconds)] if steps else []
+    profilers = [Profiler(**asdict(config.profile))] if config.profile.steps else []
     trackers = (_tracker(name, group=config.run.group) for name in config.trackers)
-    return [*averages, *stops, *watches, *own, *profilers, *trackers]
+    return [*made, *own, *profilers, *trackers]
 
 
 def check_callbacks(config: Config) -> None:
@@ -213,6 +211,8 @@ def make_task(config: Config, splits: Splits | None = None) -> Task:
         tasks = {"standard_library": ByteModel, "tokens": LanguageModel}
         return tasks.get(config.data.name, Classification)()
     found = from_address(config.loss, key="loss", folder=config.run.code)
+    if not callable(found) and not isinstance(found, Task):
+        raise ConfigError(f"loss={config.loss}: is {found!r:.60}; give the address of a function (outputs, targets)")
     try:
         return as_task(called(found, {}, address=config.loss, key="loss") if isinstance(found, type) else found)
     except ConfigError as error:

@@ -19,7 +19,7 @@ from ddp.process.memory import available_cores
 from ddp.run.settings.address import is_address, own_parts
 from ddp.run.settings.config import Config, folder_of
 from ddp.run.settings.groups import Choice
-from ddp.setting import SETTINGS, Rule, Setup, Speaker, out_of_bounds, refuse
+from ddp.setting import SETTINGS, Rule, Setup, Speaker, refuse, refused_in
 from ddp.units import counted
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def validate(config: Config, *, is_whole: bool = False) -> None:
     Raises:
         ConfigError: a value cannot work, or two values contradict; the message names key, value and remedy.
     """
-    for problems in (out_of_bounds, _choice_problems, _warmup_problems, _algorithm_problems, _cluster_problems):
+    for problems in (refused_in, _choice_problems, _warmup_problems, _algorithm_problems, _cluster_problems):
         for problem in problems(config):
             raise ConfigError(problem)
     for problem in Settings(config).problems(RULES, config):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
 from ddp.errors import ConfigError
 from ddp.policies import Averaging, LocalSGD, ParameterServer, Rounds, Serving
 from ddp.run.settings.groups import DataFiles, choice
-from ddp.setting import Bounds, StrategyName
+from ddp.setting import Bounds, FromZero, Natural, Part, Positive, Share, StrategyName, Whole
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from ddp.gradients import Hook
     from ddp.optim.schedules import RateSchedule
 
-POSITIVE = Bounds(above=0)
-COUNT = Bounds(at_least=1)
-SHARE = Bounds(at_least=0, below=1)
-PART = Bounds(above=0, at_most=1)
 NO_ARGS: dict[str, Any] = {}
 
 # ------------------------------------------------------------------------------------------------------- strategies
@@ -111,7 +107,7 @@ TokenType = Literal["uint8", "uint16", "int32", "uint32"]
 Transform = Annotated[
     str | None, "your own augmentation of training images, as MODULE:NAME: docs/data.md; null: as shipped"
 ]
-Pixels = Annotated[int, COUNT, "height and width that images are brought to, in pixels"]
+Pixels = Annotated[Natural, "height and width that images are brought to, in pixels"]
 Classes = Annotated[int, Bounds(at_least=2), "number of classes"]
 NO_COLUMNS: list[str] = []
 
@@ -182,7 +178,7 @@ def rows(
     ] = None,
     text: Annotated[str | None, "name of the column with text for model=gpt, in place of inputs and target"] = None,
     tokenizer: Annotated[str, "of data.text: bytes, or the path of a Hugging Face tokenizer.json"] = "bytes",
-    context: Annotated[int, COUNT, "length of a sample of data.text, in tokens"] = 256,
+    context: Annotated[Natural, "length of a sample of data.text, in tokens"] = 256,
 ) -> Splits:
     from ddp.data.sets.file_splits import load_rows, load_text
 
@@ -196,9 +192,9 @@ def rows(
 def tokens(
     load: Loading,
     *,
-    context: Annotated[int, COUNT, "length of a sample, in tokens"] = 256,
+    context: Annotated[Natural, "length of a sample, in tokens"] = 256,
     dtype: Annotated[TokenType, "number format of raw files; .npy files say it themselves"] = "uint16",
-    vocab_size: Annotated[int, COUNT, "number of different tokens"] = 50257,
+    vocab_size: Annotated[Natural, "number of different tokens"] = 50257,
 ) -> Splits:
     from ddp.data.sets.file_splits import load_tokens
 
@@ -206,7 +202,7 @@ def tokens(
 
 
 @choice("data", "standard_library", "source text of Python's standard library, byte by byte, for model=gpt")
-def standard_library(load: Loading, *, context: Annotated[int, COUNT, "length of a sample, in bytes"] = 256) -> Splits:
+def standard_library(load: Loading, *, context: Annotated[Natural, "length of a sample, in bytes"] = 256) -> Splits:
     from ddp.data.sets.text_sets import load_standard_library
 
     return load_standard_library(context=context)
@@ -217,8 +213,8 @@ def synthetic(
     load: Loading,
     *,
     transform: Transform = None,
-    num_samples: Annotated[int, COUNT, "training images; there are an eighth as many test images"] = 4096,
-    image_size: Annotated[int, COUNT, "height and width of the images, in pixels"] = 32,
+    num_samples: Annotated[Natural, "training images; there are an eighth as many test images"] = 4096,
+    image_size: Annotated[Natural, "height and width of the images, in pixels"] = 32,
     num_classes: Classes = 10,
 ) -> Splits:
     from ddp.data.sets.image_sets import augmented, load_synthetic
@@ -238,7 +234,7 @@ SMALL_IMAGE = 64  # pixels; below it a ResNet starts without striding
 
 @choice("model", "mlp", "fully connected layers, for images")
 def mlp(
-    facts: SampleFacts, *, hidden: Annotated[int, COUNT, "units of each of the two hidden layers"] = 256
+    facts: SampleFacts, *, hidden: Annotated[Natural, "units of each of the two hidden layers"] = 256
 ) -> nn.Module:
     from ddp.models import MLP
 
@@ -250,8 +246,8 @@ def mlp(
 def cnn(
     facts: SampleFacts,
     *,
-    width: Annotated[int, COUNT, "channels of the first convolution"] = 32,
-    dropout: Annotated[float, SHARE, "probability that an input of the last two layers is dropped"] = 0.3,
+    width: Annotated[Natural, "channels of the first convolution"] = 32,
+    dropout: Annotated[Share, "probability that an input of the last two layers is dropped"] = 0.3,
 ) -> nn.Module:
     from ddp.models import CNN
 
@@ -273,10 +269,10 @@ def residual(facts: SampleFacts, *, name: str) -> nn.Module:
 def gpt(
     facts: SampleFacts,
     *,
-    width: Annotated[int, COUNT, "length of the vector of a position; a multiple of 2 · heads"] = 192,
-    depth: Annotated[int, COUNT, "number of blocks"] = 4,
-    heads: Annotated[int, COUNT, "attention heads of a block"] = 6,
-    dropout: Annotated[float, SHARE, "probability that an activation is dropped"] = 0.0,
+    width: Annotated[Natural, "length of the vector of a position; a multiple of 2 · heads"] = 192,
+    depth: Annotated[Natural, "number of blocks"] = 4,
+    heads: Annotated[Natural, "attention heads of a block"] = 6,
+    dropout: Annotated[Share, "probability that an activation is dropped"] = 0.0,
 ) -> nn.Module:
     from ddp.models import GPT
 
@@ -296,7 +292,7 @@ def sgd(
     *,
     lr: float,
     weight_decay: float | None,
-    momentum: Annotated[float, SHARE, "share of the last update that the next one keeps"] = 0.9,
+    momentum: Annotated[Share, "share of the last update that the next one keeps"] = 0.9,
     nesterov: Annotated[bool, "Nesterov momentum: the gradient's step starts where momentum leads to"] = True,
 ) -> Optimizer:
     from torch.optim import SGD
@@ -312,9 +308,9 @@ def adam(
     name: str,
     lr: float,
     weight_decay: float | None,
-    beta1: Annotated[float, SHARE, "decay of the running mean of gradients, per step"] = 0.9,
-    beta2: Annotated[float, SHARE, "decay of the running mean of squared gradients, per step"] = 0.999,
-    eps: Annotated[float, POSITIVE, "added to the root of the mean squared gradient before the division by it"] = 1e-8,
+    beta1: Annotated[Share, "decay of the running mean of gradients, per step"] = 0.9,
+    beta2: Annotated[Share, "decay of the running mean of squared gradients, per step"] = 0.999,
+    eps: Annotated[Positive, "added to the root of the mean squared gradient before the division by it"] = 1e-8,
 ) -> Optimizer:
     from torch.optim import Adam, AdamW
 
@@ -351,7 +347,7 @@ def layerwise(
 
 # -------------------------------------------------------------------------------------------------------- schedules
 
-Final = Annotated[float, Bounds(at_least=0), "factor on lr at the end of the run"]
+Final = Annotated[FromZero, "factor on lr at the end of the run"]
 HALF_WAY = [0.5, 0.75]
 
 
@@ -373,7 +369,7 @@ def cosine(*, final_factor: Final = 0.0) -> RateSchedule:
 def polynomial(
     *,
     final_factor: Final = 0.0,
-    power: Annotated[float, POSITIVE, "power of the remaining share of the run; 1: a straight line"] = 1.0,
+    power: Annotated[Positive, "power of the remaining share of the run; 1: a straight line"] = 1.0,
 ) -> RateSchedule:
     from ddp.optim import schedules
 
@@ -384,7 +380,7 @@ def polynomial(
 def wsd(
     *,
     final_factor: Final = 0.0,
-    decay_fraction: Annotated[float, PART, "last share of the run, in which lr falls, above 0"] = 0.2,
+    decay_fraction: Annotated[Part, "last share of the run, in which lr falls, above 0"] = 0.2,
 ) -> RateSchedule:
     from ddp.optim import schedules
 
@@ -395,7 +391,7 @@ def wsd(
 def step(
     *,
     milestones: Annotated[list[float], "when lr drops, as rising shares of the run between 0 and 1"] = HALF_WAY,
-    gamma: Annotated[float, POSITIVE, "factor on lr at each milestone"] = 0.1,
+    gamma: Annotated[Positive, "factor on lr at each milestone"] = 0.1,
 ) -> RateSchedule:
     from ddp.optim import schedules
 
@@ -404,7 +400,7 @@ def step(
 
 # ------------------------------------------------------------------------------------------------------------ hooks
 
-Ratio = Annotated[float, PART, "share of the numbers of a tensor that is sent, above 0 and at most 1"]
+Ratio = Annotated[Part, "share of the numbers of a tensor that is sent, above 0 and at most 1"]
 
 
 @choice("hook", "none", "gradients are sent whole")
@@ -425,8 +421,8 @@ def top_k(
     *,
     error_feedback: bool,
     ratio: Ratio = 0.01,
-    momentum: Annotated[float, SHARE, "momentum that the hook applies instead of the optimizer"] = 0.0,
-    warmup_steps: Annotated[int, Bounds(at_least=0), "steps in which the ratio falls from 1/4 to this one"] = 0,
+    momentum: Annotated[Share, "momentum that the hook applies instead of the optimizer"] = 0.0,
+    warmup_steps: Annotated[Whole, "steps in which the ratio falls from 1/4 to this one"] = 0,
 ) -> Hook:
     from ddp.gradients import TopK
 
@@ -445,7 +441,7 @@ def powersgd(
     seed: int,
     *,
     error_feedback: bool,
-    rank: Annotated[int, COUNT, "columns of the two narrow matrices whose product approximates a gradient"] = 4,
+    rank: Annotated[Natural, "columns of the two narrow matrices whose product approximates a gradient"] = 4,
     warm_start: Annotated[bool, "begin with the factor of the last step instead of a random one"] = True,
 ) -> Hook:
     from ddp.gradients import PowerSGD

@@ -5,7 +5,7 @@
                  ▼
               Config  ── asdict ──▶  RUN_DIR/config.yaml  ── from_plain ──▶  Config, in every worker (PyYAML only)
 
-A new setting is one line, `name: type = setting(default, "meaning", at_least=1)`, with its bounds. The command line,
+A new setting is one line, `name: type = setting(default, "meaning")`, whose type may have bounds. The command line,
 its errors, --help and docs/settings.md take it from here.
 
 Six groups offer a choice: `strategy`, `data`, `model`, `optim`, `schedule`, `hook`. What the choices of a group share
@@ -17,13 +17,12 @@ Components never see these classes, but plain arguments.
 
 from __future__ import annotations
 
-import json
 import textwrap
 import types
 from collections.abc import Iterator
 from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ddp.collectives.schedule import SEGMENT_BYTES
 from ddp.comm.meeting.role import Job
@@ -44,10 +43,9 @@ from ddp.process.terminal import say
 from ddp.run.settings import choices as choices  # which fills CHOICES
 from ddp.run.settings.groups import CHOICES as CHOICES
 from ddp.run.settings.groups import GROUPS, Data, HookChoice, Model, Optim, Schedule, StrategyChoice
-from ddp.run.settings.groups import MEANINGS as MEANINGS
 from ddp.run.settings.groups import OWN as OWN
 from ddp.run.settings.groups import choose as choose
-from ddp.setting import Additions, metadata_of, setting
+from ddp.setting import Additions, Bounds, FromZero, Natural, Part, Positive, Share, Whole, meaning_of, setting, typed
 
 # ------------------------------------------------------------------------------------------------------- the words
 
@@ -58,6 +56,7 @@ ReplicaKind = Literal["bucketed", "naive"]
 Evaluator = Literal["workers", "sidecar"]
 WatchChoice = Literal[WatchAction, "off"]
 TrackerName = Literal["tensorboard", "csv", "mlflow", "wandb"]
+Seconds = Annotated[float, Bounds(above=0, at_most=LONGEST_S)]
 
 
 # ------------------------------------------------------------------------------------------------------- the groups
@@ -92,20 +91,18 @@ class Sweep:
         "name of the folder of all jobs, below runs/; the same command again runs the jobs that are missing there or "
         "have failed; null: date and time",
     )
-    parallel: int = setting(1, "jobs that run at the same time, each on its own cores", at_least=1)
+    parallel: Natural = setting(1, "jobs that run at the same time, each on its own cores")
 
 
 @dataclass(kw_only=True, slots=True)
 class Cluster:
     """The processes that train."""
 
-    workers: int = setting(2, "number of workers, the world size", at_least=1)
-    servers: int = setting(
-        0,
-        "further processes that hold the parameters, for strategy=parameter_server; 0: one there, else none",
-        at_least=0,
+    workers: Natural = setting(2, "number of workers, the world size")
+    servers: Whole = setting(
+        0, "further processes that hold the parameters, for strategy=parameter_server; 0: one there, else none"
     )
-    restarts: int = setting(3, "most restarts of a lost worker, and of all servers after the loss of one", at_least=0)
+    restarts: Whole = setting(3, "most restarts of a lost worker, and of all servers after the loss of one")
     spec: dict[str, Any] = setting(
         {},
         "addresses of the tasks of a cluster, by job, each of which is started by hand, as {chief: [HOST:PORT], "
@@ -118,9 +115,7 @@ class Cluster:
         "docs/engines.md; workers need nothing else",
     )
     local_workers: int | None = None  # of these, on this host; set by the launcher
-    threads_per_worker: int | None = setting(
-        None, "CPU threads of a worker; null: cores ÷ workers of the host", at_least=1
-    )
+    threads_per_worker: Natural | None = setting(None, "CPU threads of a worker; null: cores ÷ workers of the host")
     devices: list[int] | None = setting(
         None, "numbers of the GPUs of each host that its workers see, as [0,1]; null: all that are visible"
     )
@@ -130,28 +125,22 @@ class Cluster:
 class Batch:
     """The samples of a step."""
 
-    global_size: int = setting(64, "samples of an optimizer step, over all workers", at_least=1)
-    warmup_size: int | None = setting(
-        None,
-        "its value at the start of the run, from which it grows evenly, in multiples; null: global_size at once",
-        at_least=1,
+    global_size: Natural = setting(64, "samples of an optimizer step, over all workers")
+    warmup_size: Natural | None = setting(
+        None, "its value at the start of the run, from which it grows evenly, in multiples; null: global_size at once"
     )
-    warmup_samples: int | None = setting(
-        None, "samples of all workers over which it grows; set this or warmup_epochs", at_least=1
+    warmup_samples: Natural | None = setting(
+        None, "samples of all workers over which it grows; set this or warmup_epochs"
     )
-    warmup_epochs: float | None = setting(None, "the same as epochs", above=0)
-    tokens: int | None = setting(
-        None,
-        "most tokens of a step, over all workers, for samples of unequal lengths; null: global_size samples",
-        at_least=1,
+    warmup_epochs: Positive | None = setting(None, "the same as epochs")
+    tokens: Natural | None = setting(
+        None, "most tokens of a step, over all workers, for samples of unequal lengths; null: global_size samples"
     )
-    num_shards: int | None = setting(
-        None,
-        "parts of a batch, which random numbers depend on; null: one per worker, or as in the run to be resumed",
-        at_least=1,
+    num_shards: Natural | None = setting(
+        None, "parts of a batch, which random numbers depend on; null: one per worker, or as in the run to be resumed"
     )
-    micro_size: int | None = setting(
-        None, "most samples of one forward; a larger share is accumulated over several; null: no limit", at_least=1
+    micro_size: Natural | None = setting(
+        None, "most samples of one forward; a larger share is accumulated over several; null: no limit"
     )
 
 
@@ -167,13 +156,11 @@ class Comm:
     )
     shared_memory: bool = setting(True, "use shared memory inside a host; false: messages only")
     debug: bool = setting(False, "before each collective, compare what the workers call")
-    segment_bytes: int = setting(
-        SEGMENT_BYTES, "size of the pieces in which a long message travels, in bytes", at_least=1024
+    segment_bytes: Annotated[int, Bounds(at_least=1024)] = setting(
+        SEGMENT_BYTES, "size of the pieces in which a long message travels, in bytes"
     )
-    warn_s: float = setting(
-        10.0, "seconds after which a waiting worker names the one that it waits for", above=0, at_most=LONGEST_S
-    )
-    abort_s: float = setting(600.0, "seconds after which a waiting worker ends the run", above=0, at_most=LONGEST_S)
+    warn_s: Seconds = setting(10.0, "seconds after which a waiting worker names the one that it waits for")
+    abort_s: Seconds = setting(600.0, "seconds after which a waiting worker ends the run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,12 +182,10 @@ class EvaluationChoice(Evaluation):
         "workers: training pauses meanwhile; sidecar: one more process, on a separate core where one is free, "
         "evaluates each checkpoint",
     )
-    wait_s: float = setting(
+    wait_s: Annotated[float, Bounds(at_least=0, at_most=LONGEST_S)] = setting(
         600.0,
         "seconds that the table at the end waits for the sidecar, and that a sidecar started by hand waits for a run "
         "in whose folder nothing happens",
-        at_least=0,
-        at_most=LONGEST_S,
     )
 
 
@@ -208,10 +193,10 @@ class EvaluationChoice(Evaluation):
 class EarlyStopping:
     """The end of a run whose main metric no longer improves."""
 
-    patience: int | None = setting(
-        None, "evaluations in a row without a better main metric, after which a run ends; null: off", at_least=1
+    patience: Natural | None = setting(
+        None, "evaluations in a row without a better main metric, after which a run ends; null: off"
     )
-    min_delta: float = setting(0.0, "an improvement of the metric counts if it is larger than this", at_least=0)
+    min_delta: FromZero = setting(0.0, "an improvement of the metric counts if it is larger than this")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -221,12 +206,8 @@ class Watching:
     action: WatchChoice = setting(
         "warn", "warn: a line on the terminal; stop: the run ends with a checkpoint, and status 3; off: no watch"
     )
-    learn_share: float = setting(
-        0.2, "share of the run's steps after which its loss must beat a constant guess's", above=0, at_most=1
-    )
-    slow_share: float = setting(
-        0.5, "a run is slow if its samples/s stay below this share of their median; 0: never", at_least=0, below=1
-    )
+    learn_share: Part = setting(0.2, "share of the run's steps after which its loss must beat a constant guess's")
+    slow_share: Share = setting(0.5, "a run is slow if its samples/s stay below this share of their median; 0: never")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -238,38 +219,32 @@ class Guarding:
         "stop: the run ends with an error; skip: the step is left out, as by data.skip_steps; go_back: the run resumes "
         "from its last checkpoint, at half the learning rate",
     )
-    spike: float | None = setting(
+    spike: Positive | None = setting(
         None,
         "standard deviations above the mean of the last losses from which a finite loss counts as bad, too, such as 8; "
         "null: none does",
-        above=0,
     )
-    most: int = setting(3, "how often a run leaves a step out or goes back; the next bad step ends it", at_least=1)
+    most: Natural = setting(3, "how often a run leaves a step out or goes back; the next bad step ends it")
 
 
 @dataclass(kw_only=True, slots=True)
 class Ema:
     """An exponential moving average of the weights, which evaluations and ddp.load use."""
 
-    decay: float | None = setting(
-        None, "share of the average that a step keeps, such as 0.999; null: no average", at_least=0, below=1
-    )
+    decay: Share | None = setting(None, "share of the average that a step keeps, such as 0.999; null: no average")
 
 
 @dataclass(kw_only=True, slots=True)
 class ProfileOf:
     """The steps that are profiled, after five that warm up: profile.json and traces/."""
 
-    steps: int = setting(
-        0,
-        "steps whose parts are measured, into profile.json; as many after them are recorded, into traces/; 0: none",
-        at_least=0,
+    steps: Whole = setting(
+        0, "steps whose parts are measured, into profile.json; as many after them are recorded, into traces/; 0: none"
     )
-    seconds: float | None = setting(
+    seconds: Positive | None = setting(
         None,
         "for a run that is only measured: it ends this many seconds after its warm-up, without a checkpoint; at least "
         "profile.steps steps are spread over that time, and no trace is made; null: it continues",
-        above=0,
     )
 
 
@@ -277,10 +252,8 @@ class ProfileOf:
 class Config(Training):
     """The settings of one run."""
 
-    seed: int = setting(
-        0, "seed of all random numbers: first weights, order of samples, augmentation, dropout", at_least=0
-    )
-    epochs: int | None = 15
+    seed: Whole = setting(0, "seed of all random numbers: first weights, order of samples, augmentation, dropout")
+    epochs: Natural | None = 15
     deterministic: bool = setting(False, "use deterministic kernels only, which can be slower")
     device: Device = setting("auto", "where tensors live; auto: on CUDA where there is any, else on the CPU")
     backend: Backend = setting(
@@ -400,8 +373,8 @@ def markdown() -> str:
 def _lines(settings: Any, prefix: str) -> Iterator[str]:
     """Yields the lines of the settings that have a meaning; those without are not the user's to set."""
     for item in fields(settings):
-        if metadata_of(type(settings), item.name):
-            yield _setting(prefix, item, type(settings), _plain(getattr(settings, item.name)))
+        if meaning_of(type(settings), item.name):
+            yield _setting(prefix, item, type(settings), typed(getattr(settings, item.name)))
 
 
 def _choice_lines(group: str, usual: str) -> Iterator[str]:
@@ -411,15 +384,15 @@ def _choice_lines(group: str, usual: str) -> Iterator[str]:
     yield f"{group}=CHOICE: {_purpose(base)} (default: {usual})"
     same = {name for name in shared if len({repr(getattr(choice, name)) for choice in CHOICES[group].values()}) == 1}
     for name, item in shared.items():
-        default = _plain(getattr(CHOICES[group][usual], name)) if name in same else "…"
+        default = typed(getattr(CHOICES[group][usual], name)) if name in same else "…"
         yield _setting(f"{group}.", item, base, default)
     for choice in CHOICES[group].values():
-        yield _columns(f"{group}={choice.name}", "", MEANINGS[group][choice.name], indent=2)
+        yield _columns(f"{group}={choice.name}", "", choice.meaning, indent=2)
         for item in fields(choice):
             if item.name in shared and item.name not in same:
-                yield f"    {group}.{item.name}={_plain(getattr(choice, item.name))}"
+                yield f"    {group}.{item.name}={typed(getattr(choice, item.name))}"
             elif item.name not in shared and item.name != "name":
-                yield _setting(f"{group}.", item, type(choice), _plain(getattr(choice, item.name)), indent=4)
+                yield _setting(f"{group}.", item, type(choice), typed(getattr(choice, item.name)), indent=4)
     if own := OWN.get(group):
         yield _columns(f"{group}=MODULE:NAME", "", _purpose(own), indent=2)
         for item in fields(own):
@@ -438,7 +411,7 @@ def _recipe_lines() -> Iterator[str]:
 def _setting(prefix: str, item: Field[Any], kind: type, default: str, *, indent: int = 2) -> str:
     """Returns the lines of one setting of the class `kind`."""
     expected = _type(get_type_hints(kind)[item.name])
-    return _columns(f"{prefix}{item.name}={default}", expected, metadata_of(kind, item.name)["meaning"], indent=indent)
+    return _columns(f"{prefix}{item.name}={default}", expected, meaning_of(kind, item.name), indent=indent)
 
 
 def _columns(key: str, kind: str, meaning: str, *, indent: int) -> str:
@@ -468,13 +441,6 @@ def _type(kind: Any) -> str:
     if get_origin(kind) is dict:
         return "mapping"
     return {int: "integer", float: "number", bool: "true|false", str: "text"}.get(kind, "null")
-
-
-def _plain(value: Any) -> str:
-    """Returns a value as it is typed on the command line."""
-    if value == "":
-        return "''"
-    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":")).replace('"', "")
 
 
 def _purpose(kind: type) -> str:

@@ -1,7 +1,7 @@
 """Groups of settings that offer a choice. A choice is a function, and its signature is its settings.
 
     @choice("optim", "sgd", "stochastic gradient descent with momentum", lr=0.05)
-    def sgd(groups: Groups, *, lr: float, momentum: Annotated[float, SHARE, "share of …"] = 0.9) -> Optimizer:
+    def sgd(groups: Groups, *, lr: float, momentum: Annotated[Share, "share of …"] = 0.9) -> Optimizer:
         │        │              │          └ a setting of this choice: type, bounds, meaning, default
         │        │              └ a setting that all choices of the group share: a field of the class in `GROUPS`
         │        └ no setting: the caller of `make` passes it, by position
@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, make_dataclass, replace
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from ddp.run.settings.address import is_address
-from ddp.setting import Bounds, Scaling, StrategyName, setting
+from ddp.setting import Bounds, FromZero, Natural, Positive, Scaling, Share, StrategyName, Whole, setting
 
 DataOrder = Literal["auto", "permutation", "blocks", "weighted", "stratified", "fixed"]
 
@@ -30,10 +30,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Choice:
-    """A choice of a group: the word for it, and the settings of its function."""
+    """A choice of a group: the word for it, and the settings of its function.
+
+    Attributes:
+        meaning: what the choice is, for `--help`.
+        function: makes it; takes: the names of the settings that are its arguments.
+    """
 
     __slots__ = ()
     name: str
+    meaning: ClassVar[str]
+    function: ClassVar[Callable[..., Any]]
+    takes: ClassVar[Sequence[str]]
 
     def make(self, *given: Any, **derived: Any) -> Any:
         """Returns the function's result for its settings.
@@ -42,8 +50,7 @@ class Choice:
             given: its positional arguments, which are no settings.
             derived: values that replace settings, such as `lr` for the global batch.
         """
-        function, takes = FUNCTIONS[type(self)]
-        return function(*given, **{name: getattr(self, name) for name in takes} | derived)
+        return self.function(*given, **{name: getattr(self, name) for name in self.takes} | derived)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +75,8 @@ class Data(Choice):
         "order of an epoch: a permutation; blocks of shuffled files; fixed; weighted, by the weights of the data; "
         "stratified, by their classes; auto: blocks where files are dealt, else a permutation",
     )
-    window: int | None = setting(
-        None,
-        "samples that blocks mix with each other; null: 4096, or the samples of four files if fewer",
-        at_least=1,
+    window: Natural | None = setting(
+        None, "samples that blocks mix with each other; null: 4096, or the samples of four files if fewer"
     )
     sharding: str = setting(
         "auto",
@@ -79,12 +84,10 @@ class Data(Choice):
         "number of shards) → samples: docs/data.md; auto: file where there are as many files as shards, else sample",
     )
     skip_steps: list[int] = setting([], "first and last of the steps whose samples are left out, such as [4700,4710]")
-    validation: float | None = setting(
+    validation: Annotated[float, Bounds(above=0, below=1)] | None = setting(
         None,
         "share of the training samples that is held out for validation, between 0 and 1; the run chooses by it (the "
         "best checkpoint, say), and reads the test set at the end; null: it chooses by the test set",
-        above=0,
-        below=1,
     )
 
 
@@ -133,18 +136,16 @@ class Optim(Choice):
     """The optimizer."""
 
     name: str
-    lr: float = setting(MISSING, "learning rate for a global batch of optim.base_batch samples", above=0)
-    weight_decay: float | None = setting(
-        MISSING,
-        "weight decay, of weight matrices only (not of biases and norms); null: the preset's or torch's",
-        at_least=0,
+    lr: Positive = setting(MISSING, "learning rate for a global batch of optim.base_batch samples")
+    weight_decay: FromZero | None = setting(
+        MISSING, "weight decay, of weight matrices only (not of biases and norms); null: the preset's or torch's"
     )
     lr_scaling: Scaling = setting(
         "none",
         "how lr follows the global batch, with k = batch.global_size ÷ base_batch: not, lr · k, or lr · √k; legw: lr · "
         "√k, and the warm-up takes k times more samples",
     )
-    base_batch: int = setting(64, "global batch that lr was found for, in samples; lr_scaling reads it", at_least=1)
+    base_batch: Natural = setting(64, "global batch that lr was found for, in samples; lr_scaling reads it")
     exclude: list[str] = setting([], "names of further parameters to treat like biases and norms, such as [embed.*]")
 
 
@@ -153,16 +154,13 @@ class Schedule(Choice):
     """The learning-rate schedule, a factor on lr by samples."""
 
     name: str
-    warmup_steps: int | None = setting(
-        None, "steps in which lr rises linearly at the start; set this or another below", at_least=0
+    warmup_steps: Whole | None = setting(
+        None, "steps in which lr rises linearly at the start; set this or another below"
     )
-    warmup_samples: int | None = setting(None, "the same as samples of all workers", at_least=0)
-    warmup_epochs: float | None = setting(None, "the same as epochs", at_least=0)
-    warmup_fraction: float | None = setting(
-        None,
-        "the same as a share of the run, below 1; null, like the others: 0.05 where lr falls steadily, else 0",
-        at_least=0,
-        below=1,
+    warmup_samples: Whole | None = setting(None, "the same as samples of all workers")
+    warmup_epochs: FromZero | None = setting(None, "the same as epochs")
+    warmup_fraction: Share | None = setting(
+        None, "the same as a share of the run, below 1; null, like the others: 0.05 where lr falls steadily, else 0"
     )
 
 
@@ -172,7 +170,7 @@ class HookChoice(Choice):
 
     name: str
     error_feedback: bool = setting(True, "add to each gradient what the last steps have not sent of it")
-    dense_start_steps: int = setting(0, "first steps that send gradients as they are", at_least=0)
+    dense_start_steps: Whole = setting(0, "first steps that send gradients as they are")
 
 
 GROUPS: dict[str, type[Any]] = {
@@ -186,12 +184,6 @@ GROUPS: dict[str, type[Any]] = {
 """group → what its choices share."""
 CHOICES: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
 """group → name → its default settings."""
-MEANINGS: dict[str, dict[str, str]] = {group: {} for group in GROUPS}
-"""group → name → what the choice is."""
-FUNCTIONS: dict[type[Any], tuple[Callable[..., Any], Sequence[str]]] = {}
-"""class of a choice → its function, and the names of the settings that this takes."""
-
-
 OWN = {"data": OwnData, "model": OwnModel}
 """The groups in which a name may be an address."""
 
@@ -219,16 +211,17 @@ def choice(
         bases = (base,) if shares is None else (shares,) if issubclass(shares, base) else (shares, base)
         parameters, hints = inspect.signature(function).parameters, _settings_of(function)
         given = {key: parameters[key].default for key in hints} | defaults
-        own = [(key, hint, _field(hint, given[key])) for key, hint in hints.items() if given[key] is not NOT_GIVEN]
+        shared = get_type_hints(bases[0], include_extras=True)
+        own = [_field(key, hints[key], shared, default) for key, default in given.items() if default is not NOT_GIVEN]
         takes_policy = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         takes = [each.name for each in fields(bases[0])] if takes_policy else list(hints)
         is_frozen = base.__dataclass_params__.frozen  # as policies are
         how = {"bases": bases, "kw_only": True, "frozen": is_frozen, "slots": not is_frozen}
-        how["namespace"] = {"__module__": function.__module__}
+        about = {"meaning": meaning, "function": staticmethod(function), "takes": takes}
+        how["namespace"] = {"__module__": function.__module__, **about}
         kind = make_dataclass(f"{group}={name}", [("name", get_type_hints(base)["name"], name), *own], **how)
         vars(sys.modules[function.__module__])[kind.__name__] = kind  # where pickle looks for it
-        CHOICES[group][name], MEANINGS[group][name] = kind(), meaning
-        FUNCTIONS[kind] = function, takes
+        CHOICES[group][name] = kind()
         return function
 
     return register
@@ -242,9 +235,8 @@ def _settings_of(function: Callable[..., Any]) -> dict[str, Any]:
     return get_type_hints(alone, function.__globals__, include_extras=True)
 
 
-def _field(hint: Any, default: Any) -> Any:
-    """Returns the field of a setting; of one that the group shares, its default in this choice."""
+def _field(key: str, hint: Any, shared: Mapping[str, Any], default: Any) -> tuple[str, Any, Any]:
+    """Returns the field of a setting; of one that the group shares, with its default in this choice."""
     if get_origin(hint) is not Annotated:
-        return default
-    bounds, meaning = (Bounds(), *get_args(hint)[1:])[-2:]
-    return setting(default, meaning, **bounds._asdict())
+        return key, shared[key], default
+    return key, hint, setting(default, get_args(hint)[-1])

@@ -14,7 +14,7 @@ from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import yaml
 from yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
@@ -25,6 +25,7 @@ from ddp.process.records import DEPTH, Maker, described
 from ddp.run.settings.address import is_address
 from ddp.run.settings.checks import validate
 from ddp.run.settings.config import CHOICES, OWN, Config, choose, plain_defaults
+from ddp.setting import meaning_of
 from ddp.train.checkpoints.moved import KEYS, VALUES, meaning, translated
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -202,12 +203,15 @@ def not_among(group: str, name: str, choices: Iterable[str]) -> ConfigError:
 
 def wrong_type(key: str, value: object, expected: object) -> ConfigError:
     """Returns the error for a value of the wrong type."""
+    text = "null" if value is None else f"{str(value).lower() if isinstance(value, bool) else value!s:.200}"
+    if is_dataclass(expected) and expected is not Config and key not in CHOICES:
+        keys = [f"{key}.{item.name}" for item in fields(expected) if meaning_of(cast(type, expected), item.name)]
+        return ConfigError(f"{key}={text}: is a group of settings; set one of them, as {keys[0]}=…: {', '.join(keys)}")
     hint = f".{did_you_mean(value, map(str, get_args(expected)))}" if get_origin(expected) is Literal else ""
     if str in (expected, *get_args(expected)) and type(value) in (bool, int, float):
         hint = "; a file has it in quotes, or else 5e2 is 500.0"
     elif isinstance(value, str) and re.fullmatch(r"[-+.\d]+(e[-+]?\d+)?", value):
         hint = ", got a text: leave out its quotes, or write ${oc.decode:…} around it"
-    text = "null" if value is None else f"{value!s:.200}"
     return ConfigError(f"{key}={text}: expected {described(expected)}{hint}".rstrip("."))
 
 

@@ -103,7 +103,7 @@ def save_checkpoint(
     whole = state.strategy.state_dict()
     compression = state.model.compression
     hook = None if compression is None else compression.state_dict()
-    extra_parts = {} if extra is None else extra.parts(state.comm)
+    extra_parts = {} if extra is None else extra.parts()
     mine = _random_states(state.comm), state.sampler.places(), state.sampler.seen, state.unreadable
     random_states, places, sums, unreadable = map(list, zip(*all_gather_object(state.comm, mine), strict=True))
     seen = [None if each is None else Checksum(*each) for each in sums]

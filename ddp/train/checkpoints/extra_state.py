@@ -26,11 +26,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
-from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object
 from ddp.data.loading.source import digest_of
 from ddp.errors import CheckpointError, ConfigError
 from ddp.process.terminal import log
+from ddp.replica.replica import Replica
 from ddp.train.checkpoints.checkpoint_store import cause_of
 from ddp.train.steps.callbacks import EMA, Callback
 from ddp.train.steps.state import TrainState
@@ -49,8 +49,9 @@ class ExtraState(Callback):
     """
 
     def __init__(
-        self, model: nn.Module, task: Task, callbacks: Sequence[Callback], *, saves: bool, schedule: Any = None
+        self, model: Replica, task: Task, callbacks: Sequence[Callback], *, saves: bool, schedule: Any = None
     ) -> None:
+        self._comm = model.comm
         self._callbacks, of_model = named(callbacks), {id(each) for each in model.modules()}
         self._losses = {name: loss for name, loss in stateful_parts(task).items() if id(loss) not in of_model}
         self._first = {name: _digests(loss) for name, loss in self._losses.items()}
@@ -74,64 +75,64 @@ class ExtraState(Callback):
         found, self._found = self._found, None
         if found is not None:
             self._load_callbacks(found.get("callbacks", {}), state)
-            self._load_losses(found.get("loss", []), state.comm)
+            self._load_losses(found.get("loss", []))
 
     went_back = fit_start
 
-    def parts(self, comm: Communicator) -> dict[str, Any]:
+    def parts(self) -> dict[str, Any]:
         """Returns the parts of a checkpoint, which rank 0 is to write. Collective."""
         parts: dict[str, Any] = {}
-        if states := dict(self._states_of_callbacks(comm)):
+        if states := dict(self._states_of_callbacks()):
             parts["callbacks"] = states
         if self._losses:
-            mine = {name: self._changed(name, loss, comm) for name, loss in self._losses.items()}
-            of_ranks = all_gather_object(comm, mine)
+            mine = {name: self._changed(name, loss) for name, loss in self._losses.items()}
+            of_ranks = all_gather_object(self._comm, mine)
             digests = {digest_of(each) for each in of_ranks}
             parts["loss"] = of_ranks[:1] if len(digests) == 1 and None not in digests else of_ranks
         return parts
 
-    def _states_of_callbacks(self, comm: Communicator) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _states_of_callbacks(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for name, callback in self._callbacks.items():
             state = callback.state_dict()
             if not isinstance(state, Mapping):
                 raise ConfigError(f"{name}.state_dict returned {state!r:.60}: return a dict, {{}} for nothing")
             state = plain(dict(state))
             if why := refusal_of(state):
-                self._warn_once(comm, name, f"the state of {name} is in no checkpoint, because it holds more than "
-                                            f"tensors and plain values ({why})")  # fmt: skip
+                more = f"because it holds more than tensors and plain values ({why})"
+                self._warn_once(name, f"the state of {name} is in no checkpoint, {more}")
             elif state:
                 yield name, state
 
-    def _changed(self, name: str, loss: Any, comm: Communicator) -> dict[str, Any]:
+    def _changed(self, name: str, loss: Any) -> dict[str, Any]:
         """Returns the values that are not as the run began with them, as far as a checkpoint can hold them."""
         first, now, values = self._first[name], _digests(loss), plain(loss.state_dict())
         changed = {key: values[key] for key, digest in now.items() if digest is None or digest != first.get(key)}
         for key in list(changed):
             if why := refusal_of(changed[key]):
                 del changed[key]
-                self._warn_once(comm, f"{name} {key}", f"{key} of the loss is in no checkpoint ({why})")
+                self._warn_once(f"{name} {key}", f"{key} of the loss is in no checkpoint ({why})")
         return changed
 
     # --- the states in a checkpoint -----------------------------------------------------------------------------------
 
     def _load_callbacks(self, states: Mapping[str, Any], state: TrainState) -> None:
-        comm = state.comm
         for name, callback in self._callbacks.items():
             if name in states:
                 if any(isinstance(each, LRScheduler) for each in tree_leaves(vars(callback))):
                     put_back(self._settings, state.optimizer)  # a scheduler begins by writing its first rates there
                 callback.load_state_dict(states[name])
             elif callback.state_dict():
-                self._warn_once(comm, name, f"the checkpoint has no state of {name}, which starts from scratch")
+                self._warn_once(name, f"the checkpoint has no state of {name}, which starts from scratch")
         for name in states.keys() - self._callbacks:
-            self._warn_once(comm, name, f"the checkpoint has a state of {name}, but this run has no such callback")
+            self._warn_once(name, f"the checkpoint has a state of {name}, but this run has no such callback")
 
-    def _load_losses(self, of_ranks: Sequence[Mapping[str, Any]], comm: Communicator) -> None:
-        mine = of_ranks[comm.rank if len(of_ranks) == comm.world_size else 0] if of_ranks else {}
+    def _load_losses(self, of_ranks: Sequence[Mapping[str, Any]]) -> None:
+        rank = self._comm.rank if len(of_ranks) == self._comm.world_size else 0
+        mine = of_ranks[rank] if of_ranks else {}
         for name, values in mine.items():
             if values and name not in self._losses:
                 found = ", ".join(values)
-                self._warn_once(comm, name, f"the checkpoint has values that this run's loss does not have: {found}")
+                self._warn_once(name, f"the checkpoint has values that this run's loss does not have: {found}")
             elif values:
                 loss = self._losses[name]
                 try:
@@ -143,25 +144,19 @@ class ExtraState(Callback):
     # --- states that no checkpoint has --------------------------------------------------------------------------------
 
     def _warn_of_what_is_lost(self, state: TrainState) -> None:
-        comm = state.comm
-        dict(self._states_of_callbacks(comm))
+        dict(self._states_of_callbacks())
         saved = {id(each) for each in (*state.model.modules(), state.optimizer, *self._losses.values())}
         saved |= {id(each) for loss in self._losses.values() for each in getattr(loss, "modules", list)()}
         for name, callback in self._callbacks.items():
             if getattr(callback.state_dict, "__func__", None) is Callback.state_dict:  # not one of the object's own
                 for attribute, each in vars(callback).items():
                     if has_state(each) and id(each) not in saved:
-                        self._warn_once(
-                            comm,
-                            name,
-                            f"{name}.{attribute} ({type(each).__name__}) has a state that is in no checkpoint: give "
-                            f"{name} the methods state_dict and load_state_dict",
-                        )
+                        what = f"{name}.{attribute} ({type(each).__name__})"
+                        remedy = f"give {name} the methods state_dict and load_state_dict"
+                        self._warn_once(name, f"{what} has a state that is in no checkpoint: {remedy}")
         if has_state(self._schedule):
-            self._warn_once(
-                comm, "schedule", f"the state of schedule={name_of(self._schedule)} is in no checkpoint: make it a "
-                "function of its arguments alone"
-            )  # fmt: skip
+            what = f"the state of schedule={name_of(self._schedule)}"
+            self._warn_once("schedule", f"{what} is in no checkpoint: make it a function of its arguments alone")
         for name, value in state.model.module.state_dict().items():
             if not isinstance(value, Tensor) and (why := refusal_of(value)):
                 raise ConfigError(
@@ -170,8 +165,8 @@ class ExtraState(Callback):
                     "folder=None"
                 )
 
-    def _warn_once(self, comm: Communicator, name: str, text: str) -> None:
-        if name not in self._unsaved and comm.rank == 0:
+    def _warn_once(self, name: str, text: str) -> None:
+        if name not in self._unsaved and self._comm.rank == 0:
             log.warning("%s", text)
         self._unsaved.add(name)
 

@@ -13,7 +13,6 @@ that time: as soon as there are 2 n, every other one is dropped, and from then o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -30,6 +29,7 @@ from ddp.process.clock import now_s
 from ddp.process.files import if_possible
 from ddp.process.memory import available_cores
 from ddp.process.terminal import log
+from ddp.setting import Natural, Positive, checked
 from ddp.train.reports.profile import (
     FILE,
     VERSION,
@@ -64,11 +64,8 @@ class Profiler(Callback):
         ConfigError: an argument is out of its range; the run has no folder.
     """
 
-    def __init__(self, steps: int = 5, *, seconds: float | None = None) -> None:
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-            raise ConfigError(f"steps={steps!r}: must be a whole number of steps from 1 up")
-        if seconds is not None and (not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf):
-            raise ConfigError(f"seconds={seconds!r}: must be a number above 0, or None")
+    @checked
+    def __init__(self, steps: Natural = 5, *, seconds: Positive | None = None) -> None:
         self._num_steps, self._seconds = steps, seconds
         self._forget()
 

@@ -25,6 +25,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from ddp.errors import ConfigError
 from ddp.process.terminal import log
 from ddp.replica.broadcast import check_untied
+from ddp.setting import FromZero, Natural, Share, checked
 from ddp.train.steps.state import StepReport, TrainState
 from ddp.train.steps.task import Task
 
@@ -136,11 +137,8 @@ class EarlyStopping(Callback):
         ConfigError: an argument is out of its range.
     """
 
-    def __init__(self, patience: int, *, min_delta: float = 0.0) -> None:
-        if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
-            raise ConfigError(f"patience={patience!r}: must be a whole number of evaluations from 1 up")
-        if not isinstance(min_delta, (int, float)) or not 0 <= min_delta < math.inf:
-            raise ConfigError(f"min_delta={min_delta!r}: must be a number from 0 up")
+    @checked
+    def __init__(self, patience: Natural, *, min_delta: FromZero = 0.0) -> None:
         self.patience, self.min_delta = patience, min_delta
         self.best: float | None = None
         self.num_without = 0
@@ -203,9 +201,8 @@ class EMA(Callback):
         ConfigError: that is no such share.
     """
 
-    def __init__(self, decay: float = 0.999) -> None:
-        if not isinstance(decay, (int, float)) or not 0 <= decay < 1:
-            raise ConfigError(f"decay={decay!r}: must be a number from 0 up and below 1, such as 0.999")
+    @checked
+    def __init__(self, decay: Share = 0.999) -> None:
         self._average = get_ema_multi_avg_fn(decay)
         self.averaged: AveragedModel | None = None
 

@@ -12,6 +12,7 @@ The mean of the ranks' means would be another number as soon as the shares diffe
 
 from __future__ import annotations
 
+import inspect
 import lzma
 import math
 from abc import ABC, abstractmethod
@@ -255,7 +256,21 @@ def as_task(loss: Task | Callable[[Any, Any], Tensor]) -> Task:
         raise ConfigError(f"loss={name_of(loss)} has a method `loss` but is no task: derive its class from ddp.Task")
     if not callable(loss):
         raise ConfigError(f"loss={loss!r}: give a function loss(outputs, targets), or a ddp.Task.{meant(loss, ())}")
+    if not _takes_two(loss):
+        raise ConfigError(
+            f"loss={name_of(loss)}: takes {inspect.signature(loss)}, and is called with outputs and targets; give a "
+            "function of both, or a ddp.Task"
+        )
     return LossFunction(loss)
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    """Returns False if a function cannot be called with two arguments; of some in C nobody knows."""
+    try:
+        inspect.signature(function).bind(None, None)
+    except (TypeError, ValueError) as error:
+        return isinstance(error, ValueError)
+    return True
 
 
 def pair_of(batch: Batch, loss: object) -> tuple[Any, Any]:

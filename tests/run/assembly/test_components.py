@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -30,6 +30,9 @@ from ddp.run.assembly.stages import bits_depend_on, check
 from ddp.run.settings.checks import resolve
 from ddp.run.settings.config import CHOICES, Config
 from ddp.run.settings.reader import from_plain
+from ddp.train.reports.profiler import Profiler
+from ddp.train.steps.callbacks import EMA, EarlyStopping
+from ddp.train.supervision import Guard, Watch
 
 
 @pytest.mark.parametrize("model", CHOICES["model"])
@@ -43,6 +46,20 @@ def test_every_model_reads_what_it_may_be_combined_with(model: str, data: str) -
         make_model(config, splits), default_collate([splits.train[0], splits.train[1]])
     )
     assert torch.isfinite(loss_sum) and count >= 2
+
+
+@pytest.mark.parametrize(
+    ("group", "kind"),
+    [("ema", EMA), ("early_stopping", EarlyStopping), ("watch", Watch), ("guard", Guard), ("profile", Profiler)],
+)
+def test_a_callback_is_made_of_the_settings_of_its_group(group: str, kind: Any) -> None:
+    """With their bounds, too, except that a setting has one more value, which says that there is no such callback."""
+    taken = get_type_hints(kind.__init__, include_extras=True)
+    settings = get_type_hints(type(getattr(Config(), group)), include_extras=True)
+    assert settings.keys() == taken.keys() - {"return"}
+    for name, hint in settings.items():
+        has_off = (group, name) in (("watch", "action"), ("profile", "steps"))
+        assert has_off or taken[name] in (hint, get_args(hint)[0])
 
 
 def optimizer_of(**plain: Any) -> torch.optim.Optimizer:

@@ -147,7 +147,7 @@ def test_sweep_runs_each_world_size_in_a_folder_of_its_own(tmp_path: Path, comma
     [
         (["-m", "seed=1,2", "sweep.parallel=1000"], "sweep.parallel=1000: each job has its own cores, and"),
         (["-m", "seed=1,2", "sweep.parallel=1,2"], "sweep.parallel: all jobs of a sweep share it; give it one value"),
-        (["-m", "seed=1,2", "sweep.parallel=0"], "sweep.parallel=0: must be at least 1"),
+        (["-m", "seed=1,2", "sweep.parallel=0"], "sweep.parallel=0: must be a whole number from 1 up"),
         (["sweep.name=mine"], "sweep.name=mine: is for a sweep; add -m, and give a setting several values"),
     ],
 )

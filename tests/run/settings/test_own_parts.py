@@ -264,6 +264,8 @@ def vectors():
         ({"data": {"name": "bits:images"}}, "model=cnn: needs the num_classes of data=bits:images; return ddp.Spl"),
         ({"data": {"name": "bits:vectors"}}, "loss=auto: is for classes, and the targets of data=bits:vectors are"),
         ({"loss": "bits:each"}, "loss=bits:each: reduction='none' of MSELoss: take"),
+        ({"loss": "os:path"}, "loss=os:path: is <module 'posixpath' (frozen)>; give the address of a function (outp"),
+        ({"loss": "os:getcwd"}, "loss=getcwd: takes (), and is called with outputs and targets; give a function of"),
         ({"loss": "bits:HalfATask"}, "HalfATask has a method `loss` but is no task: derive its class"),
     ],
 )

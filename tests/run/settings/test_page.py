@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ddp.run.launch.command_line import main
-from ddp.run.settings.config import CHOICES, MEANINGS, OWN, WIDTH, Config, markdown, page
+from ddp.run.settings.config import CHOICES, OWN, WIDTH, Config, markdown, page
 
 ROOT = Path(__file__).parents[3]
 BY_LAUNCHER = {"run.dir", "run.code", "cluster.local_workers"}
@@ -41,7 +41,7 @@ def test_every_setting_and_every_choice_stands_there_with_a_meaning() -> None:
     assert {key for key in entries if key not in {*CHOICES, "recipe"}} == keys()
     assert [key for key, rest in entries.items() if len(rest.split()) < 3] == []
     for group, choices in CHOICES.items():
-        assert [name for name in choices if f"  {group}={name} " not in page() or not MEANINGS[group][name]] == []
+        assert [name for name in choices if f"  {group}={name} " not in page() or not choices[name].meaning] == []
     assert max(map(len, page().splitlines())) <= WIDTH
 
 

@@ -234,13 +234,13 @@ def test_calls_in_the_background_are_exposed_only_while_somebody_waits() -> None
 
 @pytest.mark.parametrize("steps", [0, -1, 2.5, True, "5"])
 def test_a_number_of_steps_that_is_none_is_refused(steps: Any) -> None:
-    with pytest.raises(ConfigError, match=r"steps=.*: must be a whole number of steps from 1 up"):
+    with pytest.raises(ConfigError, match=r"steps=.*: must be a whole number from 1 up"):
         Profiler(steps)
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("inf"), "5"])
 def test_a_time_that_is_none_is_refused(seconds: Any) -> None:
-    with pytest.raises(ConfigError, match=r"seconds=.*: must be a number above 0, or None"):
+    with pytest.raises(ConfigError, match=r"seconds=.*: must be a (finite number|number above 0)"):
         Profiler(seconds=seconds)
 
 
