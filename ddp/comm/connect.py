@@ -39,6 +39,7 @@ from ddp.comm.meeting.place import host_name
 from ddp.comm.transport.edge import Gather, GiveUpCheck, gathered, never_hopeless
 from ddp.comm.transport.shared_memory import KINDS, Barrier, Kind, SharedMemory, why_unsupported
 from ddp.comm.watch.watchdog import Watchdog
+from ddp.process.memory import processors
 from ddp.process.terminal import log
 
 Reached = Mapping[int, Sequence[Kind]]  # rank → the kinds of memory through which it was reached
@@ -142,11 +143,11 @@ def join(
         paths = gathered(gather, path)
         if rank != ranks[0] and (path := paths[ranks[0]]):
             memory, problem = tried(lambda: _mapped(SharedMemory.attach(path, num_bytes)))
-        about = gathered(gather, [host_name(), problem, _processors()])
+        about = gathered(gather, [host_name(), problem, processors()])
     finally:
         if memory is not None:
             memory.forget()
-    names, problems, processors = zip(*about, strict=True)
+    names, problems, cores = zip(*about, strict=True)
     obstacle = "; ".join(f"rank {other}: {why}" for other, why in enumerate(problems) if why)
     shares_memory = shared_memory and not obstacle and len(layout.hosts) < len(names)
     group = None
@@ -161,14 +162,9 @@ def join(
             timeout_s=timeout_s,
             hopeless_because=hopeless_because,
         )
-        group = HostGroup(shared, num_processors=len(set().union(*(processors[other] for other in ranks))))
+        group = HostGroup(shared, num_processors=len(set().union(*(cores[other] for other in ranks))))
         shared.wait()
     return Joined(layout.hosts, names, pids, shares_memory, group, obstacle)
-
-
-def _processors() -> list[int]:
-    """Returns the processors that this process may run on."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def _mapped(memory: SharedMemory, *, size: int = 0) -> SharedMemory:
