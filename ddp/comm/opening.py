@@ -116,7 +116,7 @@ def open_communicator(
 
         try:
             mine = capabilities_of(settings.device, settings.backend)
-            backend = agreed_backend(store, rank, ranks or everyone, mine, watchdog.wait_for_start_up)
+            backend = agreed_backend(store, rank, ranks or everyone, mine, watchdog.wait_for_value)
             transport = None if backend == "nccl" else ask_store(over_gloo, within_s=abort_s)
         except (PeerLost, ConfigError):
             raise
