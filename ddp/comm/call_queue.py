@@ -117,6 +117,10 @@ class CallQueue:
         shape, how = (sum(totals.values()),), (*how, *totals.items())
         return Call(sequence, f"{operation} of {len(tensors)} tensors", op, shape, name=label, how=how)
 
+    def call_number(self) -> int:
+        """Returns the number of the running call, which is the same on all ranks."""
+        return self._running.sequence
+
     def refuse_if_broken(self) -> None:
         """Raises CommunicatorBroken if an earlier call failed."""
         if self.error is not None:

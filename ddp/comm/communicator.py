@@ -122,7 +122,7 @@ class Communicator(Verbs):
         if hosts is not None:
             self._collectives = FlatCollectives(links, hosts)
         else:
-            starting = partial(connect, links, self._watchdog, settings, self._channels)
+            starting = partial(connect, links, self._watchdog, settings, self._channels, self._queue.call_number)
             self._collectives = self._queue.run(Call(0, "start-up"), starting)
             if self._collectives.cross_host is not None:
                 self._queue.runners.append(self._collectives.cross_host.runner)
@@ -225,7 +225,7 @@ class Communicator(Verbs):
 
         def run() -> None:
             reduction = reduction_of("sum", flat.dtype, self.world_size, divide_by)
-            self._collectives.sum_in_host(flat, reduction, call.sequence)
+            self._collectives.sum_in_host(flat, reduction)
 
         self._queue.run(call, run)
 
@@ -238,7 +238,7 @@ class Communicator(Verbs):
         """
         checks.memory(numel, dtype)
         call = self._queue.number("allocate", f"{numel} {dtype}")
-        return self._queue.run(call, lambda: self._collectives.allocate(numel, dtype, self.device, call.sequence))
+        return self._queue.run(call, lambda: self._collectives.allocate(numel, dtype, self.device))
 
     def free(self, tensor: Tensor) -> None:
         """Frees memory from `allocate`. Every rank calls it; no collective may still use the tensor.

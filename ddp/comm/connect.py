@@ -25,7 +25,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -65,8 +65,13 @@ class Channels:
                 return number
 
 
-def connect(links: HostLinks, watchdog: Watchdog, settings: Settings, channels: Channels) -> FlatCollectives:
+def connect(
+    links: HostLinks, watchdog: Watchdog, settings: Settings, channels: Channels, call_number: Callable[[], int]
+) -> FlatCollectives:
     """Connects this rank with the others by every route that is possible here. Collective.
+
+    Args:
+        call_number: see `HostMemory`.
 
     Raises:
         TransportError: a rank did not take part.
@@ -77,6 +82,7 @@ def connect(links: HostLinks, watchdog: Watchdog, settings: Settings, channels: 
         shared_memory=settings.shared_memory and settings.device.type == CPU.type,
         timeout_s=settings.abort_s,
         hopeless_because=watchdog.hopeless_because,
+        call_number=call_number,
     )
     watchdog.set_hosts(joined.names, joined.pids)
     if joined.obstacle and links.rank == 0:
@@ -115,6 +121,7 @@ def join(
     shared_memory: bool = True,
     timeout_s: float,
     hopeless_because: GiveUpCheck = never_hopeless,
+    call_number: Callable[[], int] = lambda: 0,
     kinds: Sequence[Kind] = KINDS,
 ) -> Joined:
     """Finds out which ranks share a host, and connects those on this one. Collective over all ranks of `gather`.
@@ -124,6 +131,7 @@ def join(
         shared_memory: connect them through the host's memory, too.
         timeout_s: longest wait for a rank of this host.
         hopeless_because: see `Barrier`.
+        call_number: see `HostMemory`.
         kinds: which memory to try, in order of preference; the same on every rank.
 
     Raises:
@@ -161,6 +169,7 @@ def join(
             pids=[layout.pids[other] for other in ranks],
             timeout_s=timeout_s,
             hopeless_because=hopeless_because,
+            call_number=call_number,
         )
         group = HostGroup(shared, num_processors=len(set().union(*(cores[other] for other in ranks))))
         shared.wait()
