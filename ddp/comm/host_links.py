@@ -39,6 +39,7 @@ from ddp.comm.watch.watchdog import Watchdog
 from ddp.setting import Additions
 
 CPU = torch.device("cpu")
+WARN_S = 10.0
 MAX_PLANS = 256
 FEW_BYTES, FEW_RANKS = 64 << 10, 8  # of all ranks; up to these, a round costs more than its messages
 
@@ -55,6 +56,7 @@ class Settings:
         order: "canonical" lets "auto" take only routes whose additions follow the canonical binary tree over the ranks.
         shared_memory: let CPU tensors go through the memory of a host if its ranks share it.
         segment_bytes: size of a pipelining piece of a chunk.
+        warn_s: seconds in one wait after which a warning names the missing rank.
         abort_s: longest wait for a neighbour, in seconds.
         debug: compare the ranks' calls before every collective.
     """
@@ -66,6 +68,7 @@ class Settings:
     order: Additions = "any"
     shared_memory: bool = True
     segment_bytes: int = SEGMENT_BYTES
+    warn_s: float = WARN_S
     abort_s: float = 60.0
     debug: bool = False
 
