@@ -119,9 +119,7 @@ def whole_chunks(numel: int, num_chunks: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def cost_s(
-    name: str, schedule: Schedule, nbytes: int, network: Network, *, segment_bytes: int = SEGMENT_BYTES
-) -> float:
+def cost_s(name: str, schedule: Schedule, nbytes: int, network: Network) -> float:
     """Returns the simulated seconds of an all-reduce of `nbytes`: a pure function of its arguments, cached.
 
     It takes milliseconds for up to 16 ranks, and tens of milliseconds for up to 64, or for any number if all hosts are
@@ -141,7 +139,7 @@ def cost_s(
             return seconds
     if numel > num_chunks:
         numel = whole_chunks(numel, num_chunks)
-    return simulate(schedule, network, numel, segment_bytes=segment_bytes).makespan_s
+    return simulate(schedule, network, numel).makespan_s
 
 
 class _Cut:

@@ -24,7 +24,6 @@ host, the thread works on its own stream, which first waits for what the caller'
 
 from __future__ import annotations
 
-import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -45,7 +44,7 @@ from ddp.comm.watch.call import Call, CallRecord, History, disagreement, recorde
 from ddp.comm.watch.watchdog import Watchdog
 from ddp.errors import CollectiveMismatch, CommunicatorBroken, ConfigError, PeerLost, safe_str
 from ddp.process import gpu
-from ddp.process.clock import now_s
+from ddp.process.clock import HelperThread, now_s
 
 CPU = torch.device("cpu")
 Result = TypeVar("Result", default=Any)
@@ -117,6 +116,10 @@ class CallQueue:
             totals[tensor.dtype] = totals.get(tensor.dtype, 0) + tensor.numel()
         shape, how = (sum(totals.values()),), (*how, *totals.items())
         return Call(sequence, f"{operation} of {len(tensors)} tensors", op, shape, name=label, how=how)
+
+    def call_number(self) -> int:
+        """Returns the number of the running call, which is the same on all ranks."""
+        return self._running.sequence
 
     def refuse_if_broken(self) -> None:
         """Raises CommunicatorBroken if an earlier call failed."""
@@ -304,71 +307,40 @@ class Work(ABC, Generic[Result]):
 
 
 class ThreadWork(Work[Result]):
-    """A collective of a `Runner`, or one that has already ended."""
+    """A collective of a `Runner`, or one that has already ended.
 
-    def __init__(
-        self,
-        collective: Callable[[], Result],
-        device: torch.device = CPU,
-        call: Call | None = None,
-        history: History | None = None,
-    ) -> None:
-        self._collective: Callable[[], Result] | None = collective
-        self._history = history  # whose recorder measures the wait
-        self._call = call  # names the wait in a profile
-        self._future: Future[Result] = Future()
-        self._inference = torch.is_inference_mode_enabled()  # of the caller, whose tensors it works on
-        self._device = device
-        self._produced = gpu.cuda.current_stream(device).record_event() if device.type == gpu.KIND else None
-        self._finished: torch.cuda.Event | None = None
+    Args:
+        call: names the wait in a profile.
+        history: whose recorder measures the wait.
+
+    Attributes:
+        future: of its result.
+        finished: on a GPU, once the host is done: the event of its end.
+    """
+
+    future: Future[Result]
+
+    def __init__(self, device: torch.device = CPU, call: Call | None = None, history: History | None = None) -> None:
+        self._device, self._call, self._history = device, call, history
+        self.finished: torch.cuda.Event | None = None
         self.done_s = 0.0
 
-    def run(self, stream: torch.cuda.Stream | None = None) -> tuple[torch.cuda.Event, object] | None:
-        """Runs the collective, once.
-
-        Args:
-            stream: the current one, on a GPU.
-
-        Returns:
-            On a GPU, an event, and the object that must be kept until then, because it holds tensors.
-        """
-        collective, self._collective = self._collective, None  # it holds tensors
-        assert collective is not None
-        try:
-            if stream is not None and self._produced is not None:
-                stream.wait_event(self._produced)
-            with torch.inference_mode(self._inference):
-                result = collective()
-            self.done_s = now_s()
-            if stream is not None:
-                self._finished = stream.record_event()
-            self._future.set_result(result)
-        except BaseException as error:
-            self._future.set_exception(error)
-        return None if self._finished is None else (self._finished, collective)
-
     def wait(self, timeout_s: float | None = None) -> Result:
-        recorder = None if self._history is None else self._history.recorder
-        if recorder is None:
-            return self._waited_for(timeout_s)
-        with recorder.waiting():
-            return self._waited_for(timeout_s)
-
-    def _waited_for(self, timeout_s: float | None) -> Result:
-        if profiler._is_profiler_enabled and self._call is not None:
-            result = recorded(self._call.wait_range, self._future.result)(timeout_s)
-        else:
-            result = self._future.result(timeout_s)
-        if self._finished is not None:
-            hold_current_stream(self._finished, result, self._device)
-        return result
+        with nullcontext() if self._history is None else self._history.waiting():
+            if profiler._is_profiler_enabled and self._call is not None:
+                result = recorded(self._call.wait_range, self.future.result)(timeout_s)
+            else:
+                result = self.future.result(timeout_s)
+            if self.finished is not None:
+                hold_current_stream(self.finished, result, self._device)
+            return result
 
     def is_completed(self) -> bool:
-        return self._future.done()
+        return self.future.done()
 
     def is_completed_within(self, timeout_s: float) -> bool:
         """Waits until the collective has completed or failed; returns False if it has not by then."""
-        return not wait([self._future], timeout_s).not_done
+        return not wait([self.future], timeout_s).not_done
 
 
 def hold_current_stream(finished: torch.cuda.Event, result: object, device: torch.device) -> None:
@@ -385,8 +357,9 @@ def hold_current_stream(finished: torch.cuda.Event, result: object, device: torc
 
 def done(result: Result) -> ThreadWork[Result]:
     """Returns a `Work` that is already complete."""
-    work = ThreadWork(lambda: result)
-    work.run()
+    work = ThreadWork[Result]()
+    work.future, work.done_s = Future(), now_s()
+    work.future.set_result(result)
     return work
 
 
@@ -399,9 +372,10 @@ class Runner:
 
     def __init__(self, name: str, device: torch.device, history: History | None = None) -> None:
         self._name, self._device, self._history = name, device, history
-        self._queue: queue.SimpleQueue[ThreadWork[Any] | None] = queue.SimpleQueue()
+        self._helper: HelperThread | None = None
         self._last: ThreadWork[Any] | None = None  # the last one submitted, if it may still be running
-        self._thread: threading.Thread | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._kept: list[tuple[torch.cuda.Event, object]] = []  # tensors that the GPU may still read
 
     def is_idle(self) -> bool:
         """Returns True if everything submitted has ended, so that the caller may run the next one itself.
@@ -409,24 +383,41 @@ class Runner:
         On CUDA, it makes the caller's stream wait for the last one, because both use the same scratch memory.
         """
         if self._last is not None and self._last.is_completed():
-            if (finished := self._last._finished) is not None:
-                hold_current_stream(finished, None, self._device)
+            if self._last.finished is not None:
+                hold_current_stream(self._last.finished, None, self._device)
             self._last = None
         return self._last is None
 
     def submit(self, collective: Callable[[], Result], call: Call | None = None) -> Work[Result]:
         """Queues a collective after everything submitted before."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-            self._thread.start()
-        self._last = work = ThreadWork(collective, self._device, call, self._history)
-        self._queue.put(work)
+        self._helper = self._helper or HelperThread(self._name)
+        inference = torch.is_inference_mode_enabled()  # of the caller, whose tensors it works on
+        on_gpu = self._device.type == gpu.KIND
+        produced = gpu.cuda.current_stream(self._device).record_event() if on_gpu else None
+        work = ThreadWork[Result](self._device, call, self._history)
+
+        def run() -> Result:
+            stream = None
+            if produced is not None:
+                stream = self._stream = self._stream or gpu.cuda.Stream(self._device)
+                stream.wait_event(produced)
+                self._kept = [each for each in self._kept if not each[0].query()]
+            with nullcontext() if stream is None else gpu.cuda.stream(stream), torch.inference_mode(inference):
+                result = collective()
+            work.done_s = now_s()
+            if stream is not None:
+                work.finished = stream.record_event()
+                self._kept.append((work.finished, collective))
+            return result
+
+        work.future = self._helper.submit(run)
+        self._last = work
         return work
 
     @property
     def thread(self) -> int | None:
         """The ident of the background thread; None before it starts."""
-        return None if self._thread is None else self._thread.ident
+        return None if self._helper is None else self._helper.thread.ident
 
     def is_idle_within(self, timeout_s: float) -> bool:
         """Waits for everything submitted; returns False if it has not ended by then."""
@@ -434,25 +425,16 @@ class Runner:
 
     def close(self) -> None:
         """Ends the thread after everything queued, and waits for it."""
-        if (thread := self.end()) is not None:
-            thread.join()
+        helper = self._helper
+        self.end()
+        if helper is not None:
+            helper.thread.join()
 
-    def end(self) -> threading.Thread | None:
-        """Ends the thread after everything queued; returns it, if there was one."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._queue.put(None)
-        return thread
-
-    def _loop(self) -> None:
-        stream = gpu.cuda.Stream(self._device) if self._device.type == gpu.KIND else None
-        with gpu.cuda.stream(stream) if stream is not None else nullcontext():
-            kept: list[tuple[torch.cuda.Event, object]] = []  # tensors that the GPU may still read
-            while (work := self._queue.get()) is not None:
-                kept = [each for each in kept if not each[0].query()]
-                if (queued := work.run(stream)) is not None:
-                    kept.append(queued)
-                del work, queued  # its result holds tensors
+    def end(self) -> None:
+        """Ends the thread after everything queued."""
+        if self._helper is not None:
+            self._helper.end()
+            self._helper = None
 
 
 # --- numbers of a device on their way to the host ---------------------------------------------------------------------

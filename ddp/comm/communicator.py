@@ -80,8 +80,7 @@ class Communicator(Verbs):
 
     Attributes:
         rank, world_size: this process's number, and how many there are.
-        settings, and of them device, generation, abort_s: see `Settings`.
-        warn_s: seconds in one wait after which a warning names the missing rank.
+        settings, and of them device, generation, warn_s, abort_s: see `Settings`.
         hosts: the ranks of every host.
         plan: chooses the algorithm of an all-reduce.
         peers: waits for what the other ranks do by other means than collectives.
@@ -104,7 +103,8 @@ class Communicator(Verbs):
         channels: Channels | None = None,
     ) -> None:
         self.rank, self.world_size = transport.rank, transport.world_size
-        self.device, self.generation, self.abort_s = settings.device, settings.generation, settings.abort_s
+        self.device, self.generation = settings.device, settings.generation
+        self.warn_s, self.abort_s = settings.warn_s, settings.abort_s
         self._is_subgroup = bool(world_ranks)
         self._channels, self._world_ranks = channels or Channels(), world_ranks or range(self.world_size)
         self._watchdog = watchdog or Watchdog(
@@ -112,7 +112,6 @@ class Communicator(Verbs):
         )
         links = HostLinks(transport, self._watchdog, settings)
         gather = links.gather_bytes if settings.debug else None
-        self.warn_s = self._watchdog.warn_s
         of_queue = self._watchdog, self.rank, self._world_ranks
         self._queue = (
             StreamQueue(*of_queue, transport=transport, gather=gather, timeout_s=self.abort_s)
@@ -122,7 +121,7 @@ class Communicator(Verbs):
         if hosts is not None:
             self._collectives = FlatCollectives(links, hosts)
         else:
-            starting = partial(connect, links, self._watchdog, settings, self._channels)
+            starting = partial(connect, links, self._watchdog, settings, self._channels, self._queue.call_number)
             self._collectives = self._queue.run(Call(0, "start-up"), starting)
             if self._collectives.cross_host is not None:
                 self._queue.runners.append(self._collectives.cross_host.runner)
@@ -225,7 +224,7 @@ class Communicator(Verbs):
 
         def run() -> None:
             reduction = reduction_of("sum", flat.dtype, self.world_size, divide_by)
-            self._collectives.sum_in_host(flat, reduction, call.sequence)
+            self._collectives.sum_in_host(flat, reduction)
 
         self._queue.run(call, run)
 
@@ -238,7 +237,7 @@ class Communicator(Verbs):
         """
         checks.memory(numel, dtype)
         call = self._queue.number("allocate", f"{numel} {dtype}")
-        return self._queue.run(call, lambda: self._collectives.allocate(numel, dtype, self.device, call.sequence))
+        return self._queue.run(call, lambda: self._collectives.allocate(numel, dtype, self.device))
 
     def free(self, tensor: Tensor) -> None:
         """Frees memory from `allocate`. Every rank calls it; no collective may still use the tensor.

@@ -25,7 +25,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -39,6 +39,7 @@ from ddp.comm.meeting.place import host_name
 from ddp.comm.transport.edge import Gather, GiveUpCheck, gathered, never_hopeless
 from ddp.comm.transport.shared_memory import KINDS, Barrier, Kind, SharedMemory, why_unsupported
 from ddp.comm.watch.watchdog import Watchdog
+from ddp.process.memory import processors
 from ddp.process.terminal import log
 
 Reached = Mapping[int, Sequence[Kind]]  # rank → the kinds of memory through which it was reached
@@ -64,8 +65,13 @@ class Channels:
                 return number
 
 
-def connect(links: HostLinks, watchdog: Watchdog, settings: Settings, channels: Channels) -> FlatCollectives:
+def connect(
+    links: HostLinks, watchdog: Watchdog, settings: Settings, channels: Channels, call_number: Callable[[], int]
+) -> FlatCollectives:
     """Connects this rank with the others by every route that is possible here. Collective.
+
+    Args:
+        call_number: see `HostMemory`.
 
     Raises:
         TransportError: a rank did not take part.
@@ -76,6 +82,7 @@ def connect(links: HostLinks, watchdog: Watchdog, settings: Settings, channels: 
         shared_memory=settings.shared_memory and settings.device.type == CPU.type,
         timeout_s=settings.abort_s,
         hopeless_because=watchdog.hopeless_because,
+        call_number=call_number,
     )
     watchdog.set_hosts(joined.names, joined.pids)
     if joined.obstacle and links.rank == 0:
@@ -114,6 +121,7 @@ def join(
     shared_memory: bool = True,
     timeout_s: float,
     hopeless_because: GiveUpCheck = never_hopeless,
+    call_number: Callable[[], int] = lambda: 0,
     kinds: Sequence[Kind] = KINDS,
 ) -> Joined:
     """Finds out which ranks share a host, and connects those on this one. Collective over all ranks of `gather`.
@@ -123,6 +131,7 @@ def join(
         shared_memory: connect them through the host's memory, too.
         timeout_s: longest wait for a rank of this host.
         hopeless_because: see `Barrier`.
+        call_number: see `HostMemory`.
         kinds: which memory to try, in order of preference; the same on every rank.
 
     Raises:
@@ -142,11 +151,11 @@ def join(
         paths = gathered(gather, path)
         if rank != ranks[0] and (path := paths[ranks[0]]):
             memory, problem = tried(lambda: _mapped(SharedMemory.attach(path, num_bytes)))
-        about = gathered(gather, [host_name(), problem, _processors()])
+        about = gathered(gather, [host_name(), problem, processors()])
     finally:
         if memory is not None:
             memory.forget()
-    names, problems, processors = zip(*about, strict=True)
+    names, problems, cores = zip(*about, strict=True)
     obstacle = "; ".join(f"rank {other}: {why}" for other, why in enumerate(problems) if why)
     shares_memory = shared_memory and not obstacle and len(layout.hosts) < len(names)
     group = None
@@ -160,15 +169,11 @@ def join(
             pids=[layout.pids[other] for other in ranks],
             timeout_s=timeout_s,
             hopeless_because=hopeless_because,
+            call_number=call_number,
         )
-        group = HostGroup(shared, num_processors=len(set().union(*(processors[other] for other in ranks))))
+        group = HostGroup(shared, num_processors=len(set().union(*(cores[other] for other in ranks))))
         shared.wait()
     return Joined(layout.hosts, names, pids, shares_memory, group, obstacle)
-
-
-def _processors() -> list[int]:
-    """Returns the processors that this process may run on."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def _mapped(memory: SharedMemory, *, size: int = 0) -> SharedMemory:

@@ -45,16 +45,7 @@ from ddp.collectives.shards import is_canonical_over_ranks, nodes_by_rank
 from ddp.comm.host_links import CrossHost, HostLinks, by_size
 from ddp.comm.host_memory import NoSharedMemory
 from ddp.comm.host_reduce import HostGroup
-from ddp.comm.reduction import (
-    SUM,
-    Reduction,
-    bounds_of,
-    by_rank,
-    divided_,
-    dtype_name,
-    scaled_,
-    with_rows,
-)
+from ddp.comm.reduction import SUM, Reduction, bounds_of, by_rank, divided_, dtype_name, scaled_, with_rows
 from ddp.comm.transport.edge import gathered
 from ddp.errors import ConfigError
 from ddp.process.terminal import log
@@ -199,15 +190,15 @@ class FlatCollectives:
 
     # --- reductions --------------------------------------------------------------------------------------------------
 
-    def all_reduce(self, flat: Tensor, route: Route, reduction: Reduction = SUM, sequence: int = 0) -> None:
+    def all_reduce(self, flat: Tensor, route: Route, reduction: Reduction = SUM) -> None:
         """Reduces `flat` over all ranks by the given route, in place."""
         scaled_(flat, reduction.before)
         if route.schedule is None:
             assert self._memory is not None
-            self._memory.all_reduce(flat, reduction.op, divide_by=int(reduction.divide_by), sequence=sequence)
+            self._memory.all_reduce(flat, reduction.op, divide_by=int(reduction.divide_by))
         elif route.in_memory:
             assert self.cross_host is not None
-            self.cross_host.all_reduce(flat, route.schedule, reduction, sequence=sequence)
+            self.cross_host.all_reduce(flat, route.schedule, reduction)
         else:
             self.links.run(route.schedule, flat, reduction=reduction)
         scaled_(flat, reduction.after)
@@ -218,7 +209,6 @@ class FlatCollectives:
         num_shards: int,
         route: Route | None,
         reduction: Reduction,
-        sequence: int,
         bounds: Sequence[int] | None = None,
     ) -> Tensor:
         """Adds up the nodes of all ranks (`collectives/shards.py`) into row 0, in place; zeros of the sum are positive.
@@ -233,15 +223,14 @@ class FlatCollectives:
         """
         number = self.slices[self.rank]
         total = rows[0] if bounds is None else rows[0, bounds[number] : bounds[number + 1]]
-        if self._memory is not None and self._memory.reduce_shards(
-            rows, num_shards, bounds, divide_by=int(reduction.divide_by), sequence=sequence
-        ):
+        memory = self._memory
+        if memory is not None and memory.reduce_shards(rows, num_shards, bounds, divide_by=int(reduction.divide_by)):
             return scaled_(total, reduction.after).add_(0.0)
         if bounds is None and route is not None:
-            self.all_reduce(total, route, reduction, sequence)
+            self.all_reduce(total, route, reduction)
             return total.add_(0.0)
         if bounds is not None and self._is_canonical_in_slices and is_canonical_over_ranks(self.world_size, num_shards):
-            return self.reduce_scatter(rows[0], bounds, reduction, sequence).add_(0.0)
+            return self.reduce_scatter(rows[0], bounds, reduction).add_(0.0)
         nodes = rows[: len(nodes_by_rank(self.world_size, num_shards)[self.rank])].unbind()
         if bounds is None:
             self.links.run_over_shards(schedule_over_shards(num_shards, Goal.ALL_REDUCE), nodes, None, reduction)
@@ -251,7 +240,7 @@ class FlatCollectives:
         return scaled_(total, reduction.after).add_(0.0)
 
     def reduce_scatter(
-        self, flat: Tensor, bounds: Sequence[int], reduction: Reduction, sequence: int, *, by_rank: bool = False
+        self, flat: Tensor, bounds: Sequence[int], reduction: Reduction, *, by_rank: bool = False
     ) -> Tensor:
         """Reduces and returns this rank's slice of `flat`, in place; the other slices are undefined afterwards.
 
@@ -262,23 +251,21 @@ class FlatCollectives:
         mine = flat[bounds[number] : bounds[number + 1]]
         scaled_(flat, reduction.before)
         if self._memory is not None:
-            self._memory.reduce_scatter(
-                flat, bounds, reduction.op, divide_by=int(reduction.divide_by), sequence=sequence
-            )
+            self._memory.reduce_scatter(flat, bounds, reduction.op, divide_by=int(reduction.divide_by))
             return _finished(mine, reduction._replace(divide_by=1))
         undivided = reduction._replace(divide_by=1)  # a schedule would divide partial sums, too
         if not by_rank and self._slicing is not None:
-            self._slicing.reduce_scatter(flat, bounds, undivided, sequence=sequence)
+            self._slicing.reduce_scatter(flat, bounds, undivided)
         else:
             self.links.run(by_size("reduce_scatter", flat.nbytes, self.world_size), flat, bounds, undivided)
         return _finished(mine, reduction)
 
-    def gather_on_hosts(self, flat: Tensor, bounds: Sequence[int], sequence: int) -> None:
+    def gather_on_hosts(self, flat: Tensor, bounds: Sequence[int]) -> None:
         """Copies to each rank the slices of its counterparts on the other hosts, in place."""
         if self._slicing is not None:
             self._slicing.gather_across(flat, bounds)
         elif len(self.hosts) > 1:  # of one rank each
-            self.all_gather(flat, bounds, sequence)
+            self.all_gather(flat, bounds)
 
     def reduce(self, flat: Tensor, root: int, reduction: Reduction) -> None:
         """Reduces `flat` over all ranks into the root's; that of the others is undefined afterwards."""
@@ -287,45 +274,41 @@ class FlatCollectives:
         if self.rank == root:
             _finished(flat, reduction)
 
-    def sum_in_host(self, flat: Tensor, reduction: Reduction, sequence: int) -> None:
+    def sum_in_host(self, flat: Tensor, reduction: Reduction) -> None:
         """Reduces `flat` over the ranks that share this host's memory, in place."""
         scaled_(flat, reduction.before)
         if self.group is not None:
-            self.group.all_reduce(flat, reduction.op, divide_by=int(reduction.divide_by), sequence=sequence)
+            self.group.all_reduce(flat, reduction.op, divide_by=int(reduction.divide_by))
             reduction = reduction._replace(divide_by=1)
         _finished(flat, reduction)
 
     # --- what moves without being combined ---------------------------------------------------------------------------
 
-    def all_gather(self, flat: Tensor, bounds: Sequence[int], sequence: int, *, by_rank: bool = False) -> None:
-        """Copies each rank's slice of `flat` to every rank, in place.
+    def all_gather(self, flat: Tensor, bounds: Sequence[int]) -> None:
+        """Copies each rank's slice of `flat` to every rank, in place."""
+        self._by_slices.all_gather(flat, bounds)
 
-        Args:
-            by_rank: as in `reduce_scatter`.
-        """
-        (self._by_rank if by_rank else self._by_slices).all_gather(flat, bounds, sequence=sequence)
-
-    def broadcast(self, flat: Tensor, root: int, sequence: int) -> None:
+    def broadcast(self, flat: Tensor, root: int) -> None:
         """Copies the root's values to every rank, in place."""
-        self._by_rank.broadcast(flat, root, sequence=sequence)
+        self._by_rank.broadcast(flat, root)
 
-    def gather_numbers(self, numbers: list[int], device: torch.device, sequence: int) -> list[list[int]]:
+    def gather_numbers(self, numbers: list[int], device: torch.device) -> list[list[int]]:
         """Returns every rank's numbers, by rank; all ranks have equally many."""
         count = len(numbers)
         table = torch.zeros(self.world_size, count, dtype=torch.int64, device=device)
         table[self.rank] = torch.tensor(numbers, device=device)
-        self.all_gather(table.view(-1), range(0, self.world_size * count + 1, count), sequence, by_rank=True)
+        self._by_rank.all_gather(table.view(-1), range(0, self.world_size * count + 1, count))
         rows: list[list[int]] = self.links.on_host(table).tolist()
         return rows
 
-    def gather_rows(self, mine: Tensor, sequence: int, root: int | None = None) -> list[Tensor]:
+    def gather_rows(self, mine: Tensor, root: int | None = None) -> list[Tensor]:
         """Returns every rank's [n, ...], by rank; n may differ. With a root, other ranks get an empty list."""
-        rows = [num_rows for (num_rows,) in self.gather_numbers([len(mine)], mine.device, sequence)]
+        rows = [num_rows for (num_rows,) in self.gather_numbers([len(mine)], mine.device)]
         bounds = bounds_of(rows, mine)
         flat = mine.new_empty(bounds[-1])
         flat[bounds[self.rank] : bounds[self.rank + 1]] = mine.reshape(-1)
         if root is None:
-            self.all_gather(flat, bounds, sequence, by_rank=True)
+            self._by_rank.all_gather(flat, bounds)
         else:
             self.links.along_tree("gather", flat, root, bounds)
         return by_rank(flat, rows, mine) if root in (None, self.rank) else []
@@ -341,9 +324,9 @@ class FlatCollectives:
         self.links.along_tree("scatter", flat, root, bounds)
         return flat[bounds[self.rank] : bounds[self.rank + 1]].clone().view(shapes[self.rank])
 
-    def all_to_all(self, pieces: Sequence[Tensor], sequence: int) -> list[Tensor]:
+    def all_to_all(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """Sends pieces[r], [n, ...], to rank r; returns what rank 0, 1, … sent here."""
-        table = self.gather_numbers([len(piece) for piece in pieces], pieces[0].device, sequence)  # [from][to], in rows
+        table = self.gather_numbers([len(piece) for piece in pieces], pieces[0].device)  # [from][to], in rows
         rows = [row[self.rank] for row in table]
         bounds_out, bounds_in = bounds_of(table[self.rank], pieces[0]), bounds_of(rows, pieces[0])
         outgoing = torch.cat([piece.reshape(-1) for piece in pieces])
@@ -352,17 +335,17 @@ class FlatCollectives:
         self.links.exchange(outgoing, bounds_out, incoming, bounds_in, longest=longest)
         return by_rank(incoming, rows, pieces[0])
 
-    def barrier(self, sequence: int) -> None:
+    def barrier(self) -> None:
         """Returns once every rank has called it."""
-        (self.cross_host or self.group or self.links).barrier(sequence=sequence)
+        (self.cross_host or self.group or self.links).barrier()
 
     # --- memory and the end ------------------------------------------------------------------------------------------
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, sequence: int) -> Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns [numel] zeros, in the host's memory if its ranks share it."""
         if self.group is not None:
             try:
-                return self.group.allocate(numel, dtype, sequence=sequence)
+                return self.group.allocate(numel, dtype)
             except NoSharedMemory as error:  # on all ranks of the host
                 log.warning("a buffer of %d %s is not shared with the host's other ranks: %s", numel, dtype, error)
         try:

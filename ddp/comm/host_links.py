@@ -39,6 +39,7 @@ from ddp.comm.watch.watchdog import Watchdog
 from ddp.setting import Additions
 
 CPU = torch.device("cpu")
+WARN_S = 10.0
 MAX_PLANS = 256
 FEW_BYTES, FEW_RANKS = 64 << 10, 8  # of all ranks; up to these, a round costs more than its messages
 
@@ -55,6 +56,7 @@ class Settings:
         order: "canonical" lets "auto" take only routes whose additions follow the canonical binary tree over the ranks.
         shared_memory: let CPU tensors go through the memory of a host if its ranks share it.
         segment_bytes: size of a pipelining piece of a chunk.
+        warn_s: seconds in one wait after which a warning names the missing rank.
         abort_s: longest wait for a neighbour, in seconds.
         debug: compare the ranks' calls before every collective.
     """
@@ -66,6 +68,7 @@ class Settings:
     order: Additions = "any"
     shared_memory: bool = True
     segment_bytes: int = SEGMENT_BYTES
+    warn_s: float = WARN_S
     abort_s: float = 60.0
     debug: bool = False
 
@@ -167,15 +170,15 @@ class HostLinks:
         incoming[bounds_in[self.rank] : bounds_in[self.rank + 1]].copy_(outgoing[mine])
         self._execute(SCHEDULES["all_to_all_exchange"], [outgoing, incoming], [bounds_out, bounds_in], longest=longest)
 
-    def all_gather(self, flat: Tensor, bounds: Sequence[int], *, sequence: int = 0) -> None:
+    def all_gather(self, flat: Tensor, bounds: Sequence[int]) -> None:
         """Copies rank r's flat[bounds[r]:bounds[r + 1]] to every rank, in place."""
         self.run(by_size("all_gather", flat.nbytes, self.world_size), flat, bounds)
 
-    def broadcast(self, flat: Tensor, root: int, *, sequence: int) -> None:
+    def broadcast(self, flat: Tensor, root: int) -> None:
         """Copies the root's values to every rank, in place."""
         self.along_tree("broadcast", flat, root)
 
-    def barrier(self, *, sequence: int) -> None:
+    def barrier(self) -> None:
         """Returns once every rank has called it."""
         flag = torch.zeros(1, dtype=torch.uint8, device=self._settings.device)
         self.run(SCHEDULES["recursive_doubling"], flag, reduction=Reduction("max"))
@@ -327,7 +330,7 @@ class CrossHost:
             self._counterparts = links.among([host[self._place] for host in hosts], channel)
         self.runner = Runner(f"ddp-crossings-{links.rank}", torch.device("cpu"))
 
-    def all_reduce(self, flat: Tensor, schedule: Schedule, reduction: Reduction, *, sequence: int) -> None:
+    def all_reduce(self, flat: Tensor, schedule: Schedule, reduction: Reduction) -> None:
         """Reduces `flat` over all ranks, piece by piece, so that work in memory overlaps with the transfers.
 
         While another thread sends piece k across, this thread hands out piece k−1 and then adds up piece k+1.
@@ -343,14 +346,14 @@ class CrossHost:
             slices = offsets(len(piece), self._num_slices)
             if self._group is not None:
                 slices += [len(piece)] * (self._group.size + 1 - len(slices))  # the other ranks carry nothing
-                self._group.reduce_scatter(piece, slices, reduction.op, sequence=sequence)
+                self._group.reduce_scatter(piece, slices, reduction.op)
             cross = partial(self._cross, piece, slices, schedule, reduction)
             crossing.append((piece, slices, self.runner.submit(cross) if len(bounds) > 2 else done(cross())))
             if len(crossing) == 2:
-                self._hand_out(*crossing.popleft(), sequence=sequence)
-        self._hand_out(*crossing.popleft(), sequence=sequence)
+                self._hand_out(*crossing.popleft())
+        self._hand_out(*crossing.popleft())
 
-    def reduce_scatter(self, flat: Tensor, bounds: Sequence[int], reduction: Reduction, *, sequence: int) -> None:
+    def reduce_scatter(self, flat: Tensor, bounds: Sequence[int], reduction: Reduction) -> None:
         """Reduces each rank's slice of `flat` over all ranks, in place; its other slices are undefined afterwards.
 
         Args:
@@ -358,10 +361,10 @@ class CrossHost:
         """
         num_hosts = len(self._hosts)
         if self._group is not None:
-            self._group.reduce_scatter(flat, bounds[::num_hosts], reduction.op, sequence=sequence)
+            self._group.reduce_scatter(flat, bounds[::num_hosts], reduction.op)
         self._run("reduce_scatter", flat, bounds, reduction)
 
-    def all_gather(self, flat: Tensor, bounds: Sequence[int], *, sequence: int) -> None:
+    def all_gather(self, flat: Tensor, bounds: Sequence[int]) -> None:
         """Copies each rank's slice of `flat` to every rank, in place.
 
         Args:
@@ -369,7 +372,7 @@ class CrossHost:
         """
         self.gather_across(flat, bounds)
         if self._group is not None:
-            self._group.all_gather(flat, bounds[:: len(self._hosts)], sequence=sequence)
+            self._group.all_gather(flat, bounds[:: len(self._hosts)])
 
     def gather_across(self, flat: Tensor, bounds: Sequence[int]) -> None:
         """Copies to each rank the slices of its counterparts, which are adjacent to its own, in place.
@@ -379,14 +382,14 @@ class CrossHost:
         """
         self._run("all_gather", flat, bounds, SUM)
 
-    def barrier(self, *, sequence: int) -> None:
+    def barrier(self) -> None:
         """Returns once every rank has called it."""
         if self._group is not None:
-            self._group.barrier(sequence=sequence)  # all ranks of this host have arrived
+            self._group.barrier()  # all ranks of this host have arrived
         if self._place == 0 and self._counterparts is not None:
-            self._counterparts.barrier(sequence=sequence)
+            self._counterparts.barrier()
         if self._group is not None:
-            self._group.barrier(sequence=sequence)  # and those of all other hosts
+            self._group.barrier()  # and those of all other hosts
 
     def close(self) -> None:
         """Ends the thread."""
@@ -407,10 +410,10 @@ class CrossHost:
             mine = piece[slices[self._place] : slices[self._place + 1]]
             self._counterparts.run(schedule, mine, reduction=reduction)
 
-    def _hand_out(self, piece: Tensor, slices: Sequence[int], crossed: Work[None], *, sequence: int) -> None:
+    def _hand_out(self, piece: Tensor, slices: Sequence[int], crossed: Work[None]) -> None:
         crossed.wait()
         if self._group is not None:
-            self._group.all_gather(piece, slices, sequence=sequence)
+            self._group.all_gather(piece, slices)
 
 
 def num_pieces(nbytes: int) -> int:

@@ -107,6 +107,7 @@ class HostMemory:
     Attributes:
         ranks: the communicator's ranks on this host, ascending.
         index, size: this rank's place among them, and their number.
+        call_number: returns the number of the running call, the same on all ranks.
         wait: returns once every rank has called it; raises TransportError if one does not.
         give_up: ends the others' waits for this rank.
         piece_bytes: the bytes of a tensor that go through inboxes at a time.
@@ -124,8 +125,9 @@ class HostMemory:
         pids: Sequence[int | None],
         timeout_s: float,
         hopeless_because: GiveUpCheck,
+        call_number: Callable[[], int],
     ) -> None:
-        self.ranks, self.index, self.size = ranks, index, len(ranks)
+        self.ranks, self.index, self.size, self.call_number = ranks, index, len(ranks), call_number
         self._memory, self._kind, self._names = memory, kind, names
         self._barrier = Barrier(memory, index=index, ranks=ranks, pids=pids, hopeless_because=hopeless_because)
         self.wait, self.give_up = partial(self._barrier.wait, timeout_s), self._barrier.give_up
@@ -150,7 +152,7 @@ class HostMemory:
         """Returns the size of the memory that `size` ranks work in, without allocated regions."""
         return _inboxes_at(size) + 2 * size * _piece_bytes(size)
 
-    def enter(self, call: Entry, sequence: int, divide_by: int = 1) -> bool:
+    def enter(self, call: Entry, divide_by: int = 1) -> bool:
         """Waits at the first barrier of a collective, and compares the calls.
 
         Returns:
@@ -161,7 +163,7 @@ class HostMemory:
             TransportError: a rank did not take part.
         """
         self._half_of_entries ^= 1
-        places, buffer = self._entries[self._half_of_entries], self._memory.buffer
+        places, buffer, sequence = self._entries[self._half_of_entries], self._memory.buffer, self.call_number()
         mine = _ENTRY.pack(sequence, divide_by, *call[1:])
         buffer[places[self.index]] = mine
         self.wait()
@@ -187,7 +189,7 @@ class HostMemory:
                 return region
         return None
 
-    def allocate(self, numel: int, dtype: torch.dtype, sequence: int) -> Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Returns [numel] zeros in a new region. Collective.
 
         The first rank creates the memory and sends the others its path; they map it. Each sends its error, if any, and
@@ -202,7 +204,7 @@ class HostMemory:
         if self.index == 0 and num_bytes:
             memory, problem = tried(lambda: SharedMemory.create(self._kind, num_bytes))
         try:
-            self.enter(entry(f"allocate of {numel} × {dtype_name(dtype)}"), sequence)
+            self.enter(entry(f"allocate of {numel} × {dtype_name(dtype)}"))
             if not num_bytes:
                 return torch.empty(0, dtype=dtype, device="cpu")
             path, *_ = self._exchange(memory.path if memory is not None else "")

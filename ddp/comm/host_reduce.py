@@ -145,8 +145,8 @@ class _Block(NamedTuple):
 class HostGroup:
     """This rank's end of the collectives of its host. Made by `join`; used by one thread at a time.
 
-    `sequence` numbers the call, the same on all ranks. Tensors are flat, contiguous, on the CPU, of one length on all
-    ranks, and of a dtype that torch computes with. All may raise:
+    Tensors are flat, contiguous, on the CPU, of one length on all ranks, and of a dtype that torch computes with. All
+    collectives may raise:
 
         CollectiveMismatch   ranks called different collectives; nothing was done, and the group can continue
         TransportError       a rank did not take part, or has gone; the group is out of use
@@ -184,12 +184,12 @@ class HostGroup:
 
     # --- collectives -------------------------------------------------------------------------------------------------
 
-    def barrier(self, *, sequence: int) -> None:
+    def barrier(self) -> None:
         """Returns once every rank of the host has called it."""
         with self:
-            self._memory.enter(_BARRIER, sequence)
+            self._memory.enter(_BARRIER)
 
-    def all_reduce(self, flat: Tensor, op: str, *, divide_by: int = 1, sequence: int) -> None:
+    def all_reduce(self, flat: Tensor, op: str, *, divide_by: int = 1) -> None:
         """Reduces `flat` over the ranks of the host, in place.
 
         Args:
@@ -204,10 +204,10 @@ class HostGroup:
                 allocated = self._allocated(address, numel, dtype, op)
             if allocated is None:
                 half = self._hand_in(address, plan.pieces[0])
-                if memory.enter(plan.call, sequence, divide_by):
+                if memory.enter(plan.call, divide_by):
                     self._add_copies(flat, plan, half, divide_by)
                     return
-            elif memory.enter(allocated.call, sequence, divide_by):
+            elif memory.enter(allocated.call, divide_by):
                 for block in allocated.blocks:
                     plan.arithmetic.in_place(block.leaves, block.leaves[0], divide_by)
                     block.others.copy_(block.leaves[0])
@@ -219,9 +219,7 @@ class HostGroup:
             memory.wait()
             self._add_copies(flat, plan, half, divide_by)
 
-    def reduce_scatter(
-        self, flat: Tensor, bounds: Sequence[int], op: str, *, divide_by: int = 1, sequence: int
-    ) -> None:
+    def reduce_scatter(self, flat: Tensor, bounds: Sequence[int], op: str, *, divide_by: int = 1) -> None:
         """Reduces member i's flat[bounds[i]:bounds[i + 1]] over the host; the rest of `flat` is undefined afterwards.
 
         Args:
@@ -233,7 +231,7 @@ class HostGroup:
             memory, arithmetic, item = self._memory, self._arithmetic(op, self.size), flat.element_size()
             region = memory.find(flat.data_ptr(), flat.nbytes)
             call = self._entry("reduce_scatter", flat, f"by {op} {_slices(bounds)}", region)
-            if memory.enter(call, sequence, divide_by) and region is not None:
+            if memory.enter(call, divide_by) and region is not None:
                 mine = bounds[self.index], bounds[self.index + 1]
                 for block in self._blocks(flat.data_ptr(), flat.numel(), flat.dtype, self.size, mine):
                     arithmetic.in_place(block.leaves, block.mine, divide_by)
@@ -252,7 +250,7 @@ class HostGroup:
                 arithmetic.in_place(terms, terms[self.index], divide_by)
 
     def reduce_shards(
-        self, rows: Tensor, num_shards: int, bounds: Sequence[int] | None = None, *, divide_by: int = 1, sequence: int
+        self, rows: Tensor, num_shards: int, bounds: Sequence[int] | None = None, *, divide_by: int = 1
     ) -> bool:
         """Adds up the nodes of all members (`collectives/shards.py`), in place; zeros of the sum are positive.
 
@@ -271,7 +269,7 @@ class HostGroup:
             call = entry(f"reduce_shards of {list(rows.shape)} × {dtype_name(rows.dtype)} by {num_shards} {words}")
             if region := memory.find(rows.data_ptr(), rows.nbytes):
                 call = entry(call.words, region.number, rows.data_ptr() - region.addresses[self.index])
-            if not memory.enter(call, sequence, divide_by) or region is None:
+            if not memory.enter(call, divide_by) or region is None:
                 return False
             cuts = _cuts(rows.shape[1], self.size, rows.element_size()) if bounds is None else bounds
             mine = cuts[self.index], cuts[self.index + 1]
@@ -284,27 +282,27 @@ class HostGroup:
             memory.wait()
             return True
 
-    def all_gather(self, flat: Tensor, bounds: Sequence[int], *, sequence: int) -> None:
+    def all_gather(self, flat: Tensor, bounds: Sequence[int]) -> None:
         """Copies member i's flat[bounds[i]:bounds[i + 1]] to every member, in place.
 
         Args:
             flat: [numel].
             bounds: size + 1 ascending positions; slices may be empty.
         """
-        self._gather("all_gather", flat, bounds, _slices(bounds), sequence)
+        self._gather("all_gather", flat, bounds, _slices(bounds))
 
-    def broadcast(self, flat: Tensor, root_index: int, *, sequence: int) -> None:
+    def broadcast(self, flat: Tensor, root_index: int) -> None:
         """Copies the values of member `root_index` to every member, in place.
 
         Args:
             flat: [numel].
         """
         bounds = [flat.numel() * (index > root_index) for index in range(self.size + 1)]
-        self._gather("broadcast", flat, bounds, f"from the host's member {root_index}", sequence)
+        self._gather("broadcast", flat, bounds, f"from the host's member {root_index}")
 
     # --- memory and the end ------------------------------------------------------------------------------------------
 
-    def allocate(self, numel: int, dtype: torch.dtype, *, sequence: int) -> Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Returns [numel] zeros that the collectives reach without a copy. Collective over the host.
 
         The memory stays until every rank has called `free` or `close`, and has no reference to its tensor.
@@ -313,7 +311,7 @@ class HostGroup:
             NoSharedMemory: there is not enough memory; raised on all ranks.
         """
         with self:
-            tensor = self._memory.allocate(numel, dtype, sequence)
+            tensor = self._memory.allocate(numel, dtype)
             self._forget_places()  # an ordinary tensor may have lain there
             return tensor
 
@@ -368,12 +366,12 @@ class HostGroup:
             for inbox, (start, stop) in zip(inboxes, piece.cuts, strict=True):
                 copy_bytes(address + start, inbox + start - piece.start, stop - start)
 
-    def _gather(self, name: str, flat: Tensor, bounds: Sequence[int], details: str, sequence: int) -> None:
+    def _gather(self, name: str, flat: Tensor, bounds: Sequence[int], details: str) -> None:
         with self:
             memory, here = self._memory, flat.data_ptr()
             region = memory.find(here, flat.nbytes)
             cuts = [bound * flat.element_size() for bound in bounds]
-            if memory.enter(self._entry(name, flat, details, region), sequence) and region is not None:
+            if memory.enter(self._entry(name, flat, details, region)) and region is not None:
                 for other in self._others:
                     there = here - region.addresses[self.index] + region.addresses[other]
                     copy_bytes(here + cuts[other], there + cuts[other], cuts[other + 1] - cuts[other])

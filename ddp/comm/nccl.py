@@ -36,7 +36,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -105,7 +105,7 @@ class StreamWork(Work[Result]):
 
     def wait(self, timeout_s: float | None = None) -> Result:
         assert self._flight.ended is not None
-        with nullcontext() if self._history.recorder is None else self._history.recorder.waiting():
+        with self._history.waiting():
             hold_current_stream(self._flight.ended, self._result, self._device)
         return self._result
 

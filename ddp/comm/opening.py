@@ -32,7 +32,6 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -62,17 +61,14 @@ from ddp.units import counted
 Value = TypeVar("Value", bound=Hashable)
 
 CODE_BYTES = 32
-WARN_S = 10.0
 
 
 def open_communicator(
     store: Store,
-    generation: int,
     rank: int,
     world_size: int,
     settings: Settings,
     *,
-    warn_s: float = WARN_S,
     ranks: Sequence[int] = (),
     torch_s: dist.ProcessGroup | None = None,
 ) -> Communicator:
@@ -81,10 +77,8 @@ def open_communicator(
     Args:
         store: of this session of the ranks alone (`rendezvous`), without keys of an earlier one; a separate connection
             (`clone`) if others are opened at the same time.
-        generation: version of the membership.
         rank, world_size: this process's number, and the number of processes.
         settings: see `Settings`.
-        warn_s: seconds in one wait after which a warning names the missing rank.
         ranks: these ranks' numbers in torch.distributed, if they are a subset.
         torch_s: a process group of torch, whose connections must be proved, too.
 
@@ -93,10 +87,10 @@ def open_communicator(
         PeerLost: a rank could not be reached, or does not belong to this launch.
         RuntimeError: NCCL failed on this rank.
     """
-    settings = replace(settings, generation=generation)
     abort_s, connect_s = settings.abort_s, min(settings.abort_s, SILENCE_S)  # all ranks have just met
     everyone, timeout = range(world_size), timedelta(seconds=connect_s)
-    watch = partial(Watchdog, store, rank, world_size, generation=generation, warn_s=warn_s, abort_s=abort_s)
+    limits = {"warn_s": settings.warn_s, "abort_s": abort_s}
+    watch = partial(Watchdog, store, rank, world_size, generation=settings.generation, **limits)
     watchdog = ask_store(watch, within_s=abort_s)
     try:
 
@@ -116,7 +110,7 @@ def open_communicator(
 
         try:
             mine = capabilities_of(settings.device, settings.backend)
-            backend = agreed_backend(store, rank, ranks or everyone, mine, watchdog.wait_for_start_up)
+            backend = agreed_backend(store, rank, ranks or everyone, mine, watchdog.wait_for_value)
             transport = None if backend == "nccl" else ask_store(over_gloo, within_s=abort_s)
         except (PeerLost, ConfigError):
             raise

@@ -23,12 +23,12 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from ddp.collectives.schedule import SEGMENT_BYTES
 from ddp.comm.communicator import Communicator
-from ddp.comm.host_links import Settings
+from ddp.comm.host_links import WARN_S, Settings
 from ddp.comm.meeting.place import ALONE, RankPlace, place
 from ddp.comm.meeting.private_store import for_torch, part_of, sealed
 from ddp.comm.meeting.rendezvous import Opened, ask_store, join_role, on_this_host, open_store, rendezvous
 from ddp.comm.meeting.secret import secret
-from ddp.comm.opening import WARN_S, chosen_device, device_named, open_communicator
+from ddp.comm.opening import chosen_device, device_named, open_communicator
 from ddp.errors import CommunicatorBroken, ConfigError, PeerLost, first_line, safe_str
 from ddp.process import gpu
 from ddp.process.clock import LONGEST_S, Patience
@@ -118,10 +118,11 @@ def init(
         order=order,
         shared_memory=shared_memory,
         segment_bytes=segment_bytes,
+        warn_s=warn_s,
         abort_s=abort_s,
         debug=debug,
     )
-    return _opened(dist.group.WORLD, settings, warn_s=warn_s)
+    return _opened(dist.group.WORLD, settings)
 
 
 def current(device: torch.device | None = None) -> Communicator:
@@ -178,7 +179,7 @@ def communicator_of(group: dist.ProcessGroup, device: torch.device | None = None
         abort_s=_timeout_s(group),
         generation=max(0, _session.generation),
     )
-    return _opened(group, settings, warn_s=WARN_S)
+    return _opened(group, settings)
 
 
 def on_cpu(comm: Communicator) -> Communicator:
@@ -191,22 +192,21 @@ def on_cpu(comm: Communicator) -> Communicator:
     return comm if group is None or comm.device.type == "cpu" else communicator_of(group, torch.device("cpu"))
 
 
-def _opened(group: dist.ProcessGroup | None, settings: Settings, *, warn_s: float) -> Communicator:
+def _opened(group: dist.ProcessGroup | None, settings: Settings) -> Communicator:
     """Opens and caches a communicator of a group's ranks; without a group, initializes torch.distributed first."""
+    limits = {"warn_s": settings.warn_s, "abort_s": settings.abort_s}
     if group is None:
-        store = _join(warn_s=warn_s, abort_s=settings.abort_s)
+        store = _join(**limits)
         group = dist.distributed_c10d._get_default_group()
     else:
-        store = _own_part(group, warn_s=warn_s, abort_s=settings.abort_s)
+        store = _own_part(group, **limits)
     if is_world := group is dist.group.WORLD:
         follow_rank(dist.get_rank(), dist.get_world_size(), (place() or ALONE).role)
     comm = open_communicator(
         store,
-        settings.generation,
         dist.get_rank(group),
         dist.get_world_size(group),
         settings,
-        warn_s=warn_s,
         ranks=() if is_world else dist.get_process_group_ranks(group),
         torch_s=group if is_world and _session.owned_store is not None else None,  # `init` made the group
     )

@@ -34,16 +34,7 @@ from ddp.comm import checks
 from ddp.comm.call_queue import CallQueue, HostCopy, Work
 from ddp.comm.flat_collectives import IN_MEMORY, FlatCollectives
 from ddp.comm.plan import Plan
-from ddp.comm.reduction import (
-    Op,
-    buffers,
-    flatten,
-    reduction_of,
-    reduction_of_shards,
-    widened,
-    with_rows,
-    write_back,
-)
+from ddp.comm.reduction import Op, buffers, flatten, reduction_of, reduction_of_shards, widened, with_rows, write_back
 from ddp.comm.watch.call import recorded
 from ddp.errors import ConfigError
 from ddp.setting import WireName
@@ -151,28 +142,28 @@ class Verbs:
 
         def run() -> Input:
             if isinstance(tensor, Tensor) and num_shards is not None:
-                self._reduce_shards(tensor, num_shards, divide_by, call.sequence)
+                self._reduce_shards(tensor, num_shards, divide_by)
                 return tensor
             for flat, tensors in buffers(tensor):
                 wide, narrow = widened(flat, wire)
                 route = self.plan.route(wide, algorithm, narrow)
                 reduction = reduction_of(op, wide.dtype, self.world_size, divide_by, narrow)
                 name = f"ddp: {route.name}"  # inside the call's own range
-                recorded(name, self._collectives.all_reduce)(wide, route, reduction, call.sequence)
+                recorded(name, self._collectives.all_reduce)(wide, route, reduction)
                 write_back(flat if wide is flat else flat.copy_(wide), tensors)
             return tensor
 
         return self._queue.run(call, run, async_op=async_op)
 
     def _reduce_shards(
-        self, rows: Tensor, num_shards: int, divide_by: SupportsInt, sequence: int, bounds: Sequence[int] | None = None
+        self, rows: Tensor, num_shards: int, divide_by: SupportsInt, bounds: Sequence[int] | None = None
     ) -> Tensor:
         """Adds up the nodes of all ranks. Returns this rank's part of row 0."""
         flats = rows.view(len(rows), -1)
         route = None if bounds is not None else self.plan.route_over_shards(flats[0], num_shards)
         reduction = reduction_of_shards(rows.dtype, num_shards, divide_by)
         name = "ddp: slice_owners" if route is None else f"ddp: {route.name}"
-        return recorded(name, self._collectives.reduce_shards)(flats, num_shards, route, reduction, sequence, bounds)
+        return recorded(name, self._collectives.reduce_shards)(flats, num_shards, route, reduction, bounds)
 
     @overload
     def reduce_scatter(self, tensor: Tensor, op: Op = "sum", *, async_op: Now = False, label: str = "") -> Tensor: ...
@@ -193,9 +184,8 @@ class Verbs:
         def run() -> Tensor:
             flat = flatten(tensor).clone()
             bounds = offsets(flat.numel(), self.world_size)
-            mine = self._collectives.reduce_scatter(
-                flat, bounds, reduction_of(op, flat.dtype, self.world_size), call.sequence, by_rank=True
-            )
+            reduction = reduction_of(op, flat.dtype, self.world_size)
+            mine = self._collectives.reduce_scatter(flat, bounds, reduction, by_rank=True)
             return mine.clone().view(tensor.dtype)
 
         return self._queue.run(call, run, async_op=async_op)
@@ -247,17 +237,17 @@ class Verbs:
 
         def run() -> Tensor:
             if num_shards is not None:
-                mine = self._reduce_shards(flat, num_shards, divide_by, call.sequence, bounds)
+                mine = self._reduce_shards(flat, num_shards, divide_by, bounds)
             else:
                 wide, narrow = widened(flat, wire)
                 reduction = reduction_of(op, wide.dtype, self.world_size, divide_by, narrow)
-                mine = self._collectives.reduce_scatter(wide, bounds, reduction, call.sequence)
+                mine = self._collectives.reduce_scatter(wide, bounds, reduction)
                 if wide is not flat:
                     number = self.slices[self.rank]
                     mine = flat[bounds[number] : bounds[number + 1]].copy_(mine)
             if on_hosts:
                 row = flat if num_shards is None else flat[0]
-                self._collectives.gather_on_hosts(row, bounds, call.sequence)
+                self._collectives.gather_on_hosts(row, bounds)
             return mine
 
         return self._queue.run(call, run, async_op=async_op)
@@ -302,7 +292,7 @@ class Verbs:
 
         def run() -> Tensor:
             flat = flatten(tensor)
-            self._collectives.broadcast(flat, root, call.sequence)
+            self._collectives.broadcast(flat, root)
             write_back(flat, (tensor,))
             return tensor
 
@@ -326,7 +316,7 @@ class Verbs:
         mine = with_rows(tensor)
         call = self._queue.number("all_gather", label=label, how=_agreed(mine))  # first dimensions may differ by rank
 
-        return self._queue.run(call, lambda: self._collectives.gather_rows(mine, call.sequence), async_op=async_op)
+        return self._queue.run(call, lambda: self._collectives.gather_rows(mine), async_op=async_op)
 
     @overload
     def all_gather_(self, flat: Tensor, bounds: Sequence[int], *, async_op: Now = False, label: str = "") -> Tensor: ...
@@ -346,7 +336,7 @@ class Verbs:
         call = self._queue.number("all_gather_", "", flat, label, how=tuple(bounds))
 
         def run() -> Tensor:
-            self._collectives.all_gather(flat, bounds, call.sequence)
+            self._collectives.all_gather(flat, bounds)
             return flat
 
         return self._queue.run(call, run, async_op=async_op)
@@ -368,9 +358,7 @@ class Verbs:
         mine = with_rows(tensor)
         call = self._queue.number("gather", f"to {root}", label=label, how=_agreed(mine))
 
-        return self._queue.run(
-            call, lambda: self._collectives.gather_rows(mine, call.sequence, root), async_op=async_op
-        )
+        return self._queue.run(call, lambda: self._collectives.gather_rows(mine, root), async_op=async_op)
 
     @overload
     def scatter(
@@ -413,12 +401,12 @@ class Verbs:
         checks.rows(pieces)
         call = self._queue.number("all_to_all", label=label, how=_agreed(pieces[0]))
 
-        return self._queue.run(call, lambda: self._collectives.all_to_all(pieces, call.sequence), async_op=async_op)
+        return self._queue.run(call, lambda: self._collectives.all_to_all(pieces), async_op=async_op)
 
     def barrier(self, *, label: str = "") -> None:
         """Returns once every rank has called it."""
         call = self._queue.number("barrier", label=label)
-        self._queue.run(call, lambda: self._collectives.barrier(call.sequence))
+        self._queue.run(call, self._collectives.barrier)
 
     def agree_any(self, flag: bool, *, label: str = "agree_any") -> bool:
         """Returns True on every rank if `flag` is true on any."""

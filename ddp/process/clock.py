@@ -79,7 +79,8 @@ class HelperThread:
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        Thread(target=_make, args=(self._calls,), name=name, daemon=True).start()
+        self.thread = Thread(target=_make, args=(self._calls,), name=name, daemon=True)
+        self.thread.start()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Returns the future of a call, which runs after those before it, unless it is cancelled."""

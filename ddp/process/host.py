@@ -27,7 +27,7 @@ from typing import NamedTuple, TypeVar
 from packaging.requirements import Requirement
 
 from ddp.process.clock import within
-from ddp.process.memory import VARIABLES, available_bytes, available_cores, core_quota
+from ddp.process.memory import VARIABLES, available_bytes, core_quota, processors
 
 Answer = TypeVar("Answer")
 
@@ -53,6 +53,8 @@ class Demand(NamedTuple):
 class HostFacts:
     """Facts of one process about itself and its host, as plain values that ranks can send.
 
+    Those without a query that could hang are their own defaults; `facts` collects the others.
+
     Attributes:
         kernel: an identifier of the running kernel.
         versions: of each package, and of python; "" where it is missing.
@@ -75,23 +77,23 @@ class HostFacts:
     kernel: str
     versions: dict[str, str]
     demands: list[tuple[str, str, str]]
-    cores: list[int]
-    num_cores: int
-    quota: float
-    load: float
+    cores: list[int] = field(default_factory=processors)
+    num_cores: int = field(default_factory=lambda: os.cpu_count() or 1)
+    quota: float = field(default_factory=core_quota)
+    load: float = field(default_factory=lambda: os.getloadavg()[0])
     threads: int
     variables: dict[str, str]
     gpus: list[tuple[str, int]]
-    num_gpus: int
+    num_gpus: int = field(default_factory=lambda: len(list(GPUS.glob("*"))))
     interfaces: dict[str, str]
     address: str
     shared_bytes: int
     shared_free: int
     left_behind: list[str]
-    memory_left: float
-    open_files: int
-    pinned_bytes: int
-    adapters: list[str]
+    memory_left: float = field(default_factory=available_bytes)
+    open_files: int = field(default_factory=lambda: _limit(resource.RLIMIT_NOFILE))
+    pinned_bytes: int = field(default_factory=lambda: _limit(resource.RLIMIT_MEMLOCK))
+    adapters: list[str] = field(default_factory=lambda: sorted(each.name for each in ADAPTERS.glob("*")))
     folder: str
     disk_free: int
     temporary: str
@@ -109,7 +111,7 @@ def facts(
     gpus: Callable[[], list[tuple[str, int]]],
     left_behind: Sequence[Path],
 ) -> HostFacts:
-    """Returns the facts that this process collects.
+    """Returns the facts of this process.
 
     Args:
         data: the folder of data sets.
@@ -131,23 +133,14 @@ def facts(
         kernel=kernel,
         versions=dict(versions()),
         demands=[(each.by, each.package, each.versions) for each in demands()],
-        cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(available_cores())),
-        num_cores=os.cpu_count() or 1,
-        quota=core_quota(),
-        load=os.getloadavg()[0],
         threads=threads,
         variables={name: os.environ[name] for name in (*THREAD_VARIABLES, *VARIABLES, INTERFACE) if name in os.environ},
         gpus=ask("the driver of the GPUs", gpus, []),
-        num_gpus=len(list(GPUS.glob("*"))),
         interfaces=interfaces,
         address=ask(f"the name {socket.gethostname()}", lambda: _gloo_s_address(interfaces), ""),
         shared_bytes=shared_bytes,
         shared_free=shared_free,
         left_behind=list(map(str, left_behind)),
-        memory_left=available_bytes(),
-        open_files=_limit(resource.RLIMIT_NOFILE),
-        pinned_bytes=_limit(resource.RLIMIT_MEMLOCK),
-        adapters=sorted(each.name for each in ADAPTERS.glob("*")),
         folder=str(folder),
         disk_free=ask(f"the folder {folder}", lambda: _room_in(folder)[1] if _is_writable(folder) else -1, -1),
         temporary=str(temporary),

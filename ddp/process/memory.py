@@ -26,10 +26,14 @@ if TYPE_CHECKING:  # because this module is imported before torch
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
+def processors() -> list[int]:
+    """Returns the numbers of the cores that this process may run on."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
 def available_cores() -> int:
     """Returns the number of cores that this process may keep busy, within its affinity and quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(min(cores, core_quota())))
+    return max(1, int(min(len(processors()), core_quota())))
 
 
 def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:

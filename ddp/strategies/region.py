@@ -44,8 +44,7 @@ from torch import Tensor
 
 from ddp.errors import CheckpointError, ConfigError, one_line
 from ddp.process.clock import Patience, now_s
-from ddp.process.files import hold, is_held, new_file, read_own, to_read, write_whole
-from ddp.process.owners import ANYTHING, user_name, why_shared
+from ddp.process.files import ANYTHING, hold, is_held, new_file, read_own, to_read, user_name, why_shared, write_whole
 from ddp.process.records import Count, from_json, json_object, made, to_json
 from ddp.process.terminal import log
 from ddp.setting import check_region

@@ -24,11 +24,11 @@ from torch import nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ddp.comm.communicator import Communicator
+from ddp.comm.host_links import WARN_S
 from ddp.comm.meeting.cluster_spec import allow_servers
 from ddp.comm.meeting.private_store import part_of
 from ddp.comm.meeting.rendezvous import join_role
 from ddp.comm.meeting.role import Role, current_role, publish_end
-from ddp.comm.opening import WARN_S
 from ddp.comm.session import ABORT_S
 from ddp.data.loading.source import Source
 from ddp.data.orders.sampler import StepPlan, TrainSampler

@@ -352,8 +352,8 @@ def note_settings() -> list[tuple[str, str]]:
     found = []
 
     def noted(*given: Any, **_: Any) -> Any:
-        found.append((str(given[4].device), given[4].backend))
-        return SimpleNamespace(settings=given[4], device=given[4].device, is_broken=False)
+        found.append((str(given[3].device), given[3].backend))
+        return SimpleNamespace(settings=given[3], device=given[3].device, is_broken=False)
 
     session.open_communicator = noted
     gpu.cuda = Gpus("a", current=0)  # type: ignore[assignment]

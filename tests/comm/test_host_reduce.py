@@ -94,7 +94,13 @@ class Numbered:
 
     def __call__(self, operation: str, *args: Any, **kwargs: Any) -> None:
         self._sequence += 1
-        getattr(self.group, operation)(*args, sequence=self._sequence, **kwargs)
+        getattr(numbered(self.group, self._sequence), operation)(*args, **kwargs)
+
+
+def numbered(group: HostGroup, number: int) -> HostGroup:
+    """The group, whose next call has this number."""
+    group._memory.call_number = lambda: number
+    return group
 
 
 # --- what is computed ------------------------------------------------------------------------------------------------
@@ -153,7 +159,7 @@ def reduce_every_way(group: HostGroup) -> None:
     """Every length with one dtype, every dtype with one length."""
     call, size = Numbered(group), group.size
     for numel, dtype in [*((numel, torch.float32) for numel in lengths(size)), *((3001, dtype) for dtype in DTYPES)]:
-        memory = group.allocate(numel, dtype, sequence=0)
+        memory = group.allocate(numel, dtype)
         assert (memory.numel(), memory.dtype, bool(memory.any())) == (numel, dtype, False)
         assert memory.data_ptr() % 64 == 0
         terms = [values(numel, dtype, rank) for rank in range(size)]
@@ -198,7 +204,7 @@ def take_means(group: HostGroup) -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.complex64):
             terms = [values(numel, dtype, rank) for rank in range(group.size)]
             want = bits(expected("sum", terms).div_(group.size))
-            memory = group.allocate(numel, dtype, sequence=0)
+            memory = group.allocate(numel, dtype)
             for tensor in (terms[group.index].clone(), memory):
                 tensor.copy_(terms[group.index])
                 call("all_reduce", tensor, "sum", divide_by=group.size)
@@ -222,7 +228,7 @@ def scatter_gather_broadcast(group: HostGroup) -> None:
         one_owns_all = [0] * size + [numel]
         for bounds in (offsets(numel, size), uneven, one_owns_all):
             for dtype in (torch.float32, torch.bool) if numel < 3001 else (torch.bfloat16, torch.uint16, torch.float64):
-                memory = group.allocate(numel, dtype, sequence=0)
+                memory = group.allocate(numel, dtype)
                 terms = [values(numel, dtype, rank) for rank in range(size)]
                 mine = slice(bounds[me], bounds[me + 1])
                 for tensor in (terms[me].clone(), memory):
@@ -248,7 +254,7 @@ def test_the_other_collectives_with_uneven_and_empty_slices(size: int) -> None:
 def use_parts_of_a_region(group: HostGroup) -> None:
     """Views of allocated memory are reduced where they lie, whatever their dtype and place; nothing else is touched."""
     call = Numbered(group)
-    memory = group.allocate(10_000, torch.float32, sequence=0)
+    memory = group.allocate(10_000, torch.float32)
     for start, stop in ((0, 10_000), (1, 5001), (7777, 9999), (16, 17)):
         memory.fill_(-1.0)
         part = memory[start:stop]
@@ -271,7 +277,7 @@ def test_views_of_allocated_memory() -> None:
 def mix_memory(group: HostGroup) -> None:
     """One rank's tensor is allocated, the other's is not; or both are, but not in the same place."""
     call = Numbered(group)
-    memory = group.allocate(8000, torch.float32, sequence=0)
+    memory = group.allocate(8000, torch.float32)
     ordinary = torch.empty(4000)
     for _ in range(3):
         for number, places in enumerate(([ordinary, memory[:4000]], [memory[:4000], memory[4000:]], [ordinary] * 2)):
@@ -313,7 +319,7 @@ def run_with_pauses(group: HostGroup, program: list[Step]) -> None:
     """Note "turns" in practice: whoever runs ahead must not overwrite what a slow rank still reads."""
     call, me, size = Numbered(group), group.index, group.size
     dice = random.Random(me)
-    memory = group.allocate(4096, torch.int64, sequence=0)
+    memory = group.allocate(4096, torch.int64)
     for number, step in enumerate(program):
         tensor = memory[: step.numel] if step.allocated else torch.empty(step.numel, dtype=torch.int64)
         tensor.copy_(torch.arange(step.numel) * (me + 1) + number)
@@ -371,14 +377,13 @@ def test_fast_and_slow_ranks_do_not_run_into_each_other(size: int, monkeypatch: 
 def call_differently(group: HostGroup, first: Callable[..., Any], second: Callable[..., Any]) -> str:
     """Member 1 calls something else; afterwards all go on together."""
     with pytest.raises(CollectiveMismatch) as raised:
-        (second if group.index == 1 else first)(group)
+        (second if group.index == 1 else first)(numbered(group, 7))
     tensor = torch.ones(20_000)
-    group.all_reduce(tensor, "sum", sequence=99)
+    numbered(group, 99).all_reduce(tensor, "sum")
     assert bool((tensor == group.size).all())
     return str(raised.value)
 
 
-T = {"sequence": 7}
 ONES = torch.ones(8)
 
 
@@ -386,43 +391,43 @@ ONES = torch.ones(8)
     ("first", "second", "says"),
     [
         (
-            lambda group: group.all_reduce(torch.ones(8), "sum", **T),
-            lambda group: group.all_reduce(torch.ones(9), "sum", **T),
+            lambda group: group.all_reduce(torch.ones(8), "sum"),
+            lambda group: group.all_reduce(torch.ones(9), "sum"),
             ["#7 all_reduce of 8 × float32 by sum", "\n  rank 1 on host", ": #7 all_reduce of 9 × float32"],
         ),
         (
-            lambda group: group.all_reduce(torch.ones(30_000), "sum", **T),
-            lambda group: group.all_reduce(torch.ones(30_000, dtype=torch.int32), "max", **T),
+            lambda group: group.all_reduce(torch.ones(30_000), "sum"),
+            lambda group: group.all_reduce(torch.ones(30_000, dtype=torch.int32), "max"),
             ["#7 all_reduce of 30000 × float32 by sum", "#7 all_reduce of 30000 × int32 by max"],
         ),
         (
-            lambda group: group.barrier(**T),
-            lambda group: group.broadcast(torch.ones(8), 1, **T),
+            lambda group: group.barrier(),
+            lambda group: group.broadcast(torch.ones(8), 1),
             ["#7 barrier", "#7 broadcast of 8 × float32 from the host's member 1"],
         ),
         (
-            lambda group: group.all_reduce(torch.ones(8), "sum", sequence=7),
-            lambda group: group.all_reduce(torch.ones(8), "sum", sequence=8),
+            lambda group: group.all_reduce(torch.ones(8), "sum"),
+            lambda group: numbered(group, 8).all_reduce(torch.ones(8), "sum"),
             ["#7 all_reduce of 8 × float32 by sum", "#8 all_reduce of 8 × float32 by sum"],
         ),
         (
-            lambda group: group.all_gather(torch.ones(8), [0, 3, 8, 8], **T),
-            lambda group: group.all_gather(torch.ones(8), [0, 4, 8, 8], **T),
+            lambda group: group.all_gather(torch.ones(8), [0, 3, 8, 8]),
+            lambda group: group.all_gather(torch.ones(8), [0, 4, 8, 8]),
             ["#7 all_gather of 8 × float32 with slices "],
         ),
         (
-            lambda group: group.reduce_scatter(torch.ones(8), [0, 8, 8, 8], "sum", **T),
-            lambda group: group.reduce_scatter(torch.ones(8), [0, 8, 8, 8], "max", **T),
+            lambda group: group.reduce_scatter(torch.ones(8), [0, 8, 8, 8], "sum"),
+            lambda group: group.reduce_scatter(torch.ones(8), [0, 8, 8, 8], "max"),
             ["#7 reduce_scatter of 8 × float32 by sum with slices", "float32 by max with slices"],
         ),
         (
-            lambda group: group.all_reduce(torch.ones(8), "sum", divide_by=3, **T),
-            lambda group: group.all_reduce(torch.ones(8), "sum", **T),
+            lambda group: group.all_reduce(torch.ones(8), "sum", divide_by=3),
+            lambda group: group.all_reduce(torch.ones(8), "sum"),
             ["#7 all_reduce of 8 × float32 by sum divided by 3\n", "#7 all_reduce of 8 × float32 by sum\n"],
         ),
         (
-            lambda group: group.allocate(8, torch.float32, **T),
-            lambda group: group.all_reduce(torch.ones(8), "sum", **T),
+            lambda group: group.allocate(8, torch.float32),
+            lambda group: group.all_reduce(torch.ones(8), "sum"),
             ["#7 allocate of 8 × float32", "#7 all_reduce of 8 × float32 by sum"],
         ),
     ],
@@ -437,7 +442,7 @@ def test_ranks_that_call_different_things_are_all_told_both(
 def ask_for_nonsense(group: HostGroup) -> None:
     with pytest.raises(ConfigError, match="free takes a tensor from allocate"):
         group.free(torch.ones(3))
-    group.barrier(sequence=2)
+    group.barrier()
 
 
 def test_nonsense_is_refused_before_anyone_waits() -> None:
@@ -450,24 +455,24 @@ def test_nonsense_is_refused_before_anyone_waits() -> None:
 def allocate_and_free(group: HostGroup) -> None:
     kept = []
     for numel in (0, 1, 5000, 1 << 18):
-        tensor = group.allocate(numel, torch.bfloat16, sequence=0)
+        tensor = group.allocate(numel, torch.bfloat16)
         assert tensor.untyped_storage().nbytes() == 2 * numel  # saving it saves nothing of the neighbours'
         tensor.fill_(1)
-        group.all_reduce(tensor, "sum", sequence=numel)
+        group.all_reduce(tensor, "sum")
         group.free(tensor)
-        group.all_reduce(tensor, "sum", sequence=numel)  # it still is a tensor like any other
+        group.all_reduce(tensor, "sum")  # it still is a tensor like any other
         assert bool((tensor == group.size**2).all())
         kept.append(tensor)
     with pytest.raises(ConfigError, match="once"):
         group.free(kept[-1])
-    group.barrier(sequence=0)
+    group.barrier()
     before = mapped()
-    group.barrier(sequence=0)
+    group.barrier()
     del tensor
     kept.clear()
-    group.barrier(sequence=0)
+    group.barrier()
     assert (len(before), len(mapped())) == (4, 1)
-    group.barrier(sequence=0)
+    group.barrier()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -477,7 +482,7 @@ def test_memory_ends_when_all_have_freed_it_and_let_go(kind: Kind) -> None:
 
 def train_in_inference_mode(group: HostGroup) -> None:
     with torch.inference_mode():
-        memory = group.allocate(4, torch.float32, sequence=0)
+        memory = group.allocate(4, torch.float32)
     parameter = torch.ones(4, requires_grad=True)
     (parameter * memory).sum().backward()
     assert not memory.is_inference()
@@ -489,10 +494,10 @@ def test_memory_allocated_in_inference_mode_is_ordinary() -> None:
 
 def run_short_of_memory(group: HostGroup) -> tuple[str, str]:
     with pytest.raises(NoSharedMemory) as too_much:
-        group.allocate(1 << 48, torch.float32, sequence=0)
+        group.allocate(1 << 48, torch.float32)
     with pytest.raises(NoSharedMemory) as not_mapped:
-        group.allocate(1 << 10, torch.float32, sequence=0)
-    assert group.allocate(10, torch.float32, sequence=0).numel() == 10
+        group.allocate(1 << 10, torch.float32)
+    assert group.allocate(10, torch.float32).numel() == 10
     return str(too_much.value), str(not_mapped.value)
 
 
@@ -531,18 +536,18 @@ def use_two_groups(group: HostGroup) -> None:
     def gather(payload: bytes) -> list[bytes]:
         table = torch.zeros(4, 1024, dtype=torch.uint8)
         table[group.index, : len(payload)] = torch.tensor(list(payload), dtype=torch.uint8)
-        group.all_reduce(table.view(-1), "max", sequence=0)
+        group.all_reduce(table.view(-1), "max")
         return [bytes(table[rank].numpy()).rstrip(b"\0") for rank in half]
 
     pair = join(half.index(group.index), gather, timeout_s=30).group
     assert pair is not None
-    memory, of_pair = group.allocate(9000, torch.int64, sequence=0), pair.allocate(9000, torch.int64, sequence=0)
+    memory, of_pair = group.allocate(9000, torch.int64), pair.allocate(9000, torch.int64)
     with ThreadPoolExecutor(1) as thread:
-        for number in range(20):
+        for _ in range(20):
             memory.fill_(group.index)
             of_pair.fill_(group.index)
-            ahead = thread.submit(pair.all_reduce, of_pair, "sum", sequence=number)
-            group.all_reduce(memory, "sum", sequence=number)
+            ahead = thread.submit(pair.all_reduce, of_pair, "sum")
+            group.all_reduce(memory, "sum")
             ahead.result()
             assert int(memory.min()) == int(memory.max()) == 6
             assert int(of_pair.min()) == int(of_pair.max()) == sum(half)
@@ -557,13 +562,13 @@ def test_two_groups_in_one_process_do_not_mix() -> None:
 
 
 def leave_early(group: HostGroup) -> str:
-    group.barrier(sequence=1)
+    group.barrier()
     if group.index == 1:
         return ""
     with pytest.raises(TransportError, match=r"rank 1 failed") as raised:
-        group.barrier(sequence=2)
+        group.barrier()
     with pytest.raises(TransportError, match="this host's group is out of use: transfer with rank 1 failed"):
-        group.barrier(sequence=3)
+        group.barrier()
     assert not raised.value.timed_out
     return "noticed"
 
@@ -575,9 +580,9 @@ def test_a_rank_that_has_closed_is_not_waited_for() -> None:
 def break_off(group: HostGroup) -> str:
     if group.index == 1:
         with pytest.raises(AttributeError):
-            group.all_reduce("no tensor", "sum", sequence=1)  # type: ignore[arg-type]
+            group.all_reduce("no tensor", "sum")  # type: ignore[arg-type]
     with pytest.raises(TransportError) as raised:
-        group.all_reduce(torch.ones(3), "sum", sequence=1)
+        group.all_reduce(torch.ones(3), "sum")
     return str(raised.value)
 
 
@@ -590,7 +595,7 @@ def test_an_error_in_the_middle_of_a_collective_ends_it_for_all() -> None:
 def test_calls_after_close_are_refused() -> None:
     kept = on_one_host(2, lambda group: group)
     with pytest.raises(TransportError, match="out of use: closed"):
-        kept[0].barrier(sequence=1)
+        kept[0].barrier()
     kept[0].close()
 
 
@@ -616,7 +621,7 @@ def reduce_in_processes() -> str:
     group = join_over_gloo()
     call = Numbered(group)
     for numel in (3, 20_000, 600_001):
-        memory = group.allocate(numel, torch.float32, sequence=0)
+        memory = group.allocate(numel, torch.float32)
         mine = values(numel, torch.float32, group.index)
         by_torch = mine.double()
         dist.all_reduce(by_torch)
@@ -645,14 +650,14 @@ def test_processes_reduce_as_torch_does(size: int) -> None:
 def lose_a_member(how: str) -> tuple[int, bool, float]:
     group = join_over_gloo(60 if how == "killed" else 2)
     call = Numbered(group)
-    memory = group.allocate(3_000_000, torch.float32, sequence=0)
+    memory = group.allocate(3_000_000, torch.float32)
     call("all_reduce", memory, "sum")
     if group.index == 1:
         os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     start_s = time.monotonic()
     with pytest.raises(TransportError) as raised:
         while True:
-            group.all_reduce(memory, "sum", sequence=1)
+            group.all_reduce(memory, "sum")
     return raised.value.peer, raised.value.timed_out, time.monotonic() - start_s
 
 

@@ -24,7 +24,8 @@ from ddp.errors import CommunicatorBroken, PeerLost
 
 
 def member(store: Store, generation: int, world_size: int, rank: int) -> tuple[int, list[float], str]:
-    comm = open_communicator(store, generation, rank, world_size, Settings(abort_s=60, shared_memory=False))
+    settings = Settings(generation=generation, abort_s=60, shared_memory=False)
+    comm = open_communicator(store, rank, world_size, settings)
     total = comm.all_reduce(torch.full((3,), float(rank + 1)))
     comm.close()
     with pytest.raises(CommunicatorBroken) as refused:
@@ -52,7 +53,7 @@ def one_of_several() -> Any:
 
     def opened(peer: int, rank: int, time_: int = 0, *, in_memory: bool) -> Any:
         part = PrefixStore(f"{peer}/{time_}", store.clone())
-        return open_communicator(part, 0, rank, 2, Settings(abort_s=ABORT_S, shared_memory=in_memory))
+        return open_communicator(part, rank, 2, Settings(abort_s=ABORT_S, shared_memory=in_memory))
 
     def again_and_again(peer: int, rank: int) -> None:
         for time_ in range(1, TIMES + 1):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp.process.owners import ANYTHING, NOTHING, why_in_other_hands, why_shared
+from ddp.process.files import ANYTHING, NOTHING, why_in_other_hands, why_shared
 
 STRANGER, GROUP = 4242, 4243
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")

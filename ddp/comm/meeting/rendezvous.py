@@ -19,9 +19,9 @@ import hashlib
 import json
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -37,7 +37,7 @@ from ddp.comm.meeting.private_store import Folder, part_of, sealed
 from ddp.comm.meeting.role import ROLE, SERVERS, Role, RoleSettings, current_role, role_from_env, set_role
 from ddp.comm.meeting.secret import VARIABLE, private_part, secret
 from ddp.errors import ConfigError, PeerLost, first_line
-from ddp.process.clock import Patience, within
+from ddp.process.clock import HelperThread, Patience, within
 from ddp.process.terminal import log
 from ddp.units import counted
 
@@ -213,42 +213,39 @@ def _reached(place: RankPlace, *, warn_s: float, abort_s: float) -> Store:
 
     A thread connects, because torch's client would wait for ever for another kind of program at that port.
     """
-    found: list[Store] = []
-    failed: list[Exception] = []
-    over = threading.Event()
+    patience = Patience(abort_s)
 
-    def connect() -> None:
-        patience = Patience(abort_s)
-        try:
-            while True:
-                try:
-                    socket.create_connection((place.address, place.port), timeout=REACH_S).close()
-                    break
-                except OSError:
-                    if over.is_set() or not patience.left_s():  # the caller has stopped waiting
-                        raise
-                time.sleep(POLL_S)
-            left = timedelta(seconds=max(1.0, patience.left_s()))
-            found.append(TCPStore(place.address, place.port, is_master=False, timeout=left))
-        except Exception as error:  # of torch's store, or for an unknown host name
-            failed.append(error)
-        over.set()
+    def connect() -> Store:
+        while True:
+            try:
+                socket.create_connection((place.address, place.port), timeout=REACH_S).close()
+                break
+            except OSError:
+                if not patience.left_s():
+                    raise
+            time.sleep(POLL_S)
+        left = timedelta(seconds=max(1.0, patience.left_s()))
+        return TCPStore(place.address, place.port, is_master=False, timeout=left)
 
-    connecting = threading.Thread(target=connect, name="ddp-connect", daemon=True)
-    connecting.start()
+    helper = HelperThread("ddp-connect")
+    connected = helper.submit(connect)
+    helper.end()
     where = f"{place.address}:{place.port}"
     if place.tasks:
         where = f"{where} as {place.tasks[0]}"
-    if not over.wait(min(warn_s, abort_s)):
+    if wait([connected], min(warn_s, abort_s)).not_done:
         who = _keeper(place)
         log.warning("start-up has waited %.0f s for %s, which serves the store of the ranks at %s", warn_s, who, where)
-        over.wait(max(0.0, abort_s - warn_s))
-        over.set()
-        connecting.join(LET_GO_S)  # a return from torch while the interpreter exits would abort the process
-    if found:
-        found[0].set_timeout(timedelta(seconds=abort_s))
-        return found[0]
-    why = first_line(failed[0]) if failed else f"no reply within {abort_s:g} s"
+        # Longer than the deadline, because a return from torch while the interpreter exits would abort the process.
+        wait([connected], max(0.0, abort_s - warn_s) + LET_GO_S)
+    if not connected.done():
+        why = f"no reply within {abort_s:g} s"
+    elif (error := connected.exception()) is not None:  # of torch's store, or for an unknown host name
+        why = first_line(error)
+    else:
+        store = connected.result()
+        store.set_timeout(timedelta(seconds=abort_s))
+        return store
     reason = f"the store of the ranks, which it serves at {where}, is out of reach ({why}): start it first"
     if place.part:
         reason = f"no server serves a store at {where} ({why}): start one, with the same address and port"

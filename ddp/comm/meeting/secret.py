@@ -21,8 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ddp.errors import ConfigError
-from ddp.process.files import scratch_folder
-from ddp.process.owners import ANYTHING, why_shared
+from ddp.process.files import ANYTHING, scratch_folder, why_shared
 
 VARIABLE, FOLDER = "DDP_SECRET", "DDP_PRIVATE_FOLDER"
 MIN_LENGTH = 16

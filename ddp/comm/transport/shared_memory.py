@@ -46,8 +46,8 @@ import torch
 
 from ddp.comm.transport.edge import GiveUpCheck, TransportError, never_hopeless
 from ddp.process.clock import Patience
+from ddp.process.files import NOTHING, why_shared
 from ddp.process.memory import available_bytes
-from ddp.process.owners import NOTHING, why_shared
 
 Kind = Literal["memfd", "/dev/shm"]
 KINDS: tuple[Kind, ...] = ("memfd", "/dev/shm")

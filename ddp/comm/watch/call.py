@@ -14,7 +14,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -188,6 +188,10 @@ class History:
         if self.recorder is not None:
             self.recorder.began(record)
         return record
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Begins a block that waits for a call, and measures it if there is a recorder."""
+        return nullcontext() if self.recorder is None else self.recorder.waiting()
 
     def since(self, moment_s: float = 0.0) -> list[CallRecord]:
         """Returns the calls that have begun since this moment."""

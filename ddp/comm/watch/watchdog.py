@@ -126,21 +126,17 @@ class Watchdog:
         """Writes a value to the session's store, for the ranks that wait for it."""
         self.board.store.set(key, word)
 
-    def wait_for_start_up(self, key: str, rank: int) -> bytes:
-        """Returns a rank's value during start-up (see `wait_for_value`)."""
-        return self.wait_for_value(key, rank, Call(0, "start-up"))
-
-    def wait_for_value(self, key: str, rank: int, call: Call) -> bytes:
+    def wait_for_value(self, key: str, rank: int, call: Call | None = None) -> bytes:
         """Waits at the store, not in the transport, for a value of `rank`, as long as that rank is alive.
 
         Args:
             key: of the session's store.
-            call: described in errors.
+            call: described in errors; a step of the start-up unless given.
 
         Raises:
             PeerLost: the rank failed or left, or its tick has stood still for too long.
         """
-        self.begin(call, rank)
+        self.begin(call or Call(0, "start-up"), rank)
         is_there, limit_s = partial(self._is_published, key, rank), max(self._silence_s, STALE_S)
         pause_s = SHORTEST_S
         try:

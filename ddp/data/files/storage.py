@@ -38,8 +38,7 @@ from ddp.data.files.readers import (
     unopened,
 )
 from ddp.errors import ConfigError
-from ddp.process.files import at_home, is_hidden, make_folder, opened, to_read, whole_file
-from ddp.process.owners import why_shared
+from ddp.process.files import at_home, is_hidden, make_folder, opened, to_read, whole_file, why_shared
 
 # --- Local copies of remote files ------------------------------------------------------------------------------------
 #

@@ -158,9 +158,9 @@ def _received(here: RankPlace, launched: RankPlace, servers: int) -> tuple[dict[
     """
     from torch.distributed import DistError
 
+    from ddp.comm.host_links import WARN_S
     from ddp.comm.meeting.private_store import part_of
     from ddp.comm.meeting.rendezvous import on_this_host, open_store, rendezvous
-    from ddp.comm.opening import WARN_S
     from ddp.comm.session import ABORT_S
     from ddp.comm.watch.call import Call
     from ddp.comm.watch.watchdog import Watchdog
@@ -352,8 +352,8 @@ def train_by_hand(me: RoleSettings) -> NoReturn:
         if several := [each for each in sys.argv[1:] if each in ("-m", "--multirun")]:
             raise ConfigError(f"{several[0]}: is for a process that starts its own workers; leave cluster.role out")
 
+        from ddp.comm.host_links import WARN_S
         from ddp.comm.meeting.rendezvous import arrive, is_on_loopback
-        from ddp.comm.opening import WARN_S
         from ddp.comm.session import ABORT_S
 
         alone = is_on_loopback(me.address)  # then no process outside of this host has to reach the others

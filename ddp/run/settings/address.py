@@ -25,7 +25,7 @@ from typing import Any
 
 from ddp.comm.meeting.secret import secret
 from ddp.errors import ConfigError, nearest
-from ddp.process.owners import why_in_other_hands
+from ddp.process.files import why_in_other_hands
 from ddp.process.stack import users_frame
 from ddp.process.terminal import log
 

@@ -71,8 +71,8 @@ def connected(
     # A separate connection, because the wait for a peer that does not connect must not block other edges.
     own: Store = ask_store(run_store.clone, within_s=comm.abort_s)  # type: ignore[attr-defined]
     store = part_of(own, f"{incarnation}/edge/{server}/{number}")
-    settings = replace(comm.settings, device=CPU, backend="auto", algorithm="auto", generation=0)
-    return open_communicator(store, incarnation, rank, 2, settings, warn_s=warn_s)
+    settings = replace(comm.settings, device=CPU, backend="auto", algorithm="auto")
+    return open_communicator(store, rank, 2, replace(settings, generation=incarnation, warn_s=warn_s))
 
 
 class Edge:
