@@ -69,8 +69,6 @@ from __future__ import annotations
 
 import importlib
 import random
-import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -129,27 +127,33 @@ if TYPE_CHECKING:
     from ddp.train.supervision import Guard as Guard
     from ddp.train.supervision import Watch as Watch
 
+_NAMES = {  # module → what a user finds in ddp
+    "ddp.comm.communicator": "Communicator",
+    "ddp.comm.session": "init shutdown",
+    "ddp.data.orders.distributed_sampler": "DistributedSampler EvaluationSampler",
+    "ddp.data.orders.sampler": "TrainSampler",
+    "ddp.data.orders.steps": "BatchWarmup Batches",
+    "ddp.data.samples": "Splits",
+    "ddp.errors": "AuditFailed CheckpointError CollectiveMismatch CommunicatorBroken ConfigError Diverged HookFailed "
+    "LoaderLost PeerLost ReplicaMismatch UnreadableSample UnusedParameters WorkersFailed",
+    "ddp.gradients.totals": "Totals",
+    "ddp.policies": "Averaging Evaluation Folder LocalSGD ParameterServer Reading SameBits",
+    "ddp.replica.bucketed": "BucketedDataParallel",
+    "ddp.replica.drop_in.data_parallel": "DistributedDataParallel",
+    "ddp.replica.naive": "NaiveDataParallel",
+    "ddp.replica.sync_batchnorm": "SyncBatchNorm",
+    "ddp.run.assembly.load": "load",
+    "ddp.run.launch.from_python": "launch",
+    "ddp.train.evaluate": "evaluate predict",
+    "ddp.train.fit": "fit",
+    "ddp.train.reports.profiler": "Profiler",
+    "ddp.train.steps.callbacks": "Callback EMA EarlyStopping",
+    "ddp.train.steps.state": "StepReport TrainState",
+    "ddp.train.supervision": "Guard Watch",
+    "ddp.train.steps.task": "ByteModel Classification LanguageModel LossFunction Regression Rows Task",
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-def modules_of(file: str) -> dict[str, str]:
-    """Returns by name the module of each name for users: those that the file of a package imports for type checkers."""
-    with open(file, encoding="utf-8") as source:  # noqa: PTH123 (importing pathlib takes longer than all of this module)
-        found = re.findall(r"^    from (\S+) import (\w+) as \2$", source.read(), re.MULTILINE)
-    return {name: module for module, name in found}
-
-
-def imported_on_use(package: str, file: str) -> tuple[dict[str, str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns the `modules_of` a package, and its `__getattr__` and `__dir__`, by which names are imported on use."""
-    modules = modules_of(file)
-
-    def found(name: str) -> Any:
-        if name not in modules:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(modules[name]), name)
-
-    return modules, found, lambda: sorted(modules)
-
-
-_MODULES = modules_of(__file__)
 _NAMESPACES = ("collectives", "data", "drop_in", "errors", "gradients", "optim", "strategies", "trackers")
 __all__ = list(_MODULES)
 

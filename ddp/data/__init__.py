@@ -3,9 +3,10 @@
 Names here are imported when they are first used.
 """
 
-from typing import TYPE_CHECKING
+from __future__ import annotations
 
-from ddp import imported_on_use
+import importlib
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddp.data.files.file_set import FileSet as FileSet
@@ -30,5 +31,28 @@ if TYPE_CHECKING:
     from ddp.data.sets.text_sets import TokenSet as TokenSet
     from ddp.errors import UnreadableSample as UnreadableSample
 
-_MODULES, __getattr__, __dir__ = imported_on_use(__name__, __file__)
+_NAMES = {  # module → what a user finds in ddp.data
+    "ddp.data.files.file_set": "FileSet",
+    "ddp.data.files.readers": "Retries",
+    "ddp.data.files.rows": "Arrow Csv JsonLines Parquet",
+    "ddp.data.files.storage": "Storage",
+    "ddp.data.files.tar_files": "ImageAndClass TarSamples",
+    "ddp.data.orders.order": "Blocks FirstOf Fixed Order Permutation Stratified Weighted",
+    "ddp.data.orders.token_budget": "TokenBudget",
+    "ddp.data.samples": "OnInput Transformed",
+    "ddp.data.sets.text_sets": "TokenSet",
+    "ddp.errors": "UnreadableSample",
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
 __all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'ddp.data' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_MODULES)

@@ -3,9 +3,8 @@
 A hook is imported where it is first named, because most programs need none.
 """
 
-from typing import TYPE_CHECKING
-
-from ddp import imported_on_use
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddp.gradients.hook import DenseStart as DenseStart
@@ -16,5 +15,16 @@ if TYPE_CHECKING:
     from ddp.gradients.hooks import Sign as Sign
     from ddp.gradients.hooks import TopK as TopK
 
-_MODULES, __getattr__, __dir__ = imported_on_use(__name__, __file__)
+_NAMES = {"hook": "DenseStart ErrorFeedback Hook", "hooks": "PowerSGD RandomK Sign TopK"}
+_MODULES = {name: f"ddp.gradients.{module}" for module, names in _NAMES.items() for name in names.split()}
 __all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'ddp.gradients' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_MODULES)

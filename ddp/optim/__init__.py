@@ -1,8 +1,7 @@
 """Optimizers for large batches, and learning-rate schedules; each is imported where it is first named."""
 
-from typing import TYPE_CHECKING
-
-from ddp import imported_on_use
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddp.optim.layerwise import parameter_groups as parameter_groups
@@ -18,5 +17,20 @@ if TYPE_CHECKING:
     from ddp.optim.trust_ratio import LARC as LARC
     from ddp.optim.trust_ratio import LARS as LARS
 
-_MODULES, __getattr__, __dir__ = imported_on_use(__name__, __file__)
+_NAMES = {
+    "layerwise": "parameter_groups",
+    "schedules": "TorchSchedule constant cosine polynomial scaled_rate step with_warmup wsd",
+    "trust_ratio": "LAMB LARC LARS",
+}
+_MODULES = {name: f"ddp.optim.{module}" for module, names in _NAMES.items() for name in names.split()}
 __all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'ddp.optim' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_MODULES)
