@@ -12,14 +12,14 @@ import ddp
 
 PACKAGE = Path(__file__).parent.parent / "ddp"
 LIMITS = {
-    "code lines outside of lab/": 33_360,
+    "code lines outside of lab/": 32_860,
     "code lines of lab/": 3_760,
-    "code lines of comm/, gradients/ and replica/": 9_860,
-    "modules outside of lab/": 206,
-    "folders and files at the top": 21,
+    "code lines of comm/, gradients/ and replica/": 9_790,
+    "modules outside of lab/": 203,
+    "folders and files at the top": 20,
     "parameters of fit": 20,  # with **mistyped, which takes names that it does not have
     "lines of a function": 62,
-    "lines of a class": 349,
+    "lines of a class": 346,
 }
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),

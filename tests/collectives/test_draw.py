@@ -1,6 +1,6 @@
 """Drawings and the command line: every transfer is shown; bad input gets one line that says what to do.
 
-Tests: ddp/commands/schedules.py, ddp/pictures/schedule.py.
+Tests: ddp/collectives/picture.py, ddp/commands/schedules.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The pages of the read-along: everything of the sources is in them, and they need nothing from elsewhere.
 
-Tests: ddp/lab/tutorial.py.
+Tests: ddp/lab/clone.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Forecasts: closed formulas without overlap, the simulator for one bucket, steps by hand, and every mutant dies.
 
-Tests: ddp/lab/forecast/cells.py, ddp/lab/forecast/encoding.py, ddp/lab/forecast/prices.py,
-ddp/lab/forecast/question.py, ddp/lab/forecast/replay.py, ddp/lab/forecast/work.py.
+Tests: ddp/lab/forecast/encoding.py, ddp/lab/forecast/prices.py, ddp/lab/forecast/question.py,
+ddp/lab/forecast/replay.py, ddp/lab/forecast/work.py.
 """
 
 from __future__ import annotations
