@@ -1,6 +1,6 @@
 """The exercises: cut from the library as it is, and checks that find out what a reader may do wrong.
 
-Tests: ddp/lab/exercise.py.
+Tests: ddp/lab/clone.py.
 """
 
 from __future__ import annotations
