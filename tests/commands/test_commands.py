@@ -1,7 +1,7 @@
 """`python -m ddp simulate` and `explain`. (`draw` and `check` are tested beside the schedules, an answer of `explain`
 with the commands of the README.)
 
-Tests: ddp/commands/registry.py, ddp/commands/schedules.py.
+Tests: ddp/commands/registry.py, ddp/commands/schedules.py, ddp/lab/explain.py, ddp/lab/ranks.py.
 """
 
 from __future__ import annotations
