@@ -156,8 +156,14 @@ def check_values(policy: Any) -> None:
     for problem in refused_in(policy):
         raise ConfigError(problem)
     for name, value in vars(policy).items():
-        if isinstance(value, Real) and not isinstance(value, (int, float)):
-            object.__setattr__(policy, name, int(value) if isinstance(value, Integral) else float(value))
+        object.__setattr__(policy, name, _of_python(value))
+
+
+def _of_python(value: Any) -> Any:
+    """Returns another library's number as Python's; any other value as it is."""
+    if not isinstance(value, Real) or isinstance(value, (int, float)):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 Made = TypeVar("Made", bound=Callable[..., Any])
@@ -166,6 +172,8 @@ Made = TypeVar("Made", bound=Callable[..., Any])
 def checked(function: Made) -> Made:
     """Makes a function refuse each argument that its annotation excludes, such as `steps: Natural`.
 
+    A number of NumPy's becomes one of Python's, as in `check_values`.
+
     Raises:
         ConfigError: there is one; the message says what it must be.
     """
@@ -173,10 +181,12 @@ def checked(function: Made) -> Made:
 
     @wraps(function)
     def checking(*arguments: Any, **named: Any) -> Any:
-        for name, value in signature.bind(*arguments, **named).arguments.items():
+        call = signature.bind(*arguments, **named)
+        for name, value in call.arguments.items():
             if why := refusal(value, _kinds_in(function).get(name)):
                 raise ConfigError(f"{name}={value!r:.60}: {why}")
-        return function(*arguments, **named)
+            call.arguments[name] = _of_python(value)
+        return function(*call.args, **call.kwargs)
 
     return checking  # type: ignore[return-value]
 
@@ -214,7 +224,9 @@ def typed(value: Any) -> str:
     """Returns a value as it is typed on the command line."""
     if isinstance(value, str):
         return value or "''"
-    return f"{value:g}" if isinstance(value, float) else json.dumps(value, separators=(",", ":")).replace('"', "")
+    if isinstance(value, float):
+        return repr(value).removesuffix(".0")
+    return json.dumps(value, separators=(",", ":")).replace('"', "")
 
 
 class Speaker(ABC):

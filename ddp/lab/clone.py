@@ -31,20 +31,23 @@ def bench_forecast(words: Sequence[str]) -> int:
 
 def _run(command: str, module: str, words: Sequence[str]) -> int:
     try:
-        return int(of_clone(module).main(words))
+        return int(of_clone(module, wanted_by=command).main(words))
     except ConfigError as error:
         parser_of(command).error(str(error))
 
 
-def of_clone(module: str) -> Any:
+def of_clone(module: str, *, wanted_by: str) -> Any:
     """Imports a module of recipes/.
+
+    Args:
+        wanted_by: the command or option that needs it, for the error.
 
     Raises:
         ConfigError: this package was installed without it.
     """
     if not (CLONE / "recipes" / "tutorial" / "tools").is_dir():
         raise ConfigError(
-            f"{module} is in the repository alone, and an installed package has no recipes: call scripts/ddp in a clone"
+            f"{wanted_by} needs recipes/, which an installed package does not have: call scripts/ddp in a clone"
         )
     if str(CLONE) not in sys.path:
         sys.path.append(str(CLONE))

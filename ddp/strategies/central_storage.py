@@ -210,7 +210,8 @@ class CentralStorage(Sharded):
         if self._store is not None:
             self._store.make_private()
             self._store = self._slices = None
-            self._stretches, self._settings, self._adopted = [], [], None
+            self._of_parts, self._places, self._stretches = self.optimizer, {}, []
+            self._settings, self._adopted = [], None
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -218,8 +219,7 @@ class CentralStorage(Sharded):
         self._refuse_half_a_step()
         self._prepared()
         self._make_room()
-        if self.optimizer.state is not self._adopted:  # a program has loaded another one
-            self._take_in()
+        self._take_in()
         return super()._gradient_norm()
 
     @torch.no_grad()
@@ -297,6 +297,8 @@ class CentralStorage(Sharded):
 
     def _take_in(self) -> None:
         """Adopts a state of whole parameters: each block gets its share of large values, in the store."""
+        if self.optimizer.state is self._adopted:  # no program has loaded another one
+            return
         self._make_room()
         self._adopted = state = self.optimizer.state
         names = self._opened().names

@@ -72,8 +72,9 @@ class LocalSteps(Replicated):
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, rounds: Rounds | None = None, **how: Any) -> None:
         rounds = rounds or LocalSGD()
-        if rounds.delay and not self._may_be_late:
-            raise ConfigError(f"LocalSteps with delay={rounds.delay}: take ddp.strategies.Streaming, or delay=0")
+        if bool(rounds.delay) is not self._may_be_late:
+            instead = "LocalSteps, or delay=1" if self._may_be_late else "Streaming, or delay=0"
+            raise ConfigError(f"{type(self).__name__} with delay={rounds.delay}: take ddp.strategies.{instead}")
         super().__init__(model, optimizer, **how)
         self.rounds = rounds
         momentum = rounds.outer_momentum
@@ -384,7 +385,7 @@ class Streaming(LocalSteps):
         rounds: with a delay.
 
     Raises:
-        ConfigError: as `LocalSteps`, but for the delay; or a hook, which keeps what it has not sent until an exchange
+        ConfigError: as `LocalSteps`; there is no delay; or a hook, which keeps what it has not sent until an exchange
             is complete.
     """
 

@@ -202,7 +202,8 @@ def work(given: FitArguments, comm: Communicator, part: Role) -> TrainState:
 
     Raises:
         ConfigError: something cannot be trained, or is not as at the servers.
-        PeerLost: the servers' fit has failed, or the store has gone.
+        PeerLost: the store has gone.
+        Exception: the servers' fit has failed; the error has the class of theirs.
     """
     policy = given.strategy
     assert isinstance(policy, ParameterServer)

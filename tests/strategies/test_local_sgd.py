@@ -720,6 +720,8 @@ def test_a_loop_by_hand_takes_another_class_for_a_delay() -> None:
     module, optimizer = made(CASES["mlp"])
     said = refused_with(ddp.strategies.LocalSteps, module, optimizer, ddp.LocalSGD(delay=1))
     assert said == "LocalSteps with delay=1: take ddp.strategies.Streaming, or delay=0"
+    said = refused_with(ddp.strategies.Streaming, module, optimizer, ddp.LocalSGD())
+    assert said == "Streaming with delay=0: take ddp.strategies.LocalSteps, or delay=1"
 
 
 @pytest.mark.slow

@@ -209,4 +209,4 @@ def test_an_installed_package_says_where_recipes_are(
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
-    assert "is in the repository alone, and an installed package has no recipes: call" in capsys.readouterr().err
+    assert "needs recipes/, which an installed package does not have: call" in capsys.readouterr().err

@@ -246,6 +246,8 @@ class Permutation(Order):
 
     def positions(self, sample: int, *, seed: int, epoch: int) -> list[int]:
         """Returns where a sample is read in an epoch, without a search."""
+        if not 0 <= sample < self.length:
+            return []
         back = Permutations(key_of(seed, epoch), largest=self.length).inverse()
         return [int(position) for position in back.places(np.array([sample]), size=self.length)]
 

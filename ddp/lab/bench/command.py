@@ -81,9 +81,10 @@ def place_of(options: argparse.Namespace) -> BenchSite:
         if not path.absolute().parent.is_dir():
             raise ConfigError(f"{path}: there is no folder {path.absolute().parent}")
     if options.plot:
-        of_clone(PLOTS)  # which refuses an installed package before anything is measured
-    bed = None if options.netbed is None else of_clone("recipes.studies.bed").Bed.parse(options.netbed)
-    return BenchSite(bed, options.beside)
+        of_clone(PLOTS, wanted_by="--plot")  # which refuses an installed package before anything is measured
+    if options.netbed is None:
+        return BenchSite(None, options.beside)
+    return BenchSite(of_clone("recipes.studies.bed", wanted_by="--netbed").Bed.parse(options.netbed), options.beside)
 
 
 def run_jobs(
@@ -123,7 +124,7 @@ def _finish(cells: Sequence[Cell], options: argparse.Namespace) -> None:
     if options.json:
         options.json.write_text(to_json(cells))
     if options.plot:
-        of_clone(PLOTS).draw(by_place(cells), options.plot)
+        of_clone(PLOTS, wanted_by="--plot").draw(by_place(cells), options.plot)
         say(f"plot: {options.plot}")
 
 

@@ -258,16 +258,21 @@ def as_task(loss: Task | Callable[[Any, Any], Tensor]) -> Task:
         raise ConfigError(f"loss={loss!r}: give a function loss(outputs, targets), or a ddp.Task.{meant(loss, ())}")
     if not _takes_two(loss):
         raise ConfigError(
-            f"loss={name_of(loss)}: takes {inspect.signature(loss)}, and is called with outputs and targets; give a "
+            f"loss={name_of(loss)}: takes {_signature(loss)}, and is called with outputs and targets; give a "
             "function of both, or a ddp.Task"
         )
     return LossFunction(loss)
 
 
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Returns the signature that a call must fit: a wrapper's own, and not that of what it wraps."""
+    return inspect.signature(function, follow_wrapped=False)
+
+
 def _takes_two(function: Callable[..., Any]) -> bool:
     """Returns False if a function cannot be called with two arguments; of some in C nobody knows."""
     try:
-        inspect.signature(function).bind(None, None)
+        _signature(function).bind(None, None)
     except (TypeError, ValueError) as error:
         return isinstance(error, ValueError)
     return True

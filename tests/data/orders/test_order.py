@@ -59,6 +59,7 @@ def test_each_sample_once_and_every_position_by_itself(file_sizes, seed, epoch, 
         assert found.tolist() == [samples[position] for position in at]
         for sample in {0, order.length // 2, order.length - 1}:
             assert order.positions(sample, seed=seed, epoch=epoch) == [samples.index(sample)]
+        assert order.positions(order.num_samples, seed=seed, epoch=epoch) == []
 
 
 def test_the_first_of_an_order_leave_out_other_samples_in_each_epoch():

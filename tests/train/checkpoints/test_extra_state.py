@@ -225,6 +225,7 @@ def test_what_no_checkpoint_holds_is_told_before_the_first_step(tmp_path: Path, 
     for make in (lambda: ddp.EMA(1), lambda: ddp.EarlyStopping(0), lambda: ddp.EarlyStopping(1, min_delta=-1)):
         with pytest.raises(ConfigError, match="must be a"):
             make()
+    assert type(ddp.EarlyStopping(np.int64(2)).patience) is int  # type: ignore[arg-type]
 
 
 def test_callbacks_of_an_earlier_fit_begin_anew() -> None:

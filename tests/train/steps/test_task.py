@@ -1,7 +1,7 @@
 """Sums and counts of a task, cut into any number of shares, give what torch's mean gives on the whole batch."""
 
 import math
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -274,6 +274,18 @@ def without_labels() -> dict[str, Any]:
 
 
 @pytest.mark.slow
+def test_a_wrapper_is_called_by_its_own_signature() -> None:
+    def weighted(outputs: Tensor, targets: Tensor, weight: float) -> Tensor:
+        return weight * F.mse_loss(outputs, targets)
+
+    @wraps(weighted)
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return weighted(outputs, targets, 2.0)
+
+    value, count = as_task(loss).loss(nn.Identity(), (torch.ones(3), torch.zeros(3)))
+    assert value / count == 2.0
+
+
 def test_a_share_without_a_label_adds_nothing_under_any_strategy() -> None:
     """torch's mean over no label is not a number, and one process that has the whole batch does not see it."""
     module = tanh_net()
