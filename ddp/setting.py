@@ -127,6 +127,7 @@ def refusal(value: Any, kind: Any) -> str:
     if kind not in (int, float):
         return ""
     wanted, whole = (Integral, "whole ") if kind is int else (Real, "")
+    value = _of_python(value)  # float16 does not have the bounds
     if not isinstance(value, wanted) or isinstance(value, bool) or not bounds.admit(value):
         return f"must be a {whole}number {bounds}".rstrip() + instead
     return "" if -LARGEST <= value <= LARGEST else f"must be a finite number, at most {LARGEST:.2g}"  # type: ignore

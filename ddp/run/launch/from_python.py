@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import inspect
 import io
+import os
 import pickle
 import resource
 import signal
@@ -108,7 +109,8 @@ def _check_launch(workers: Any, servers: Any, restarts: Any, threads_per_worker:
 def most_processes() -> int:
     """Returns the number of processes above which memory, or the user's limit of processes, surely does not suffice."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    return int(min(available_bytes() / LEAST_BYTES, 1 << 62 if limit == resource.RLIM_INFINITY else limit))
+    is_unlimited = limit == resource.RLIM_INFINITY or not os.geteuid()  # the kernel holds root to no limit
+    return int(min(available_bytes() / LEAST_BYTES, 1 << 62 if is_unlimited else limit))
 
 
 def _agreed_signal(failures: Mapping[int, Failure]) -> signal.Signals | None:

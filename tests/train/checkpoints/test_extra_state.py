@@ -222,7 +222,12 @@ def test_what_no_checkpoint_holds_is_told_before_the_first_step(tmp_path: Path, 
             fit(tmp_path / "b", wrong, **how)
     with pytest.raises(ConfigError, match=r"0._extra_state, which a checkpoint cannot hold"):
         fit(tmp_path / "c", module=nn.Sequential(Extra(6, 3)), **how)
-    for make in (lambda: ddp.EMA(1), lambda: ddp.EarlyStopping(0), lambda: ddp.EarlyStopping(1, min_delta=-1)):
+    for make in (
+        lambda: ddp.EMA(1),
+        lambda: ddp.EarlyStopping(0),
+        lambda: ddp.EarlyStopping(1, min_delta=-1),
+        lambda: ddp.EarlyStopping(1, min_delta=np.float16("inf")),  # in which the largest number is no bound
+    ):
         with pytest.raises(ConfigError, match="must be a"):
             make()
     assert type(ddp.EarlyStopping(np.int64(2)).patience) is int  # type: ignore[arg-type]
