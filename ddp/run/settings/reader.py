@@ -227,7 +227,8 @@ class _Settings(Maker):
                 raise unknown_choice(key, name)
             default = partial(choose, key, name)
             kind = type(choose(key, name))
-        hints = get_type_hints(kind)
+        kinds = get_type_hints(kind)  # also of what a choice knows that is no setting
+        hints = {item.name: kinds[item.name] for item in fields(kind)}
         prefix = f"{key}." if key else ""
         for name in plain:
             if name not in hints:

@@ -71,6 +71,7 @@ def test_hydra_starts_from_the_defaults_of_the_dataclasses(tmp_path: Path) -> No
         ("heads=3", "Did you mean model.heads (of model=gpt)?"),
         ("momentum=0", "Did you mean optim.momentum (of optim=sgd) or hook.momentum (of hook=top_k)?"),
         ("model.heads=3", "unknown key model.heads: it belongs to model=gpt. Valid in model: dropout, name, width"),
+        ("+model.meaning=3", "unknown key model.meaning. Valid in model: dropout, name, width"),
         ("+model.heads=3", "unknown key model.heads: it belongs to model=gpt. Valid in model: dropout, name, width"),
         ("optim.beta3=1", "Did you mean optim.beta2?"),
         ("num_worker=1", "Did you mean loader.num_workers?"),
