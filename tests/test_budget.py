@@ -12,7 +12,7 @@ import ddp
 
 PACKAGE = Path(__file__).parent.parent / "ddp"
 LIMITS = {
-    "code lines outside of lab/": 32_870,
+    "code lines outside of lab/": 32_875,
     "code lines of lab/": 3_760,
     "code lines of comm/, gradients/ and replica/": 9_790,
     "modules outside of lab/": 203,
