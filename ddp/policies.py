@@ -22,13 +22,13 @@ from typing import Any, Literal, get_args
 from ddp.errors import ConfigError
 from ddp.process.files import at_home
 from ddp.setting import (
+    Below1,
     Island,
     Natural,
     Positive,
     Precision,
     ServerMode,
     Setup,
-    Share,
     StrategyName,
     Whole,
     WireName,
@@ -214,7 +214,7 @@ class Rounds(Policy):
     outer_lr: Positive = setting(
         1.0, "learning rate of the outer step: share of the mean difference that is applied; 1: all"
     )
-    outer_momentum: Share = setting(
+    outer_momentum: Below1 = setting(
         0.0, "Nesterov momentum of the common parameters; DiLoCo has 0.9, with outer_lr=0.7"
     )
     warmup_samples: Whole = setting(

@@ -81,8 +81,8 @@ Whole = Annotated[int, Bounds(at_least=0)]
 Natural = Annotated[int, Bounds(at_least=1)]
 Positive = Annotated[float, Bounds(above=0)]
 FromZero = Annotated[float, Bounds(at_least=0)]
-Share = Annotated[float, Bounds(at_least=0, below=1)]
-Part = Annotated[float, Bounds(above=0, at_most=1)]
+Below1 = Annotated[float, Bounds(at_least=0, below=1)]
+UpTo1 = Annotated[float, Bounds(above=0, at_most=1)]
 
 
 def setting(default: Any, meaning: str) -> Any:

@@ -1,4 +1,4 @@
-"""Finalizes a step, once all of its gradients have been reduced.
+"""Finalizes a step, once all its gradients have been reduced; `Division` is the one place that divides them.
 
     keep         keeps the gradient that a parameter had, before zeros or the mean are written over it
     filled       records which gradients of a full bucket are undefined, and on request its squared norm

@@ -38,7 +38,7 @@ from ddp.optim.schedules import Rates
 from ddp.policies import GuardAction, WatchAction
 from ddp.process.clock import now_s
 from ddp.process.terminal import log
-from ddp.setting import Natural, Part, Positive, Share, checked
+from ddp.setting import Below1, Natural, Positive, UpTo1, checked
 from ddp.strategies.strategy import ADVICE, Agreement, Replicated
 from ddp.train.replay import Audit, Replay, explain_divergence, explain_spike
 from ddp.train.reports.history import note_incident
@@ -435,7 +435,7 @@ class Watch(BatchCallback):
     """
 
     @checked
-    def __init__(self, action: WatchAction = "warn", *, learn_share: Part = 0.2, slow_share: Share = 0.5) -> None:
+    def __init__(self, action: WatchAction = "warn", *, learn_share: UpTo1 = 0.2, slow_share: Below1 = 0.5) -> None:
         self._ends, self._learn_share, self._slow_share = action == "stop", learn_share, slow_share
         self.begin(None, ENDLESS)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
 from ddp.errors import ConfigError
 from ddp.policies import Averaging, LocalSGD, ParameterServer, Rounds, Serving
 from ddp.run.settings.groups import DataFiles, choice
-from ddp.setting import Bounds, FromZero, Natural, Part, Positive, Share, StrategyName, Whole
+from ddp.setting import Below1, Bounds, FromZero, Natural, Positive, StrategyName, UpTo1, Whole
 
 if TYPE_CHECKING:
     from torch import nn
@@ -247,7 +247,7 @@ def cnn(
     facts: SampleFacts,
     *,
     width: Annotated[Natural, "channels of the first convolution"] = 32,
-    dropout: Annotated[Share, "probability that an input of the last two layers is dropped"] = 0.3,
+    dropout: Annotated[Below1, "probability that an input of the last two layers is dropped"] = 0.3,
 ) -> nn.Module:
     from ddp.models import CNN
 
@@ -272,7 +272,7 @@ def gpt(
     width: Annotated[Natural, "length of the vector of a position; a multiple of 2 · heads"] = 192,
     depth: Annotated[Natural, "number of blocks"] = 4,
     heads: Annotated[Natural, "attention heads of a block"] = 6,
-    dropout: Annotated[Share, "probability that an activation is dropped"] = 0.0,
+    dropout: Annotated[Below1, "probability that an activation is dropped"] = 0.0,
 ) -> nn.Module:
     from ddp.models import GPT
 
@@ -292,7 +292,7 @@ def sgd(
     *,
     lr: float,
     weight_decay: float | None,
-    momentum: Annotated[Share, "share of the last update that the next one keeps"] = 0.9,
+    momentum: Annotated[Below1, "share of the last update that the next one keeps"] = 0.9,
     nesterov: Annotated[bool, "Nesterov momentum: the gradient's step starts where momentum leads to"] = True,
 ) -> Optimizer:
     from torch.optim import SGD
@@ -308,8 +308,8 @@ def adam(
     name: str,
     lr: float,
     weight_decay: float | None,
-    beta1: Annotated[Share, "decay of the running mean of gradients, per step"] = 0.9,
-    beta2: Annotated[Share, "decay of the running mean of squared gradients, per step"] = 0.999,
+    beta1: Annotated[Below1, "decay of the running mean of gradients, per step"] = 0.9,
+    beta2: Annotated[Below1, "decay of the running mean of squared gradients, per step"] = 0.999,
     eps: Annotated[Positive, "added to the root of the mean squared gradient before the division by it"] = 1e-8,
 ) -> Optimizer:
     from torch.optim import Adam, AdamW
@@ -380,7 +380,7 @@ def polynomial(
 def wsd(
     *,
     final_factor: Final = 0.0,
-    decay_fraction: Annotated[Part, "last share of the run, in which lr falls, above 0"] = 0.2,
+    decay_fraction: Annotated[UpTo1, "last share of the run, in which lr falls, above 0"] = 0.2,
 ) -> RateSchedule:
     from ddp.optim import schedules
 
@@ -400,7 +400,7 @@ def step(
 
 # ------------------------------------------------------------------------------------------------------------ hooks
 
-Ratio = Annotated[Part, "share of the numbers of a tensor that is sent, above 0 and at most 1"]
+Ratio = Annotated[UpTo1, "share of the numbers of a tensor that is sent, above 0 and at most 1"]
 
 
 @choice("hook", "none", "gradients are sent whole")
@@ -421,7 +421,7 @@ def top_k(
     *,
     error_feedback: bool,
     ratio: Ratio = 0.01,
-    momentum: Annotated[Share, "momentum that the hook applies instead of the optimizer"] = 0.0,
+    momentum: Annotated[Below1, "momentum that the hook applies instead of the optimizer"] = 0.0,
     warmup_steps: Annotated[Whole, "steps in which the ratio falls from 1/4 to this one"] = 0,
 ) -> Hook:
     from ddp.gradients import TopK

@@ -45,7 +45,7 @@ from ddp.run.settings.groups import CHOICES as CHOICES
 from ddp.run.settings.groups import GROUPS, Data, HookChoice, Model, Optim, Schedule, StrategyChoice
 from ddp.run.settings.groups import OWN as OWN
 from ddp.run.settings.groups import choose as choose
-from ddp.setting import Additions, Bounds, FromZero, Natural, Part, Positive, Share, Whole, meaning_of, setting, typed
+from ddp.setting import Additions, Below1, Bounds, FromZero, Natural, Positive, UpTo1, Whole, meaning_of, setting, typed
 
 # ------------------------------------------------------------------------------------------------------- the words
 
@@ -206,8 +206,8 @@ class Watching:
     action: WatchChoice = setting(
         "warn", "warn: a line on the terminal; stop: the run ends with a checkpoint, and status 3; off: no watch"
     )
-    learn_share: Part = setting(0.2, "share of the run's steps after which its loss must beat a constant guess's")
-    slow_share: Share = setting(0.5, "a run is slow if its samples/s stay below this share of their median; 0: never")
+    learn_share: UpTo1 = setting(0.2, "share of the run's steps after which its loss must beat a constant guess's")
+    slow_share: Below1 = setting(0.5, "a run is slow if its samples/s stay below this share of their median; 0: never")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -231,7 +231,7 @@ class Guarding:
 class Ema:
     """An exponential moving average of the weights, which evaluations and ddp.load use."""
 
-    decay: Share | None = setting(None, "share of the average that a step keeps, such as 0.999; null: no average")
+    decay: Below1 | None = setting(None, "share of the average that a step keeps, such as 0.999; null: no average")
 
 
 @dataclass(kw_only=True, slots=True)

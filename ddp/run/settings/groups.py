@@ -1,7 +1,7 @@
 """Groups of settings that offer a choice. A choice is a function, and its signature is its settings.
 
     @choice("optim", "sgd", "stochastic gradient descent with momentum", lr=0.05)
-    def sgd(groups: Groups, *, lr: float, momentum: Annotated[Share, "share of …"] = 0.9) -> Optimizer:
+    def sgd(groups: Groups, *, lr: float, momentum: Annotated[Below1, "share of …"] = 0.9) -> Optimizer:
         │        │              │          └ a setting of this choice: type, bounds, meaning, default
         │        │              └ a setting that all choices of the group share: a field of the class in `GROUPS`
         │        └ no setting: the caller of `make` passes it, by position
@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from ddp.run.settings.address import is_address
-from ddp.setting import Bounds, FromZero, Natural, Positive, Scaling, Share, StrategyName, Whole, setting
+from ddp.setting import Below1, Bounds, FromZero, Natural, Positive, Scaling, StrategyName, Whole, setting
 
 DataOrder = Literal["auto", "permutation", "blocks", "weighted", "stratified", "fixed"]
 
@@ -159,7 +159,7 @@ class Schedule(Choice):
     )
     warmup_samples: Whole | None = setting(None, "the same as samples of all workers")
     warmup_epochs: FromZero | None = setting(None, "the same as epochs")
-    warmup_fraction: Share | None = setting(
+    warmup_fraction: Below1 | None = setting(
         None, "the same as a share of the run, below 1; null, like the others: 0.05 where lr falls steadily, else 0"
     )
 

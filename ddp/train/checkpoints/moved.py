@@ -160,7 +160,7 @@ def meaning(word: str) -> Meaning:
     return MEANINGS.get(word, Meaning())
 
 
-_MODULES = {"evaluation": Evaluation, "reading": Reading, "strategy": Averaging, "folder": Folder}
+_POLICIES = {"evaluation": Evaluation, "reading": Reading, "strategy": Averaging, "folder": Folder}
 _BATCHES = ("order", "sharding", "num_shards", "micro_size", "skip_steps", "uneven", "seed", "collate")
 
 
@@ -169,7 +169,7 @@ def meant_for_fit(name: str) -> str:
     word = meaning(name).fit or name
     if word in _BATCHES:
         return f"say batches=ddp.Batches({word}=…)"
-    having = (key for key, policy in _MODULES.items() if word in {item.name for item in fields(policy)})
+    having = (key for key, policy in _POLICIES.items() if word in {item.name for item in fields(policy)})
     if (argument := next(having, None)) is not None:
-        return f"say {argument}=ddp.{_MODULES[argument].__name__}({word}=…)"
+        return f"say {argument}=ddp.{_POLICIES[argument].__name__}({word}=…)"
     return "" if word == name else word

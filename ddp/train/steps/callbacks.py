@@ -25,7 +25,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from ddp.errors import ConfigError
 from ddp.process.terminal import log
 from ddp.replica.broadcast import check_untied
-from ddp.setting import FromZero, Natural, Share, checked
+from ddp.setting import Below1, FromZero, Natural, checked
 from ddp.train.steps.state import StepReport, TrainState
 from ddp.train.steps.task import Task
 
@@ -202,7 +202,7 @@ class EMA(Callback):
     """
 
     @checked
-    def __init__(self, decay: Share = 0.999) -> None:
+    def __init__(self, decay: Below1 = 0.999) -> None:
         self._average = get_ema_multi_avg_fn(decay)
         self.averaged: AveragedModel | None = None
 

@@ -270,7 +270,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _takes_two(function: Callable[..., Any]) -> bool:
-    """Returns False if a function cannot be called with two arguments; of some in C nobody knows."""
+    """Returns False if a function cannot be called with two arguments; True for one in C without a signature."""
     try:
         _signature(function).bind(None, None)
     except (TypeError, ValueError) as error:
