@@ -173,6 +173,11 @@ class Compression(Reducer):
             found[kind] = {name: tensor.cpu() for name, tensor in tensors if tensor is not None}
         return {"num_steps": self.num_steps, "memories": found}
 
+    def kept(self) -> dict[str, Any]:
+        """Returns the part of the state that is the same on all ranks. Not collective."""
+        same = {kind: dict(each.committed) for kind, each in self.hook.memories().items() if each.kind == "same"}
+        return {"num_steps": self.num_steps, "memories": same}
+
     def _on_rank_zero(self, memory: Memory, name: str) -> Tensor | None:
         """Returns the tensors of all hosts for a parameter, [hosts, numel], on rank 0."""
         comm, mine = self.comm, memory.committed.get(name)

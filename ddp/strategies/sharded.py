@@ -98,6 +98,9 @@ class Sharded(Replicated):
             self._of_parts, self._places = self.optimizer, {}  # frees the parts
         super().finish(alone=alone)
 
+    def kept(self) -> dict[str, Any] | None:
+        return None if self._slices is not None else super().kept()
+
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def _gradient_norm(self) -> Tensor:

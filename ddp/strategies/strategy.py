@@ -97,6 +97,12 @@ class Strategy(Protocol):
         0.
         """
 
+    def kept(self) -> dict[str, Any] | None:
+        """Returns the same state as of the last update, as this rank has it by itself; None if it has not all of it.
+
+        Not collective, so that the others may be lost. Its tensors are no copies.
+        """
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes from a state that `state_dict` has returned on rank 0. Collective.
 
@@ -234,6 +240,11 @@ class Replicated:
             "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
             "own": gather_object(self.model.comm, self._own_state()),
         }
+
+    def kept(self) -> dict[str, Any] | None:
+        scale = None if self.loss_scale is None else self.loss_scale.state_dict()
+        whole = {"model": self.masters.state_dict(), "optimizer": self._optimizer_state(), "loss_scale": scale}
+        return {**whole, "own": []}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         comm, own = self.model.comm, state.get("own", ())

@@ -23,7 +23,7 @@ from ddp.optim.schedules import Rates, TorchSchedule
 from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import waits
 from ddp.strategies.strategy import Replicated, Strategy
-from ddp.train.steps.stopping import StopFlag, is_signal
+from ddp.train.steps.stopping import StopFlag, weight
 
 NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -211,5 +211,5 @@ def agreed_reason(state: TrainState) -> str:
 
     A signal on any rank comes before the wish of a callback, because it asks the program to stop, too.
     """
-    reasons = filter(None, all_gather_object(state.comm, state.stop_flag.reason))
-    return min(reasons, key=lambda reason: not is_signal(reason), default="")  # the first one of the least
+    reason: str = max(all_gather_object(state.comm, state.stop_flag.reason), key=weight)  # the first one of the most
+    return reason
