@@ -244,8 +244,13 @@ class Replica(nn.Module, ABC):
         self._is_in_forward, self.waiting, self.riding, self.settled = False, None, None, nullcontext
         self.module.zero_grad(set_to_none=True)
 
+    def commit(self) -> None:
+        """Keeps the hook's state of the last step, so that `take_back` does not reach it."""
+        if self.compression is not None:
+            self.compression.commit()
+
     def take_back(self) -> None:
-        """Rolls back the hook's state of the last step, because the step will not be made."""
+        """Rolls back the hook's state of the running step, because the step will not be made."""
         if self.compression is not None:
             self.compression.take_back()
 
