@@ -85,6 +85,8 @@ class Compression(Reducer):
     def begin(self) -> None:
         """Begins a step, which commits the last one."""
         self.commit()
+        for memory in self.hook.memories().values():
+            memory.roll_back()  # what was in flight when a step was taken back
         self._is_pending = True
         self.is_finite.fill_(True)
 
@@ -100,7 +102,10 @@ class Compression(Reducer):
                 memory.commit()
 
     def take_back(self, name: str | None = None) -> None:
-        """Rolls the hook back to before the last step, for one parameter or for all."""
+        """Rolls the hook back to before the last step, for one parameter or for all.
+
+        A bucket may be in flight: what it writes is not committed.
+        """
         if name is None:
             self._is_pending = False
         for memory in self.hook.memories().values():

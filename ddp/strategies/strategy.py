@@ -117,7 +117,8 @@ class Strategy(Protocol):
 
         Args:
             alone: an error has ended the training on this rank, so that others may not take part; their parts of the
-                state are not gathered.
+                state are not gathered. The module can be used by itself then, or in another replica
+                (`Replica.release`).
         """
 
 
@@ -287,7 +288,9 @@ class Replicated:
 
     def finish(self, *, alone: bool = False) -> None:
         self.masters.give_back()
-        if not alone and self.model.syncs_buffers:
+        if alone:
+            self.model.release()
+        elif self.model.syncs_buffers:
             self.model.sync_buffers()
 
     # --- the update: `sharded.py` has another -------------------------------------------------------------------------

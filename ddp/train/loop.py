@@ -77,6 +77,7 @@ def train_loop(
         seed=state.sampler.state.seed,
         noise_scale_every=given.folder.noise_scale_every,
         batch_checks=batch_checks(state, given, inputs, callbacks, num_steps=num_steps),
+        keeps_buffers=state.comm.world_size > 1 or any(each.action == "skip" for each in _guards(callbacks)),
     )
     evaluator = Evaluator(inputs.held_out, inputs.task, given.evaluation, given.precision, callbacks)
     supply = supply_of(state, rules, given, inputs.source, callbacks, service, go_back, num_steps=num_steps)
@@ -201,8 +202,12 @@ def supply_of(
         return supply
     replay = Replay(state, rules, supply.read)
     audit = Audit(replay, every=given.same_bits.audit_every) if given.same_bits.on else None
-    guard = next((each for each in callbacks if isinstance(each, Guard)), Guard())
+    guard = next(iter(_guards(callbacks)), Guard())
     return Supervision(supply, replay, guard=guard, audit=audit, callbacks=callbacks, go_back=go_back)
+
+
+def _guards(callbacks: Sequence[Callback]) -> list[Guard]:
+    return [each for each in callbacks if isinstance(each, Guard)]
 
 
 def _start(state: TrainState, callbacks: Sequence[Callback]) -> None:
