@@ -13,6 +13,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -36,6 +37,7 @@ from ddp.process.memory import available_cores, collect_from_now_on
 from ddp.process.records import damage_as_error
 from ddp.process.terminal import say
 from ddp.replica.broadcast import move
+from ddp.replica.replica import Replica
 from ddp.run.assembly import components
 from ddp.run.assembly.load import load as load_trained
 from ddp.run.assembly.load import load_initial_weights
@@ -110,8 +112,8 @@ def run(config: Config, run_dir: Path) -> None:
             with suppress(Exception), _joined(config):
                 raise error  # in there, so that the others are told
         raise
-    with _joined(config) as comm, stop.listening():
-        _train(config, run_dir, parts, comm, stop)
+    with _joined(config), stop.listening():
+        train(replace(fit_arguments(config, run_dir, parts, stop), folder=folder_of(config, run_dir)))
 
 
 @contextmanager
@@ -189,34 +191,35 @@ def loaded(config: Config) -> Parts:
     return Parts(splits, task, module, optimizer, sizes)
 
 
-def _train(config: Config, run_dir: Path, parts: Parts, comm: Communicator, stop: StopFlag) -> None:
-    resumed = on_rank_zero(comm, lambda: _start_of(config, run_dir), label="looking for a checkpoint")
-    given = fit_arguments(config, parts, comm, stop, is_resumed=resumed is not None)
-    train(replace(given, folder=folder_of(config, run_dir)))
-
-
-def fit_arguments(
-    config: Config, parts: Parts, comm: Communicator, stop: StopFlag, *, is_resumed: bool
-) -> FitArguments:
-    """Returns the arguments of `ddp.fit` for the settings, except the folder. Collective.
+def replica_of(config: Config, run_dir: Path, parts: Parts, comm: Communicator) -> Replica:
+    """Returns the model as a replica of these ranks: at the start, and whenever others go on with the run. Collective.
 
     Raises:
         ConfigError: hosts have different data.
     """
-    splits, task, module, optimizer, sizes = parts
-    _check_data(config, splits, comm)
-    held_out = splits if config.evaluate.by == "workers" else None
-    with streams.preserved():  # the CPU's generators, which have made the model: a GPU's begins where they began
-        streams.init_stream(config.seed, device=comm.device)
-    if config.init_from.path and not is_resumed and comm.rank == 0:  # the replicas' first broadcast does the rest
-        _load_given_weights(config, module)
-    model = components.make_replica(config, move(module, comm.device), comm)
+    module, optimizer = parts.module, parts.optimizer
+    _check_data(config, parts.splits, comm)
+    if not comm.generation:
+        with streams.preserved():  # the CPU's generators, which have made the model: a GPU's begins where they began
+            streams.init_stream(config.seed, device=comm.device)
+        resumed = on_rank_zero(comm, lambda: _start_of(config, run_dir), label="looking for a checkpoint")
+        if config.init_from.path and resumed is None and comm.rank == 0:  # the replicas' first broadcast does the rest
+            _load_given_weights(config, module)
+        if comm.rank == 0 and (notes := [*origins(), *components.derived(config, parts.sizes)]):
+            say("\n".join(notes))
+    replica = components.make_replica(config, move(module, comm.device), comm)
     if optimizer.state:  # some make it at once, as Adagrad does: it follows the parameters to their device
         optimizer.load_state_dict(optimizer.state_dict())
-    if comm.rank == 0 and (notes := [*origins(), *components.derived(config, sizes)]):
-        say("\n".join(notes))
+    return replica
+
+
+def fit_arguments(config: Config, run_dir: Path, parts: Parts, stop: StopFlag) -> FitArguments:
+    """Returns the arguments of `ddp.fit` for the settings, except the folder."""
+    splits, task, module, optimizer, sizes = parts
+    held_out = splits if config.evaluate.by == "workers" else None
     return FitArguments(
-        model=model,
+        model=module,
+        replica=partial(replica_of, config, run_dir, parts),
         data=splits.train,
         optimizer=optimizer,
         loss=task,

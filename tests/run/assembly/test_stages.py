@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from ranks import RankFailed, collect, run_ranks, start_ranks
-from torch import nn
 
 import ddp
 from ddp.comm.communicator import Communicator
@@ -93,8 +92,7 @@ def moved() -> None:
     assert all(state["sum"].dtype == torch.float32 for state in optimizer.state.values())
     comm: Communicator = ddp.init()
     parts.module.double()  # as a move to a device, it gives parameters other memory
-    given = stages.fit_arguments(config, parts._replace(optimizer=optimizer), comm, None, is_resumed=True)  # type: ignore[arg-type]
-    assert isinstance(given.model, nn.Module)
+    stages.replica_of(config, Path("nowhere"), parts._replace(optimizer=optimizer), comm)
     assert all(state["sum"].dtype == torch.float64 for state in optimizer.state.values())
 
 
