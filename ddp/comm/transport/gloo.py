@@ -26,6 +26,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
@@ -82,7 +83,7 @@ class GlooConnections:
         self.interrupted = ""  # the reason why no wait can succeed any more
         self.waits: dict[int, tuple[float, GiveUpCheck]] = {}  # in progress, with their timeout in seconds
         self.numbers = itertools.count()  # of the waits
-        self._absent, self._nothing = int(rank == 0), torch.empty(1, device="cpu")
+        self._nothing = torch.empty(1, device="cpu")
         name, mine = f"ddp-gloo-{rank}", weakref.ref(self)  # the thread ends when the connections are unreferenced
         thread = threading.Thread(target=_end_overdue_waits, args=(mine,), name=name, daemon=True)
         _watching.add(thread)
@@ -92,10 +93,10 @@ class GlooConnections:
     def interrupt(self, reason: str) -> None:
         """Ends all present and future waits of this process (note "interrupting Gloo")."""
         self.interrupted = self.interrupted or reason
-        try:
-            self.backend.recv([self._nothing], self._absent, UNUSED_TAG).wait(AT_ONCE)
-        except RuntimeError:
-            return
+        others = (peer for peer in range(self.backend.size()) if peer != self.rank)
+        for peer in others:  # several, because a connection that is closed already ends no other one
+            with suppress(RuntimeError):
+                self.backend.recv([self._nothing], peer, UNUSED_TAG).wait(AT_ONCE)
 
 
 _watching: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
