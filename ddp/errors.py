@@ -10,6 +10,7 @@
                                         ├── HookFailed          a communication hook failed
                                         ├── AuditFailed         ranks compute one shard differently
                                         └── WorkersFailed       the workers of `ddp.launch` failed; of the cause's type
+                                        ├── TooFewWorkers       others were lost, and none have come
     * also a RuntimeError, because torch's DistributedDataParallel raises that where ours raises these
 
 Every message has the offending value and a remedy. `assert` is for invariants of this package alone.
@@ -192,7 +193,14 @@ class AuditFailed(RuntimeError):
     """Two ranks have computed the same shard of a step, and their gradients differ; names who computes wrongly."""
 
 
-USER_ERRORS = (ConfigError, CheckpointError, ReplicaMismatch, Diverged, LoaderLost, UnusedParameters, AuditFailed)
+class TooFewWorkers(RuntimeError):
+    """Fewer workers than `min_workers` are left of an elastic launch, and no others have come."""
+
+
+USER_ERRORS = (
+    *(ConfigError, CheckpointError, ReplicaMismatch, Diverged, LoaderLost, UnusedParameters, AuditFailed),
+    TooFewWorkers,
+)
 """Errors whose message is sufficient, and would be hidden by a traceback."""
 
 

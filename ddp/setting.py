@@ -348,6 +348,8 @@ class Setup(Speaker):
     device: str = fact("cpu", "device")
     servers: int = fact(0, "cluster.servers")
     workers: int = fact(0, "cluster.workers")
+    min_workers: int | None = fact(None, "cluster.min_workers")
+    max_workers: int | None = fact(None, "cluster.max_workers")
     num_hosts: int = fact(0)
     is_sparse: bool = fact(False)
     is_wide: bool = fact(False)
@@ -392,6 +394,23 @@ RULES: tuple[Rule[Setup], ...] = (
     Rule(lambda s: s.servers and s.strategy != "parameter_server", "servers",
          "is for {strategy:parameter_server}, and with {strategy} the workers keep the parameters; leave it out, or "
          "take that one"),
+
+    # --- workers that come and go
+    Rule(lambda s: s.min_workers and s.strategy == "parameter_server", "min_workers",
+         "with {strategy} workers come and go already, as far as restarts let them; leave it out"),
+    Rule(lambda s: s.min_workers and s.is_stream, "min_workers",
+         "data is a stream, of which no other worker can read what a lost one has left; give a data set with a length"),
+    Rule(lambda s: s.min_workers and s.delay, "min_workers",
+         "with {delay} a lost worker's differences are in flight; take {delay:0}"),
+    Rule(lambda s: s.max_workers and s.global_batch and s.global_batch < s.max_workers, "global_batch",
+         "is less than {max_workers}, so that some would have no sample; take {.max_workers} or more"),
+    Rule(lambda s: s.max_workers and s.num_shards and s.num_shards < s.max_workers and s.strategy != "local_sgd",
+         "num_shards", "is less than {max_workers}, so that some would have no shard; take a multiple of "
+         "{.max_workers}, or leave it out"),
+    Rule(lambda s: s.min_workers and s.max_workers and s.waits
+         and any((s.num_shards or s.max_workers) % n for n in range(s.min_workers, s.max_workers + 1)), "min_workers",
+         "with SyncBatchNorm each possible number of workers must divide the shards; take a number of shards that "
+         "they do, or BatchNorm"),
 
     # --- strategies that cut buckets into slices
     Rule(lambda s: s.strategy in SLICED and s.kind == "naive", "strategy",

@@ -35,7 +35,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -89,7 +89,7 @@ def open_communicator(
     """
     abort_s, connect_s = settings.abort_s, min(settings.abort_s, SILENCE_S)  # all ranks have just met
     everyone, timeout = range(world_size), timedelta(seconds=connect_s)
-    limits = {"warn_s": settings.warn_s, "abort_s": abort_s}
+    limits: dict[str, Any] = {"warn_s": settings.warn_s, "abort_s": abort_s, "world_ranks": ranks}
     watch = partial(Watchdog, store, rank, world_size, generation=settings.generation, **limits)
     watchdog = ask_store(watch, within_s=abort_s)
     try:

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -24,6 +25,7 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 from ddp.collectives.schedule import SEGMENT_BYTES
 from ddp.comm.communicator import Communicator
 from ddp.comm.host_links import WARN_S, Settings
+from ddp.comm.meeting.membership import current_member
 from ddp.comm.meeting.place import ALONE, RankPlace, place
 from ddp.comm.meeting.private_store import for_torch, part_of, sealed
 from ddp.comm.meeting.rendezvous import Opened, ask_store, join_role, on_this_host, open_store, rendezvous
@@ -53,6 +55,7 @@ class _Session:
     met: tuple[RankPlace, Opened] | None = None  # the launcher's store, one per address
     on_host: tuple[int, int] | None = None  # number among the ranks of this host, and their number
     handled: BaseException | None = None  # the exception in whose handler the session began
+    again: tuple[Any, ...] = ()  # the arguments of the last `init`
     pid: int = os.getpid()  # a forked child leaves it alone
 
 
@@ -94,18 +97,45 @@ def init(
     """
     if abort_s is not None and not 0 < abort_s <= LONGEST_S:
         raise ConfigError(f"abort_s={abort_s}: must be seconds, above 0 and at most {LONGEST_S:g}")
+    how: dict[str, Any] = {"algorithm": algorithm, "order": order, "shared_memory": shared_memory, "debug": debug}
+    how |= {"segment_bytes": segment_bytes, "warn_s": warn_s}
+    return init_again(device, backend, abort_s, how)
+
+
+def init_again(*given: Any) -> Communicator:
+    """Joins the other ranks; returns the communicator if there is one.
+
+    Args:
+        given: those of `_init`; unless given, those with which the last session began.
+    """
+    given = given or _session.again
+    while True:
+        try:
+            return _init(*given)
+        except PeerLost:
+            member = current_member()
+            if member is None or not member.has_news():  # else one was lost meanwhile, and the others meet again
+                raise
+
+
+def _init(
+    device: str | int | torch.device | None, backend: str, abort_s: float | None, how: Mapping[str, Any]
+) -> Communicator:
+    """Joins the other ranks as `init` does; `how`: further settings."""
+    warn_s = how["warn_s"]
     _forget_what_ended()
-    _end_what_failed()
+    has_failed = _end_what_failed()
     if dist.group.WORLD is not None and (first := _known(dist.group.WORLD)) is not None:
         asked = None if device in (None, "auto") else device_named(device)
         comm = first if asked is None else communicator_of(dist.group.WORLD, asked)
         if asked is not None and asked.index not in (None, comm.device.index):
             raise ConfigError(f"device={device}: this process's communicator is on {comm.device}; shut it down first")
         return comm
+    _session.again = device, backend, abort_s, how
     if dist.group.WORLD is None:
+        _enter_generation(is_later=has_failed)
         join_role(warn_s=warn_s, abort_s=abort_s or ABORT_S)
     keep_large_blocks()
-    _session.generation += 1
     _session.handled = sys.exception()
     abort_s = abort_s or (ABORT_S if dist.group.WORLD is None else _timeout_s(dist.group.WORLD))
     _session.on_host = _on_this_host(warn_s=warn_s, abort_s=abort_s)
@@ -114,15 +144,27 @@ def init(
         device=chosen_device(device, _session.on_host[0], bound),
         backend=backend,
         generation=_session.generation,
-        algorithm=algorithm,
-        order=order,
-        shared_memory=shared_memory,
-        segment_bytes=segment_bytes,
-        warn_s=warn_s,
         abort_s=abort_s,
-        debug=debug,
+        **how,
     )
     return _opened(dist.group.WORLD, settings)
+
+
+def _enter_generation(*, is_later: bool) -> None:
+    """Numbers the session that begins. In an elastic launch, waits until this process is a member.
+
+    Args:
+        is_later: the last generation has lost a member.
+
+    Raises:
+        CommunicatorBroken: the launcher knows of no lost member.
+    """
+    _session.generation += 1
+    if (member := current_member()) is None:
+        return
+    if (found := member.enter(after=member.entered if is_later else None)) is None:
+        raise CommunicatorBroken("a collective has failed, but no worker has ended, so there is no next generation")
+    _session.generation = found.number
 
 
 def current(device: torch.device | None = None) -> Communicator:
@@ -223,16 +265,17 @@ def _forget_what_ended() -> None:
         _session.owned_store = None
 
 
-def _end_what_failed() -> None:
-    """Ends a failed session, and the process group that it has left, so that a new one can begin."""
+def _end_what_failed() -> bool:
+    """Ends a failed session, and the process group that it has left, so that a new one can begin; True if it did."""
     if dist.group.WORLD is None:
-        return
+        return False
     known = _known(dist.group.WORLD)
     if any(comm.is_broken for (group, _), comm in _session.comms.items() if group is dist.group.WORLD):
         shutdown(failed="a collective of its own failed, and it starts again")
         known = None
-    if known is None and _session.owned_store is not None:
+    if is_over := known is None and _session.owned_store is not None:
         _end_torch_distributed(failed=True)
+    return is_over
 
 
 def has_failed() -> bool:
@@ -366,6 +409,7 @@ def _join(*, warn_s: float, abort_s: float) -> Store:
     store = _met(here, warn_s=warn_s, abort_s=abort_s)
     store.set(f"joins/{rank}", "")
     hook = sys.excepthook
+    dist.distributed_c10d._world.group_count = 0  # of an attempt that was given up; it names the ranks' group
     begin = partial(dist.init_process_group, "gloo", rank=rank, world_size=world_size, timeout=timeout)
     try:
         ask_store(lambda: begin(store=for_torch(store)), within_s=abort_s)
@@ -403,7 +447,8 @@ def _met(here: RankPlace, *, warn_s: float, abort_s: float) -> Store:
             if store is None:
                 _session.met = here, open_store(here, warn_s=warn_s, abort_s=abort_s)
                 store = _session.met[1].store
-            part, ranks = part_of(store, "ddp"), (here.rank, here.world_size)
+            generation = f"/{_session.generation}" if current_member() is not None else ""
+            part, ranks = part_of(store, f"ddp{generation}"), (here.rank, here.world_size)
             return rendezvous(part, *ranks, warn_s=warn_s, abort_s=abort_s, tasks=here.tasks)
         except (ConfigError, PeerLost):
             if not has_met_here or (store is not None and _is_reachable(store)) or not patience.left_s():

@@ -85,6 +85,8 @@ class Compression(Reducer):
     def begin(self) -> None:
         """Begins a step, which commits the last one."""
         self.commit()
+        for memory in self.hook.memories().values():
+            memory.roll_back()  # what was in flight when a step was taken back
         self._is_pending = True
         self.is_finite.fill_(True)
 
@@ -100,7 +102,10 @@ class Compression(Reducer):
                 memory.commit()
 
     def take_back(self, name: str | None = None) -> None:
-        """Rolls the hook back to before the last step, for one parameter or for all."""
+        """Rolls the hook back to before the last step, for one parameter or for all.
+
+        A bucket may be in flight: what it writes is not committed.
+        """
         if name is None:
             self._is_pending = False
         for memory in self.hook.memories().values():
@@ -172,6 +177,11 @@ class Compression(Reducer):
             tensors = ((name, self._on_rank_zero(memory, name)) for name in names)
             found[kind] = {name: tensor.cpu() for name, tensor in tensors if tensor is not None}
         return {"num_steps": self.num_steps, "memories": found}
+
+    def kept(self) -> dict[str, Any]:
+        """Returns the part of the state that is the same on all ranks. Not collective."""
+        same = {kind: dict(each.committed) for kind, each in self.hook.memories().items() if each.kind == "same"}
+        return {"num_steps": self.num_steps, "memories": same}
 
     def _on_rank_zero(self, memory: Memory, name: str) -> Tensor | None:
         """Returns the tensors of all hosts for a parameter, [hosts, numel], on rank 0."""

@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 now_s = time.perf_counter
 LONGEST_S = 1e9  # longest deadline, because operating systems count in integers
+SLICE_S = 0.1  # of a long wait
 PAUSED_S = 3.0  # a process that checks the clock this much later than intended was not running in between
 
 
@@ -108,11 +109,14 @@ _idle: list[HelperThread] = []
 os.register_at_fork(after_in_child=_idle.clear)  # a forked child has no threads
 
 
-def within(limit_s: float, call: Callable[[], T]) -> T:
+def within(limit_s: float, call: Callable[[], T], *, unless: Callable[[], bool] = bool) -> T:
     """Returns the result of a call on another thread, or raises its error. After the deadline, abandons the call.
 
+    Args:
+        unless: abandons the call as soon as this returns True.
+
     Raises:
-        TimeoutError: the call has not ended within `limit_s` seconds of running.
+        TimeoutError: the call has not ended within `limit_s` seconds of running, or was abandoned.
     """
     try:
         helper = _idle.pop()
@@ -120,8 +124,8 @@ def within(limit_s: float, call: Callable[[], T]) -> T:
         helper = HelperThread("ddp-within")
     future, patience = helper.submit(call), Patience(limit_s)
     try:
-        while not future.done() and (left_s := patience.left_s()):
-            wait([future], timeout=min(left_s, PAUSED_S / 3))
+        while not future.done() and (left_s := patience.left_s()) and not unless():
+            wait([future], timeout=min(left_s, SLICE_S))
     finally:
         if future.done() and not _idle:  # keeps only one thread
             _idle.append(helper)

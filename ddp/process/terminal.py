@@ -21,7 +21,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -165,8 +165,19 @@ _rank_filter = _RankFilter()
 log.addFilter(_rank_filter)
 
 
+_show: Callable[[bool], object] = bool  # does nothing, because rank 0 stays rank 0
+
+
+def terminal_follows(show: Callable[[bool], None]) -> None:
+    """Calls `show` whenever this process becomes rank 0, with True, or ceases to be it."""
+    global _show
+    _show = show
+
+
 def follow_rank(rank: int, world_size: int, role: str = "") -> None:
     """Adds this rank, and its task in a cluster, such as worker:1, to every later log line."""
+    if (rank == 0) != (_rank_filter.rank == 0):
+        _show(rank == 0)
     _rank_filter.rank, _rank_filter.world_size, _rank_filter.role = rank, world_size, f" {role}" if role else ""
     from lightning_utilities.core.rank_zero import rank_zero_only  # imported here, because it is slow
 

@@ -296,22 +296,48 @@ class BufferSync:
 class BufferSnapshot:
     """The buffers of a module at one moment.
 
+    Args:
+        former: a snapshot that is needed no longer, whose memory this one takes.
+
     Attributes:
         values: by name.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, former: BufferSnapshot | None = None) -> None:
         self._tables = [(each._buffers, dict(each._buffers)) for each in module.modules() if each._buffers]
         self._buffers = dict(module.named_buffers())
-        self.values = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
+        kept: dict[str, Tensor] = {} if former is None else former.values
+        self.values: dict[str, Tensor] = {
+            name: _memory_for(each, kept.get(name)) for name, each in self._buffers.items()
+        }
+        _copy_each(self.values.values(), self._buffers.values())
 
-    @torch.no_grad()
     def restore(self) -> None:
         """Restores these buffers in the module, also those that it has replaced by other tensors."""
         for table, before in self._tables:
             table.update(before)
-        for name, buffer in self._buffers.items():
-            buffer.data.copy_(self.values[name])
+        _copy_each((each.data for each in self._buffers.values()), self.values.values())
+
+
+def _memory_for(buffer: Tensor, former: Tensor | None) -> Tensor:
+    """Returns the memory of a former copy if it fits the buffer; else new memory."""
+    here = buffer.shape, buffer.dtype, buffer.device
+    if former is not None and (former.shape, former.dtype, former.device) == here:
+        return former
+    with torch.inference_mode(False):
+        return torch.empty_like(buffer, requires_grad=False)
+
+
+@torch.no_grad()
+def _copy_each(into: Iterable[Tensor], of: Iterable[Tensor]) -> None:
+    """Copies tensors, those of one type and device together: then it is one kernel on a GPU."""
+    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for here, there in zip(into, of, strict=True):
+        heres, theres = groups.setdefault((here.dtype, here.device), ([], []))
+        heres.append(here)
+        theres.append(there)
+    for heres, theres in groups.values():
+        torch._foreach_copy_(heres, theres)
 
 
 # --- Tied tensors ----------------------------------------------------------------------------------------------------

@@ -92,6 +92,7 @@ class BucketedDataParallel(Replica):
     gradient_as_bucket_view = False  # gradients that a program keeps belong to it (`gradients/bucket.py`, note "kept")
     collective: Collective
     waiting: Layout | None = None
+    _is_released = False
 
     def __init__(
         self,
@@ -161,6 +162,9 @@ class BucketedDataParallel(Replica):
             ReplicaMismatch: parameters were frozen or converted on some ranks only.
         """
         self._raise_known()
+        if self._is_released:
+            self._observers.renew()
+            self._is_released = False
         while (change := self._watch.check()) is Change.MODULES:  # checks again, for other changes
             self._buffer_sync.refresh()
         if change is Change.KINDS:
@@ -189,6 +193,12 @@ class BucketedDataParallel(Replica):
         if self._last.is_unread:
             with torch.no_grad():
                 self._totals = self._last.read_flags()
+
+    def release(self) -> None:
+        super().release()
+        self._observers.remove()
+        self.backward.early.clear()
+        self._is_released = True
 
     def _raise_known(self) -> None:
         if self._last.error is not None:
@@ -224,6 +234,11 @@ class BucketedDataParallel(Replica):
             adds_to_all: returned by the function of this name.
             if_reached: begin only if backward will reach one of the parameters.
         """
+        if self._is_released:
+            raise RuntimeError(
+                "backward goes through a forward of a replica that has been released, because an error has ended its "
+                "training: call the module, or a new replica of it, and run backward through what that returns"
+            )
         is_running = self.backward.is_running
         if is_running and layout is self.backward.layout:
             return False

@@ -235,8 +235,22 @@ class Replica(nn.Module, ABC):
         """The last step's totals, summed over all ranks. On a GPU the host may wait for them. Collective."""
         return self._totals
 
+    def release(self) -> None:
+        """Takes off the module all that this replica has put there, because an error has ended the training here.
+
+        So the module can be used alone, or in another replica. Gradients are dropped, because they may be those of half
+        a step. If this replica is used again, `prepare` puts everything back, unless a backward broke off.
+        """
+        self._is_in_forward, self.waiting, self.riding, self.settled = False, None, None, nullcontext
+        self.module.zero_grad(set_to_none=True)
+
+    def commit(self) -> None:
+        """Keeps the hook's state of the last step, so that `take_back` does not reach it."""
+        if self.compression is not None:
+            self.compression.commit()
+
     def take_back(self) -> None:
-        """Rolls back the hook's state of the last step, because the step will not be made."""
+        """Rolls back the hook's state of the running step, because the step will not be made."""
         if self.compression is not None:
             self.compression.take_back()
 

@@ -544,6 +544,8 @@ class Streaming(LocalSteps):
             with torch.no_grad():
                 for fragment in self._fragments:
                     fragment.take_back()
+            if self._inner:  # an error has ended a round
+                self._buffers.restore()
         else:
             self.settle()
             self._totals_comm.close()

@@ -37,9 +37,11 @@ from ddp.optim.layerwise import Layerwise, Measured, clipped_step, laid_out_like
 from ddp.optim.norms import BLOCK_NUMEL, block_norms, in_memory_order, num_blocks, total_norm, whole_norms, wide
 from ddp.optim.trust_ratio import LAMB, LARC, LARS
 from ddp.process import gpu
+from ddp.process.terminal import log
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.setting import StrategyName
 from ddp.strategies.strategy import Replicated
+from ddp.units import counted
 
 ELEMENTWISE = (SGD, Adam, AdamW, LARS, LARC, LAMB)
 """Optimizers that update each element by itself, except for norms that they request; a derived class may not."""
@@ -91,12 +93,15 @@ class Sharded(Replicated):
         self._groups: list[list[int]] = []  # ids of parameters, by group
 
     def finish(self, *, alone: bool = False) -> None:
-        if self._slices is not None and not alone:
-            self.optimizer.state = self._whole_state(keep=True)
+        if self._slices is not None:
+            self.optimizer.state = self._state_without_others() if alone else self._whole_state(keep=True)
             self._slices.give_back()
             self._slices = None
             self._of_parts, self._places = self.optimizer, {}  # frees the parts
         super().finish(alone=alone)
+
+    def kept(self) -> dict[str, Any] | None:
+        return None if self._slices is not None else super().kept()
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -240,6 +245,18 @@ class Sharded(Replicated):
         return gpu.sent(numbers, self._comm.device)
 
     # --- the whole state ---------------------------------------------------------------------------------------------
+
+    def _state_without_others(self) -> defaultdict[Tensor, dict[str, Any]]:
+        """Returns the state that is the same on every rank: that of parameters which are not divided among ranks."""
+        assert self._slices is not None
+        state, cut = self.optimizer.state, self._slices.layout.slot_of
+        if num_dropped := sum(bool(state[each]) for each in state if id(each) in cut):
+            log.warning(
+                "the optimizer begins anew for %s, because other ranks hold the rest of their states: resume from the "
+                "last checkpoint, or go on without",
+                counted(num_dropped, "parameter"),
+            )
+        return defaultdict(dict, {each: known for each, known in state.items() if id(each) not in cut})
 
     def _whole_state(self, **how: bool) -> defaultdict[Tensor, dict[str, Any]]:
         """Returns the state as `_gathered` does, in the order in which an optimizer of replicas has it."""

@@ -97,6 +97,12 @@ class Strategy(Protocol):
         0.
         """
 
+    def kept(self) -> dict[str, Any] | None:
+        """Returns the same state as of the last update, as this rank has it by itself; None if it has not all of it.
+
+        Not collective, so that the others may be lost. Its tensors are no copies.
+        """
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes from a state that `state_dict` has returned on rank 0. Collective.
 
@@ -111,7 +117,8 @@ class Strategy(Protocol):
 
         Args:
             alone: an error has ended the training on this rank, so that others may not take part; their parts of the
-                state are not gathered.
+                state are not gathered. The module can be used by itself then, or in another replica
+                (`Replica.release`).
         """
 
 
@@ -235,6 +242,11 @@ class Replicated:
             "own": gather_object(self.model.comm, self._own_state()),
         }
 
+    def kept(self) -> dict[str, Any] | None:
+        scale = None if self.loss_scale is None else self.loss_scale.state_dict()
+        whole = {"model": self.masters.state_dict(), "optimizer": self._optimizer_state(), "loss_scale": scale}
+        return {**whole, "own": []}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         comm, own = self.model.comm, state.get("own", ())
         if state.get("local_sgd") is not None:
@@ -276,7 +288,9 @@ class Replicated:
 
     def finish(self, *, alone: bool = False) -> None:
         self.masters.give_back()
-        if not alone and self.model.syncs_buffers:
+        if alone:
+            self.model.release()
+        elif self.model.syncs_buffers:
             self.model.sync_buffers()
 
     # --- the update: `sharded.py` has another -------------------------------------------------------------------------

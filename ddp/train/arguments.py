@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddp.collectives.catalog import own_schedules
 from ddp.comm.communicator import Communicator
+from ddp.comm.meeting.membership import current_member
 from ddp.comm.meeting.role import current_role
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.data.loading.iterable import sampler_of_stream
@@ -78,6 +79,7 @@ class FitArguments(Training):
         stop: a wish to stop that the caller sets; None: signals set it.
         settings: what the result depends on, by key, to be compared on a resume; None: the arguments.
         run_store: the part of a store in which servers and workers meet for this training.
+        replica: makes a replica of the model for these ranks; None: `strategy` says which one.
     """
 
     model: nn.Module
@@ -98,6 +100,7 @@ class FitArguments(Training):
     stop: StopFlag | None = None
     settings: Mapping[str, Any] | None = None
     run_store: Any = None
+    replica: Callable[[nn.Module, Communicator], Replica] | None = None
 
     def __post_init__(self) -> None:
         for name in ("loss", "global_batch"):
@@ -148,6 +151,8 @@ class FitArguments(Training):
             "guard": next((each.action for each in callbacks if isinstance(each, Guard)), None),
             "has_folder": self.folder.path is not None,
         }
+        if (member := current_member()) is not None:
+            known |= {"min_workers": member.latest.min_workers, "max_workers": member.latest.max_workers}
         if isinstance(model, Replica):
             hook = policy.hook if model.compression is None else model.compression.hook
             known |= {"wire": policy.wire or model.wire, "hook": hook}
@@ -241,7 +246,10 @@ def sampler_for(given: FitArguments, inputs: Inputs, comm: Communicator) -> tupl
     """
     order = order_of(given.batches.order, inputs.source)
     sampler_arguments = {**given.batches.sampler_arguments, "order": order, "global_batch": given.global_batch}
-    sampler_arguments |= {"rank": comm.rank, "world_size": comm.world_size, "num_shards": _num_shards(given, comm)}
+    num_shards, member = _num_shards(given, comm), current_member()
+    if num_shards is None and member is not None and not isinstance(given.strategy, Rounds):
+        num_shards = member.latest.max_workers  # so that a step's parts stay the same
+    sampler_arguments |= {"rank": comm.rank, "world_size": comm.world_size, "num_shards": num_shards}
     if isinstance(policy := given.strategy, ParameterServer):
         part = current_role()
         assert part is not None

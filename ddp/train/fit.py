@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.cluster_spec import refuse_evaluator
+from ddp.comm.meeting.membership import RESIZE, Member, current_member
 from ddp.comm.objects import on_rank_zero
 from ddp.data.loading.iterable import ENDLESS, IterableSampler
 from ddp.data.loading.source import Source
@@ -53,12 +54,22 @@ from ddp.train.batch_checks import EqualBatches
 from ddp.train.checkpoints.checkpoint import (
     AfterEvaluation,
     Checkpointer,
+    in_memory,
+    newest,
     read_checkpoint,
     restore,
     run_identity,
+    save_checkpoint,
     weights_of,
 )
-from ddp.train.checkpoints.checkpoint_store import CheckpointStore, best_of, resume_from, steps
+from ddp.train.checkpoints.checkpoint_store import (
+    CheckpointStore,
+    StoredCheckpoint,
+    best_of,
+    check_fits,
+    resume_from,
+    steps,
+)
 from ddp.train.checkpoints.extra_state import ExtraState, plain
 from ddp.train.evaluate import check_evaluation, modes_kept
 from ddp.train.held_out import note_of_choice
@@ -74,6 +85,7 @@ from ddp.train.steps.state import TrainState
 from ddp.train.steps.stopping import StopFlag, flag_of_a_new_fit, hears_signals
 from ddp.train.steps.task import Task
 from ddp.train.supervision import Guard, Watch
+from ddp.train.survive import Interrupted, goes_on, over_generations, wait_for_others
 from ddp.units import counted
 
 OURS = (EMA, EarlyStopping, Guard, Watch)
@@ -218,35 +230,60 @@ def _given_back(model: nn.Module) -> Iterator[None]:
 
 def _train(given: FitArguments, comm: Communicator) -> TrainState:
     stop = flag_of_a_new_fit() if given.stop is None else given.stop  # a flag that is not set counts as false
+    meters, start_s = Meters(Throughput(), NoiseScale(), EpochCheck()), now_s()
     with stop.before_libraries():
-        # 1  what is given
-        given = arguments.with_shards(given, comm)
-        inputs = arguments.inputs_of(given, comm)
-
-        # 2  the state
-        run = open_run(given, inputs, comm)
-        run.state.stop_flag = stop
-        try:
-            return _run(run, stop)
-        except BaseException as error:
-            if run.service is not None:
-                run.service.end({"failed": f"{type(error).__name__}: {safe_str(error)}"})
-            raise
+        return over_generations(partial(_train_with, given, stop, meters, start_s), comm, stop)
 
 
-def _run(run: OpenRun, stop: StopFlag) -> TrainState:
+def _train_with(
+    given: FitArguments,
+    stop: StopFlag,
+    meters: Meters,
+    start_s: float,
+    comm: Communicator,
+    kept: StoredCheckpoint | None,
+) -> TrainState:
+    """Trains with these ranks.
+
+    Args:
+        kept: what this rank has of the run.
+    """
+    memory = newest(comm, kept) if comm.generation else None
+    if memory is not None and memory is not kept:  # first, because replicas begin with rank 0's weights
+        check_fits(memory.parts["model"], given.model, source=memory.path)
+        given.model.load_state_dict(memory.parts["model"])
+
+    # 1  what is given
+    given = replace(given, model=given.replica(given.model, comm)) if given.replica is not None else given
+    given = arguments.with_shards(given, comm)
+    inputs = arguments.inputs_of(given, comm)
+
+    # 2  the state
+    run = open_run(given, inputs, comm, memory)
+    run.state.stop_flag = stop
+    try:
+        return _run(run, stop, meters, start_s)
+    except BaseException as error:
+        if run.service is not None:
+            run.service.end({"failed": f"{type(error).__name__}: {safe_str(error)}"})
+        raise
+
+
+def _run(run: OpenRun, stop: StopFlag, meters: Meters, start_s: float) -> TrainState:
     # 3  the loop
-    given = run.given
-    state, meters, start_s = run.state, Meters(Throughput(), NoiseScale(), EpochCheck()), now_s()
+    given, state = run.given, run.state
     with contextlib.nullcontext() if given.stop is not None else stop.listening(), calls_left(run.folder, state.comm):
         _loop(run, meters)
         is_known = bool(stop.signal_name)
+        kept = _kept(run) if current_member() is not None else None
 
         # 4  the results
         stop.agreed = state.stopped_by
         try:
             _end(run, meters, seconds=now_s() - start_s)
         except BaseException as error:
+            if goes_on(error):
+                raise Interrupted(kept) from error
             notify_of(error, state, given.callbacks)
             raise
     if run.service is not None:
@@ -328,14 +365,19 @@ class OpenRun:
     identity: dict[str, Any]
     extra: ExtraState
     folder: Path | None
-    start: Path | None
+    start: Path | StoredCheckpoint | None
     store: CheckpointStore | None
     num_steps: int
     service: Service | None
 
 
-def open_run(given: FitArguments, inputs: Inputs, comm: Communicator) -> OpenRun:
+def open_run(
+    given: FitArguments, inputs: Inputs, comm: Communicator, memory: StoredCheckpoint | None = None
+) -> OpenRun:
     """Returns the state of a run over a communicator, and from its checkpoint, if it has one. Collective.
+
+    Args:
+        memory: from which all ranks go on; None: from a checkpoint on the disk, if at all.
 
     Raises:
         ConfigError, CheckpointError: as `fit`. The model and the optimizer are as they were then.
@@ -361,13 +403,15 @@ def open_run(given: FitArguments, inputs: Inputs, comm: Communicator) -> OpenRun
     saves = given.folder.path is not None
     extra = ExtraState(inputs.replica, inputs.task, given.callbacks, saves=saves, schedule=inputs.schedule)
     try:
-        folder, state.run_dir, start = on_rank_zero(
-            comm, lambda: _folder_and_start(given.folder), label="looking for a checkpoint"
+        folder, state.run_dir, on_disk = on_rank_zero(
+            comm, lambda: _folder_and_start(given.folder, comm.generation), label="looking for a checkpoint"
         )
-        if start is not None:
+        if (start := memory or on_disk) is not None:
             checkpoint = read_checkpoint(comm, start, inputs.replica.module)
             restore(checkpoint, state, identity=identity)
             extra.resumes(checkpoint.parts, given.optimizer)
+        if memory is not None:
+            state.sampler.take_as_planned()
         num_steps, _ = end_of_run(state, epochs=given.epochs, max_steps=given.max_steps)
         if not num_steps and (skipped := given.batches.skip_steps) is not None:
             raise ConfigError(f"skip_steps={list(skipped)}: leaves out all steps of the run; name fewer")
@@ -395,10 +439,10 @@ def open_run(given: FitArguments, inputs: Inputs, comm: Communicator) -> OpenRun
     return OpenRun(given, inputs, state, identity, extra, folder, start, store, num_steps, service)
 
 
-def _folder_and_start(keeps: Folder) -> tuple[Path | None, Path | None, Path | None]:
+def _folder_and_start(keeps: Folder, generation: int) -> tuple[Path | None, Path | None, Path | None]:
     """Returns the folder of the run, which exists then, also from the root on, and the checkpoint to go on from.
 
-    On rank 0 only.
+    On rank 0 only. Each generation after the first one has the same folder.
 
     Raises:
         ConfigError: the folder holds another run, or cannot be made.
@@ -407,6 +451,9 @@ def _folder_and_start(keeps: Folder) -> tuple[Path | None, Path | None, Path | N
     if keeps.path is None:
         return None, None, None if keeps.resume is None else resume_from(str(keeps.resume), Path())
     run_dir = Path("runs", f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}") if keeps.is_unnamed else Path(keeps.path)
+    if (member := current_member()) is not None and (known := member.agreed("folder", str(run_dir))) and generation:
+        run_dir = Path(known)
+        return run_dir, run_dir.absolute(), resume_from("auto", run_dir)
     start = None if keeps.resume is None else resume_from(str(keeps.resume), run_dir)
     is_own = start is not None and start.resolve().is_relative_to(run_dir.resolve())
     if steps(run_dir / "checkpoints") and not is_own:
@@ -433,11 +480,38 @@ def _loop(run: OpenRun, meters: Meters) -> None:
             callbacks = _callbacks(run, meters)
             if given.strategy.region is not None:
                 _publish(given.strategy.region, run)
+            if (member := current_member()) is not None and member.latest.waits:
+                _wait(run, member)
             train_loop(state, given, run.inputs, callbacks, run.service, partial(_go_back, run, callbacks))
         except BaseException as error:
+            kept = _kept(run) if goes_on(error) else None
             # An error that all ranks raise together has changed nothing, so that the optimizer can go on.
             state.strategy.finish(alone=not isinstance(error, (Diverged, UnusedParameters)))
+            if goes_on(error):
+                raise Interrupted(kept) from error
             raise
+    if state.stopped_by == RESIZE:
+        state.strategy.finish()
+        raise Interrupted(_kept(run))
+
+
+def _kept(run: OpenRun) -> StoredCheckpoint | None:
+    """Returns this rank's state of the last committed step, as `in_memory`."""
+    return in_memory(run.state, identity=run.identity, extra=run.extra)
+
+
+def _wait(run: OpenRun, member: Member) -> Never:
+    """Saves the state of too few workers, and waits for others.
+
+    Raises:
+        Interrupted: they have come.
+        TooFewWorkers: they have not.
+    """
+    state, kept = run.state, _kept(run)
+    if run.store is not None:
+        save_checkpoint(run.store, state, identity=run.identity, extra=run.extra)
+    wait_for_others(member)
+    raise Interrupted(kept)
 
 
 def _go_back(run: OpenRun, callbacks: Sequence[Callback], guard: Guard) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ddp.comm.meeting.membership import RESIZE
 from ddp.comm.objects import all_gather_object
 from ddp.data.loading.iterable import IterableSampler
 from ddp.data.loading.source import Source
@@ -22,11 +23,12 @@ from ddp.train.held_out import Evaluator
 from ddp.train.parameter_server import ServedSteps
 from ddp.train.replay import Audit, Replay
 from ddp.train.steps.callbacks import BatchCallback, Callback, notify_of
-from ddp.train.steps.state import TrainState, agreed_reason
+from ddp.train.steps.state import StepReport, TrainState, agreed_reason
 from ddp.train.steps.step import StepRules
 from ddp.train.steps.supply import EpochSupply, LoadedSteps, StreamedSteps
 from ddp.train.steps.task import name_of
 from ddp.train.supervision import Guard, Supervision, no_checkpoint
+from ddp.train.survive import goes_on
 
 
 def train_loop(
@@ -75,6 +77,7 @@ def train_loop(
         seed=state.sampler.state.seed,
         noise_scale_every=given.folder.noise_scale_every,
         batch_checks=batch_checks(state, given, inputs, callbacks, num_steps=num_steps),
+        keeps_buffers=state.comm.world_size > 1 or any(each.action == "skip" for each in _guards(callbacks)),
     )
     evaluator = Evaluator(inputs.held_out, inputs.task, given.evaluation, given.precision, callbacks)
     supply = supply_of(state, rules, given, inputs.source, callbacks, service, go_back, num_steps=num_steps)
@@ -89,22 +92,40 @@ def train_loop(
                 callback.step_start(state)
             report = step.make()
             if report is not None:
-                for callback in callbacks:
-                    callback.step_end(state, report)
+                _ended(report, state, callbacks)
             if report is not None and report.num_stopping:
                 state.stopped_by = agreed_reason(state) or "stopped"
             elif evaluator.is_due(state):
                 evaluator.choose(state)
+        if state.stopped_by == RESIZE:
+            if state.step < num_steps:
+                return
+            state.stopped_by = ""  # this was the last step
         evaluator.finish(state)
         for callback in callbacks:
             callback.fit_end(state)
     except BaseException as error:
         with suppress(Exception):  # of a class that lets nothing be set
             error.ddp_step = number  # type: ignore[attr-defined]  # for the report of a worker that fails
-        notify_of(error, state, callbacks)
+        if not goes_on(error):
+            notify_of(error, state, callbacks)
         raise
     finally:
         supply.close()
+
+
+def _ended(report: StepReport, state: TrainState, callbacks: Sequence[Callback]) -> None:
+    """Tells callbacks of a step: all of them, also if one meets the loss of a rank, because the step is committed."""
+    lost: BaseException | None = None
+    for callback in callbacks:
+        try:
+            callback.step_end(state, report)
+        except Exception as error:
+            if not goes_on(error):
+                raise
+            lost = lost or error
+    if lost is not None:
+        raise lost
 
 
 def batch_checks(
@@ -181,8 +202,12 @@ def supply_of(
         return supply
     replay = Replay(state, rules, supply.read)
     audit = Audit(replay, every=given.same_bits.audit_every) if given.same_bits.on else None
-    guard = next((each for each in callbacks if isinstance(each, Guard)), Guard())
+    guard = next(iter(_guards(callbacks)), Guard())
     return Supervision(supply, replay, guard=guard, audit=audit, callbacks=callbacks, go_back=go_back)
+
+
+def _guards(callbacks: Sequence[Callback]) -> list[Guard]:
+    return [each for each in callbacks if isinstance(each, Guard)]
 
 
 def _start(state: TrainState, callbacks: Sequence[Callback]) -> None:

@@ -225,6 +225,7 @@ def work(given: FitArguments, comm: Communicator, part: Role) -> TrainState:
         seed=sampler.state.seed,
         noise_scale_every=0,
         batch_checks=[first],
+        keeps_buffers=False,  # a part that breaks off ends this worker
     )
     facts = facts_of(inputs.replica.module, sampler, settings)
     servers = Servers(part, given.run_store, comm, inputs.replica.module, policy, facts=facts)

@@ -243,7 +243,7 @@ def _first(replay: Replay, micro: Micro, batch: Any) -> Finding | None:
         if not math.isfinite(float(loss_sum.detach())):
             return Finding(LOSS, 0, "the loss is not finite, while all outputs are", shard, micro.indices, False)
         seen.is_backward = True
-        replay.backward(loss_sum)
+        loss_sum.backward()  # without a loss scale, which the step has lowered as far as it could
     if seen.first is not None:
         name, tensor, _ = seen.first
         after = f"that of {seen.last}" if seen.last else "the loss"

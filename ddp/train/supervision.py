@@ -33,18 +33,16 @@ from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.data.loading.iterable import ENDLESS
 from ddp.data.orders.sampler import StepPlan
 from ddp.errors import CheckpointError, Diverged
-from ddp.optim.precision import LossScale
 from ddp.optim.schedules import Rates
 from ddp.policies import GuardAction, WatchAction
 from ddp.process.clock import now_s
 from ddp.process.terminal import log
 from ddp.setting import Below1, Natural, Positive, UpTo1, checked
-from ddp.strategies.strategy import ADVICE, Agreement, Replicated
+from ddp.strategies.strategy import ADVICE, Agreement
 from ddp.train.replay import Audit, Replay, explain_divergence, explain_spike
 from ddp.train.reports.history import note_incident
 from ddp.train.steps.callbacks import BatchCallback, Callback
 from ddp.train.steps.state import StepReport, TrainState
-from ddp.train.steps.step import StepSnapshot
 from ddp.train.steps.supply import EpochSupply, Step
 from ddp.train.steps.task import IGNORE, Classification, LanguageModel, LossFunction, Regression, Task
 from ddp.units import counted
@@ -149,8 +147,6 @@ class Supervision:
     ) -> None:
         self._supply, self._state, self._replay, self._guard, self._audit = supply, replay.state, replay, guard, audit
         self._callbacks, self._go_back, self._is_spike = callbacks, go_back, False
-        self._before: StepSnapshot | None = None
-        self._scale: dict[str, int] | None = None
         supply.check = self._check
 
     def __iter__(self) -> Iterator[Step]:
@@ -170,12 +166,9 @@ class Supervision:
             return None
 
     def _begin(self, plan: StepPlan) -> None:
-        """Begins a step: the audit of one of its shards, and a snapshot, if a bad step is left out."""
+        """Begins a step, and the audit of one of its shards."""
         if self._audit is not None:
             self._audit.begin(plan)
-        self._before = StepSnapshot(self._state, iter(())) if self._guard.action == "skip" else None
-        scale = _scale_of(self._state)
-        self._scale = None if scale is None else scale.state_dict()
         self._is_spike = False
 
     def _check(self, plan: StepPlan, agreement: Agreement) -> None:
@@ -222,10 +215,6 @@ class Supervision:
     def _leave_out(self, guard: Guard, facts: Mapping[str, Any]) -> None:
         """Continues after the step, whose samples count as seen."""
         state, step, epoch, size = self._state, facts["step"], facts["epoch"], facts["size"]
-        assert self._before is not None
-        self._before.restore(state)
-        if self._scale is not None and (scale := _scale_of(state)) is not None:
-            scale.load_state_dict(self._scale)
         state.sampler.leave_out(step, facts["position"], size)
         which = f"step {step}, in epoch {epoch}, is left out, with its {size} samples"
         self._note({"left_out": facts}, f"{which} ({guard.num_acted} of {guard.most}): {facts['why']}")
@@ -252,10 +241,6 @@ class Supervision:
             log.warning("%s", words)
         if folder is not None:
             on_rank_zero(comm, lambda: note_incident(folder, incident), label="recording a bad step")
-
-
-def _scale_of(state: TrainState) -> LossScale | None:
-    return state.strategy.loss_scale if isinstance(state.strategy, Replicated) else None
 
 
 def no_checkpoint(guard: Guard) -> None:

@@ -228,4 +228,3 @@ def in_another_order() -> None:
 
 def test_an_algorithm_that_adds_up_in_another_order_is_refused() -> None:
     run_ranks(in_another_order, 3)
-

@@ -32,6 +32,7 @@ from torch.distributed import DistError, HashStore, Store, TCPStore  # type: ign
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ddp.comm.meeting.cluster_spec import ClusterTask, described_servers
+from ddp.comm.meeting.membership import is_superseded, lost_member
 from ddp.comm.meeting.place import ALONE, RankPlace, launcher_serves, number_of, place
 from ddp.comm.meeting.private_store import Folder, part_of, sealed
 from ddp.comm.meeting.role import ROLE, SERVERS, Role, RoleSettings, current_role, role_from_env, set_role
@@ -56,14 +57,22 @@ def ask_store(work: Callable[[], Result], *, within_s: float) -> Result:
     Without this deadline, torch's client would wait for a stopped process for ever.
 
     Raises:
-        PeerLost: the store has not responded in time.
+        PeerLost: the store has not responded in time, or not all ranks will come.
     """
     try:
-        return within(within_s + LET_GO_S, work)
+        return within(within_s + LET_GO_S, work, unless=is_superseded)
     except TimeoutError as error:
         late = error
+    _refuse_former_ranks()
     reason = f"the store that it serves has not responded for {within_s:g} s: it was stopped, or its host is down"
     raise PeerLost(0, "unknown", 0, 0, "start-up", reason) from late
+
+
+def _refuse_former_ranks() -> None:
+    """Raises PeerLost if the launcher has lost one of these ranks, or has let others join."""
+    if is_superseded():
+        rank, why = lost_member() or (0, "the members are others now")
+        raise PeerLost(rank, "unknown", 0, 0, "start-up", why)
 
 
 def rendezvous(
@@ -101,6 +110,7 @@ def _meet(
     try:
         store.set(f"here/{rank}", token)
         while True:
+            _refuse_former_ranks()
             if rank == 0:
                 here = [other for other in everyone if store.check([f"here/{other}"])]
                 tokens = [store.get(f"here/{other}").decode() if other in here else "" for other in everyone]
@@ -271,7 +281,7 @@ def join_role(*, warn_s: float, abort_s: float) -> Role | None:
         else:
             mine, run = arrive(me, dict, warn_s=warn_s, abort_s=abort_s)
             if "config" in run:
-                raise ConfigError(f"{ROLE}={me.job}: server 0 is a \"train\" command; start this process as one, too")
+                raise ConfigError(f'{ROLE}={me.job}: server 0 is a "train" command; start this process as one, too')
         set_role(mine)
     return mine
 

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
+from ddp.comm.meeting.membership import lost_member
 from ddp.comm.meeting.private_store import part_of
 from ddp.comm.transport.shared_memory import ProcessHandle
 from ddp.comm.watch.call import Call, Envelope
@@ -45,13 +46,22 @@ class Watchdog:
         generation: version of the membership, for messages.
         warn_s: seconds in one wait after which a warning names the missing rank.
         abort_s: longest wait for a rank that is alive.
+        world_ranks: these ranks' numbers in the membership of an elastic launch, if they are a subset.
     """
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, *, generation: int, warn_s: float, abort_s: float
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        generation: int,
+        warn_s: float,
+        abort_s: float,
+        world_ranks: Sequence[int] = (),
     ) -> None:
         self.board = Board(store, rank, world_size)
-        self._generation = generation
+        self._generation, self._world_ranks = generation, world_ranks
         self.warn_s, self._abort_s, self._silence_s = warn_s, abort_s, min(abort_s, SILENCE_S)
         self._hosts: dict[int, str] = {}
         self._culprit: Culprit | None = None
@@ -86,6 +96,7 @@ class Watchdog:
             generation=self._generation,
             warn_s=self.warn_s,
             abort_s=self._abort_s,
+            world_ranks=[self._world_ranks[rank] for rank in ranks] if self._world_ranks else ranks,
         )
 
     # --- what this rank does -----------------------------------------------------------------------------------------
@@ -106,7 +117,7 @@ class Watchdog:
 
     def hopeless_because(self) -> Culprit | None:
         """Returns the rank that will never arrive, and why, once no wait can succeed any more."""
-        return self._culprit
+        return self._culprit or lost_member(self._world_ranks)
 
     def give_up(self, rank: int, reason: str) -> None:
         """Ends this process's present and future waits."""
@@ -254,7 +265,7 @@ class Watchdog:
         """Reads the statuses until they show with certainty who is to blame."""
         while True:
             others = self.board.observe()
-            culprit = find(others)
+            culprit = lost_member(self._world_ranks) or find(others)
             if culprit or not others.statuses or now_s() > until_s or self._stopped.wait(INTERVAL_S / 2):
                 return others, culprit
 

@@ -56,7 +56,7 @@ from ddp.run.launch import sweep
 from ddp.run.launch.failures import Report, Seat, describe_failures
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare, settings_text, unwritable
 from ddp.run.launch.supervisor import run_workers, with_sidecar
-from ddp.run.settings.checks import check_gpus, check_strategy, name_problems
+from ddp.run.settings.checks import check_gpus, check_strategy, elastic_of, name_problems
 from ddp.run.settings.config import CHOICES, Config, page, plain_defaults
 from ddp.run.settings.reader import (
     chosen_in,
@@ -469,8 +469,12 @@ def train(config: Config, run_dir: Path) -> int:
     arguments = ["--settings", digest, str(run_dir.resolve())]
     try:
         with with_sidecar(config, run_dir) as is_there:
-            counts = {"workers": cluster.workers, "servers": cluster.servers, "restarts": cluster.restarts}
-            ended = run_workers(arguments, threads=cluster.threads_per_worker, logs=run_dir / "logs", **counts)
+            counts: dict[str, Any] = {
+                "workers": cluster.workers,
+                "servers": cluster.servers,
+                "restarts": cluster.restarts,
+            }
+            ended = run_workers(arguments, logs=run_dir / "logs", elastic=elastic_of(config), **counts)
             if is_there is not None and has_ended(run_dir):
                 wait_for(run_dir, is_there, within_s=config.evaluate.wait_s)
     finally:

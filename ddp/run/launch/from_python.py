@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+from ddp.comm.meeting.membership import elastic
 from ddp.comm.meeting.place import refuse_workers
 from ddp.errors import ConfigError, WorkersFailed, nearest, workers_failed
 from ddp.process.memory import available_bytes, available_cores
@@ -36,6 +37,11 @@ def launch(
     workers: int = 2,
     servers: int = 0,
     restarts: int = 3,
+    min_workers: int | None = None,
+    spares: int = 0,
+    max_workers: int | None = None,
+    wait_s: float = 300.0,
+    silent_s: float = 30.0,
     threads_per_worker: int | None = None,
     timeout_s: float | None = None,
     **kwargs: Any,
@@ -67,6 +73,8 @@ def launch(
     refuse_workers(f"ddp.launch({name}, …)", instead=f"call {name}({'…' if args or kwargs else ''}) itself")
     check_call(function, args, kwargs)
     _check_launch(workers, servers, restarts, threads_per_worker, timeout_s)
+    how: dict[str, Any] = {"spares": spares, "max_workers": max_workers, "wait_s": wait_s, "silent_s": silent_s}
+    limits = elastic(min_workers=min_workers, workers=workers, **how)
     if sys.stdout is not None and sys.stdout.isatty():  # a pipe gets what the function prints, and nothing else
         and_servers = f"{counted(servers, 'server')} and " if servers else ""
         say(f"starting {and_servers}{counted(workers, 'worker')} …")
@@ -74,14 +82,15 @@ def launch(
         limit = [] if timeout_s is None else ["--timeout", str(timeout_s)]
         counts = {"workers": workers, "servers": servers, "restarts": restarts}
         words = ["--call", str(folder / CALL), *limit]
-        ended = run_workers(words, threads=threads_per_worker, logs=folder / "logs", **counts)
+        ended = run_workers(words, threads=threads_per_worker, logs=folder / "logs", elastic=limits, **counts)
         if (stopped_by := ended.signal or _agreed_signal(ended.failures)) is signal.SIGINT:
             raise KeyboardInterrupt("it has ended the workers; if a fit was running, its last line says what is saved")
         if stopped_by is not None:
             raise SystemExit(128 + stopped_by)
         if ended.failures:
             raise _failed(folder, ended.failures, servers)
-        results = [result_file(folder, rank) for rank in range(servers + workers)]
+        numbers = range(servers + workers) if ended.members is None else ended.members
+        results = [result_file(folder, number) for number in numbers]
         for rank, path in enumerate(results[: servers or workers]):
             if not path.exists():
                 who = Seat(folder, rank, servers)

@@ -6,6 +6,17 @@ A process is a plain `subprocess` (`worker.py`), in its own session, with a thre
 |---------|----------------------------------------|------------------------------------------------------------------|
 | a rank  | badly                                  | the run has failed: all others are asked to stop                 |
 
+In an elastic launch (`min_workers`), the others go on (`comm/meeting/membership.py`):
+
+| who     | how it ends                            | what follows                                                     |
+|---------|----------------------------------------|------------------------------------------------------------------|
+| a member| by a signal, or because others are lost| a spare takes its place; a process is started again in its       |
+|         |                                        | place, `restarts` times, and joins when it is ready              |
+|         | it has shown no sign of life           | it is killed, and then the same                                  |
+|         | its program raised                     | the run has failed: all others are asked to stop                 |
+|         | well                                   | the run is ending: nobody joins any more, and a loss ends it     |
+| another | in any way                             | nothing; if it was lost, it is started again, `restarts` times   |
+
 With servers, one may end without the others:
 
 | who     | how it ends                            | what follows                                                     |
@@ -38,6 +49,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
+from ddp.comm.meeting import membership
+from ddp.comm.meeting.membership import Elastic, Membership
 from ddp.comm.meeting.role import STORE, Job, Role, publish_end
 from ddp.comm.meeting.secret import private_folder
 from ddp.process.clock import Patience, now_s
@@ -48,6 +61,7 @@ from ddp.process.terminal import log, say
 from ddp.run.launch.failures import Failure, Report, Seat, status_text
 from ddp.run.settings.config import Config
 from ddp.train.steps.stopping import ECHO_S, hears_signals, stop_signals
+from ddp.units import counted
 
 LEAVE_S, START_S = 10.0, 60.0
 """Once the servers have ended, workers have LEAVE_S to end, too, but at least until START_S after their start, because
@@ -61,10 +75,17 @@ NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Ended(NamedTuple):
-    """The end of all workers. `signal`: the one that the parent got; `failures`: by rank, in order of discovery."""
+    """The end of all workers.
+
+    Attributes:
+        signal: the one that the parent got.
+        failures: by number, in order of discovery.
+        members: by rank, the numbers of the last members of an elastic launch; None in another one.
+    """
 
     signal: signal.Signals | None
     failures: Mapping[int, Failure]
+    members: Sequence[int] | None = None
 
 
 class Process(Protocol):
@@ -82,15 +103,23 @@ def started(words: Sequence[str]) -> Process:
 
 
 def run_workers(
-    arguments: Sequence[str], *, workers: int, threads: int | None, logs: Path, servers: int = 0, restarts: int = 0
+    arguments: Sequence[str],
+    *,
+    workers: int,
+    threads: int | None,
+    logs: Path,
+    servers: int = 0,
+    restarts: int = 0,
+    elastic: Elastic | None = None,
 ) -> Ended:
     """Runs `ddp.run.launch.worker` in `servers` + `workers` processes, and waits.
 
     Args:
         threads: of a process; None: cores ÷ processes, at least 1.
         logs: the folder of their reports.
-        servers: 0: the workers are ranks, all of which fail with one.
-        restarts: most restarts of a worker, if there are servers; and of all servers.
+        servers: 0: the workers are ranks.
+        restarts: most restarts of a worker, if there are servers or the launch is elastic; and of all servers.
+        elastic: how far the ranks may shrink and grow; None: all fail with one.
 
     Returns:
         How they ended, by number: first the servers, then the workers (`failures.Seat`).
@@ -110,7 +139,14 @@ def run_workers(
             commands = [[*_variables(rank, workers, served.port), *command] for rank in range(workers)]
         roles = [Role("server", index, workers, servers, store) for index in range(servers)]
         roles += [Role("worker", index, workers, servers, store) for index in range(workers)]
-        with contextlib.closing(_Supervisor(commands, roles, events, restarts=restarts, logs=logs)) as supervisor:
+        how: dict[str, Any] = {"restarts": restarts, "logs": logs}
+        supervisor = _Supervisor(commands, roles, events, **how)
+        if elastic is not None and served is not None:
+            how |= {"elastic": elastic, "store": Folder(private / membership.STORE)}
+            again = [*_meeting(served.port), *command, "--elastic"]
+            commands = [[*_variables(rank, workers, served.port), *again] for rank in range(workers)]
+            supervisor = _ElasticSupervisor(commands, roles, events, again=again, **how)
+        with contextlib.closing(supervisor):
             return supervisor.run()
 
 
@@ -128,12 +164,18 @@ def _store_of_torch() -> Any:
 
 def _variables(rank: int, world_size: int, port: int) -> list[str]:
     """Returns the environment of a rank, as torchrun gives it."""
-    own = {f"{local}RANK": rank for local in ("", "LOCAL_")} | {f"{of}WORLD_SIZE": world_size for of in ("", "LOCAL_")}
+    own = {f"{of}RANK": rank for of in ("", "LOCAL_", "ROLE_")}
+    own |= {f"{of}WORLD_SIZE": world_size for of in ("", "LOCAL_", "ROLE_")}
+    return [*(f"{name}={value}" for name, value in own.items()), *_meeting(port)]
+
+
+def _meeting(port: int) -> list[str]:
+    """Returns the part of a rank's environment that is the same for all."""
     meeting = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    roles = {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": world_size}
     restarts = {f"TORCHELASTIC_{name}": 0 for name in ("RESTART_COUNT", "MAX_RESTARTS")}
     torchs = {"TORCHELASTIC_RUN_ID": "ddp", **restarts, NCCL_ERRORS: os.environ.get(NCCL_ERRORS, 1)}
-    return [f"{name}={value}" for name, value in {**own, **meeting, **roles, **torchs}.items()]
+    known = {**meeting, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, **torchs}
+    return [f"{name}={value}" for name, value in known.items()]
 
 
 class _End(NamedTuple):
@@ -181,15 +223,21 @@ class _Supervisor:
             self._start(rank)
         while self._running:
             try:
-                event = self._events.get(timeout=None if self._over is self._losing is None else POLL_S)
+                event = self._events.get(timeout=POLL_S if self._looks or self._over or self._losing else None)
             except Empty:
-                self._kill_overdue()
+                self._look()
                 continue
             if isinstance(event, _End):
                 self._end_of(event.rank, event.status)
             else:
                 self._pass_on(event)
         return Ended(self._got[0], {}) if self._got else Ended(None, self._failures)
+
+    _looks = False  # also while nothing is overdue
+
+    def _look(self) -> None:
+        """Does what is due, whenever nothing has happened for a while."""
+        self._kill_overdue()
 
     def close(self) -> None:
         """Kills whatever still runs, after an error here, and waits for its end."""
@@ -332,6 +380,104 @@ class _Supervisor:
                 self._signal(signal.SIGKILL, self._of("server"))
             else:
                 self._fail({})
+
+
+class _ElasticSupervisor(_Supervisor):
+    """The parent of an elastic launch: ranks come and go.
+
+    Args:
+        commands, roles: of the processes at the start.
+        again: the command of any further process.
+        store: of the membership.
+    """
+
+    _looks = True
+
+    def __init__(
+        self,
+        commands: Sequence[Sequence[str]],
+        roles: Sequence[Role],
+        events: Events,
+        *,
+        elastic: Elastic,
+        store: Any,
+        again: Sequence[str],
+        **how: Any,
+    ) -> None:
+        spares = range(elastic.spares)
+        super().__init__([*commands, *(again for _ in spares)], [*roles, *(roles[0] for _ in spares)], events, **how)
+        self._again, self._num_restarts = again, [0] * elastic.num_processes  # of each, and of those before it
+        self._membership = Membership(store, elastic, self._running)
+
+    def run(self) -> Ended:
+        return super().run()._replace(members=self._membership.latest.members)
+
+    def _look(self) -> None:
+        membership, before = self._membership, self._membership.latest
+        membership.look()
+        if joined := [each for each in membership.latest.members if each not in before.members]:
+            self._tell(f"{_named(joined)} joined")
+        for process in membership.silent(lambda process: _cpu_time(self._running[process].process.pid)):
+            log.warning("process %d has shown no sign of life for too long, and is killed", process)
+            self._signal(signal.SIGKILL, [process])
+        self._kill_overdue()
+
+    def _end_of(self, rank: int, status: int) -> None:
+        self._running.pop(rank)
+        membership, before = self._membership, self._membership.latest.members
+        report = Report.read(Seat(self._logs, rank)) if status else None
+        is_lost = status != 0 and status - 128 not in self._stops and (report is None or report.is_secondary)
+        membership.look()
+        if is_lost and self._over is None and not membership.is_closed and not membership.has_asked(rank):
+            self._end_of_lost(rank, _end_text(status, report), before)
+            if not self._running:
+                self._fail({rank: Failure(status, time.time())})
+        elif rank in before:
+            membership.lost(rank, "")
+            self._end_of_rank(rank, status)
+        elif report is not None and not is_lost:
+            log.warning("process %d %s; the others continue without it", rank, _end_text(status, report))
+        if membership.is_closed and not self._running.keys() & set(membership.latest.members):
+            self._end_within(LEAVE_S)
+            self._signal(signal.SIGTERM, self._running)  # which have waited for nothing
+
+    def _end_of_lost(self, rank: int, how: str, before: Sequence[int]) -> None:
+        """Lets the others continue without a lost process, and starts another one in its place."""
+        membership = self._membership
+        if rank in before:
+            membership.lost(rank, how)
+        joined = [each for each in membership.latest.members if each not in before]
+        then = [f"{_named(joined)} took its place"] if joined else []
+        if (used := self._num_restarts[rank]) < self._restarts:
+            number = len(self._commands)
+            self._commands, self._roles = [*self._commands, self._again], [*self._roles, self._roles[0]]
+            self._num_restarts.append(used + 1)
+            self._start(number)
+            then.append(f"process {number} was started ({used + 1} of {self._restarts})")
+        self._tell("; ".join([f"process {rank} {how}", *then]))
+
+    def _tell(self, what: str) -> None:
+        """Prints one line about a change of the membership."""
+        latest = self._membership.latest
+        num = counted(len(latest.members), "worker")
+        go_on = f"{num} wait for others" if latest.waits else f"{num} train"
+        log.warning("%s; %s (generation %d)", what, go_on, latest.number)
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        self._membership.stop(number.name)
+        super()._pass_on(number)
+
+
+def _named(processes: Sequence[int]) -> str:
+    *before, last = map(str, processes)
+    return f"processes {', '.join(before)} and {last}" if before else f"process {last}"
+
+
+def _cpu_time(pid: int) -> Any:
+    """Returns the processor time that a process has used, in the kernel's units; None where it does not say."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return None
 
 
 def _end_text(status: int, report: Report | None) -> str:

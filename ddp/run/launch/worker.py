@@ -38,13 +38,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from ddp.comm.meeting import membership
 from ddp.comm.meeting.role import STORE, Role, set_role
 from ddp.comm.meeting.secret import take_secret
 from ddp.errors import ConfigError, safe_str
 from ddp.process.files import make_folder, to_append
 from ddp.process.memory import ask_for_signal, collect_from_now_on, collect_later
 from ddp.process.stack import stack_of
-from ddp.process.terminal import add_handler, ended_by_ctrl_c, follow_rank, keep_writing, say
+from ddp.process.terminal import (
+    add_handler,
+    ended_by_ctrl_c,
+    follow_rank,
+    keep_writing,
+    log,
+    say,
+    terminal_follows,
+)
 from ddp.run.launch.failures import Report, Seat
 from ddp.run.launch.from_python import adopt, write_exception, write_result
 from ddp.run.settings.config import Config
@@ -65,6 +74,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--servers", type=int, default=0, help="number of servers, which are the first ranks")
     parser.add_argument("--workers", type=int, default=0, help="number of workers, which are the other ranks")
     parser.add_argument("--incarnation", type=int, default=0, help="how often this one has been started before")
+    parser.add_argument("--elastic", action="store_true", help="ranks come and go")
     parser.add_argument("--settings", help="SHA-256 of the run directory's config.yaml, as the launcher has written it")
     parser.add_argument("run_dir", type=Path, nargs="?")
     options = parser.parse_args(argv)
@@ -73,10 +83,10 @@ def main(argv: Sequence[str]) -> int:
     keep_writing()
     follow_parent(options.parent, grace_s=ORPHAN_GRACE_S)
     take_secret(options.private)
-    take_role = partial(_take_role, options) if options.servers else lambda: None
+    take_role = partial(_take_role, options) if options.servers or options.elastic else lambda: None
     if options.call is not None:
         seat = Seat(options.call.parent / "logs", options.rank, options.servers)
-        return _call(options.call, seat, timeout_s=options.timeout, take_role=take_role)
+        return _call(options.call, seat, timeout_s=options.timeout, take_role=take_role, moves=options.elastic)
     import yaml
 
     content = (options.run_dir / "config.yaml").read_bytes()
@@ -89,11 +99,17 @@ def main(argv: Sequence[str]) -> int:
     config = from_plain(yaml.safe_load(content))
     if options.incarnation and any((options.run_dir / "checkpoints").glob("*step-*")):
         config.resume = "auto"
-    return train(config, options.run_dir, rank=options.rank, take_role=take_role)
+    return train(config, options.run_dir, rank=options.rank, take_role=take_role, moves=options.elastic)
 
 
 def train(
-    config: Config, run_dir: Path, *, rank: int, role: str = "", take_role: Callable[[], object] = lambda: None
+    config: Config,
+    run_dir: Path,
+    *,
+    rank: int,
+    role: str = "",
+    take_role: Callable[[], object] = lambda: None,
+    moves: bool = False,
 ) -> int:
     """Trains as this rank of the run; returns the exit status (0, also after an agreed stop).
 
@@ -101,9 +117,10 @@ def train(
         rank: see `Seat`.
         role: the task of a described cluster, as "worker:1".
         take_role: gives this process its role in a run with servers, once the log is taken.
+        moves: see `take_log`.
     """
     seat = Seat(run_dir / "logs", rank, config.cluster.servers)
-    take_log(seat, world_size=config.cluster.workers, role=role)
+    take_log(seat, world_size=config.cluster.workers, role=role, moves=moves)
 
     def work() -> None:
         with ended_by_ctrl_c():
@@ -116,21 +133,24 @@ def train(
 
 
 def _take_role(options: argparse.Namespace) -> None:
-    """Gives this process its role among the servers and workers that one host's launcher has started."""
+    """Gives this process its role among those that one host's launcher has started: server, worker, or member."""
     from ddp.comm.meeting.private_store import Folder  # and torch with it
 
+    if options.elastic:
+        membership.join_membership(Folder(options.private / membership.STORE), options.rank)
+        return
     counts = {"workers": options.workers, "servers": options.servers}
     store = Folder(options.private / STORE)
     set_role(Role.of_number(options.rank, **counts, store=store, incarnation=options.incarnation))
 
 
-def _call(file: Path, seat: Seat, *, timeout_s: float | None, take_role: Callable[[], object]) -> int:
+def _call(file: Path, seat: Seat, *, timeout_s: float | None, take_role: Callable[[], object], moves: bool) -> int:
     """Runs the function in `file`, and writes its result next to it."""
 
     def work() -> None:
         with file.open("rb") as stream:
             world_size, sys.path[:] = pickle.load(stream)  # first, because unpickling imports modules
-            take_log(seat, world_size=world_size)
+            take_log(seat, world_size=world_size, moves=moves)
             with ended_by_ctrl_c():
                 take_role()
                 function, args, kwargs, defined = pickle.load(stream)
@@ -199,23 +219,33 @@ class _Terminal(logging.StreamHandler[Any]):
         return sys.stderr
 
 
-def take_log(seat: Seat, *, world_size: int, role: str = "") -> None:
+def take_log(seat: Seat, *, world_size: int, role: str = "", moves: bool = False) -> None:
     """Sends this process's output to logs/rank-R.log; rank 0 keeps the terminal and logs to both.
 
     File descriptors are redirected, so that the output of C++ and of child processes goes there, too.
+
+    Args:
+        moves: this process may become rank 0 later, or cease to be it.
     """
     make_folder(seat.logs)
-    if seat.rank != 0:
+    terminal, of_terminal = (os.dup(1), os.dup(2)) if moves else (1, 2), _Terminal()
+
+    def show(is_first: bool) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         with to_append(seat.log) as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
+            for fd, own in enumerate(terminal, start=1):
+                os.dup2(own if is_first else file.fileno(), fd)
+        log.removeHandler(of_terminal)
+        if is_first:
+            add_handler(of_terminal, logging.WARNING)
+
     faulthandler.enable()  # a crash in C++ leaves its Python stack in the log
-    follow_rank(seat.rank, world_size, role)
     add_handler(logging.StreamHandler(to_append(seat.log)))
-    if seat.rank == 0:
-        add_handler(_Terminal(), logging.WARNING)
+    show(seat.rank == 0)
+    follow_rank(seat.rank, world_size, role)
+    if moves:
+        terminal_follows(show)
 
 
 # ------------------------------------------------------------------------------------------------- 3 work, 4 report
@@ -238,8 +268,8 @@ def guarded(work: Callable[[], None], seat: Seat, *, send: Callable[[BaseExcepti
         try:
             report.write(seat.logs)
             send(error)
-            with to_append(seat.log) as log:
-                log.write(f"{report.traceback}\n")
+            with to_append(seat.log) as file:
+                file.write(f"{report.traceback}\n")
         except (OSError, ConfigError):  # such as a full disk, which may have ended the work
             say(report.block(), to=sys.stderr)
         _notify_others(error)

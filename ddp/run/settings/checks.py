@@ -7,12 +7,14 @@ takes more than a row has a function below.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp.collectives.catalog import ALL_REDUCE, BETWEEN_HOSTS, all_reduce_schedules
+from ddp.comm.meeting.membership import Elastic, elastic
 from ddp.errors import ConfigError, did_you_mean
 from ddp.policies import NUM_SHARDS, Rounds, Serving
 from ddp.process.memory import available_cores
@@ -176,6 +178,8 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
         ConfigError: the result cannot work.
     """
     workers = config.cluster.workers
+    if config.cluster.min_workers is not None and config.cluster.max_workers is None:
+        config.cluster.max_workers = workers
     if isinstance(config.strategy, Serving) and not config.cluster.servers:
         if local_workers is not None:
             raise ConfigError(
@@ -193,7 +197,7 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
         num_servers = config.cluster.servers if config.cluster.local_workers == workers else 0
         config.cluster.threads_per_worker = max(1, cores // (config.cluster.local_workers + num_servers))
     if config.batch.num_shards is None:
-        parts = config.strategy.num_parts(workers)
+        parts = config.strategy.num_parts(config.cluster.max_workers or workers)
         fits = num_shards is not None and parts <= num_shards <= config.batch.global_size
         fits = fits and not isinstance(config.strategy, Rounds)  # in which each worker has one share
         config.batch.num_shards = num_shards if fits else NUM_SHARDS if config.same_bits.on else parts
@@ -205,6 +209,16 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
     elif not config.run.code or not Path(config.run.code).is_dir():  # a new run, or one whose folder has moved
         config.run.code = str(Path.cwd())
     validate(config, is_whole=True)
+
+
+def elastic_of(config: Config) -> Elastic | None:
+    """Returns how far the workers may shrink and grow; None if they stay.
+
+    Raises:
+        ConfigError: as `elastic`.
+    """
+    given = {item.name: getattr(config.cluster, item.name) for item in fields(Elastic)}
+    return elastic(**given)
 
 
 def name_problems(key: str, name: str) -> Iterator[str]:
@@ -230,7 +244,9 @@ def _choice_problems(config: Config) -> Iterator[str]:
     if sharding not in SHARDINGS and not is_address(sharding):
         hint = did_you_mean(sharding, SHARDINGS)
         yield f"data.sharding={sharding}: unknown.{hint} Choose one of {', '.join(SHARDINGS)}, or MODULE:NAME"
-    for prefix, make in (("strategy.", config.strategy.make), ("", lambda: folder_of(config, "runs/mine"))):
+    makers: list[tuple[str, Callable[[], Any]]] = [("strategy.", config.strategy.make)]
+    makers += [("cluster.", partial(elastic_of, config)), ("", partial(folder_of, config, "runs/mine"))]
+    for prefix, make in makers:
         try:
             make()
         except ConfigError as error:

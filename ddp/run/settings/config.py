@@ -103,6 +103,15 @@ class Cluster:
         0, "further processes that hold the parameters, for strategy=parameter_server; 0: one there, else none"
     )
     restarts: Whole = setting(3, "most restarts of a lost worker, and of all servers after the loss of one")
+    min_workers: Natural | None = setting(
+        None, "fewest workers that train on when others are lost or leave; null: the loss of one ends the run"
+    )
+    spares: Whole = setting(0, "further processes that wait to take a lost worker's place, with min_workers")
+    max_workers: Natural | None = setting(
+        None, "most workers, up to which others may join; null: cluster.workers, with min_workers"
+    )
+    wait_s: FromZero = setting(300.0, "seconds that fewer than min_workers wait for others")
+    silent_s: Positive = setting(30.0, "a worker that shows no sign of life for so many seconds is killed")
     spec: dict[str, Any] = setting(
         {},
         "addresses of the tasks of a cluster, by job, each of which is started by hand, as {chief: [HOST:PORT], "

@@ -28,6 +28,7 @@ import itertools
 import platform
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
@@ -39,7 +40,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.objects import all_gather_object, on_rank_zero
+from ddp.comm.objects import all_gather_object, broadcast_object, on_rank_zero
 from ddp.comm.session import on_cpu
 from ddp.data.orders.order import Checksum
 from ddp.errors import CheckpointError
@@ -61,6 +62,7 @@ from ddp.train.checkpoints.moved import translated
 from ddp.train.steps.callbacks import MEASURED, Callback
 from ddp.train.steps.state import StepReport, TrainState
 
+IN_MEMORY = Path("memory")  # the path of a checkpoint that is on no disk
 FREE = ("world_size", "all_reduce", "buckets", "strategy")
 """Keys of a run's identity on which the bits do not depend with `same_bits`."""
 
@@ -100,14 +102,41 @@ def save_checkpoint(
     Raises:
         CheckpointError: it could not be written; on every rank.
     """
-    whole = state.strategy.state_dict()
-    compression = state.model.compression
+    whole, compression = state.strategy.state_dict(), state.model.compression
     hook = None if compression is None else compression.state_dict()
     extra_parts = {} if extra is None else extra.parts()
-    mine = _random_states(state.comm), state.sampler.places(), state.sampler.seen, state.unreadable
-    random_states, places, sums, unreadable = map(list, zip(*all_gather_object(state.comm, mine), strict=True))
-    seen = [None if each is None else Checksum(*each) for each in sums]
-    meta = {
+    mine = _random_states(state.comm), state.sampler.places(), state.sampler.seen_in_epoch, state.unreadable
+    everyone = all_gather_object(state.comm, mine)
+    meta = _meta(state, identity, extra)
+
+    def write() -> Path:
+        parts = _parts(state, whole, hook, extra_parts, everyone)
+        return store.save(state.step, parts, meta=meta, score=score).absolute()
+
+    return on_rank_zero(state.comm, write, label=f"checkpoint of step {state.step}")
+
+
+def in_memory(
+    state: TrainState, *, identity: Mapping[str, Any], extra: ExtraState | None = None
+) -> StoredCheckpoint | None:
+    """Returns the run's checkpoint of the last committed step as this rank has it by itself, without copying a tensor.
+
+    It is None if the rank has not the whole state. What the hooks of other ranks have not sent yet is missing. Not
+    collective.
+    """
+    if (whole := state.strategy.kept()) is None:
+        return None
+    compression = state.model.compression
+    hook = None if compression is None else compression.kept()
+    extra_parts = {} if extra is None else extra.parts(alone=True)
+    parts = _parts(state, whole, hook, extra_parts, [({}, state.sampler.places(), None, state.unreadable)])
+    return StoredCheckpoint(state.step, IN_MEMORY, None, _meta(state, identity, extra), parts)
+
+
+def _meta(state: TrainState, identity: Mapping[str, Any], extra: ExtraState | None) -> dict[str, Any]:
+    """Returns the values of a checkpoint that are readable without its parts."""
+    compression = state.model.compression
+    return {
         "identity": _with_data(identity, state),
         "slot_rules": {"random": "dropped when the world size changes"},  # for people who read the manifest
         "optimizer": type(state.optimizer).__name__,
@@ -120,31 +149,44 @@ def save_checkpoint(
         "averages": None if extra is None else extra.name_of_averages,
     }
 
-    def write() -> Path:
-        parts = {
-            "model": whole["model"],
-            "optimizer": plain(whole["optimizer"]),
-            "position": {
-                **state.position(),
-                "loss_scale": whole["loss_scale"],
-                "seen": _together(seen),
-                "places": places,
-                "unreadable": sorted(set[int]().union(*unreadable)),
-            },
-            "slots": {"random": random_states},
-            **extra_parts,
-        }
-        if state.schedule is not None:
-            parts["schedule"] = plain(state.schedule.state_dict())
-        if hook is not None:
-            parts["hook"] = hook
-        if (rounds := whole.get("local_sgd")) is not None:
-            parts["local_sgd"] = plain(rounds)
-        if any(whole["own"]):
-            parts["own"] = plain({"ranks": whole["own"]})
-        return store.save(state.step, parts, meta=meta, score=score).absolute()
 
-    return on_rank_zero(state.comm, write, label=f"checkpoint of step {state.step}")
+def _parts(
+    state: TrainState,
+    whole: Mapping[str, Any],
+    hook: Mapping[str, Any] | None,
+    extra_parts: Mapping[str, Any],
+    everyone: Sequence[Any],
+) -> dict[str, Any]:
+    """Returns the parts of a checkpoint.
+
+    Args:
+        whole: the strategy's state; hook, extra_parts: that of the hook, and of callbacks and loss.
+        everyone: by rank: random states, sampler's place, checksum of samples, unreadable samples.
+    """
+    random_states, places, sums, unreadable = map(list, zip(*everyone, strict=True))
+    seen = [None if each is None else Checksum(*each) for each in sums]
+    parts = {
+        "model": whole["model"],
+        "optimizer": plain(whole["optimizer"]),
+        "position": {
+            **state.position(),
+            "loss_scale": whole["loss_scale"],
+            "seen": _together(seen),
+            "places": places,
+            "unreadable": sorted(set[int]().union(*unreadable)),
+        },
+        "slots": {"random": [each for each in random_states if each]},
+        **extra_parts,
+    }
+    if state.schedule is not None:
+        parts["schedule"] = plain(state.schedule.state_dict())
+    if hook is not None:
+        parts["hook"] = hook
+    if (rounds := whole.get("local_sgd")) is not None:
+        parts["local_sgd"] = plain(rounds)
+    if any(whole["own"]):
+        parts["own"] = plain({"ranks": whole["own"]})
+    return parts
 
 
 def _together(parts: Sequence[Checksum | None]) -> tuple[int, ...] | None:
@@ -154,8 +196,27 @@ def _together(parts: Sequence[Checksum | None]) -> tuple[int, ...] | None:
     return tuple(together) if len(known) == len(parts) else None
 
 
-def read_checkpoint(comm: Communicator, path: Path, module: nn.Module) -> StoredCheckpoint:
+def newest(comm: Communicator, mine: StoredCheckpoint | None) -> StoredCheckpoint | None:
+    """Returns the newest of the checkpoints that ranks have in memory; None if none has one. Collective.
+
+    It is that of the lowest rank that has it. A rank that has that step already receives nothing, and keeps its own.
+    """
+    steps = all_gather_object(comm, None if mine is None else mine.step)
+    if (step := max((each for each in steps if each is not None), default=None)) is None:
+        return None
+    ranks = [steps.index(step), *(rank for rank, each in enumerate(steps) if each != step)]
+    group = on_cpu(comm).subgroup(ranks) if len(ranks) > 1 else None
+    if group is None:
+        return mine
+    with closing(group):
+        found = broadcast_object(group, None if mine is None or group.rank else vars(mine))
+    return mine if group.rank == 0 else StoredCheckpoint(**found)
+
+
+def read_checkpoint(comm: Communicator, path: Path | StoredCheckpoint, module: nn.Module) -> StoredCheckpoint:
     """Returns a checkpoint, or the last one of a folder, as rank 0 sees it, on every rank. Collective.
+
+    One that the ranks have in memory (`newest`) is returned as it is.
 
     Its names are those of this module, also if an earlier version wrote what torch.compile puts into them.
 
@@ -165,6 +226,8 @@ def read_checkpoint(comm: Communicator, path: Path, module: nn.Module) -> Stored
     Raises:
         CheckpointError: there is none, or none is whole; on every rank.
     """
+    if isinstance(path, StoredCheckpoint):
+        return path
     on_zero = {}
 
     def read() -> dict[str, Any]:

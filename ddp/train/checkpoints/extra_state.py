@@ -79,14 +79,14 @@ class ExtraState(Callback):
 
     went_back = fit_start
 
-    def parts(self) -> dict[str, Any]:
-        """Returns the parts of a checkpoint, which rank 0 is to write. Collective."""
+    def parts(self, *, alone: bool = False) -> dict[str, Any]:
+        """Returns the parts of a checkpoint, which rank 0 is to write. Collective unless `alone`: then of this rank."""
         parts: dict[str, Any] = {}
         if states := dict(self._states_of_callbacks()):
             parts["callbacks"] = states
         if self._losses:
             mine = {name: self._changed(name, loss) for name, loss in self._losses.items()}
-            of_ranks = all_gather_object(self._comm, mine)
+            of_ranks = [mine] if alone else all_gather_object(self._comm, mine)
             digests = {digest_of(each) for each in of_ranks}
             parts["loss"] = of_ranks[:1] if len(digests) == 1 and None not in digests else of_ranks
         return parts

@@ -19,11 +19,13 @@ from ddp.data.loading.source import Source
 from ddp.data.orders.sampler import Micro, TrainSampler
 from ddp.errors import ConfigError
 from ddp.gradients.totals import Parts
+from ddp.optim.precision import LossScale
 from ddp.optim.schedules import Rates, TorchSchedule
+from ddp.replica.broadcast import BufferSnapshot
 from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import waits
 from ddp.strategies.strategy import Replicated, Strategy
-from ddp.train.steps.stopping import StopFlag, is_signal
+from ddp.train.steps.stopping import StopFlag, weight
 
 NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -58,6 +60,7 @@ class TrainState:
         first_frozen: names of the parameters that needed no gradient when the run began.
         first_settings: the optimizer's groups as the run has begun with them, as text; some change in training.
         waits: a layer or the loss waits in each forward for other ranks.
+        buffers: as the last step began, if steps keep them.
     """
 
     comm: Communicator
@@ -82,6 +85,7 @@ class TrainState:
     first_frozen: set[str] = field(init=False)
     first_settings: list[dict[str, str]] = field(init=False)
     waits: bool = field(init=False)
+    buffers: BufferSnapshot | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.rates, self.first_frozen, self.waits = Rates(self.optimizer), self.frozen(), waits(self.model)
@@ -119,6 +123,11 @@ class TrainState:
     def masters(self) -> Mapping[Tensor, nn.Parameter]:
         """Returns the master weights, by parameter, of those that have one."""
         return self.strategy.masters.of if isinstance(self.strategy, Replicated) else {}
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """Returns the loss scale of fp16; None: there is none."""
+        return self.strategy.loss_scale if isinstance(self.strategy, Replicated) else None
 
     @property
     def reported(self) -> dict[str, float]:
@@ -211,5 +220,5 @@ def agreed_reason(state: TrainState) -> str:
 
     A signal on any rank comes before the wish of a callback, because it asks the program to stop, too.
     """
-    reasons = filter(None, all_gather_object(state.comm, state.stop_flag.reason))
-    return min(reasons, key=lambda reason: not is_signal(reason), default="")  # the first one of the least
+    reason: str = max(all_gather_object(state.comm, state.stop_flag.reason), key=weight)  # the first one of the most
+    return reason

@@ -11,6 +11,7 @@
                                               repeated with a smaller one: same batches, same noise, same buffers
     clip, set the rate, optimizer step        the same on every rank; no optimizer step without a sample on any rank
     commit                                    sampler and step counter move on
+    if an error ends it before                buffers, hooks and loss scale go back, if the run can go on after that
 
 The gradients are sums over this rank's items, added over ranks and divided once by the global number of items. So
 shares may differ, a rank may have no samples at all, and accumulation is exact.
@@ -61,6 +62,7 @@ class StepRules:
         schedule: a factor on the rates, by the plan of a step; or a scheduler of torch's, which sets the rates itself.
         noise_scale_every: steps from one measurement of the gradient's noise to the next; 0: never.
         batch_checks: each is given the bare model and each batch, with its number of samples, before the batch is used.
+        keeps_buffers: a step that breaks off leaves no trace in buffers, hooks and loss scale. Parameters never change.
     """
 
     task: Task
@@ -69,6 +71,7 @@ class StepRules:
     seed: int
     noise_scale_every: int
     batch_checks: Sequence[Callable[[nn.Module, Any, int], None]]
+    keeps_buffers: bool
 
 
 Check = Callable[[StepPlan, Agreement], None]
@@ -95,17 +98,24 @@ def train_step(
     with state.phase("step"):
         start_s, fetching, wants_stop = now_s(), Stopwatch(), bool(state.stop_flag)
         state.model.waited.take_s()
-        before = StepSnapshot(state, batches) if rules.precision == "fp16" else None
-        while True:
-            backward(state, rules, plan, batches if before is None else before.batches(), fetching, wants_stop)
-            with state.phase("update"):
-                agreement = state.strategy.agree(state.step + 1)
-            if before is None or not agreement.is_overflow:
-                break
-            before.restore(state)
-        check(plan, agreement)
-        update(state, rules, plan, agreement)
-        state.sampler.commit(plan)
+        may_repeat = rules.precision == "fp16"
+        before = StepSnapshot(state, batches) if may_repeat or rules.keeps_buffers else None
+        try:
+            while True:
+                given = before.batches() if before is not None and may_repeat else batches
+                backward(state, rules, plan, given, fetching, wants_stop)
+                with state.phase("update"):
+                    agreement = state.strategy.agree(state.step + 1)
+                if before is None or not agreement.is_overflow:
+                    break
+                before.restore(state)
+            check(plan, agreement)
+            update(state, rules, plan, agreement)
+            state.sampler.commit(plan)
+        except BaseException:
+            if before is not None:
+                before.take_back(state)
+            raise
         return committed(state, rules, plan, agreement, start_s=start_s, data_s=fetching.total_s)
 
 
@@ -155,13 +165,17 @@ def _set_rate(state: TrainState, rules: StepRules, plan: StepPlan) -> None:
 class StepSnapshot:
     """The state before a step, as far as forward and backward change it, for a step that may be repeated.
 
+    The copies of buffers lie in the memory of the last step's.
+
     Args:
         batches: this rank's micro-batches.
     """
 
     def __init__(self, state: TrainState, batches: Iterator[Any]) -> None:
+        state.model.commit()
         self._num_steps = state.model.num_steps
-        self._buffers = BufferSnapshot(state.model)
+        self._scale = None if state.loss_scale is None else state.loss_scale.state_dict()
+        self._buffers = state.buffers = BufferSnapshot(state.model, state.buffers)
         self._fetched: list[Any] = []
         self._batches = batches
 
@@ -173,9 +187,16 @@ class StepSnapshot:
             yield batch
 
     def restore(self, state: TrainState) -> None:
-        """Makes everything as it was."""
+        """Makes buffers as they were, because the step is repeated."""
         state.model.num_steps = self._num_steps
         self._buffers.restore()
+
+    def take_back(self, state: TrainState) -> None:
+        """Makes everything as it was, because the step is not made."""
+        self.restore(state)
+        state.model.take_back()
+        if state.loss_scale is not None and self._scale is not None:
+            state.loss_scale.load_state_dict(self._scale)
 
 
 def backward(

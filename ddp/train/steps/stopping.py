@@ -32,12 +32,13 @@ import inspect
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+from ddp.comm.meeting.membership import RESIZE
 from ddp.process.clock import now_s
 from ddp.process.stack import is_installed
 
@@ -123,6 +124,7 @@ class StopFlag:
     def __init__(self) -> None:
         self.reason = ""
         self.agreed = ""  # for which all ranks have stopped
+        self.leave: Callable[[str], object] | None = None  # decides what becomes of a signal, in place of `request`
         self._first_signal_s: float | None = None
         self._got: set[int] = set()
         self._of_libraries: dict[signal.Signals, Any] = {}
@@ -136,9 +138,14 @@ class StopFlag:
         return self.reason if is_signal(self.reason) else ""
 
     def request(self, reason: str) -> None:
-        """Asks to stop after the running step. The first reason stands, but a signal asks for more than a callback."""
-        if not self.reason or is_signal(reason) > is_signal(self.reason):
+        """Asks to stop after the running step. The first reason of the highest rank stands."""
+        if weight(reason) > weight(self.reason):
             self.reason = reason
+
+    def forget(self, reason: str) -> None:
+        """Takes back a wish to stop for this reason."""
+        if self.reason == reason:
+            self.reason = ""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -179,4 +186,9 @@ class StopFlag:
         elif now_s() - self._first_signal_s > ECHO_S:
             signal.signal(number, self._of_libraries.pop(signal.Signals(number), signal.SIG_DFL))  # for this once
             signal.raise_signal(number)
-        self.request(signal.Signals(number).name)
+        (self.leave or self.request)(signal.Signals(number).name)
+
+
+def weight(reason: str) -> int:
+    """Returns how much a reason counts: the ranks change, a callback wants to stop, a signal asks the program to."""
+    return 0 if not reason else 1 if reason == RESIZE else 3 if is_signal(reason) else 2

@@ -1,0 +1,424 @@
+"""The membership of an elastic launch: which of its processes are the ranks, from one generation to the next.
+
+Processes have numbers, in the order in which they were started. The launcher alone decides which ones are members, so
+nobody votes. Whenever one has ended, leaves or is ready to join, it writes the next generation:
+
+    generation 0   processes 0 1 2        3 is a spare: it waits in `ddp.init`
+                   1 is killed
+    generation 1   processes 0 3 2        3 takes its place, at once; 4 is started
+                   4 is ready, but there is no place for it
+                   2 is killed, and then 0
+    generation 3   processes 4 3
+
+    launcher   `Membership`   decides, and writes
+    process    `Member`       reads; a thread of it shows that the process is alive
+
+A rank is a member's place in this list, which is ordered by *slot*: a newcomer takes the lowest free one. So a spare
+gets the rank, and the GPU, of the member that was lost, and the others keep theirs.
+
+If a member of its own generation was lost, a process gives up what it waits for, because that will never come. If not,
+the members agree after a step that all of them continue in the next generation (`ddp/train/survive.py`).
+
+Everything is in a store of this launch (`private_store.py`):
+
+    generation      the latest one, as JSON
+    ready/N         process N waits to become a member
+    leaves/N        process N asks to leave, because of the signal that this names
+    alive/N         grows as long as process N runs
+    closed          the program's first fit has ended: nobody joins any more, and a loss ends the run
+
+A process is silent if this number does not grow and it uses no processor time: it was stopped, or hangs in the kernel.
+A long compilation is not silence.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ddp.errors import ConfigError
+from ddp.process.clock import PAUSED_S, Patience, now_s
+from ddp.process.terminal import log
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]  # at run time this module stays without torch
+
+STORE = "membership"  # where they meet, in the private folder of a launch
+POLL_S, ALIVE_S, LATE_S = 0.05, 0.5, 3.0
+RESIZE = "resize"
+"""Why the members stop after a step, to continue in the next generation."""
+
+Culprit = tuple[int, str]  # a rank, and how it was lost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elastic:
+    """How far a launch may shrink and grow.
+
+    Attributes:
+        min_workers: fewest members that train.
+        workers: at the start; spares: further processes, which wait; max_workers: most members.
+        wait_s: how long fewer members than `min_workers` wait for others.
+        silent_s: a process that is silent for so long is killed.
+    """
+
+    min_workers: int
+    workers: int
+    spares: int
+    max_workers: int
+    wait_s: float
+    silent_s: float
+
+    @property
+    def num_processes(self) -> int:
+        """Returns the number of processes at the start."""
+        return self.workers + self.spares
+
+
+def elastic(
+    *,
+    min_workers: int | None,
+    workers: int,
+    spares: int = 0,
+    max_workers: int | None = None,
+    wait_s: float = 300.0,
+    silent_s: float = 30.0,
+) -> Elastic | None:
+    """Returns how far a launch may shrink and grow; None if it keeps its workers.
+
+    Raises:
+        ConfigError: the numbers contradict each other.
+    """
+    most = workers if max_workers is None else max_workers
+    if min_workers is None:
+        for name, value, usual in (("spares", spares, 0), ("max_workers", most, workers)):
+            if value != usual:
+                raise ConfigError(f"{name}={value}: workers come and go only with min_workers; set it to 1 or more")
+        return None
+    if min_workers > workers:
+        raise ConfigError(f"min_workers={min_workers}: is more than workers={workers}; take at most {workers}")
+    if most < workers:
+        raise ConfigError(f"max_workers={most}: is less than workers={workers}; take {workers} or more")
+    return Elastic(
+        min_workers=min_workers, workers=workers, spares=spares, max_workers=most, wait_s=wait_s, silent_s=silent_s
+    )
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One version of the membership.
+
+    Attributes:
+        number: from 0.
+        members: by rank, the process.
+        ended: by process, how those were lost that have been members.
+        num_joined, num_left: processes that have joined since the start, and that have left in agreement.
+        min_workers, max_workers, wait_s, silent_s: as in `Elastic`.
+        stop: the signal on which the run is to stop; "".
+    """
+
+    number: int
+    members: list[int]
+    ended: dict[int, str]
+    num_joined: int
+    num_left: int
+    min_workers: int
+    max_workers: int
+    wait_s: float
+    silent_s: float
+    stop: str = ""
+
+    @staticmethod
+    def read(text: str | bytes) -> Generation:
+        """Returns the generation from its published JSON."""
+        plain = json.loads(text)
+        return Generation(**{**plain, "ended": {int(process): how for process, how in plain["ended"].items()}})
+
+    @property
+    def waits(self) -> bool:
+        """Returns True if these are too few to train."""
+        return len(self.members) < self.min_workers
+
+
+# --- The launcher ----------------------------------------------------------------------------------------------------
+
+
+class Membership:
+    """Decides who the members are. Only the launcher has one.
+
+    Args:
+        store: of the launch.
+        running: the processes that run, by number, with something else; it keeps changing.
+
+    Attributes:
+        latest: the latest generation.
+        is_closed: no process joins any more, and a loss ends the run.
+    """
+
+    def __init__(self, store: Store, limits: Elastic, running: Mapping[int, object]) -> None:
+        self._store, self._limits, self._running = store, limits, running
+        self._slots = {slot: slot for slot in range(limits.workers)}  # slot → process
+        self._asked: dict[int, float] = {}  # members that leave, and when they have asked to
+        self._signs: dict[int, tuple[object, float]] = {}  # by process, its sign of life, and since when it is the same
+        self._looked_s, self._warned = now_s(), set[int]()
+        known = {name: value for name, value in asdict(limits).items() if name in Generation.__dataclass_fields__}
+        self.latest, self.is_closed = Generation(0, list(range(limits.workers)), {}, 0, 0, **known), False
+        self._publish()
+
+    def lost(self, process: int, how: str) -> bool:
+        """Takes a member out that has ended. Returns False if the run cannot go on without it.
+
+        Args:
+            how: as in "was killed by SIGKILL"; "" if its work is done.
+        """
+        if not how:
+            self.is_closed = True
+            self._slots = {slot: each for slot, each in self._slots.items() if each != process}
+        elif not self.is_closed:
+            self._change(ended={**self.latest.ended, process: how}, without=process)
+        return not how or not self.is_closed
+
+    def has_asked(self, process: int) -> bool:
+        """Returns True if a process has asked to leave."""
+        return process in self._asked or self._store.check([f"leaves/{process}"])
+
+    def look(self) -> None:
+        """Takes note of what the processes ask for: to join, to leave, to be left alone."""
+        self.is_closed = self.is_closed or self._store.check(["closed"])
+        for process in () if self.latest.stop else self.latest.members:
+            if process not in self._asked and self.has_asked(process):
+                self._asked[process] = now_s()
+                self._leave(process, self._store.get(f"leaves/{process}").decode())
+        if self._free_slots() and self._ready():
+            self._change()
+
+    def silent(self, cpu_time: Callable[[int], object]) -> list[int]:
+        """Returns the processes that have been silent for too long; warns of each earlier.
+
+        Args:
+            cpu_time: returns the processor time that a process has used.
+        """
+        now, limit_s, silent = now_s(), self._limits.silent_s, []
+        if now - self._looked_s > PAUSED_S:  # this process was paused, and perhaps all others
+            self._signs.clear()
+        self._looked_s = now
+        for process in self._running:
+            alive = self._store.get(f"alive/{process}") if self._store.check([f"alive/{process}"]) else b""
+            sign, (before, since_s) = (alive, cpu_time(process)), self._signs.get(process, (None, now))
+            if sign != before:
+                since_s = now
+                self._warned.discard(process)
+            elif now - since_s >= limit_s:
+                silent.append(process)
+            elif now - since_s >= limit_s / 3 and process not in self._warned:
+                self._warned.add(process)
+                log.warning(
+                    "process %d shows no sign of life for %.0f s; it is killed after %.0f s",
+                    process,
+                    now - since_s,
+                    limit_s,
+                )
+            self._signs[process] = sign, since_s
+        return silent
+
+    def stop(self, by: str) -> None:
+        """Lets the whole run stop, by this signal."""
+        if not self.latest.stop:
+            self._change(stop=by)
+
+    def _leave(self, process: int, by: str) -> None:
+        """Lets a member leave, or the run stop, because too few would stay of those that were asked about together."""
+        now, limits = now_s(), self._limits
+        together = {each for each, asked_s in self._asked.items() if now - asked_s <= limits.silent_s}
+        if len({*self.latest.members} - together) + len(self._ready()) < limits.min_workers:
+            self.stop(by)
+        else:
+            self._change(num_left=self.latest.num_left + 1, without=process)
+
+    def _ready(self) -> list[int]:
+        """Returns the processes that wait to become members."""
+        if self.is_closed or self.latest.stop:
+            return []
+        known = {*self._slots.values(), *self._asked}
+        return [each for each in sorted(self._running) if each not in known and self._store.check([f"ready/{each}"])]
+
+    def _free_slots(self) -> list[int]:
+        return [slot for slot in range(self._limits.max_workers) if slot not in self._slots]
+
+    def _change(self, *, without: int | None = None, **changes: Any) -> None:
+        """Writes the next generation: without a process, and with those that are ready."""
+        self._slots = {slot: each for slot, each in self._slots.items() if each != without}
+        joining = dict(zip(self._free_slots(), self._ready(), strict=False))
+        self._slots |= joining
+        members, num_joined = [self._slots[slot] for slot in sorted(self._slots)], self.latest.num_joined + len(joining)
+        number = self.latest.number + 1
+        self.latest = replace(self.latest, number=number, members=members, num_joined=num_joined, **changes)
+        self._publish()
+
+    def _publish(self) -> None:
+        self._store.set("generation", json.dumps(asdict(self.latest)))
+
+
+# --- A process -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Member:
+    """This process's part in the membership.
+
+    Args:
+        store: of the launch; a connection of its own.
+        number: of the process.
+
+    Attributes:
+        latest: the latest generation.
+        entered: the generation that this process has entered last; None: none.
+        on_news: called with each new generation, on another thread.
+    """
+
+    store: Store
+    number: int
+    latest: Generation = field(init=False)
+    entered: Generation | None = None
+    on_news: Callable[[Generation], object] = lambda _: None
+
+    def __post_init__(self) -> None:
+        self.latest = Generation.read(self.store.get("generation"))
+        self._tick, self._next_s = 0, 0.0
+        threading.Thread(target=_follow, args=(weakref.ref(self),), name="ddp-member", daemon=True).start()
+
+    def show(self) -> None:
+        """Shows that this process is alive."""
+        if now_s() >= self._next_s:
+            self._tick, self._next_s = self._tick + 1, now_s() + ALIVE_S
+            self.store.set(f"alive/{self.number}", str(self._tick))
+
+    def look(self) -> None:
+        """Reads the latest generation."""
+        found = Generation.read(self.store.get("generation"))
+        if found.number > self.latest.number:
+            self.latest = found
+            self.on_news(found)
+
+    @property
+    def lost(self) -> Culprit | None:
+        """Returns a rank of the entered generation that has been lost since, and how."""
+        latest, mine = self.latest, self.entered
+        for rank, process in enumerate(() if mine is None else mine.members):
+            if (how := latest.ended.get(process)) is not None:
+                return rank, f"it {how}"
+        return None
+
+    @property
+    def is_superseded(self) -> bool:
+        """Returns True if the members are no longer those of the entered generation."""
+        return self.entered is not None and self.latest.members != self.entered.members
+
+    def has_news(self, within_s: float | None = None) -> bool:
+        """Returns True once there are other members than those of the entered generation; False if that takes long.
+
+        Args:
+            within_s: longest wait; None: the launcher sees a silent process after `silent_s`.
+        """
+        patience = Patience(self.latest.silent_s + LATE_S if within_s is None else within_s)
+        while not self.is_superseded and patience.left_s():
+            time.sleep(POLL_S)
+        return self.is_superseded
+
+    def enter(self, *, after: Generation | None = None) -> Generation | None:
+        """Enters the latest generation, once this process is a member; sets the variables that say which rank it is.
+
+        Args:
+            after: wait for others than this one's members.
+
+        Returns:
+            The generation; None if the members stay the same.
+
+        Raises:
+            SystemExit: this process has left, or is not needed any more.
+        """
+        if after is not None and not self.has_news():
+            return None
+        self.look()
+        while self.number not in (latest := self.latest).members:
+            if self.entered is not None:
+                raise SystemExit(128 + signal.Signals[self.store.get(f"leaves/{self.number}").decode()])
+            if latest.stop:
+                raise SystemExit(0)
+            if not self.store.check([f"ready/{self.number}"]):
+                self.store.set(f"ready/{self.number}", "")
+            time.sleep(POLL_S)
+            self.look()
+        self.entered, rank, size = latest, latest.members.index(self.number), len(latest.members)
+        names = {"RANK": rank, "WORLD_SIZE": size}
+        names |= {f"{of}_{name}": value for of in ("LOCAL", "ROLE") for name, value in names.items()}
+        os.environ.update({name: str(value) for name, value in names.items()})
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(latest.number)
+        return latest
+
+    def ask_to_leave(self, by: str) -> None:
+        """Asks to leave, because of this signal."""
+        self.store.set(f"leaves/{self.number}", by)
+
+    def agreed(self, key: str, value: str) -> str:
+        """Returns the value of the launch for a key: the one that was given first."""
+        if not self.store.check([f"agreed/{key}"]):
+            self.store.set(f"agreed/{key}", value)
+        return self.store.get(f"agreed/{key}").decode()
+
+    def close(self) -> None:
+        """Ends the joining of processes, because the program's first fit has ended."""
+        self.store.set("closed", "")
+
+
+def _follow(member: weakref.ref[Member]) -> None:
+    """Lets a process read each new generation, and show that it is alive, as long as it has a part in the launch."""
+    while (here := member()) is not None:
+        try:
+            here.look()
+            here.show()
+        except Exception as error:  # the launch has ended
+            log.debug("membership: the store is out of reach: %s", error)
+        del here
+        time.sleep(POLL_S)
+
+
+_mine: Member | None = None
+
+
+def current_member() -> Member | None:
+    """Returns this process's part in the membership of its launch; None outside of an elastic one."""
+    return _mine
+
+
+def join_membership(store: Store, number: int) -> Member:
+    """Makes this process one that may become a member."""
+    global _mine
+    _mine = Member(store, number)
+    return _mine
+
+
+def lost_member(ranks: Sequence[int] = ()) -> Culprit | None:
+    """Returns a rank that has been lost, and how, as the launcher says; None outside of an elastic launch.
+
+    Args:
+        ranks: of a group, in which ranks have other numbers; a rank that is not in it ends its waits, too.
+    """
+    if _mine is None or (lost := _mine.lost) is None:
+        return None
+    rank, how = lost
+    if not ranks:
+        return lost
+    return (list(ranks).index(rank), how) if rank in ranks else (0, f"rank {rank} of all was lost: {how}")
+
+
+def is_superseded() -> bool:
+    """Returns True if the ranks of this process's generation will not all arrive, because there is a later one."""
+    return _mine is not None and _mine.is_superseded

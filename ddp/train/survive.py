@@ -1,0 +1,138 @@
+"""Goes on in an elastic launch, whose workers are lost, leave and join (`comm/meeting/membership.py`).
+
+A resize is a resume whose checkpoint lies in a survivor's memory:
+
+    a worker is lost        a collective raises PeerLost on each survivor: in a step, an evaluation or a save
+    one joins or leaves     the launcher says so, and the ranks agree to stop after a step, with the reason "resize"
+         │
+         ▼ `Interrupted`    the rank keeps its state of the last committed step; a broken-off step leaves no trace in it
+    the next generation     `over_generations` opens its communicator. The ranks take the newest state that one of them
+                            has, since survivors may stand one step apart, and begin again as at a start: replica,
+                            strategy, sampler, loader, and the duties of rank 0
+
+Of a step that was lost, its samples are computed again, by those that are there; the global batch stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from ddp.comm.communicator import Communicator
+from ddp.comm.meeting.membership import RESIZE, Generation, Member, current_member
+from ddp.comm.session import init_again, shutdown
+from ddp.errors import CommunicatorBroken, PeerLost, TooFewWorkers, with_causes
+from ddp.process.clock import Patience
+from ddp.process.terminal import log
+from ddp.train.checkpoints.checkpoint_store import StoredCheckpoint
+from ddp.train.steps.stopping import StopFlag
+
+Result = TypeVar("Result")
+
+
+class Interrupted(BaseException):
+    """A generation has ended before its run.
+
+    Attributes:
+        kept: this rank's state of the last committed step; None if it has not all of it.
+    """
+
+    def __init__(self, kept: StoredCheckpoint | None) -> None:
+        super().__init__("the ranks change")
+        self.kept = kept
+
+
+def goes_on(error: BaseException) -> bool:
+    """Returns True if the run goes on after this error, because it is the loss of a rank in an elastic launch."""
+    is_loss = any(isinstance(each, (PeerLost, CommunicatorBroken)) for each in with_causes(error))
+    return is_loss and current_member() is not None
+
+
+def over_generations(
+    train: Callable[[Communicator, StoredCheckpoint | None], Result], comm: Communicator, stop: StopFlag
+) -> Result:
+    """Returns the result of a fit, which is called once for each generation.
+
+    Args:
+        train: is given the ranks, and what this one has kept; raises `Interrupted`.
+        comm: the ranks of the first one.
+        stop: the wish of this rank to stop.
+
+    Raises:
+        PeerLost: a rank is out of reach, but has not ended.
+        TooFewWorkers: see `wait_for_others`.
+    """
+    if (member := current_member()) is None:
+        return train(comm, None)
+    kept: StoredCheckpoint | None = None
+    _follow(member, stop)
+    try:
+        while True:
+            error: BaseException | None = None
+            try:
+                return train(comm, kept)
+            except Interrupted as over:
+                kept, error = over.kept, over.__cause__
+            except (PeerLost, CommunicatorBroken) as lost:  # while the next generation began: what was kept counts
+                error = lost
+            if error is not None:
+                log.info("%s", error)
+            comm = _next_ranks(member, error)
+            stop.forget(RESIZE)
+            _follow(member, stop)
+    finally:
+        stop.leave, member.on_news = None, lambda _: None
+        with suppress(Exception):  # the launch has ended
+            member.close()
+
+
+def _follow(member: Member, stop: StopFlag) -> None:
+    """Lets the launcher decide what becomes of a signal, and stops after a step once the members are to change."""
+
+    def hear(latest: Generation) -> None:
+        if latest.stop:
+            stop.request(latest.stop)
+        elif member.is_superseded and member.lost is None:
+            stop.request(RESIZE)
+
+    if stop.signal_name and not member.latest.stop:  # it came while the program loaded its data
+        member.ask_to_leave(stop.signal_name)
+        stop.forget(stop.signal_name)
+    stop.leave, member.on_news = member.ask_to_leave, hear
+    hear(member.latest)
+
+
+def _next_ranks(member: Member, error: BaseException | None) -> Communicator:
+    """Returns the communicator of the next generation.
+
+    Args:
+        error: because of which this one has ended; None: the ranks have agreed.
+
+    Raises:
+        SystemExit: this process has left.
+        PeerLost: as `over_generations`.
+    """
+    if error is None:
+        member.has_news()  # which another rank may have heard first
+        shutdown()
+        return init_again()
+    try:
+        return init_again()
+    except CommunicatorBroken:
+        raise error from None
+
+
+def wait_for_others(member: Member) -> None:
+    """Returns once there are other members, for which fewer than `min_workers` wait.
+
+    Raises:
+        TooFewWorkers: there are none within `wait_s`.
+    """
+    latest, patience = member.latest, Patience(member.latest.wait_s)
+    while not member.has_news(patience.left_s()):
+        if not patience.left_s():
+            raise TooFewWorkers(
+                f"{len(latest.members)} of min_workers={latest.min_workers} workers are left, and no other has come "
+                f"within wait_s={latest.wait_s:g} s: start the run again with resume=auto, or with a lower min_workers"
+            )
