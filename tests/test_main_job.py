@@ -542,6 +542,35 @@ def test_a_worker_that_raises_is_the_last_block(command: Command, monkeypatch: p
     assert not workers(command.folder / "runs" / "mine")
 
 
+UNREADABLE = """
+import os, torch
+def make():
+    if os.environ.get("RANK") == "1":
+        raise ArithmeticError("scripted")
+    data = torch.ones(8, 4), torch.ones(8, 1)
+    return data, data
+def net():
+    return torch.nn.Linear(4, 1)
+def loss(outputs, targets):
+    return (outputs - targets).square().mean()
+"""
+
+
+def test_a_worker_that_cannot_load_is_the_last_block(command: Command) -> None:
+    """The other one waits for it meanwhile, because each loads before it joins."""
+    (command.folder / "unreadable.py").write_text(UNREADABLE)
+    command.fork()
+    began_s = time.monotonic()
+    own = ["data=unreadable:make", "model=unreadable:net", "loss=unreadable:loss"]
+    ended = command("run.name=mine", *own, "max_steps=3", "cluster.workers=2")
+    assert ended.status == 1
+    assert time.monotonic() - began_s < 30
+    aside, block = ended.err.split("rank 1 on host ")
+    assert aside.endswith("rank 0 stopped because rank 1 failed\n")
+    assert "data=unreadable:make: calling it failed" in block and "ArithmeticError: scripted" in block
+    assert not workers(command.folder / "runs" / "mine")
+
+
 # ------------------------------------------------------------------------------------------------ what is suggested
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from ddp.commands.registry import parser_of, respond
 from ddp.errors import ConfigError, WorkersFailed, first_line
 from ddp.policies import Evaluation, Folder, SameBits
-from ddp.run.assembly.stages import fit_arguments, joined
+from ddp.run.assembly.stages import fit_arguments, joined, loaded
 from ddp.run.launch import from_python
 from ddp.run.settings.address import check_trust, own_parts
 from ddp.run.settings.config import choose
@@ -158,10 +158,11 @@ def traced(run: Path, checkpoint: Path, *, last_step: int, trust: bool) -> list[
     check_trust(own_parts(asdict(config)), code=config.run.code, settings=path, trust=trust)
     config.cluster.workers = config.cluster.local_workers = 1
     config.cluster.servers, config.strategy, config.trackers = 0, choose("strategy", "auto"), []
+    config.resume, config.cluster.min_workers = "auto", None  # so that its first weights are not asked for
     trace, stop = Trace(last_step), StopFlag()
     with joined(config) as comm:
         with redirect_stdout(io.StringIO()):  # what a run says of its learning rate
-            given = fit_arguments(config, comm, stop, is_resumed=True)
+            given = fit_arguments(config, run, loaded(config), stop).for_ranks(comm)
         quiet = Folder(None, checkpoint, progress=False, curves=False)
         apart: dict[str, Any] = {"validation_data": None, "test_data": None, "same_bits": SameBits(on=True)}
         own = [each for each in given.callbacks if not isinstance(each, (EarlyStopping, Profiler))]

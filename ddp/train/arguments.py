@@ -79,7 +79,7 @@ class FitArguments(Training):
         stop: a wish to stop that the caller sets; None: signals set it.
         settings: what the result depends on, by key, to be compared on a resume; None: the arguments.
         run_store: the part of a store in which servers and workers meet for this training.
-        replica: makes a replica of the model for these ranks; None: `strategy` says which one.
+        replica: puts the model into a replica of the ranks; None: `strategy` says which one.
     """
 
     model: nn.Module
@@ -100,7 +100,7 @@ class FitArguments(Training):
     stop: StopFlag | None = None
     settings: Mapping[str, Any] | None = None
     run_store: Any = None
-    replica: Callable[[nn.Module, Communicator], Replica] | None = None
+    replica: Callable[[Communicator], Replica] | None = None
 
     def __post_init__(self) -> None:
         for name in ("loss", "global_batch"):
@@ -130,6 +130,10 @@ class FitArguments(Training):
             )
         _check_callbacks(self)
         refuse(self.setup())
+
+    def for_ranks(self, comm: Communicator) -> FitArguments:
+        """Returns the arguments with the model in a replica of these ranks, if the caller makes it. Collective."""
+        return self if self.replica is None else replace(self, model=self.replica(comm), replica=None)
 
     def setup(self, **facts: Any) -> Setup:
         """Returns what rules between arguments look at.

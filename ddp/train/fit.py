@@ -254,8 +254,7 @@ def _train_with(
         given.model.load_state_dict(memory.parts["model"])
 
     # 1  what is given
-    given = replace(given, model=given.replica(given.model, comm)) if given.replica is not None else given
-    given = arguments.with_shards(given, comm)
+    given = arguments.with_shards(given.for_ranks(comm), comm)
     inputs = arguments.inputs_of(given, comm)
 
     # 2  the state

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 import ddp
-from ddp.train.checkpoints.checkpoint_store import CheckpointStore
 
 SAMPLES, BATCH, EPOCHS = 48, 12, 2
 STEPS = EPOCHS * SAMPLES // BATCH
@@ -33,8 +32,11 @@ class Faults(ddp.Callback):
     def __init__(self, folder: Path, where: Sequence[tuple[int, int, int, str]]) -> None:
         self.folder, self.where = folder, where
 
+    def fit_start(self, state: ddp.TrainState) -> None:
+        self.state = state
+
     def meets(self, phase: str, step: int) -> None:
-        comm = ddp.init()
+        comm = self.state.comm
         if (comm.generation, comm.rank, step, phase) in [tuple(each) for each in self.where]:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -42,7 +44,8 @@ class Faults(ddp.Callback):
         self.meets("step_start", state.step + 1)
 
     def step_end(self, state: ddp.TrainState, report: Any) -> None:
-        line = {"step": state.step, "size": report.num_samples, "indices": [i for m in report.micros for i in m.indices]}
+        indices = [i for micro in report.micros for i in micro.indices]
+        line = {"step": state.step, "size": report.num_samples, "indices": indices}
         line |= {"loss": report.loss.hex(), "rank": state.comm.rank, "generation": state.comm.generation}
         with (self.folder / f"steps-{os.getpid()}").open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -56,9 +59,7 @@ class Faults(ddp.Callback):
         self.meets("saved", state.step)
 
     def state_dict(self) -> dict[str, Any]:
-        comm = ddp.init()
-        if (comm.generation, comm.rank, -1, "save") in [tuple(each) for each in self.where]:
-            os.kill(os.getpid(), signal.SIGKILL)
+        self.meets("save", -1)
         return {}
 
 
@@ -70,14 +71,10 @@ def train(folder: Path, where: Sequence[Any], how: dict[str, Any], shared_memory
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         found = nn.functional.cross_entropy(outputs, targets)
         if outputs.requires_grad:
-            step = (state.step if (state := getattr(faults, "state", None)) else 0) + 1
+            step = faults.state.step + 1
             faults.meets("forward", step)
             outputs.register_hook(lambda _: faults.meets("backward", step))
         return found
-
-    class Knows(ddp.Callback):
-        def fit_start(self, state: ddp.TrainState) -> None:
-            faults.state = state  # type: ignore[attr-defined]
 
     state = ddp.fit(
         net,
@@ -87,7 +84,7 @@ def train(folder: Path, where: Sequence[Any], how: dict[str, Any], shared_memory
         global_batch=BATCH,
         epochs=EPOCHS,
         test_data=data,
-        callbacks=[Knows(), faults, ddp.EMA(decay=0.9)],
+        callbacks=[faults, ddp.EMA(decay=0.9)],
         **how,
     )
     values = {name: value.clone() for name, value in net.state_dict().items()}

@@ -198,6 +198,14 @@ def place(environment: Env | None = None) -> RankPlace | None:
     return _by_variables(environment)
 
 
+def all_have_one_launcher() -> bool:
+    """Returns True if one launcher of this project has started all ranks, and so ends the others if one fails."""
+    found = place()
+    if found is None or found.world_size == 1:
+        return True
+    return FOLDER in os.environ and found.local_world_size == found.world_size
+
+
 def _of_role() -> RankPlace | None:
     """Returns the place of a server or a worker of a run with parameter servers."""
     if (mine := current_role()) is None:

@@ -2,7 +2,7 @@
 
 check(config)            in the parent, before any worker: fetches data, builds the model without memory, looks at
                          the checkpoint to be resumed; so one process reports each error once
-run(config, run_dir)     in every worker: communicator, data, model, optimizer, fit; rank 0 writes summary.json
+run(config, run_dir)     in every worker: data, model, optimizer; communicator, fit; rank 0 writes summary.json
 finish(config, run_dir)  in the parent, afterwards: the table, and of a GPT yardsticks and what it writes
 """
 
@@ -11,18 +11,22 @@ from __future__ import annotations
 import shlex
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
+from ddp.comm.meeting.place import all_have_one_launcher
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.opening import show_only
 from ddp.comm.session import init, shutdown
+from ddp.data.orders.steps import Steps
 from ddp.data.samples import Splits
 from ddp.data.sets.text_sets import corpus
 from ddp.errors import CheckpointError, ConfigError, safe_str
@@ -33,6 +37,7 @@ from ddp.process.memory import available_cores, collect_from_now_on
 from ddp.process.records import damage_as_error
 from ddp.process.terminal import say
 from ddp.replica.broadcast import move
+from ddp.replica.replica import Replica
 from ddp.run.assembly import components
 from ddp.run.assembly.load import load as load_trained
 from ddp.run.assembly.load import load_initial_weights
@@ -52,7 +57,7 @@ from ddp.train.reports.results import read_summary, write_summary
 from ddp.train.sidecar import results_of_sidecar
 from ddp.train.steps.callbacks import EARLY, MEASURED
 from ddp.train.steps.stopping import StopFlag
-from ddp.train.steps.task import ngram_bits_per_byte, xz_bits_per_byte
+from ddp.train.steps.task import Task, ngram_bits_per_byte, xz_bits_per_byte
 
 # ------------------------------------------------------------------------------------------- the three entry points
 
@@ -97,20 +102,38 @@ def check(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
 
 
 def run(config: Config, run_dir: Path) -> None:
-    """Runs as one worker: joins the others, trains, leaves."""
+    """Runs as one worker: loads, joins the others, trains, leaves."""
     stop = StopFlag()
-    with joined(config) as comm, stop.listening():
-        _train(config, run_dir, comm, stop)
+    _prepare_process(config)
+    try:
+        parts = loaded(config)
+    except Exception as error:
+        if not all_have_one_launcher():  # else it ends the others, who wait for this one
+            with suppress(Exception), _joined(config):
+                raise error  # in there, so that the others are told
+        raise
+    with _joined(config), stop.listening():
+        train(replace(fit_arguments(config, run_dir, parts, stop), folder=folder_of(config, run_dir)))
 
 
 @contextmanager
 def joined(config: Config) -> Iterator[Communicator]:
     """Yields the communicator of the run's workers; notifies them at the end if this one has failed."""
+    _prepare_process(config)
+    with _joined(config) as comm:
+        yield comm
+
+
+def _prepare_process(config: Config) -> None:
     if config.cluster.devices is not None:
         show_only(config.cluster.devices)
     torch.set_num_threads(config.cluster.threads_per_worker or 1)
     torch.use_deterministic_algorithms(config.deterministic)
     components.add_own_algorithm(config)
+
+
+@contextmanager
+def _joined(config: Config) -> Iterator[Communicator]:
     comm = init(device=config.device, backend=config.backend, **asdict(config.comm))
     try:
         yield comm
@@ -141,34 +164,62 @@ def finish(config: Config, run_dir: Path) -> None:
 # --------------------------------------------------------------------------------------------------- a worker's life
 
 
-def _train(config: Config, run_dir: Path, comm: Communicator, stop: StopFlag) -> None:
-    resumed = on_rank_zero(comm, lambda: _start_of(config, run_dir), label="looking for a checkpoint")
-    given = fit_arguments(config, comm, stop, is_resumed=resumed is not None)
-    train(replace(given, folder=folder_of(config, run_dir)))
+class Parts(NamedTuple):
+    """The parts of a run that a worker makes by itself, before it joins the others.
+
+    Attributes:
+        module: the bare model, on the CPU; optimizer: over its parameters.
+        sizes: of the steps, over all ranks.
+    """
+
+    splits: Splits
+    task: Task
+    module: nn.Module
+    optimizer: Optimizer
+    sizes: Steps
 
 
-def fit_arguments(config: Config, comm: Communicator, stop: StopFlag, *, is_resumed: bool) -> FitArguments:
-    """Returns the arguments of `ddp.fit` for the settings, except the folder. Collective.
+def loaded(config: Config) -> Parts:
+    """Loads the data, and makes the model and the optimizer."""
+    splits = components.load_data(config)
+    task = components.make_task(config, splits)
+    streams.init_stream(config.seed, device="cpu")
+    module = components.synchronised(config, components.make_model(config, splits))
+    optimizer = components.make_optimizer(config, module)
+    sizes = sampler_for(config, splits, rank=0).sizes  # one of several servers has no share
+    collect_from_now_on()  # the optimizer has imported the last of torch
+    return Parts(splits, task, module, optimizer, sizes)
+
+
+def replica_of(config: Config, run_dir: Path, parts: Parts, comm: Communicator) -> Replica:
+    """Returns the model as a replica of these ranks: at the start, and whenever others go on with the run. Collective.
 
     Raises:
         ConfigError: hosts have different data.
     """
-    splits = components.load_data(config)
-    task = components.make_task(config, splits)
-    _check_data(config, splits, comm)
+    module, optimizer = parts.module, parts.optimizer
+    _check_data(config, parts.splits, comm)
+    if not comm.generation:
+        with streams.preserved():  # the CPU's generators, which have made the model: a GPU's begins where they began
+            streams.init_stream(config.seed, device=comm.device)
+        resumed = on_rank_zero(comm, lambda: _start_of(config, run_dir), label="looking for a checkpoint")
+        if config.init_from.path and resumed is None and comm.rank == 0:  # the replicas' first broadcast does the rest
+            _load_given_weights(config, module)
+        if comm.rank == 0 and (notes := [*origins(), *components.derived(config, parts.sizes)]):
+            say("\n".join(notes))
+    replica = components.make_replica(config, move(module, comm.device), comm)
+    if optimizer.state:  # some make it at once, as Adagrad does: it follows the parameters to their device
+        optimizer.load_state_dict(optimizer.state_dict())
+    return replica
+
+
+def fit_arguments(config: Config, run_dir: Path, parts: Parts, stop: StopFlag) -> FitArguments:
+    """Returns the arguments of `ddp.fit` for the settings, except the folder."""
+    splits, task, module, optimizer, sizes = parts
     held_out = splits if config.evaluate.by == "workers" else None
-    streams.init_stream(config.seed, device=comm.device)
-    module = move(components.make_model(config, splits), comm.device)
-    if config.init_from.path and not is_resumed and comm.rank == 0:  # the replicas' first broadcast does the rest
-        _load_given_weights(config, module)
-    model = components.make_replica(config, module, comm)
-    optimizer = components.make_optimizer(config, module)
-    sizes = sampler_for(config, splits, rank=0).sizes  # over all ranks: one of several servers has no share
-    if comm.rank == 0 and (notes := [*origins(), *components.derived(config, sizes)]):
-        say("\n".join(notes))
-    collect_from_now_on()  # the optimizer has imported the last of torch
     return FitArguments(
-        model=model,
+        model=module,
+        replica=partial(replica_of, config, run_dir, parts),
         data=splits.train,
         optimizer=optimizer,
         loss=task,

@@ -469,12 +469,9 @@ def train(config: Config, run_dir: Path) -> int:
     arguments = ["--settings", digest, str(run_dir.resolve())]
     try:
         with with_sidecar(config, run_dir) as is_there:
-            counts: dict[str, Any] = {
-                "workers": cluster.workers,
-                "servers": cluster.servers,
-                "restarts": cluster.restarts,
-            }
-            ended = run_workers(arguments, logs=run_dir / "logs", elastic=elastic_of(config), **counts)
+            counts = {key: getattr(cluster, key) for key in ("workers", "servers", "restarts")}
+            how: dict[str, Any] = {"threads": cluster.threads_per_worker, "logs": run_dir / "logs"}
+            ended = run_workers(arguments, elastic=elastic_of(config), **counts, **how)
             if is_there is not None and has_ended(run_dir):
                 wait_for(run_dir, is_there, within_s=config.evaluate.wait_s)
     finally:
