@@ -49,7 +49,7 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTE
 FAULTS = (*SIGNALS, "full_disk")
 PEERS = ("torchrun", "torchft", "torchft_quick")
 MODELS = ("small-mlp", "digits-cnn", "mlp-25m")
-START_S, END_S, UNDISTURBED_S = 120.0, 20.0, 60.0
+START_S, END_S, UNDISTURBED_S = 240.0, 20.0, 60.0
 DISK_BYTES = 2 << 30
 
 
@@ -143,7 +143,7 @@ class Run:
         """
         (self.folder / "lines").mkdir(parents=True)
         given = {"model": self.options.model, "workers": self.options.workers, "spares": self.options.spares}
-        given |= {"over": self.options.over, "disk": "full_disk" in self.options.fault}
+        given |= {"seconds": seconds + END_S, "over": self.options.over, "disk": "full_disk" in self.options.fault}
         program = [sys.executable, of_clone(PROGRAM, wanted_by="chaos").__file__, self.system, str(self.folder)]
         environment = ["env", f"DDP_CHAOS={self.folder}", "OMP_NUM_THREADS=1"]
         done, hit = list[float](), set[int]()
@@ -276,6 +276,7 @@ def chaos(options: argparse.Namespace) -> str:
     Raises:
         ConfigError: an option cannot work, a package is missing, or a run fails.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the run that is going, too
     systems = ["ours", *(peer for peer in options.peer if peer != "none")]
     if any(peer.startswith("torchft") for peer in systems) and importlib.util.find_spec("torchft") is None:
         raise ConfigError("--peer torchft: torchft is not installed: pip install 'torchft==0.2.0'")
@@ -293,10 +294,12 @@ def chaos(options: argparse.Namespace) -> str:
                 run = Run(system, folder / f"{system}.{turn}", options)
                 chosen = random.Random(f"{options.seed} {turn}")
                 if turn == 0:
-                    undisturbed[system] = run.measure(min(options.seconds, UNDISTURBED_S), (), chosen)
+                    done = undisturbed[system] = run.measure(min(options.seconds, UNDISTURBED_S), (), chosen)
                 else:
-                    runs.setdefault(system, []).append(run.measure(options.seconds, plan(options, chosen), chosen))
-                say(f"turn {turn} of {options.rounds}: {system} has run", to=sys.stderr)
+                    done = run.measure(options.seconds, plan(options, chosen), chosen)
+                    runs.setdefault(system, []).append(done)
+                after = ", ".join(map(seconds, done.recoveries_s))
+                say(f"turn {turn} of {options.rounds}: {system}{after and ': next step after '}{after}", to=sys.stderr)
     return table(undisturbed, runs)
 
 

@@ -36,7 +36,7 @@ import ddp
 from ddp.lab.bench.workloads import WORKLOADS
 
 SHARE = 12  # samples of a worker in a step: 2, 3 and 4 workers can share the batch of 2, 3 and 4
-NUM_SAMPLES = 10**8  # more than any run reaches
+MOST_STEPS = {"small-mlp": 800, "digits-cnn": 400, "mlp-25m": 40}  # per second; ours plans them all when it begins
 DIGEST_EVERY = 20  # steps
 SAVES_COST = 0.03  # of the time
 MANY = 10**6  # restarts
@@ -45,12 +45,13 @@ MANY = 10**6  # restarts
 class Samples(Dataset[tuple[Tensor, Tensor]]):
     """Pairs of a workload's input and target; after the last one, the first comes again."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, length: int = 1) -> None:
         torch.manual_seed(1)
+        self.length = length
         self.inputs, self.targets = WORKLOADS[model].batch()
 
     def __len__(self) -> int:
-        return NUM_SAMPLES
+        return self.length
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.inputs[index % len(self.inputs)], self.targets[index % len(self.targets)]
@@ -60,11 +61,11 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         return self.inputs[chosen], self.targets[chosen]
 
 
-def make(model: str) -> tuple[nn.Module, Samples, torch.optim.Optimizer]:
+def make(model: str, length: int = 1) -> tuple[nn.Module, Samples, torch.optim.Optimizer]:
     """Returns the same for every worker."""
     torch.manual_seed(0)
     module = WORKLOADS[model].make()
-    return module, Samples(model), torch.optim.AdamW(module.parameters(), lr=1e-4)
+    return module, Samples(model, length), torch.optim.AdamW(module.parameters(), lr=1e-4)
 
 
 class Lines:
@@ -98,25 +99,25 @@ class Writer(ddp.Callback):
         self.lines.write(report.step, report.num_samples, samples, state.model.module, state.comm.rank == 0)
 
 
-def train(folder: str, model: str, workers: int, shared_memory: bool, disk: bool) -> None:
+def train(folder: str, model: str, workers: int, steps: int, shared_memory: bool, disk: bool) -> None:
     """Trains as a worker of ours; ranks meet late, so that a spare has everything ready."""
-    module, data, optimizer = make(model)
+    module, data, optimizer = make(model, SHARE * workers * steps)
     ddp.init(shared_memory=shared_memory)
     ddp.fit(
         *(module, data, optimizer),
         loss=cross_entropy,
         global_batch=SHARE * workers,
-        max_steps=NUM_SAMPLES // (SHARE * workers),
-        batches=ddp.Batches(order=ddp.data.Fixed(NUM_SAMPLES)),
+        max_steps=steps,
+        batches=ddp.Batches(order=ddp.data.Fixed(len(data))),
         folder=ddp.Folder(Path(folder, "disk", "run"), every_steps=50) if disk else None,
         callbacks=[Writer(folder)],
     )
 
 
-def ours(folder: str, model: str, workers: int, spares: int, over: str, disk: bool) -> None:
+def ours(folder: str, model: str, workers: int, seconds: float, spares: int, over: str, disk: bool) -> None:
     """Launches ours."""
     ddp.launch(
-        *(train, folder, model, workers, over == "memory", disk),
+        *(train, folder, model, workers, int(MOST_STEPS[model] * seconds), over == "memory", disk),
         workers=workers,
         restarts=MANY,
         threads_per_worker=1,
