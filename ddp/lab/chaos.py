@@ -58,7 +58,7 @@ DISK_BYTES = 2 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What one run has come through, as the module's docstring says; `None`: no step followed.
+    """Figures of one run, which the docstring of the module defines; `None`: no step followed.
 
     Attributes:
         step_s: median time of a step before the first fault.
