@@ -32,7 +32,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,7 @@ class Run:
         """Trains for so many seconds once all workers make steps, with these faults: seconds from then on, and which.
 
         Raises:
-            ConfigError: it did not start, or ended by itself; with the last line of its log.
+            ConfigError: it did not start; with the last line of its log.
         """
         (self.folder / "lines").mkdir(parents=True)
         given = {"model": self.options.model, "workers": self.options.workers, "spares": self.options.spares}
@@ -153,31 +153,40 @@ class Run:
             try:
                 deadline = time.time() + START_S
                 while len({rank for rank, _ in self._workers()}) < self.options.workers:
-                    self._wait(process, 0.05, f"did not train within {START_S:g} s" * (time.time() > deadline))
+                    if self._ended(process, 0.05) or time.time() > deadline:
+                        last = (self.folder / "log").read_text(errors="replace").strip().rpartition("\n")[2]
+                        raise ConfigError(f"{self.system} ended, or made no step in {START_S:g} s: {last:.300}")
                 begin = time.time()
                 for at, fault in faults:
-                    self._wait(process, begin + at - time.time())
-                    self._inject(fault, hit, chosen)
+                    if not self._ended(process, begin + at - time.time()):
+                        self._inject(fault, hit, chosen)
                     done.append(time.time())
-                self._wait(process, begin + seconds - time.time())
-                end = time.time()
+                self._ended(process, begin + seconds - time.time())  # one that does has made no step since
+                process.terminate()
+                self._ended(process, END_S)
+                deadline = time.time() + 5
+                while (left := self._processes()) and time.time() < deadline:
+                    time.sleep(0.1)
             finally:
-                left = self._end(process)
+                while alive := self._processes():
+                    for pid in alive:
+                        with suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
+                    time.sleep(0.05)
+                process.wait()
         lines = [
             json.loads(line)
             for file in self.folder.glob("lines/*")
             for line in file.read_text().splitlines(keepends=True)
             if line.endswith("\n")
         ]
-        return Figures(**vars(figures(lines, begin, end, done)) | {"left": left})
+        return replace(figures(lines, begin, begin + seconds, done), left=len(left))
 
-    def _wait(self, process: subprocess.Popen[bytes], seconds: float, problem: str = "") -> None:
+    def _ended(self, process: subprocess.Popen[bytes], seconds: float) -> bool:
+        """Waits so long at most; returns True if the run has ended."""
         with suppress(subprocess.TimeoutExpired):
             process.wait(max(seconds, 0.0))
-            problem = f"ended with status {process.returncode}"
-        if problem:
-            last = (self.folder / "log").read_text(errors="replace").strip().rpartition("\n")[2]
-            raise ConfigError(f"{self.system} {problem}: {last:.300}")
+        return process.returncode is not None
 
     def _workers(self) -> list[tuple[int, int]]:
         """Returns the rank and process id of all workers that have made a step and live."""
@@ -205,22 +214,6 @@ class Run:
             hit.add(pid)
             os.kill(pid, SIGNALS[fault])
 
-    def _end(self, process: subprocess.Popen[bytes]) -> int:
-        """Ends the run as its user would, then what is left of it. Returns the number of such processes."""
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(END_S)
-        deadline = time.time() + 5
-        while (left := self._processes()) and time.time() < deadline:
-            time.sleep(0.1)
-        while alive := self._processes():
-            for pid in alive:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.05)
-        process.wait()
-        return len(left)
-
     @contextmanager
     def _disk(self) -> Iterator[None]:
         """Mounts a small disk for what the run saves, if it is to be filled."""
@@ -228,7 +221,8 @@ class Run:
             yield
             return
         (disk := self.folder / "disk").mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "ddp-chaos", disk], check=True)
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "ddp-chaos", disk]).returncode:
+            raise ConfigError("--fault full_disk: this root may mount no disk, as in many containers; leave it out")
         try:
             yield
         finally:
