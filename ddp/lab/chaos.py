@@ -12,7 +12,7 @@ computes everything from these lines and the instants of the faults:
     lost       samples of the steps up to the last one that were in no committed step
     repeated   samples that were in a committed step more than once; steps: as many steps as had to be made again
     rate       samples per second in committed steps, each counted once, ÷ those of an undisturbed run
-    bits       parameters equal those of an undisturbed run at the last step that both have digested
+    bits       parameters equal those of an undisturbed run at the last step that both have digested since the fault
     left       processes that were there five seconds after the run had ended
 """
 
@@ -120,7 +120,9 @@ def figures(lines: Iterable[Mapping[str, Any]], begin: float, end: float, faults
         repeated=times_read.total() - len(times_read),
         steps_repeated=len(commits) - len({row["step"] for row in commits}),
         rate=used / (end - begin),
-        digests={row["step"]: row["digest"] for row in rows if "digest" in row},
+        digests={
+            row["step"]: row["digest"] for row in rows if "digest" in row and (row["t"] > first_fault or not faults)
+        },
     )
 
 
@@ -321,7 +323,11 @@ def table(undisturbed: Mapping[str, Figures], runs: Mapping[str, Sequence[Figure
                 *(f"{this / ours:.2f}" if this and ours else "", seconds(middle([run.later_s for run in each]))),
                 f"{each[0].batch} → {min(run.fewest for run in each)}",
                 *(str(sum(getattr(run, name) for run in each)) for name in ("lost", "repeated", "steps_repeated")),
-                *(f"{rate:.2f}", f"{sum(same)} of {len(same)}", str(sum(run.left for run in each))),
+                *(
+                    f"{rate:.2f}",
+                    f"{same.count(True)} of {len(same) - same.count(None)}",
+                    str(sum(run.left for run in each)),
+                ),
             ]
         ]
     return "\n".join(lines_of_table(rows))
@@ -338,7 +344,7 @@ def seconds(value: float | None) -> str:
     return written(lambda known: f"{known:.2f}", value) or "never"
 
 
-def equal_bits(some: Mapping[int, str], others: Mapping[int, str]) -> bool:
-    """Returns True if both have the same digest at the last step that both have."""
+def equal_bits(some: Mapping[int, str], others: Mapping[int, str]) -> bool | None:
+    """Returns True if both have the same digest at the last step that both have; None: there is no such step."""
     both = some.keys() & others.keys()
-    return bool(both) and some[max(both)] == others[max(both)]
+    return some[max(both)] == others[max(both)] if both else None

@@ -37,7 +37,7 @@ from ddp.lab.bench.workloads import WORKLOADS
 
 SHARE = 12  # samples of a worker in a step: 2, 3 and 4 workers can share the batch of 2, 3 and 4
 MOST_STEPS = {"small-mlp": 800, "digits-cnn": 400, "mlp-25m": 40}  # per second; ours plans them all when it begins
-DIGEST_EVERY = 20  # steps
+DIGEST_EVERY = 10  # steps
 SAVES_COST = 0.03  # of the time
 MANY = 10**6  # restarts
 

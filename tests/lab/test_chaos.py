@@ -72,8 +72,10 @@ def test_lines_of_a_run_without_a_fault_and_after_its_end() -> None:
 
 def test_bits_are_compared_at_the_last_step_of_both() -> None:
     assert equal_bits({20: "a", 40: "b", 60: "c"}, {20: "x", 40: "b"})
-    assert not equal_bits({20: "a", 40: "b"}, {20: "a", 40: "x"})
-    assert not equal_bits({20: "a"}, {40: "a"})
+    assert equal_bits({20: "a", 40: "b"}, {20: "a", 40: "x"}) is False
+    assert equal_bits({20: "a"}, {40: "a"}) is None
+    digested = [*BEFORE, *lines(0.2, 3, digest="old"), *lines(0.5, 5, digest="new")]
+    assert figures(digested, begin=0.05, end=9.0, faults=[0.35]).digests == {5: "new"}
 
 
 def test_a_table_has_medians_of_recoveries_and_sums_of_counts() -> None:
