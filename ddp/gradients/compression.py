@@ -179,9 +179,33 @@ class Compression(Reducer):
         return {"num_steps": self.num_steps, "memories": found}
 
     def kept(self) -> dict[str, Any]:
-        """Returns the part of the state that is the same on all ranks. Not collective."""
-        same = {kind: dict(each.committed) for kind, each in self.hook.memories().items() if each.kind == "same"}
-        return {"num_steps": self.num_steps, "memories": same}
+        """Returns this rank's own part of the state, as of the last step. Not collective."""
+        memories = self.hook.memories()
+        same = {kind: dict(each.committed) for kind, each in memories.items() if each.kind == "same"}
+        pieces = {
+            kind: {name: (self.part_of(name).start, piece) for name, piece in each.committed.items()}
+            for kind, each in memories.items()
+            if each.kind != "same"
+        }
+        return {"num_steps": self.num_steps, "memories": same, "pieces": pieces}
+
+    def take_together(self, pieces: Mapping[str, Mapping[str, tuple[int, Tensor]]]) -> None:
+        """Shares out among the hosts what ranks have kept of former ranks' parts. Collective.
+
+        Args:
+            pieces: of this rank, from `kept`; what a lost rank had is lost.
+        """
+        comm, num_hosts = self.comm, self.comm.host_partition.num_hosts
+        everyone = all_gather_object(comm, {kind: list(of_kind) for kind, of_kind in pieces.items()})
+        for kind, memory in self.hook.memories().items():
+            for name in sorted({name for of_rank in everyone for name in of_rank.get(kind, ())} & self.numels.keys()):
+                whole = torch.zeros(self.numels[name], dtype=wide(self._dtypes[name]), device=comm.device)
+                start, piece = pieces.get(kind, {}).get(name, (0, whole[:0]))
+                whole[start : start + len(piece)] = piece
+                comm.all_reduce(whole, label=f"what {name} owes")
+                if len(mine := whole[self.part_of(name)] / num_hosts):
+                    memory.committed[name] = mine
+                self.is_owed = True
 
     def _on_rank_zero(self, memory: Memory, name: str) -> Tensor | None:
         """Returns the tensors of all hosts for a parameter, [hosts, numel], on rank 0."""

@@ -48,6 +48,7 @@ from ddp.setting import Setup, refuse
 from ddp.strategies.host_store import PARAMETERS, HostStore
 from ddp.strategies.region import Region
 from ddp.strategies.sharded import Part, Sharded, Slices, is_large, share_of
+from ddp.strategies.strategy import Replicated
 
 STRETCH_NUMEL = 16 * BLOCK_NUMEL  # gradients of 8 MB, which a last-level cache holds while they are clipped
 
@@ -160,6 +161,29 @@ class CentralStorage(Sharded):
     def state_dict(self) -> dict[str, Any]:
         self._refuse_half_a_step()
         return super().state_dict()
+
+    def kept(self) -> dict[str, Any] | None:
+        """Returns the state in the host's memory, unless an update was running.
+
+        The count of an optimizer's steps, say, is known to the rank that updates a parameter. Those of others are taken
+        from a parameter of the same group.
+        """
+        if self._written:
+            return None
+        if self._slices is None or not self._stretches:
+            return Replicated.kept(self)
+        of_parts, known = self.optimizer.state, {each: dict(state) for each, state in self.optimizer.state.items()}
+        for group in self.optimizer.param_groups:
+            like = next((known[each] for each in group["params"] if known.get(each)), {})
+            for each in group["params"]:
+                if id(each) in self._slices.layout.slot_of and not known.get(each):
+                    small = {name: value for name, value in like.items() if name not in self._opened().names}
+                    known[each] = copy.deepcopy(small) | self._in_store(each, like)
+        try:
+            self.optimizer.state = defaultdict(dict, known)
+            return Replicated.kept(self)
+        finally:
+            self.optimizer.state = of_parts
 
     def _refuse_half_a_step(self) -> None:
         if self._written:

@@ -204,12 +204,16 @@ class LocalSteps(Replicated):
         sizes = list(map(len, means))
         torch._foreach_copy_([*means, *variances], [*mean.split(sizes), *variance.split(sizes)])
 
-    def finish(self, *, alone: bool = False) -> None:
-        if self._inner:  # an error has ended a round
+    def _leave_round(self) -> None:
+        """Restores the common parameters, because an error has ended a round."""
+        if self._inner:
             with torch.no_grad():
                 torch._foreach_copy_([*self._inner], self._common)
             self._buffers.restore()
             self._inner, self._common = [], []
+
+    def finish(self, *, alone: bool = False) -> None:
+        self._leave_round()
         if self._island is not None and not alone:
             self._island.close()
         super().finish(alone=alone)
@@ -224,6 +228,11 @@ class LocalSteps(Replicated):
     def state_dict(self) -> dict[str, Any]:
         common = {"outer": self._outer.state_dict()["state"], "is_round": self._is_round}
         return {**super().state_dict(), "local_sgd": common}
+
+    def kept(self) -> dict[str, Any] | None:
+        self._leave_round()  # of the inner optimizer, each rank keeps its own
+        common = {"outer": self._outer.state_dict()["state"], "is_round": self._is_round}
+        return {**(super().kept() or {}), "local_sgd": common}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict({**state, "local_sgd": None})

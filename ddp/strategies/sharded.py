@@ -101,7 +101,7 @@ class Sharded(Replicated):
         super().finish(alone=alone)
 
     def kept(self) -> dict[str, Any] | None:
-        return None if self._slices is not None else super().kept()
+        return super().kept() if self._slices is None else None
 
     # --- a step ------------------------------------------------------------------------------------------------------
 

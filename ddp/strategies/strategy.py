@@ -244,7 +244,7 @@ class Replicated:
 
     def kept(self) -> dict[str, Any] | None:
         scale = None if self.loss_scale is None else self.loss_scale.state_dict()
-        whole = {"model": self.masters.state_dict(), "optimizer": self._optimizer_state(), "loss_scale": scale}
+        whole = {"model": self.masters.state_dict(), "optimizer": self.optimizer.state_dict(), "loss_scale": scale}
         return {**whole, "own": []}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

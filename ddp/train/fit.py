@@ -75,7 +75,7 @@ from ddp.train.evaluate import check_evaluation, modes_kept
 from ddp.train.held_out import note_of_choice
 from ddp.train.loop import end_of_run, train_loop
 from ddp.train.parameter_server import check_role, next_store, restarted_arguments, service_of, work
-from ddp.train.reports.history import HASHES, HashesFile, calls_left, note_start_of_fit
+from ddp.train.reports.history import HASHES, HashesFile, calls_left, note_generation, note_start_of_fit
 from ddp.train.reports.meters import EpochCheck, Meters, MetricsFile, NoiseScale, Throughput
 from ddp.train.reports.report import ProgressBar, StopNote, draw_curves, summary_of
 from ddp.train.reports.results import is_metric, read_summary, write_summary
@@ -232,7 +232,10 @@ def _train(given: FitArguments, comm: Communicator) -> TrainState:
     stop = flag_of_a_new_fit() if given.stop is None else given.stop  # a flag that is not set counts as false
     meters, start_s = Meters(Throughput(), NoiseScale(), EpochCheck()), now_s()
     with stop.before_libraries():
-        return over_generations(partial(_train_with, given, stop, meters, start_s), comm, stop)
+        state = over_generations(partial(_train_with, given, stop, meters, start_s), comm, stop)
+    if given.stop is None and stop.signal_name not in ("", state.stopped_by):  # it has waited for the results
+        signal.raise_signal(signal.Signals[stop.signal_name])
+    return state
 
 
 def _train_with(
@@ -273,7 +276,6 @@ def _run(run: OpenRun, stop: StopFlag, meters: Meters, start_s: float) -> TrainS
     given, state = run.given, run.state
     with contextlib.nullcontext() if given.stop is not None else stop.listening(), calls_left(run.folder, state.comm):
         _loop(run, meters)
-        is_known = bool(stop.signal_name)
         kept = _kept(run) if current_member() is not None else None
 
         # 4  the results
@@ -290,8 +292,6 @@ def _run(run: OpenRun, stop: StopFlag, meters: Meters, start_s: float) -> TrainS
         run.service.end({**known, "stopped_by": state.stopped_by})
         if state.comm.rank == 0:  # which keeps the ledger
             _say(given, state.comm, run.service.in_words())
-    if given.stop is None and stop.signal_name and not is_known:  # it has waited for the results
-        signal.raise_signal(signal.Signals[stop.signal_name])
     return state
 
 
@@ -569,6 +569,8 @@ def _begin(run: OpenRun, until_end: contextlib.ExitStack) -> None:
     if given.settings is None and not source.is_stream:  # a command has noted it
         what = source, run.state, given, given.batches, given.validation_data
         note_start_of_fit(run.folder, *what, goes_on=run.start is not None)
+    elif run.state.comm.generation:
+        note_generation(run.folder, run.state)
 
 
 # -------------------------------------------------------------------------------------------------------- what is said

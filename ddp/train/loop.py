@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ddp.comm.meeting.membership import RESIZE
+from ddp.comm.meeting.membership import RESIZE, current_member
 from ddp.comm.objects import all_gather_object
 from ddp.data.loading.iterable import IterableSampler
 from ddp.data.loading.source import Source
@@ -77,7 +77,7 @@ def train_loop(
         seed=state.sampler.state.seed,
         noise_scale_every=given.folder.noise_scale_every,
         batch_checks=batch_checks(state, given, inputs, callbacks, num_steps=num_steps),
-        keeps_buffers=state.comm.world_size > 1 or any(each.action == "skip" for each in _guards(callbacks)),
+        keeps_buffers=current_member() is not None or any(each.action == "skip" for each in _guards(callbacks)),
     )
     evaluator = Evaluator(inputs.held_out, inputs.task, given.evaluation, given.precision, callbacks)
     supply = supply_of(state, rules, given, inputs.source, callbacks, service, go_back, num_steps=num_steps)

@@ -71,7 +71,9 @@ def over_generations(
         while True:
             error: BaseException | None = None
             try:
-                return train(comm, kept)
+                result = train(comm, kept)
+                stop.request(member.asked)  # which came too late for the launcher
+                return result
             except Interrupted as over:
                 kept, error = over.kept, over.__cause__
             except (PeerLost, CommunicatorBroken) as lost:  # while the next generation began: what was kept counts

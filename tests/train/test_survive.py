@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import ddp
+from ddp.comm.meeting.membership import current_member
+from ddp.errors import TooFewWorkers, WorkersFailed
 
 SAMPLES, BATCH, EPOCHS = 48, 12, 2
+SIGKILL, SIGTERM = int(signal.SIGKILL), int(signal.SIGTERM)
 STEPS = EPOCHS * SAMPLES // BATCH
 
 
@@ -26,19 +30,34 @@ def model() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return net.double(), (torch.randn(SAMPLES, 6, dtype=torch.float64), torch.randint(0, 3, (SAMPLES,)))
 
 
+def until(holds: Callable[[], object]) -> None:
+    end_s = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
 class Faults(ddp.Callback):
     """Notes each committed step, and ends this process where it is told to."""
 
-    def __init__(self, folder: Path, where: Sequence[tuple[int, int, int, str]]) -> None:
+    def __init__(self, folder: Path, where: Sequence[tuple[Any, ...]]) -> None:
         self.folder, self.where = folder, where
 
     def fit_start(self, state: ddp.TrainState) -> None:
         self.state = state
 
     def meets(self, phase: str, step: int) -> None:
-        comm = self.state.comm
-        if (comm.generation, comm.rank, step, phase) in [tuple(each) for each in self.where]:
-            os.kill(os.getpid(), signal.SIGKILL)
+        comm, member = self.state.comm, current_member()
+        assert member is not None
+        here = comm.generation, comm.rank, step, phase
+        for does in [does for *at, does in self.where if tuple(at) == here]:
+            match does:
+                case "waits":  # until others have joined, one has left, or all are to stop
+                    until(lambda: member.is_superseded or member.latest.stop)
+                case "raises":
+                    raise ValueError("a mistake of the user's own")
+                case number:
+                    os.kill(os.getpid(), number)
 
     def step_start(self, state: ddp.TrainState) -> None:
         self.meets("step_start", state.step + 1)
@@ -84,7 +103,7 @@ def train(folder: Path, where: Sequence[Any], how: dict[str, Any], shared_memory
         global_batch=BATCH,
         epochs=EPOCHS,
         test_data=data,
-        callbacks=[faults, ddp.EMA(decay=0.9)],
+        callbacks=[faults] if "strategy" in how else [faults, ddp.EMA(decay=0.9)],
         **how,
     )
     values = {name: value.clone() for name, value in net.state_dict().items()}
@@ -139,7 +158,7 @@ PHASES = ["step_start", "forward", "backward", "step_end", "evaluation"]
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.quick(3)
 def test_a_rank_is_lost_anywhere(phase: str, rank: int, undisturbed: dict[int, list[Any]], tmp_path: Path) -> None:
-    results = launched(tmp_path, [(0, rank, 4, phase)], workers=3)
+    results = launched(tmp_path, [(0, rank, 4, phase, SIGKILL)], workers=3)
     assert [found[1:3] for found in results] == [(2, 1), (2, 1)]
     check(results, tmp_path, undisturbed[3])
 
@@ -151,7 +170,7 @@ def test_a_spare_takes_its_place_and_bits_stay(
     rank: int, shared_memory: bool, undisturbed: dict[int, list[Any]], tmp_path: Path
 ) -> None:
     reference = undisturbed[3] if shared_memory else launched(tmp_path / "of-3", [], workers=3, shared_memory=False)
-    results = launched(tmp_path, [(0, rank, 6, "backward")], workers=3, spares=1, shared_memory=shared_memory)
+    results = launched(tmp_path, [(0, rank, 6, "backward", SIGKILL)], workers=3, spares=1, shared_memory=shared_memory)
     assert [found[1:3] for found in results] == [(3, 1)] * 3
     check(results, tmp_path, reference, exact=rank != 0)  # whose BatchNorm was lost with it
 
@@ -159,7 +178,7 @@ def test_a_spare_takes_its_place_and_bits_stay(
 @pytest.mark.parametrize("phase", ["save", "saved"])
 @pytest.mark.quick(1)
 def test_rank_0_is_lost_while_it_saves(phase: str, undisturbed: dict[int, list[Any]], tmp_path: Path) -> None:
-    where = [(0, 0, -1 if phase == "save" else 3, phase)]
+    where = [(0, 0, -1 if phase == "save" else 3, phase, SIGKILL)]
     results = launched(tmp_path, where, workers=3, fit={"folder": "run"})
     assert [found[1:3] for found in results] == [(2, 1), (2, 1)]
     check(results, tmp_path, undisturbed[3])
@@ -171,7 +190,102 @@ def test_rank_0_is_lost_while_it_saves(phase: str, undisturbed: dict[int, list[A
 
 
 def test_one_after_another_is_lost_and_replaced(undisturbed: dict[int, list[Any]], tmp_path: Path) -> None:
-    where = [(0, 0, 2, "forward"), (1, 1, 4, "backward"), (2, 0, 6, "step_end")]
+    where = [(0, 0, 2, "forward", SIGKILL), (1, 1, 4, "backward", SIGKILL), (2, 0, 6, "step_end", SIGKILL)]
     results = launched(tmp_path, where, workers=3, restarts=3, spares=1)
     assert results
     check(results, tmp_path, undisturbed[3])
+
+
+def test_others_join_after_a_step(undisturbed: dict[int, list[Any]], tmp_path: Path) -> None:
+    where = [(0, 0, 3, "forward", "waits")]
+    results = launched(tmp_path, where, workers=2, spares=1, max_workers=3)
+    assert [found[1:3] for found in results] == [(3, 1)] * 3
+    check(results, tmp_path, undisturbed[3])  # its batch has had three parts from the beginning
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+def test_one_leaves_after_a_step(rank: int, undisturbed: dict[int, list[Any]], tmp_path: Path) -> None:
+    where = [(0, rank, 3, "step_start", SIGTERM), (0, 1 - rank, 4, "forward", "waits")]
+    results = launched(tmp_path, where, workers=3, restarts=3)
+    assert [found[1:3] for found in results] == [(2, 1)] * 2
+    check(results, tmp_path, undisturbed[3])
+
+
+def test_all_stop_if_too_few_would_stay(tmp_path: Path) -> None:
+    where = [(0, rank, 3, "step_start", SIGTERM) for rank in range(3)] + [(0, 0, 3, "forward", "waits")]
+    results = launched(tmp_path, where, workers=3, min_workers=2, fit={"folder": "run"})
+    assert len({found[0] for found in results}) == 1
+    assert results[0][0] < STEPS
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"] == "SIGTERM"
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+def test_too_few_wait_for_another(undisturbed: dict[int, list[Any]], tmp_path: Path) -> None:
+    where = [(0, 1, 4, "backward", SIGKILL)]
+    results = launched(tmp_path, where, workers=2, min_workers=2, restarts=1, fit={"folder": "run"})
+    assert [found[1:3] for found in results] == [(2, 2)] * 2
+    check(results, tmp_path, undisturbed[2])
+    assert (tmp_path / "run" / "checkpoints" / "step-00000003").is_dir()
+
+
+def test_too_few_save_and_end(tmp_path: Path) -> None:
+    where = [(0, 1, 5, "backward", SIGKILL)]
+    with pytest.raises(WorkersFailed, match=r"1 of min_workers=2 workers are left, .* within wait_s=0.5 s") as failed:
+        launched(tmp_path, where, workers=2, min_workers=2, wait_s=0.5, fit={"folder": "run"})
+    assert isinstance(failed.value, TooFewWorkers)
+    assert (tmp_path / "run" / "checkpoints" / "step-00000004").is_dir()
+
+
+def test_a_worker_that_raises_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a mistake of the user's own"):
+        launched(tmp_path, [(0, 1, 3, "forward", "raises")], workers=3, restarts=3)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "central storage": {"strategy": "central_storage"},
+    "bf16_pure": {"precision": "bf16_pure"},
+    "fp16": {"precision": "fp16"},
+    "same bits": {"same_bits": True, "batches": ddp.Batches(num_shards=4)},
+    "clipped": {"clip_norm": 0.5, "strategy": "central_storage"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.quick(3)
+def test_bits_stay_in_every_way_to_train(way: str, tmp_path: Path) -> None:
+    reference = launched(tmp_path / "of-3", [], workers=3, fit=WAYS[way])
+    where = [(0, 1, 4, "backward", SIGKILL), (1, 2, 6, "step_end", SIGKILL)]
+    results = launched(tmp_path, where, workers=3, spares=2, fit=WAYS[way])
+    assert [found[1:3] for found in results] == [(3, 2)] * 3
+    for _, _, _, values, _ in results:
+        for name, value in values.items():
+            assert torch.equal(value, reference[0][3][name]), name
+
+
+def test_any_number_of_workers_has_the_same_bits(tmp_path: Path) -> None:
+    reference = launched(tmp_path / "of-1", [], workers=1, fit=WAYS["same bits"])
+    where = [(0, 1, 2, "backward", SIGKILL), (1, 0, 4, "forward", SIGKILL)]
+    results = launched(tmp_path, where, workers=4, fit=WAYS["same bits"])
+    assert [found[1:3] for found in results] == [(2, 2)] * 2
+    for name, value in results[0][3].items():
+        assert torch.equal(value, reference[0][3][name]), name
+
+
+def test_local_sgd_repeats_the_round(tmp_path: Path) -> None:
+    how = {"strategy": ddp.LocalSGD(every=2)}
+    results = launched(tmp_path, [(0, 1, 2, "backward", SIGKILL)], workers=3, fit=how)
+    assert [found[1:3] for found in results] == [(2, 1)] * 2
+    assert all(torch.equal(value, results[1][3][name]) for name, value in results[0][3].items())
+
+
+def test_a_sharded_state_goes_on_if_one_leaves_and_else_from_the_disk(tmp_path: Path) -> None:
+    sharded = {"strategy": "sharded", "folder": "run"}
+    reference = launched(tmp_path / "of-3", [], workers=3, fit=sharded)
+    leaves = [(0, 1, 4, "step_start", SIGTERM), (0, 0, 5, "forward", "waits")]
+    killed = [(0, 1, 5, "backward", SIGKILL)]
+    for name, where in {"leaves": leaves, "killed": killed}.items():
+        results = launched(tmp_path / name, where, workers=3, fit=sharded)
+        assert [found[:3] for found in results] == [(STEPS, 2, 1)] * 2
+        for key, value in results[0][3].items():
+            if "running" not in key:
+                torch.testing.assert_close(value, reference[0][3][key], rtol=1e-9, atol=1e-12)

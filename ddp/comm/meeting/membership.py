@@ -281,6 +281,7 @@ class Member:
         latest: the latest generation.
         entered: the generation that this process has entered last; None: none.
         on_news: called with each new generation, on another thread.
+        asked: the signal because of which it has asked to leave; "".
     """
 
     store: Store
@@ -288,6 +289,7 @@ class Member:
     latest: Generation = field(init=False)
     entered: Generation | None = None
     on_news: Callable[[Generation], object] = lambda _: None
+    asked: str = ""
 
     def __post_init__(self) -> None:
         self.latest = Generation.read(self.store.get("generation"))
@@ -365,6 +367,7 @@ class Member:
 
     def ask_to_leave(self, by: str) -> None:
         """Asks to leave, because of this signal."""
+        self.asked = by
         self.store.set(f"leaves/{self.number}", by)
 
     def agreed(self, key: str, value: str) -> str:

@@ -428,8 +428,9 @@ class _ElasticSupervisor(_Supervisor):
         report = Report.read(Seat(self._logs, rank)) if status else None
         is_lost = status != 0 and status - 128 not in self._stops and (report is None or report.is_secondary)
         membership.look()
-        if is_lost and self._over is None and not membership.is_closed and not membership.has_asked(rank):
-            self._end_of_lost(rank, _end_text(status, report), before)
+        has_asked = membership.has_asked(rank)
+        if is_lost and self._over is None and not membership.is_closed and (rank in before or not has_asked):
+            self._end_of_lost(rank, _end_text(status, report), before, is_wanted=not has_asked)
             if not self._running:
                 self._fail({rank: Failure(status, time.time())})
         elif rank in before:
@@ -441,14 +442,14 @@ class _ElasticSupervisor(_Supervisor):
             self._end_within(LEAVE_S)
             self._signal(signal.SIGTERM, self._running)  # which have waited for nothing
 
-    def _end_of_lost(self, rank: int, how: str, before: Sequence[int]) -> None:
-        """Lets the others continue without a lost process, and starts another one in its place."""
+    def _end_of_lost(self, rank: int, how: str, before: Sequence[int], *, is_wanted: bool) -> None:
+        """Lets the others continue without a lost process, and starts another one in its place, if that is wanted."""
         membership = self._membership
         if rank in before:
             membership.lost(rank, how)
         joined = [each for each in membership.latest.members if each not in before]
         then = [f"{_named(joined)} took its place"] if joined else []
-        if (used := self._num_restarts[rank]) < self._restarts:
+        if is_wanted and (used := self._num_restarts[rank]) < self._restarts:
             number = len(self._commands)
             self._commands, self._roles = [*self._commands, self._again], [*self._roles, self._roles[0]]
             self._num_restarts.append(used + 1)

@@ -210,7 +210,10 @@ def newest(comm: Communicator, mine: StoredCheckpoint | None) -> StoredCheckpoin
         return mine
     with closing(group):
         found = broadcast_object(group, None if mine is None or group.rank else vars(mine))
-    return mine if group.rank == 0 else StoredCheckpoint(**found)
+    if group.rank == 0:
+        return mine
+    found["parts"].get("hook", {}).pop("pieces", None)  # which the other one has
+    return StoredCheckpoint(**found)
 
 
 def read_checkpoint(comm: Communicator, path: Path | StoredCheckpoint, module: nn.Module) -> StoredCheckpoint:
@@ -350,7 +353,10 @@ def _restore_hook(checkpoint: StoredCheckpoint, state: TrainState) -> None:
     compression = state.model.compression
     then, now = _meta_of(checkpoint).hook, None if compression is None else compression.name
     if then == now and compression is not None:
-        compression.load_state_dict(checkpoint.parts.get("hook"))
+        found = checkpoint.parts.get("hook")
+        compression.load_state_dict(found)
+        if checkpoint.path == IN_MEMORY:
+            compression.take_together((found or {}).get("pieces", {}))
     elif then is not None and state.comm.rank == 0:
         log.warning(
             "%s was taken with the hook %s, and this run has %s: gradients that the first has not sent are lost",

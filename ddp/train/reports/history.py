@@ -364,6 +364,16 @@ def note_incident(run_dir: Path, incident: Mapping[str, Any]) -> None:
     note_start(run_dir, incident, goes_on=True)
 
 
+def note_generation(run_dir: Path, state: TrainState) -> None:
+    """Writes a line about the workers that go on with a run, whose start a command has noted."""
+    starts = [start for line in lines_of(run_dir / STARTS) if "settings" in (start := json_object(line))]
+    if starts:
+        settings = starts[-1]["settings"]
+        settings = {**settings, "cluster": {**settings["cluster"], "workers": state.comm.world_size}}
+        position = {"step": state.step, "sampler": state.sampler.state_dict()}
+        note_start(run_dir, {**starts[-1], "position": position, "settings": settings}, goes_on=True)
+
+
 def note_start_of_fit(
     run_dir: Path,
     source: Source,
