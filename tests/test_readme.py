@@ -41,8 +41,9 @@ def commands() -> list[str]:
     shown = re.findall(r"^(scripts/ddp (?:check|draw) .*?)(?: +#.*)?$", README, re.MULTILINE)
     found = re.findall(r"`((?:scripts/ddp|[.]venv/bin/torchrun) [^`]*)`", table)
     # tests/test_main_job.py makes a sweep, tests/lab/scaling/test_scale.py runs scale, and a search needs Optuna
+    # tests/lab/test_chaos.py injects faults
     # tests/comm/meeting/test_rendezvous.py starts servers and workers by hand
-    elsewhere = " (-m cluster[.]|report |search |scale |train cluster[.]role)"
+    elsewhere = " (-m cluster[.]|chaos |report |search |scale |train cluster[.]role)"
     return [*shown, *(each for each in found if not re.search(elsewhere, each))]
 
 

@@ -40,6 +40,7 @@ COMMANDS = {
     "predict": ("commands.finished.predict_main", "writes a finished run's output for each sample"),
     "exercise": ("lab.clone.exercise", "checks your solution of an exercise of recipes/tutorial"),
     "tutorial": ("lab.clone.tutorial", "writes the read-along, prose next to code, as pages for a browser"),
+    "chaos": ("lab.chaos.main", "injects faults into a training run and into its peers', and says what they cost"),
     "bench step": ("lab.bench.step.main", "times training steps, and counts their memory, next to torch's classes"),
     "bench forecast": ("lab.clone.bench_forecast", "compares forecasts of training steps with the steps"),
     "bench collectives": ("lab.bench.collectives.main", "times collectives next to torch.distributed's on Gloo"),
@@ -70,6 +71,7 @@ examples:
   python -m ddp predict runs/mine --out scores.csv                     its model's output for each sample
   python -m ddp exercise 02                                            checks your solution in 02_ring.py
   python -m ddp tutorial --html site/                                  the read-along, as pages for a browser
+  python -m ddp chaos --peer torchrun --fault kill --rounds 3          what a lost worker costs
   python -m ddp bench step --models digits-cnn,mine:Net                your own model next to torch's class
   python -m ddp bench step --variants mirrored,sharded,torch --memory  step and memory of each strategy
   python -m ddp bench step --variants same_bits,accumulated            what same_bits=true costs
