@@ -147,6 +147,7 @@ class FitArguments(Training):
             "patience": next((each.patience for each in callbacks if isinstance(each, EarlyStopping)), None),
             "guard": next((each.action for each in callbacks if isinstance(each, Guard)), None),
             "has_folder": self.folder.path is not None,
+            "memory_steps": self.folder.memory_steps,
         }
         if isinstance(model, Replica):
             hook = policy.hook if model.compression is None else model.compression.hook

@@ -13,10 +13,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, Never
 
@@ -27,6 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.cluster_spec import refuse_evaluator
+from ddp.comm.meeting.secret import held_memory
 from ddp.comm.objects import on_rank_zero
 from ddp.data.loading.iterable import ENDLESS, IterableSampler
 from ddp.data.loading.source import Source
@@ -39,6 +41,7 @@ from ddp.policies import Averaging, Evaluation, Folder, ParameterServer, Reading
 from ddp.process import gpu
 from ddp.process.clock import now_s
 from ddp.process.files import make_folder, refuse_unwritable_name
+from ddp.process.records import json_object, to_json
 from ddp.process.streams import preserved
 from ddp.process.terminal import log, say
 from ddp.replica.autograd import without_compile_wrappers
@@ -51,14 +54,24 @@ from ddp.train import arguments
 from ddp.train.arguments import NEEDED, FitArguments, Inputs, tried
 from ddp.train.batch_checks import EqualBatches
 from ddp.train.checkpoints.checkpoint import (
-    AfterEvaluation,
+    AfterOthers,
     Checkpointer,
+    InMemory,
+    newest_in_memory,
     read_checkpoint,
     restore,
     run_identity,
     weights_of,
 )
-from ddp.train.checkpoints.checkpoint_store import CheckpointStore, best_of, resume_from, steps
+from ddp.train.checkpoints.checkpoint_store import (
+    CheckpointMemory,
+    CheckpointStore,
+    StoredCheckpoint,
+    best_of,
+    digest,
+    resume_from,
+    steps,
+)
 from ddp.train.checkpoints.extra_state import ExtraState, plain
 from ddp.train.evaluate import check_evaluation, modes_kept
 from ddp.train.held_out import note_of_choice
@@ -79,6 +92,7 @@ from ddp.units import counted
 OURS = (EMA, EarlyStopping, Guard, Watch)
 SHORTEN = "Fewer epochs or max_steps shorten it, and so do more workers, if cores are idle."
 GO_ON = "Ctrl-C ends it with a checkpoint, and resume=auto continues it."
+_number = count()  # of the fits of this program, which a restarted one runs in the same order
 
 
 def fit(
@@ -317,7 +331,7 @@ class OpenRun:
         given, inputs: the arguments, and what was made of them.
         identity: what the bits of the result depend on; extra: what a checkpoint has besides the state.
         folder: of the run, which exists; None: nothing is written. start: the checkpoint that it resumes from.
-        store: of its checkpoints; None: there is none.
+        store: of its checkpoints; None: there is none. memory: in which the launcher keeps some; None: there are none.
         num_steps: of the whole run.
         service: what this process does for workers; None: it is no server.
     """
@@ -330,6 +344,7 @@ class OpenRun:
     folder: Path | None
     start: Path | None
     store: CheckpointStore | None
+    memory: CheckpointMemory | None
     num_steps: int
     service: Service | None
 
@@ -358,23 +373,18 @@ def open_run(given: FitArguments, inputs: Inputs, comm: Communicator) -> OpenRun
     state.higher_is_better = inputs.task.higher_is_better
     identity = run_identity(comm, inputs.replica, settings if given.settings is None else given.settings)
     state.settings = plain(identity)
-    saves = given.folder.path is not None
+    saves = given.folder.path is not None or given.folder.memory_steps > 0
     extra = ExtraState(inputs.replica, inputs.task, given.callbacks, saves=saves, schedule=inputs.schedule)
     try:
-        folder, state.run_dir, start = on_rank_zero(
-            comm, lambda: _folder_and_start(given.folder), label="looking for a checkpoint"
-        )
-        if start is not None:
-            checkpoint = read_checkpoint(comm, start, inputs.replica.module)
-            restore(checkpoint, state, identity=identity)
-            extra.resumes(checkpoint.parts, given.optimizer)
+        memory = _memory_of(given, settings)
+        folder, start, note = _resume(given, state, identity, extra, memory)
         num_steps, _ = end_of_run(state, epochs=given.epochs, max_steps=given.max_steps)
         if not num_steps and (skipped := given.batches.skip_steps) is not None:
             raise ConfigError(f"skip_steps={list(skipped)}: leaves out all steps of the run; name fewer")
     except BaseException:
         strategy.finish(alone=True)  # no step was made, so that nothing has to be gathered
         raise
-    notes = [*_headline(state, num_steps, given.strategy), *([sampler_note] if sampler_note else [])]
+    notes = [*_headline(state, num_steps, given.strategy), *filter(None, (note, sampler_note))]
     if not inputs.replica.module.training:
         notes.append("the model was in evaluation mode as a whole: all of its layers are trained")
     notes += arguments.idle_notes(inputs.replica)
@@ -392,7 +402,58 @@ def open_run(given: FitArguments, inputs: Inputs, comm: Communicator) -> OpenRun
         store = CheckpointStore(folder / "checkpoints", best=best, **counts)
     service = service_of(given, state, settings)
     _say(given, comm, "\n".join(notes))
-    return OpenRun(given, inputs, state, identity, extra, folder, start, store, num_steps, service)
+    return OpenRun(given, inputs, state, identity, extra, folder, start, store, memory, num_steps, service)
+
+
+def _memory_of(given: FitArguments, settings: Mapping[str, Any]) -> CheckpointMemory | None:
+    """Returns the memory in which the launcher keeps checkpoints of this fit, if it is to."""
+    keeps, number = given.folder, next(_number)
+    if not keeps.memory_steps:
+        return None
+    named = None if keeps.path is None or keeps.is_unnamed else str(Path(keeps.path).absolute())
+    same = {name: value for name, value in settings.items() if name != "num_shards"}  # of the number of workers
+    fit = {"number": number, "folder": named, "settings": digest(json_object(to_json(plain(same))))}
+    return CheckpointMemory(held_memory(), fit=fit)
+
+
+def _resume(
+    given: FitArguments,
+    state: TrainState,
+    identity: Mapping[str, Any],
+    extra: ExtraState,
+    memory: CheckpointMemory | None,
+) -> tuple[Path | None, Path | None, str]:
+    """Makes the state that of the checkpoint from which the run continues, if there is one. Collective.
+
+    Returns:
+        The run's folder; the path of the checkpoint; and a line on what is repeated, if ranks were lost.
+
+    Raises:
+        ConfigError, CheckpointError: as `fit`.
+    """
+    comm, found = state.comm, list[StoredCheckpoint]()  # what rank 0 has loaded already
+
+    def look() -> tuple[Path | None, Path | None, Path | None, str]:
+        saved = newest_in_memory(memory)
+        if memory is None or saved is None:
+            return *_folder_and_start(given.folder), ""
+        found.append(saved)
+        path = memory.run_dir
+        then = replace(given.folder, path=path, resume=None if path is None else "auto")
+        folder, run_dir, _ = _folder_and_start(then)
+        is_on_disk = path is not None and saved.path.is_relative_to(path)
+        where = os.path.relpath(saved.path) if is_on_disk else "memory"
+        repeated = counted((memory.last_step or saved.step) - saved.step, "step")
+        return folder, run_dir, saved.path, f"continues from {where} after step {saved.step:,}: repeats {repeated}"
+
+    folder, state.run_dir, start, note = on_rank_zero(comm, look, label="looking for a checkpoint")
+    if start is not None:
+        checkpoint = read_checkpoint(comm, found[0] if found else start, state.model.module)
+        restore(checkpoint, state, identity=identity)
+        extra.resumes(checkpoint.parts, given.optimizer)
+    if memory is not None:
+        memory.run_dir = state.run_dir
+    return folder, start, note
 
 
 def _folder_and_start(keeps: Folder) -> tuple[Path | None, Path | None, Path | None]:
@@ -478,7 +539,11 @@ def _callbacks(run: OpenRun, meters: Meters) -> list[Callback]:
         how: dict[str, Any] = {"every_steps": keeps.every_steps, "extra": run.extra, "callbacks": own}
         checkpointer = Checkpointer(run.store, identity=run.identity, **how)
         watching += [HashesFile(run.folder / HASHES, every=given.same_bits.hash_every), checkpointer]
-        last.append(AfterEvaluation(checkpointer))
+        last.append(AfterOthers(checkpointer))
+    if run.memory is not None:
+        how = {"identity": run.identity, "every_steps": keeps.memory_steps, "extra": run.extra}
+        watching.append(in_memory := InMemory(run.memory, **how))
+        last.append(AfterOthers(in_memory))
     if keeps.progress:  # after the others, so that it shows what is saved already
         if_long = SHORTEN if run.folder is None else f"{SHORTEN} {GO_ON}"
         shown: dict[str, Any] = {"num_steps": run.num_steps, "num_epochs": given.epochs, "if_long": if_long}
