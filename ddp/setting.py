@@ -344,6 +344,7 @@ class Setup(Speaker):
     patience: int | None = fact(None, "early_stopping.patience", lambda patience: f"EarlyStopping({patience})")
     every_epochs: int | None = fact(1, "evaluate.every_epochs")
     every_steps: int | None = fact(None, "evaluate.every_steps")
+    memory_steps: int = fact(0, "checkpoint.memory_steps")
     guard: str | None = fact(None, "guard.action", lambda action: f"ddp.Guard({action!r})")
     device: str = fact("cpu", "device")
     servers: int = fact(0, "cluster.servers")
@@ -441,6 +442,8 @@ RULES: tuple[Rule[Setup], ...] = (
          "its state is of whole tensors, which {servers} cut; take one"),
     Rule(lambda s: s.strategy == "parameter_server" and s.max_unreadable, "max_unreadable",
          "with {strategy} a worker cannot tell the others what it leaves out; leave it out"),
+    Rule(lambda s: s.strategy == "parameter_server" and s.memory_steps, "memory_steps",
+         "with {strategy} servers keep the parameters, and start again from the disk; leave it out"),
     Rule(lambda s: s.strategy == "parameter_server" and s.is_stream, "strategy",
          "data is a stream, of which no part can be leased; give a data set with a length, or take {strategy:auto}"),
 

@@ -79,6 +79,7 @@ class FitArguments(Training):
         stop: a wish to stop that the caller sets; None: signals set it.
         settings: what the result depends on, by key, to be compared on a resume; None: the arguments.
         run_store: the part of a store in which servers and workers meet for this training.
+        number: of the fit in this program.
         replica: puts the model into a replica of the ranks; None: `strategy` says which one.
     """
 
@@ -101,6 +102,7 @@ class FitArguments(Training):
     settings: Mapping[str, Any] | None = None
     run_store: Any = None
     replica: Callable[[Communicator], Replica] | None = None
+    number: int = 0
 
     def __post_init__(self) -> None:
         for name in ("loss", "global_batch"):
@@ -154,6 +156,7 @@ class FitArguments(Training):
             "patience": next((each.patience for each in callbacks if isinstance(each, EarlyStopping)), None),
             "guard": next((each.action for each in callbacks if isinstance(each, Guard)), None),
             "has_folder": self.folder.path is not None,
+            "memory_steps": self.folder.memory_steps,
         }
         if (member := current_member()) is not None:
             known |= {"min_workers": member.latest.min_workers, "max_workers": member.latest.max_workers}

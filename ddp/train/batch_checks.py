@@ -21,7 +21,6 @@ import warnings
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import islice
 from typing import Any, Never
 
 import numpy as np
@@ -361,7 +360,7 @@ def may_have_one(comm: Communicator, sampler: TrainSampler, *, num_steps: int) -
     if isinstance(sampler, IterableSampler):
         return []
     is_short = num_steps < sampler.num_steps_per_epoch
-    sizes = {plan.size for plan in islice(sampler.plans(), num_steps)} if is_short else sampler.sizes.all()
+    sizes = sampler.sizes_ahead(num_steps) if is_short else sampler.sizes.all()
     mine = [size for size in sizes if any(len(micro.positions) == 1 for micro in sampler.micros(range(size)))]
     return sorted(set[int]().union(*all_gather_object(comm, mine)))
 

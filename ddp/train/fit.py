@@ -13,10 +13,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, Never
 
@@ -28,6 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.cluster_spec import refuse_evaluator
 from ddp.comm.meeting.membership import RESIZE, Member, current_member
+from ddp.comm.meeting.secret import held_memory
 from ddp.comm.objects import on_rank_zero
 from ddp.data.loading.iterable import ENDLESS, IterableSampler
 from ddp.data.loading.source import Source
@@ -40,6 +42,7 @@ from ddp.policies import Averaging, Evaluation, Folder, ParameterServer, Reading
 from ddp.process import gpu
 from ddp.process.clock import now_s
 from ddp.process.files import make_folder, refuse_unwritable_name
+from ddp.process.records import json_object, to_json
 from ddp.process.streams import preserved
 from ddp.process.terminal import log, say
 from ddp.replica.autograd import without_compile_wrappers
@@ -52,10 +55,13 @@ from ddp.train import arguments
 from ddp.train.arguments import NEEDED, FitArguments, Inputs, tried
 from ddp.train.batch_checks import EqualBatches
 from ddp.train.checkpoints.checkpoint import (
-    AfterEvaluation,
+    IN_MEMORY,
+    AfterOthers,
     Checkpointer,
+    InMemory,
     in_memory,
     newest,
+    newest_in_memory,
     read_checkpoint,
     restore,
     run_identity,
@@ -63,10 +69,12 @@ from ddp.train.checkpoints.checkpoint import (
     weights_of,
 )
 from ddp.train.checkpoints.checkpoint_store import (
+    CheckpointMemory,
     CheckpointStore,
     StoredCheckpoint,
     best_of,
     check_fits,
+    digest,
     resume_from,
     steps,
 )
@@ -91,6 +99,7 @@ from ddp.units import counted
 OURS = (EMA, EarlyStopping, Guard, Watch)
 SHORTEN = "Fewer epochs or max_steps shorten it, and so do more workers, if cores are idle."
 GO_ON = "Ctrl-C ends it with a checkpoint, and resume=auto continues it."
+_number = count()  # of the fits of this program, which a restarted one runs in the same order
 
 
 def fit(
@@ -230,6 +239,7 @@ def _given_back(model: nn.Module) -> Iterator[None]:
 
 def _train(given: FitArguments, comm: Communicator) -> TrainState:
     stop = flag_of_a_new_fit() if given.stop is None else given.stop  # a flag that is not set counts as false
+    given = replace(given, number=next(_number))
     meters, start_s = Meters(Throughput(), NoiseScale(), EpochCheck()), now_s()
     with stop.before_libraries():
         state = over_generations(partial(_train_with, given, stop, meters, start_s), comm, stop)
@@ -251,17 +261,17 @@ def _train_with(
     Args:
         kept: what this rank has of the run.
     """
-    memory = newest(comm, kept) if comm.generation else None
-    if memory is not None and memory is not kept:  # first, because replicas begin with rank 0's weights
-        check_fits(memory.parts["model"], given.model, source=memory.path)
-        given.model.load_state_dict(memory.parts["model"])
+    mine, kept = kept, newest(comm, kept) if comm.generation else None
+    if kept is not None and kept is not mine:  # first, because replicas begin with rank 0's weights
+        check_fits(kept.parts["model"], given.model, source=kept.path)
+        given.model.load_state_dict(kept.parts["model"])
 
     # 1  what is given
     given = arguments.with_shards(given.for_ranks(comm), comm)
     inputs = arguments.inputs_of(given, comm)
 
     # 2  the state
-    run = open_run(given, inputs, comm, memory)
+    run = open_run(given, inputs, comm, kept)
     run.state.stop_flag = stop
     try:
         return _run(run, stop, meters, start_s)
@@ -353,7 +363,7 @@ class OpenRun:
         given, inputs: the arguments, and what was made of them.
         identity: what the bits of the result depend on; extra: what a checkpoint has besides the state.
         folder: of the run, which exists; None: nothing is written. start: the checkpoint that it resumes from.
-        store: of its checkpoints; None: there is none.
+        store: of its checkpoints; None: there is none. memory: in which the launcher keeps some; None: there are none.
         num_steps: of the whole run.
         service: what this process does for workers; None: it is no server.
     """
@@ -364,19 +374,18 @@ class OpenRun:
     identity: dict[str, Any]
     extra: ExtraState
     folder: Path | None
-    start: Path | StoredCheckpoint | None
+    start: Path | None
     store: CheckpointStore | None
+    memory: CheckpointMemory | None
     num_steps: int
     service: Service | None
 
 
-def open_run(
-    given: FitArguments, inputs: Inputs, comm: Communicator, memory: StoredCheckpoint | None = None
-) -> OpenRun:
+def open_run(given: FitArguments, inputs: Inputs, comm: Communicator, kept: StoredCheckpoint | None = None) -> OpenRun:
     """Returns the state of a run over a communicator, and from its checkpoint, if it has one. Collective.
 
     Args:
-        memory: from which all ranks go on; None: from a checkpoint on the disk, if at all.
+        kept: the state from which all ranks go on; None: a checkpoint of the launcher or on the disk, if at all.
 
     Raises:
         ConfigError, CheckpointError: as `fit`. The model and the optimizer are as they were then.
@@ -399,25 +408,18 @@ def open_run(
     state.higher_is_better = inputs.task.higher_is_better
     identity = run_identity(comm, inputs.replica, settings if given.settings is None else given.settings)
     state.settings = plain(identity)
-    saves = given.folder.path is not None
+    saves = given.folder.path is not None or given.folder.memory_steps > 0
     extra = ExtraState(inputs.replica, inputs.task, given.callbacks, saves=saves, schedule=inputs.schedule)
     try:
-        folder, state.run_dir, on_disk = on_rank_zero(
-            comm, lambda: _folder_and_start(given.folder, comm.generation), label="looking for a checkpoint"
-        )
-        if (start := memory or on_disk) is not None:
-            checkpoint = read_checkpoint(comm, start, inputs.replica.module)
-            restore(checkpoint, state, identity=identity)
-            extra.resumes(checkpoint.parts, given.optimizer)
-        if memory is not None:
-            state.sampler.take_as_planned()
+        memory = _memory_of(given, settings)
+        folder, start, note = _resume(given, state, identity, extra, memory, kept)
         num_steps, _ = end_of_run(state, epochs=given.epochs, max_steps=given.max_steps)
         if not num_steps and (skipped := given.batches.skip_steps) is not None:
             raise ConfigError(f"skip_steps={list(skipped)}: leaves out all steps of the run; name fewer")
     except BaseException:
         strategy.finish(alone=True)  # no step was made, so that nothing has to be gathered
         raise
-    notes = [*_headline(state, num_steps, given.strategy), *([sampler_note] if sampler_note else [])]
+    notes = [*_headline(state, num_steps, given.strategy), *filter(None, (note, sampler_note))]
     if not inputs.replica.module.training:
         notes.append("the model was in evaluation mode as a whole: all of its layers are trained")
     notes += arguments.idle_notes(inputs.replica)
@@ -435,7 +437,65 @@ def open_run(
         store = CheckpointStore(folder / "checkpoints", best=best, **counts)
     service = service_of(given, state, settings)
     _say(given, comm, "\n".join(notes))
-    return OpenRun(given, inputs, state, identity, extra, folder, start, store, num_steps, service)
+    return OpenRun(given, inputs, state, identity, extra, folder, start, store, memory, num_steps, service)
+
+
+def _memory_of(given: FitArguments, settings: Mapping[str, Any]) -> CheckpointMemory | None:
+    """Returns the memory in which the launcher keeps checkpoints of this fit, if it is to."""
+    keeps = given.folder
+    if not keeps.memory_steps:
+        return None
+    named = None if keeps.path is None or keeps.is_unnamed else str(Path(keeps.path).absolute())
+    same = {name: value for name, value in settings.items() if name != "num_shards"}  # of the number of workers
+    fit = {"number": given.number, "folder": named, "settings": digest(json_object(to_json(plain(same))))}
+    return CheckpointMemory(held_memory(), fit=fit)
+
+
+def _resume(
+    given: FitArguments,
+    state: TrainState,
+    identity: Mapping[str, Any],
+    extra: ExtraState,
+    memory: CheckpointMemory | None,
+    kept: StoredCheckpoint | None,
+) -> tuple[Path | None, Path | None, str]:
+    """Makes the state that of the checkpoint from which the run continues, if there is one. Collective.
+
+    Args:
+        kept: which all ranks have.
+
+    Returns:
+        The run's folder; the path of the checkpoint; and a line on what is repeated, if ranks were lost.
+
+    Raises:
+        ConfigError, CheckpointError: as `fit`.
+    """
+    comm, found = state.comm, list[StoredCheckpoint]()  # what rank 0 has loaded already
+
+    def look() -> tuple[Path | None, Path | None, Path | None, str]:
+        saved = None if kept is not None else newest_in_memory(memory)
+        if memory is None or saved is None:
+            return *_folder_and_start(given.folder, comm.generation), ""
+        found.append(saved)
+        path = memory.run_dir
+        then = replace(given.folder, path=path, resume=None if path is None else "auto")
+        folder, run_dir, _ = _folder_and_start(then, comm.generation)
+        is_on_disk = path is not None and saved.path.is_relative_to(path)
+        where = os.path.relpath(saved.path) if is_on_disk else "memory"
+        repeated = counted((memory.last_step or saved.step) - saved.step, "step")
+        return folder, run_dir, saved.path, f"continues from {where} after step {saved.step:,}: repeats {repeated}"
+
+    folder, state.run_dir, start, note = on_rank_zero(comm, look, label="looking for a checkpoint")
+    if kept is not None or start is not None:
+        checkpoint = kept or read_checkpoint(comm, found[0] if found else start, state.model.module)
+        restore(checkpoint, state, identity=identity)
+        extra.resumes(checkpoint.parts, given.optimizer)
+        start = checkpoint.path
+    if kept is not None:
+        state.sampler.take_as_planned()
+    if memory is not None:
+        memory.run_dir = state.run_dir
+    return folder, start, note
 
 
 def _folder_and_start(keeps: Folder, generation: int) -> tuple[Path | None, Path | None, Path | None]:
@@ -549,9 +609,14 @@ def _callbacks(run: OpenRun, meters: Meters) -> list[Callback]:
         watching.insert(0, EqualBatches(run.state.comm.rank, run.inputs.source.num_workers))
     if run.folder is not None and run.store is not None:
         how: dict[str, Any] = {"every_steps": keeps.every_steps, "extra": run.extra, "callbacks": own}
+        how["goes_on"] = run.start == IN_MEMORY
         checkpointer = Checkpointer(run.store, identity=run.identity, **how)
         watching += [HashesFile(run.folder / HASHES, every=given.same_bits.hash_every), checkpointer]
-        last.append(AfterEvaluation(checkpointer))
+        last.append(AfterOthers(checkpointer))
+    if run.memory is not None:
+        how = {"identity": run.identity, "every_steps": keeps.memory_steps, "extra": run.extra}
+        watching.append(saver := InMemory(run.memory, **how))
+        last.append(AfterOthers(saver))
     if keeps.progress:  # after the others, so that it shows what is saved already
         if_long = SHORTEN if run.folder is None else f"{SHORTEN} {GO_ON}"
         shown: dict[str, Any] = {"num_steps": run.num_steps, "num_epochs": given.epochs, "if_long": if_long}

@@ -23,7 +23,7 @@ from pathlib import Path
 from ddp.errors import ConfigError
 from ddp.process.files import ANYTHING, scratch_folder, why_shared
 
-VARIABLE, FOLDER = "DDP_SECRET", "DDP_PRIVATE_FOLDER"
+VARIABLE, FOLDER, MEMORY = "DDP_SECRET", "DDP_PRIVATE_FOLDER", "memory"
 MIN_LENGTH = 16
 _NAME = "ddp-secret-"  # older versions, which do not lock their folders, use "ddp-private-"
 
@@ -47,6 +47,29 @@ def _with_secret(place: str) -> Iterator[Path]:
     with scratch_folder(Path(place), _NAME) as folder:
         (folder / VARIABLE).write_text(secrets.token_hex(32))
         yield folder
+
+
+@contextlib.contextmanager
+def holding_memory(folder: Path, *, parts: int = 2) -> Iterator[None]:
+    """Holds empty memory for checkpoints in this process, and leaves the paths of its parts in the private folder.
+
+    It takes no space until a rank writes there, and ends with this process, however that ends.
+    """
+    names = range(parts) if hasattr(os, "memfd_create") else ()  # Linux only
+    descriptors = [os.memfd_create(f"ddp-checkpoint-{name}") for name in names]
+    try:
+        (folder / MEMORY).write_text("".join(f"/proc/{os.getpid()}/fd/{each}\n" for each in descriptors))
+        yield
+    finally:
+        for each in descriptors:
+            os.close(each)
+
+
+def held_memory() -> list[str]:
+    """Returns the paths of the memory that the launcher of this rank holds; empty outside of a launch of ranks."""
+    folder, port = Path(os.environ.get(FOLDER, "")), os.environ.get("MASTER_PORT")
+    is_rank, file = port and folder.name == port, folder.parent / MEMORY  # and not the child of one: `private_part`
+    return file.read_text().split() if is_rank and file.exists() else []
 
 
 def take_secret(folder: Path) -> None:

@@ -118,13 +118,8 @@ class SharedMemory:
         Raises:
             OSError: it cannot be reached from here, is other memory, or belongs to another user, who could truncate it.
         """
-        is_memfd = path.startswith("/proc/")
-        if not _PATH.fullmatch(path) or (is_memfd and not str(Path(path).readlink()).startswith("/memfd:ddp-")):
-            raise OSError(errno.EPERM, "is no memory of a neighbour", path)  # but a file of the user
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if is_memfd else os.O_NOFOLLOW))
+        descriptor = open_memory(path)
         try:
-            if why_shared(Path(path), os.fstat(descriptor), rights=NOTHING):  # a memfd has no meaningful mode
-                raise OSError(errno.EPERM, "belongs to another user", path)
             return cls(descriptor, path, num_bytes)
         except ValueError as error:  # from mmap, if the file is shorter
             raise OSError(errno.EINVAL, str(error), path) from error
@@ -153,6 +148,22 @@ class SharedMemory:
                 raise
             # Reading maps the pages, too. Writing the values back could undo a neighbour's concurrent write.
             self.bytes[start : stop : mmap.PAGESIZE].max()
+
+
+def open_memory(path: str) -> int:
+    """Returns a descriptor of the memory that a process of this user has created.
+
+    Raises:
+        OSError: it cannot be reached from here, is other memory, or belongs to another user.
+    """
+    is_memfd = path.startswith("/proc/")
+    if not _PATH.fullmatch(path) or (is_memfd and not str(Path(path).readlink()).startswith("/memfd:ddp-")):
+        raise OSError(errno.EPERM, "is no memory of a neighbour", path)  # but a file of the user
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if is_memfd else os.O_NOFOLLOW))
+    if why_shared(Path(path), os.fstat(descriptor), rights=NOTHING):  # a memfd has no meaningful mode
+        os.close(descriptor)
+        raise OSError(errno.EPERM, "belongs to another user", path)
+    return descriptor
 
 
 def _end(descriptor: int, path: str) -> None:

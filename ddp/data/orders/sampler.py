@@ -226,6 +226,10 @@ class TrainSampler:
         """Yields the steps from the present state to the end of its epoch. The state stays where it is."""
         return self._plans_from(self._next)  # the state at this call, not at the first next()
 
+    def sizes_ahead(self, num_steps: int) -> set[int]:
+        """Returns the sizes of so many steps from the present state on, all of one epoch; looks no sample up."""
+        return {len(step) for step in islice(self._left.of_epoch(self._next), num_steps)}
+
     def _plans_from(self, position: int) -> Iterator[StepPlan]:
         epoch, steps = position // self.length, self._left.of_epoch(position)
         while ahead := list(islice(steps, max(1, _LOOKED_UP * self.world_size // self.global_batch))):

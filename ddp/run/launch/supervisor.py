@@ -52,7 +52,7 @@ from typing import Any, NamedTuple, Protocol
 from ddp.comm.meeting import membership
 from ddp.comm.meeting.membership import Elastic, Membership
 from ddp.comm.meeting.role import STORE, Job, Role, publish_end
-from ddp.comm.meeting.secret import private_folder
+from ddp.comm.meeting.secret import holding_memory, private_folder
 from ddp.process.clock import Patience, now_s
 from ddp.process.files import make_folder, to_append
 from ddp.process.memory import available_cores
@@ -128,7 +128,7 @@ def run_workers(
 
     threads = threads or max(1, available_cores() // (workers + servers))
     events: Events = SimpleQueue()
-    with private_folder() as private, signals_to(events.put), paused_together():
+    with private_folder() as private, holding_memory(private), signals_to(events.put), paused_together():
         launch = ["--parent", str(os.getpid()), "--private", str(private), *arguments]
         command = worker_command(
             "ddp.run.launch.worker", [*launch, "--servers", str(servers), "--workers", str(workers)], threads=threads

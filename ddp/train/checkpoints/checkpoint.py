@@ -23,6 +23,7 @@ Saving is collective. Rank 0 writes; the ranks agree on whether that went well, 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import platform
@@ -38,6 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.objects import all_gather_object, broadcast_object, on_rank_zero
@@ -47,15 +49,18 @@ from ddp.errors import CheckpointError
 from ddp.optim.schedules import Rates
 from ddp.process import gpu
 from ddp.process.records import damage_as_error, json_object, made, to_json
+from ddp.process.streams import preserved
 from ddp.process.terminal import log
 from ddp.replica.replica import Replica
 from ddp.train.checkpoints.checkpoint_store import (
     ANOTHER,
+    CheckpointMemory,
     CheckpointStore,
     StoredCheckpoint,
     check_fits,
     is_extra,
     load,
+    steps,
 )
 from ddp.train.checkpoints.extra_state import ExtraState, plain
 from ddp.train.checkpoints.moved import translated
@@ -87,17 +92,17 @@ def _meta_of(checkpoint: StoredCheckpoint) -> _Meta:
 
 
 def save_checkpoint(
-    store: CheckpointStore,
+    store: CheckpointStore | CheckpointMemory | Reservation,
     state: TrainState,
     *,
     identity: Mapping[str, Any],
     score: float | None = None,
     extra: ExtraState | None = None,
 ) -> Path:
-    """Writes a checkpoint of the run. Collective; rank 0 writes to its file system.
+    """Writes a checkpoint of the run. Collective; rank 0 writes to its file system, or to memory of its host.
 
     Returns:
-        The checkpoint's folder, as rank 0 names it from the root on.
+        The checkpoint's folder, as rank 0 names it from the root on; or the path of the memory.
 
     Raises:
         CheckpointError: it could not be written; on every rank.
@@ -216,10 +221,10 @@ def newest(comm: Communicator, mine: StoredCheckpoint | None) -> StoredCheckpoin
     return StoredCheckpoint(**found)
 
 
-def read_checkpoint(comm: Communicator, path: Path | StoredCheckpoint, module: nn.Module) -> StoredCheckpoint:
+def read_checkpoint(comm: Communicator, path: Path | StoredCheckpoint | None, module: nn.Module) -> StoredCheckpoint:
     """Returns a checkpoint, or the last one of a folder, as rank 0 sees it, on every rank. Collective.
 
-    One that the ranks have in memory (`newest`) is returned as it is.
+    On rank 0, `path` may also be a checkpoint that is loaded already; on other ranks it is not read.
 
     Its names are those of this module, also if an earlier version wrote what torch.compile puts into them.
 
@@ -234,7 +239,8 @@ def read_checkpoint(comm: Communicator, path: Path | StoredCheckpoint, module: n
     on_zero = {}
 
     def read() -> dict[str, Any]:
-        found = load(path)
+        assert path is not None  # on rank 0
+        found = path if isinstance(path, StoredCheckpoint) else load(path)
         for_all = {name: part for name, part in found.parts.items() if name not in ("hook", "local_sgd", "own")}
         on_zero.update({name: found.parts[name] for name in found.parts.keys() - for_all})
         return {**vars(found), "parts": for_all}
@@ -451,40 +457,45 @@ def run_identity(comm: Communicator, model: Replica, settings: Mapping[str, Any]
 class Checkpointer(Callback):
     """Saves every few steps, or at the end of each epoch, and at the end of the run.
 
-    A checkpoint that is due together with an evaluation waits for `AfterEvaluation`: the metric decides which one is
-    the best.
+    A checkpoint that is due together with an evaluation waits for `AfterOthers`: the metric decides which one is the
+    best.
 
     Args:
         callbacks: whose `checkpoint_saved` runs after each checkpoint.
+        goes_on: the run goes on with other ranks, perhaps before a checkpoint that was due was saved.
     """
 
     def __init__(
         self,
-        store: CheckpointStore,
+        store: CheckpointStore | CheckpointMemory,
         *,
         identity: Mapping[str, Any],
         every_steps: int | None,
         extra: ExtraState | None = None,
         callbacks: Sequence[Callback] = (),
+        goes_on: bool = False,
     ) -> None:
+        self._goes_on = goes_on
         self._store, self._identity, self._every_steps, self._extra = store, identity, every_steps, extra
         self._callbacks = callbacks
         self._due, self._saved_step = False, -1
 
     def fit_start(self, state: TrainState) -> None:
         self._saved_step = state.step  # resumed from there, or nothing to save yet
+        self._due = self._goes_on and state.step > 0 and self._is_due(state)
 
-    went_back = fit_start
+    def went_back(self, state: TrainState) -> None:
+        self._saved_step, self._due = state.step, False
+
+    def _is_due(self, state: TrainState) -> bool:
+        return state.sampler.at_epoch_end if self._every_steps is None else state.step % self._every_steps == 0
 
     def step_start(self, state: TrainState) -> None:
         if self._due:
             self._save(state)
 
     def step_end(self, state: TrainState, report: StepReport) -> None:
-        if self._every_steps is None:
-            self._due = self._due or state.sampler.at_epoch_end
-        else:
-            self._due = self._due or state.step % self._every_steps == 0
+        self._due = self._due or self._is_due(state)
 
     def step_left_out(self, state: TrainState, epoch: int) -> None:
         if self._every_steps is None:
@@ -493,6 +504,9 @@ class Checkpointer(Callback):
     def fit_end(self, state: TrainState) -> None:
         if self._saved_step != state.step and state.stopped_by != MEASURED:
             self._save(state)
+
+    def started(self, state: TrainState) -> None:
+        """Runs once all callbacks have started."""
 
     def scored(self, state: TrainState) -> None:
         """Saves a checkpoint that waits for an evaluation, or one that a stop has saved without a score."""
@@ -508,14 +522,115 @@ class Checkpointer(Callback):
             callback.checkpoint_saved(state, path)
 
 
-class AfterEvaluation(Callback):
+class AfterOthers(Callback):
     """Lets a checkpointer save once all callbacks before this one have taken note of an evaluation, as in a counter."""
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self._checkpointer = checkpointer
 
+    def fit_start(self, state: TrainState) -> None:
+        self._checkpointer.started(state)
+
     def evaluated(self, state: TrainState) -> None:
         self._checkpointer.scored(state)
+
+
+# --- in memory --------------------------------------------------------------------------------------------------------
+
+
+def newest_in_memory(memory: CheckpointMemory | None) -> StoredCheckpoint | None:
+    """Returns the newest whole checkpoint of a fit of this launch, for `read_checkpoint`; on rank 0's host.
+
+    It is the one in memory, unless the run's folder has a newer one, or none in memory is whole. None: this fit has
+    saved none there. `memory.last_step` is the last step that was committed: those after the checkpoint are repeated.
+    """
+    found = None if memory is None else memory.newest()
+    if memory is None or memory.run_dir is None:
+        return found
+    folder, step = memory.run_dir / "checkpoints", -1 if found is None else found.step
+    try:
+        if max(steps(folder), default=-1) > step and (on_disk := load(folder)).step > step:
+            return on_disk
+    except CheckpointError as error:
+        log.warning("%s", error)
+    return found
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Stands for a store: takes the memory that a checkpoint needs, in place of writing it.
+
+    Args:
+        growth: bytes that a later checkpoint needs beyond the present one.
+    """
+
+    memory: CheckpointMemory
+    growth: int
+
+    def save(
+        self, step: int, parts: Mapping[str, object], *, meta: Mapping[str, Any], score: float | None = None
+    ) -> Path:
+        """Raises ConfigError if there is not so much memory."""
+        values = tree_leaves(dict(parts))
+        now = sum(each.nbytes for each in values if isinstance(each, Tensor)) + 1000 * len(values)
+        self.memory.reserve(int(1.01 * (now + self.growth)) + (1 << 20))  # histories grow
+        return Path()
+
+
+def growth_of(optimizer: Optimizer, masters: Mapping[Tensor, Tensor]) -> int:
+    """Returns the bytes of the state that an optimizer makes in its first step; 0 if it has one.
+
+    A copy of it makes a step with parameters of at most three elements along each dimension. If that cannot be done,
+    the state is taken to be as large as that of Adam in float32.
+    """
+    if optimizer.state:
+        return 0
+    parameters, small = [each for group in optimizer.param_groups for each in group["params"]], dict[int, Tensor]()
+    for each in parameters:
+        few = masters.get(each, each).new_ones([min(3, size) for size in each.shape])
+        small[id(each)] = nn.Parameter(few, requires_grad=each.requires_grad)
+        small[id(each)].grad = few.clone() if each.requires_grad else None
+    memo: dict[int, Any] = dict(small)
+    try:
+        with preserved():
+            twin = copy.deepcopy(optimizer, memo)
+            more = {name: value for name, value in vars(optimizer).items() if name not in {*vars(twin), "step"}}
+            vars(twin).update(copy.deepcopy(more, memo))  # which the class does not copy
+            twin.step()
+    except Exception:
+        return sum(8 * each.numel() for each in parameters)
+    num_bytes = 0
+    for each in parameters:
+        for value in twin.state[small[id(each)]].values():
+            if isinstance(value, Tensor):
+                is_large = value.shape == small[id(each)].shape
+                num_bytes += (each if is_large else value).numel() * value.element_size()
+    return num_bytes
+
+
+class InMemory(Checkpointer):
+    """Saves every few steps in memory, from which the run continues if all of its ranks are lost; not at its end."""
+
+    def __init__(self, memory: CheckpointMemory, **how: Any) -> None:
+        super().__init__(memory, **how)
+        self._memory = memory
+
+    def started(self, state: TrainState) -> None:
+        reservation = Reservation(self._memory, growth_of(state.optimizer, state.masters))
+        save_checkpoint(reservation, state, identity=self._identity, extra=self._extra)
+
+    def step_end(self, state: TrainState, report: StepReport) -> None:
+        super().step_end(state, report)
+        if state.comm.rank == 0:
+            self._memory.note(state.step)
+
+    def went_back(self, state: TrainState) -> None:
+        super().went_back(state)
+        if state.comm.rank == 0:
+            self._memory.clear()
+
+    def fit_end(self, state: TrainState) -> None:
+        """Saves nothing, because a run that ends is saved on the disk."""
 
 
 def _random_states(comm: Communicator) -> dict[str, Any]:

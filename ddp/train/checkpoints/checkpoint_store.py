@@ -1,5 +1,7 @@
 """A checkpoint on the disk: the files in its folder; how it is found, verified and loaded, and how it is written.
 
+At the end: the same in memory that the launcher holds (`CheckpointMemory`).
+
     checkpoints/
         step-00000120/            one checkpoint
             model.pt, ...         parts: torch.save of tensors and plain values (loadable with weights_only=True)
@@ -20,25 +22,32 @@ writing.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
 import math
+import mmap
 import os
 import pickle
 import re
 import shutil
+import struct
+import weakref
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, cast
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from ddp.errors import CheckpointError
+from ddp.comm.transport.shared_memory import open_memory
+from ddp.errors import CheckpointError, ConfigError
 from ddp.process import gpu
 from ddp.process.files import (
     Hold,
@@ -52,8 +61,10 @@ from ddp.process.files import (
     to_read,
     write_whole,
 )
+from ddp.process.memory import available_bytes
 from ddp.process.records import Count, Digest, Name, damage_as_error, json_object, made, to_json
 from ddp.process.terminal import log
+from ddp.units import binary_size
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -252,7 +263,12 @@ def digest(manifest: Mapping[str, Any]) -> str:
 
 def _read_manifest(folder: Path) -> Manifest:
     with damage_as_error(MANIFEST, kind=CheckpointError):
-        plain = json_object(read_own(folder / MANIFEST, any_owner=True), keeps_nan=True)
+        return _manifest_in(read_own(folder / MANIFEST, any_owner=True))
+
+
+def _manifest_in(text: str) -> Manifest:
+    with damage_as_error(MANIFEST, kind=CheckpointError):
+        plain = json_object(text, keeps_nan=True)
         if plain.get("sha256") != digest(plain):
             raise CheckpointError(f"{MANIFEST} has changed since it was written")
         if (schema := plain.get("schema")) != SCHEMA:
@@ -273,18 +289,23 @@ def read(folder: Path, wanted: Wanted = None) -> StoredCheckpoint:
         for name in manifest.parts:
             with damage_as_error(f"{name}.pt", kind=CheckpointError):
                 files[name] = until_read.enter_context(to_read(folder / f"{name}.pt", any_owner=True))
-        for name, entry in manifest.parts.items():
-            with damage_as_error(f"{name}.pt", kind=CheckpointError):
-                _verify(files[name], f"{name}.pt", entry)
-        names = [*(wanted(manifest) if callable(wanted) else manifest.parts if wanted is None else wanted)]
-        if unknown := [name for name in names if name not in manifest.parts]:
-            raise CheckpointError(f"it has no part {', '.join(unknown)}; its parts are {', '.join(manifest.parts)}")
-        parts = {name: _load_part(files[name], f"{name}.pt") for name in names}
-    return StoredCheckpoint(manifest.step, folder, manifest.score, manifest.meta, parts)
+        return _loaded(manifest, files, folder, wanted)
+
+
+def _loaded(manifest: Manifest, files: Mapping[str, IO[bytes]], path: Path, wanted: Wanted = None) -> StoredCheckpoint:
+    """Verifies all parts, each in its file, and loads those that are wanted."""
+    for name, entry in manifest.parts.items():
+        with damage_as_error(f"{name}.pt", kind=CheckpointError):
+            _verify(files[name], f"{name}.pt", entry)
+    names = [*(wanted(manifest) if callable(wanted) else manifest.parts if wanted is None else wanted)]
+    if unknown := [name for name in names if name not in manifest.parts]:
+        raise CheckpointError(f"it has no part {', '.join(unknown)}; its parts are {', '.join(manifest.parts)}")
+    parts = {name: _load_part(files[name], f"{name}.pt") for name in names}
+    return StoredCheckpoint(manifest.step, path, manifest.score, manifest.meta, parts)
 
 
 def _verify(file: IO[bytes], name: str, entry: PartEntry) -> None:
-    size = os.fstat(file.fileno()).st_size
+    size = file.seek(0, os.SEEK_END)
     if size != entry.bytes:
         raise CheckpointError(f"{name} has {size} bytes instead of {entry.bytes}")
     file.seek(0)
@@ -308,6 +329,18 @@ def cause_of(error: Exception) -> str:
     """Returns the cause of an error of torch.load in one line, without torch's advice to load with less care."""
     text = str(error).rpartition("WeightsUnpickler error:")[2].strip() or type(error).__name__
     return text.splitlines()[0].partition(". ")[0]
+
+
+def refusal_of(value: Any) -> str:
+    """Returns why a checkpoint cannot hold a value; "" if it can. Tensors are left out of the attempt."""
+    light = apply_to_collection(value, Tensor, lambda _: torch.empty(0))
+    try:
+        torch.save(light, file := io.BytesIO())
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception as error:
+        return cause_of(error)
+    return ""
 
 
 def check_fits(weights: Mapping[str, Any], module: nn.Module, *, source: Path | str) -> None:
@@ -425,18 +458,9 @@ class CheckpointStore:
     def _write(
         self, folder: Path, step: int, parts: Mapping[str, object], meta: Mapping[str, Any], score: float | None
     ) -> None:
-        manifest: dict[str, Any] = {
-            "schema": SCHEMA,
-            "step": step,
-            "order": 1 + max((saved.manifest.order for saved in listed(self.folder).saved), default=0),
-            "score": float(score) if score is not None and math.isfinite(score) else None,
-            "parts": {name: _write_part(folder, name, content) for name, content in parts.items()},
-            "meta": dict(meta),
-        }
-        manifest = json_object(to_json(manifest))  # as a reader will see it
-        manifest["sha256"] = digest(manifest)
-        made(Manifest, manifest)  # which refuses a manifest that no reader would accept
-        write_whole(folder / MANIFEST, to_json(manifest, indent=1))
+        order = 1 + max((saved.manifest.order for saved in listed(self.folder).saved), default=0)
+        entries = {name: _write_part(folder, name, content) for name, content in parts.items()}
+        write_whole(folder / MANIFEST, to_json(_manifest_of(step, order, score, entries, meta), indent=1))
 
     def _publish(self, temporary: Path, path: Path) -> None:
         old = path.with_name(f".old-{path.name}")
@@ -463,11 +487,23 @@ class CheckpointStore:
                 _remove(path)
 
 
+def _manifest_of(
+    step: int, order: int, score: float | None, entries: Mapping[str, Any], meta: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the content of a manifest, as a reader will see it."""
+    score = float(score) if score is not None and math.isfinite(score) else None
+    found = {"schema": SCHEMA, "step": step, "order": order, "score": score, "parts": entries, "meta": dict(meta)}
+    manifest = json_object(to_json(found))
+    manifest["sha256"] = digest(manifest)
+    made(Manifest, manifest)  # which refuses a manifest that no reader would accept
+    return manifest
+
+
 class _HashingFile(io.RawIOBase):
     """The file that torch.save writes to; counts and hashes on the way.
 
     It reports no error to torch.save, whose archive writer would answer with a message about positions; it keeps the
-    first error for `_write_part` to raise.
+    first error for `_written` to raise.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -501,13 +537,7 @@ def _write_part(folder: Path, name: str, content: object) -> dict[str, Any]:
     """Writes name.pt to the disk; returns its entry in the manifest."""
     path = folder / f"{name}.pt"
     with new_file(path) as file:
-        hashing = _HashingFile(file)
-        try:
-            torch.save(content, cast(IO[bytes], hashing), pickle_module=_OnCPU)
-        except Exception as error:
-            raise CheckpointError(f"part {name!r} cannot be written: {error}") from error
-        if hashing.error is not None:
-            raise hashing.error
+        entry = _written(file, name, content)
         file.flush()
         os.fsync(file.fileno())
     try:
@@ -517,6 +547,18 @@ def _write_part(folder: Path, name: str, content: object) -> dict[str, Any]:
             f"part {name!r} could be written but not read back: it must hold tensors and plain values only "
             f"({cause_of(error)})"
         ) from error
+    return entry
+
+
+def _written(file: IO[bytes], name: str, content: object) -> dict[str, Any]:
+    """Writes a part into a file; returns its entry in the manifest."""
+    hashing = _HashingFile(file)
+    try:
+        torch.save(content, cast(IO[bytes], hashing), pickle_module=_OnCPU)
+    except Exception as error:
+        raise CheckpointError(f"part {name!r} cannot be written: {error}") from error
+    if hashing.error is not None:
+        raise hashing.error
     return {"bytes": hashing.num_bytes, "sha256": hashing.sha256.hexdigest()}
 
 
@@ -545,3 +587,188 @@ def _remove(path: Path) -> None:
             path.unlink()
     except OSError as error:  # for example, a reader on a network file system still holds a file
         log.warning("could not remove %s (%s); trying again at the next save", path, error.strerror)
+
+
+# --------------------------------------------------------------- in memory, which outlives the ranks, but not a launch
+#
+#     slot 0    head │ model.pt │ optimizer.pt │ … │ manifest      a whole checkpoint
+#     slot 1    head │ model.pt │ optimi                           the next one, which is being written
+#
+# The launcher holds the slots (`comm/meeting/secret.py`), so they survive the death of any rank, and of all. A save
+# clears the head of the older slot first, and writes it last. So a process that is killed at any moment leaves the
+# other slot whole. A head says where the manifest is, and which step the run has committed last.
+#
+# A launch may run several fits. So each checkpoint names its own, and no other fit takes it.
+
+
+_HEAD = struct.Struct("<QQQ")  # start and size of the manifest, in bytes, 0 if nothing is whole; the last step
+
+
+class _InSlot(NamedTuple):
+    """A checkpoint in a slot. Only reading the parts tells whether they are whole."""
+
+    slot: int
+    manifest: Manifest
+    last_step: int
+
+
+class CheckpointMemory:
+    """Keeps the last two checkpoints of a run in memory that the launcher holds. One process at a time writes there.
+
+    Cost: as that of a folder, without the disk; 24 bytes are written in each step.
+
+    Args:
+        paths: of the two slots, which are opened at the first use.
+        fit: tells the run from other fits of the launch: plain values, the same after a restart.
+
+    Attributes:
+        run_dir: the run's folder, which is saved, too; `newest` sets it to that of its checkpoints.
+        last_step: the last step that was committed, as `newest` has found it; None: it has found none.
+
+    Raises:
+        ConfigError: from each method: there is no such memory, or it cannot be opened from here.
+    """
+
+    def __init__(self, paths: Sequence[str], *, fit: Mapping[str, Any]) -> None:
+        self._paths, self._fit = paths, dict(fit)
+        self.run_dir: Path | None = None
+        self.last_step: int | None = None
+        self._latest: int | None = None  # the slot of the last whole checkpoint
+        self._has_warned = False
+
+    def reserve(self, num_bytes: int) -> None:
+        """Takes the memory for two checkpoints of this size. What is there stays.
+
+        Raises:
+            ConfigError: there is not so much; the message has both numbers.
+        """
+        missing = sum(max(0, num_bytes - os.fstat(slot).st_size) for slot in self._slots)
+        available = available_bytes()
+        try:
+            if missing > available:
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+            for slot in self._slots:
+                os.posix_fallocate(slot, 0, num_bytes)  # which leaves a larger one as it is
+        except OSError as error:
+            raise ConfigError(
+                f"memory_steps: two checkpoints need {binary_size(missing)} more memory, and {binary_size(available)} "
+                "are free here; leave it out, and save to the disk more often (every_steps)"
+            ) from error
+
+    def save(
+        self, step: int, parts: Mapping[str, object], *, meta: Mapping[str, Any], score: float | None = None
+    ) -> Path:
+        """Writes a checkpoint in place of the older one, as `CheckpointStore.save`. Returns the slot's path.
+
+        If it needs more memory than was reserved, and that is not there, it is left out with a warning.
+
+        Raises:
+            CheckpointError: a value cannot be stored. What was there before is untouched.
+        """
+        orders = {each.slot: each.manifest.order for each in self._saved()}
+        number = min(range(len(self._slots)), key=lambda slot: orders.get(slot, 0))
+        slot, start, entries = self._slots[number], _HEAD.size, dict[str, Any]()
+        meta = {**meta, "fit": self._fit, "run_dir": None if self.run_dir is None else str(self.run_dir)}
+        path = Path(self._paths[number])
+        with _explained(path):
+            for name, content in parts.items():
+                if why := refusal_of(content):
+                    raise CheckpointError(f"part {name!r} must hold tensors and plain values only ({why})")
+            self._clear(number)
+            try:
+                for name, content in parts.items():
+                    entries[name] = _written(cast(IO[bytes], _End(slot, start)), name, content)
+                    start += entries[name]["bytes"]
+                manifest = _manifest_of(step, 1 + max(orders.values(), default=0), score, entries, meta)
+                size = _End(slot, start).write(to_json(manifest).encode())
+            except OSError as error:
+                if not self._has_warned:
+                    log.warning("no checkpoint of step %d in memory: %s; the older one stays", step, error.strerror)
+                self._has_warned = True
+                return path
+            os.pwrite(slot, _HEAD.pack(start, size, step), 0)
+            self._latest = number
+        return path
+
+    def note(self, step: int) -> None:
+        """Records the last step that was committed, next to the last checkpoint."""
+        if self._latest is not None:
+            os.pwrite(self._slots[self._latest], step.to_bytes(8, "little"), _HEAD.size - 8)
+
+    def clear(self) -> None:
+        """Forgets both checkpoints, because the run continues from an earlier one."""
+        for number in range(len(self._slots)):
+            self._clear(number)
+        self._latest = None
+
+    def newest(self) -> StoredCheckpoint | None:
+        """Returns the newest whole checkpoint of this fit; None without one. Drops a damaged one, with a warning."""
+        mine = [each for each in self._saved() if each.manifest.meta.get("fit") == self._fit]
+        self.last_step = max((each.last_step for each in mine), default=None)
+        if mine and (folder := mine[0].manifest.meta.get("run_dir")) is not None:
+            self.run_dir = Path(folder)
+        for each in mine:
+            try:
+                found, self._latest = self._read(each), each.slot
+                return found
+            except CheckpointError as error:
+                log.warning("dropped the checkpoint of step %d in memory: %s", each.manifest.step, error)
+                self._clear(each.slot)  # so that the next save does not take the place of a whole one
+        return None
+
+    @cached_property
+    def _slots(self) -> list[int]:
+        """Returns the descriptors."""
+        slots: list[int] = []
+        with contextlib.suppress(OSError):  # of a launcher in another container, say
+            slots = [open_memory(path) for path in self._paths]
+        if not slots:
+            raise ConfigError(
+                "memory_steps: no launcher of this package on rank 0's host holds memory; start the run by ddp.launch "
+                "or scripts/ddp train, or leave it out, and save to the disk more often (every_steps)"
+            )
+        for slot in slots:
+            weakref.finalize(self, os.close, slot)
+        return slots
+
+    def _saved(self) -> list[_InSlot]:
+        """Returns the checkpoints of all fits, the last saved first, without reading their parts."""
+        found = []
+        for number, slot in enumerate(self._slots):
+            start, size, last_step = _HEAD.unpack(os.pread(slot, _HEAD.size, 0) or bytes(_HEAD.size))
+            if size:
+                most = os.fstat(slot).st_size  # of a damaged head, too
+                text = os.pread(slot, min(size, most), min(start, most)).decode(errors="replace")
+                try:
+                    found.append(_InSlot(number, _manifest_in(text), last_step))
+                except CheckpointError as error:
+                    log.warning("dropped a checkpoint in memory: %s", error)
+                    self._clear(number)
+        return sorted(found, key=lambda each: -each.manifest.order)
+
+    def _read(self, saved: _InSlot) -> StoredCheckpoint:
+        start, files = _HEAD.size, dict[str, IO[bytes]]()
+        with mmap.mmap(self._slots[saved.slot], 0, prot=mmap.PROT_READ) as slot:
+            for name, entry in saved.manifest.parts.items():
+                files[name] = io.BytesIO(slot[start : start + entry.bytes])
+                start += entry.bytes
+        return _loaded(saved.manifest, files, Path(self._paths[saved.slot]))
+
+    def _clear(self, number: int) -> None:
+        os.pwrite(self._slots[number], bytes(_HEAD.size), 0)
+
+
+class _End(io.RawIOBase):
+    """The end of a file from `start` on, to be written; it grows if there is memory."""
+
+    def __init__(self, descriptor: int, start: int) -> None:
+        self._descriptor, self._position = descriptor, start
+
+    def write(self, data: Any, /) -> int:
+        rest, end = (view := memoryview(data).cast("B")), self._position + len(view)
+        if end > os.fstat(self._descriptor).st_size and len(view) > available_bytes():
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        while rest:  # a call writes 2 GB at most
+            rest = rest[os.pwrite(self._descriptor, rest, end - len(rest)) :]
+        self._position = end
+        return len(view)

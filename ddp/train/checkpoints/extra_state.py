@@ -13,13 +13,11 @@ The run warns before its first step of each state that a checkpoint cannot hold.
 from __future__ import annotations
 
 import copy
-import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -31,7 +29,7 @@ from ddp.data.loading.source import digest_of
 from ddp.errors import CheckpointError, ConfigError
 from ddp.process.terminal import log
 from ddp.replica.replica import Replica
-from ddp.train.checkpoints.checkpoint_store import cause_of
+from ddp.train.checkpoints.checkpoint_store import refusal_of
 from ddp.train.steps.callbacks import EMA, Callback
 from ddp.train.steps.state import TrainState
 from ddp.train.steps.task import Task, name_of
@@ -198,18 +196,6 @@ def has_state(each: Any) -> bool:
     """Returns True for an object, not a class, with torch's two methods."""
     methods: list[Callable[..., Any] | None] = [getattr(each, name, None) for name in ("state_dict", "load_state_dict")]
     return not isinstance(each, type) and all(map(callable, methods))
-
-
-def refusal_of(value: Any) -> str:
-    """Returns why a checkpoint cannot hold a value; "" if it can. Tensors are left out of the attempt."""
-    light = apply_to_collection(value, Tensor, lambda _: torch.empty(0))
-    try:
-        torch.save(light, file := io.BytesIO())
-        file.seek(0)
-        torch.load(file, weights_only=True)
-    except Exception as error:
-        return cause_of(error)
-    return ""
 
 
 def plain(values: dict[str, Any]) -> dict[str, Any]:

@@ -141,6 +141,7 @@ BAD = {
     "cluster.servers": [-1, 1],
     "cluster.restarts": [-1],
     "cluster.devices": [[], [-1], [0, 1, 0]],
+    "checkpoint.memory_steps": [-1],
     "batch.global_size": [0, 1],
     "batch.num_shards": [1, 65],
     "batch.micro_size": [0],
