@@ -14,7 +14,7 @@ from __future__ import annotations
 import builtins
 import json
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator
 
 Result = TypeVar("Result")
-HEAD_BYTES, FEW_BYTES = 8, 2040
+HEAD_BYTES, FEW_BYTES, CHUNK_BYTES = 8, 2040, 1 << 20
 
 
 class Form(NamedTuple):
@@ -97,6 +97,47 @@ def scatter_object(comm: Communicator, values: Sequence[Any] | None) -> Any:
     values = [None] * comm.world_size if values is None else values
     data = [gpu.sent(packed(value), comm.device) for value in values] if comm.rank == 0 else None
     return unpacked(_arrived(comm, [comm.scatter(data)])[0])
+
+
+def send_object(comm: Communicator, value: Any, dst: int, *, label: str) -> None:
+    """Sends an object to rank `dst`, which calls `recv_object`: large tensors from where they are, without a copy."""
+    parts: list[Tensor] = []
+    tree, chunks = _plain(value, parts), list(_chunks(parts))
+    head = packed((tree, [each.numel() for each in chunks]))
+    comm.send(torch.tensor([head.numel()]), dst, label=label)
+    for each in (head, *chunks):
+        comm.send(each, dst, label=label)
+
+
+def recv_object(comm: Communicator, src: int, *, label: str) -> Any:
+    """Returns the object that rank `src` sends; its tensors are on the CPU."""
+    [num_bytes] = comm.recv(torch.zeros(1, dtype=torch.int64), src, label=label).tolist()
+    tree, sizes = unpacked(comm.recv(torch.empty(num_bytes, dtype=torch.uint8), src, label=label))
+    chunks = (comm.recv(torch.empty(size, dtype=torch.uint8), src, label=label) for size in sizes)
+    rest = torch.empty(0, dtype=torch.uint8)
+
+    def taken(num_bytes: int) -> Tensor:
+        nonlocal rest
+        if num_bytes and not rest.numel():
+            rest = next(chunks)
+        found, rest = rest[:num_bytes], rest[num_bytes:]
+        return found.clone() if rest.numel() or num_bytes < CHUNK_BYTES else found  # a view would keep all bytes alive
+
+    return _made(tree, taken)
+
+
+def _chunks(parts: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yields the bytes of all parts: a large one by itself, small ones together."""
+    small: list[Tensor] = []
+    for part in parts:
+        if part.numel() >= CHUNK_BYTES or sum(each.numel() for each in small) >= CHUNK_BYTES:
+            yield from [torch.cat(small)] if small else []
+            small = []
+        if part.numel() >= CHUNK_BYTES:
+            yield part
+        elif part.numel():
+            small.append(part)
+    yield from [torch.cat(small)] if small else []
 
 
 def _broadcast(comm: Communicator, data: Tensor, root: int) -> Tensor:
@@ -196,19 +237,21 @@ def unpacked(data: Tensor) -> Any:
         found, rest = rest[:num_bytes].clone(), rest[num_bytes:]
         return found
 
-    def made(plain: Any) -> Any:
-        if isinstance(plain, list):
-            return [made(each) for each in plain]
-        if not isinstance(plain, dict):
-            return plain
-        if plain["is"] == "tensor":
-            name, shape, strides, num_bytes = plain["of"]
-            return taken(num_bytes).view(_dtype([name])).as_strided(shape, strides)
-        if plain["is"] == "bytes":
-            return taken(*plain["of"]).numpy().tobytes()
-        return _FORMS[plain["is"]].from_list(made(plain["of"]))
+    return _made(json.loads(data[HEAD_BYTES:end].numpy().tobytes()), taken)
 
-    return made(json.loads(data[HEAD_BYTES:end].numpy().tobytes()))
+
+def _made(plain: Any, taken: Callable[[int], Tensor]) -> Any:
+    """Returns a value from its form for JSON; `taken` returns its next bytes."""
+    if isinstance(plain, list):
+        return [_made(each, taken) for each in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if plain["is"] == "tensor":
+        name, shape, strides, num_bytes = plain["of"]
+        return taken(num_bytes).view(_dtype([name])).as_strided(shape, strides)
+    if plain["is"] == "bytes":
+        return taken(*plain["of"]).numpy().tobytes()
+    return _FORMS[plain["is"]].from_list(_made(plain["of"], taken))
 
 
 def _plain(value: Any, parts: list[Tensor]) -> Any:
@@ -218,7 +261,9 @@ def _plain(value: Any, parts: list[Tensor]) -> Any:
     if isinstance(value, np.generic):
         return _plain(value.item(), parts)
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized:
-        dense = torch.empty_like(value, device="cpu").copy_(value.detach())  # in its own memory format
+        dense = value.detach()
+        if dense.device.type != "cpu" or not dense.is_contiguous() or dense.is_conj() or dense.is_neg():
+            dense = torch.empty_like(dense, device="cpu").copy_(dense)  # in its own memory format
         parts.append(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8))
         about = [str(value.dtype).removeprefix("torch."), list(dense.shape), list(dense.stride()), parts[-1].numel()]
         return {"is": "tensor", "of": about}

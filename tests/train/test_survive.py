@@ -141,7 +141,7 @@ def check(results: list[Any], folder: Path, reference: list[Any], *, exact: bool
         assert evaluation.keys() == reference[0][4].keys()
         for name, value in values.items():
             assert torch.equal(value, results[0][3][name])  # replicas are equal, bit by bit
-            if "running" not in name:  # of rank 0's samples alone
+            if "1.r" not in name and "1.n" not in name:  # of BatchNorm, for the forwards of rank 0 alone
                 torch.testing.assert_close(value, reference[0][3][name], rtol=1e-9, atol=1e-12)
             assert not exact or torch.equal(value, reference[0][3][name])
 

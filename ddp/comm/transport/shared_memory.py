@@ -53,7 +53,7 @@ Kind = Literal["memfd", "/dev/shm"]
 KINDS: tuple[Kind, ...] = ("memfd", "/dev/shm")
 
 LINE_BYTES = 64  # a cache line; data of two writers is on different lines
-SLICE_S = 0.5  # longest sleep between checks
+SLICE_S = 0.2  # longest sleep between checks
 TRIES = 128  # some 40 to 80 µs: note "patience"
 KEEP_LOCK_BYTES = 32 << 10  # copying this much takes less time than releasing and reacquiring the interpreter lock
 _NAMED = Path("/dev/shm")

@@ -70,6 +70,8 @@ FOLLOW_S = 5.0
 """After one server's end because of another, that other has this long to report why; after a rank's agreed stop, the
 other ranks have this long to leave."""
 LOST = ("PeerLost", "CommunicatorBroken")  # exceptions after which a worker can be restarted
+CALM_S = 3.0
+"""A process is started this much later in a lost one's place, because its imports would slow the others' recovery."""
 POLL_S = 0.25  # between two checks of these limits
 NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -408,6 +410,7 @@ class _ElasticSupervisor(_Supervisor):
         super().__init__([*commands, *(again for _ in spares)], [*roles, *(roles[0] for _ in spares)], events, **how)
         self._again, self._num_restarts = again, [0] * elastic.num_processes  # of each, and of those before it
         self._membership = Membership(store, elastic, self._running)
+        self._waiting: dict[int, Patience] = {}  # processes that are started later
 
     def run(self) -> Ended:
         return super().run()._replace(members=self._membership.latest.members)
@@ -420,6 +423,8 @@ class _ElasticSupervisor(_Supervisor):
         for process in membership.silent(lambda process: _cpu_time(self._running[process].process.pid)):
             log.warning("process %d has shown no sign of life for too long, and is killed", process)
             self._signal(signal.SIGKILL, [process])
+        if self._over is None and not membership.is_closed:
+            self._start_waiting()
         self._kill_overdue()
 
     def _end_of(self, rank: int, status: int) -> None:
@@ -453,9 +458,15 @@ class _ElasticSupervisor(_Supervisor):
             number = len(self._commands)
             self._commands, self._roles = [*self._commands, self._again], [*self._roles, self._roles[0]]
             self._num_restarts.append(used + 1)
-            self._start(number)
-            then.append(f"process {number} was started ({used + 1} of {self._restarts})")
+            self._waiting[number] = Patience(0.0 if membership.latest.waits else CALM_S)
+            then.append(f"process {number} is started ({used + 1} of {self._restarts})")
+        self._start_waiting()
         self._tell("; ".join([f"process {rank} {how}", *then]))
+
+    def _start_waiting(self) -> None:
+        for number in [each for each, patience in self._waiting.items() if not patience.left_s()]:
+            del self._waiting[number]
+            self._start(number)
 
     def _tell(self, what: str) -> None:
         """Prints one line about a change of the membership."""

@@ -29,7 +29,6 @@ import itertools
 import platform
 import random
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
@@ -42,7 +41,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.objects import all_gather_object, broadcast_object, on_rank_zero
+from ddp.comm.objects import all_gather_object, on_rank_zero, recv_object, send_object
 from ddp.comm.session import on_cpu
 from ddp.data.orders.order import Checksum
 from ddp.errors import CheckpointError
@@ -206,19 +205,18 @@ def newest(comm: Communicator, mine: StoredCheckpoint | None) -> StoredCheckpoin
 
     It is that of the lowest rank that has it. A rank that has that step already receives nothing, and keeps its own.
     """
-    steps = all_gather_object(comm, None if mine is None else mine.step)
+    cpu = on_cpu(comm)
+    steps = all_gather_object(cpu, None if mine is None else mine.step)
     if (step := max((each for each in steps if each is not None), default=None)) is None:
         return None
-    ranks = [steps.index(step), *(rank for rank, each in enumerate(steps) if each != step)]
-    group = on_cpu(comm).subgroup(ranks) if len(ranks) > 1 else None
-    if group is None:
+    source, label = steps.index(step), "the state of the run"
+    if comm.rank == source and mine is not None:
+        hook = {"hook": {**mine.parts["hook"], "pieces": {}}} if "hook" in mine.parts else {}  # which only one may have
+        for rank in [rank for rank, each in enumerate(steps) if each != step]:
+            send_object(cpu, {**vars(mine), "parts": {**mine.parts, **hook}}, rank, label=label)
+    if steps[comm.rank] == step:
         return mine
-    with closing(group):
-        found = broadcast_object(group, None if mine is None or group.rank else vars(mine))
-    if group.rank == 0:
-        return mine
-    found["parts"].get("hook", {}).pop("pieces", None)  # which the other one has
-    return StoredCheckpoint(**found)
+    return StoredCheckpoint(**recv_object(cpu, source, label=label))
 
 
 def read_checkpoint(comm: Communicator, path: Path | StoredCheckpoint | None, module: nn.Module) -> StoredCheckpoint:
@@ -234,8 +232,6 @@ def read_checkpoint(comm: Communicator, path: Path | StoredCheckpoint | None, mo
     Raises:
         CheckpointError: there is none, or none is whole; on every rank.
     """
-    if isinstance(path, StoredCheckpoint):
-        return path
     on_zero = {}
 
     def read() -> dict[str, Any]:
