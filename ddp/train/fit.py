@@ -46,6 +46,7 @@ from ddp.process.records import json_object, to_json
 from ddp.process.streams import preserved
 from ddp.process.terminal import log, say
 from ddp.replica.autograd import without_compile_wrappers
+from ddp.replica.replica import Replica
 from ddp.setting import Precision, StrategyName
 from ddp.strategies.central_storage import CentralStorage
 from ddp.strategies.choice import ranks_of, strategy_for
@@ -213,6 +214,8 @@ def train(given: FitArguments) -> TrainState:
     with wrapped as model, _given_back(model), arguments.one_thread(given), failure_reported(given.run_store, part):
         given = replace(given, model=model)
         comm = ranks_of(given.model)
+        if isinstance(given.model, Replica) and given.replica is None and current_member() is not None:
+            raise ConfigError("min_workers with a model in a replica, whose ranks stay: give ddp.fit the bare module")
         if part is not None:
             if part.job == "worker":
                 return work(given, comm, part)

@@ -64,7 +64,9 @@ class Elastic:
 
     Attributes:
         min_workers: fewest members that train.
-        workers: at the start; spares: further processes, which wait; max_workers: most members.
+        workers: members at the start.
+        spares: further processes, which wait.
+        max_workers: most members.
         wait_s: how long fewer members than `min_workers` wait for others.
         silent_s: a process that is silent for so long is killed.
     """
