@@ -243,7 +243,7 @@ def _given_back(model: nn.Module) -> Iterator[None]:
 def _train(given: FitArguments, comm: Communicator) -> TrainState:
     stop = flag_of_a_new_fit() if given.stop is None else given.stop  # a flag that is not set counts as false
     given = replace(given, number=next(_number))
-    meters, start_s = Meters(Throughput(), NoiseScale(), EpochCheck()), now_s()
+    meters, start_s = Meters(Throughput(), NoiseScale(), EpochCheck(), []), now_s()
     with stop.before_libraries():
         state = over_generations(partial(_train_with, given, stop, meters, start_s), comm, stop)
     if given.stop is None and stop.signal_name not in ("", state.stopped_by):  # it has waited for the results
@@ -607,7 +607,7 @@ def _callbacks(run: OpenRun, meters: Meters) -> list[Callback]:
     """Returns the callbacks in their order: those that measure and save, the user's own, those that show."""
     given, keeps, own, last = run.given, run.given.folder, run.given.callbacks, list[Callback]([run.extra])
     metrics = None if run.folder is None else run.folder / "metrics.jsonl"
-    watching: list[Callback] = [*meters, MetricsFile(metrics, meters, every=keeps.log_every, callbacks=own)]
+    watching: list[Callback] = [*meters[:3], MetricsFile(metrics, meters, every=keeps.log_every, callbacks=own)]
     if given.reading.debug:
         watching.insert(0, EqualBatches(run.state.comm.rank, run.inputs.source.num_workers))
     if run.folder is not None and run.store is not None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from torch import Tensor, nn
 import ddp
 from ddp.comm.meeting.membership import current_member
 from ddp.errors import TooFewWorkers, WorkersFailed
+from ddp.gradients.hook import ErrorFeedback
+from ddp.gradients.hooks import PowerSGD
 
 SAMPLES, BATCH, EPOCHS = 48, 12, 2
 SIGKILL, SIGTERM = int(signal.SIGKILL), int(signal.SIGTERM)
@@ -54,6 +58,9 @@ class Faults(ddp.Callback):
             match does:
                 case "waits":  # until others have joined, one has left, or all are to stop
                     until(lambda: member.is_superseded or member.latest.stop)
+                case "rests":  # is stopped, and continued in time
+                    subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
+                    os.kill(os.getpid(), signal.SIGSTOP)
                 case "raises":
                     raise ValueError("a mistake of the user's own")
                 case number:
@@ -289,3 +296,42 @@ def test_a_sharded_state_goes_on_if_one_leaves_and_else_from_the_disk(tmp_path: 
         for key, value in results[0][3].items():
             if "running" not in key:
                 torch.testing.assert_close(value, reference[0][3][key], rtol=1e-9, atol=1e-12)
+
+
+def test_a_stopped_worker_is_killed_and_one_that_goes_on_is_not(
+    undisturbed: dict[int, list[Any]], tmp_path: Path
+) -> None:
+    for name, does, ends in (("rests", "rests", (3, 0)), ("stays", int(signal.SIGSTOP), (2, 1))):
+        results = launched(tmp_path / name, [(0, 1, 4, "forward", does)], workers=3, silent_s=2.5)
+        assert [found[1:3] for found in results] == [ends] * ends[0]
+        check(results, tmp_path / name, undisturbed[3])
+
+
+def test_a_hook_goes_on_with_what_the_others_owe(tmp_path: Path) -> None:
+    strategy = ddp.Averaging(hook=ErrorFeedback(PowerSGD(2)))
+    how: dict[str, Any] = {"shared_memory": False, "fit": {"strategy": strategy}}
+    results = launched(tmp_path, [(0, 0, 4, "backward", SIGKILL)], workers=3, spares=1, **how)
+    assert [found[:3] for found in results] == [(STEPS, 3, 1)] * 3
+    for name, value in results[0][3].items():
+        assert all(torch.equal(value, found[3][name]) for found in results), name
+
+
+def test_after_the_first_fit_a_loss_ends_the_run(tmp_path: Path) -> None:
+    def second() -> None:
+        train(tmp_path, [], {"folder": None}, True)
+        comm = ddp.init()
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.barrier()
+
+    with pytest.raises(WorkersFailed, match="rank 1 was killed by SIGKILL"):
+        ddp.launch(second, workers=3, min_workers=1, restarts=3, timeout_s=60)
+
+
+def test_two_launches_at_once_lose_their_own_alone(undisturbed: dict[int, list[Any]], tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        where = {"one": [(0, 1, 4, "backward", SIGKILL)], "other": [(0, 0, 3, "forward", SIGKILL)]}
+        runs = {name: threads.submit(launched, tmp_path / name, each, workers=3) for name, each in where.items()}
+    for name, run in runs.items():
+        assert [found[1:3] for found in run.result()] == [(2, 1)] * 2
+        check(run.result(), tmp_path / name, undisturbed[3])

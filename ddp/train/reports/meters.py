@@ -282,11 +282,16 @@ class EpochCheck(Callback):
 
 
 class Meters(NamedTuple):
-    """Measures a run, on every rank."""
+    """Measures a run, on every rank.
+
+    Attributes:
+        last: the entries of the last step in metrics.jsonl, which rank 0 may be lost before it writes.
+    """
 
     throughput: Throughput
     noise: NoiseScale
     epochs: EpochCheck
+    last: list[dict[str, Any]]
 
 
 class MetricsFile(Callback):
@@ -302,13 +307,20 @@ class MetricsFile(Callback):
 
     def __init__(self, path: Path | None, meters: Meters, *, every: int, callbacks: Sequence[Callback] = ()) -> None:
         self._path, self._noise, self._every, self._recent = path, meters.noise, every, Throughput()
-        self._callbacks, self._usage = callbacks, Usage()
+        self._callbacks, self._usage, self._last = callbacks, Usage(), meters.last
 
     def fit_start(self, state: TrainState) -> None:
+        self.went_back(state)
+        if state.comm.rank == 0 and self._path is not None and self._last:
+            lines = map(json_object, lines_of(self._path) if self._path.exists() else ())
+            held = [(line["kind"], line["step"]) for line in lines]
+            for entry in self._last:  # of a step that is not repeated
+                if entry["step"] <= state.step and (entry["kind"], entry["step"]) not in held:
+                    self._write(entry)
+
+    def went_back(self, state: TrainState) -> None:
         if state.comm.rank == 0 and self._path is not None:
             drop_after(state.step, self._path)
-
-    went_back = fit_start
 
     def step_end(self, state: TrainState, report: StepReport) -> None:
         self._recent.step_end(state, report)
@@ -346,11 +358,16 @@ class MetricsFile(Callback):
 
     def _append(self, state: TrainState, entry: dict[str, Any]) -> None:
         known = {key: value for key, value in entry.items() if value is not None}
-        if state.comm.rank == 0 and self._path is not None:
-            with to_append(self._path) as file:
-                file.write(f"{to_json(known)}\n")
+        self._last[:] = [each for each in self._last if each["step"] == known["step"]] + [known]
+        if state.comm.rank == 0:
+            self._write(known)
         for callback in self._callbacks:
             callback.logged(state, known)
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        if self._path is not None:
+            with to_append(self._path) as file:
+                file.write(f"{to_json(entry)}\n")
 
     def _holds(self, entry: dict[str, Any]) -> bool:
         """Returns True if this line is in the file."""
