@@ -15,6 +15,7 @@ Of a step that was lost, its samples are computed again, by those that are there
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
@@ -81,6 +82,8 @@ def over_generations(
             if error is not None:
                 log.info("%s", error)
             comm = _next_ranks(member, error)
+            error = None  # whose traceback holds the former replica
+            gc.collect()  # because the former ranks' connections and memory lie in cycles
             stop.forget(RESIZE)
             _follow(member, stop)
     finally:
