@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from ddp.errors import LoaderLost as LoaderLost
     from ddp.errors import PeerLost as PeerLost
     from ddp.errors import ReplicaMismatch as ReplicaMismatch
+    from ddp.errors import TooFewWorkers as TooFewWorkers
     from ddp.errors import UnreadableSample as UnreadableSample
     from ddp.errors import UnusedParameters as UnusedParameters
     from ddp.errors import WorkersFailed as WorkersFailed
@@ -135,7 +136,7 @@ _NAMES = {  # module → what a user finds in ddp
     "ddp.data.orders.steps": "BatchWarmup Batches",
     "ddp.data.samples": "Splits",
     "ddp.errors": "AuditFailed CheckpointError CollectiveMismatch CommunicatorBroken ConfigError Diverged HookFailed "
-    "LoaderLost PeerLost ReplicaMismatch UnreadableSample UnusedParameters WorkersFailed",
+    "LoaderLost PeerLost ReplicaMismatch UnreadableSample TooFewWorkers UnusedParameters WorkersFailed",
     "ddp.gradients.totals": "Totals",
     "ddp.policies": "Averaging Evaluation Folder LocalSGD ParameterServer Reading SameBits",
     "ddp.replica.bucketed": "BucketedDataParallel",

@@ -132,6 +132,7 @@ def _init(
             raise ConfigError(f"device={device}: this process's communicator is on {comm.device}; shut it down first")
         return comm
     _session.again = device, backend, abort_s, how
+    _session.generation += 1
     if dist.group.WORLD is None:
         _enter_generation(is_later=has_failed)
         join_role(warn_s=warn_s, abort_s=abort_s or ABORT_S)
@@ -151,7 +152,7 @@ def _init(
 
 
 def _enter_generation(*, is_later: bool) -> None:
-    """Numbers the session that begins. In an elastic launch, waits until this process is a member.
+    """Waits, in an elastic launch, until this process is a member. The session has the generation's number then.
 
     Args:
         is_later: the last generation has lost a member.
@@ -159,7 +160,6 @@ def _enter_generation(*, is_later: bool) -> None:
     Raises:
         CommunicatorBroken: the launcher knows of no lost member.
     """
-    _session.generation += 1
     if (member := current_member()) is None:
         return
     if (found := member.enter(after=member.entered if is_later else None)) is None:

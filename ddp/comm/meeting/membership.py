@@ -60,7 +60,7 @@ Culprit = tuple[int, str]  # a rank, and how it was lost
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic:
-    """How far a launch may shrink and grow.
+    """The limits within which a launch shrinks and grows.
 
     Attributes:
         min_workers: fewest members that train.

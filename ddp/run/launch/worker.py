@@ -144,7 +144,9 @@ def _take_role(options: argparse.Namespace) -> None:
     set_role(Role.of_number(options.rank, **counts, store=store, incarnation=options.incarnation))
 
 
-def _call(file: Path, seat: Seat, *, timeout_s: float | None, take_role: Callable[[], object], moves: bool) -> int:
+def _call(
+    file: Path, seat: Seat, *, timeout_s: float | None, take_role: Callable[[], object], moves: bool = False
+) -> int:
     """Runs the function in `file`, and writes its result next to it."""
 
     def work() -> None:
