@@ -162,7 +162,7 @@ def _enter_generation(*, is_later: bool) -> None:
     """
     if (member := current_member()) is None:
         return
-    if (found := member.enter(after=member.entered if is_later else None)) is None:
+    if (found := member.enter(is_later=is_later)) is None:
         raise CommunicatorBroken("a collective has failed, but no worker has ended, so there is no next generation")
     _session.generation = found.number
 

@@ -159,7 +159,7 @@ class FitArguments(Training):
             "memory_steps": self.folder.memory_steps,
         }
         if (member := current_member()) is not None:
-            known |= {"min_workers": member.latest.min_workers, "max_workers": member.latest.max_workers}
+            known |= {"min_workers": member.limits.min_workers, "max_workers": member.limits.max_workers}
         if isinstance(model, Replica):
             hook = policy.hook if model.compression is None else model.compression.hook
             known |= {"wire": policy.wire or model.wire, "hook": hook}
@@ -255,7 +255,7 @@ def sampler_for(given: FitArguments, inputs: Inputs, comm: Communicator) -> tupl
     sampler_arguments = {**given.batches.sampler_arguments, "order": order, "global_batch": given.global_batch}
     num_shards, member = _num_shards(given, comm), current_member()
     if num_shards is None and member is not None and not isinstance(given.strategy, Rounds):
-        num_shards = member.latest.max_workers  # so that a step's parts stay the same
+        num_shards = member.limits.max_workers  # so that a step's parts stay the same
     sampler_arguments |= {"rank": comm.rank, "world_size": comm.world_size, "num_shards": num_shards}
     if isinstance(policy := given.strategy, ParameterServer):
         part = current_role()

@@ -28,15 +28,24 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.cluster_spec import refuse_evaluator
-from ddp.comm.meeting.membership import RESIZE, Member, current_member
+from ddp.comm.meeting.membership import RESIZE, Member, current_member, is_resized
 from ddp.comm.meeting.secret import held_memory
-from ddp.comm.objects import on_rank_zero
+from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.data.loading.iterable import ENDLESS, IterableSampler
 from ddp.data.loading.source import Source
 from ddp.data.orders.sampler import TrainSampler
 from ddp.data.orders.steps import Batches, BatchWarmup
 from ddp.data.orders.token_budget import TokenBudget
-from ddp.errors import ConfigError, Diverged, UnusedParameters, nearest, safe_str
+from ddp.errors import (
+    CheckpointError,
+    CommunicatorBroken,
+    ConfigError,
+    Diverged,
+    PeerLost,
+    UnusedParameters,
+    nearest,
+    safe_str,
+)
 from ddp.optim.schedules import RateSchedule, TorchSchedule
 from ddp.policies import Averaging, Evaluation, Folder, ParameterServer, Reading, SameBits
 from ddp.process import gpu
@@ -94,7 +103,7 @@ from ddp.train.steps.state import TrainState
 from ddp.train.steps.stopping import StopFlag, flag_of_a_new_fit, hears_signals
 from ddp.train.steps.task import Task
 from ddp.train.supervision import Guard, Watch
-from ddp.train.survive import Interrupted, goes_on, over_generations, wait_for_others
+from ddp.train.survive import Interrupted, Kept, goes_on, over_generations, wait_for_others
 from ddp.units import counted
 
 OURS = (EMA, EarlyStopping, Guard, Watch)
@@ -245,7 +254,8 @@ def _train(given: FitArguments, comm: Communicator) -> TrainState:
     given = replace(given, number=next(_number))
     meters, start_s = Meters(Throughput(), NoiseScale(), EpochCheck(), []), now_s()
     with stop.before_libraries():
-        state = over_generations(partial(_train_with, given, stop, meters, start_s), comm, stop)
+        listening = stop.listening() if given.stop is None else contextlib.nullcontext()
+        state = over_generations(partial(_train_with, given, stop, meters, start_s), comm, stop, listening)
     if given.stop is None and stop.signal_name not in ("", state.stopped_by):  # it has waited for the results
         signal.raise_signal(signal.Signals[stop.signal_name])
     return state
@@ -257,24 +267,23 @@ def _train_with(
     meters: Meters,
     start_s: float,
     comm: Communicator,
-    kept: StoredCheckpoint | None,
+    kept: list[Kept],
 ) -> TrainState:
     """Trains with these ranks.
 
     Args:
-        kept: what this rank has of the run.
+        kept: what this rank has of the run, which is taken out.
     """
-    mine, kept = kept, newest(comm, kept) if comm.generation else None
-    if kept is not None and kept is not mine:  # first, because replicas begin with rank 0's weights
-        check_fits(kept.parts["model"], given.model, source=kept.path)
-        given.model.load_state_dict(kept.parts["model"])
+    taken = newest(comm, kept[0].state) if is_resized() else None
+    is_new, last_step = taken is not kept[0].state, kept.pop().step
+    try:
+        run = _opened(given, comm, taken, last_step=last_step, is_new=is_new)
+    except (PeerLost, CommunicatorBroken) as error:
+        if current_member() is None:
+            raise
+        raise Interrupted(taken, last_step or 0) from error
+    del taken
 
-    # 1  what is given
-    given = arguments.with_shards(given.for_ranks(comm), comm)
-    inputs = arguments.inputs_of(given, comm)
-
-    # 2  the state
-    run = open_run(given, inputs, comm, kept)
     run.state.stop_flag = stop
     try:
         return _run(run, stop, meters, start_s)
@@ -282,6 +291,28 @@ def _train_with(
         if run.service is not None:
             run.service.end({"failed": f"{type(error).__name__}: {safe_str(error)}"})
         raise
+
+
+def _opened(
+    given: FitArguments, comm: Communicator, taken: StoredCheckpoint | None, *, last_step: int | None, is_new: bool
+) -> OpenRun:
+    """Returns the run with these ranks.
+
+    Args:
+        taken: the state from which all go on; None: no rank has it.
+        last_step: that this rank has committed; None: it has not trained.
+        is_new: the state came from another rank.
+    """
+    if taken is not None and is_new:  # first, because replicas begin with rank 0's weights
+        check_fits(taken.parts["model"], given.model, source=taken.path)
+        given.model.load_state_dict(taken.parts["model"])
+
+    # 1  what is given
+    given = arguments.with_shards(given.for_ranks(comm), comm)
+    inputs = arguments.inputs_of(given, comm)
+
+    # 2  the state
+    return open_run(given, inputs, comm, taken, last_step=last_step)
 
 
 def _run(run: OpenRun, stop: StopFlag, meters: Meters, start_s: float) -> TrainState:
@@ -295,9 +326,11 @@ def _run(run: OpenRun, stop: StopFlag, meters: Meters, start_s: float) -> TrainS
         stop.agreed = state.stopped_by
         try:
             _end(run, meters, seconds=now_s() - start_s)
+            if kept is not None:
+                state.comm.barrier()  # a rank that has returned makes nothing again for others
         except BaseException as error:
             if goes_on(error):
-                raise Interrupted(kept) from error
+                raise Interrupted(kept, state.step) from error
             notify_of(error, state, given.callbacks)
             raise
     if run.service is not None:
@@ -384,11 +417,19 @@ class OpenRun:
     service: Service | None
 
 
-def open_run(given: FitArguments, inputs: Inputs, comm: Communicator, kept: StoredCheckpoint | None = None) -> OpenRun:
+def open_run(
+    given: FitArguments,
+    inputs: Inputs,
+    comm: Communicator,
+    kept: StoredCheckpoint | None = None,
+    *,
+    last_step: int | None = None,
+) -> OpenRun:
     """Returns the state of a run over a communicator, and from its checkpoint, if it has one. Collective.
 
     Args:
         kept: the state from which all ranks go on; None: a checkpoint of the launcher or on the disk, if at all.
+        last_step: that this rank has committed already; None: it has not trained.
 
     Raises:
         ConfigError, CheckpointError: as `fit`. The model and the optimizer are as they were then.
@@ -415,7 +456,7 @@ def open_run(given: FitArguments, inputs: Inputs, comm: Communicator, kept: Stor
     extra = ExtraState(inputs.replica, inputs.task, given.callbacks, saves=saves, schedule=inputs.schedule)
     try:
         memory = _memory_of(given, settings)
-        folder, start, note = _resume(given, state, identity, extra, memory, kept)
+        folder, start, note = _resume(given, state, identity, extra, memory, kept, last_step)
         num_steps, _ = end_of_run(state, epochs=given.epochs, max_steps=given.max_steps)
         if not num_steps and (skipped := given.batches.skip_steps) is not None:
             raise ConfigError(f"skip_steps={list(skipped)}: leaves out all steps of the run; name fewer")
@@ -461,11 +502,12 @@ def _resume(
     extra: ExtraState,
     memory: CheckpointMemory | None,
     kept: StoredCheckpoint | None,
+    last_step: int | None,
 ) -> tuple[Path | None, Path | None, str]:
     """Makes the state that of the checkpoint from which the run continues, if there is one. Collective.
 
     Args:
-        kept: which all ranks have.
+        kept, last_step: as in `open_run`.
 
     Returns:
         The run's folder; the path of the checkpoint; and a line on what is repeated, if ranks were lost.
@@ -478,22 +520,32 @@ def _resume(
     def look() -> tuple[Path | None, Path | None, Path | None, str]:
         saved = None if kept is not None else newest_in_memory(memory)
         if memory is None or saved is None:
-            return *_folder_and_start(given.folder, comm.generation), ""
+            return *_folder_and_start(given.folder, given.number), ""
         found.append(saved)
         path = memory.run_dir
         then = replace(given.folder, path=path, resume=None if path is None else "auto")
-        folder, run_dir, _ = _folder_and_start(then, comm.generation)
+        folder, run_dir, _ = _folder_and_start(then, given.number)
         is_on_disk = path is not None and saved.path.is_relative_to(path)
         where = os.path.relpath(saved.path) if is_on_disk else "memory"
         repeated = counted((memory.last_step or saved.step) - saved.step, "step")
         return folder, run_dir, saved.path, f"continues from {where} after step {saved.step:,}: repeats {repeated}"
 
     folder, state.run_dir, start, note = on_rank_zero(comm, look, label="looking for a checkpoint")
+    known = all_gather_object(comm, last_step) if kept is None and is_resized() else [None]
+    trained = [each for each in known if each]
+    if trained and start is None:
+        raise CheckpointError(
+            f"a part of the state after step {max(trained):,} was lost with the ranks that had it, and there is no "
+            "checkpoint: let every_steps or memory_steps save some, or take a strategy that keeps the state whole"
+        )
     if kept is not None or start is not None:
         checkpoint = kept or read_checkpoint(comm, found[0] if found else start, state.model.module)
         restore(checkpoint, state, identity=identity)
         extra.resumes(checkpoint.parts, given.optimizer)
         start = checkpoint.path
+        if trained and not note:
+            repeated = counted(max(trained) - state.step, "step")
+            note = f"continues from {os.path.relpath(start)} after step {state.step:,}: repeats {repeated}"
     if kept is not None:
         state.sampler.take_as_planned()
     if memory is not None:
@@ -501,10 +553,10 @@ def _resume(
     return folder, start, note
 
 
-def _folder_and_start(keeps: Folder, generation: int) -> tuple[Path | None, Path | None, Path | None]:
+def _folder_and_start(keeps: Folder, number: int) -> tuple[Path | None, Path | None, Path | None]:
     """Returns the folder of the run, which exists then, also from the root on, and the checkpoint to go on from.
 
-    On rank 0 only. Each generation after the first one has the same folder.
+    On rank 0 only. All generations have the same folder in a fit of this number.
 
     Raises:
         ConfigError: the folder holds another run, or cannot be made.
@@ -513,9 +565,11 @@ def _folder_and_start(keeps: Folder, generation: int) -> tuple[Path | None, Path
     if keeps.path is None:
         return None, None, None if keeps.resume is None else resume_from(str(keeps.resume), Path())
     run_dir = Path("runs", f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}") if keeps.is_unnamed else Path(keeps.path)
-    if (member := current_member()) is not None and (known := member.agreed("folder", str(run_dir))) and generation:
-        run_dir = Path(known)
-        return run_dir, run_dir.absolute(), resume_from("auto", run_dir)
+    member, key = current_member(), f"folder/{number}"
+    if member is not None and member.store.check([key]):  # this fit has begun with other ranks
+        run_dir = Path(member.store.get(key).decode())
+        first = None if keeps.resume is None else resume_from(str(keeps.resume), run_dir)
+        return run_dir, run_dir.absolute(), resume_from("auto", run_dir) or first
     start = None if keeps.resume is None else resume_from(str(keeps.resume), run_dir)
     is_own = start is not None and start.resolve().is_relative_to(run_dir.resolve())
     if steps(run_dir / "checkpoints") and not is_own:
@@ -525,6 +579,8 @@ def _folder_and_start(keeps: Folder, generation: int) -> tuple[Path | None, Path
         make_folder(run_dir)
     except OSError as error:
         raise ConfigError(f"folder={run_dir}: {error.strerror}; take another folder") from error
+    if member is not None:
+        member.store.set(key, str(run_dir))
     return run_dir, run_dir.absolute(), start
 
 
@@ -542,7 +598,7 @@ def _loop(run: OpenRun, meters: Meters) -> None:
             callbacks = _callbacks(run, meters)
             if given.strategy.region is not None:
                 _publish(given.strategy.region, run)
-            if (member := current_member()) is not None and member.latest.waits:
+            if (member := current_member()) is not None and state.comm.world_size < member.limits.min_workers:
                 _wait(run, member)
             train_loop(state, given, run.inputs, callbacks, run.service, partial(_go_back, run, callbacks))
         except BaseException as error:
@@ -550,11 +606,15 @@ def _loop(run: OpenRun, meters: Meters) -> None:
             # An error that all ranks raise together has changed nothing, so that the optimizer can go on.
             state.strategy.finish(alone=not isinstance(error, (Diverged, UnusedParameters)))
             if goes_on(error):
-                raise Interrupted(kept) from error
+                raise Interrupted(kept, state.step) from error
             raise
     if state.stopped_by == RESIZE:
-        state.strategy.finish()
-        raise Interrupted(_kept(run))
+        kept = _kept(run)
+        try:
+            state.strategy.finish()  # leaves on each rank what only all together have
+        except (PeerLost, CommunicatorBroken) as error:
+            raise Interrupted(kept, state.step) from error
+        raise Interrupted(_kept(run), state.step)
 
 
 def _kept(run: OpenRun) -> StoredCheckpoint | None:
@@ -573,7 +633,7 @@ def _wait(run: OpenRun, member: Member) -> Never:
     if run.store is not None:
         save_checkpoint(run.store, state, identity=run.identity, extra=run.extra)
     wait_for_others(member)
-    raise Interrupted(kept)
+    raise Interrupted(kept, state.step)
 
 
 def _go_back(run: OpenRun, callbacks: Sequence[Callback], guard: Guard) -> None:
@@ -637,7 +697,7 @@ def _begin(run: OpenRun, until_end: contextlib.ExitStack) -> None:
     if given.settings is None and not source.is_stream:  # a command has noted it
         what = source, run.state, given, given.batches, given.validation_data
         note_start_of_fit(run.folder, *what, goes_on=run.start is not None)
-    elif run.state.comm.generation:
+    elif is_resized():
         note_generation(run.folder, run.state)
 
 

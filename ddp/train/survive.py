@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import suppress
-from typing import TypeVar
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from typing import NamedTuple, TypeVar
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.meeting.membership import RESIZE, Generation, Member, current_member
+from ddp.comm.meeting.membership import RESIZE, Member, current_member
 from ddp.comm.session import init_again, shutdown
 from ddp.errors import CommunicatorBroken, PeerLost, TooFewWorkers, with_causes
 from ddp.process.clock import Patience
@@ -37,11 +37,24 @@ class Interrupted(BaseException):
 
     Attributes:
         kept: this rank's state of the last committed step; None if it has not all of it.
+        step: the last committed step.
     """
 
-    def __init__(self, kept: StoredCheckpoint | None) -> None:
+    def __init__(self, kept: StoredCheckpoint | None, step: int) -> None:
         super().__init__("the ranks change")
-        self.kept = kept
+        self.kept, self.step = kept, step
+
+
+class Kept(NamedTuple):
+    """What this rank brings to a generation.
+
+    Attributes:
+        state: of the last committed step; None if it has not all of it.
+        step: the last step that it has committed; None: it has not trained in this fit.
+    """
+
+    state: StoredCheckpoint | None = None
+    step: int | None = None
 
 
 def goes_on(error: BaseException) -> bool:
@@ -51,61 +64,76 @@ def goes_on(error: BaseException) -> bool:
 
 
 def over_generations(
-    train: Callable[[Communicator, StoredCheckpoint | None], Result], comm: Communicator, stop: StopFlag
+    train: Callable[[Communicator, list[Kept]], Result],
+    comm: Communicator,
+    stop: StopFlag,
+    listening: AbstractContextManager[None],
 ) -> Result:
     """Returns the result of a fit, which is called once for each generation.
 
     Args:
-        train: is given the ranks, and what this one has kept; raises `Interrupted`.
+        train: is given the ranks, and what this one has kept, to be taken out of the list, so that nobody else holds
+            the former state; raises `Interrupted`.
         comm: the ranks of the first one.
         stop: the wish of this rank to stop.
+        listening: lets signals set it, also between two generations.
 
     Raises:
         PeerLost: a rank is out of reach, but has not ended.
         TooFewWorkers: see `wait_for_others`.
     """
     if (member := current_member()) is None:
-        return train(comm, None)
-    kept: StoredCheckpoint | None = None
+        return train(comm, [Kept()])
+    kept = Kept()
     _follow(member, stop)
-    try:
-        while True:
-            error: BaseException | None = None
-            try:
-                result = train(comm, kept)
-                stop.request(member.asked)  # which came too late for the launcher
-                return result
-            except Interrupted as over:
-                kept, error = over.kept, over.__cause__
-            except (PeerLost, CommunicatorBroken) as lost:  # while the next generation began: what was kept counts
-                error = lost
-            if error is not None:
-                log.info("%s", error)
-            comm = _next_ranks(member, error)
-            error = None  # whose traceback holds the former replica
-            gc.collect()  # because the former ranks' connections and memory lie in cycles
-            stop.forget(RESIZE)
-            _follow(member, stop)
-    finally:
-        stop.leave, member.on_news = None, lambda _: None
-        with suppress(Exception):  # the launch has ended
-            member.close()
+    is_over = True
+    with ExitStack() as until_end:
+        try:
+            while True:
+                error: BaseException | None = None
+                mine, kept = [kept], Kept()
+                try:
+                    result = train(comm, mine)
+                    stop.request(member.asked)  # which came too late for the launcher
+                    return result
+                except Interrupted as over:
+                    kept, error = Kept(over.kept, over.step), over.__cause__
+                except (PeerLost, CommunicatorBroken) as lost:  # before the kept state was looked at
+                    kept, error = (mine or [kept])[0], lost
+                until_end.enter_context(listening)
+                listening = nullcontext()
+                if error is not None:
+                    log.info("%s", error)
+                comm = _next_ranks(member, error)
+                error = None  # whose traceback holds the former replica
+                gc.collect()  # because the former ranks' connections and memory lie in cycles
+                stop.forget(RESIZE)
+                _follow(member, stop)
+        except SystemExit:
+            is_over = False  # this process has left, and the others go on
+            raise
+        finally:
+            stop.leave, member.on_news = None, bool
+            if is_over:
+                with suppress(Exception):  # the launch has ended
+                    member.close()
 
 
 def _follow(member: Member, stop: StopFlag) -> None:
     """Lets the launcher decide what becomes of a signal, and stops after a step once the members are to change."""
 
-    def hear(latest: Generation) -> None:
-        if latest.stop:
-            stop.request(latest.stop)
+    def hear() -> None:
+        if member.stopped_by:
+            stop.request(member.stopped_by)
         elif member.is_superseded and member.lost is None:
             stop.request(RESIZE)
 
-    if stop.signal_name and not member.latest.stop:  # it came while the program loaded its data
+    if stop.signal_name and not member.stopped_by:  # it came while the program loaded its data
         member.ask_to_leave(stop.signal_name)
         stop.forget(stop.signal_name)
     stop.leave, member.on_news = member.ask_to_leave, hear
-    hear(member.latest)
+    member.open()
+    hear()
 
 
 def _next_ranks(member: Member, error: BaseException | None) -> Communicator:
@@ -116,12 +144,14 @@ def _next_ranks(member: Member, error: BaseException | None) -> Communicator:
 
     Raises:
         SystemExit: this process has left.
-        PeerLost: as `over_generations`.
+        PeerLost: as `over_generations`; or the fit of another rank has ended, which does not come back.
     """
     if error is None:
         member.has_news()  # which another rank may have heard first
         shutdown()
         return init_again()
+    if member.store.check(["closed"]):
+        raise error
     try:
         return init_again()
     except CommunicatorBroken:
@@ -134,10 +164,11 @@ def wait_for_others(member: Member) -> None:
     Raises:
         TooFewWorkers: there are none within `wait_s`.
     """
-    latest, patience = member.latest, Patience(member.latest.wait_s)
+    limits, patience = member.limits, Patience(member.limits.wait_s)
     while not member.has_news(patience.left_s()):
         if not patience.left_s():
             raise TooFewWorkers(
-                f"{len(latest.members)} of min_workers={latest.min_workers} workers are left, and no other has come "
-                f"within wait_s={latest.wait_s:g} s: start the run again with resume=auto, or with a lower min_workers"
+                f"{len(member.latest.members)} of min_workers={limits.min_workers} workers are left, and no other has "
+                f"come within wait_s={limits.wait_s:g} s: start the run again with resume=auto, or with a lower "
+                "min_workers"
             )

@@ -57,7 +57,7 @@ class Faults(ddp.Callback):
         for does in [does for *at, does in self.where if tuple(at) == here]:
             match does:
                 case "waits":  # until others have joined, one has left, or all are to stop
-                    until(lambda: member.is_superseded or member.latest.stop)
+                    until(lambda: member.is_superseded or member.stopped_by)
                 case "rests":  # is stopped, and continued in time
                     subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
                     os.kill(os.getpid(), signal.SIGSTOP)

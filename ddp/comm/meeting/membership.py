@@ -21,7 +21,10 @@ the members agree after a step that all of them continue in the next generation 
 
 Everything is in a store of this launch (`private_store.py`):
 
-    generation      the latest one, as JSON
+    limits          how far the launch may shrink and grow, as JSON
+    generation      the latest one, as JSON; its number grows with each change of the members
+    stop            the signal on which the run is to stop
+    open            a fit trains, so that others may join after a step
     ready/N         process N waits to become a member
     leaves/N        process N asks to leave, because of the signal that this names
     alive/N         grows as long as process N runs
@@ -51,7 +54,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # at run time this module stays without torch
 
 STORE = "membership"  # where they meet, in the private folder of a launch
-POLL_S, ALIVE_S, LATE_S = 0.05, 0.5, 3.0
+POLL_S, ALIVE_S, LATE_S, WAIT_S = 0.05, 0.5, 3.0, 1.0
 RESIZE = "resize"
 """Why the members stop after a step, to continue in the next generation."""
 
@@ -122,8 +125,6 @@ class Generation:
         members: by rank, the process.
         ended: by process, how those were lost that have been members.
         num_joined, num_left: processes that have joined since the start, and that have left in agreement.
-        min_workers, max_workers, wait_s, silent_s: as in `Elastic`.
-        stop: the signal on which the run is to stop; "".
     """
 
     number: int
@@ -131,22 +132,12 @@ class Generation:
     ended: dict[int, str]
     num_joined: int
     num_left: int
-    min_workers: int
-    max_workers: int
-    wait_s: float
-    silent_s: float
-    stop: str = ""
 
     @staticmethod
     def read(text: str | bytes) -> Generation:
         """Returns the generation from its published JSON."""
         plain = json.loads(text)
         return Generation(**{**plain, "ended": {int(process): how for process, how in plain["ended"].items()}})
-
-    @property
-    def waits(self) -> bool:
-        """Returns True if these are too few to train."""
-        return len(self.members) < self.min_workers
 
 
 # --- The launcher ----------------------------------------------------------------------------------------------------
@@ -161,6 +152,7 @@ class Membership:
 
     Attributes:
         latest: the latest generation.
+        stopped_by: the signal on which the run is to stop; "".
         is_closed: no process joins any more, and a loss ends the run.
     """
 
@@ -170,9 +162,14 @@ class Membership:
         self._asked: dict[int, float] = {}  # members that leave, and when they have asked to
         self._signs: dict[int, tuple[object, float]] = {}  # by process, its sign of life, and since when it is the same
         self._looked_s, self._warned = now_s(), set[int]()
-        known = {name: value for name, value in asdict(limits).items() if name in Generation.__dataclass_fields__}
-        self.latest, self.is_closed = Generation(0, list(range(limits.workers)), {}, 0, 0, **known), False
+        self.latest, self.is_closed, self.stopped_by = Generation(0, list(range(limits.workers)), {}, 0, 0), False, ""
+        store.set("limits", json.dumps(asdict(limits)))
         self._publish()
+
+    @property
+    def waits(self) -> bool:
+        """Returns True if the members are too few to train."""
+        return len(self.latest.members) < self._limits.min_workers
 
     def lost(self, process: int, how: str) -> bool:
         """Takes a member out that has ended. Returns False if the run cannot go on without it.
@@ -194,11 +191,11 @@ class Membership:
     def look(self) -> None:
         """Takes note of what the processes ask for: to join, to leave, to be left alone."""
         self.is_closed = self.is_closed or self._store.check(["closed"])
-        for process in () if self.latest.stop else self.latest.members:
+        for process in () if self.stopped_by else self.latest.members:
             if process not in self._asked and self.has_asked(process):
                 self._asked[process] = now_s()
                 self._leave(process, self._store.get(f"leaves/{process}").decode())
-        if self._free_slots() and self._ready():
+        if self._store.check(["open"]) and self._free_slots() and self._ready():
             self._change()
 
     def silent(self, cpu_time: Callable[[int], object]) -> list[int]:
@@ -232,8 +229,9 @@ class Membership:
 
     def stop(self, by: str) -> None:
         """Lets the whole run stop, by this signal."""
-        if not self.latest.stop:
-            self._change(stop=by)
+        if not self.stopped_by:
+            self.stopped_by = by
+            self._store.set("stop", by)
 
     def _leave(self, process: int, by: str) -> None:
         """Lets a member leave, or the run stop, because too few would stay of those that were asked about together."""
@@ -246,7 +244,7 @@ class Membership:
 
     def _ready(self) -> list[int]:
         """Returns the processes that wait to become members."""
-        if self.is_closed or self.latest.stop:
+        if self.is_closed or self.stopped_by:
             return []
         known = {*self._slots.values(), *self._asked}
         return [each for each in sorted(self._running) if each not in known and self._store.check([f"ready/{each}"])]
@@ -280,21 +278,27 @@ class Member:
         number: of the process.
 
     Attributes:
+        limits: how far the launch may shrink and grow.
         latest: the latest generation.
+        stopped_by: the signal on which the run is to stop; "".
         entered: the generation that this process has entered last; None: none.
-        on_news: called with each new generation, on another thread.
+        on_news: called after each change of these, on another thread.
         asked: the signal because of which it has asked to leave; "".
     """
 
     store: Store
     number: int
+    limits: Elastic = field(init=False)
     latest: Generation = field(init=False)
+    stopped_by: str = ""
     entered: Generation | None = None
-    on_news: Callable[[Generation], object] = lambda _: None
+    on_news: Callable[[], object] = bool
     asked: str = ""
 
     def __post_init__(self) -> None:
+        self.limits = Elastic(**json.loads(self.store.get("limits")))
         self.latest = Generation.read(self.store.get("generation"))
+        self._news = threading.Event()
         self._tick, self._next_s = 0, 0.0
         threading.Thread(target=_follow, args=(weakref.ref(self),), name="ddp-member", daemon=True).start()
 
@@ -305,11 +309,13 @@ class Member:
             self.store.set(f"alive/{self.number}", str(self._tick))
 
     def look(self) -> None:
-        """Reads the latest generation."""
+        """Reads the latest generation, and whether the run is to stop."""
         found = Generation.read(self.store.get("generation"))
-        if found.number > self.latest.number:
-            self.latest = found
-            self.on_news(found)
+        stopped_by = self.store.get("stop").decode() if self.store.check(["stop"]) else ""
+        if found.number > self.latest.number or stopped_by != self.stopped_by:
+            self.latest, self.stopped_by = found, stopped_by
+            self._news.set()
+            self.on_news()
 
     @property
     def lost(self) -> Culprit | None:
@@ -323,7 +329,12 @@ class Member:
     @property
     def is_superseded(self) -> bool:
         """Returns True if the members are no longer those of the entered generation."""
-        return self.entered is not None and self.latest.members != self.entered.members
+        return self.entered is not None and self.latest.number > self.entered.number
+
+    @property
+    def waits(self) -> bool:
+        """Returns True if the members are too few to train."""
+        return len(self.latest.members) < self.limits.min_workers
 
     def has_news(self, within_s: float | None = None) -> bool:
         """Returns True once there are other members than those of the entered generation; False if that takes long.
@@ -331,16 +342,16 @@ class Member:
         Args:
             within_s: longest wait; None: the launcher sees a silent process after `silent_s`.
         """
-        patience = Patience(self.latest.silent_s + LATE_S if within_s is None else within_s)
+        patience = Patience(self.limits.silent_s + LATE_S if within_s is None else within_s)
         while not self.is_superseded and patience.left_s():
             time.sleep(POLL_S)
         return self.is_superseded
 
-    def enter(self, *, after: Generation | None = None) -> Generation | None:
+    def enter(self, *, is_later: bool = False) -> Generation | None:
         """Enters the latest generation, once this process is a member; sets the variables that say which rank it is.
 
         Args:
-            after: wait for others than this one's members.
+            is_later: wait for another one than the entered one.
 
         Returns:
             The generation; None if the members stay the same.
@@ -348,18 +359,19 @@ class Member:
         Raises:
             SystemExit: this process has left, or is not needed any more.
         """
-        if after is not None and not self.has_news():
+        if is_later and not self.has_news():
             return None
+        self._news.clear()
         self.look()
         while self.number not in (latest := self.latest).members:
             if self.entered is not None:
                 raise SystemExit(128 + signal.Signals[self.store.get(f"leaves/{self.number}").decode()])
-            if latest.stop:
+            if self.stopped_by:
                 raise SystemExit(0)
             if not self.store.check([f"ready/{self.number}"]):
                 self.store.set(f"ready/{self.number}", "")
-            time.sleep(POLL_S)
-            self.look()
+            self._news.wait(WAIT_S)
+            self._news.clear()
         self.entered, rank, size = latest, latest.members.index(self.number), len(latest.members)
         names = {"RANK": rank, "WORLD_SIZE": size}
         names |= {f"{of}_{name}": value for of in ("LOCAL", "ROLE") for name, value in names.items()}
@@ -372,11 +384,9 @@ class Member:
         self.asked = by
         self.store.set(f"leaves/{self.number}", by)
 
-    def agreed(self, key: str, value: str) -> str:
-        """Returns the value of the launch for a key: the one that was given first."""
-        if not self.store.check([f"agreed/{key}"]):
-            self.store.set(f"agreed/{key}", value)
-        return self.store.get(f"agreed/{key}").decode()
+    def open(self) -> None:
+        """Lets others join after a step, because a fit trains."""
+        self.store.set("open", "")
 
     def close(self) -> None:
         """Ends the joining of processes, because the program's first fit has ended."""
@@ -408,6 +418,11 @@ def join_membership(store: Store, number: int) -> Member:
     global _mine
     _mine = Member(store, number)
     return _mine
+
+
+def is_resized() -> bool:
+    """Returns True in a generation of an elastic launch after the first one."""
+    return _mine is not None and _mine.entered is not None and _mine.entered.number > 0
 
 
 def lost_member(ranks: Sequence[int] = ()) -> Culprit | None:

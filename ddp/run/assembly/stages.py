@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp.comm.communicator import Communicator
+from ddp.comm.meeting.membership import is_resized
 from ddp.comm.meeting.place import all_have_one_launcher
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.comm.opening import show_only
@@ -199,7 +200,7 @@ def replica_of(config: Config, run_dir: Path, parts: Parts, comm: Communicator) 
     """
     module, optimizer = parts.module, parts.optimizer
     _check_data(config, parts.splits, comm)
-    if not comm.generation:
+    if not is_resized():
         with streams.preserved():  # the CPU's generators, which have made the model: a GPU's begins where they began
             streams.init_stream(config.seed, device=comm.device)
         resumed = on_rank_zero(comm, lambda: _start_of(config, run_dir), label="looking for a checkpoint")

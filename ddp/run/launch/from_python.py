@@ -91,7 +91,7 @@ def launch(
             raise _failed(folder, ended.failures, servers)
         numbers = range(servers + workers) if ended.members is None else ended.members
         results = [result_file(folder, number) for number in numbers]
-        for rank, path in enumerate(results[: servers or workers]):
+        for rank, path in enumerate(results[: servers or len(results)]):
             if not path.exists():
                 who = Seat(folder, rank, servers)
                 raise workers_failed(f"{who} ended without a result: let the function return, not call sys.exit", rank)

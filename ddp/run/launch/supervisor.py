@@ -458,7 +458,7 @@ class _ElasticSupervisor(_Supervisor):
             number = len(self._commands)
             self._commands, self._roles = [*self._commands, self._again], [*self._roles, self._roles[0]]
             self._num_restarts.append(used + 1)
-            self._waiting[number] = Patience(0.0 if membership.latest.waits else CALM_S)
+            self._waiting[number] = Patience(0.0 if membership.waits else CALM_S)
             then.append(f"process {number} is started ({used + 1} of {self._restarts})")
         self._start_waiting()
         self._tell("; ".join([f"process {rank} {how}", *then]))
@@ -472,7 +472,7 @@ class _ElasticSupervisor(_Supervisor):
         """Prints one line about a change of the membership."""
         latest = self._membership.latest
         num = counted(len(latest.members), "worker")
-        go_on = f"{num} wait for others" if latest.waits else f"{num} train"
+        go_on = f"{num} wait for others" if self._membership.waits else f"{num} train"
         log.warning("%s; %s (generation %d)", what, go_on, latest.number)
 
     def _pass_on(self, number: signal.Signals) -> None:

@@ -203,18 +203,19 @@ def _together(parts: Sequence[Checksum | None]) -> tuple[int, ...] | None:
 def newest(comm: Communicator, mine: StoredCheckpoint | None) -> StoredCheckpoint | None:
     """Returns the newest of the checkpoints that ranks have in memory; None if none has one. Collective.
 
-    It is that of the lowest rank that has it. A rank that has that step already receives nothing, and keeps its own.
+    It is that of the lowest rank that has it. A rank that has it already receives nothing, and keeps its own. Of two
+    after the same step, the one is newer that has been evaluated.
     """
     cpu = on_cpu(comm)
-    steps = all_gather_object(cpu, None if mine is None else mine.step)
-    if (step := max((each for each in steps if each is not None), default=None)) is None:
+    ages = all_gather_object(cpu, None if mine is None else [mine.step, mine.parts["position"]["evaluated_at"]])
+    if (newest := max((each for each in ages if each is not None), default=None)) is None:
         return None
-    source, label = steps.index(step), "the state of the run"
+    source, label = ages.index(newest), "the state of the run"
     if comm.rank == source and mine is not None:
         hook = {"hook": {**mine.parts["hook"], "pieces": {}}} if "hook" in mine.parts else {}  # which only one may have
-        for rank in [rank for rank, each in enumerate(steps) if each != step]:
+        for rank in [rank for rank, each in enumerate(ages) if each != newest]:
             send_object(cpu, {**vars(mine), "parts": {**mine.parts, **hook}}, rank, label=label)
-    if steps[comm.rank] == step:
+    if ages[comm.rank] == newest:
         return mine
     return StoredCheckpoint(**recv_object(cpu, source, label=label))
 

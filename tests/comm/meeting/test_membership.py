@@ -23,6 +23,7 @@ class Launch:
         assert self.limits is not None
         self.store, self.running = HashStore(), dict.fromkeys(range(self.limits.num_processes), "runs")
         self.membership = Membership(self.store, self.limits, self.running)
+        self.store.set("open", "")  # a fit trains
 
     @property
     def members(self) -> list[int]:
@@ -73,14 +74,14 @@ def test_one_that_leaves_is_taken_out_and_not_asked_back() -> None:
     assert launch.membership.latest.num_left == 1
     launch.ready(1)
     assert launch.members == [0, 2]
-    assert not launch.membership.latest.stop
+    assert not launch.membership.stopped_by
 
 
 def test_the_run_stops_if_too_few_would_stay() -> None:
     launch = Launch(workers=3, min_workers=2)
     launch.leaves(0)
     launch.leaves(2)
-    assert launch.membership.latest.stop == "SIGTERM"
+    assert launch.membership.stopped_by == "SIGTERM"
     assert launch.members == [1, 2]  # which agree to stop, and save
     launch.ready(3)
     assert launch.members == [1, 2]
@@ -89,10 +90,10 @@ def test_the_run_stops_if_too_few_would_stay() -> None:
 def test_too_few_wait_for_others() -> None:
     launch = Launch(workers=2, min_workers=2)
     assert launch.killed(0)
-    assert launch.membership.latest.waits
+    assert launch.membership.waits
     launch.ready(2)
     assert launch.members == [2, 1]
-    assert not launch.membership.latest.waits
+    assert not launch.membership.waits
 
 
 def test_after_the_first_fit_nobody_joins_and_a_loss_ends_the_run() -> None:
@@ -131,12 +132,12 @@ def test_whatever_happens_members_run_and_stay_in_order(seed: int) -> None:
                 newest += 1
             case "ready" if waiting := sorted(launch.running.keys() - {*before.members}):
                 launch.ready(draw.choice(waiting))
-            case "leave" if len(before.members) > 1 and not before.stop:
+            case "leave" if len(before.members) > 1 and not launch.membership.stopped_by:
                 gone.add(leaver := draw.choice(before.members))
                 launch.leaves(leaver)
         now = launch.membership.latest
-        assert len(set(now.members)) == len(now.members) <= now.max_workers
-        assert gone.isdisjoint(now.members) or now.stop
+        assert len(set(now.members)) == len(now.members) <= launch.limits.max_workers
+        assert gone.isdisjoint(now.members) or launch.membership.stopped_by
         assert now.number >= before.number
         stayed = [each for each in before.members if each in now.members]
         assert stayed == [each for each in now.members if each in before.members]
@@ -203,7 +204,7 @@ def test_a_process_follows_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     launch, heard = Launch(workers=3, spares=1), list[int]()
     member = Member(launch.store, 2)
-    member.on_news = lambda latest: heard.append(latest.number)
+    member.on_news = lambda: heard.append(member.latest.number)
     assert member.enter() == launch.membership.latest
     assert (os.environ["RANK"], os.environ["LOCAL_WORLD_SIZE"]) == ("2", "3")
     until(lambda: launch.store.check(["alive/2"]))
@@ -213,7 +214,7 @@ def test_a_process_follows_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None
     assert member.has_news(20.0)
     assert member.lost == (1, "it was killed by SIGKILL")
     until(lambda: heard == [1])
-    assert member.enter(after=member.entered) is not None
+    assert member.enter(is_later=True) is not None
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("1", "2")
     assert member.lost is None
     launch.leaves(2)
