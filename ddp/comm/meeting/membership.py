@@ -47,7 +47,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ddp.errors import ConfigError
-from ddp.process.clock import PAUSED_S, Patience, now_s
+from ddp.process.clock import LONGEST_S, PAUSED_S, Patience, now_s
 from ddp.process.terminal import log
 
 if TYPE_CHECKING:
@@ -101,6 +101,18 @@ def elastic(
     Raises:
         ConfigError: the numbers contradict each other.
     """
+    counts = {"min_workers": (min_workers, 1), "spares": (spares, 0), "max_workers": (max_workers, 1)}
+    for name, (value, least) in counts.items():
+        is_left_out = value is None and name != "spares"
+        if not is_left_out and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise ConfigError(f"{name}={value!r}: must be a whole number from {least} up")
+    for name, seconds in (("wait_s", wait_s), ("silent_s", silent_s)):
+        if (
+            not isinstance(seconds, (int, float))
+            or not 0 <= seconds <= LONGEST_S
+            or (name == "silent_s" and not seconds)
+        ):
+            raise ConfigError(f"{name}={seconds!r}: must be seconds, from 0 up; silent_s above 0")
     most = workers if max_workers is None else max_workers
     if min_workers is None:
         for name, value, usual in (("spares", spares, 0), ("max_workers", most, workers)):

@@ -75,6 +75,8 @@ def launch(
     _check_launch(workers, servers, restarts, threads_per_worker, timeout_s)
     how: dict[str, Any] = {"spares": spares, "max_workers": max_workers, "wait_s": wait_s, "silent_s": silent_s}
     limits = elastic(min_workers=min_workers, workers=workers, **how)
+    if limits is not None and servers:
+        raise ConfigError(f"min_workers={min_workers} with servers={servers}: with servers workers come and go already")
     if sys.stdout is not None and sys.stdout.isatty():  # a pipe gets what the function prints, and nothing else
         and_servers = f"{counted(servers, 'server')} and " if servers else ""
         say(f"starting {and_servers}{counted(workers, 'worker')} …")

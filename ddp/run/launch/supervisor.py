@@ -418,8 +418,12 @@ class _ElasticSupervisor(_Supervisor):
     def _look(self) -> None:
         membership, before = self._membership, self._membership.latest
         membership.look()
-        if joined := [each for each in membership.latest.members if each not in before.members]:
-            self._tell(f"{_named(joined)} joined")
+        latest = membership.latest
+        left = [each for each in before.members if each not in (*latest.members, *latest.ended)]
+        joined = [each for each in latest.members if each not in before.members]
+        for what, processes in (("leaves", left), ("joins", joined)):
+            if processes:
+                self._tell(f"{_named(processes)} {what}")
         for process in membership.silent(lambda process: _cpu_time(self._running[process].process.pid)):
             log.warning("process %d has shown no sign of life for too long, and is killed", process)
             self._signal(signal.SIGKILL, [process])

@@ -26,6 +26,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
+import logging
 import platform
 import random
 from collections.abc import Mapping, Sequence
@@ -324,7 +325,8 @@ def restore(checkpoint: StoredCheckpoint, state: TrainState, *, identity: Mappin
                 each.pop("strategy", None)
     changed = changes(earlier, mine)
     if changed and state.comm.rank == 0:
-        log.warning("the bits of the result may differ from an uninterrupted run: %s", "; ".join(changed))
+        level = logging.INFO if checkpoint.path == IN_MEMORY else logging.WARNING
+        log.log(level, "the bits of the result may differ from an uninterrupted run: %s", "; ".join(changed))
     if {*meta.all_reduce_choices.values()} <= set(state.comm.plan.algorithms()):
         state.comm.plan.pin(meta.all_reduce_choices)  # the choices of "auto"; on another layout it chooses again
     if meta.gradient_order is not None:
