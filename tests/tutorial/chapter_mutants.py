@@ -152,6 +152,10 @@ SUBJECTS = {  # chapter → the functions that it is about
     "15_who_starts_it": ["comm/meeting/place.py: _placed, _on_one_host, _port_of, _starter"],
     "16_central_storage": ["strategies/host_store.py: shared_by_host, _mapped"],
     "20_sums_and_their_order": ["collectives/shards.py: shards_of_rank, halves, largest_nodes, additions"],
+    "21_workers_come_and_go": [
+        "comm/meeting/membership.py: Membership.lost, Membership._change, Member.lost, Member.has_news, Member.enter",
+        "comm/session.py: init_again, _enter_generation",
+    ],
 }
 
 
