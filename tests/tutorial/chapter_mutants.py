@@ -101,6 +101,7 @@ ELSEWHERE = {  # what a line is about, if that is not what its chapter is about
     "has_ratio = ": "tensors of zeros",
     "weight_decay * weight_norms": "weight decay in the ratio",
     "momenta, alpha=momentum": "Nesterov's momentum",
+    "num_joined": "a count for the report",
     "memory.forget()": "takes away the name of memory that is mapped",
     "mmap.mmap(-1": "ranks that cannot share memory",
 }
@@ -154,7 +155,7 @@ SUBJECTS = {  # chapter → the functions that it is about
     "16_central_storage": ["strategies/host_store.py: shared_by_host, _mapped"],
     "20_sums_and_their_order": ["collectives/shards.py: shards_of_rank, halves, largest_nodes, additions"],
     "21_workers_come_and_go": [
-        "comm/meeting/membership.py: Membership.lost, Membership._change, is_superseded, Member.look",
+        "comm/meeting/membership.py: Membership._change, is_superseded, Member.look",
         "comm/session.py: init_again",
     ],
 }
