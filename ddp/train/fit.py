@@ -202,7 +202,8 @@ def fit(
         CheckpointError: a run to be resumed has no checkpoint, or one of another model.
         Diverged: the loss or the gradient is not finite.
         UnusedParameters: some parameters got no gradient.
-        PeerLost: a rank was lost.
+        PeerLost: a rank was lost. In an elastic launch (docs/elastic.md) the others go on instead, in the first fit.
+        TooFewWorkers: of an elastic launch, fewer than `min_workers` are left, and no others have come in `wait_s`.
     """
     given = {name: value for name, value in locals().items() if name != "mistyped"}
     arguments.refuse_unknown(mistyped, given)
@@ -214,7 +215,7 @@ def train(given: FitArguments) -> TrainState:
     """Trains as `fit` says, from checked arguments; the program around it continues as if there had been no fit.
 
     Raises:
-        ConfigError, CheckpointError, Diverged, UnusedParameters, PeerLost: as `fit`.
+        ConfigError, CheckpointError, Diverged, UnusedParameters, PeerLost, TooFewWorkers: as `fit`.
     """
     part = check_role(given)
     if part is not None:

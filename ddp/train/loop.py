@@ -48,7 +48,7 @@ def train_loop(
             forward, backward; gradients are summed over all ranks meanwhile
             if it is a bad step: leave it out, go back, or end (supervision.py)
             divide by the global count, clip, step, commit    (steps/step.py)
-            if any rank wants to stop: leave
+            if any rank wants to stop: leave              (if ranks join or leave: the next ones go on, survive.py)
             if it is time: evaluate                           (held_out.py)
         evaluate, unless that was done after the last step
         evaluate once more for the report, if there are samples for it alone

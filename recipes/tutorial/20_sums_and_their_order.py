@@ -117,4 +117,4 @@ if __name__ == "__main__":
 #
 # ## Next
 #
-# That is all. `docs/same-bits.md` has it for your model; `docs/reading.md` leads on, into the code.
+# `21_workers_come_and_go.py`: a worker dies, and the others go on. `docs/same-bits.md` has this one for your model.

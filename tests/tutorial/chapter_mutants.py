@@ -68,6 +68,7 @@ SAME = {  # what a line may become without being wrong, and why
     "'MASTER_PORT' not in env": "an address that a world of one does not use",
     "is not _TORCHRUN or local": "Slurm's ranks have a place to meet before",
     "everything.kind": "a name that does not exist, in a case that does not occur: all messages have one shape",
+    "self.latest.number + 2": "generations differ, and grow",
     "host[1] for host in comm.hosts": "another rank of the host makes the memory",
     "!= first or path": "the first rank maps its own memory once more",
 }
@@ -100,6 +101,7 @@ ELSEWHERE = {  # what a line is about, if that is not what its chapter is about
     "has_ratio = ": "tensors of zeros",
     "weight_decay * weight_norms": "weight decay in the ratio",
     "momenta, alpha=momentum": "Nesterov's momentum",
+    "num_joined": "a count for the report",
     "memory.forget()": "takes away the name of memory that is mapped",
     "mmap.mmap(-1": "ranks that cannot share memory",
 }
@@ -152,6 +154,10 @@ SUBJECTS = {  # chapter → the functions that it is about
     "15_who_starts_it": ["comm/meeting/place.py: _placed, _on_one_host, _port_of, _starter"],
     "16_central_storage": ["strategies/host_store.py: shared_by_host, _mapped"],
     "20_sums_and_their_order": ["collectives/shards.py: shards_of_rank, halves, largest_nodes, additions"],
+    "21_workers_come_and_go": [
+        "comm/meeting/membership.py: Membership._change, is_superseded, Member.look",
+        "comm/session.py: init_again",
+    ],
 }
 
 

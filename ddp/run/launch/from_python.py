@@ -59,7 +59,13 @@ def launch(
     Args:
         workers: the world size; with servers, the number of further processes.
         servers: the number of processes that hold the parameters; 0: the workers hold them.
-        restarts: most restarts of each worker, and of the servers.
+        restarts: most restarts of each worker, with `servers` or `min_workers`; and of the servers.
+        min_workers: fewest workers that train on when others are lost or leave (docs/elastic.md); None: the loss of one
+            ends the launch. The results are those of the workers that are there at the end, by rank.
+        spares: further processes, which wait in `ddp.init` to take a lost worker's place.
+        max_workers: most workers, up to which others may join; None: `workers`.
+        wait_s: seconds that fewer than `min_workers` wait for others, before `ddp.fit` raises TooFewWorkers.
+        silent_s: a worker that shows no sign of life for so many seconds is killed; only with `min_workers`.
         threads_per_worker: None: cores ÷ processes, at least 1.
         timeout_s: a worker that runs longer ends the launch, and reports its stack. None: no limit.
 
@@ -146,7 +152,10 @@ Definitions = dict[tuple[str, str], Any]  # by module and name
 LARGEST_EXCEPTION = 1 << 26  # bytes
 LEAST_BYTES = 1 << 23  # of a process with Python and little else
 _SEARCH = threading.Lock()
-OURS = ("workers", "servers", "restarts", "threads_per_worker", "timeout_s")
+OURS = (
+    *("workers", "servers", "restarts", "min_workers", "spares", "max_workers", "wait_s", "silent_s"),
+    *("threads_per_worker", "timeout_s"),
+)
 
 
 def result_file(folder: Path, rank: int) -> Path:

@@ -90,6 +90,7 @@ class Meaning(NamedTuple):
 
 
 _PROCESSES = "ddp.launch has the number of processes, as ddp.launch(train, workers=2), or torchrun"
+_ELASTIC = "ddp.launch has the numbers between which workers come and go: docs/elastic.md"
 _ACCUMULATED = "batches are accumulated where micro_size is less than a rank's share of global_batch"
 _RATE = "the optimizer has it, as torch.optim.Adam(model.parameters(), lr=0.01)"
 _SHUFFLED = "samples are shuffled in each epoch; without: batches=ddp.Batches(order=ddp.data.Fixed(len(data)))"
@@ -139,6 +140,14 @@ _ROWS = {
     ("workers", "nprocs", "num_processes", "nproc_per_node", "world_size", "np", "gpus", "devices"): Meaning(
         "cluster.workers", launch="workers", fit=_PROCESSES
     ),
+    ("min_workers", "min_np", "min_nodes", "min_replicas", "min_replica_size"): Meaning(
+        "cluster.min_workers", launch="min_workers", fit=_ELASTIC
+    ),
+    ("max_workers", "max_np", "max_nodes", "max_replicas"): Meaning(
+        "cluster.max_workers", launch="max_workers", fit=_ELASTIC
+    ),
+    ("spares",): Meaning("cluster.spares", fit=_ELASTIC),
+    ("max_restarts", "max_failures"): Meaning("cluster.restarts", launch="restarts"),
     ("logging_steps", "log_every_n_steps"): Meaning("report.log_every", "log_every"),
     ("verbose",): Meaning("report.progress", "progress"),
     ("default_root_dir", "output_dir", "save_dir", "checkpoint_dir"): Meaning("hydra.run.dir", "folder"),
