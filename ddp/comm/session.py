@@ -25,7 +25,7 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 from ddp.collectives.schedule import SEGMENT_BYTES
 from ddp.comm.communicator import Communicator
 from ddp.comm.host_links import WARN_S, Settings
-from ddp.comm.meeting.membership import current_member
+from ddp.comm.meeting.membership import current_member, is_superseded
 from ddp.comm.meeting.place import ALONE, RankPlace, place
 from ddp.comm.meeting.private_store import for_torch, part_of, sealed
 from ddp.comm.meeting.rendezvous import Opened, ask_store, join_role, on_this_host, open_store, rendezvous
@@ -451,7 +451,7 @@ def _met(here: RankPlace, *, warn_s: float, abort_s: float) -> Store:
             part, ranks = part_of(store, f"ddp{generation}"), (here.rank, here.world_size)
             return rendezvous(part, *ranks, warn_s=warn_s, abort_s=abort_s, tasks=here.tasks)
         except (ConfigError, PeerLost):
-            if not has_met_here or (store is not None and _is_reachable(store)) or not patience.left_s():
+            if is_superseded() or not has_met_here or (store is not None and _is_reachable(store)) or not patience.left_s():
                 raise
             time.sleep(POLL_S)
 

@@ -602,6 +602,10 @@ def _loop(run: OpenRun, meters: Meters) -> None:
             if (member := current_member()) is not None and state.comm.world_size < member.limits.min_workers:
                 _wait(run, member)
             train_loop(state, given, run.inputs, callbacks, run.service, partial(_go_back, run, callbacks))
+            if state.stopped_by == RESIZE:
+                raise _interrupted(run)
+        except Interrupted:
+            raise
         except BaseException as error:
             kept = _kept(run) if goes_on(error) else None
             # An error that all ranks raise together has changed nothing, so that the optimizer can go on.
@@ -609,13 +613,19 @@ def _loop(run: OpenRun, meters: Meters) -> None:
             if goes_on(error):
                 raise Interrupted(kept, state.step) from error
             raise
-    if state.stopped_by == RESIZE:
-        kept = _kept(run)
-        try:
-            state.strategy.finish()  # leaves on each rank what only all together have
-        except (PeerLost, CommunicatorBroken) as error:
-            raise Interrupted(kept, state.step) from error
-        raise Interrupted(_kept(run), state.step)
+
+
+def _interrupted(run: OpenRun) -> Interrupted:
+    """Returns what this rank keeps where all have agreed to go on with others. Collective."""
+    state, kept = run.state, _kept(run)
+    try:
+        state.strategy.finish()  # leaves on each rank what only all together have
+        return Interrupted(_kept(run), state.step)
+    except (PeerLost, CommunicatorBroken) as error:
+        state.strategy.finish(alone=True)
+        over = Interrupted(kept, state.step)
+        over.__cause__ = error
+        return over
 
 
 def _kept(run: OpenRun) -> StoredCheckpoint | None:
@@ -630,11 +640,10 @@ def _wait(run: OpenRun, member: Member) -> Never:
         Interrupted: they have come.
         TooFewWorkers: they have not.
     """
-    state, kept = run.state, _kept(run)
     if run.store is not None:
-        save_checkpoint(run.store, state, identity=run.identity, extra=run.extra)
+        save_checkpoint(run.store, run.state, identity=run.identity, extra=run.extra)
     wait_for_others(member)
-    raise Interrupted(kept, state.step)
+    raise _interrupted(run)
 
 
 def _go_back(run: OpenRun, callbacks: Sequence[Callback], guard: Guard) -> None:

@@ -110,6 +110,7 @@ def train(folder: Path, where: Sequence[Any], how: dict[str, Any], shared_memory
         global_batch=BATCH,
         epochs=EPOCHS,
         test_data=data,
+        schedule=ddp.optim.cosine(),
         callbacks=[faults] if "strategy" in how else [faults, ddp.EMA(decay=0.9)],
         **how,
     )

@@ -107,12 +107,9 @@ def elastic(
         if not is_left_out and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ConfigError(f"{name}={value!r}: must be a whole number from {least} up")
     for name, seconds in (("wait_s", wait_s), ("silent_s", silent_s)):
-        if (
-            not isinstance(seconds, (int, float))
-            or not 0 <= seconds <= LONGEST_S
-            or (name == "silent_s" and not seconds)
-        ):
-            raise ConfigError(f"{name}={seconds!r}: must be seconds, from 0 up; silent_s above 0")
+        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if not is_number or not 0 <= seconds <= LONGEST_S or (name == "silent_s" and not seconds):
+            raise ConfigError(f"{name}={seconds!r}: must be seconds, from 0 up, and silent_s above 0")
     most = workers if max_workers is None else max_workers
     if min_workers is None:
         for name, value, usual in (("spares", spares, 0), ("max_workers", most, workers)):

@@ -421,9 +421,9 @@ class _ElasticSupervisor(_Supervisor):
         latest = membership.latest
         left = [each for each in before.members if each not in (*latest.members, *latest.ended)]
         joined = [each for each in latest.members if each not in before.members]
-        for what, processes in (("leaves", left), ("joins", joined)):
-            if processes:
-                self._tell(f"{_named(processes)} {what}")
+        for what, processes in (("has left", left), ("has joined", joined)):
+            for process in processes:
+                self._tell(f"process {process} {what}")
         for process in membership.silent(lambda process: _cpu_time(self._running[process].process.pid)):
             log.warning("process %d has shown no sign of life for too long, and is killed", process)
             self._signal(signal.SIGKILL, [process])
@@ -475,8 +475,8 @@ class _ElasticSupervisor(_Supervisor):
     def _tell(self, what: str) -> None:
         """Prints one line about a change of the membership."""
         latest = self._membership.latest
-        num = counted(len(latest.members), "worker")
-        go_on = f"{num} wait for others" if self._membership.waits else f"{num} train"
+        num, s = counted(len(latest.members), "worker"), "s" if len(latest.members) == 1 else ""
+        go_on = f"{num} wait{s} for others" if self._membership.waits else f"{num} train{s}"
         log.warning("%s; %s (generation %d)", what, go_on, latest.number)
 
     def _pass_on(self, number: signal.Signals) -> None:
