@@ -451,7 +451,9 @@ def _met(here: RankPlace, *, warn_s: float, abort_s: float) -> Store:
             part, ranks = part_of(store, f"ddp{generation}"), (here.rank, here.world_size)
             return rendezvous(part, *ranks, warn_s=warn_s, abort_s=abort_s, tasks=here.tasks)
         except (ConfigError, PeerLost):
-            if is_superseded() or not has_met_here or (store is not None and _is_reachable(store)) or not patience.left_s():
+            if is_superseded() or not has_met_here:
+                raise
+            if (store is not None and _is_reachable(store)) or not patience.left_s():
                 raise
             time.sleep(POLL_S)
 
