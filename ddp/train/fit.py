@@ -279,10 +279,10 @@ def _train_with(
     is_new, last_step = taken is not kept[0].state, kept.pop().step
     try:
         run = _opened(given, comm, taken, last_step=last_step, is_new=is_new)
-    except (PeerLost, CommunicatorBroken) as error:
-        if current_member() is None:
+    except BaseException as error:
+        if not goes_on(error):
             raise
-        raise Interrupted(taken, last_step or 0) from error
+        raise Interrupted(taken, last_step if taken is None else taken.step) from error
     del taken
 
     run.state.stop_flag = stop
@@ -327,7 +327,7 @@ def _run(run: OpenRun, stop: StopFlag, meters: Meters, start_s: float) -> TrainS
         stop.agreed = state.stopped_by
         try:
             _end(run, meters, seconds=now_s() - start_s)
-            if kept is not None:
+            if current_member() is not None:
                 state.comm.barrier()  # a rank that has returned makes nothing again for others
         except BaseException as error:
             if goes_on(error):

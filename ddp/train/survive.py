@@ -37,10 +37,10 @@ class Interrupted(BaseException):
 
     Attributes:
         kept: this rank's state of the last committed step; None if it has not all of it.
-        step: the last committed step.
+        step: the last committed step; None: this rank has not trained.
     """
 
-    def __init__(self, kept: StoredCheckpoint | None, step: int) -> None:
+    def __init__(self, kept: StoredCheckpoint | None, step: int | None) -> None:
         super().__init__("the ranks change")
         self.kept, self.step = kept, step
 
