@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddp.collectives.catalog import own_schedules
 from ddp.comm.communicator import Communicator
-from ddp.comm.meeting.membership import current_member
+from ddp.comm.meeting.membership import Member, current_member
 from ddp.comm.meeting.role import current_role
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.data.loading.iterable import sampler_of_stream
@@ -55,7 +55,7 @@ from ddp.replica.sync_batchnorm import waits
 from ddp.setting import Natural, Setup, check_values, refusal, refuse
 from ddp.strategies.choice import check_model, replica_of
 from ddp.train.checkpoints.checkpoint import flat
-from ddp.train.checkpoints.checkpoint_store import identity_of, resume_from
+from ddp.train.checkpoints.checkpoint_store import identity_of, resume_from, shape_or_type
 from ddp.train.checkpoints.moved import meant_for_fit
 from ddp.train.evaluate import warn_of_other_samples
 from ddp.train.held_out import HeldOut, held_out_of
@@ -457,6 +457,31 @@ def _schedule_in_words(inputs: Inputs) -> str:
         return f"{inputs.scheduler.name} {[each for each in settings if isinstance(each[1], (int, float, list))]}"
     schedule = inputs.schedule
     return "None" if schedule is None else f"{[schedule(step, 1000) for step in (0, 10, 500, 999)]}"
+
+
+def refuse_other_run(given: FitArguments, member: Member) -> None:
+    """Refuses this process alone, before it joins the ranks of an elastic launch, unless it would make the same run.
+
+    Raises:
+        ConfigError: the model is in a replica; or the program or its data have changed since the others began.
+    """
+    if isinstance(given.model, Replica) and given.replica is None:
+        raise ConfigError("min_workers with a model in a replica, whose ranks stay: give ddp.fit the bare module")
+    state, data = given.model.state_dict(), getattr(given.data, "dataset", given.data)
+    mine = {f"the model's {name}": shape_or_type(each) for name, each in state.items()} | {
+        "torch": str(torch.__version__),
+        "optimizer": type(given.optimizer).__name__,
+        "data": str(len(data[0] if isinstance(data, tuple) else data)) if isinstance(data, Sized) else "",
+        "length": f"epochs={given.epochs}, max_steps={given.max_steps}",
+    }
+    theirs = member.agreed(f"run/{given.number}", mine)
+    for name in {**theirs, **mine}:
+        here, there = mine.get(name, "missing"), theirs.get(name, "missing")
+        if here != there:
+            raise ConfigError(
+                f"{name} is {here} in this process, and {there} in the run that it would join: the program or its data "
+                "have changed since; start the run again"
+            )
 
 
 def refuse_disagreement(comm: Communicator, given: FitArguments, inputs: Inputs, arguments: Mapping[str, Any]) -> None:

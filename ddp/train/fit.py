@@ -55,7 +55,6 @@ from ddp.process.records import json_object, to_json
 from ddp.process.streams import preserved
 from ddp.process.terminal import log, say
 from ddp.replica.autograd import without_compile_wrappers
-from ddp.replica.replica import Replica
 from ddp.setting import Precision, StrategyName
 from ddp.strategies.central_storage import CentralStorage
 from ddp.strategies.choice import ranks_of, strategy_for
@@ -217,15 +216,15 @@ def train(given: FitArguments) -> TrainState:
     Raises:
         ConfigError, CheckpointError, Diverged, UnusedParameters, PeerLost, TooFewWorkers: as `fit`.
     """
-    part = check_role(given)
+    part, given = check_role(given), replace(given, number=next(_number))
     if part is not None:
         given = replace(given, run_store=next_store(part))
     wrapped = without_compile_wrappers(given.model)
     with wrapped as model, _given_back(model), arguments.one_thread(given), failure_reported(given.run_store, part):
         given = replace(given, model=model)
+        if (member := current_member()) is not None:
+            arguments.refuse_other_run(given, member)
         comm = ranks_of(given.model)
-        if isinstance(given.model, Replica) and given.replica is None and current_member() is not None:
-            raise ConfigError("min_workers with a model in a replica, whose ranks stay: give ddp.fit the bare module")
         if part is not None:
             if part.job == "worker":
                 return work(given, comm, part)
@@ -252,7 +251,6 @@ def _given_back(model: nn.Module) -> Iterator[None]:
 
 def _train(given: FitArguments, comm: Communicator) -> TrainState:
     stop = flag_of_a_new_fit() if given.stop is None else given.stop  # a flag that is not set counts as false
-    given = replace(given, number=next(_number))
     meters, start_s = Meters(Throughput(), NoiseScale(), EpochCheck(), []), now_s()
     with stop.before_libraries():
         listening = stop.listening() if given.stop is None else contextlib.nullcontext()

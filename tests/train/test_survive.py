@@ -22,6 +22,7 @@ from ddp.comm.meeting.membership import current_member
 from ddp.errors import TooFewWorkers, WorkersFailed
 from ddp.gradients.hook import ErrorFeedback
 from ddp.gradients.hooks import PowerSGD
+from ddp.run.launch import supervisor
 
 SAMPLES, BATCH, EPOCHS = 48, 12, 2
 SIGKILL, SIGTERM = int(signal.SIGKILL), int(signal.SIGTERM)
@@ -336,3 +337,39 @@ def test_two_launches_at_once_lose_their_own_alone(undisturbed: dict[int, list[A
     for name, run in runs.items():
         assert [found[1:3] for found in run.result()] == [(2, 1)] * 2
         check(run.result(), tmp_path / name, undisturbed[3])
+
+
+def changed(folder: Path, where: Sequence[Any]) -> Any:
+    """Trains a model that another process makes otherwise once there is a file, as a program that was edited does."""
+    net, data = model()
+    if (folder / "edited").exists():
+        net.append(nn.Linear(3, 3))
+    faults = Faults(folder, where)
+
+    class Edits(ddp.Callback):
+        def step_end(self, state: ddp.TrainState, report: Any) -> None:
+            (folder / "edited").touch()
+            if state.step == 6:
+                until(lambda: list(folder.glob("refused")) or state.comm.rank)
+
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    how: dict[str, Any] = {"loss": nn.functional.cross_entropy, "global_batch": BATCH, "epochs": EPOCHS, "folder": None}
+    try:
+        state = ddp.fit(net, data, optimizer, callbacks=[Edits(), faults], **how)
+    except ddp.ConfigError:
+        (folder / "refused").touch()
+        raise
+    return state.step, state.comm.world_size
+
+
+def test_a_newcomer_of_another_program_is_refused_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "CALM_S", 0.1)
+    where = [(0, 1, 3, "step_end", SIGKILL)]
+    results = ddp.launch(changed, tmp_path, where, workers=3, min_workers=1, restarts=1, timeout_s=60)
+    assert results == [(STEPS, 2)] * 2
+    assert any(
+        "ConfigError: the model's 4.weight is [3, 3] in this process, and missing in the run" in record.getMessage()
+        for record in caplog.records
+    )

@@ -393,6 +393,13 @@ class Member:
         self.asked = by
         self.store.set(f"leaves/{self.number}", by)
 
+    def agreed(self, key: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the values of the launch for a key: those that were given first."""
+        if not self.store.check([f"agreed/{key}"]):
+            self.store.set(f"agreed/{key}", json.dumps(dict(values)))
+        found: dict[str, Any] = json.loads(self.store.get(f"agreed/{key}"))
+        return found
+
     def open(self) -> None:
         """Lets others join after a step, because a fit trains."""
         self.store.set("open", "")
