@@ -12,14 +12,14 @@ import ddp
 
 PACKAGE = Path(__file__).parent.parent / "ddp"
 LIMITS = {
-    "code lines outside of lab/": 32_875,
-    "code lines of lab/": 3_760,
-    "code lines of comm/, gradients/ and replica/": 9_790,
-    "modules outside of lab/": 203,
+    "code lines outside of lab/": 34_240,
+    "code lines of lab/": 4_010,
+    "code lines of comm/, gradients/ and replica/": 10_210,
+    "modules outside of lab/": 205,
     "folders and files at the top": 20,
     "parameters of fit": 20,  # with **mistyped, which takes names that it does not have
     "lines of a function": 62,
-    "lines of a class": 346,
+    "lines of a class": 360,
 }
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),

@@ -46,7 +46,7 @@ class Interrupted(BaseException):
 
 
 class Kept(NamedTuple):
-    """What this rank brings to a generation.
+    """The state that this rank brings to a generation.
 
     Attributes:
         state: of the last committed step; None if it has not all of it.
