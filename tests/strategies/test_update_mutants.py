@@ -49,7 +49,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {  # where, a line, what becomes of i
     ),
     "each rank keeps its parts at the end": (
         "Sharded.finish",
-        "if self._slices is not None and not alone:",
+        "if self._slices is not None:",
         "if False:",
     ),
     "parameters stay shared at the end": (f"{STORAGE}.finish", "self._store.make_private()", "pass"),
