@@ -255,8 +255,9 @@ def _train(given: FitArguments, comm: Communicator) -> TrainState:
     with stop.before_libraries():
         listening = stop.listening() if given.stop is None else contextlib.nullcontext()
         state = over_generations(partial(_train_with, given, stop, meters, start_s), comm, stop, listening)
-    if given.stop is None and stop.signal_name not in ("", state.stopped_by):  # it has waited for the results
-        signal.raise_signal(signal.Signals[stop.signal_name])
+    member = current_member()
+    if given.stop is None and member is not None and member.asked not in ("", state.stopped_by):
+        signal.raise_signal(signal.Signals[member.asked])  # which came too late for the launcher
     return state
 
 
@@ -319,6 +320,7 @@ def _run(run: OpenRun, stop: StopFlag, meters: Meters, start_s: float) -> TrainS
     given, state = run.given, run.state
     with contextlib.nullcontext() if given.stop is not None else stop.listening(), calls_left(run.folder, state.comm):
         _loop(run, meters)
+        is_known = bool(stop.signal_name)
         kept = _kept(run) if current_member() is not None else None
 
         # 4  the results
@@ -337,6 +339,8 @@ def _run(run: OpenRun, stop: StopFlag, meters: Meters, start_s: float) -> TrainS
         run.service.end({**known, "stopped_by": state.stopped_by})
         if state.comm.rank == 0:  # which keeps the ledger
             _say(given, state.comm, run.service.in_words())
+    if given.stop is None and stop.signal_name and not is_known:  # it has waited for the results
+        signal.raise_signal(signal.Signals[stop.signal_name])
     return state
 
 

@@ -93,9 +93,7 @@ def over_generations(
                 error: BaseException | None = None
                 mine, kept = [kept], Kept()
                 try:
-                    result = train(comm, mine)
-                    stop.request(member.asked)  # which came too late for the launcher
-                    return result
+                    return train(comm, mine)
                 except Interrupted as over:
                     kept, error = Kept(over.kept, over.step), over.__cause__
                 except (PeerLost, CommunicatorBroken) as lost:  # before the kept state was looked at
