@@ -270,7 +270,8 @@ def _end_what_failed() -> bool:
     if dist.group.WORLD is None:
         return False
     known = _known(dist.group.WORLD)
-    if any(comm.is_broken for (group, _), comm in _session.comms.items() if group is dist.group.WORLD):
+    is_lost = (member := current_member()) is not None and member.lost is not None  # which a group may have met first
+    if is_lost or any(comm.is_broken for (group, _), comm in _session.comms.items() if group is dist.group.WORLD):
         shutdown(failed="a collective of its own failed, and it starts again")
         known = None
     if is_over := known is None and _session.owned_store is not None:

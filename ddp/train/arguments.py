@@ -80,6 +80,7 @@ class FitArguments(Training):
         settings: what the result depends on, by key, to be compared on a resume; None: the arguments.
         run_store: the part of a store in which servers and workers meet for this training.
         number: of the fit in this program.
+        first_groups: the settings of the optimizer's groups as the fit began.
         replica: puts the model into a replica of the ranks; None: `strategy` says which one.
     """
 
@@ -103,6 +104,7 @@ class FitArguments(Training):
     run_store: Any = None
     replica: Callable[[Communicator], Replica] | None = None
     number: int = 0
+    first_groups: list[dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         for name in ("loss", "global_batch"):
@@ -408,10 +410,16 @@ def refuse_unknown(mistyped: Iterable[str], known: Iterable[str]) -> None:
         raise ConfigError(f"fit() has no argument {name!r}.{hint}")
 
 
+def settings_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Returns the settings of each group as they are now, such as its rate."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
 def settings_of(given: FitArguments, inputs: Inputs, sampler: TrainSampler) -> dict[str, Any]:
     """Returns the arguments that the bits of the result depend on, as JSON can hold them."""
     before = "initial_lr" if inputs.scheduler is not None else "lr"  # a scheduler may have begun by itself
-    groups = [{**group, "lr": group.get(before, group["lr"])} for group in given.optimizer.param_groups]
+    groups = given.first_groups or settings_of_groups(given.optimizer)
+    groups = [{**group, "lr": group.get(before, group["lr"])} for group in groups]
     hidden, kind = ("params", "initial_lr"), type(given.optimizer).__name__
     hook, evaluation, rounds = given.strategy.hook, given.evaluation, None
     if isinstance(given.strategy, Rounds):

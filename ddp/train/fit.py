@@ -224,6 +224,8 @@ def train(given: FitArguments) -> TrainState:
         given = replace(given, model=model)
         if (member := current_member()) is not None:
             arguments.refuse_other_run(given, member)
+            if given.folder.trial:
+                member.close()  # its ranks stay
         comm = ranks_of(given.model)
         if part is not None:
             if part.job == "worker":
@@ -251,6 +253,7 @@ def _given_back(model: nn.Module) -> Iterator[None]:
 
 def _train(given: FitArguments, comm: Communicator) -> TrainState:
     stop = flag_of_a_new_fit() if given.stop is None else given.stop  # a flag that is not set counts as false
+    given = replace(given, first_groups=arguments.settings_of_groups(given.optimizer))
     meters, start_s = Meters(Throughput(), NoiseScale(), EpochCheck(), []), now_s()
     with stop.before_libraries():
         listening = stop.listening() if given.stop is None else contextlib.nullcontext()
@@ -275,14 +278,15 @@ def _train_with(
         kept: what this rank has of the run, which is taken out.
     """
     taken = newest(comm, kept[0].state) if is_resized() else None
-    is_new, last_step = taken is not kept[0].state, kept.pop().step
+    mine = kept.pop()
+    is_new, last_step = taken is not mine.state, mine.step
     try:
         run = _opened(given, comm, taken, last_step=last_step, is_new=is_new)
     except BaseException as error:
         if not goes_on(error):
             raise
-        raise Interrupted(taken, last_step if taken is None else taken.step) from error
-    del taken
+        raise Interrupted(taken or mine.state, last_step if taken is None else taken.step) from error
+    del taken, mine  # so that nobody holds a second model
 
     run.state.stop_flag = stop
     try:
@@ -771,7 +775,8 @@ def _write_results(run: OpenRun, summary: dict[str, Any]) -> dict[str, Any]:
         return summary
     if not summary["samples_per_s"]:  # nothing was left to train: keep the figures of the training
         with contextlib.suppress(OSError, ValueError):
-            new = {key: value for key, value in summary.items() if is_metric(key) or key == "stopped_by"}
+            news = {"stopped_by", "workers_lost", "workers_joined", "workers_left"}
+            new = {key: value for key, value in summary.items() if is_metric(key) or key in news}
             summary = {**read_summary(run_dir), **new}
     write_summary(run_dir, summary)
     if run.given.folder.curves:

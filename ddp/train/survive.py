@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import NamedTuple, TypeVar
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.meeting.membership import RESIZE, Member, current_member
+from ddp.comm.meeting.membership import RESIZE, Member, current_member, is_resized
 from ddp.comm.session import init_again, shutdown
 from ddp.errors import CommunicatorBroken, PeerLost, TooFewWorkers, with_causes
 from ddp.process.clock import Patience
@@ -84,10 +84,12 @@ def over_generations(
     """
     if (member := current_member()) is None:
         return train(comm, [Kept()])
-    kept = Kept()
-    _follow(member, stop)
-    is_over = True
+    kept, is_over = Kept(), True
     with ExitStack() as until_end:
+        if is_resized():  # a newcomer
+            until_end.enter_context(listening)
+            listening = nullcontext()
+        _follow(member, stop)
         try:
             while True:
                 error: BaseException | None = None
@@ -126,10 +128,16 @@ def _follow(member: Member, stop: StopFlag) -> None:
         elif member.is_superseded and member.lost is None:
             stop.request(RESIZE)
 
+    def leave(by: str) -> None:
+        if member.has_launcher:
+            member.ask_to_leave(by)
+        else:
+            stop.request(by)
+
     if stop.signal_name and not member.stopped_by:  # it came while the program loaded its data
         member.ask_to_leave(stop.signal_name)
         stop.forget(stop.signal_name)
-    stop.leave, member.on_news = member.ask_to_leave, hear
+    stop.leave, member.on_news = leave, hear
     member.open()
     hear()
 

@@ -25,6 +25,7 @@ Everything is in a store of this launch (`private_store.py`):
     generation      the latest one, as JSON; its number grows with each change of the members
     stop            the signal on which the run is to stop
     open            a fit trains, so that others may join after a step
+    trains/N        process N has begun to train
     ready/N         process N waits to become a member
     leaves/N        process N asks to leave, because of the signal that this names
     alive/N         grows as long as process N runs
@@ -236,6 +237,11 @@ class Membership:
             self._signs[process] = sign, since_s
         return silent
 
+    def trained(self) -> list[int]:
+        """Returns the members that have trained; all of them in a program without a fit."""
+        has_fit = self._store.check(["open"])
+        return [each for each in self.latest.members if not has_fit or self._store.check([f"trains/{each}"])]
+
     def stop(self, by: str) -> None:
         """Lets the whole run stop, by this signal."""
         if not self.stopped_by:
@@ -293,6 +299,8 @@ class Member:
         entered: the generation that this process has entered last; None: none.
         on_news: called after each change of these, on another thread.
         asked: the signal because of which it has asked to leave; "".
+        trains: it has begun to train.
+        is_closed: the program's first fit has ended, perhaps before this process has met the others.
     """
 
     store: Store
@@ -303,8 +311,11 @@ class Member:
     entered: Generation | None = None
     on_news: Callable[[], object] = bool
     asked: str = ""
+    trains: bool = False
+    is_closed: bool = False
 
     def __post_init__(self) -> None:
+        self._launcher = os.getppid()
         self.limits = Elastic(**json.loads(self.store.get("limits")))
         self.latest = Generation.read(self.store.get("generation"))
         self._news = threading.Event()
@@ -321,6 +332,7 @@ class Member:
         """Reads the latest generation, and whether the run is to stop."""
         found = Generation.read(self.store.get("generation"))
         stopped_by = self.store.get("stop").decode() if self.store.check(["stop"]) else ""
+        self.is_closed = self.is_closed or self.store.check(["closed"])
         if found.number > self.latest.number or stopped_by != self.stopped_by:
             self.latest, self.stopped_by = found, stopped_by
             self._news.set()
@@ -400,8 +412,15 @@ class Member:
         found: dict[str, Any] = json.loads(self.store.get(f"agreed/{key}"))
         return found
 
+    @property
+    def has_launcher(self) -> bool:
+        """Returns False once the launcher has ended, so that nobody decides any more."""
+        return os.getppid() == self._launcher
+
     def open(self) -> None:
         """Lets others join after a step, because a fit trains."""
+        self.trains = True
+        self.store.set(f"trains/{self.number}", "")
         self.store.set("open", "")
 
     def close(self) -> None:
@@ -434,6 +453,12 @@ def join_membership(store: Store, number: int) -> Member:
     global _mine
     _mine = Member(store, number)
     return _mine
+
+
+def leave_if_late() -> None:
+    """Ends this process if it was to join ranks whose fit has ended meanwhile."""
+    if _mine is not None and _mine.is_closed and not _mine.trains:
+        raise SystemExit(0)
 
 
 def is_resized() -> bool:

@@ -32,7 +32,7 @@ from torch.distributed import DistError, HashStore, Store, TCPStore  # type: ign
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ddp.comm.meeting.cluster_spec import ClusterTask, described_servers
-from ddp.comm.meeting.membership import is_superseded, lost_member
+from ddp.comm.meeting.membership import is_superseded, leave_if_late, lost_member
 from ddp.comm.meeting.place import ALONE, RankPlace, launcher_serves, number_of, place
 from ddp.comm.meeting.private_store import Folder, part_of, sealed
 from ddp.comm.meeting.role import ROLE, SERVERS, Role, RoleSettings, current_role, role_from_env, set_role
@@ -70,6 +70,7 @@ def ask_store(work: Callable[[], Result], *, within_s: float) -> Result:
 
 def _refuse_former_ranks() -> None:
     """Raises PeerLost if the launcher has lost one of these ranks, or has let others join."""
+    leave_if_late()
     if is_superseded():
         rank, why = lost_member() or (0, "the members are others now")
         raise PeerLost(rank, "unknown", 0, 0, "start-up", why)

@@ -413,7 +413,7 @@ class _ElasticSupervisor(_Supervisor):
         self._waiting: dict[int, Patience] = {}  # processes that are started later
 
     def run(self) -> Ended:
-        return super().run()._replace(members=self._membership.latest.members)
+        return super().run()._replace(members=self._membership.trained())
 
     def _look(self) -> None:
         membership, before = self._membership, self._membership.latest
@@ -443,7 +443,7 @@ class _ElasticSupervisor(_Supervisor):
             if not self._running:
                 self._fail({rank: Failure(status, time.time())})
         elif rank in before:
-            membership.lost(rank, "")
+            membership.lost(rank, _end_text(status, report) if is_lost else "")  # in a stop, too
             self._end_of_rank(rank, status)
         elif report is not None and not is_lost:
             log.warning("process %d %s; the others continue without it", rank, _end_text(status, report))

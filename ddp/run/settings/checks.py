@@ -183,8 +183,6 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
             f"cluster.min_workers={config.cluster.min_workers}: the launcher that has started these workers ends all "
             "with one; leave it out, or start scripts/ddp train by itself"
         )
-    if config.cluster.min_workers is not None and config.cluster.max_workers is None:
-        config.cluster.max_workers = workers
     if isinstance(config.strategy, Serving) and not config.cluster.servers:
         if local_workers is not None:
             raise ConfigError(
