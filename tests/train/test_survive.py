@@ -373,3 +373,30 @@ def test_a_newcomer_of_another_program_is_refused_alone(
         "ConfigError: the model's 4.weight is [3, 3] in this process, and missing in the run" in record.getMessage()
         for record in caplog.records
     )
+
+
+def test_one_that_comes_too_late_leaves(tmp_path: Path) -> None:
+    results = launched(tmp_path, [(0, 0, STEPS, "evaluation", "waits")], workers=2, spares=1, max_workers=3)
+    assert [found[:2] for found in results] == [(STEPS, 2)] * 2
+
+
+def synchronised(folder: Path, where: Sequence[Any]) -> tuple[int, int]:
+    """Trains with layers whose forward waits for the other ranks, and a rate that a callback lowers."""
+    net, data = model()
+    net[1] = ddp.SyncBatchNorm(8, dtype=torch.float64)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    class Lowers(ddp.Callback):
+        def step_end(self, state: ddp.TrainState, report: Any) -> None:
+            if state.step == 2:
+                optimizer.param_groups[0]["weight_decay"] = 0.01
+
+    how: dict[str, Any] = {"loss": nn.functional.cross_entropy, "global_batch": BATCH, "epochs": EPOCHS, "folder": None}
+    state = ddp.fit(net, data, optimizer, callbacks=[Lowers(), Faults(folder, where)], **how)
+    return state.step, state.comm.world_size
+
+
+def test_a_loss_in_the_layers_of_a_model_and_settings_that_changed(tmp_path: Path) -> None:
+    where = [(0, 1, 4, "step_start", SIGKILL)]
+    how: dict[str, Any] = {"min_workers": 2, "spares": 1, "restarts": 0, "timeout_s": 60}
+    assert ddp.launch(synchronised, tmp_path, where, workers=2, **how) == [(STEPS, 2)] * 2
