@@ -412,7 +412,8 @@ def refuse_unknown(mistyped: Iterable[str], known: Iterable[str]) -> None:
 
 def settings_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Returns the settings of each group as they are now, such as its rate."""
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    groups = getattr(optimizer, "param_groups", ())  # what is none is refused later
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
 def settings_of(given: FitArguments, inputs: Inputs, sampler: TrainSampler) -> dict[str, Any]:
@@ -475,7 +476,8 @@ def refuse_other_run(given: FitArguments, member: Member) -> None:
     """
     if isinstance(given.model, Replica) and given.replica is None:
         raise ConfigError("min_workers with a model in a replica, whose ranks stay: give ddp.fit the bare module")
-    state, data = given.model.state_dict(), getattr(given.data, "dataset", given.data)
+    state = given.model.state_dict() if isinstance(given.model, nn.Module) else {}  # what is none is refused later
+    data = getattr(given.data, "dataset", given.data)
     mine = {f"the model's {name}": shape_or_type(each) for name, each in state.items()} | {
         "torch": str(torch.__version__),
         "optimizer": type(given.optimizer).__name__,
