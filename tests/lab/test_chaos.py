@@ -114,5 +114,5 @@ def test_a_killed_worker_costs_ours_less_than_torchrun(capfd: pytest.CaptureFixt
     words = "--peer torchrun --workers 2 --rank 1 --for 15 --spares 1"
     assert main(["chaos", *words.split()]) == 0
     _, ours, peer = (line.split() for line in capfd.readouterr().out.splitlines())
-    assert float(ours[2]) < float(peer[2])
+    assert float(ours[2]) < float(peer[2].replace("never", "inf"))  # within 15 s, on a busy host
     assert [*ours[6:9], ours[9:12]] == ["24", "→", "24", ["0", "0", "0"]]
