@@ -364,7 +364,9 @@ class Backward:
         label = f"step {self.step}, {bucket.label}"
         try:
             with self._waited.running():
-                work = self.reducer.reduce(bucket, divide_by=reduction.divide_by, async_op=in_background, label=label)
+                work = self.reducer.reduce(
+                    bucket, divide_by=reduction.divide_by, async_op=in_background, label=label
+                )
         except CommunicatorBroken:
             self._collect(wait=True)  # a bucket in flight has failed, and its error names the rank that it waited for
             raise

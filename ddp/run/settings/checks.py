@@ -64,6 +64,7 @@ def setup_of(config: Config, **facts: Any) -> Setup:
         "guard": None if (guard.action, guard.spike) == ("stop", None) else guard.action,
         "num_hosts": 0 if local_workers is None else 1 if local_workers == workers else 2,
         "is_wide": True,
+        "max_workers": config.cluster.max_workers or (workers if config.cluster.min_workers else None),
     }
     return Setup(in_settings=True, **{name: value for name, value in known.items() if value is not Setup} | facts)
 

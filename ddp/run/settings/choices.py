@@ -233,7 +233,9 @@ SMALL_IMAGE = 64  # pixels; below it a ResNet starts without striding
 
 
 @choice("model", "mlp", "fully connected layers, for images")
-def mlp(facts: SampleFacts, *, hidden: Annotated[Natural, "units of each of the two hidden layers"] = 256) -> nn.Module:
+def mlp(
+    facts: SampleFacts, *, hidden: Annotated[Natural, "units of each of the two hidden layers"] = 256
+) -> nn.Module:
     from ddp.models import MLP
 
     shape, num_classes = facts()
