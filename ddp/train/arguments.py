@@ -56,6 +56,7 @@ from ddp.setting import Natural, Setup, check_values, refusal, refuse
 from ddp.strategies.choice import check_model, replica_of
 from ddp.train.checkpoints.checkpoint import flat
 from ddp.train.checkpoints.checkpoint_store import identity_of, resume_from, shape_or_type
+from ddp.train.checkpoints.extra_state import group_settings
 from ddp.train.checkpoints.moved import meant_for_fit
 from ddp.train.evaluate import warn_of_other_samples
 from ddp.train.held_out import HeldOut, held_out_of
@@ -410,16 +411,10 @@ def refuse_unknown(mistyped: Iterable[str], known: Iterable[str]) -> None:
         raise ConfigError(f"fit() has no argument {name!r}.{hint}")
 
 
-def settings_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Returns the settings of each group as they are now, such as its rate."""
-    groups = getattr(optimizer, "param_groups", ())  # what is none is refused later
-    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
-
-
 def settings_of(given: FitArguments, inputs: Inputs, sampler: TrainSampler) -> dict[str, Any]:
     """Returns the arguments that the bits of the result depend on, as JSON can hold them."""
     before = "initial_lr" if inputs.scheduler is not None else "lr"  # a scheduler may have begun by itself
-    groups = given.first_groups or settings_of_groups(given.optimizer)
+    groups = given.first_groups or group_settings(given.optimizer)
     groups = [{**group, "lr": group.get(before, group["lr"])} for group in groups]
     hidden, kind = ("params", "initial_lr"), type(given.optimizer).__name__
     hook, evaluation, rounds = given.strategy.hook, given.evaluation, None

@@ -87,7 +87,7 @@ from ddp.train.checkpoints.checkpoint_store import (
     resume_from,
     steps,
 )
-from ddp.train.checkpoints.extra_state import ExtraState, plain
+from ddp.train.checkpoints.extra_state import ExtraState, group_settings, plain
 from ddp.train.evaluate import check_evaluation, modes_kept
 from ddp.train.held_out import note_of_choice
 from ddp.train.loop import end_of_run, train_loop
@@ -253,7 +253,8 @@ def _given_back(model: nn.Module) -> Iterator[None]:
 
 def _train(given: FitArguments, comm: Communicator) -> TrainState:
     stop = flag_of_a_new_fit() if given.stop is None else given.stop  # a flag that is not set counts as false
-    given = replace(given, first_groups=arguments.settings_of_groups(given.optimizer))
+    if isinstance(given.optimizer, Optimizer):  # what is none is refused later
+        given = replace(given, first_groups=group_settings(given.optimizer))
     meters, start_s = Meters(Throughput(), NoiseScale(), EpochCheck(), []), now_s()
     with stop.before_libraries():
         listening = stop.listening() if given.stop is None else contextlib.nullcontext()

@@ -31,7 +31,7 @@ Everything is in a store of this launch (`private_store.py`):
     alive/N         grows as long as process N runs
     closed          the program's first fit has ended: nobody joins any more, and a loss ends the run
 
-A process is silent if this number does not grow and it uses no processor time: it was stopped, or hangs in the kernel.
+A process is silent if its alive/N does not grow and it uses no processor time: it was stopped, or hangs in the kernel.
 A long compilation is not silence.
 """
 
@@ -351,11 +351,6 @@ class Member:
     def is_superseded(self) -> bool:
         """Returns True if the members are no longer those of the entered generation."""
         return self.entered is not None and self.latest.number > self.entered.number
-
-    @property
-    def waits(self) -> bool:
-        """Returns True if the members are too few to train."""
-        return len(self.latest.members) < self.limits.min_workers
 
     def has_news(self, within_s: float | None = None) -> bool:
         """Returns True once there are other members than those of the entered generation; False if that takes long.

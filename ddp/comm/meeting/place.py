@@ -251,11 +251,8 @@ def _by_variables(environment: Env) -> RankPlace | None:
     for problem in _problems(env, launched_by, found):
         raise ConfigError(problem)
     # A worker's launcher has warned already.
-    if (
-        found is not None
-        and found.world_size == 1
-        and FOLDER not in env
-        and (sign := next(filter(None, (each.sign(env) for each in _LAUNCHERS)), ""))
+    if found is not None and found.world_size == 1 and FOLDER not in env and (
+        sign := next(filter(None, (each.sign(env) for each in _LAUNCHERS)), "")
     ):
         _warn_once(
             f"this process trains alone, because it was started as rank 0 of 1, though {sign} shows other processes: "
