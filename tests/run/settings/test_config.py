@@ -5,6 +5,7 @@ Tests: ddp/policies.py, ddp/run/settings/checks.py, ddp/run/settings/reader.py.
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -361,3 +362,18 @@ def test_audits_are_refused_where_workers_may_have_other_bits() -> None:
     config.cluster.workers = config.cluster.local_workers = 1
     with pytest.raises(ConfigError, match=r"a second worker audits, and there is one; set it to 0, or take more worke"):
         validate(config)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["cluster.workers=2", "cluster.min_workers=3"], "cluster.min_workers=3: is more than workers=2"),
+        (["cluster.spares=1"], "cluster.spares=1: workers come and go only with min_workers"),
+        (["cluster.min_workers=1", "strategy=parameter_server"], "workers come and go already"),
+        (["cluster.workers=3", "cluster.min_workers=2", "replica.sync_batchnorm=true"], "SyncBatchNorm each possible"),
+        (["cluster.min_workers=1", "cluster.max_workers=4", "batch.num_shards=3"], "batch.num_shards=3: is less than"),
+    ],
+)
+def test_workers_that_come_and_go_are_checked_before_they_start(words: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        resolve(composed(words)[0])
