@@ -13,10 +13,11 @@ import runpy
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -24,6 +25,10 @@ from typing import Any
 from ranks import PRELOAD
 
 from ddp.train.steps.stopping import stop_signals
+
+# A start polls every process of before. Where another thread waits for one of them, only one of the two can read its
+# exit status, and the other one is told 255.
+_STATUS = threading.Lock()
 
 
 class Started:
@@ -37,14 +42,17 @@ class Started:
             stream.flush()
         outputs = [Connection(os.dup(number)) for number in (1, 2)]
         process = (context or _server()).Process(target=_play, args=(arguments, variables, Path.cwd(), outputs))
-        process.start()
+        with _STATUS:
+            process.start()
         self.pid = process.pid
         while os.getsid(self.pid) != self.pid:
             time.sleep(0.001)
         self._process = process
 
     def wait(self) -> int:
-        self._process.join()
+        wait([self._process.sentinel])
+        with _STATUS:
+            self._process.join()
         return self._process.exitcode
 
 
