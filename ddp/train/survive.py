@@ -129,9 +129,7 @@ def _follow(member: Member, stop: StopFlag) -> None:
             stop.request(RESIZE)
 
     def leave(by: str) -> None:
-        if member.has_launcher:
-            member.ask_to_leave(by)
-        else:
+        if not member.ask_to_leave(by):
             stop.request(by)
 
     if stop.signal_name and not member.stopped_by:  # it came while the program loaded its data

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from ddp.comm.meeting.membership import current_member
 from ddp.errors import TooFewWorkers, WorkersFailed
 from ddp.gradients.hook import ErrorFeedback
 from ddp.gradients.hooks import PowerSGD
-from ddp.run.launch import supervisor
+from ddp.run.launch import elastic
 
 SAMPLES, BATCH, EPOCHS = 48, 12, 2
 SIGKILL, SIGTERM = int(signal.SIGKILL), int(signal.SIGTERM)
@@ -35,8 +36,8 @@ def model() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return net.double(), (torch.randn(SAMPLES, 6, dtype=torch.float64), torch.randint(0, 3, (SAMPLES,)))
 
 
-def until(holds: Callable[[], object]) -> None:
-    end_s = time.monotonic() + 20
+def until(holds: Callable[[], object], *, within_s: float = 20) -> None:
+    end_s = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < end_s
         time.sleep(0.01)
@@ -157,7 +158,9 @@ def check(results: list[Any], folder: Path, reference: list[Any], *, exact: bool
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
-    return {n: launched(tmp_path_factory.mktemp(f"of-{n}"), [], workers=n) for n in (2, 3)}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("ddp.run.launch.supervisor.started", forked.Started)
+        return {n: launched(tmp_path_factory.mktemp(f"of-{n}"), [], workers=n) for n in (2, 3)}
 
 
 PHASES = ["step_start", "forward", "backward", "step_end", "evaluation"]
@@ -365,7 +368,7 @@ def changed(folder: Path, where: Sequence[Any]) -> Any:
 def test_a_newcomer_of_another_program_is_refused_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(supervisor, "CALM_S", 0.1)
+    monkeypatch.setattr(elastic, "CALM_S", 0.1)
     where = [(0, 1, 3, "step_end", SIGKILL)]
     results = ddp.launch(changed, tmp_path, where, workers=3, min_workers=1, restarts=1, timeout_s=60)
     assert results == [(STEPS, 2)] * 2

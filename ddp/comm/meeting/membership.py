@@ -33,19 +33,30 @@ Everything is in a store of this launch (`private_store.py`):
 
 A process is silent if its alive/N does not grow and it uses no processor time: it was stopped, or hangs in the kernel.
 A long compilation is not silence.
+
+Other hosts may have launchers, too, each with one process (`run/launch/elastic.py::HelpingSupervisor`). The first
+launcher serves the store then, and these keys are added:
+
+    requests        number of requests of such launchers for the number of a process
+    arrives/K       the K-th one, with the name of the host
+    number/K        the answer; "" if nobody joins any more
+    reached/N       grows as long as the launcher of process N reaches the store, in the place of its processor time
+    ends/N          process N is to get this signal
+    gone/N          how process N has ended: its status, and its report as JSON
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp.errors import ConfigError
 from ddp.process.clock import LONGEST_S, PAUSED_S, Patience, now_s
@@ -60,6 +71,20 @@ RESIZE = "resize"
 """Why the members stop after a step, to continue in the next generation."""
 
 Culprit = tuple[int, str]  # a rank, and how it was lost
+
+
+class Hosts(NamedTuple):
+    """The place at which the launchers and processes of several hosts meet: the first launcher serves the store there.
+
+    Attributes:
+        store: of the membership.
+        served: the whole store, on the launcher that serves it.
+    """
+
+    address: str
+    port: int
+    store: Store
+    served: object = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,8 +195,7 @@ class Membership:
         self._store, self._limits, self._running = store, limits, running
         self._slots = {slot: slot for slot in range(limits.workers)}  # slot → process
         self._asked: dict[int, float] = {}  # members that leave, and when they have asked to
-        self._signs: dict[int, tuple[object, float]] = {}  # by process, its sign of life, and since when it is the same
-        self._looked_s, self._warned = now_s(), set[int]()
+        self._signs, self._num_requests = SignsOfLife(store, limits.silent_s), 0
         self.latest, self.is_closed, self.stopped_by = Generation(0, list(range(limits.workers)), {}, 0, 0), False, ""
         store.set("limits", json.dumps(asdict(limits)))
         self._publish()
@@ -209,33 +233,8 @@ class Membership:
             self._change()
 
     def silent(self, cpu_time: Callable[[int], object]) -> list[int]:
-        """Returns the processes that have been silent for too long; warns of each earlier.
-
-        Args:
-            cpu_time: returns the processor time that a process has used.
-        """
-        now, limit_s, silent = now_s(), self._limits.silent_s, []
-        if now - self._looked_s > PAUSED_S:  # this process was paused, and perhaps all others
-            self._signs.clear()
-        self._looked_s = now
-        for process in self._running:
-            alive = self._store.get(f"alive/{process}") if self._store.check([f"alive/{process}"]) else b""
-            sign, (before, since_s) = (alive, cpu_time(process)), self._signs.get(process, (None, now))
-            if sign != before:
-                since_s = now
-                self._warned.discard(process)
-            elif now - since_s >= limit_s:
-                silent.append(process)
-            elif now - since_s >= limit_s / 3 and process not in self._warned:
-                self._warned.add(process)
-                log.warning(
-                    "process %d shows no sign of life for %.0f s; it is killed after %.0f s",
-                    process,
-                    now - since_s,
-                    limit_s,
-                )
-            self._signs[process] = sign, since_s
-        return silent
+        """Returns the processes that have been silent for too long; see `SignsOfLife.silent`."""
+        return self._signs.silent(self._running, cpu_time)
 
     def trained(self) -> list[int]:
         """Returns the members that have trained; all of them in a program without a fit."""
@@ -247,6 +246,31 @@ class Membership:
         if not self.stopped_by:
             self.stopped_by = by
             self._store.set("stop", by)
+
+    # On other hosts
+
+    def arrivals(self) -> Iterator[tuple[int, str]]:
+        """Yields each new request for the number of a process on another host, and the name of that host."""
+        while self._store.check([f"arrives/{self._num_requests + 1}"]):
+            self._num_requests += 1
+            yield self._num_requests, self._store.get(f"arrives/{self._num_requests}").decode()
+
+    def answer(self, request: int, number: int | None) -> None:
+        """Answers such a request; None: nobody joins any more."""
+        self._store.set(f"number/{request}", "" if number is None else str(number))
+
+    def reached(self, process: int) -> str:
+        """Returns the latest sign of the launcher of a process on another host."""
+        return read_key(self._store, f"reached/{process}")
+
+    def gone(self, process: int) -> dict[str, Any] | None:
+        """Returns how a process on another host has ended: its `status` and `report`; None while it runs."""
+        found: dict[str, Any] | None = json.loads(read_key(self._store, f"gone/{process}") or "null")
+        return found
+
+    def end(self, process: int, by: str) -> None:
+        """Lets the launcher of a process on another host send it this signal."""
+        self._store.set(f"ends/{process}", by)
 
     def _leave(self, process: int, by: str) -> None:
         """Lets a member leave, or the run stop, because too few would stay of those that were asked about together."""
@@ -281,6 +305,54 @@ class Membership:
         self._store.set("generation", json.dumps(asdict(self.latest)))
 
 
+class SignsOfLife:
+    """Finds processes that are silent.
+
+    Args:
+        store: of the membership.
+        limit_s: longest silence.
+    """
+
+    def __init__(self, store: Store, limit_s: float) -> None:
+        self._store, self._limit_s = store, limit_s
+        self._signs: dict[int, tuple[object, float]] = {}  # by process, the last one, and since when it is the same
+        self._looked_s, self._warned = now_s(), set[int]()
+
+    def silent(self, running: Iterable[int], cpu_time: Callable[[int], object]) -> list[int]:
+        """Returns the processes that have been silent for too long; warns of each earlier.
+
+        Args:
+            cpu_time: returns the processor time that a process has used.
+        """
+        now, limit_s, silent = now_s(), self._limit_s, []
+        if now - self._looked_s > PAUSED_S:  # this process was paused, and perhaps all others
+            self._signs.clear()
+        self._looked_s = now
+        for process in running:
+            sign = read_key(self._store, f"alive/{process}"), cpu_time(process)
+            before, since_s = self._signs.get(process, (None, now))
+            if sign != before:
+                since_s = now
+                self._warned.discard(process)
+            elif now - since_s >= limit_s:
+                silent.append(process)
+            elif now - since_s >= limit_s / 3 and process not in self._warned:
+                self._warned.add(process)
+                log.warning(
+                    "process %d shows no sign of life for %.0f s; it is killed after %.0f s",
+                    process,
+                    now - since_s,
+                    limit_s,
+                )
+            self._signs[process] = sign, since_s
+        return silent
+
+
+def read_key(store: Store, key: str) -> str:
+    """Returns a key's value; "" if it has none."""
+    return str(store.get(key).decode()) if store.check([key]) else ""
+
+
 # --- A process -------------------------------------------------------------------------------------------------------
 
 
@@ -291,6 +363,7 @@ class Member:
     Args:
         store: of the launch; a connection of its own.
         number: of the process.
+        launcher: the id of this process's parent, which decides; None: another host's launcher may do so.
 
     Attributes:
         limits: how far the launch may shrink and grow.
@@ -305,6 +378,7 @@ class Member:
 
     store: Store
     number: int
+    launcher: int | None
     limits: Elastic = field(init=False)
     latest: Generation = field(init=False)
     stopped_by: str = ""
@@ -315,12 +389,12 @@ class Member:
     is_closed: bool = False
 
     def __post_init__(self) -> None:
-        self._launcher = os.getppid()
         self.limits = Elastic(**json.loads(self.store.get("limits")))
         self.latest = Generation.read(self.store.get("generation"))
         self._news = threading.Event()
         self._tick, self._next_s = 0, 0.0
-        threading.Thread(target=_follow, args=(weakref.ref(self),), name="ddp-member", daemon=True).start()
+        self.thread = threading.Thread(target=_follow, args=(weakref.ref(self),), name="ddp-member", daemon=True)
+        self.thread.start()
 
     def show(self) -> None:
         """Shows that this process is alive."""
@@ -331,7 +405,7 @@ class Member:
     def look(self) -> None:
         """Reads the latest generation, and whether the run is to stop."""
         found = Generation.read(self.store.get("generation"))
-        stopped_by = self.store.get("stop").decode() if self.store.check(["stop"]) else ""
+        stopped_by = read_key(self.store, "stop")
         self.is_closed = self.is_closed or self.store.check(["closed"])
         if found.number > self.latest.number or stopped_by != self.stopped_by:
             self.latest, self.stopped_by = found, stopped_by
@@ -381,7 +455,7 @@ class Member:
         self.look()
         while self.number not in (latest := self.latest).members:
             if self.entered is not None:
-                raise SystemExit(128 + signal.Signals[self.store.get(f"leaves/{self.number}").decode()])
+                raise SystemExit(128 + signal.Signals[read_key(self.store, f"leaves/{self.number}") or "SIGKILL"])
             if self.stopped_by:
                 raise SystemExit(0)
             if not self.store.check([f"ready/{self.number}"]):
@@ -390,15 +464,23 @@ class Member:
             self._news.clear()
         self.entered, rank, size = latest, latest.members.index(self.number), len(latest.members)
         names = {"RANK": rank, "WORLD_SIZE": size}
-        names |= {f"{of}_{name}": value for of in ("LOCAL", "ROLE") for name, value in names.items()}
+        if self.launcher is not None:  # else the ranks of a host count each other
+            names |= {f"{of}_{name}": value for of in ("LOCAL", "ROLE") for name, value in names.items()}
         os.environ.update({name: str(value) for name, value in names.items()})
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(latest.number)
         return latest
 
-    def ask_to_leave(self, by: str) -> None:
-        """Asks to leave, because of this signal."""
+    def ask_to_leave(self, by: str) -> bool:
+        """Asks to leave, because of this signal. Returns False if nobody decides any more."""
+        if self.launcher not in (None, os.getppid()):
+            return False
+        try:
+            self.store.set(f"leaves/{self.number}", by)
+        except Exception as error:  # the store has ended with the launcher that served it
+            log.debug("membership: the store is out of reach: %s", error)
+            return False
         self.asked = by
-        self.store.set(f"leaves/{self.number}", by)
+        return True
 
     def agreed(self, key: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the values of the launch for a key: those that were given first."""
@@ -406,11 +488,6 @@ class Member:
             self.store.set(f"agreed/{key}", json.dumps(dict(values)))
         found: dict[str, Any] = json.loads(self.store.get(f"agreed/{key}"))
         return found
-
-    @property
-    def has_launcher(self) -> bool:
-        """Returns False once the launcher has ended, so that nobody decides any more."""
-        return os.getppid() == self._launcher
 
     def open(self) -> None:
         """Lets others join after a step, because a fit trains."""
@@ -425,17 +502,27 @@ class Member:
 
 def _follow(member: weakref.ref[Member]) -> None:
     """Lets a process read each new generation, and show that it is alive, as long as it has a part in the launch."""
-    while (here := member()) is not None:
+    while not _program_ends.wait(POLL_S) and (here := member()) is not None:
         try:
             here.look()
             here.show()
         except Exception as error:  # the launch has ended
             log.debug("membership: the store is out of reach: %s", error)
+            if here.launcher is None:
+                return  # it does not come back, and torch would print each try
         del here
-        time.sleep(POLL_S)
 
 
 _mine: Member | None = None
+_program_ends = threading.Event()
+
+
+@atexit.register
+def _end_following() -> None:
+    """Ends the thread: one that returns from torch's store while the interpreter exits would abort the process."""
+    _program_ends.set()
+    if _mine is not None:
+        _mine.thread.join(timeout=1)
 
 
 def current_member() -> Member | None:
@@ -443,10 +530,10 @@ def current_member() -> Member | None:
     return _mine
 
 
-def join_membership(store: Store, number: int) -> Member:
-    """Makes this process one that may become a member."""
+def join_membership(store: Store, number: int, *, launcher: int | None) -> Member:
+    """Makes this process one that may become a member; see `Member`."""
     global _mine
-    _mine = Member(store, number)
+    _mine = Member(store, number, launcher)
     return _mine
 
 

@@ -404,6 +404,11 @@ def host_name() -> str:
     return f"{socket.gethostname()} as {role}" if role else socket.gethostname()
 
 
+def is_on_loopback(address: str) -> bool:
+    """Returns True for an address that only processes of the same host can reach."""
+    return address == "localhost" or address.startswith("127.0.0.") or address == "::1"
+
+
 def _place_if_clear() -> RankPlace:
     """Returns this process's place, or that of a world of one if the variables contradict each other."""
     with contextlib.suppress(ConfigError):

@@ -20,7 +20,7 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from datetime import timedelta
@@ -32,7 +32,7 @@ from torch.distributed import DistError, HashStore, Store, TCPStore  # type: ign
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ddp.comm.meeting.cluster_spec import ClusterTask, described_servers
-from ddp.comm.meeting.membership import is_superseded, leave_if_late, lost_member
+from ddp.comm.meeting.membership import Hosts, is_superseded, leave_if_late, lost_member
 from ddp.comm.meeting.place import ALONE, RankPlace, launcher_serves, number_of, place
 from ddp.comm.meeting.private_store import Folder, part_of, sealed
 from ddp.comm.meeting.role import ROLE, SERVERS, Role, RoleSettings, current_role, role_from_env, set_role
@@ -206,6 +206,8 @@ def _served(place: RankPlace, timeout_s: float) -> Store:
         who, all_of_them, once = _keeper(place), "ranks", ""
         if place.tasks:
             where, once = f"{place.role} at {place.address}:{place.port}", f"start {place.role} once, and "
+        elif place.part == "launcher":
+            all_of_them = "hosts"
         elif place.part:
             all_of_them, once = "processes", "start one server, or say cluster.servers=2 (DDP_SERVERS), and "
         raise ConfigError(
@@ -215,8 +217,10 @@ def _served(place: RankPlace, timeout_s: float) -> Store:
 
 
 def _keeper(place: RankPlace) -> str:
-    """Returns the name of the process that serves the store: server 0 if this process has a role, else rank 0."""
-    return "server 0" if place.part else "rank 0"
+    """Returns the name of the process that serves the store."""
+    if place.part == "worker":  # which knows not yet of what kind the run is
+        return "server 0, or an elastic run's first launcher"
+    return {"": "rank 0", "launcher": "this launcher"}.get(place.part, "server 0")
 
 
 def _reached(place: RankPlace, *, warn_s: float, abort_s: float) -> Store:
@@ -259,7 +263,8 @@ def _reached(place: RankPlace, *, warn_s: float, abort_s: float) -> Store:
         return store
     reason = f"the store of the ranks, which it serves at {where}, is out of reach ({why}): start it first"
     if place.part:
-        reason = f"no server serves a store at {where} ({why}): start one, with the same address and port"
+        reason = f"nobody serves a store at {where} ({why}): start a server, or the first launcher of an elastic run, "
+        reason += "with the same address and port"
     raise PeerLost(0, "unknown", 0, 0, "start-up", reason)
 
 
@@ -329,6 +334,34 @@ def arrive(
     return Role(job, index, run["workers"], servers, part_of(run_store, "roles"), served=opened.server), run
 
 
+def open_to_hosts(address: str, port: int, run: Mapping[str, Any]) -> Hosts:
+    """Serves the store of an elastic launch that processes of other hosts may join, and describes the run in it.
+
+    Raises:
+        ConfigError: the store cannot be served there, or no secret keeps strangers away.
+    """
+    where = f"MASTER_ADDR={address} with cluster.min_workers: processes of other hosts may join there, but"
+    if not secret():
+        raise ConfigError(f"{where} {VARIABLE} is not set: set it, on each host the same; or unset MASTER_ADDR")
+    if not is_here(address):
+        raise ConfigError(f"{where} it is no address of this host: set one of its own; or unset MASTER_ADDR")
+    served = _served(RankPlace("ddp", 0, 2, address=address, port=port, part="launcher"), SERVING_S)
+    run_store = part_of(sealed(served, secret()), "by arrival")
+    run_store.set("run", json.dumps({**run, "servers": 0}))
+    return Hosts(address, port, part_of(run_store, "roles"), served)
+
+
+def hosts_store(address: str, port: int) -> Store:
+    """Returns this process's own connection to the membership in the store that `open_to_hosts` serves.
+
+    Raises:
+        PeerLost: it is out of reach.
+    """
+    place = RankPlace("ddp", 1, 2, address=address, port=port, part="worker")
+    reached = _reached(place, warn_s=SERVING_S, abort_s=SERVING_S)
+    return part_of(part_of(sealed(reached, secret()), "by arrival"), "roles")
+
+
 def _opened(me: RoleSettings, *, warn_s: float, abort_s: float) -> Opened:
     """Returns the store, served by this process if it is server 0."""
     only = me.num_servers in (None, 1)
@@ -350,11 +383,6 @@ def is_here(address: str) -> bool:
                 tried.bind(where)
                 return True
     return False
-
-
-def is_on_loopback(address: str) -> bool:
-    """Returns True for an address that only processes of the same host can reach."""
-    return address == "localhost" or address.startswith("127.0.0.") or address == "::1"
 
 
 def _by_rank(me: RoleSettings, *, warn_s: float, abort_s: float) -> Role:

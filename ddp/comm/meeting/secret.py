@@ -29,23 +29,26 @@ _NAME = "ddp-secret-"  # older versions, which do not lock their folders, use "d
 
 
 @contextlib.contextmanager
-def private_folder() -> Iterator[Path]:
+def private_folder(value: bytes = b"") -> Iterator[Path]:
     """Yields a new folder that only this user can enter, with a new secret in it, for the ranks of one launch.
 
     It is in memory if possible, because ranks write there all the time, and must not wait for a busy disk.
+
+    Args:
+        value: the secret of a launch that has one on other hosts.
     """
     with contextlib.ExitStack() as until_end:
         try:
-            folder = until_end.enter_context(_with_secret("/dev/shm"))
+            folder = until_end.enter_context(_with_secret("/dev/shm", value))
         except OSError:  # it does not exist, or cannot be written
-            folder = until_end.enter_context(_with_secret(tempfile.gettempdir()))
+            folder = until_end.enter_context(_with_secret(tempfile.gettempdir(), value))
         yield folder
 
 
 @contextlib.contextmanager
-def _with_secret(place: str) -> Iterator[Path]:
+def _with_secret(place: str, value: bytes) -> Iterator[Path]:
     with scratch_folder(Path(place), _NAME) as folder:
-        (folder / VARIABLE).write_text(secrets.token_hex(32))
+        (folder / VARIABLE).write_bytes(value or secrets.token_hex(32).encode())
         yield folder
 
 
@@ -72,8 +75,11 @@ def held_memory() -> list[str]:
     return file.read_text().split() if is_rank and file.exists() else []
 
 
-def take_secret(folder: Path) -> None:
+def take_secret(folder: Path, *, is_meeting: bool = True) -> None:
     """Puts the secret in the launcher's folder into the environment of this process.
+
+    Args:
+        is_meeting: the ranks meet in this folder.
 
     Raises:
         ConfigError: other users have rights on the folder.
@@ -81,7 +87,7 @@ def take_secret(folder: Path) -> None:
     if why := why_shared(folder, folder.lstat(), rights=ANYTHING):
         raise ConfigError(f"{why}: one of them may have put it there; delete it, and start again")
     os.environ[VARIABLE] = (folder / VARIABLE).read_text()
-    os.environ[FOLDER] = str(folder / os.environ.get("MASTER_PORT", ""))
+    os.environ[FOLDER] = str(folder / (os.environ.get("MASTER_PORT", "") if is_meeting else "elsewhere"))
 
 
 def private_part(port: int) -> Path | None:

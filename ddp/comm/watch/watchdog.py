@@ -168,7 +168,8 @@ class Watchdog:
         others = self.board.observe()
         is_gone = rank in others.ended or others.statuses[rank].state in ("failed", "left")
         is_silent = others.silent_s[rank] >= max(self._silence_s, STALE_S)
-        if (is_gone or is_silent) and not store.check([key]):  # the value may have arrived just before
+        is_hopeless = is_gone or is_silent or self.hopeless_because() is not None
+        if is_hopeless and not store.check([key]):  # the value may have arrived just before
             raise self.find_culprit(rank)
         return False
 

@@ -46,7 +46,9 @@ from typing import Any, NoReturn, cast, get_args
 from yaml import YAMLError
 
 from ddp.comm.meeting.cluster_spec import allow_servers, take_cluster
-from ddp.comm.meeting.role import ROLE, SERVERS, WORKERS, Job, RoleSettings, role_from_env
+from ddp.comm.meeting.membership import Hosts
+from ddp.comm.meeting.place import is_on_loopback
+from ddp.comm.meeting.role import ROLE, SERVERS, WORKERS, Job, RoleSettings, role_from_env, store_address
 from ddp.errors import USER_ERRORS, ConfigError, first_line, with_causes
 from ddp.process.arguments import program, quoted, relative_path, setting_for, train_command
 from ddp.process.files import at_home
@@ -295,6 +297,12 @@ def is_of_task(argument: str) -> bool:
     return argument.lstrip("+").startswith(("cluster.task=", "cluster.role="))
 
 
+def typed() -> list[str]:
+    """Returns the settings on this process's command line, but for what is its own, and what describes the cluster."""
+    apart = ("cluster.spec", "trust=")
+    return [each for each in sys.argv[1:] if not (is_of_task(each) or each.lstrip("+").startswith(apart))]
+
+
 HYDRAS = {"-m", "--multirun", "-c", "--cfg", "-p", "--package", "--resolve", "-i", "--info"}
 HYDRAS |= {"-cd", "--config-dir", "-cn", "--config-name", "--hydra-help", "--version"}
 
@@ -466,12 +474,14 @@ def train(config: Config, run_dir: Path) -> int:
 
     cluster = config.cluster
     digest = hashlib.sha256(settings_text(config).encode()).hexdigest()
-    arguments = ["--settings", digest, str(run_dir.resolve())]
+    arguments = ["--settings", digest, "--config", str(run_dir.resolve() / "config.yaml"), str(run_dir.resolve())]
     try:
         with with_sidecar(config, run_dir) as is_there:
             counts = {key: getattr(cluster, key) for key in ("workers", "servers", "restarts")}
             how: dict[str, Any] = {"threads": cluster.threads_per_worker, "logs": run_dir / "logs"}
-            ended = run_workers(arguments, elastic=elastic_of(config), **counts, **how)
+            limits = elastic_of(config)
+            how["hosts"] = None if limits is None else _open_to_hosts(config, run_dir)
+            ended = run_workers(arguments, elastic=limits, **counts, **how)
             if is_there is not None and has_ended(run_dir):
                 wait_for(run_dir, is_there, within_s=config.evaluate.wait_s)
     finally:
@@ -498,6 +508,23 @@ def train(config: Config, run_dir: Path) -> int:
             say(min(failed, key=lambda r: (r.is_secondary, r.time_s)).block(), to=sys.stderr)
     say(f"stopped by {stopped_by.name}; {outcome}", to=sys.stderr)
     return 128 + stopped_by
+
+
+def _open_to_hosts(config: Config, run_dir: Path) -> Hosts | None:
+    """Lets processes of other hosts join this elastic run at MASTER_ADDR and MASTER_PORT; None without these."""
+    if not {"MASTER_ADDR", "MASTER_PORT"} & set(os.environ):
+        return None
+    address, port = store_address(
+        os.environ, because="cluster.min_workers", all_of_them="hosts", keeper="this launcher"
+    )
+    run = {"config": asdict(config), "run_dir": str(run_dir.resolve()), "typed": typed(), "workers": 0}
+    with bad_input_to(exit_with_error):
+        from ddp.comm.meeting.rendezvous import open_to_hosts
+
+        hosts = open_to_hosts(address, port, run)
+    if not is_on_loopback(address):
+        say(f"other hosts join with MASTER_ADDR={address} MASTER_PORT={port} scripts/ddp train cluster.role=worker")
+    return hosts
 
 
 def _agreed_stop(run_dir: Path) -> signal.Signals | None:

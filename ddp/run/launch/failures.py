@@ -214,3 +214,9 @@ def _death(seat: Seat, status: int) -> str:
     log, how = seat.log, f"{seat} {status_text(status)}{' (out of memory?)' if -status == signal.SIGKILL else ''}"
     tail = log.read_text(errors="replace").splitlines()[-15:] if log.is_file() else []
     return "\n".join([how, *([f"the end of {log}:", *tail] if tail else [])])
+
+
+def agreed_signal(failures: Mapping[int, Failure]) -> signal.Signals | None:
+    """Returns the signal on which the workers agreed to stop, if only they got it."""
+    statuses = {failure.status for failure in failures.values()}
+    return next((number for number in signal.Signals if statuses == {128 + number}), None)

@@ -24,7 +24,7 @@ from ddp.comm.meeting.place import refuse_workers
 from ddp.errors import ConfigError, WorkersFailed, nearest, workers_failed
 from ddp.process.memory import available_bytes, available_cores
 from ddp.process.terminal import log, say
-from ddp.run.launch.failures import Failure, Seat, describe_failures
+from ddp.run.launch.failures import Failure, Seat, agreed_signal, describe_failures
 from ddp.run.launch.supervisor import run_workers
 from ddp.run.settings.checks import most_workers
 from ddp.train.checkpoints.moved import meaning
@@ -88,10 +88,10 @@ def launch(
         say(f"starting {and_servers}{counted(workers, 'worker')} …")
     with folder_for_call(workers, function, args, kwargs) as folder:
         limit = [] if timeout_s is None else ["--timeout", str(timeout_s)]
-        counts = {"workers": workers, "servers": servers, "restarts": restarts}
+        counts: dict[str, Any] = {"workers": workers, "servers": servers, "restarts": restarts}
         words = ["--call", str(folder / CALL), *limit]
         ended = run_workers(words, threads=threads_per_worker, logs=folder / "logs", elastic=limits, **counts)
-        if (stopped_by := ended.signal or _agreed_signal(ended.failures)) is signal.SIGINT:
+        if (stopped_by := ended.signal or agreed_signal(ended.failures)) is signal.SIGINT:
             raise KeyboardInterrupt("it has ended the workers; if a fit was running, its last line says what is saved")
         if stopped_by is not None:
             raise SystemExit(128 + stopped_by)
@@ -128,12 +128,6 @@ def most_processes() -> int:
     limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     is_unlimited = limit == resource.RLIM_INFINITY or not os.geteuid()  # the kernel holds root to no limit
     return int(min(available_bytes() / LEAST_BYTES, 1 << 62 if is_unlimited else limit))
-
-
-def _agreed_signal(failures: Mapping[int, Failure]) -> signal.Signals | None:
-    """Returns the signal on which the workers agreed to stop, if only they got it."""
-    statuses = {failure.status for failure in failures.values()}
-    return next((number for number in signal.Signals if statuses == {128 + number}), None)
 
 
 # --- The call on its way to the workers, and its results on their way back -------------------------------------------

@@ -6,16 +6,7 @@ A process is a plain `subprocess` (`worker.py`), in its own session, with a thre
 |---------|----------------------------------------|------------------------------------------------------------------|
 | a rank  | badly                                  | the run has failed: all others are asked to stop                 |
 
-In an elastic launch (`min_workers`), the others go on (`comm/meeting/membership.py`):
-
-| who     | how it ends                            | what follows                                                     |
-|---------|----------------------------------------|------------------------------------------------------------------|
-| a member| by a signal, or because others are lost| a spare takes its place; a process is started again in its       |
-|         |                                        | place, `restarts` times, and joins when it is ready              |
-|         | it has shown no sign of life           | it is killed, and then the same                                  |
-|         | its program raised                     | the run has failed: all others are asked to stop                 |
-|         | well                                   | the run is ending: nobody joins any more, and a loss ends it     |
-| another | in any way                             | nothing; if it was lost, it is started again, `restarts` times   |
+In an elastic launch (`min_workers`), the others go on: `elastic.py`.
 
 With servers, one may end without the others:
 
@@ -50,9 +41,10 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 from ddp.comm.meeting import membership
-from ddp.comm.meeting.membership import Elastic, Membership
+from ddp.comm.meeting.membership import Elastic, Hosts
+from ddp.comm.meeting.place import is_on_loopback
 from ddp.comm.meeting.role import STORE, Job, Role, publish_end
-from ddp.comm.meeting.secret import holding_memory, private_folder
+from ddp.comm.meeting.secret import holding_memory, private_folder, secret
 from ddp.process.clock import Patience, now_s
 from ddp.process.files import make_folder, to_append
 from ddp.process.memory import available_cores
@@ -61,7 +53,6 @@ from ddp.process.terminal import log, say
 from ddp.run.launch.failures import Failure, Report, Seat, status_text
 from ddp.run.settings.config import Config
 from ddp.train.steps.stopping import ECHO_S, hears_signals, stop_signals
-from ddp.units import counted
 
 LEAVE_S, START_S = 10.0, 60.0
 """Once the servers have ended, workers have LEAVE_S to end, too, but at least until START_S after their start, because
@@ -70,8 +61,6 @@ FOLLOW_S = 5.0
 """After one server's end because of another, that other has this long to report why; after a rank's agreed stop, the
 other ranks have this long to leave."""
 LOST = ("PeerLost", "CommunicatorBroken")  # exceptions after which a worker can be restarted
-CALM_S = 3.0
-"""A process is started this much later in a lost one's place, because its imports would slow the others' recovery."""
 POLL_S = 0.25  # between two checks of these limits
 NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -83,11 +72,13 @@ class Ended(NamedTuple):
         signal: the one that the parent got.
         failures: by number, in order of discovery.
         members: by rank, the numbers of the last members of an elastic launch; None in another one.
+        is_cut_off: this launcher helped another one, which it has lost.
     """
 
     signal: signal.Signals | None
     failures: Mapping[int, Failure]
     members: Sequence[int] | None = None
+    is_cut_off: bool = False
 
 
 class Process(Protocol):
@@ -113,6 +104,7 @@ def run_workers(
     servers: int = 0,
     restarts: int = 0,
     elastic: Elastic | None = None,
+    hosts: Hosts | None = None,
 ) -> Ended:
     """Runs `ddp.run.launch.worker` in `servers` + `workers` processes, and waits.
 
@@ -122,34 +114,63 @@ def run_workers(
         servers: 0: the workers are ranks.
         restarts: most restarts of a worker, if there are servers or the launch is elastic; and of all servers.
         elastic: how far the ranks may shrink and grow; None: all fail with one.
+        hosts: where processes of other hosts may join, if it is elastic; None: nowhere.
 
     Returns:
         How they ended, by number: first the servers, then the workers (`failures.Seat`).
     """
     from ddp.comm.meeting.private_store import Folder
+    from ddp.run.launch.elastic import ElasticSupervisor  # which is built on this module
 
     threads = threads or max(1, available_cores() // (workers + servers))
     events: Events = SimpleQueue()
-    with private_folder() as private, holding_memory(private), signals_to(events.put), paused_together():
-        launch = ["--parent", str(os.getpid()), "--private", str(private), *arguments]
-        command = worker_command(
-            "ddp.run.launch.worker", [*launch, "--servers", str(servers), "--workers", str(workers)], threads=threads
-        )
+    value = b"" if hosts is None else secret()
+    with private_folder(value) as private, holding_memory(private), signals_to(events.put), paused_together():
+        counts = ["--servers", str(servers), "--workers", str(workers)]
+        command = _worker_command(private, [*arguments, *counts], threads=threads, hosts=hosts)
         store, commands, served = Folder(private / STORE), [command] * (servers + workers), None
         if not servers:
-            served = _store_of_torch()  # as long as this is kept
-            commands = [[*_variables(rank, workers, served.port), *command] for rank in range(workers)]
+            served = hosts or _store_of_torch()  # as long as this is kept
+            common = [*_meeting(ADDRESS if hosts is None else hosts.address, served.port), *command]
+            commands = [[*_place(rank, workers, is_counted=hosts is None), *common] for rank in range(workers)]
         roles = [Role("server", index, workers, servers, store) for index in range(servers)]
         roles += [Role("worker", index, workers, servers, store) for index in range(workers)]
         how: dict[str, Any] = {"restarts": restarts, "logs": logs}
-        supervisor = _Supervisor(commands, roles, events, **how)
+        supervisor = Supervisor(commands, roles, events, **how)
         if elastic is not None and served is not None:
-            how |= {"elastic": elastic, "store": Folder(private / membership.STORE)}
-            again = [*_meeting(served.port), *command, "--elastic"]
-            commands = [[*_variables(rank, workers, served.port), *again] for rank in range(workers)]
-            supervisor = _ElasticSupervisor(commands, roles, events, again=again, **how)
+            how |= {"elastic": elastic, "store": Folder(private / membership.STORE) if hosts is None else hosts.store}
+            again, commands = [*common, "--elastic"], [[*each, "--elastic"] for each in commands]
+            supervisor = ElasticSupervisor(commands, roles, events, again=again, **how)
         with contextlib.closing(supervisor):
             return supervisor.run()
+
+
+def help_workers(
+    arguments: Sequence[str], *, threads: int, logs: Path, hosts: Hosts, restarts: int, silent_s: float
+) -> Ended:
+    """Runs one process of an elastic launch that another host's launcher has begun, and waits.
+
+    Args:
+        restarts: how often another process is started in the place of a lost one.
+        hosts: where it joins.
+        silent_s: longest silence of the store, and of the process.
+    """
+    from ddp.run.launch.elastic import HelpingSupervisor
+
+    events: Events = SimpleQueue()
+    with private_folder(secret()) as private, signals_to(events.put), paused_together():
+        command = _worker_command(private, [*arguments, "--elastic"], threads=threads, hosts=hosts)
+        how: dict[str, Any] = {"store": hosts.store, "restarts": restarts, "logs": logs, "silent_s": silent_s}
+        supervisor = HelpingSupervisor([*_meeting(hosts.address, hosts.port), *command], events, **how)
+        with contextlib.closing(supervisor):
+            return supervisor.run()
+
+
+def _worker_command(private: Path, words: Sequence[str], *, threads: int, hosts: Hosts | None) -> list[str]:
+    launch = ["--parent", str(os.getpid()), "--private", str(private)]
+    is_apart = hosts is None or is_on_loopback(hosts.address)
+    where = [] if hosts is None else ["--hosts"]
+    return worker_command("ddp.run.launch.worker", [*launch, *words, *where], threads=threads, is_apart=is_apart)
 
 
 def _store_of_torch() -> Any:
@@ -164,31 +185,35 @@ def _store_of_torch() -> Any:
     return TCPStore(ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
-def _variables(rank: int, world_size: int, port: int) -> list[str]:
-    """Returns the environment of a rank, as torchrun gives it."""
-    own = {f"{of}RANK": rank for of in ("", "LOCAL_", "ROLE_")}
-    own |= {f"{of}WORLD_SIZE": world_size for of in ("", "LOCAL_", "ROLE_")}
-    return [*(f"{name}={value}" for name, value in own.items()), *_meeting(port)]
+def _place(rank: int, world_size: int, *, is_counted: bool) -> list[str]:
+    """Returns a rank's environment that no other one has, as torchrun gives it.
+
+    Args:
+        is_counted: all ranks are on this host; else those of a host count each other.
+    """
+    kinds = ("", "LOCAL_", "ROLE_") if is_counted else ("",)
+    own = {f"{of}{name}": value for of in kinds for name, value in (("RANK", rank), ("WORLD_SIZE", world_size))}
+    return [f"{name}={value}" for name, value in own.items()]
 
 
-def _meeting(port: int) -> list[str]:
+def _meeting(address: str, port: int) -> list[str]:
     """Returns the part of a rank's environment that is the same for all."""
-    meeting = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    meeting = {"MASTER_ADDR": address, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     restarts = {f"TORCHELASTIC_{name}": 0 for name in ("RESTART_COUNT", "MAX_RESTARTS")}
     torchs = {"TORCHELASTIC_RUN_ID": "ddp", **restarts, NCCL_ERRORS: os.environ.get(NCCL_ERRORS, 1)}
     known = {**meeting, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, **torchs}
     return [f"{name}={value}" for name, value in known.items()]
 
 
-class _End(NamedTuple):
+class End(NamedTuple):
     rank: int
     status: int
 
 
-Events = SimpleQueue[_End | signal.Signals]
+Events = SimpleQueue[End | signal.Signals]
 
 
-class _Running(NamedTuple):
+class Running(NamedTuple):
     """A running process and its role."""
 
     role: Role
@@ -196,7 +221,7 @@ class _Running(NamedTuple):
     since_s: float
 
 
-class _Supervisor:
+class Supervisor:
     """The parent of all processes: starts them, and handles the end of each and every signal.
 
     Args:
@@ -208,9 +233,10 @@ class _Supervisor:
     def __init__(
         self, commands: Sequence[Sequence[str]], roles: Sequence[Role], events: Events, *, restarts: int, logs: Path
     ) -> None:
-        self._commands, self._roles, self._events, self._restarts, self._logs = commands, roles, events, restarts, logs
-        self._num_servers, self._stops = roles[0].num_servers, stop_signals()
-        self._running: dict[int, _Running] = {}
+        self._commands, self._roles = dict(enumerate(commands)), dict(enumerate(roles))
+        self._events, self._restarts, self._logs = events, restarts, logs
+        self._num_servers, self._stops = roles[0].num_servers if roles else 0, stop_signals()
+        self._running: dict[int, Running] = {}
         self._failures: dict[int, Failure] = {}
         self._has_finished_worker = False  # so the servers may need no other worker
         self._got: tuple[signal.Signals, float] | None = None  # the first signal, and when it came
@@ -221,19 +247,23 @@ class _Supervisor:
 
     def run(self) -> Ended:
         """Returns once all have ended, and none is to be started again."""
-        for rank in range(len(self._roles)):
+        for rank in list(self._roles):
             self._start(rank)
-        while self._running:
+        while not self._has_ended:
             try:
                 event = self._events.get(timeout=POLL_S if self._looks or self._over or self._losing else None)
             except Empty:
                 self._look()
                 continue
-            if isinstance(event, _End):
+            if isinstance(event, End):
                 self._end_of(event.rank, event.status)
             else:
                 self._pass_on(event)
         return Ended(self._got[0], {}) if self._got else Ended(None, self._failures)
+
+    @property
+    def _has_ended(self) -> bool:
+        return not self._running
 
     _looks = False  # also while nothing is overdue
 
@@ -245,17 +275,17 @@ class _Supervisor:
         """Kills whatever still runs, after an error here, and waits for its end."""
         self._signal(signal.SIGKILL, list(self._running))
         while self._running:
-            if isinstance(event := self._events.get(), _End):
+            if isinstance(event := self._events.get(), End):
                 del self._running[event.rank]
 
     def _start(self, rank: int, incarnation: int = 0) -> None:
         role = replace(self._roles[rank], incarnation=incarnation)
         self._killed.discard(rank)
         process = started([*self._commands[rank], "--rank", str(rank), "--incarnation", str(incarnation)])
-        self._running[rank] = _Running(role, process, now_s())
+        self._running[rank] = Running(role, process, now_s())
 
         def wait() -> None:
-            self._events.put(_End(rank, process.wait()))
+            self._events.put(End(rank, process.wait()))
 
         threading.Thread(target=wait, name=f"ddp-waits-for-{role.job}-{role.index}", daemon=True).start()
 
@@ -271,9 +301,12 @@ class _Supervisor:
         if number is signal.SIGKILL:
             self._killed.update(ranks)
         for rank in ranks:
-            for each in (number, signal.SIGCONT):  # because one that is stopped answers no other signal
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._running[rank].process.pid, each)
+            self._send(number, rank)
+
+    def _send(self, number: signal.Signals, rank: int) -> None:
+        for each in (number, signal.SIGCONT):  # because one that is stopped answers no other signal
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._running[rank].process.pid, each)
 
     # --- the end of a process ----------------------------------------------------------------------------------------
 
@@ -283,7 +316,7 @@ class _Supervisor:
             self._end_of_rank(rank, status)
             return
         report = Report.read(Seat(self._logs, rank, self._num_servers)) if status else None
-        publish_end(role, _end_text(status, report) if status else "")
+        publish_end(role, end_text(status, report) if status else "")
         if report is not None and not report.is_secondary:
             self._fail({rank: Failure(status, time.time())})
         elif role.job == "server":
@@ -384,126 +417,14 @@ class _Supervisor:
                 self._fail({})
 
 
-class _ElasticSupervisor(_Supervisor):
-    """The parent of an elastic launch: ranks come and go.
-
-    Args:
-        commands, roles: of the processes at the start.
-        again: the command of any further process.
-        store: of the membership.
-    """
-
-    _looks = True
-
-    def __init__(
-        self,
-        commands: Sequence[Sequence[str]],
-        roles: Sequence[Role],
-        events: Events,
-        *,
-        elastic: Elastic,
-        store: Any,
-        again: Sequence[str],
-        **how: Any,
-    ) -> None:
-        spares = range(elastic.spares)
-        super().__init__([*commands, *(again for _ in spares)], [*roles, *(roles[0] for _ in spares)], events, **how)
-        self._again, self._num_restarts = again, [0] * elastic.num_processes  # of each, and of those before it
-        self._membership = Membership(store, elastic, self._running)
-        self._waiting: dict[int, Patience] = {}  # processes that are started later
-
-    def run(self) -> Ended:
-        return super().run()._replace(members=self._membership.trained())
-
-    def _look(self) -> None:
-        membership, before = self._membership, self._membership.latest
-        membership.look()
-        latest = membership.latest
-        left = [each for each in before.members if each not in (*latest.members, *latest.ended)]
-        joined = [each for each in latest.members if each not in before.members]
-        for what, processes in (("has left", left), ("has joined", joined)):
-            for process in processes:
-                self._tell(f"process {process} {what}")
-        for process in membership.silent(lambda process: _cpu_time(self._running[process].process.pid)):
-            log.warning("process %d has shown no sign of life for too long, and is killed", process)
-            self._signal(signal.SIGKILL, [process])
-        if self._over is None and not membership.is_closed:
-            self._start_waiting()
-        self._kill_overdue()
-
-    def _end_of(self, rank: int, status: int) -> None:
-        self._running.pop(rank)
-        membership, before = self._membership, self._membership.latest.members
-        report = Report.read(Seat(self._logs, rank)) if status else None
-        is_lost = status != 0 and status - 128 not in self._stops and (report is None or report.is_secondary)
-        membership.look()
-        has_asked = membership.has_asked(rank)
-        if is_lost and self._over is None and not membership.is_closed and (rank in before or not has_asked):
-            self._end_of_lost(rank, _end_text(status, report), before, is_wanted=not has_asked)
-            if not self._running:
-                self._fail({rank: Failure(status, time.time())})
-        elif rank in before:
-            membership.lost(rank, _end_text(status, report) if is_lost else "")  # in a stop, too
-            self._end_of_rank(rank, status)
-        elif report is not None and not is_lost:
-            log.warning("process %d %s; the others continue without it", rank, _end_text(status, report))
-        if membership.is_closed and not self._running.keys() & set(membership.latest.members):
-            self._end_within(LEAVE_S)
-            self._signal(signal.SIGTERM, self._running)  # which have waited for nothing
-
-    def _end_of_lost(self, rank: int, how: str, before: Sequence[int], *, is_wanted: bool) -> None:
-        """Lets the others continue without a lost process, and starts another one in its place, if that is wanted."""
-        membership = self._membership
-        if rank in before:
-            membership.lost(rank, how)
-        joined = [each for each in membership.latest.members if each not in before]
-        then = [f"{_named(joined)} took its place"] if joined else []
-        if is_wanted and (used := self._num_restarts[rank]) < self._restarts:
-            number = len(self._commands)
-            self._commands, self._roles = [*self._commands, self._again], [*self._roles, self._roles[0]]
-            self._num_restarts.append(used + 1)
-            self._waiting[number] = Patience(0.0 if membership.waits else CALM_S)
-            then.append(f"process {number} is started ({used + 1} of {self._restarts})")
-        self._start_waiting()
-        self._tell("; ".join([f"process {rank} {how}", *then]))
-
-    def _start_waiting(self) -> None:
-        for number in [each for each, patience in self._waiting.items() if not patience.left_s()]:
-            del self._waiting[number]
-            self._start(number)
-
-    def _tell(self, what: str) -> None:
-        """Prints one line about a change of the membership."""
-        latest = self._membership.latest
-        num, s = counted(len(latest.members), "worker"), "s" if len(latest.members) == 1 else ""
-        go_on = f"{num} wait{s} for others" if self._membership.waits else f"{num} train{s}"
-        log.warning("%s; %s (generation %d)", what, go_on, latest.number)
-
-    def _pass_on(self, number: signal.Signals) -> None:
-        self._membership.stop(number.name)
-        super()._pass_on(number)
-
-
-def _named(processes: Sequence[int]) -> str:
-    *before, last = map(str, processes)
-    return f"processes {', '.join(before)} and {last}" if before else f"process {last}"
-
-
-def _cpu_time(pid: int) -> Any:
-    """Returns the processor time that a process has used, in the kernel's units; None where it does not say."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return None
-
-
-def _end_text(status: int, report: Report | None) -> str:
+def end_text(status: int, report: Report | None) -> str:
     """Returns how a process has ended, as text: by its report, if it has left one."""
     return status_text(status) if report is None else f"has ended ({report.type}: {' '.join(report.message.split())})"
 
 
 def _say(role: Role, status: int, report: Report | None, then: str) -> None:
     """Prints the one line about a loss that does not end the run."""
-    log.warning("%s %s; %s", role, _end_text(status, report), then)
+    log.warning("%s %s; %s", role, end_text(status, report), then)
 
 
 # --- The command of a process that computes; signals to its parent, and Ctrl-Z ---------------------------------------
@@ -522,7 +443,7 @@ ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
 """An environment in which Gloo and NCCL listen only where processes of this host reach them."""
 
 
-def worker_command(module: str, words: Sequence[str], *, threads: int) -> list[str]:
+def worker_command(module: str, words: Sequence[str], *, threads: int, is_apart: bool = True) -> list[str]:
     """Returns the words after `env` that run a module of this package as a process that computes.
 
     The variables come first, which it needs before it starts.
@@ -530,6 +451,9 @@ def worker_command(module: str, words: Sequence[str], *, threads: int) -> list[s
     Both thread counts, also for one worker, and MKL's reproducible mode are set, because without them many kernels
     change their bits with the number of threads and with the alignment of their input. The interface on which the
     libraries may listen is set even if the user has named another one, for launches over several hosts.
+
+    Args:
+        is_apart: no process of another host has to reach it.
     """
     variables = {
         "OMP_NUM_THREADS": threads,
@@ -537,7 +461,7 @@ def worker_command(module: str, words: Sequence[str], *, threads: int) -> list[s
         "MKL_CBWR": "AUTO",
         "CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE,
         "PYTHONUNBUFFERED": 1,
-        **ON_LOOPBACK,
+        **(ON_LOOPBACK if is_apart else {}),
     }
     if "PYTHONPATH" in os.environ:  # an empty entry is the current folder
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, os.environ["PYTHONPATH"].split(os.pathsep)))

@@ -27,12 +27,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import importlib
 import json
 import math
 import os
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -40,11 +42,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ddp.comm.meeting.membership import Hosts
 from ddp.comm.meeting.place import RankPlace, number_of, place
 from ddp.comm.meeting.role import SERVERS, RoleSettings, role_from_env, set_role
 from ddp.errors import ConfigError, PeerLost, first_line
 from ddp.process.arguments import relative_path
-from ddp.process.memory import collect_later
+from ddp.process.memory import available_cores, collect_later
 from ddp.process.terminal import keep_writing, say, tolerant
 from ddp.run.launch.command_line import (
     bad_input_to,
@@ -54,10 +57,11 @@ from ddp.run.launch.command_line import (
     join_cluster,
     options_first,
     print_error,
+    typed,
 )
-from ddp.run.launch.failures import Report, Seat
-from ddp.run.launch.run_folder import forget_trial, only_writer, prepare
-from ddp.run.launch.supervisor import CUBLAS_WORKSPACE, ON_LOOPBACK
+from ddp.run.launch.failures import Report, Seat, agreed_signal, describe_failures
+from ddp.run.launch.run_folder import forget_trial, only_writer, prepare, settings_text
+from ddp.run.launch.supervisor import CUBLAS_WORKSPACE, ON_LOOPBACK, help_workers
 from ddp.run.launch.worker import ORPHAN_GRACE_S, follow_parent, leave
 from ddp.run.launch.worker import train as train_in_this_process
 from ddp.run.settings.address import check_arrived
@@ -286,12 +290,6 @@ def _restarted(earlier: Mapping[str, Any], *, workers: int) -> tuple[Config, Pat
     return config, run_dir
 
 
-def typed() -> list[str]:
-    """Returns the settings on this process's command line, but for what is its own, and what describes the cluster."""
-    apart = ("cluster.spec", "trust=")
-    return [each for each in sys.argv[1:] if not (is_of_task(each) or each.lstrip("+").startswith(apart))]
-
-
 def _unlike_rank_0(here: RankPlace, theirs: Mapping[int, Sequence[str]]) -> dict[str, Any]:
     """Returns an `error` if a task that is started by hand has settings that rank 0, which composes, does not have.
 
@@ -353,7 +351,8 @@ def train_by_hand(me: RoleSettings) -> NoReturn:
             raise ConfigError(f"{several[0]}: is for a process that starts its own workers; leave cluster.role out")
 
         from ddp.comm.host_links import WARN_S
-        from ddp.comm.meeting.rendezvous import arrive, is_on_loopback
+        from ddp.comm.meeting.place import is_on_loopback
+        from ddp.comm.meeting.rendezvous import arrive
         from ddp.comm.session import ABORT_S
 
         alone = is_on_loopback(me.address)  # then no process outside of this host has to reach the others
@@ -369,11 +368,33 @@ def train_by_hand(me: RoleSettings) -> NoReturn:
     if mine.served is None and prepare_host(run):
         sys.exit(2)
     config, run_dir = from_plain(run["config"]), Path(run["run_dir"])
+    if not mine.num_servers:
+        leave(_help(config, run_dir, Hosts(me.address, me.port, mine.store)))
     number = mine.index + (mine.num_servers if mine.job == "worker" else 0)
     if number:
         log = relative_path(Seat(run_dir / "logs", number, mine.num_servers).log)
         say(f"{mine} of {relative_path(run_dir)}/; it writes to {log}")
     train_as(number, config, run_dir, take_role=partial(set_role, mine))
+
+
+def _help(config: Config, run_dir: Path, hosts: Hosts) -> int:
+    """Runs one process of an elastic run that another host has begun; returns the exit status."""
+    text, logs = settings_text(config), run_dir / "logs"
+    say(f"one process of this host joins {relative_path(run_dir)}/; it writes to {relative_path(logs)}/")
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(text)
+        file.flush()
+        words = ["--settings", hashlib.sha256(text.encode()).hexdigest(), "--config", file.name, str(run_dir)]
+        how: dict[str, Any] = {"threads": config.cluster.threads_per_worker or available_cores(), "logs": logs}
+        how |= {"restarts": config.cluster.restarts, "silent_s": config.cluster.silent_s}
+        ended = help_workers(words, hosts=hosts, **how)
+    if ended.signal is not None:
+        return 128 + ended.signal
+    if stopped_by := agreed_signal(ended.failures):
+        return 128 + stopped_by
+    if ended.failures:
+        say(describe_failures(ended.failures, logs).text, to=sys.stderr)
+    return int(bool(ended.failures) or ended.is_cut_off)
 
 
 def _prepared(me: RoleSettings, *, on_one_host: bool) -> dict[str, Any]:
@@ -386,10 +407,9 @@ def _prepared(me: RoleSettings, *, on_one_host: bool) -> dict[str, Any]:
 
 
 def _refuse_other_settings(who: str, run: Mapping[str, Any]) -> None:
-    """Raises ConfigError if this process has settings that server 0, which composes, does not have."""
+    """Raises ConfigError if this process has settings that the first one, which composes, does not have."""
+    first = "server 0" if run["servers"] else "its first launcher"
     if "config" not in run:
-        raise ConfigError(f"{who}: server 0 runs another program; start this process with that program, too")
+        raise ConfigError(f"{who}: {first} runs another program; start this process with that program, too")
     if strange := [each for each in typed() if each not in run["typed"]]:
-        raise ConfigError(
-            f"{who}: {' '.join(strange)}: a run has the settings of server 0; give them there, or nowhere"
-        )
+        raise ConfigError(f"{who}: {' '.join(strange)}: a run has the settings of {first}; give them there, or nowhere")

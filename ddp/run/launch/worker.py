@@ -75,25 +75,27 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--workers", type=int, default=0, help="number of workers, which are the other ranks")
     parser.add_argument("--incarnation", type=int, default=0, help="how often this one has been started before")
     parser.add_argument("--elastic", action="store_true", help="ranks come and go")
-    parser.add_argument("--settings", help="SHA-256 of the run directory's config.yaml, as the launcher has written it")
+    parser.add_argument("--hosts", action="store_true", help="and they meet in a store that other hosts reach")
+    parser.add_argument("--config", type=Path, help="the file with the settings")
+    parser.add_argument("--settings", help="SHA-256 of this file, as the launcher has written it")
     parser.add_argument("run_dir", type=Path, nargs="?")
     options = parser.parse_args(argv)
 
     collect_later()
     keep_writing()
     follow_parent(options.parent, grace_s=ORPHAN_GRACE_S)
-    take_secret(options.private)
+    take_secret(options.private, is_meeting=not options.hosts)
     take_role = partial(_take_role, options) if options.servers or options.elastic else lambda: None
     if options.call is not None:
         seat = Seat(options.call.parent / "logs", options.rank, options.servers)
         return _call(options.call, seat, timeout_s=options.timeout, take_role=take_role, moves=options.elastic)
     import yaml
 
-    content = (options.run_dir / "config.yaml").read_bytes()
+    content = options.config.read_bytes()
     if hashlib.sha256(content).hexdigest() != options.settings:
 
         def refuse() -> None:
-            raise ConfigError(f"{options.run_dir}/config.yaml was changed while the run was starting: start it again")
+            raise ConfigError(f"{options.config} was changed while the run was starting: start it again")
 
         return guarded(refuse, Seat(options.run_dir / "logs", options.rank, options.servers))
     config = from_plain(yaml.safe_load(content))
@@ -135,9 +137,15 @@ def train(
 def _take_role(options: argparse.Namespace) -> None:
     """Gives this process its role among those that one host's launcher has started: server, worker, or member."""
     from ddp.comm.meeting.private_store import Folder  # and torch with it
+    from ddp.comm.meeting.rendezvous import hosts_store
 
     if options.elastic:
-        membership.join_membership(Folder(options.private / membership.STORE), options.rank)
+        if options.hosts:
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            membership.join_membership(hosts_store(address, port), options.rank, launcher=None)
+        else:
+            store = Folder(options.private / membership.STORE)
+            membership.join_membership(store, options.rank, launcher=options.parent)
         return
     counts = {"workers": options.workers, "servers": options.servers}
     store = Folder(options.private / STORE)

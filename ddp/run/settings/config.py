@@ -120,8 +120,8 @@ class Cluster:
     task: str | None = setting(None, "which of these tasks this process is, as worker:0")
     role: Job | None = setting(
         None,
-        "role of this process in a run with servers whose processes are started by hand, at any time: "
-        "docs/engines.md; workers need nothing else",
+        "role of this process in a run with servers, or with min_workers, whose processes are started by hand, at any "
+        "time: docs/engines.md, docs/elastic.md; workers need nothing else",
     )
     local_workers: int | None = None  # of these, on this host; set by the launcher
     threads_per_worker: Natural | None = setting(None, "CPU threads of a worker; null: cores ÷ workers of the host")

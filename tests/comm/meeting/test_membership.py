@@ -203,7 +203,7 @@ def test_a_process_follows_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setenv(name, "7")  # which it replaces; the test's own come back
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     launch, heard = Launch(workers=3, spares=1), list[int]()
-    member = Member(launch.store, 2)
+    member = Member(launch.store, 2, os.getppid())
     member.on_news = lambda: heard.append(member.latest.number)
     assert member.enter() == launch.membership.latest
     assert (os.environ["RANK"], os.environ["LOCAL_WORLD_SIZE"]) == ("2", "3")

@@ -19,7 +19,7 @@ from ranks import RankFailed, collect, start_ranks, unfailed
 
 import ddp
 from ddp.comm.meeting import rendezvous
-from ddp.comm.meeting.place import RankPlace, refuse_workers
+from ddp.comm.meeting.place import RankPlace, is_on_loopback, refuse_workers
 from ddp.comm.meeting.role import RoleSettings, current_role, role_from_env, set_role
 from ddp.errors import ConfigError, PeerLost
 from ddp.run.launch import command_line, torchrun
@@ -108,7 +108,7 @@ def test_a_role_stands_in_no_file() -> None:
 def test_addresses_of_this_host() -> None:
     assert rendezvous.is_here("127.0.0.1") and rendezvous.is_here("localhost")
     assert not rendezvous.is_here("192.0.2.1") and not rendezvous.is_here("no such host")
-    assert rendezvous.is_on_loopback("127.0.0.1") and not rendezvous.is_on_loopback("10.0.0.1")
+    assert is_on_loopback("127.0.0.1") and not is_on_loopback("10.0.0.1")
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
@@ -193,20 +193,20 @@ def test_servers_by_rank_need_a_launcher_and_leave_a_worker(monkeypatch: pytest.
 
 
 def test_a_process_has_the_settings_of_server_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    run: dict[str, Any] = {"config": {}, "typed": ["seed=1", "cluster.servers=1"]}
+    run: dict[str, Any] = {"config": {}, "servers": 1, "typed": ["seed=1", "cluster.servers=1"]}
     monkeypatch.setattr(sys, "argv", ["ddp train", "cluster.role=worker", "cluster.servers=1"])
     torchrun._refuse_other_settings("worker 3", run)
     monkeypatch.setattr(sys, "argv", ["ddp train", "cluster.role=worker", "epochs=2", "seed=1"])
     with pytest.raises(ConfigError, match=r"^worker 3: epochs=2: a run has the settings of server 0; give them there"):
         torchrun._refuse_other_settings("worker 3", run)
     with pytest.raises(ConfigError, match=r"^worker 3: server 0 runs another program; start this process with that"):
-        torchrun._refuse_other_settings("worker 3", {})
+        torchrun._refuse_other_settings("worker 3", {"servers": 1})
 
 
 def test_a_worker_that_finds_no_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     me = RoleSettings("worker", None, None, "127.0.0.1", port)
-    with pytest.raises(PeerLost, match=rf"no server serves a store at 127\.0\.0\.1:{port} \(.*\): start one"):
+    with pytest.raises(PeerLost, match=rf"nobody serves a store at 127\.0\.0\.1:{port} \(.*\): start a server"):
         rendezvous.arrive(me, dict, warn_s=0.1, abort_s=0.2)
     cannot = pytest.raises(ConfigError, match=r": server 0 cannot serve the store of the processes there .*start one")
     with socket.create_server(("127.0.0.1", port)), cannot:

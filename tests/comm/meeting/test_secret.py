@@ -293,5 +293,5 @@ def test_another_user_of_the_host_gets_nowhere_20_of_20(shared: Path) -> None:
 def test_a_folder_of_secrets_beside_calls_removes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where /dev/shm cannot be written: both are in the temporary folder, and nobody holds a call's."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with folder_for_call(1, int, (), {}) as call, secret._with_secret(str(tmp_path)):
+    with folder_for_call(1, int, (), {}) as call, secret._with_secret(str(tmp_path), b""):
         assert call.exists()

@@ -22,8 +22,8 @@ import torch
 
 import ddp
 from ddp.errors import ConfigError, safe_str, workers_failed
-from ddp.run.launch.failures import Failure, Report, Seat, describe_failures
-from ddp.run.launch.from_python import CALL, _agreed_signal, _failed, folder_for_call, write_exception, write_result
+from ddp.run.launch.failures import Failure, Report, Seat, agreed_signal, describe_failures
+from ddp.run.launch.from_python import CALL, _failed, folder_for_call, write_exception, write_result
 from ddp.train.steps.state import TrainState
 
 LOCK = threading.Lock()
@@ -328,9 +328,9 @@ def test_a_callback_s_error_keeps_its_type_and_the_other_ranks_hear_it(ranks: Se
 
 
 def test_workers_that_leave_by_a_signal_s_status_are_a_stop_and_no_failure() -> None:
-    assert _agreed_signal({rank: Failure(130, 0.0) for rank in range(2)}) is not None
-    assert _agreed_signal({0: Failure(130, 0.0), 1: Failure(1, 0.0)}) is None
-    assert _agreed_signal({}) is None
+    assert agreed_signal({rank: Failure(130, 0.0) for rank in range(2)}) is not None
+    assert agreed_signal({0: Failure(130, 0.0), 1: Failure(1, 0.0)}) is None
+    assert agreed_signal({}) is None
 
 
 SCRIPT = """

@@ -94,8 +94,9 @@ def test_settings_that_were_changed_after_the_launcher_s_check_are_not_read(tmp_
     (tmp_path / "config.yaml").write_text("model: {name: 'evil:Net'}")
     code = """
 import os, sys, ddp.run.launch.worker
-ddp.run.launch.worker.take_secret = lambda folder: None
-arguments = ["--rank", "1", "--parent", str(os.getppid()), "--private", ".", "--settings", "0" * 64, sys.argv[1]]
+ddp.run.launch.worker.take_secret = lambda folder, **_: None
+arguments = ["--rank", "1", "--parent", str(os.getppid()), "--private", ".", "--settings", "0" * 64]
+arguments += ["--config", f"{sys.argv[1]}/config.yaml", sys.argv[1]]
 sys.exit(ddp.run.launch.worker.main(arguments))
 """
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)

@@ -1,0 +1,345 @@
+"""An elastic launch over several hosts: others join it, die, leave, are cut off, and cut themselves off."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import forked
+import pytest
+from test_survive import SIGKILL, SIGTERM, check, launched, train, until
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from ddp.comm.meeting import rendezvous, secret
+from ddp.comm.meeting.membership import Hosts, elastic
+from ddp.comm.meeting.role import Role
+from ddp.errors import ConfigError
+from ddp.run.launch import elastic as supervisors
+from ddp.run.launch.elastic import ElasticSupervisor, HelpingSupervisor
+from ddp.run.launch.from_python import CALL, folder_for_call, result_file
+from ddp.run.launch.supervisor import Ended, help_workers, run_workers
+
+SECRET = "s" * 32
+
+
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> Hosts:
+    monkeypatch.setenv(secret.VARIABLE, SECRET)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return rendezvous.open_to_hosts("127.0.0.1", port, {"workers": 0})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("ddp.run.launch.supervisor.started", forked.Started)
+        return launched(tmp_path_factory.mktemp("of-3"), [], workers=3)
+
+
+def with_a_helper(
+    folder: Path, where: Sequence[tuple[Any, ...]], meeting: Hosts, *, restarts: int = 0
+) -> tuple[Ended, Ended, list[Any]]:
+    """Two workers here, to which a launcher on another host, which is this one, adds one: both ends, and results."""
+    limits = elastic(min_workers=1, workers=2, max_workers=3)
+    there = Hosts(meeting.address, meeting.port, rendezvous.hosts_store(meeting.address, meeting.port))
+    helped = SimpleQueue[Ended]()
+    with folder_for_call(2, train, (folder, where, {"folder": None}, True), {}) as call:
+        words, logs = ["--call", str(call / CALL), "--timeout", "60"], call / "logs"
+        how: dict[str, Any] = {"threads": 1, "logs": logs}
+
+        def help_them() -> None:
+            helped.put(help_workers(words, hosts=there, restarts=restarts, silent_s=20.0, **how))
+
+        thread = threading.Thread(target=help_them)
+        thread.start()
+        end = run_workers(words, workers=2, elastic=limits, hosts=meeting, **how)
+        thread.join(20)
+        files = [result_file(call, number) for number in end.members or ()]
+        results = [pickle.loads(file.read_bytes()) for file in files if file.exists()]
+    return end, helped.get(timeout=1), results
+
+
+def test_a_process_of_another_host_joins(meeting: Hosts, undisturbed: list[Any], tmp_path: Path) -> None:
+    end, helped, results = with_a_helper(tmp_path, [(0, 0, 3, "forward", "waits")], meeting)
+    assert not end.failures and not helped.failures and not helped.is_cut_off
+    assert [found[1:3] for found in results] == [(3, 1)] * 3
+    check(results, tmp_path, undisturbed)
+
+
+@pytest.mark.quick(1)
+def test_it_dies_and_its_launcher_starts_another(
+    meeting: Hosts, undisturbed: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisors, "CALM_S", 0.1)
+    where = [(0, 0, 2, "forward", "waits"), (1, 2, 4, "backward", SIGKILL), (2, 0, 5, "forward", "waits")]
+    end, helped, results = with_a_helper(tmp_path, where, meeting, restarts=1)
+    assert not end.failures and not helped.failures
+    assert [found[1:3] for found in results] == [(3, 3)] * 3
+    check(results, tmp_path, undisturbed)
+
+
+def test_it_leaves(meeting: Hosts, undisturbed: list[Any], tmp_path: Path) -> None:
+    where = [(0, 0, 2, "forward", "waits"), (1, 2, 4, "step_start", SIGTERM), (1, 0, 5, "forward", "waits")]
+    end, helped, results = with_a_helper(tmp_path, where, meeting, restarts=1)
+    assert not end.failures
+    assert [failure.status for failure in helped.failures.values()] == [128 + SIGTERM]
+    assert [found[1:3] for found in results] == [(2, 2)] * 2
+    check(results, tmp_path, undisturbed)
+
+
+def test_rank_0_dies_and_the_other_host_goes_on(meeting: Hosts, undisturbed: list[Any], tmp_path: Path) -> None:
+    where = [(0, 0, 2, "forward", "waits"), (1, 0, 4, "backward", SIGKILL), (2, 0, 6, "step_end", SIGKILL)]
+    end, _, results = with_a_helper(tmp_path, where, meeting)
+    assert not end.failures
+    assert [found[1:3] for found in results] == [(1, 3)]
+    check(results, tmp_path, undisturbed)
+
+
+def test_what_it_raises_ends_the_run(meeting: Hosts, tmp_path: Path) -> None:
+    where = [(0, 0, 2, "forward", "waits"), (1, 2, 4, "forward", "raises")]
+    end, helped, _ = with_a_helper(tmp_path, where, meeting)
+    assert 2 in end.failures and 2 in helped.failures
+
+
+# --- without processes -----------------------------------------------------------------------------------------------
+
+
+class Told:
+    """A process that ends when it is told to, and notes signals."""
+
+    pid = 0
+
+    def __init__(self, *_: Any) -> None:
+        self.status = SimpleQueue[int]()
+
+    def wait(self) -> int:
+        return self.status.get()
+
+
+class Helper(HelpingSupervisor):
+    """A launcher on another host, whose process is `Told`."""
+
+    def __init__(self, store: Any, folder: Path, **how: Any) -> None:
+        self.events: Any = SimpleQueue()
+        self.sent: list[tuple[str, int]] = []
+        super().__init__(["command"], self.events, store=store, logs=folder, **{"restarts": 0, "silent_s": 5.0, **how})
+
+    def _send(self, number: signal.Signals, rank: int) -> None:
+        self.sent.append((number.name, rank))
+        process: Any = self._running[rank].process
+        process.status.put(-number)
+
+
+class Leader(ElasticSupervisor):
+    """The launcher that has begun the run, whose processes are `Told`."""
+
+    def __init__(self, store: Any, folder: Path, **numbers: Any) -> None:
+        limits = elastic(**{"min_workers": 1, "workers": 1, "max_workers": 2, "silent_s": 0.4, **numbers})
+        assert limits is not None
+        roles = [Role("worker", 0, 1, 0, store)]
+        how: dict[str, Any] = {"restarts": 0, "logs": folder, "elastic": limits, "store": store, "again": []}
+        super().__init__([[]], roles, SimpleQueue(), **how)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddp.run.launch.supervisor.started", Told)
+
+
+def looks(supervisor: Any, holds: Callable[[], object]) -> None:
+    end_s = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end_s
+        supervisor._look()
+        time.sleep(0.01)
+
+
+class Unreachable(HashStore):
+    """A store that answers, does not answer, or has ended."""
+
+    state = "answers"
+
+    def set(self, key: str, value: Any) -> None:
+        if self.state == "is silent":
+            time.sleep(60)
+        if self.state == "has ended":
+            raise RuntimeError("Broken pipe")
+        super().set(key, value)
+
+
+@pytest.mark.parametrize(("state", "sent"), [("is silent", "SIGKILL"), ("has ended", "SIGTERM")])
+def test_a_host_that_is_cut_off_ends_its_process(state: str, sent: str, told: None, tmp_path: Path) -> None:
+    store = Unreachable()
+    store.set("number/1", "7")
+    helper, ends = Helper(store, tmp_path, silent_s=0.3, restarts=3), list[Ended]()
+    thread = threading.Thread(target=lambda: ends.append(helper.run()))
+    thread.start()
+    until(lambda: 7 in helper._running)
+    store.state = state
+    thread.join(20)
+    assert {*helper.sent} == {(sent, 7)}  # if the launcher has ended, the ranks agree to stop, and save
+    assert ends[0].is_cut_off and not ends[0].failures
+
+
+def test_a_host_that_is_out_of_reach_is_lost(told: None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = HashStore()
+    leader = Leader(store, tmp_path)
+    leader._start(0)
+    for key, value in {"arrives/1": "there", "open": "", "ready/1": ""}.items():
+        store.set(key, value)
+    looks(leader, lambda: leader._membership.latest.members == [0, 1])
+    assert store.get("number/1") == b"1"
+    reached = iter(range(10_000))
+
+    def beat() -> bool:
+        store.set("reached/1", str(next(reached)))
+        store.set("alive/0", str(next(reached)))
+        return time.monotonic() > end_s
+
+    end_s = time.monotonic() + 1.0
+    looks(leader, beat)
+    assert leader._membership.latest.members == [0, 1]  # a long compilation, say: its launcher is there
+    end_s = time.monotonic() + 1.0
+    store.set("reached/1", "")
+    leader._membership.reached = lambda process: ""  # type: ignore[method-assign]
+    looks(leader, beat)
+    assert leader._membership.latest.members == [0]
+    assert store.get("ends/1") == b"SIGKILL"  # for a launcher that is back
+    assert "process 1 has shown no sign of life for too long" in caplog.text
+
+
+def test_a_request_after_the_end_is_refused(told: None, tmp_path: Path) -> None:
+    store = HashStore()
+    leader = Leader(store, tmp_path)
+    leader._start(0)
+    store.set("closed", "")
+    store.set("arrives/1", "there")
+    looks(leader, lambda: store.check(["number/1"]))
+    with pytest.raises(ConfigError, match=r"^cluster.role=worker: the run is ending, and nobody joins any more"):
+        Helper(store, tmp_path).run()
+
+
+@pytest.mark.parametrize(
+    ("address", "value", "says"),
+    [
+        ("127.0.0.1", "", r"MASTER_ADDR=127.0.0.1 with .*, but DDP_SECRET is not set: set it, on each host the same"),
+        ("127.0.0.1", "short", r"DDP_SECRET has 5 characters"),
+        ("192.0.2.1", SECRET, r"MASTER_ADDR=192.0.2.1 .* it is no address of this host: set one of its own"),
+    ],
+)
+def test_where_hosts_cannot_meet(address: str, value: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(secret.VARIABLE, value)
+    with pytest.raises(ConfigError, match=says):
+        rendezvous.open_to_hosts(address, 29_500, {})
+
+
+def test_another_program_at_that_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(secret.VARIABLE, SECRET)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        says = rf"MASTER_PORT={port}: this launcher cannot serve the store of the hosts there .*; give all hosts"
+        with pytest.raises(ConfigError, match=says):
+            rendezvous.open_to_hosts("127.0.0.1", port, {})
+
+
+# --- from the command line -------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+TRAIN = [sys.executable, "-m", "ddp", "train"]
+FIRST = ["run.name=mine", "cluster.workers=2", "cluster.min_workers=2", "cluster.max_workers=3", "epochs=1000"]
+
+
+launchers: list[subprocess.Popen[bytes]] = []
+
+
+@pytest.fixture(autouse=True)
+def none_is_left() -> Iterator[None]:
+    yield
+    for launcher in launchers:
+        launcher.kill()
+        launcher.wait()
+    launchers.clear()
+
+
+def started(folder: Path, name: str, *words: str, **variables: str) -> subprocess.Popen[bytes]:
+    given = {**os.environ, "DDP_SECRET": SECRET, "PYTHONPATH": str(ROOT), **variables}
+    with (folder / name).open("wb") as output:
+        process = subprocess.Popen(words, cwd=folder, env=given, stdout=output, stderr=output)
+        launchers.append(process)
+        return process
+
+
+def begun(folder: Path, address: str, *settings: str, on: Callable[[int], Sequence[str]] = lambda host: ()) -> Any:
+    """The two launchers, once the second host's worker has trained."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = {"MASTER_ADDR": address, "MASTER_PORT": str(server.getsockname()[1])}
+    first = started(folder, "first", *on(0), *TRAIN, *FIRST, *settings, **there)
+    second = started(folder, "second", *on(1), *TRAIN, "cluster.role=worker", **there)
+    log = folder / "runs" / "mine" / "logs" / "rank-2.log"
+    until(lambda: log.exists() and "step" in log.read_text(), within_s=60)
+    return first, second
+
+
+def ended(folder: Path, first: subprocess.Popen[bytes]) -> tuple[int, dict[str, Any], list[str]]:
+    """Its status, the summary, and what both have printed; each step was made once."""
+    status = first.wait(60)
+    run = folder / "runs" / "mine"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines if line["kind"] == "step"]
+    assert len(steps) == len({*steps})
+    summary = json.loads((run / "summary.json").read_text())
+    return status, summary, [(folder / name).read_text() for name in ("first", "second")]
+
+
+@pytest.mark.engine
+def test_a_host_joins_and_leaves(tmp_path: Path) -> None:
+    first, second = begun(tmp_path, "127.0.0.1")
+    second.terminate()
+    assert second.wait(60) == 128 + signal.SIGTERM
+    until(lambda: "process 2 has left" in (tmp_path / "first").read_text())
+    first.terminate()
+    status, summary, (_, said) = ended(tmp_path, first)
+    assert status == 128 + signal.SIGTERM
+    assert {summary[f"workers_{what}"] for what in ("joined", "left")} == {1} and not summary["workers_lost"]
+    assert said == "one process of this host joins runs/mine/; it writes to runs/mine/logs/\n"
+
+
+@pytest.fixture
+def bed() -> Iterator[Callable[..., list[str]]]:
+    """Two hosts; returns the words before a command of the bed's."""
+    words = [sys.executable, str(ROOT / "scripts" / "netbed" / "hosts.py"), "--name", f"join{os.getpid()}"]
+    if os.geteuid() or subprocess.run([*words, "up", "2"], capture_output=True).returncode:
+        pytest.skip("no network namespaces here")
+    yield lambda *more: [*words, *map(str, more)]
+    subprocess.run([*words, "down"], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_a_host_is_cut_off(bed: Callable[..., list[str]], tmp_path: Path) -> None:
+    silent_s = 5
+    first, second = begun(tmp_path, "10.77.0.1", f"cluster.silent_s={silent_s}", on=lambda host: bed("exec", host))
+    subprocess.run(bed("cut", 1, "--silent"), check=True)
+    cut_s, run = time.monotonic(), tmp_path / "runs" / "mine"
+    until(lambda: "lost rank 2" in (run / "logs" / "rank-0.log").read_text())
+    size = (run / "metrics.jsonl").stat().st_size
+    until(lambda: (run / "metrics.jsonl").stat().st_size > size)
+    assert silent_s - 1 < time.monotonic() - cut_s < silent_s + 3
+    assert second.wait(20) == 1
+    subprocess.run(["pkill", "-TERM", "-f", rf"^{re.escape(sys.executable)} -m ddp train run.name=mine .*={silent_s}$"])
+    status, summary, (_, said) = ended(tmp_path, first)
+    assert status == 128 + signal.SIGTERM and summary["workers_lost"] == 1
+    assert "the launcher that has begun the run is out of reach (no response within 5 s); this host leaves" in said
