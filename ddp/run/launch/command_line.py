@@ -19,6 +19,8 @@ workers and prints the root cause last.
 | bad input                              | 2      | `run_folder.prepare`, `translated`     |
 | it did not learn, or became slow, and  | 3      | `ddp/train/supervision.py`; the workers    |
 | watch.action=stop                      |        | agree, save and exit with 0            |
+| fewer than min_workers were left, and  | 4      | `ddp/train/survive.py`                     |
+| none has come within wait_s            |        |                                            |
 | Ctrl-C, or SIGINT to any worker        | 130    | the workers agree, save and exit with  |
 | SIGTERM, to the parent or any worker   | 143    | 0; the parent ends with this status    |
 | a closed terminal; SIGUSR1; SIGUSR2    | 129; … | the same: 128 + the signal's number    |
@@ -49,7 +51,7 @@ from ddp.comm.meeting.cluster_spec import allow_servers, take_cluster
 from ddp.comm.meeting.membership import Hosts
 from ddp.comm.meeting.place import is_on_loopback
 from ddp.comm.meeting.role import ROLE, SERVERS, WORKERS, Job, RoleSettings, role_from_env, store_address
-from ddp.errors import USER_ERRORS, ConfigError, first_line, with_causes
+from ddp.errors import USER_ERRORS, ConfigError, TooFewWorkers, first_line, with_causes
 from ddp.process.arguments import program, quoted, relative_path, setting_for, train_command
 from ddp.process.files import at_home
 from ddp.process.memory import leave_out, skip_at_exit
@@ -490,8 +492,9 @@ def train(config: Config, run_dir: Path) -> int:
 
     if ended.failures:
         _restore_terminal()
-        say(describe_failures(ended.failures, run_dir / "logs", cluster.servers).text, to=sys.stderr)
-        return 1
+        cause = describe_failures(ended.failures, run_dir / "logs", cluster.servers)
+        say(cause.text, to=sys.stderr)
+        return 4 if cause.report is not None and cause.report.type == TooFewWorkers.__name__ else 1
     if config.trial or (run_dir / "summary.json").exists():  # it does not after a signal before the first step
         finish(config, run_dir)
     stopped_by = ended.signal or _agreed_stop(run_dir)

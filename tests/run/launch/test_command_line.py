@@ -32,13 +32,14 @@ from ranks import without_gloo
 
 import ddp
 from ddp.data.files.storage import as_given
-from ddp.errors import CheckpointError, ConfigError, PeerLost, WorkersFailed
+from ddp.errors import CheckpointError, ConfigError, PeerLost, TooFewWorkers, WorkersFailed
 from ddp.process.arguments import Parser, quoted
 from ddp.run.launch import command_line, worker
 from ddp.run.launch.command_line import _quoted_texts, composed, main, options_first, translated
 from ddp.run.launch.failures import Failure, Report, Seat, describe_failures
 from ddp.run.launch.from_python import launch
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare
+from ddp.run.launch.supervisor import Ended
 from ddp.run.launch.torchrun import _asked_for, prepared
 from ddp.run.settings.checks import check_gpus, name_problems
 from ddp.run.settings.config import Config
@@ -904,3 +905,10 @@ def test_ctrl_c_ends_a_worker_that_is_imported_without_a_word(tmp_path: Path) ->
     command = [sys.executable, "-S", "-P", str(bootstrap), "imported"]
     ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
+
+
+def test_too_few_workers_have_a_status_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, status in ((TooFewWorkers("1 of min_workers=2 workers are left"), 4), (ValueError("else"), 1)):
+        Report.of(error, Seat(tmp_path / "logs", 0)).write(tmp_path / "logs")
+        monkeypatch.setattr(command_line, "run_workers", lambda *_, **__: Ended(None, {0: Failure(1, time.time())}))
+        assert command_line.train(Config(), tmp_path) == status
