@@ -554,8 +554,6 @@ def _resume(
         if trained and not note:
             repeated = counted(max(trained) - state.step, "step")
             note = f"continues from {os.path.relpath(start)} after step {state.step:,}: repeats {repeated}"
-    if kept is not None:
-        state.sampler.take_as_planned()
     if memory is not None:
         memory.run_dir = state.run_dir
     return folder, start, note
