@@ -59,8 +59,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp.errors import ConfigError
-from ddp.process.clock import LONGEST_S, PAUSED_S, Patience, now_s
+from ddp.process.clock import PAUSED_S, Patience, now_s
 from ddp.process.terminal import log
+from ddp.setting import FromZero, Natural, Positive, Whole, checked
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # at run time this module stays without torch
@@ -113,29 +114,21 @@ class Elastic:
         return self.workers + self.spares
 
 
+@checked
 def elastic(
     *,
-    min_workers: int | None,
+    min_workers: Natural | None,
     workers: int,
-    spares: int = 0,
-    max_workers: int | None = None,
-    wait_s: float = 300.0,
-    silent_s: float = 30.0,
+    spares: Whole = 0,
+    max_workers: Natural | None = None,
+    wait_s: FromZero = 300.0,
+    silent_s: Positive = 30.0,
 ) -> Elastic | None:
     """Returns how far a launch may shrink and grow; None if it keeps its workers.
 
     Raises:
-        ConfigError: the numbers contradict each other.
+        ConfigError: a number is out of its bounds, or they contradict each other.
     """
-    counts = {"min_workers": (min_workers, 1), "spares": (spares, 0), "max_workers": (max_workers, 1)}
-    for name, (value, least) in counts.items():
-        is_left_out = value is None and name != "spares"
-        if not is_left_out and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            raise ConfigError(f"{name}={value!r}: must be a whole number from {least} up")
-    for name, seconds in (("wait_s", wait_s), ("silent_s", silent_s)):
-        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-        if not is_number or not 0 <= seconds <= LONGEST_S or (name == "silent_s" and not seconds):
-            raise ConfigError(f"{name}={seconds!r}: must be seconds, from 0 up, and silent_s above 0")
     most = workers if max_workers is None else max_workers
     if min_workers is None:
         for name, value, usual in (("spares", spares, 0), ("max_workers", most, workers)):
