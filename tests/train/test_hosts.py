@@ -135,7 +135,7 @@ class Helper(HelpingSupervisor):
     def __init__(self, store: Any, folder: Path, **how: Any) -> None:
         self.events: Any = SimpleQueue()
         self.sent: list[tuple[str, int]] = []
-        super().__init__(["command"], self.events, store=store, logs=folder, **{"restarts": 0, "silent_s": 5.0, **how})
+        super().__init__(["command"], self.events, store, logs=folder, **{"restarts": 0, "silent_s": 5.0, **how})
 
     def _send(self, number: signal.Signals, rank: int) -> None:
         self.sent.append((number.name, rank))

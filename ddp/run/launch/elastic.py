@@ -212,12 +212,13 @@ class HelpingSupervisor(Supervisor):
         command: of the process.
         store: of the membership.
         restarts: how often another process is started in the place of a lost one.
+        silent_s: longest silence of the store, and of the process.
     """
 
     _looks = True
 
     def __init__(
-        self, command: Sequence[str], events: Events, *, store: Any, restarts: int, logs: Path, silent_s: float
+        self, command: Sequence[str], events: Events, store: Any, *, restarts: int, logs: Path, silent_s: float
     ) -> None:
         super().__init__([], [], events, restarts=restarts, logs=logs)
         self._command, self._store, self._silent_s = command, store, silent_s

@@ -62,6 +62,7 @@ FOLLOW_S = 5.0
 other ranks have this long to leave."""
 LOST = ("PeerLost", "CommunicatorBroken")  # exceptions after which a worker can be restarted
 POLL_S = 0.25  # between two checks of these limits
+SETTINGS = "config.yaml"  # of a run, in the private folder of its launch
 NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -103,6 +104,7 @@ def run_workers(
     logs: Path,
     servers: int = 0,
     restarts: int = 0,
+    settings: str = "",
     elastic: Elastic | None = None,
     hosts: Hosts | None = None,
 ) -> Ended:
@@ -113,6 +115,7 @@ def run_workers(
         logs: the folder of their reports.
         servers: 0: the workers are ranks.
         restarts: most restarts of a worker, if there are servers or the launch is elastic; and of all servers.
+        settings: of the run, as YAML, which the processes read in the private folder; "": it is no run, but a call.
         elastic: how far the ranks may shrink and grow; None: all fail with one.
         hosts: where processes of other hosts may join, if it is elastic; None: nowhere.
 
@@ -126,6 +129,7 @@ def run_workers(
     events: Events = SimpleQueue()
     value = b"" if hosts is None else secret()
     with private_folder(value) as private, holding_memory(private), signals_to(events.put), paused_together():
+        (private / SETTINGS).write_text(settings)
         counts = ["--servers", str(servers), "--workers", str(workers)]
         command = _worker_command(private, [*arguments, *counts], threads=threads, hosts=hosts)
         store, commands, served = Folder(private / STORE), [command] * (servers + workers), None
@@ -145,23 +149,21 @@ def run_workers(
             return supervisor.run()
 
 
-def help_workers(
-    arguments: Sequence[str], *, threads: int, logs: Path, hosts: Hosts, restarts: int, silent_s: float
-) -> Ended:
+def help_workers(arguments: Sequence[str], *, threads: int, hosts: Hosts, settings: str = "", **how: Any) -> Ended:
     """Runs one process of an elastic launch that another host's launcher has begun, and waits.
 
     Args:
-        restarts: how often another process is started in the place of a lost one.
         hosts: where it joins.
-        silent_s: longest silence of the store, and of the process.
+        settings: as of `run_workers`.
+        how: further arguments of `HelpingSupervisor`.
     """
     from ddp.run.launch.elastic import HelpingSupervisor
 
     events: Events = SimpleQueue()
     with private_folder(secret()) as private, signals_to(events.put), paused_together():
+        (private / SETTINGS).write_text(settings)
         command = _worker_command(private, [*arguments, "--elastic"], threads=threads, hosts=hosts)
-        how: dict[str, Any] = {"store": hosts.store, "restarts": restarts, "logs": logs, "silent_s": silent_s}
-        supervisor = HelpingSupervisor([*_meeting(hosts.address, hosts.port), *command], events, **how)
+        supervisor = HelpingSupervisor([*_meeting(hosts.address, hosts.port), *command], events, hosts.store, **how)
         with contextlib.closing(supervisor):
             return supervisor.run()
 
