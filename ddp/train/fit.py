@@ -51,7 +51,6 @@ from ddp.policies import Averaging, Evaluation, Folder, ParameterServer, Reading
 from ddp.process import gpu
 from ddp.process.clock import now_s
 from ddp.process.files import make_folder, refuse_unwritable_name
-from ddp.process.records import json_object, to_json
 from ddp.process.streams import preserved
 from ddp.process.terminal import log, say
 from ddp.replica.autograd import without_compile_wrappers
@@ -83,7 +82,6 @@ from ddp.train.checkpoints.checkpoint_store import (
     StoredCheckpoint,
     best_of,
     check_fits,
-    digest,
     resume_from,
     steps,
 )
@@ -280,13 +278,21 @@ def _train_with(
     """
     taken = newest(comm, kept[0].state) if is_resized() else None
     mine = kept.pop()
-    is_new, last_step = taken is not mine.state, mine.step
     try:
-        run = _opened(given, comm, taken, last_step=last_step, is_new=is_new)
+        if taken is not None:  # first, because replicas begin with rank 0's weights
+            check_fits(taken.parts["model"], given.model, source=taken.path)
+            given.model.load_state_dict(taken.parts["model"])
+
+        # 1  what is given
+        given = arguments.with_shards(given.for_ranks(comm), comm)
+        inputs = arguments.inputs_of(given, comm)
+
+        # 2  the state
+        run = open_run(given, inputs, comm, taken, last_step=mine.step)
     except BaseException as error:
         if not goes_on(error):
             raise
-        raise Interrupted(taken or mine.state, last_step if taken is None else taken.step) from error
+        raise Interrupted(mine if taken is None else Kept(taken, taken.step)) from error
     del taken, mine  # so that nobody holds a second model
 
     run.state.stop_flag = stop
@@ -298,35 +304,13 @@ def _train_with(
         raise
 
 
-def _opened(
-    given: FitArguments, comm: Communicator, taken: StoredCheckpoint | None, *, last_step: int | None, is_new: bool
-) -> OpenRun:
-    """Returns the run with these ranks.
-
-    Args:
-        taken: the state from which all go on; None: no rank has it.
-        last_step: that this rank has committed; None: it has not trained.
-        is_new: the state came from another rank.
-    """
-    if taken is not None and is_new:  # first, because replicas begin with rank 0's weights
-        check_fits(taken.parts["model"], given.model, source=taken.path)
-        given.model.load_state_dict(taken.parts["model"])
-
-    # 1  what is given
-    given = arguments.with_shards(given.for_ranks(comm), comm)
-    inputs = arguments.inputs_of(given, comm)
-
-    # 2  the state
-    return open_run(given, inputs, comm, taken, last_step=last_step)
-
-
 def _run(run: OpenRun, stop: StopFlag, meters: Meters, start_s: float) -> TrainState:
     # 3  the loop
     given, state = run.given, run.state
     with contextlib.nullcontext() if given.stop is not None else stop.listening(), calls_left(run.folder, state.comm):
         _loop(run, meters)
         is_known = bool(stop.signal_name)
-        kept = _kept(run) if current_member() is not None else None
+        kept = run.kept() if current_member() is not None else Kept()
 
         # 4  the results
         stop.agreed = state.stopped_by
@@ -336,7 +320,7 @@ def _run(run: OpenRun, stop: StopFlag, meters: Meters, start_s: float) -> TrainS
                 state.comm.barrier()  # a rank that has returned makes nothing again for others
         except BaseException as error:
             if goes_on(error):
-                raise Interrupted(kept, state.step) from error
+                raise Interrupted(kept) from error
             notify_of(error, state, given.callbacks)
             raise
     if run.service is not None:
@@ -424,6 +408,10 @@ class OpenRun:
     num_steps: int
     service: Service | None
 
+    def kept(self) -> Kept:
+        """Returns this rank's state of the last committed step. Not collective."""
+        return Kept(in_memory(self.state, identity=self.identity, extra=self.extra), self.state.step)
+
 
 def open_run(
     given: FitArguments,
@@ -463,7 +451,7 @@ def open_run(
     saves = given.folder.path is not None or given.folder.memory_steps > 0
     extra = ExtraState(inputs.replica, inputs.task, given.callbacks, saves=saves, schedule=inputs.schedule)
     try:
-        memory = _memory_of(given, settings)
+        memory = CheckpointMemory(held_memory(), fit=given.number) if given.folder.memory_steps else None
         folder, start, note = _resume(given, state, identity, extra, memory, kept, last_step)
         num_steps, _ = end_of_run(state, epochs=given.epochs, max_steps=given.max_steps)
         if not num_steps and (skipped := given.batches.skip_steps) is not None:
@@ -490,17 +478,6 @@ def open_run(
     service = service_of(given, state, settings)
     _say(given, comm, "\n".join(notes))
     return OpenRun(given, inputs, state, identity, extra, folder, start, store, memory, num_steps, service)
-
-
-def _memory_of(given: FitArguments, settings: Mapping[str, Any]) -> CheckpointMemory | None:
-    """Returns the memory in which the launcher keeps checkpoints of this fit, if it is to."""
-    keeps = given.folder
-    if not keeps.memory_steps:
-        return None
-    named = None if keeps.path is None or keeps.is_unnamed else str(Path(keeps.path).absolute())
-    same = {name: value for name, value in settings.items() if name != "num_shards"}  # of the number of workers
-    fit = {"number": given.number, "folder": named, "settings": digest(json_object(to_json(plain(same))))}
-    return CheckpointMemory(held_memory(), fit=fit)
 
 
 def _resume(
@@ -608,34 +585,31 @@ def _loop(run: OpenRun, meters: Meters) -> None:
                 _wait(run, member)
             train_loop(state, given, run.inputs, callbacks, run.service, partial(_go_back, run, callbacks))
             if state.stopped_by == RESIZE:
-                raise _interrupted(run)
+                _leave_ranks(run)
         except Interrupted:
             raise
         except BaseException as error:
-            kept = _kept(run) if goes_on(error) else None
+            kept = run.kept() if goes_on(error) else Kept()
             # An error that all ranks raise together has changed nothing, so that the optimizer can go on.
             state.strategy.finish(alone=not isinstance(error, (Diverged, UnusedParameters)))
             if goes_on(error):
-                raise Interrupted(kept, state.step) from error
+                raise Interrupted(kept) from error
             raise
 
 
-def _interrupted(run: OpenRun) -> Interrupted:
-    """Returns what this rank keeps where all have agreed to go on with others. Collective."""
-    state, kept = run.state, _kept(run)
+def _leave_ranks(run: OpenRun) -> Never:
+    """Lets this rank go on with others, as all have agreed. Collective.
+
+    Raises:
+        Interrupted: always.
+    """
+    kept = run.kept()
     try:
-        state.strategy.finish()  # leaves on each rank what only all together have
-        return Interrupted(_kept(run), state.step)
+        run.state.strategy.finish()  # leaves on each rank what only all together have
     except (PeerLost, CommunicatorBroken) as error:
-        state.strategy.finish(alone=True)
-        over = Interrupted(kept, state.step)
-        over.__cause__ = error
-        return over
-
-
-def _kept(run: OpenRun) -> StoredCheckpoint | None:
-    """Returns this rank's state of the last committed step, as `in_memory`."""
-    return in_memory(run.state, identity=run.identity, extra=run.extra)
+        run.state.strategy.finish(alone=True)
+        raise Interrupted(kept) from error
+    raise Interrupted(run.kept())
 
 
 def _wait(run: OpenRun, member: Member) -> Never:
@@ -648,7 +622,7 @@ def _wait(run: OpenRun, member: Member) -> Never:
     if run.store is not None:
         save_checkpoint(run.store, run.state, identity=run.identity, extra=run.extra)
     wait_for_others(member)
-    raise _interrupted(run)
+    _leave_ranks(run)
 
 
 def _go_back(run: OpenRun, callbacks: Sequence[Callback], guard: Guard) -> None:

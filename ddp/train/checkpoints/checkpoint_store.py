@@ -619,7 +619,7 @@ class CheckpointMemory:
 
     Args:
         paths: of the two slots, which are opened at the first use.
-        fit: tells the run from other fits of the launch: plain values, the same after a restart.
+        fit: the number of the fit in the program, which is the same after a restart.
 
     Attributes:
         run_dir: the run's folder, which is saved, too; `newest` sets it to that of its checkpoints.
@@ -629,8 +629,8 @@ class CheckpointMemory:
         ConfigError: from each method: there is no such memory, or it cannot be opened from here.
     """
 
-    def __init__(self, paths: Sequence[str], *, fit: Mapping[str, Any]) -> None:
-        self._paths, self._fit = paths, dict(fit)
+    def __init__(self, paths: Sequence[str], *, fit: int) -> None:
+        self._paths, self._fit = paths, fit
         self.run_dir: Path | None = None
         self.last_step: int | None = None
         self._latest: int | None = None  # the slot of the last whole checkpoint

@@ -37,7 +37,7 @@ def launch() -> Iterator[Path]:
         yield folder
 
 
-def memory_of(launch: Path, **fit: Any) -> CheckpointMemory:
+def memory_of(launch: Path, fit: int = 0) -> CheckpointMemory:
     return CheckpointMemory((launch / MEMORY).read_text().split(), fit=fit)
 
 
@@ -64,19 +64,19 @@ def step_of(memory: CheckpointMemory) -> int | None:
 
 
 def test_the_last_two_are_kept_and_others_than_this_fit_find_none(launch: Path) -> None:
-    memory = memory_of(launch, number=0)
+    memory = memory_of(launch, 0)
     assert (step_of(memory), memory.last_step) == (None, None)
     assert step_of(saved(memory, 1, 2, 3)) == 3
     memory.note(5)
-    again = memory_of(launch, number=0)  # of a rank that has been started again
+    again = memory_of(launch, 0)  # of a rank that has been started again
     assert (step_of(again), again.last_step) == (3, 5)
-    assert step_of(memory_of(launch, number=1)) is None
-    assert step_of(saved(memory_of(launch, number=1), 9)) == 9
+    assert step_of(memory_of(launch, 1)) is None
+    assert step_of(saved(memory_of(launch, 1), 9)) == 9
     assert step_of(again) == 3, "the other fit has taken the place of the older one"
     again.clear()
     assert step_of(memory) is None
     with private_folder() as other, holding_memory(other):
-        assert step_of(saved(memory_of(other, number=0), 7)) == 7
+        assert step_of(saved(memory_of(other, 0), 7)) == 7
         assert step_of(memory) is None, "two launches at once do not mix"
 
 
@@ -180,7 +180,7 @@ def test_memory_of_others_is_not_opened(launch: Path, tmp_path: Path, monkeypatc
         with pytest.raises(
             ConfigError, match=r"memory_steps: no launcher .* holds memory; start the run by ddp.launch"
         ):
-            CheckpointMemory(paths, fit={}).newest()
+            CheckpointMemory(paths, fit=0).newest()
     os.close(mine)
     for variable in (VARIABLE, FOLDER):
         monkeypatch.setenv(variable, "")  # which is put back
@@ -331,8 +331,8 @@ def test_two_fits_of_a_launch_do_not_mix(launch: Path) -> None:
     whole = collect(start_ranks(two_fits, 2, str(launch), 0))
     with private_folder() as another, holding_memory(another):
         collect(start_ranks(two_fits, 2, str(another), 5))
-        memory = CheckpointMemory((another / MEMORY).read_text().split(), fit={})
-        assert [each.manifest.meta["fit"]["number"] for each in memory._saved()] == [1, 1]
+        memory = CheckpointMemory((another / MEMORY).read_text().split(), fit=0)
+        assert [each.manifest.meta["fit"] for each in memory._saved()] == [1, 1]
         assert collect(start_ranks(two_fits, 2, str(another), 0)) == whole
 
 
@@ -343,7 +343,7 @@ class Poison(Callback):
         self.counts: list[int] = []
 
     def _count(self) -> None:
-        self.counts.append(len(CheckpointMemory(held_memory(), fit={})._saved()))
+        self.counts.append(len(CheckpointMemory(held_memory(), fit=0)._saved()))
 
     def step_start(self, state: TrainState) -> None:
         if state.step == 7 and not self.counts:
