@@ -143,10 +143,7 @@ Definitions = dict[tuple[str, str], Any]  # by module and name
 LARGEST_EXCEPTION = 1 << 26  # bytes
 LEAST_BYTES = 1 << 23  # of a process with Python and little else
 _SEARCH = threading.Lock()
-OURS = (
-    *("workers", "servers", "restarts", "min_workers", "spares", "max_workers", "wait_s", "silent_s"),
-    *("threads_per_worker", "timeout_s"),
-)
+OURS = [*inspect.signature(launch).parameters][2:-1]  # but for the function, and what it is given
 
 
 def result_file(folder: Path, rank: int) -> Path:
