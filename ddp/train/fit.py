@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.cluster_spec import refuse_evaluator
-from ddp.comm.meeting.membership import RESIZE, Member, current_member, is_resized
+from ddp.comm.meeting.membership import RESIZE, current_member, is_resized
 from ddp.comm.meeting.secret import held_memory
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.data.loading.iterable import ENDLESS, IterableSampler
@@ -582,7 +582,10 @@ def _loop(run: OpenRun, meters: Meters) -> None:
             if given.strategy.region is not None:
                 _publish(given.strategy.region, run)
             if (member := current_member()) is not None and state.comm.world_size < member.limits.min_workers:
-                _wait(run, member)
+                if run.store is not None:
+                    save_checkpoint(run.store, state, identity=run.identity, extra=run.extra)
+                wait_for_others(member)
+                _leave_ranks(run)
             train_loop(state, given, run.inputs, callbacks, run.service, partial(_go_back, run, callbacks))
             if state.stopped_by == RESIZE:
                 _leave_ranks(run)
@@ -610,19 +613,6 @@ def _leave_ranks(run: OpenRun) -> Never:
         run.state.strategy.finish(alone=True)
         raise Interrupted(kept) from error
     raise Interrupted(run.kept())
-
-
-def _wait(run: OpenRun, member: Member) -> Never:
-    """Saves the state of too few workers, and waits for others.
-
-    Raises:
-        Interrupted: they have come.
-        TooFewWorkers: they have not.
-    """
-    if run.store is not None:
-        save_checkpoint(run.store, run.state, identity=run.identity, extra=run.extra)
-    wait_for_others(member)
-    _leave_ranks(run)
 
 
 def _go_back(run: OpenRun, callbacks: Sequence[Callback], guard: Guard) -> None:
