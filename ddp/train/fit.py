@@ -63,7 +63,6 @@ from ddp.train import arguments
 from ddp.train.arguments import NEEDED, FitArguments, Inputs, tried
 from ddp.train.batch_checks import EqualBatches
 from ddp.train.checkpoints.checkpoint import (
-    IN_MEMORY,
     AfterOthers,
     Checkpointer,
     InMemory,
@@ -77,6 +76,7 @@ from ddp.train.checkpoints.checkpoint import (
     weights_of,
 )
 from ddp.train.checkpoints.checkpoint_store import (
+    IN_MEMORY,
     CheckpointMemory,
     CheckpointStore,
     StoredCheckpoint,
@@ -500,24 +500,20 @@ def _resume(
     Raises:
         ConfigError, CheckpointError: as `fit`.
     """
-    comm, found = state.comm, list[StoredCheckpoint]()  # what rank 0 has loaded already
+    comm, found, note = state.comm, list[StoredCheckpoint](), ""  # what rank 0 has loaded already
 
-    def look() -> tuple[Path | None, Path | None, Path | None, str]:
-        saved = None if kept is not None else newest_in_memory(memory)
-        if memory is None or saved is None:
-            return *_folder_and_start(given.folder, given.number), ""
-        found.append(saved)
-        path = memory.run_dir
-        then = replace(given.folder, path=path, resume=None if path is None else "auto")
-        folder, run_dir, _ = _folder_and_start(then, given.number)
-        is_on_disk = path is not None and saved.path.is_relative_to(path)
-        where = os.path.relpath(saved.path) if is_on_disk else "memory"
-        repeated = counted((memory.last_step or saved.step) - saved.step, "step")
-        return folder, run_dir, saved.path, f"continues from {where} after step {saved.step:,}: repeats {repeated}"
+    def look() -> tuple[Path | None, Path | None, Path | None, int | None]:
+        folder, run_dir, path = _folder_and_start(given.folder, given.number)
+        if memory is None or kept is not None or not is_resized():
+            return folder, run_dir, path, None
+        if (saved := newest_in_memory(memory, folder)) is not None:
+            found.append(saved)
+            path = saved.path
+        return folder, run_dir, path, memory.last_step
 
-    folder, state.run_dir, start, note = on_rank_zero(comm, look, label="looking for a checkpoint")
-    known = all_gather_object(comm, last_step) if kept is None and is_resized() else [None]
-    trained = [each for each in known if each]
+    folder, state.run_dir, start, noted = on_rank_zero(comm, look, label="looking for a checkpoint")
+    known = all_gather_object(comm, last_step) if kept is None and is_resized() else []
+    trained = [each for each in (*known, noted) if each]
     if trained and start is None:
         raise CheckpointError(
             f"a part of the state after step {max(trained):,} was lost with the ranks that had it, and there is no "
@@ -528,11 +524,9 @@ def _resume(
         restore(checkpoint, state, identity=identity)
         extra.resumes(checkpoint.parts, given.optimizer)
         start = checkpoint.path
-        if trained and not note:
+        if trained:
             repeated = counted(max(trained) - state.step, "step")
             note = f"continues from {os.path.relpath(start)} after step {state.step:,}: repeats {repeated}"
-    if memory is not None:
-        memory.run_dir = state.run_dir
     return folder, start, note
 
 
