@@ -14,7 +14,7 @@ from __future__ import annotations
 import builtins
 import json
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator
 
 Result = TypeVar("Result")
-HEAD_BYTES, FEW_BYTES, CHUNK_BYTES = 8, 2040, 1 << 20
+HEAD_BYTES, FEW_BYTES = 8, 2040
 
 
 class Form(NamedTuple):
@@ -100,44 +100,21 @@ def scatter_object(comm: Communicator, values: Sequence[Any] | None) -> Any:
 
 
 def send_object(comm: Communicator, value: Any, dst: int, *, label: str) -> None:
-    """Sends an object to rank `dst`, which calls `recv_object`: large tensors from where they are, without a copy."""
+    """Sends an object to rank `dst`, which calls `recv_object`: each tensor from where it is, without a copy."""
     parts: list[Tensor] = []
-    tree, chunks = _plain(value, parts), list(_chunks(parts))
-    head = packed((tree, [each.numel() for each in chunks]))
-    comm.send(torch.tensor([head.numel()]), dst, label=label)
-    for each in (head, *chunks):
+    head = packed(_plain(value, parts))
+    for each in (torch.tensor([head.numel()]), head, *parts):
         comm.send(each, dst, label=label)
 
 
 def recv_object(comm: Communicator, src: int, *, label: str) -> Any:
     """Returns the object that rank `src` sends; its tensors are on the CPU."""
-    [num_bytes] = comm.recv(torch.zeros(1, dtype=torch.int64), src, label=label).tolist()
-    tree, sizes = unpacked(comm.recv(torch.empty(num_bytes, dtype=torch.uint8), src, label=label))
-    chunks = (comm.recv(torch.empty(size, dtype=torch.uint8), src, label=label) for size in sizes)
-    rest = torch.empty(0, dtype=torch.uint8)
 
     def taken(num_bytes: int) -> Tensor:
-        nonlocal rest
-        if num_bytes and not rest.numel():
-            rest = next(chunks)
-        found, rest = rest[:num_bytes], rest[num_bytes:]
-        return found.clone() if rest.numel() or num_bytes < CHUNK_BYTES else found  # a view would keep all bytes alive
+        return comm.recv(torch.empty(num_bytes, dtype=torch.uint8), src, label=label)
 
-    return _made(tree, taken)
-
-
-def _chunks(parts: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yields the bytes of all parts: a large one by itself, small ones together."""
-    small: list[Tensor] = []
-    for part in parts:
-        if part.numel() >= CHUNK_BYTES or sum(each.numel() for each in small) >= CHUNK_BYTES:
-            yield from [torch.cat(small)] if small else []
-            small = []
-        if part.numel() >= CHUNK_BYTES:
-            yield part
-        elif part.numel():
-            small.append(part)
-    yield from [torch.cat(small)] if small else []
+    [num_bytes] = comm.recv(torch.zeros(1, dtype=torch.int64), src, label=label).tolist()
+    return _made(unpacked(taken(num_bytes)), taken)
 
 
 def _broadcast(comm: Communicator, data: Tensor, root: int) -> Tensor:

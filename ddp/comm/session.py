@@ -134,7 +134,8 @@ def _init(
     _session.again = device, backend, abort_s, how
     _session.generation += 1
     if dist.group.WORLD is None:
-        _enter_generation(is_later=has_failed)
+        if (member := current_member()) is not None:
+            _session.generation = member.enter(is_later=has_failed).number
         join_role(warn_s=warn_s, abort_s=abort_s or ABORT_S)
     keep_large_blocks()
     _session.handled = sys.exception()
@@ -149,22 +150,6 @@ def _init(
         **how,
     )
     return _opened(dist.group.WORLD, settings)
-
-
-def _enter_generation(*, is_later: bool) -> None:
-    """Waits, in an elastic launch, until this process is a member. The session has the generation's number then.
-
-    Args:
-        is_later: the last generation has lost a member.
-
-    Raises:
-        CommunicatorBroken: the launcher knows of no lost member.
-    """
-    if (member := current_member()) is None:
-        return
-    if (found := member.enter(is_later=is_later)) is None:
-        raise CommunicatorBroken("a collective has failed, but no worker has ended, so there is no next generation")
-    _session.generation = found.number
 
 
 def current(device: torch.device | None = None) -> Communicator:

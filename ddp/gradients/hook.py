@@ -21,7 +21,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from numbers import Integral, Real
 from typing import Literal, Self
 
 import torch
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from ddp.comm.communicator import Communicator
 from ddp.errors import ConfigError
+from ddp.setting import Whole, checked
 
 # --- The memory of a hook --------------------------------------------------------------------------------------------
 #
@@ -191,15 +191,6 @@ class Around(Hook):
         return self.hook.memories()
 
 
-def is_number(value: object) -> bool:
-    """Returns True for a number; a bool is none."""
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def is_whole(value: object) -> bool:
-    """Returns True for a whole number."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Returns the type in which gradients of this type are summed."""
@@ -328,9 +319,8 @@ class DenseStart(Around):
         ConfigError: `steps` is negative.
     """
 
-    def __init__(self, hook: Hook, steps: int) -> None:
-        if not (is_whole(steps) and steps >= 0):
-            raise ConfigError(f"DenseStart(steps={steps!r}): must be a number of steps, from 0 up")
+    @checked
+    def __init__(self, hook: Hook, steps: Whole) -> None:
         super().__init__(hook)
         self.steps = steps
 

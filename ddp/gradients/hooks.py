@@ -20,9 +20,10 @@ from torch import Tensor
 from ddp.collectives.schedule import offsets
 from ddp.comm.communicator import Communicator
 from ddp.errors import ConfigError
-from ddp.gradients.hook import Gathering, Hook, Memory, Parcel, aligned, is_number, is_whole, summing, wide
+from ddp.gradients.hook import Gathering, Hook, Memory, Parcel, aligned, summing, wide
 from ddp.process import gpu
 from ddp.process.streams import stream_seed
+from ddp.setting import Below1, Natural, UpTo1, Whole, checked
 
 # --- Sign ------------------------------------------------------------------------------------------------------------
 #
@@ -228,15 +229,10 @@ class TopK(Hook):
         ConfigError: a value is out of range.
     """
 
+    @checked
     def __init__(
-        self, ratio: float = 0.01, *, momentum: float = 0.0, warmup_steps: int = 0, error_feedback: bool = True
+        self, ratio: UpTo1 = 0.01, *, momentum: Below1 = 0.0, warmup_steps: Whole = 0, error_feedback: bool = True
     ) -> None:
-        if not (is_number(ratio) and 0 < ratio <= 1):
-            raise ConfigError(f"TopK(ratio={ratio!r}): must be above 0 and at most 1")
-        if not (is_number(momentum) and 0 <= momentum < 1):
-            raise ConfigError(f"TopK(momentum={momentum!r}): must be at least 0 and below 1")
-        if not (is_whole(warmup_steps) and warmup_steps >= 0):
-            raise ConfigError(f"TopK(warmup_steps={warmup_steps!r}): must be a number of steps, from 0 up")
         self.ratio, self.momentum, self.warmup_steps = ratio, momentum, warmup_steps
         self.error_feedback = error_feedback
         self._velocity = Memory("summed")
@@ -335,9 +331,8 @@ class RandomK(Hook):
         ConfigError: the ratio is out of range.
     """
 
-    def __init__(self, ratio: float = 0.1, *, seed: int = 0, error_feedback: bool = True) -> None:
-        if not (is_number(ratio) and 0 < ratio <= 1):
-            raise ConfigError(f"RandomK(ratio={ratio!r}): must be above 0 and at most 1")
+    @checked
+    def __init__(self, ratio: UpTo1 = 0.1, *, seed: int = 0, error_feedback: bool = True) -> None:
         self.ratio, self.seed, self._stride, self.error_feedback = ratio, seed, round(1 / ratio), error_feedback
 
     def __repr__(self) -> str:
@@ -409,9 +404,10 @@ class PowerSGD(Hook):
 
     carries_whole = True
 
-    def __init__(self, rank: int = 4, *, warm_start: bool = True, seed: int = 0, error_feedback: bool = True) -> None:
-        if not (is_whole(rank) and rank >= 1):
-            raise ConfigError(f"PowerSGD(rank={rank!r}): must be a whole number from 1 up")
+    @checked
+    def __init__(
+        self, rank: Natural = 4, *, warm_start: bool = True, seed: int = 0, error_feedback: bool = True
+    ) -> None:
         self.rank, self.warm_start, self.seed, self.error_feedback = rank, warm_start, seed, error_feedback
         self._factors = Memory("same")
 

@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -32,57 +32,43 @@ from ddp.errors import ConfigError
 from ddp.optim.norms import BLOCK_NUMEL, Norms, block_norms, in_memory_order, num_blocks, total_norm, whole_norms
 from ddp.process import gpu
 from ddp.process.memory import is_dense
+from ddp.setting import FromZero, refusal
 
 # --- Choices of LARS and LAMB, by preset -----------------------------------------------------------------------------
 #
 # The choices of an optimizer are a preset's, some of them replaced. Each is checked.
 
 
+UNBOUNDED = ("norm_bounds", "max_ratio")
+
+
 def with_preset(
-    kind: str, preset: str, presets: Mapping[str, Mapping[str, Any]], choices: Mapping[str, Any]
+    kind: str, preset: str, presets: Mapping[str, Mapping[str, Any]], choices: Mapping[str, Any], types: type
 ) -> dict[str, Any]:
     """Returns a preset's choices, with the given ones in place of its own.
 
+    Args:
+        types: says by annotations what each choice may be.
+
     Raises:
-        ConfigError: there is no such preset or choice.
+        ConfigError: there is no such preset or choice, or it may not be this.
     """
     if preset not in presets:
         raise ConfigError(f"preset={preset!r}: {kind} has {', '.join(presets)}")
-    known = presets[preset]
-    for name in choices:
+    known, allowed = presets[preset], get_type_hints(types, include_extras=True)
+    for name, value in choices.items():
         if name not in known:
             near = get_close_matches(name, known, n=1)
             hint = f"Did you mean {near[0]!r}?" if near else f"It has {', '.join(known)}"
             raise ConfigError(f"{kind}() has no argument {name!r}. {hint}")
-        _check_kind(name, choices[name], known[name])
+        is_pair = isinstance(known[name], tuple)
+        if is_pair and not (isinstance(value, (tuple, list)) and len(value) == 2):
+            raise ConfigError(f"{name}={value!r}: must be two numbers")
+        for each, of in zip(value, get_args(allowed[name]), strict=True) if is_pair else [(value, allowed[name])]:
+            may_be = name in UNBOUNDED and each == math.inf
+            if not may_be and (why := refusal(each, of)):
+                raise ConfigError(f"{name}={each!r}: {why}")
     return {**known, **choices}
-
-
-def _check_kind(name: str, value: Any, like: Any) -> None:
-    """Raises ConfigError unless the value of a choice has the type of the preset's."""
-
-    def is_number(each: Any) -> bool:
-        return isinstance(each, (int, float)) and not isinstance(each, bool)
-
-    if isinstance(like, bool):
-        right, wanted = isinstance(value, bool), "True or False"
-    elif isinstance(like, tuple):
-        right = isinstance(value, (tuple, list)) and len(value) == 2 and all(map(is_number, value))
-        wanted = "two numbers"
-    elif isinstance(like, str):
-        right, wanted = isinstance(value, str), "a word"
-    else:
-        right, wanted = is_number(value) or (name == "clip_norm" and value is None), "a number"
-    if not right:
-        raise ConfigError(f"{name}={value!r}: must be {wanted}")
-
-
-def check_range(name: str, value: Any, *, below: float = math.inf) -> None:
-    """Raises ConfigError unless a number, or a tensor of one, is within its range, which begins at 0."""
-    number = float(value) if isinstance(value, (int, float, Tensor)) and not isinstance(value, bool) else math.nan
-    if not 0 <= number < below:
-        limit = "" if below == math.inf else f" and below {below:g}"
-        raise ConfigError(f"{name}={value!r}: must be a number from 0 up{limit}")
 
 
 STRETCH_NUMEL = 4 * BLOCK_NUMEL  # of float32: 2 MB, of which a few fit a cache
@@ -155,12 +141,14 @@ class Layerwise(Optimizer, ABC):
 
     Attributes:
         STATES: names of the optimizer's states of a tensor, which have the tensor's shape.
+        CHOICES: the types of the choices.
         exchange: set if the parameters are parts of tensors; finds the norms of whole ones (`strategies/sharded.py`).
         is_large: returns True for a tensor that is a unit by itself; a part of such a tensor is one, too.
     """
 
     STATES: tuple[str, ...]
     PRESETS: Mapping[str, Mapping[str, Any]]
+    CHOICES: type
     exchange: Exchange | None = None
 
     @staticmethod
@@ -176,21 +164,16 @@ class Layerwise(Optimizer, ABC):
         maximize: bool,
         choices: Mapping[str, Any],
     ) -> None:
-        chosen = with_preset(type(self).__name__, preset, self.PRESETS, choices)
+        chosen = with_preset(type(self).__name__, preset, self.PRESETS, choices, self.CHOICES)
         self._check(chosen)
         defaults = {**chosen, "lr": lr, "maximize": maximize}
-        for name in ("lr", "weight_decay", "eps"):
-            check_range(name, defaults[name])
-        if defaults["adapt"] not in get_args(Adapt):
-            raise ConfigError(f"adapt={defaults['adapt']!r}: take one of {', '.join(get_args(Adapt))}")
+        if why := refusal(float(lr) if isinstance(lr, Tensor) else lr, FromZero):
+            raise ConfigError(f"lr={lr!r}: {why}")
         least, most = defaults["norm_bounds"]
-        if not 0 <= least <= most:
+        if least > most:
             raise ConfigError(f"norm_bounds={defaults['norm_bounds']!r}: want two ascending numbers from 0 up")
-        if defaults["clip_norm"] is not None and not defaults["clip_norm"] > 0:
-            raise ConfigError(f"clip_norm={defaults['clip_norm']!r}: must be above 0; None for no clipping")
         super().__init__(params, defaults)
 
-    @abstractmethod
     def _check(self, choices: Mapping[str, Any]) -> None:
         """Raises ConfigError for choices with which no step can be made."""
 

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ddp.errors import CheckpointError, ConfigError
-from ddp.setting import Scaling
+from ddp.setting import Below1, FromZero, Positive, Scaling, UpTo1, checked
 
 RateSchedule = Callable[[float, float], float]
 
@@ -49,18 +49,18 @@ def cosine(*, final_factor: float = 0.0) -> RateSchedule:
     return _down_to(final_factor, lambda done, of: 0.5 * (1.0 + math.cos(math.pi * min(1.0, done / of))))
 
 
-def polynomial(*, power: float = 1.0, final_factor: float = 0.0) -> RateSchedule:
+@checked
+def polynomial(*, power: Positive = 1.0, final_factor: float = 0.0) -> RateSchedule:
     """Returns a schedule from 1 down to `final_factor` along a power of what is left of the run; it stays there.
 
     Raises:
         ConfigError: the power is not above 0.
     """
-    if not power > 0:
-        raise ConfigError(f"power={power!r}: must be above 0")
     return _down_to(final_factor, lambda done, of: max(0.0, 1.0 - done / of) ** power)
 
 
-def wsd(*, decay_fraction: float = 0.2, final_factor: float = 0.0) -> RateSchedule:
+@checked
+def wsd(*, decay_fraction: UpTo1 = 0.2, final_factor: float = 0.0) -> RateSchedule:
     """Returns a schedule that is 1 until the last share of the run, and then falls: warm-up, stable, decay.
 
     A run can be prolonged from any checkpoint of its stable part, whatever length it was planned for.
@@ -71,8 +71,6 @@ def wsd(*, decay_fraction: float = 0.2, final_factor: float = 0.0) -> RateSchedu
     Raises:
         ConfigError: the fraction is no share of a run.
     """
-    if not 0 < decay_fraction <= 1:
-        raise ConfigError(f"decay_fraction={decay_fraction!r}: must be a share of the run, above 0 and at most 1")
 
     def factor(done: float, of: float) -> float:
         share = (done - (1.0 - decay_fraction) * of) / (decay_fraction * of)
@@ -85,7 +83,8 @@ def _down_to(final_factor: float, schedule: RateSchedule) -> RateSchedule:
     return lambda done, of: final_factor + (1.0 - final_factor) * schedule(done, of)
 
 
-def with_warmup(schedule: RateSchedule, *, num_samples: float = 0, fraction: float = 0.0) -> RateSchedule:
+@checked
+def with_warmup(schedule: RateSchedule, *, num_samples: FromZero = 0, fraction: Below1 = 0.0) -> RateSchedule:
     """Returns `schedule` with a factor that rises evenly from 0 to 1 in the first N samples.
 
     Args:
@@ -96,8 +95,6 @@ def with_warmup(schedule: RateSchedule, *, num_samples: float = 0, fraction: flo
     """
     if num_samples and fraction:
         raise ConfigError(f"num_samples={num_samples:g} and fraction={fraction:g}: leave one of them out")
-    if not 0 <= num_samples < math.inf or not 0 <= fraction < 1:
-        raise ConfigError(f"num_samples={num_samples:g}, fraction={fraction:g}: want samples, or a share below 1")
 
     def factor(done: float, of: float) -> float:
         ramp = num_samples or fraction * of

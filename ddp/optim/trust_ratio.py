@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from ddp.errors import ConfigError
-from ddp.optim.layerwise import Adapt, Batch, Factor, Layerwise, Ratios, check_range, is_identity, scaled
+from ddp.optim.layerwise import Adapt, Batch, Factor, Layerwise, Ratios, is_identity, scaled
 from ddp.optim.norms import Norms, functions_for
+from ddp.setting import Below1, FromZero, Positive
 
 # --- Trust ratios ----------------------------------------------------------------------------------------------------
 #
@@ -87,16 +88,16 @@ class LarsChoices(TypedDict, total=False):
         clip_norm: largest norm of the gradient of all parameters together; None for no clipping.
     """
 
-    momentum: float
-    weight_decay: float
-    trust_coefficient: float
-    eps: float
+    momentum: Below1
+    weight_decay: FromZero
+    trust_coefficient: FromZero
+    eps: FromZero
     nesterov: bool
     rate_in_momentum: bool
     decay_in_ratio: bool
-    norm_bounds: tuple[float, float]
+    norm_bounds: tuple[FromZero, FromZero]
     adapt: Adapt
-    clip_norm: float | None
+    clip_norm: Positive | None
 
 
 _LARS: LarsChoices = {
@@ -138,7 +139,7 @@ class LARS(Layerwise):
     """
 
     STATES: tuple[str, ...] = ("momentum_buffer",)
-    PRESETS = LARS_PRESETS
+    PRESETS, CHOICES = LARS_PRESETS, LarsChoices
 
     def __init__(
         self,
@@ -152,8 +153,6 @@ class LARS(Layerwise):
         super().__init__(params, lr, preset=preset, maximize=maximize, choices=choices)
 
     def _check(self, choices: Mapping[str, Any]) -> None:
-        check_range("momentum", choices["momentum"], below=1)
-        check_range("trust_coefficient", choices["trust_coefficient"])
         if choices["nesterov"] and not choices["momentum"]:
             raise ConfigError("nesterov=True: needs momentum; take momentum=0.9")
 
@@ -251,16 +250,16 @@ class LambChoices(TypedDict, total=False):
             not depend on the gradient's length, so this only limits what a single large gradient leaves in m and v.
     """
 
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
+    betas: tuple[Below1, Below1]
+    eps: FromZero
+    weight_decay: FromZero
     bias_correction: bool
     grad_averaging: bool
     decay_in_ratio: bool
-    norm_bounds: tuple[float, float]
-    max_ratio: float
+    norm_bounds: tuple[FromZero, FromZero]
+    max_ratio: Positive
     adapt: Adapt
-    clip_norm: float | None
+    clip_norm: Positive | None
 
 
 _LAMB: LambChoices = {
@@ -300,7 +299,7 @@ class LAMB(Layerwise):
     """
 
     STATES = ("exp_avg", "exp_avg_sq")
-    PRESETS = LAMB_PRESETS
+    PRESETS, CHOICES = LAMB_PRESETS, LambChoices
 
     def __init__(
         self,
@@ -312,12 +311,6 @@ class LAMB(Layerwise):
         **choices: Unpack[LambChoices],
     ) -> None:
         super().__init__(params, lr, preset=preset, maximize=maximize, choices=choices)
-
-    def _check(self, choices: Mapping[str, Any]) -> None:
-        for beta in choices["betas"]:
-            check_range("betas", beta, below=1)
-        if not choices["max_ratio"] > 0:
-            raise ConfigError(f"max_ratio={choices['max_ratio']!r}: must be above 0")
 
     def _measure(self, batch: Batch, group: Mapping[str, Any], num_steps: int, factor: Factor) -> None:
         weights, gradients, (means, squares), updates = batch

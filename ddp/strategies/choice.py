@@ -21,7 +21,7 @@ from ddp.replica.broadcast import move
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.drop_in.in_backward import refusal
 from ddp.replica.replica import Replica
-from ddp.setting import Precision, StrategyName
+from ddp.setting import StrategyName
 from ddp.strategies.central_storage import CentralStorage
 from ddp.strategies.local_sgd import LocalSteps, Streaming
 from ddp.strategies.sharded import Served, Sharded
@@ -209,19 +209,13 @@ def wrapped(
 
 
 def strategy_for(
-    replica: Replica,
-    optimizer: Optimizer,
-    *,
-    precision: Precision = "fp32",
-    clip_norm: float | None = None,
-    watched: bool = True,
-    averaging: Averaging | None = None,
+    replica: Replica, optimizer: Optimizer, *, averaging: Averaging | None = None, **how: Any
 ) -> Strategy:
     """Returns the strategy for a kind of replica. With precision="bf16_pure" the parameters are bfloat16 then.
 
     Args:
         averaging: has the strategy's own settings, if there are any.
-        precision, clip_norm, watched: as in `Replicated`.
+        how: further arguments of `Replicated`.
 
     Raises:
         ConfigError: precision, wire format, optimizer and replica do not go together.
@@ -230,7 +224,7 @@ def strategy_for(
     own: dict[str, Any] = {"rounds": averaging} if isinstance(averaging, Rounds) else {}
     if isinstance(averaging, Rounds) and averaging.delay:
         chosen = Streaming
-    return chosen(replica, optimizer, precision=precision, clip_norm=clip_norm, watched=watched, **own)
+    return chosen(replica, optimizer, **how, **own)
 
 
 def check_momentum(hook: Hook, optimizer: Optimizer) -> None:

@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.cluster_spec import refuse_evaluator
-from ddp.comm.meeting.membership import RESIZE, Member, current_member, is_resized
+from ddp.comm.meeting.membership import RESIZE, current_member, is_resized
 from ddp.comm.meeting.secret import held_memory
 from ddp.comm.objects import all_gather_object, on_rank_zero
 from ddp.data.loading.iterable import ENDLESS, IterableSampler
@@ -51,7 +51,6 @@ from ddp.policies import Averaging, Evaluation, Folder, ParameterServer, Reading
 from ddp.process import gpu
 from ddp.process.clock import now_s
 from ddp.process.files import make_folder, refuse_unwritable_name
-from ddp.process.records import json_object, to_json
 from ddp.process.streams import preserved
 from ddp.process.terminal import log, say
 from ddp.replica.autograd import without_compile_wrappers
@@ -64,7 +63,6 @@ from ddp.train import arguments
 from ddp.train.arguments import NEEDED, FitArguments, Inputs, tried
 from ddp.train.batch_checks import EqualBatches
 from ddp.train.checkpoints.checkpoint import (
-    IN_MEMORY,
     AfterOthers,
     Checkpointer,
     InMemory,
@@ -78,12 +76,12 @@ from ddp.train.checkpoints.checkpoint import (
     weights_of,
 )
 from ddp.train.checkpoints.checkpoint_store import (
+    IN_MEMORY,
     CheckpointMemory,
     CheckpointStore,
     StoredCheckpoint,
     best_of,
     check_fits,
-    digest,
     resume_from,
     steps,
 )
@@ -280,13 +278,21 @@ def _train_with(
     """
     taken = newest(comm, kept[0].state) if is_resized() else None
     mine = kept.pop()
-    is_new, last_step = taken is not mine.state, mine.step
     try:
-        run = _opened(given, comm, taken, last_step=last_step, is_new=is_new)
+        if taken is not None:  # first, because replicas begin with rank 0's weights
+            check_fits(taken.parts["model"], given.model, source=taken.path)
+            given.model.load_state_dict(taken.parts["model"])
+
+        # 1  what is given
+        given = arguments.with_shards(given.for_ranks(comm), comm)
+        inputs = arguments.inputs_of(given, comm)
+
+        # 2  the state
+        run = open_run(given, inputs, comm, taken, last_step=mine.step)
     except BaseException as error:
         if not goes_on(error):
             raise
-        raise Interrupted(taken or mine.state, last_step if taken is None else taken.step) from error
+        raise Interrupted(mine if taken is None else Kept(taken, taken.step)) from error
     del taken, mine  # so that nobody holds a second model
 
     run.state.stop_flag = stop
@@ -298,35 +304,13 @@ def _train_with(
         raise
 
 
-def _opened(
-    given: FitArguments, comm: Communicator, taken: StoredCheckpoint | None, *, last_step: int | None, is_new: bool
-) -> OpenRun:
-    """Returns the run with these ranks.
-
-    Args:
-        taken: the state from which all go on; None: no rank has it.
-        last_step: that this rank has committed; None: it has not trained.
-        is_new: the state came from another rank.
-    """
-    if taken is not None and is_new:  # first, because replicas begin with rank 0's weights
-        check_fits(taken.parts["model"], given.model, source=taken.path)
-        given.model.load_state_dict(taken.parts["model"])
-
-    # 1  what is given
-    given = arguments.with_shards(given.for_ranks(comm), comm)
-    inputs = arguments.inputs_of(given, comm)
-
-    # 2  the state
-    return open_run(given, inputs, comm, taken, last_step=last_step)
-
-
 def _run(run: OpenRun, stop: StopFlag, meters: Meters, start_s: float) -> TrainState:
     # 3  the loop
     given, state = run.given, run.state
     with contextlib.nullcontext() if given.stop is not None else stop.listening(), calls_left(run.folder, state.comm):
         _loop(run, meters)
         is_known = bool(stop.signal_name)
-        kept = _kept(run) if current_member() is not None else None
+        kept = run.kept() if current_member() is not None else Kept()
 
         # 4  the results
         stop.agreed = state.stopped_by
@@ -336,7 +320,7 @@ def _run(run: OpenRun, stop: StopFlag, meters: Meters, start_s: float) -> TrainS
                 state.comm.barrier()  # a rank that has returned makes nothing again for others
         except BaseException as error:
             if goes_on(error):
-                raise Interrupted(kept, state.step) from error
+                raise Interrupted(kept) from error
             notify_of(error, state, given.callbacks)
             raise
     if run.service is not None:
@@ -424,6 +408,10 @@ class OpenRun:
     num_steps: int
     service: Service | None
 
+    def kept(self) -> Kept:
+        """Returns this rank's state of the last committed step. Not collective."""
+        return Kept(in_memory(self.state, identity=self.identity, extra=self.extra), self.state.step)
+
 
 def open_run(
     given: FitArguments,
@@ -463,7 +451,7 @@ def open_run(
     saves = given.folder.path is not None or given.folder.memory_steps > 0
     extra = ExtraState(inputs.replica, inputs.task, given.callbacks, saves=saves, schedule=inputs.schedule)
     try:
-        memory = _memory_of(given, settings)
+        memory = CheckpointMemory(held_memory(), fit=given.number) if given.folder.memory_steps else None
         folder, start, note = _resume(given, state, identity, extra, memory, kept, last_step)
         num_steps, _ = end_of_run(state, epochs=given.epochs, max_steps=given.max_steps)
         if not num_steps and (skipped := given.batches.skip_steps) is not None:
@@ -492,17 +480,6 @@ def open_run(
     return OpenRun(given, inputs, state, identity, extra, folder, start, store, memory, num_steps, service)
 
 
-def _memory_of(given: FitArguments, settings: Mapping[str, Any]) -> CheckpointMemory | None:
-    """Returns the memory in which the launcher keeps checkpoints of this fit, if it is to."""
-    keeps = given.folder
-    if not keeps.memory_steps:
-        return None
-    named = None if keeps.path is None or keeps.is_unnamed else str(Path(keeps.path).absolute())
-    same = {name: value for name, value in settings.items() if name != "num_shards"}  # of the number of workers
-    fit = {"number": given.number, "folder": named, "settings": digest(json_object(to_json(plain(same))))}
-    return CheckpointMemory(held_memory(), fit=fit)
-
-
 def _resume(
     given: FitArguments,
     state: TrainState,
@@ -523,24 +500,20 @@ def _resume(
     Raises:
         ConfigError, CheckpointError: as `fit`.
     """
-    comm, found = state.comm, list[StoredCheckpoint]()  # what rank 0 has loaded already
+    comm, found, note = state.comm, list[StoredCheckpoint](), ""  # what rank 0 has loaded already
 
-    def look() -> tuple[Path | None, Path | None, Path | None, str]:
-        saved = None if kept is not None else newest_in_memory(memory)
-        if memory is None or saved is None:
-            return *_folder_and_start(given.folder, given.number), ""
-        found.append(saved)
-        path = memory.run_dir
-        then = replace(given.folder, path=path, resume=None if path is None else "auto")
-        folder, run_dir, _ = _folder_and_start(then, given.number)
-        is_on_disk = path is not None and saved.path.is_relative_to(path)
-        where = os.path.relpath(saved.path) if is_on_disk else "memory"
-        repeated = counted((memory.last_step or saved.step) - saved.step, "step")
-        return folder, run_dir, saved.path, f"continues from {where} after step {saved.step:,}: repeats {repeated}"
+    def look() -> tuple[Path | None, Path | None, Path | None, int | None]:
+        folder, run_dir, path = _folder_and_start(given.folder, given.number)
+        if memory is None or kept is not None or not is_resized():
+            return folder, run_dir, path, None
+        if (saved := newest_in_memory(memory, folder)) is not None:
+            found.append(saved)
+            path = saved.path
+        return folder, run_dir, path, memory.last_step
 
-    folder, state.run_dir, start, note = on_rank_zero(comm, look, label="looking for a checkpoint")
-    known = all_gather_object(comm, last_step) if kept is None and is_resized() else [None]
-    trained = [each for each in known if each]
+    folder, state.run_dir, start, noted = on_rank_zero(comm, look, label="looking for a checkpoint")
+    known = all_gather_object(comm, last_step) if kept is None and is_resized() else []
+    trained = [each for each in (*known, noted) if each]
     if trained and start is None:
         raise CheckpointError(
             f"a part of the state after step {max(trained):,} was lost with the ranks that had it, and there is no "
@@ -551,13 +524,9 @@ def _resume(
         restore(checkpoint, state, identity=identity)
         extra.resumes(checkpoint.parts, given.optimizer)
         start = checkpoint.path
-        if trained and not note:
+        if trained:
             repeated = counted(max(trained) - state.step, "step")
             note = f"continues from {os.path.relpath(start)} after step {state.step:,}: repeats {repeated}"
-    if kept is not None:
-        state.sampler.take_as_planned()
-    if memory is not None:
-        memory.run_dir = state.run_dir
     return folder, start, note
 
 
@@ -607,50 +576,37 @@ def _loop(run: OpenRun, meters: Meters) -> None:
             if given.strategy.region is not None:
                 _publish(given.strategy.region, run)
             if (member := current_member()) is not None and state.comm.world_size < member.limits.min_workers:
-                _wait(run, member)
+                if run.store is not None:
+                    save_checkpoint(run.store, state, identity=run.identity, extra=run.extra)
+                wait_for_others(member)
+                _leave_ranks(run)
             train_loop(state, given, run.inputs, callbacks, run.service, partial(_go_back, run, callbacks))
             if state.stopped_by == RESIZE:
-                raise _interrupted(run)
+                _leave_ranks(run)
         except Interrupted:
             raise
         except BaseException as error:
-            kept = _kept(run) if goes_on(error) else None
+            kept = run.kept() if goes_on(error) else Kept()
             # An error that all ranks raise together has changed nothing, so that the optimizer can go on.
             state.strategy.finish(alone=not isinstance(error, (Diverged, UnusedParameters)))
             if goes_on(error):
-                raise Interrupted(kept, state.step) from error
+                raise Interrupted(kept) from error
             raise
 
 
-def _interrupted(run: OpenRun) -> Interrupted:
-    """Returns what this rank keeps where all have agreed to go on with others. Collective."""
-    state, kept = run.state, _kept(run)
-    try:
-        state.strategy.finish()  # leaves on each rank what only all together have
-        return Interrupted(_kept(run), state.step)
-    except (PeerLost, CommunicatorBroken) as error:
-        state.strategy.finish(alone=True)
-        over = Interrupted(kept, state.step)
-        over.__cause__ = error
-        return over
-
-
-def _kept(run: OpenRun) -> StoredCheckpoint | None:
-    """Returns this rank's state of the last committed step, as `in_memory`."""
-    return in_memory(run.state, identity=run.identity, extra=run.extra)
-
-
-def _wait(run: OpenRun, member: Member) -> Never:
-    """Saves the state of too few workers, and waits for others.
+def _leave_ranks(run: OpenRun) -> Never:
+    """Lets this rank go on with others, as all have agreed. Collective.
 
     Raises:
-        Interrupted: they have come.
-        TooFewWorkers: they have not.
+        Interrupted: always.
     """
-    if run.store is not None:
-        save_checkpoint(run.store, run.state, identity=run.identity, extra=run.extra)
-    wait_for_others(member)
-    raise _interrupted(run)
+    kept = run.kept()
+    try:
+        run.state.strategy.finish()  # leaves on each rank what only all together have
+    except (PeerLost, CommunicatorBroken) as error:
+        run.state.strategy.finish(alone=True)
+        raise Interrupted(kept) from error
+    raise Interrupted(run.kept())
 
 
 def _go_back(run: OpenRun, callbacks: Sequence[Callback], guard: Guard) -> None:

@@ -40,7 +40,7 @@ from ddp.process.terminal import log
 from ddp.setting import Below1, Natural, Positive, UpTo1, checked
 from ddp.strategies.strategy import ADVICE, Agreement
 from ddp.train.replay import Audit, Replay, explain_divergence, explain_spike
-from ddp.train.reports.history import note_incident
+from ddp.train.reports.history import note_start
 from ddp.train.steps.callbacks import BatchCallback, Callback
 from ddp.train.steps.state import StepReport, TrainState
 from ddp.train.steps.supply import EpochSupply, Step
@@ -240,7 +240,7 @@ class Supervision:
         if comm.rank == 0:
             log.warning("%s", words)
         if folder is not None:
-            on_rank_zero(comm, lambda: note_incident(folder, incident), label="recording a bad step")
+            on_rank_zero(comm, lambda: note_start(folder, incident, goes_on=True), label="recording a bad step")
 
 
 def no_checkpoint(guard: Guard) -> None:

@@ -32,19 +32,6 @@ from ddp.train.steps.stopping import StopFlag
 Result = TypeVar("Result")
 
 
-class Interrupted(BaseException):
-    """A generation has ended before its run.
-
-    Attributes:
-        kept: this rank's state of the last committed step; None if it has not all of it.
-        step: the last committed step; None: this rank has not trained.
-    """
-
-    def __init__(self, kept: StoredCheckpoint | None, step: int | None) -> None:
-        super().__init__("the ranks change")
-        self.kept, self.step = kept, step
-
-
 class Kept(NamedTuple):
     """The state that this rank brings to a generation.
 
@@ -55,6 +42,14 @@ class Kept(NamedTuple):
 
     state: StoredCheckpoint | None = None
     step: int | None = None
+
+
+class Interrupted(BaseException):
+    """A generation has ended before its run."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__("the ranks change")
+        self.kept = kept
 
 
 def goes_on(error: BaseException) -> bool:
@@ -84,7 +79,7 @@ def over_generations(
     """
     if (member := current_member()) is None:
         return train(comm, [Kept()])
-    kept, is_over = Kept(), True
+    kept, is_over = [Kept()], True
     with ExitStack() as until_end:
         if is_resized():  # a newcomer
             until_end.enter_context(listening)
@@ -93,13 +88,12 @@ def over_generations(
         try:
             while True:
                 error: BaseException | None = None
-                mine, kept = [kept], Kept()
                 try:
-                    return train(comm, mine)
+                    return train(comm, kept)
                 except Interrupted as over:
-                    kept, error = Kept(over.kept, over.step), over.__cause__
+                    kept, error = [over.kept], over.__cause__
                 except (PeerLost, CommunicatorBroken) as lost:  # before the kept state was looked at
-                    kept, error = (mine or [kept])[0], lost
+                    kept, error = kept or [Kept()], lost
                 until_end.enter_context(listening)
                 listening = nullcontext()
                 if error is not None:

@@ -333,16 +333,16 @@ def test_narrow_gradients_are_kept_wide(name: str, dtype: torch.dtype) -> None:
 
 def test_wrong_values() -> None:
     for make, match in {
-        lambda: TopK(0): r"TopK\(ratio=0\): must be above 0 and at most 1",
-        lambda: TopK(1.5): r"TopK\(ratio=1\.5\): must be above 0",
-        lambda: TopK(momentum=1.0): r"TopK\(momentum=1\.0\): must be at least 0 and below 1",
-        lambda: TopK(warmup_steps=-1): r"TopK\(warmup_steps=-1\): must be a number of steps",
-        lambda: RandomK(0): r"RandomK\(ratio=0\): must be above 0",
-        lambda: PowerSGD(0): r"PowerSGD\(rank=0\): must be a whole number from 1 up",
-        lambda: PowerSGD(2.5): r"PowerSGD\(rank=2\.5\): must be a whole number",  # type: ignore[arg-type]
-        lambda: TopK("a"): r"TopK\(ratio='a'\): must be above 0",  # type: ignore[arg-type]
-        lambda: DenseStart(Sign(), None): r"DenseStart\(steps=None\): must be",  # type: ignore[arg-type]
-        lambda: DenseStart(Sign(), -2): r"DenseStart\(steps=-2\): must be a number of steps",
+        lambda: TopK(0): "ratio=0: must be a number above 0 and at most 1",
+        lambda: TopK(1.5): r"ratio=1\.5: must be a number above 0",
+        lambda: TopK(momentum=1.0): r"momentum=1\.0: must be a number from 0 up and below 1",
+        lambda: TopK(warmup_steps=-1): "warmup_steps=-1: must be a whole number from 0 up",
+        lambda: RandomK(0): "ratio=0: must be a number above 0",
+        lambda: PowerSGD(0): "rank=0: must be a whole number from 1 up",
+        lambda: PowerSGD(2.5): r"rank=2\.5: must be a whole number",  # type: ignore[arg-type]
+        lambda: TopK("a"): "ratio='a': must be a number above 0",  # type: ignore[arg-type]
+        lambda: DenseStart(Sign(), None): "steps=None: must be",  # type: ignore[arg-type]
+        lambda: DenseStart(Sign(), -2): "steps=-2: must be a whole number from 0 up",
     }.items():
         with pytest.raises(ConfigError, match=match):
             make()

@@ -135,7 +135,7 @@ class Helper(HelpingSupervisor):
     def __init__(self, store: Any, folder: Path, **how: Any) -> None:
         self.events: Any = SimpleQueue()
         self.sent: list[tuple[str, int]] = []
-        super().__init__(["command"], self.events, store=store, logs=folder, **{"restarts": 0, "silent_s": 5.0, **how})
+        super().__init__(["command"], self.events, store, logs=folder, **{"restarts": 0, "silent_s": 5.0, **how})
 
     def _send(self, number: signal.Signals, rank: int) -> None:
         self.sent.append((number.name, rank))
@@ -202,19 +202,19 @@ def test_a_host_that_is_out_of_reach_is_lost(told: None, tmp_path: Path, caplog:
         store.set(key, value)
     looks(leader, lambda: leader._membership.latest.members == [0, 1])
     assert store.get("number/1") == b"1"
-    reached = iter(range(10_000))
+    used = iter(range(10_000))
 
     def beat() -> bool:
-        store.set("reached/1", str(next(reached)))
-        store.set("alive/0", str(next(reached)))
+        store.set("used/1", str(next(used)))
+        store.set("alive/0", str(next(used)))
         return time.monotonic() > end_s
 
     end_s = time.monotonic() + 1.0
     looks(leader, beat)
-    assert leader._membership.latest.members == [0, 1]  # a long compilation, say: its launcher is there
+    assert leader._membership.latest.members == [0, 1]  # a long compilation, say
     end_s = time.monotonic() + 1.0
-    store.set("reached/1", "")
-    leader._membership.reached = lambda process: ""  # type: ignore[method-assign]
+    store.set("used/1", "")
+    leader._membership.time_used = lambda process: ""  # type: ignore[method-assign]
     looks(leader, beat)
     assert leader._membership.latest.members == [0]
     assert store.get("ends/1") == b"SIGKILL"  # for a launcher that is back

@@ -40,7 +40,7 @@ launcher serves the store then, and these keys are added:
     requests        number of requests of such launchers for the number of a process
     arrives/K       the K-th one, with the name of the host
     number/K        the answer; "" if nobody joins any more
-    reached/N       grows as long as the launcher of process N reaches the store, in the place of its processor time
+    used/N          the processor time that process N has used, as its launcher shows
     ends/N          process N is to get this signal
     gone/N          how process N has ended: its status, and its report as JSON
 """
@@ -54,13 +54,14 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ddp.errors import ConfigError
-from ddp.process.clock import LONGEST_S, PAUSED_S, Patience, now_s
+from ddp.errors import CommunicatorBroken, ConfigError
+from ddp.process.clock import PAUSED_S, Patience, now_s
 from ddp.process.terminal import log
+from ddp.setting import FromZero, Natural, Positive, Whole, check_values
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # at run time this module stays without torch
@@ -100,12 +101,21 @@ class Elastic:
         silent_s: a process that is silent for so long is killed.
     """
 
-    min_workers: int
-    workers: int
-    spares: int
-    max_workers: int
-    wait_s: float
-    silent_s: float
+    min_workers: Natural
+    workers: Natural
+    spares: Whole = 0
+    max_workers: Natural
+    wait_s: FromZero = 300.0
+    silent_s: Positive = 30.0
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        if self.min_workers > self.workers:
+            what = f"min_workers={self.min_workers}: is more than workers={self.workers}"
+            raise ConfigError(f"{what}; take at most {self.workers}")
+        if self.max_workers < self.workers:
+            what = f"max_workers={self.max_workers}: is less than workers={self.workers}"
+            raise ConfigError(f"{what}; take {self.workers} or more")
 
     @property
     def num_processes(self) -> int:
@@ -113,42 +123,22 @@ class Elastic:
         return self.workers + self.spares
 
 
-def elastic(
-    *,
-    min_workers: int | None,
-    workers: int,
-    spares: int = 0,
-    max_workers: int | None = None,
-    wait_s: float = 300.0,
-    silent_s: float = 30.0,
-) -> Elastic | None:
+def elastic(*, min_workers: int | None, workers: int, max_workers: int | None = None, **given: Any) -> Elastic | None:
     """Returns how far a launch may shrink and grow; None if it keeps its workers.
 
+    Args:
+        given: further ones of `Elastic`.
+
     Raises:
-        ConfigError: the numbers contradict each other.
+        ConfigError: a number is out of its bounds, or they contradict each other.
     """
-    counts = {"min_workers": (min_workers, 1), "spares": (spares, 0), "max_workers": (max_workers, 1)}
-    for name, (value, least) in counts.items():
-        is_left_out = value is None and name != "spares"
-        if not is_left_out and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            raise ConfigError(f"{name}={value!r}: must be a whole number from {least} up")
-    for name, seconds in (("wait_s", wait_s), ("silent_s", silent_s)):
-        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-        if not is_number or not 0 <= seconds <= LONGEST_S or (name == "silent_s" and not seconds):
-            raise ConfigError(f"{name}={seconds!r}: must be seconds, from 0 up, and silent_s above 0")
     most = workers if max_workers is None else max_workers
-    if min_workers is None:
-        for name, value, usual in (("spares", spares, 0), ("max_workers", most, workers)):
-            if value != usual:
-                raise ConfigError(f"{name}={value}: workers come and go only with min_workers; set it to 1 or more")
-        return None
-    if min_workers > workers:
-        raise ConfigError(f"min_workers={min_workers}: is more than workers={workers}; take at most {workers}")
-    if most < workers:
-        raise ConfigError(f"max_workers={most}: is less than workers={workers}; take {workers} or more")
-    return Elastic(
-        min_workers=min_workers, workers=workers, spares=spares, max_workers=most, wait_s=wait_s, silent_s=silent_s
-    )
+    if min_workers is not None:
+        return Elastic(min_workers=min_workers, workers=workers, max_workers=most, **given)
+    for name, value, usual in (("spares", given.get("spares", 0), 0), ("max_workers", most, workers)):
+        if value != usual:
+            raise ConfigError(f"{name}={value}: workers come and go only with min_workers; set it to 1 or more")
+    return None
 
 
 @dataclass(frozen=True)
@@ -167,6 +157,10 @@ class Generation:
     ended: dict[int, str]
     num_joined: int
     num_left: int
+
+    def counts(self) -> dict[str, int]:
+        """Returns how often the workers have changed, by the names in summary.json."""
+        return {"workers_lost": len(self.ended), "workers_joined": self.num_joined, "workers_left": self.num_left}
 
     @staticmethod
     def read(text: str | bytes) -> Generation:
@@ -195,7 +189,8 @@ class Membership:
         self._store, self._limits, self._running = store, limits, running
         self._slots = {slot: slot for slot in range(limits.workers)}  # slot → process
         self._asked: dict[int, float] = {}  # members that leave, and when they have asked to
-        self._signs, self._num_requests = SignsOfLife(store, limits.silent_s), 0
+        self._signs: dict[int, tuple[object, float]] = {}  # by process, the last one, and since when it is the same
+        self._looked_s, self._warned, self._num_requests = now_s(), set[int](), 0
         self.latest, self.is_closed, self.stopped_by = Generation(0, list(range(limits.workers)), {}, 0, 0), False, ""
         store.set("limits", json.dumps(asdict(limits)))
         self._publish()
@@ -233,8 +228,31 @@ class Membership:
             self._change()
 
     def silent(self, cpu_time: Callable[[int], object]) -> list[int]:
-        """Returns the processes that have been silent for too long; see `SignsOfLife.silent`."""
-        return self._signs.silent(self._running, cpu_time)
+        """Returns the processes that have been silent for too long; warns of each earlier.
+
+        Args:
+            cpu_time: returns the processor time that a process has used.
+        """
+        now, limit_s, silent = now_s(), self._limits.silent_s, []
+        if now - self._looked_s > PAUSED_S:  # this process was paused, and perhaps all others
+            self._signs.clear()
+        self._looked_s = now
+        for process in self._running:
+            sign = read_key(self._store, f"alive/{process}"), cpu_time(process)
+            before, since_s = self._signs.get(process, (None, now))
+            if sign != before:
+                since_s = now
+                self._warned.discard(process)
+            elif now - since_s >= limit_s:
+                silent.append(process)
+            elif now - since_s >= limit_s / 3 and process not in self._warned:
+                self._warned.add(process)
+                log.warning(
+                    "process %d shows no sign of life for %.0f s; it is killed after %.0f s",
+                    *(process, now - since_s, limit_s),
+                )
+            self._signs[process] = sign, since_s
+        return silent
 
     def trained(self) -> list[int]:
         """Returns the members that have trained; all of them in a program without a fit."""
@@ -259,9 +277,9 @@ class Membership:
         """Answers such a request; None: nobody joins any more."""
         self._store.set(f"number/{request}", "" if number is None else str(number))
 
-    def reached(self, process: int) -> str:
-        """Returns the latest sign of the launcher of a process on another host."""
-        return read_key(self._store, f"reached/{process}")
+    def time_used(self, process: int) -> str:
+        """Returns the processor time that a process on another host has used."""
+        return read_key(self._store, f"used/{process}")
 
     def gone(self, process: int) -> dict[str, Any] | None:
         """Returns how a process on another host has ended: its `status` and `report`; None while it runs."""
@@ -305,47 +323,14 @@ class Membership:
         self._store.set("generation", json.dumps(asdict(self.latest)))
 
 
-class SignsOfLife:
-    """Finds processes that are silent.
+def rank_variables(rank: int, world_size: int, *, on_one_host: bool) -> dict[str, str]:
+    """Returns the variables that say which rank a process is, as torchrun sets them.
 
     Args:
-        store: of the membership.
-        limit_s: longest silence.
+        on_one_host: all ranks are there; else those of a host count each other.
     """
-
-    def __init__(self, store: Store, limit_s: float) -> None:
-        self._store, self._limit_s = store, limit_s
-        self._signs: dict[int, tuple[object, float]] = {}  # by process, the last one, and since when it is the same
-        self._looked_s, self._warned = now_s(), set[int]()
-
-    def silent(self, running: Iterable[int], cpu_time: Callable[[int], object]) -> list[int]:
-        """Returns the processes that have been silent for too long; warns of each earlier.
-
-        Args:
-            cpu_time: returns the processor time that a process has used.
-        """
-        now, limit_s, silent = now_s(), self._limit_s, []
-        if now - self._looked_s > PAUSED_S:  # this process was paused, and perhaps all others
-            self._signs.clear()
-        self._looked_s = now
-        for process in running:
-            sign = read_key(self._store, f"alive/{process}"), cpu_time(process)
-            before, since_s = self._signs.get(process, (None, now))
-            if sign != before:
-                since_s = now
-                self._warned.discard(process)
-            elif now - since_s >= limit_s:
-                silent.append(process)
-            elif now - since_s >= limit_s / 3 and process not in self._warned:
-                self._warned.add(process)
-                log.warning(
-                    "process %d shows no sign of life for %.0f s; it is killed after %.0f s",
-                    process,
-                    now - since_s,
-                    limit_s,
-                )
-            self._signs[process] = sign, since_s
-        return silent
+    kinds = ("", "LOCAL_", "ROLE_") if on_one_host else ("",)
+    return {f"{of}{name}": str(value) for of in kinds for name, value in (("RANK", rank), ("WORLD_SIZE", world_size))}
 
 
 def read_key(store: Store, key: str) -> str:
@@ -437,20 +422,18 @@ class Member:
             time.sleep(POLL_S)
         return self.is_superseded
 
-    def enter(self, *, is_later: bool = False) -> Generation | None:
+    def enter(self, *, is_later: bool = False) -> Generation:
         """Enters the latest generation, once this process is a member; sets the variables that say which rank it is.
 
         Args:
-            is_later: wait for another one than the entered one.
-
-        Returns:
-            The generation; None if the members stay the same.
+            is_later: wait for another one than the entered one, because that has lost a member.
 
         Raises:
             SystemExit: this process has left, or is not needed any more.
+            CommunicatorBroken: the launcher knows of no lost member.
         """
         if is_later and not self.has_news():
-            return None
+            raise CommunicatorBroken("a collective has failed, but no worker has ended, so there is no next generation")
         self._news.clear()
         self.look()
         while self.number not in (latest := self.latest).members:
@@ -463,10 +446,7 @@ class Member:
             self._news.wait(WAIT_S)
             self._news.clear()
         self.entered, rank, size = latest, latest.members.index(self.number), len(latest.members)
-        names = {"RANK": rank, "WORLD_SIZE": size}
-        if self.launcher is not None:  # else the ranks of a host count each other
-            names |= {f"{of}_{name}": value for of in ("LOCAL", "ROLE") for name, value in names.items()}
-        os.environ.update({name: str(value) for name, value in names.items()})
+        os.environ.update(rank_variables(rank, size, on_one_host=self.launcher is not None))
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(latest.number)
         return latest
 

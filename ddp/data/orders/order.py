@@ -17,7 +17,6 @@ Cost: Permutation, Fixed: no memory. Blocks: 8 bytes a file. Weighted, Stratifie
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -33,6 +32,7 @@ from torch import Tensor
 
 from ddp.errors import ConfigError
 from ddp.process.streams import stream_seed
+from ddp.setting import Whole, refusal
 from ddp.units import counted
 
 # --- Attributes of samples -------------------------------------------------------------------------------------------
@@ -87,13 +87,9 @@ def length_of(value: Any, *, what: str) -> int:
     Raises:
         ConfigError: it is none.
     """
-    try:
-        length = operator.index(value)
-    except TypeError:
-        length = -1
-    if length < 0:
-        raise ConfigError(f"{what}={value!r}: must be a whole number, at least 0")
-    return length
+    if why := refusal(value, Whole):
+        raise ConfigError(f"{what}={value!r}: {why}")
+    return int(value)
 
 
 def digest_of_numbers(*arrays: NDArray[Any]) -> str:

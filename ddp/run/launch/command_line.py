@@ -32,7 +32,6 @@ stays light and workers stay free of them. A sweep's job is such a command line 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import os
 import re
@@ -475,15 +474,14 @@ def train(config: Config, run_dir: Path) -> int:
     from ddp.train.supervision import WATCH
 
     cluster = config.cluster
-    digest = hashlib.sha256(settings_text(config).encode()).hexdigest()
-    arguments = ["--settings", digest, "--config", str(run_dir.resolve() / "config.yaml"), str(run_dir.resolve())]
     try:
         with with_sidecar(config, run_dir) as is_there:
             counts = {key: getattr(cluster, key) for key in ("workers", "servers", "restarts")}
             how: dict[str, Any] = {"threads": cluster.threads_per_worker, "logs": run_dir / "logs"}
             limits = elastic_of(config)
             how["hosts"] = None if limits is None else _open_to_hosts(config, run_dir)
-            ended = run_workers(arguments, elastic=limits, **counts, **how)
+            how["settings"] = settings_text(config)
+            ended = run_workers([str(run_dir.resolve())], elastic=limits, **counts, **how)
             if is_there is not None and has_ended(run_dir):
                 wait_for(run_dir, is_there, within_s=config.evaluate.wait_s)
     finally:

@@ -14,8 +14,8 @@ The supervisor of an elastic launch decides by `comm/meeting/membership.py` who 
 Other hosts may have a launcher, too, which runs one process (`cluster.role=worker`):
 
     first launcher   `ElasticSupervisor`   serves the store, decides, and treats the process as one of its own
-    any other one    `HelpingSupervisor`   starts the process, signals it and kills it if it is silent, and tells the
-                                           first one how it has ended
+    any other one    `HelpingSupervisor`   starts the process, signals it as the first one asks, and tells that one what
+                                           processor time it has used, and how it has ended
 
 If the first launcher does not hear of a process and its launcher for `silent_s`, the process counts as lost. If another
 launcher does not reach the store for so long, it kills its process: the ranks have gone on without it.
@@ -34,7 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from ddp.comm.meeting.membership import ALIVE_S, Elastic, Membership, SignsOfLife, read_key
+from ddp.comm.meeting.membership import ALIVE_S, Elastic, Membership, read_key
 from ddp.comm.meeting.role import Role
 from ddp.errors import ConfigError, first_line
 from ddp.process.clock import Patience, now_s, within
@@ -132,7 +132,7 @@ class ElasticSupervisor(Supervisor):
 
     def _time_used(self, process: int) -> object:
         if self._is_elsewhere(process):
-            return self._membership.reached(process)
+            return self._membership.time_used(process)
         return _cpu_time(self._running[process].process.pid)
 
     def _send(self, number: signal.Signals, rank: int) -> None:
@@ -212,16 +212,17 @@ class HelpingSupervisor(Supervisor):
         command: of the process.
         store: of the membership.
         restarts: how often another process is started in the place of a lost one.
+        silent_s: longest silence of the store.
     """
 
     _looks = True
 
     def __init__(
-        self, command: Sequence[str], events: Events, *, store: Any, restarts: int, logs: Path, silent_s: float
+        self, command: Sequence[str], events: Events, store: Any, *, restarts: int, logs: Path, silent_s: float
     ) -> None:
         super().__init__([], [], events, restarts=restarts, logs=logs)
         self._command, self._store, self._silent_s = command, store, silent_s
-        self._signs, self._tick, self._next_s = SignsOfLife(store, silent_s), 0, 0.0
+        self._next_s = 0.0
         self._waiting: Patience | None = Patience(0.0)  # before the process is started, or another one
         self._passed = dict[int, str]()  # by process, the last signal that was asked for
         self._is_reachable = True
@@ -278,14 +279,13 @@ class HelpingSupervisor(Supervisor):
         self._kill_overdue()
 
     def _show(self) -> dict[int, str]:
-        """Shows that the processes are watched; returns by process the signal that it is to get."""
+        """Shows what time the processes have used; returns by process the signal that it is to get."""
         if now_s() >= self._next_s:
-            self._tick, self._next_s = self._tick + 1, now_s() + ALIVE_S
-            for process in self._running:
-                self._store.set(f"reached/{process}", str(self._tick))
-        silent = self._signs.silent(self._running, lambda process: _cpu_time(self._running[process].process.pid))
+            self._next_s = now_s() + ALIVE_S
+            for process, each in self._running.items():
+                self._store.set(f"used/{process}", str(_cpu_time(each.process.pid)))
         asked = {process: read_key(self._store, f"ends/{process}") for process in self._running}
-        return {process: by for process, by in asked.items() if by} | dict.fromkeys(silent, "SIGKILL")
+        return {process: by for process, by in asked.items() if by}
 
     def _end_of(self, rank: int, status: int) -> None:
         self._running.pop(rank)

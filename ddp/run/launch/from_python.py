@@ -27,6 +27,7 @@ from ddp.process.terminal import log, say
 from ddp.run.launch.failures import Failure, Seat, agreed_signal, describe_failures
 from ddp.run.launch.supervisor import run_workers
 from ddp.run.settings.checks import most_workers
+from ddp.setting import Natural, Positive, Whole, checked
 from ddp.train.checkpoints.moved import meaning
 from ddp.units import counted
 
@@ -106,15 +107,11 @@ def launch(
         return [pickle.loads(path.read_bytes()) if path.exists() else None for path in results]
 
 
-def _check_launch(workers: Any, servers: Any, restarts: Any, threads_per_worker: Any, timeout_s: Any) -> None:
+@checked
+def _check_launch(
+    workers: Natural, servers: Whole, restarts: Whole, threads_per_worker: Natural | None, timeout_s: Positive | None
+) -> None:
     """Raises ConfigError unless the arguments of `launch` are numbers that can work; warns of too many workers."""
-    numbers = {"workers": (workers, 1), "servers": (servers, 0), "restarts": (restarts, 0)}
-    for name, (number, least) in (numbers | {"threads_per_worker": (threads_per_worker, 1)}).items():
-        is_left_out = number is None and name == "threads_per_worker"
-        if not is_left_out and (not hasattr(number, "__index__") or isinstance(number, bool) or number < least):
-            raise ConfigError(f"{name}={number!r}: must be a whole number from {least} up")
-    if timeout_s is not None and not (isinstance(timeout_s, (int, float)) and timeout_s > 0):
-        raise ConfigError(f"timeout_s={timeout_s!r}: must be seconds above 0; leave it out for no limit")
     what = f"servers={servers} workers={workers}" if servers else f"workers={workers}"
     if servers + workers > (most := most_processes()):
         raise ConfigError(f"{what}: free memory and ulimit -u here are enough for {most:,} processes; take fewer")
@@ -146,10 +143,7 @@ Definitions = dict[tuple[str, str], Any]  # by module and name
 LARGEST_EXCEPTION = 1 << 26  # bytes
 LEAST_BYTES = 1 << 23  # of a process with Python and little else
 _SEARCH = threading.Lock()
-OURS = (
-    *("workers", "servers", "restarts", "min_workers", "spares", "max_workers", "wait_s", "silent_s"),
-    *("threads_per_worker", "timeout_s"),
-)
+OURS = [*inspect.signature(launch).parameters][2:-1]  # but for the function, and what it is given
 
 
 def result_file(folder: Path, rank: int) -> Path:

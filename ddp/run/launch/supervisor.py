@@ -41,7 +41,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 from ddp.comm.meeting import membership
-from ddp.comm.meeting.membership import Elastic, Hosts
+from ddp.comm.meeting.membership import Elastic, Hosts, rank_variables
 from ddp.comm.meeting.place import is_on_loopback
 from ddp.comm.meeting.role import STORE, Job, Role, publish_end
 from ddp.comm.meeting.secret import holding_memory, private_folder, secret
@@ -62,6 +62,7 @@ FOLLOW_S = 5.0
 other ranks have this long to leave."""
 LOST = ("PeerLost", "CommunicatorBroken")  # exceptions after which a worker can be restarted
 POLL_S = 0.25  # between two checks of these limits
+SETTINGS = "config.yaml"  # of a run, in the private folder of its launch
 NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -103,6 +104,7 @@ def run_workers(
     logs: Path,
     servers: int = 0,
     restarts: int = 0,
+    settings: str = "",
     elastic: Elastic | None = None,
     hosts: Hosts | None = None,
 ) -> Ended:
@@ -113,6 +115,7 @@ def run_workers(
         logs: the folder of their reports.
         servers: 0: the workers are ranks.
         restarts: most restarts of a worker, if there are servers or the launch is elastic; and of all servers.
+        settings: of the run, as YAML, which the processes read in the private folder; "": it is no run, but a call.
         elastic: how far the ranks may shrink and grow; None: all fail with one.
         hosts: where processes of other hosts may join, if it is elastic; None: nowhere.
 
@@ -126,13 +129,15 @@ def run_workers(
     events: Events = SimpleQueue()
     value = b"" if hosts is None else secret()
     with private_folder(value) as private, holding_memory(private), signals_to(events.put), paused_together():
+        (private / SETTINGS).write_text(settings)
         counts = ["--servers", str(servers), "--workers", str(workers)]
         command = _worker_command(private, [*arguments, *counts], threads=threads, hosts=hosts)
         store, commands, served = Folder(private / STORE), [command] * (servers + workers), None
         if not servers:
             served = hosts or _store_of_torch()  # as long as this is kept
             common = [*_meeting(ADDRESS if hosts is None else hosts.address, served.port), *command]
-            commands = [[*_place(rank, workers, is_counted=hosts is None), *common] for rank in range(workers)]
+            places = [rank_variables(rank, workers, on_one_host=hosts is None) for rank in range(workers)]
+            commands = [[*_set(each), *common] for each in places]
         roles = [Role("server", index, workers, servers, store) for index in range(servers)]
         roles += [Role("worker", index, workers, servers, store) for index in range(workers)]
         how: dict[str, Any] = {"restarts": restarts, "logs": logs}
@@ -145,23 +150,21 @@ def run_workers(
             return supervisor.run()
 
 
-def help_workers(
-    arguments: Sequence[str], *, threads: int, logs: Path, hosts: Hosts, restarts: int, silent_s: float
-) -> Ended:
+def help_workers(arguments: Sequence[str], *, threads: int, hosts: Hosts, settings: str = "", **how: Any) -> Ended:
     """Runs one process of an elastic launch that another host's launcher has begun, and waits.
 
     Args:
-        restarts: how often another process is started in the place of a lost one.
         hosts: where it joins.
-        silent_s: longest silence of the store, and of the process.
+        settings: as of `run_workers`.
+        how: further arguments of `HelpingSupervisor`.
     """
     from ddp.run.launch.elastic import HelpingSupervisor
 
     events: Events = SimpleQueue()
     with private_folder(secret()) as private, signals_to(events.put), paused_together():
+        (private / SETTINGS).write_text(settings)
         command = _worker_command(private, [*arguments, "--elastic"], threads=threads, hosts=hosts)
-        how: dict[str, Any] = {"store": hosts.store, "restarts": restarts, "logs": logs, "silent_s": silent_s}
-        supervisor = HelpingSupervisor([*_meeting(hosts.address, hosts.port), *command], events, **how)
+        supervisor = HelpingSupervisor([*_meeting(hosts.address, hosts.port), *command], events, hosts.store, **how)
         with contextlib.closing(supervisor):
             return supervisor.run()
 
@@ -185,24 +188,17 @@ def _store_of_torch() -> Any:
     return TCPStore(ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
-def _place(rank: int, world_size: int, *, is_counted: bool) -> list[str]:
-    """Returns a rank's environment that no other one has, as torchrun gives it.
-
-    Args:
-        is_counted: all ranks are on this host; else those of a host count each other.
-    """
-    kinds = ("", "LOCAL_", "ROLE_") if is_counted else ("",)
-    own = {f"{of}{name}": value for of in kinds for name, value in (("RANK", rank), ("WORLD_SIZE", world_size))}
-    return [f"{name}={value}" for name, value in own.items()]
-
-
 def _meeting(address: str, port: int) -> list[str]:
     """Returns the part of a rank's environment that is the same for all."""
     meeting = {"MASTER_ADDR": address, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     restarts = {f"TORCHELASTIC_{name}": 0 for name in ("RESTART_COUNT", "MAX_RESTARTS")}
     torchs = {"TORCHELASTIC_RUN_ID": "ddp", **restarts, NCCL_ERRORS: os.environ.get(NCCL_ERRORS, 1)}
-    known = {**meeting, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, **torchs}
-    return [f"{name}={value}" for name, value in known.items()]
+    return _set({**meeting, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, **torchs})
+
+
+def _set(variables: Mapping[str, object]) -> list[str]:
+    """Returns the words after `env` that set variables."""
+    return [f"{name}={value}" for name, value in variables.items()]
 
 
 class End(NamedTuple):
@@ -465,7 +461,7 @@ def worker_command(module: str, words: Sequence[str], *, threads: int, is_apart:
     }
     if "PYTHONPATH" in os.environ:  # an empty entry is the current folder
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, os.environ["PYTHONPATH"].split(os.pathsep)))
-    named = [f"{name}={value}" for name, value in (variables | memory_variables()).items()]
+    named = _set(variables | memory_variables())
     return [*named, sys.executable, "-P", str(Path(__file__).parent / "bootstrap.py"), module, *words]
 
 

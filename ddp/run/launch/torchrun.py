@@ -27,14 +27,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import importlib
 import json
 import math
 import os
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -379,18 +377,12 @@ def train_by_hand(me: RoleSettings) -> NoReturn:
 
 def _help(config: Config, run_dir: Path, hosts: Hosts) -> int:
     """Runs one process of an elastic run that another host has begun; returns the exit status."""
-    text, logs = settings_text(config), run_dir / "logs"
+    logs = run_dir / "logs"
     say(f"one process of this host joins {relative_path(run_dir)}/; it writes to {relative_path(logs)}/")
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        file.write(text)
-        file.flush()
-        words = ["--settings", hashlib.sha256(text.encode()).hexdigest(), "--config", file.name, str(run_dir)]
-        how: dict[str, Any] = {"threads": config.cluster.threads_per_worker or available_cores(), "logs": logs}
-        how |= {"restarts": config.cluster.restarts, "silent_s": config.cluster.silent_s}
-        ended = help_workers(words, hosts=hosts, **how)
-    if ended.signal is not None:
-        return 128 + ended.signal
-    if stopped_by := agreed_signal(ended.failures):
+    how: dict[str, Any] = {"threads": config.cluster.threads_per_worker or available_cores(), "logs": logs}
+    how |= {"restarts": config.cluster.restarts, "silent_s": config.cluster.silent_s}
+    ended = help_workers([str(run_dir)], settings=settings_text(config), hosts=hosts, **how)
+    if stopped_by := ended.signal or agreed_signal(ended.failures):
         return 128 + stopped_by
     if ended.failures:
         say(describe_failures(ended.failures, logs).text, to=sys.stderr)

@@ -54,6 +54,7 @@ from ddp.process.terminal import log
 from ddp.replica.replica import Replica
 from ddp.train.checkpoints.checkpoint_store import (
     ANOTHER,
+    IN_MEMORY,
     CheckpointMemory,
     CheckpointStore,
     StoredCheckpoint,
@@ -67,7 +68,6 @@ from ddp.train.checkpoints.moved import translated
 from ddp.train.steps.callbacks import MEASURED, Callback
 from ddp.train.steps.state import StepReport, TrainState
 
-IN_MEMORY = Path("memory")  # the path of a checkpoint that is on no disk
 FREE = ("world_size", "all_reduce", "buckets", "strategy")
 """Keys of a run's identity on which the bits do not depend with `same_bits`."""
 
@@ -110,7 +110,7 @@ def save_checkpoint(
     whole, compression = state.strategy.state_dict(), state.model.compression
     hook = None if compression is None else compression.state_dict()
     extra_parts = {} if extra is None else extra.parts()
-    mine = _random_states(state.comm), state.sampler.places(), state.sampler.seen_in_epoch, state.unreadable
+    mine = _random_states(state.comm), state.sampler.places(), state.sampler.seen, state.unreadable
     everyone = all_gather_object(state.comm, mine)
     meta = _meta(state, identity, extra)
 
@@ -537,16 +537,16 @@ class AfterOthers(Callback):
 # --- in memory --------------------------------------------------------------------------------------------------------
 
 
-def newest_in_memory(memory: CheckpointMemory | None) -> StoredCheckpoint | None:
+def newest_in_memory(memory: CheckpointMemory, run_dir: Path | None) -> StoredCheckpoint | None:
     """Returns the newest whole checkpoint of a fit of this launch, for `read_checkpoint`; on rank 0's host.
 
-    It is the one in memory, unless the run's folder has a newer one, or none in memory is whole. None: this fit has
-    saved none there. `memory.last_step` is the last step that was committed: those after the checkpoint are repeated.
+    It is the one in memory, unless the run's folder has a newer one, or none in memory is whole. `memory.last_step` is
+    the last step that was committed: those after the checkpoint are repeated.
     """
-    found = None if memory is None else memory.newest()
-    if memory is None or memory.run_dir is None:
+    found = memory.newest()
+    if run_dir is None:
         return found
-    folder, step = memory.run_dir / "checkpoints", -1 if found is None else found.step
+    folder, step = run_dir / "checkpoints", -1 if found is None else found.step
     try:
         if max(steps(folder), default=-1) > step and (on_disk := load(folder)).step > step:
             return on_disk

@@ -69,6 +69,7 @@ from ddp.units import binary_size
 SCHEMA = 1
 MANIFEST = "manifest.json"
 ANOTHER = "take another checkpoint"
+IN_MEMORY = Path("memory")  # the path of a checkpoint that is on no disk
 _FOLDER_NAME = re.compile(r"step-(\d{8,16})", re.ASCII)
 _MOST_OF_NAME = 4096
 
@@ -619,19 +620,17 @@ class CheckpointMemory:
 
     Args:
         paths: of the two slots, which are opened at the first use.
-        fit: tells the run from other fits of the launch: plain values, the same after a restart.
+        fit: the number of the fit in the program, which is the same after a restart.
 
     Attributes:
-        run_dir: the run's folder, which is saved, too; `newest` sets it to that of its checkpoints.
         last_step: the last step that was committed, as `newest` has found it; None: it has found none.
 
     Raises:
         ConfigError: from each method: there is no such memory, or it cannot be opened from here.
     """
 
-    def __init__(self, paths: Sequence[str], *, fit: Mapping[str, Any]) -> None:
-        self._paths, self._fit = paths, dict(fit)
-        self.run_dir: Path | None = None
+    def __init__(self, paths: Sequence[str], *, fit: int) -> None:
+        self._paths, self._fit = paths, fit
         self.last_step: int | None = None
         self._latest: int | None = None  # the slot of the last whole checkpoint
         self._has_warned = False
@@ -668,7 +667,7 @@ class CheckpointMemory:
         orders = {each.slot: each.manifest.order for each in self._saved()}
         number = min(range(len(self._slots)), key=lambda slot: orders.get(slot, 0))
         slot, start, entries = self._slots[number], _HEAD.size, dict[str, Any]()
-        meta = {**meta, "fit": self._fit, "run_dir": None if self.run_dir is None else str(self.run_dir)}
+        meta = {**meta, "fit": self._fit}
         path = Path(self._paths[number])
         with _explained(path):
             for name, content in parts.items():
@@ -705,8 +704,6 @@ class CheckpointMemory:
         """Returns the newest whole checkpoint of this fit; None without one. Drops a damaged one, with a warning."""
         mine = [each for each in self._saved() if each.manifest.meta.get("fit") == self._fit]
         self.last_step = max((each.last_step for each in mine), default=None)
-        if mine and (folder := mine[0].manifest.meta.get("run_dir")) is not None:
-            self.run_dir = Path(folder)
         for each in mine:
             try:
                 found, self._latest = self._read(each), each.slot
@@ -752,7 +749,7 @@ class CheckpointMemory:
             for name, entry in saved.manifest.parts.items():
                 files[name] = io.BytesIO(slot[start : start + entry.bytes])
                 start += entry.bytes
-        return _loaded(saved.manifest, files, Path(self._paths[saved.slot]))
+        return _loaded(saved.manifest, files, IN_MEMORY)
 
     def _clear(self, number: int) -> None:
         os.pwrite(self._slots[number], bytes(_HEAD.size), 0)

@@ -353,15 +353,10 @@ _WORDS: dict[type, str] = {Fixed: "fixed", Permutation: "permutation"}
 
 
 def note_start(run_dir: Path, start: Mapping[str, Any], *, goes_on: bool) -> None:
-    """Writes a line, after those of the resumed run."""
+    """Writes a line, after those of the resumed run; one about a step that the guard left out, too."""
     path = run_dir / STARTS
     noted = "".join(f"{line}\n" for line in (lines_of(path) if goes_on else ()))
     write_whole(path, f"{noted}{to_json(start, default=int)}\n")  # of NumPy's
-
-
-def note_incident(run_dir: Path, incident: Mapping[str, Any]) -> None:
-    """Writes a line about a step that the guard left out, or after which it went back (`supervision.py`)."""
-    note_start(run_dir, incident, goes_on=True)
 
 
 def note_generation(run_dir: Path, state: TrainState) -> None:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task
 from rich.table import Column, Table
 from rich.text import Text
 
-from ddp.comm.meeting.membership import Generation, current_member
+from ddp.comm.meeting.membership import current_member
 from ddp.comm.meeting.place import roles
 from ddp.comm.meeting.role import current_role
 from ddp.data.loading.iterable import ENDLESS
@@ -259,13 +259,8 @@ def summary_of(state: TrainState, meters: Meters, given: Training, *, seconds: f
         "train_loss": state.train_loss,
         "seconds": round(seconds, 2),
         "stopped_by": state.stopped_by or None,
-        **({} if (member := current_member()) is None else changes_of(member.latest)),
+        **({} if (member := current_member()) is None else member.latest.counts()),
     }
-
-
-def changes_of(latest: Generation) -> dict[str, Any]:
-    """Returns how often the workers of an elastic launch have changed."""
-    return {"workers_lost": len(latest.ended), "workers_joined": latest.num_joined, "workers_left": latest.num_left}
 
 
 def draw_curves(metrics: Path, picture: Path, *, summary: Mapping[str, Any]) -> None:

@@ -66,7 +66,7 @@ def with_closure() -> Callable[[], bool]:
         (lambda: ddp.launch(plain, workers=10**6), "workers=1000000: free memory and ulimit -u here are enough for "),
         (lambda: ddp.launch(plain, servers=10**6), "servers=1000000 workers=2: free memory and ulimit -u here are "),
         (lambda: ddp.launch(plain, threads_per_worker=0), "threads_per_worker=0: must be a whole number"),
-        (lambda: ddp.launch(plain, timeout_s=0), "timeout_s=0: must be seconds above 0"),
+        (lambda: ddp.launch(plain, timeout_s=0), "timeout_s=0: must be a number above 0, or leave it out"),
         (lambda: ddp.launch(of_two, 1, LOCK), "ddp.launch(of_two, …): argument 2 cannot be sent to another process"),
         (lambda: ddp.launch(of_two, x=LOCK), "ddp.launch(of_two, …): x= cannot be sent"),
         (lambda: ddp.launch(with_closure()), "mine, which <lambda> uses cannot be sent"),

@@ -15,6 +15,7 @@ import pytest
 
 from ddp.errors import CheckpointError, CommunicatorBroken, ConfigError, PeerLost
 from ddp.run.launch.failures import Report, Seat
+from ddp.run.launch.supervisor import SETTINGS
 from ddp.run.launch.worker import guarded
 
 LOST = PeerLost(1, "here", 0, 3, "all_reduce")
@@ -89,20 +90,19 @@ def test_guarded_turns_an_exception_into_a_status_a_report_and_a_log(tmp_path: P
         guarded(lambda: sys.exit(3), Seat(tmp_path, 2))
 
 
-def test_settings_that_were_changed_after_the_launcher_s_check_are_not_read(tmp_path: Path) -> None:
+def test_settings_are_read_where_nobody_else_may_write(tmp_path: Path) -> None:
     """Whoever may write the folder of a run could name code of their own there."""
     (tmp_path / "config.yaml").write_text("model: {name: 'evil:Net'}")
+    (private := tmp_path / "private").mkdir()
+    (private / SETTINGS).write_text("seed: -1")
     code = """
 import os, sys, ddp.run.launch.worker
 ddp.run.launch.worker.take_secret = lambda folder, **_: None
-arguments = ["--rank", "1", "--parent", str(os.getppid()), "--private", ".", "--settings", "0" * 64]
-arguments += ["--config", f"{sys.argv[1]}/config.yaml", sys.argv[1]]
+arguments = ["--rank", "1", "--parent", str(os.getppid()), "--private", f"{sys.argv[1]}/private", sys.argv[1]]
 sys.exit(ddp.run.launch.worker.main(arguments))
 """
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
-    report = Report.read(Seat(tmp_path / "logs", 1))
-    assert done.returncode == 1 and report is not None and report.is_user_error
-    assert report.message == f"{tmp_path}/config.yaml was changed while the run was starting: start it again"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, capture_output=True, text=True)
+    assert done.returncode == 1 and "seed=-1" in done.stderr and "evil" not in done.stderr
 
 
 def test_only_rank_0_keeps_the_terminal(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from torch import nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
 import ddp
+from ddp.comm.meeting.membership import current_member
 from ddp.comm.meeting.secret import FOLDER, MEMORY, VARIABLE, held_memory, holding_memory, private_folder, take_secret
 from ddp.errors import CheckpointError, ConfigError
 from ddp.replica.broadcast import tensor_hash
 from ddp.run.settings.reader import from_plain
 from ddp.train.checkpoints import checkpoint_store
 from ddp.train.checkpoints.checkpoint import growth_of, newest_in_memory
-from ddp.train.checkpoints.checkpoint_store import CheckpointMemory, CheckpointStore
+from ddp.train.checkpoints.checkpoint_store import IN_MEMORY, CheckpointMemory, CheckpointStore
 from ddp.train.steps.callbacks import Callback
 from ddp.train.steps.state import StepReport, TrainState
 
@@ -37,7 +39,7 @@ def launch() -> Iterator[Path]:
         yield folder
 
 
-def memory_of(launch: Path, **fit: Any) -> CheckpointMemory:
+def memory_of(launch: Path, fit: int = 0) -> CheckpointMemory:
     return CheckpointMemory((launch / MEMORY).read_text().split(), fit=fit)
 
 
@@ -64,19 +66,19 @@ def step_of(memory: CheckpointMemory) -> int | None:
 
 
 def test_the_last_two_are_kept_and_others_than_this_fit_find_none(launch: Path) -> None:
-    memory = memory_of(launch, number=0)
+    memory = memory_of(launch, 0)
     assert (step_of(memory), memory.last_step) == (None, None)
     assert step_of(saved(memory, 1, 2, 3)) == 3
     memory.note(5)
-    again = memory_of(launch, number=0)  # of a rank that has been started again
+    again = memory_of(launch, 0)  # of a rank that has been started again
     assert (step_of(again), again.last_step) == (3, 5)
-    assert step_of(memory_of(launch, number=1)) is None
-    assert step_of(saved(memory_of(launch, number=1), 9)) == 9
+    assert step_of(memory_of(launch, 1)) is None
+    assert step_of(saved(memory_of(launch, 1), 9)) == 9
     assert step_of(again) == 3, "the other fit has taken the place of the older one"
     again.clear()
     assert step_of(memory) is None
     with private_folder() as other, holding_memory(other):
-        assert step_of(saved(memory_of(other, number=0), 7)) == 7
+        assert step_of(saved(memory_of(other, 0), 7)) == 7
         assert step_of(memory) is None, "two launches at once do not mix"
 
 
@@ -150,17 +152,16 @@ def test_what_cannot_be_loaded_is_refused_at_once(launch: Path) -> None:
 
 def test_the_disk_is_taken_if_it_is_newer_or_none_in_memory_is_whole(launch: Path, tmp_path: Path) -> None:
     memory, store = memory_of(launch), CheckpointStore(tmp_path / "checkpoints")
-    assert newest_in_memory(None) is newest_in_memory(memory) is None
-    memory.run_dir = tmp_path
+    assert newest_in_memory(memory, None) is newest_in_memory(memory, tmp_path) is None
     saved(memory, 4, 6)
     for step in (5, 6):
         store.save(step, parts_of(step), meta={})
     for newer in (7, None):
-        found = newest_in_memory(memory_of(launch))
+        found = newest_in_memory(memory_of(launch), tmp_path)
         assert found is not None
         assert found.step == (newer or 7) - (newer is not None)
         if newer is not None:
-            assert str(found.path).startswith("/proc/")
+            assert found.path == IN_MEMORY
             path = store.save(newer, parts_of(newer), meta={})
         else:
             assert found.path == path
@@ -168,7 +169,7 @@ def test_the_disk_is_taken_if_it_is_newer_or_none_in_memory_is_whole(launch: Pat
         with Path(slot).open("r+b") as file:
             file.seek(500)
             file.write(b"damage")
-    found = newest_in_memory(memory_of(launch))
+    found = newest_in_memory(memory_of(launch), tmp_path)
     assert found is not None
     assert found.step == 7
 
@@ -180,7 +181,7 @@ def test_memory_of_others_is_not_opened(launch: Path, tmp_path: Path, monkeypatc
         with pytest.raises(
             ConfigError, match=r"memory_steps: no launcher .* holds memory; start the run by ddp.launch"
         ):
-            CheckpointMemory(paths, fit={}).newest()
+            CheckpointMemory(paths, fit=0).newest()
     os.close(mine)
     for variable in (VARIABLE, FOLDER):
         monkeypatch.setenv(variable, "")  # which is put back
@@ -241,19 +242,22 @@ def test_the_state_of_an_optimizer_is_known_before_its_first_step(make: Callable
 
 
 class KillAt(Callback):
-    """Kills every rank after a step."""
+    """Kills every rank after a step, once two others are ready."""
 
     def __init__(self, step: int) -> None:
         self.step = step
 
     def step_end(self, state: TrainState, report: StepReport) -> None:
-        if state.step == self.step:
+        member = current_member()
+        if state.step == self.step and member is not None and state.comm.generation == 0:
+            while not member.store.check(["ready/2", "ready/3"]):
+                time.sleep(0.01)
+            time.sleep(0.3 * (1 + state.comm.rank))  # until all have committed it; the last one meets nobody any more
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fitted(private: str, kill: int, folder: str | None, given: dict[str, Any]) -> tuple[int, str, Any, list[str]]:
+def fitted(kill: int, folder: str | None, given: dict[str, Any]) -> tuple[int, str, Any, list[str]]:
     """(step, hash of parameters, optimizer state and averages, the run's folder, what it says of repeated steps)."""
-    take_secret(Path(private))
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 2))
     generator = torch.Generator().manual_seed(1)
@@ -286,54 +290,32 @@ def fitted(private: str, kill: int, folder: str | None, given: dict[str, Any]) -
     return state.step, bits, state.run_dir, [each for each in said if "repeats" in each]
 
 
-def run(launch: Path, kill: int, where: Path | str | None, **given: Any) -> list[Any]:
+def run(kill: int, where: Path | str | None, **given: Any) -> list[Any]:
     name = None if where is None else str(where)
-    return collect(start_ranks(fitted, 2, str(launch), kill, name, given), timeout_s=40)
+    how = {"min_workers": 2, "spares": 2, "restarts": 0} if kill else {}
+    return ddp.launch(fitted, kill, name, given, workers=2, timeout_s=60, **how)
 
 
 @pytest.mark.parametrize("strategy", ["auto", "sharded", "central_storage"])
 @pytest.mark.quick(2)
-def test_all_killed_at_once_go_on_from_memory_with_the_same_bits(launch: Path, tmp_path: Path, strategy: str) -> None:
-    keeps = {"memory_steps": 3}
-    whole = [each[:2] for each in run(launch, 0, None, strategy=strategy, folder={**keeps, "memory_steps": 0})]
+def test_all_killed_at_once_go_on_from_memory_with_the_same_bits(tmp_path: Path, strategy: str) -> None:
+    whole = [each[:2] for each in run(0, None, strategy=strategy)]
     for kill, folder, last in ((11, tmp_path / "run", 9), (5, None, 3)):
-        with private_folder() as another, holding_memory(another):
-            assert all(
-                isinstance(each, RankFailed) for each in run(another, kill, folder, strategy=strategy, folder=keeps)
-            )
-            again = run(another, 0, folder, strategy=strategy, folder=keeps)
+        again = run(kill, folder, strategy=strategy, folder={"memory_steps": 3})
         assert [each[:2] for each in again] == whole
         assert again[0][3] == [f"continues from memory after step {last}: repeats 2 steps"]
 
 
-def test_a_run_without_a_name_goes_on_in_its_folder(
-    launch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_without_a_name_goes_on_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    keeps = {"memory_steps": 4, "every_steps": 6}
-    assert all(isinstance(each, RankFailed) for each in run(launch, 7, "unnamed", folder=keeps))
+    [(step, _, where, said), _] = run(7, "unnamed", folder={"memory_steps": 4, "every_steps": 6})
     [first] = (tmp_path / "runs").iterdir()
-    [(step, _, where, said), _] = run(launch, 0, "unnamed", folder=keeps)
     assert (step, where) == (14, first)
     assert said == [
         f"continues from {first.relative_to(tmp_path)}/checkpoints/step-00000006 after step 6: repeats 1 step"
     ]
     lines = [line for line in (first / "metrics.jsonl").read_text().splitlines() if '"kind": "step"' in line]
     assert len(lines) == 14, "each step once"
-
-
-def two_fits(private: str, kill: int) -> list[tuple[int, str]]:
-    """Of two fits with the same settings, as of two folds; the second is killed."""
-    return [fitted(private, number * kill, None, {"folder": {"memory_steps": 2}})[:2] for number in (0, 1)]
-
-
-def test_two_fits_of_a_launch_do_not_mix(launch: Path) -> None:
-    whole = collect(start_ranks(two_fits, 2, str(launch), 0))
-    with private_folder() as another, holding_memory(another):
-        collect(start_ranks(two_fits, 2, str(another), 5))
-        memory = CheckpointMemory((another / MEMORY).read_text().split(), fit={})
-        assert [each.manifest.meta["fit"]["number"] for each in memory._saved()] == [1, 1]
-        assert collect(start_ranks(two_fits, 2, str(another), 0)) == whole
 
 
 class Poison(Callback):
@@ -343,7 +325,7 @@ class Poison(Callback):
         self.counts: list[int] = []
 
     def _count(self) -> None:
-        self.counts.append(len(CheckpointMemory(held_memory(), fit={})._saved()))
+        self.counts.append(len(CheckpointMemory(held_memory(), fit=0)._saved()))
 
     def step_start(self, state: TrainState) -> None:
         if state.step == 7 and not self.counts:
@@ -397,7 +379,7 @@ def test_a_rank_that_another_launcher_has_started_is_told(tmp_path: Path) -> Non
 def too_much(private: str) -> None:
     take_secret(Path(private))
     checkpoint_store.available_bytes = lambda: 1 << 20  # type: ignore[attr-defined]
-    fitted(private, 0, None, {"folder": {"memory_steps": 2}})
+    fitted(0, None, {"folder": {"memory_steps": 2}})
 
 
 def test_too_little_memory_ends_a_run_before_its_first_step(launch: Path) -> None:
