@@ -23,7 +23,6 @@ Saving is collective. Rank 0 writes; the ranks agree on whether that went well, 
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import itertools
 import logging
@@ -39,9 +38,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from ddp.comm.communicator import Communicator
+from ddp.comm.meeting.membership import is_resized
 from ddp.comm.objects import all_gather_object, on_rank_zero, recv_object, send_object
 from ddp.comm.session import on_cpu
 from ddp.data.orders.order import Checksum
@@ -49,7 +48,6 @@ from ddp.errors import CheckpointError
 from ddp.optim.schedules import Rates
 from ddp.process import gpu
 from ddp.process.records import damage_as_error, json_object, made, to_json
-from ddp.process.streams import preserved
 from ddp.process.terminal import log
 from ddp.replica.replica import Replica
 from ddp.train.checkpoints.checkpoint_store import (
@@ -92,7 +90,7 @@ def _meta_of(checkpoint: StoredCheckpoint) -> _Meta:
 
 
 def save_checkpoint(
-    store: CheckpointStore | CheckpointMemory | Reservation,
+    store: CheckpointStore | CheckpointMemory,
     state: TrainState,
     *,
     identity: Mapping[str, Any],
@@ -555,71 +553,25 @@ def newest_in_memory(memory: CheckpointMemory, run_dir: Path | None) -> StoredCh
     return found
 
 
-@dataclass(frozen=True)
-class Reservation:
-    """Stands for a store: takes the memory that a checkpoint needs, in place of writing it.
-
-    Args:
-        growth: bytes that a later checkpoint needs beyond the present one.
-    """
-
-    memory: CheckpointMemory
-    growth: int
-
-    def save(
-        self, step: int, parts: Mapping[str, object], *, meta: Mapping[str, Any], score: float | None = None
-    ) -> Path:
-        """Raises ConfigError if there is not so much memory."""
-        values = tree_leaves(dict(parts))
-        now = sum(each.nbytes for each in values if isinstance(each, Tensor)) + 1000 * len(values)
-        self.memory.reserve(int(1.01 * (now + self.growth)) + (1 << 20))  # histories grow
-        return Path()
-
-
-def growth_of(optimizer: Optimizer, masters: Mapping[Tensor, Tensor]) -> int:
-    """Returns the bytes of the state that an optimizer makes in its first step; 0 if it has one.
-
-    A copy of it makes a step with parameters of at most three elements along each dimension. If that cannot be done,
-    the state is taken to be as large as that of Adam in float32.
-    """
-    if optimizer.state:
-        return 0
-    parameters, small = [each for group in optimizer.param_groups for each in group["params"]], dict[int, Tensor]()
-    for each in parameters:
-        few = masters.get(each, each).new_ones([min(3, size) for size in each.shape])
-        small[id(each)] = nn.Parameter(few, requires_grad=each.requires_grad)
-        small[id(each)].grad = few.clone() if each.requires_grad else None
-    memo: dict[int, Any] = dict(small)
-    try:
-        with preserved():
-            twin = copy.deepcopy(optimizer, memo)
-            more = {name: value for name, value in vars(optimizer).items() if name not in {*vars(twin), "step"}}
-            vars(twin).update(copy.deepcopy(more, memo))  # which the class does not copy
-            twin.step()
-    except Exception:
-        return sum(8 * each.numel() for each in parameters)
-    num_bytes = 0
-    for each in parameters:
-        for value in twin.state[small[id(each)]].values():
-            if isinstance(value, Tensor):
-                is_large = value.shape == small[id(each)].shape
-                num_bytes += (each if is_large else value).numel() * value.element_size()
-    return num_bytes
-
-
 class InMemory(Checkpointer):
-    """Saves every few steps in memory, from which the run continues if all of its ranks are lost; not at its end."""
+    """Saves every few steps in memory, from which the run continues if all of its ranks are lost; not at its end.
+
+    It saves at the start, too, and after the first step, when the optimizer has its state: if there is not so much
+    memory, the run ends there, and not hours later.
+    """
 
     def __init__(self, memory: CheckpointMemory, **how: Any) -> None:
         super().__init__(memory, **how)
-        self._memory = memory
+        self._memory, self._begins = memory, False
 
     def started(self, state: TrainState) -> None:
-        reservation = Reservation(self._memory, growth_of(state.optimizer, state.masters))
-        save_checkpoint(reservation, state, identity=self._identity, extra=self._extra)
+        self._begins = state.step == 0 or not is_resized()
+        if self._begins:
+            self._save(state)
 
     def step_end(self, state: TrainState, report: StepReport) -> None:
         super().step_end(state, report)
+        self._due, self._begins = self._due or self._begins, False
         if state.comm.rank == 0:
             self._memory.note(state.step)
 

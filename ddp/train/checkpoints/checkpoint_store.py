@@ -45,6 +45,7 @@ from typing import IO, Any, Literal, NamedTuple, cast
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ddp.comm.transport.shared_memory import open_memory
 from ddp.errors import CheckpointError, ConfigError
@@ -635,36 +636,19 @@ class CheckpointMemory:
         self._latest: int | None = None  # the slot of the last whole checkpoint
         self._has_warned = False
 
-    def reserve(self, num_bytes: int) -> None:
-        """Takes the memory for two checkpoints of this size. What is there stays.
-
-        Raises:
-            ConfigError: there is not so much; the message has both numbers.
-        """
-        missing = sum(max(0, num_bytes - os.fstat(slot).st_size) for slot in self._slots)
-        available = available_bytes()
-        try:
-            if missing > available:
-                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-            for slot in self._slots:
-                os.posix_fallocate(slot, 0, num_bytes)  # which leaves a larger one as it is
-        except OSError as error:
-            raise ConfigError(
-                f"memory_steps: two checkpoints need {binary_size(missing)} more memory, and {binary_size(available)} "
-                "are free here; leave it out, and save to the disk more often (every_steps)"
-            ) from error
-
     def save(
         self, step: int, parts: Mapping[str, object], *, meta: Mapping[str, Any], score: float | None = None
     ) -> Path:
         """Writes a checkpoint in place of the older one, as `CheckpointStore.save`. Returns the slot's path.
 
-        If it needs more memory than was reserved, and that is not there, it is left out with a warning.
+        If it needs more memory than there is, it is left out with a warning.
 
         Raises:
             CheckpointError: a value cannot be stored. What was there before is untouched.
+            ConfigError: as for the warning, before this fit has saved two; the message has both numbers.
         """
-        orders = {each.slot: each.manifest.order for each in self._saved()}
+        saved = self._saved()
+        orders = {each.slot: each.manifest.order for each in saved}
         number = min(range(len(self._slots)), key=lambda slot: orders.get(slot, 0))
         slot, start, entries = self._slots[number], _HEAD.size, dict[str, Any]()
         meta = {**meta, "fit": self._fit}
@@ -673,14 +657,19 @@ class CheckpointMemory:
             for name, content in parts.items():
                 if why := refusal_of(content):
                     raise CheckpointError(f"part {name!r} must hold tensors and plain values only ({why})")
-            self._clear(number)
             try:
+                self._reserve(_num_bytes(parts))
+                self._clear(number)
                 for name, content in parts.items():
                     entries[name] = _written(cast(IO[bytes], _End(slot, start)), name, content)
                     start += entries[name]["bytes"]
                 manifest = _manifest_of(step, 1 + max(orders.values(), default=0), score, entries, meta)
                 size = _End(slot, start).write(to_json(manifest).encode())
             except OSError as error:
+                if sum(self._is_mine(each) for each in saved) < 2:
+                    raise ConfigError(
+                        f"memory_steps: {error.strerror}; leave it out, and save to the disk more often (every_steps)"
+                    ) from error
                 if not self._has_warned:
                     log.warning("no checkpoint of step %d in memory: %s; the older one stays", step, error.strerror)
                 self._has_warned = True
@@ -688,6 +677,18 @@ class CheckpointMemory:
             os.pwrite(slot, _HEAD.pack(start, size, step), 0)
             self._latest = number
         return path
+
+    def _reserve(self, num_bytes: int) -> None:
+        """Takes the memory for two checkpoints of this size, or raises OSError. What is there stays."""
+        missing, free = sum(max(0, num_bytes - os.fstat(slot).st_size) for slot in self._slots), available_bytes()
+        if missing > free:  # else the kernel may kill a process for it
+            need = f"two checkpoints need {binary_size(missing)} more memory, and {binary_size(free)} are free here"
+            raise OSError(errno.ENOMEM, need)
+        for slot in self._slots:
+            os.posix_fallocate(slot, 0, num_bytes)  # which leaves a larger one as it is
+
+    def _is_mine(self, saved: _InSlot) -> bool:
+        return saved.manifest.meta.get("fit") == self._fit
 
     def note(self, step: int) -> None:
         """Records the last step that was committed, next to the last checkpoint."""
@@ -702,7 +703,7 @@ class CheckpointMemory:
 
     def newest(self) -> StoredCheckpoint | None:
         """Returns the newest whole checkpoint of this fit; None without one. Drops a damaged one, with a warning."""
-        mine = [each for each in self._saved() if each.manifest.meta.get("fit") == self._fit]
+        mine = list(filter(self._is_mine, self._saved()))
         self.last_step = max((each.last_step for each in mine), default=None)
         for each in mine:
             try:
@@ -753,6 +754,12 @@ class CheckpointMemory:
 
     def _clear(self, number: int) -> None:
         os.pwrite(self._slots[number], bytes(_HEAD.size), 0)
+
+
+def _num_bytes(parts: Mapping[str, object]) -> int:
+    """Returns about as many bytes as a checkpoint has; a later one has little more, because histories grow."""
+    values = tree_leaves(dict(parts))
+    return int(1.01 * sum(each.nbytes if isinstance(each, Tensor) else 1000 for each in values)) + (1 << 20)
 
 
 class _End(io.RawIOBase):
