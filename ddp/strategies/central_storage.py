@@ -313,9 +313,10 @@ class CentralStorage(Sharded):
         settings = [{key: group[key] for key in group if key not in ("params", "lr", "initial_lr")} for group in groups]
         if settings != self._settings:
             self._settings = settings
-            for name in dict.fromkeys(chain.from_iterable(large_states(self.optimizer, group) for group in groups)):
-                if name not in store.names:
-                    store.add(name)
+            for group in [each for each in groups if each["params"]]:
+                for name in large_states(self.optimizer, group, group["params"][0]):
+                    if name not in store.names:
+                        store.add(name)
             for stretch in self._stretches:
                 stretch.is_placed = False
 
@@ -382,13 +383,18 @@ def blocks_of(parts: Sequence[Part], *, whole: bool) -> Iterator[Block]:
             yield Block(part, start, start + len(weights), nn.Parameter(weights), gradient)
 
 
-def large_states(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the states that have an element for each element of a parameter.
+def large_states(optimizer: Optimizer, group: Mapping[str, Any], like: Tensor) -> dict[str, Tensor]:
+    """Returns by name the states that have an element for each element of a parameter, of a small one.
 
     A copy of the optimizer makes a step of one small tensor with the settings of the group, which shows its states.
+
+    Args:
+        like: has the type and the device of the parameters.
     """
-    tried, parameter = copy.copy(optimizer), nn.Parameter(torch.zeros(2, 3))
-    parameter.grad = torch.zeros(2, 3)
+    tried, parameter = copy.copy(optimizer), nn.Parameter(like.new_zeros(2, 3))
+    parameter.grad = torch.zeros_like(parameter)
+    more = {name: value for name, value in vars(optimizer).items() if name not in {*vars(tried), "step"}}
+    vars(tried).update(copy.deepcopy(more, {id(each): parameter for each in group["params"]}))  # which a copy lacks
     tried.state, tried.param_groups = defaultdict(dict), [{**group, "params": [parameter]}]
     tried.step()
-    return [name for name, value in tried.state[parameter].items() if is_large(value, parameter, name)]
+    return {name: value for name, value in tried.state[parameter].items() if is_large(value, parameter, name)}

@@ -23,7 +23,6 @@ Saving is collective. Rank 0 writes; the ranks agree on whether that went well, 
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import itertools
 import logging
@@ -52,6 +51,7 @@ from ddp.process.records import damage_as_error, json_object, made, to_json
 from ddp.process.streams import preserved
 from ddp.process.terminal import log
 from ddp.replica.replica import Replica
+from ddp.strategies.central_storage import large_states
 from ddp.train.checkpoints.checkpoint_store import (
     ANOTHER,
     IN_MEMORY,
@@ -577,33 +577,22 @@ class Reservation:
 
 
 def growth_of(optimizer: Optimizer, masters: Mapping[Tensor, Tensor]) -> int:
-    """Returns the bytes of the state that an optimizer makes in its first step; 0 if it has one.
+    """Returns the bytes of the large states that an optimizer makes in its first step; 0 if it has one.
 
-    A copy of it makes a step with parameters of at most three elements along each dimension. If that cannot be done,
-    the state is taken to be as large as that of Adam in float32.
+    If a step cannot be tried, they are taken to be as large as those of Adam in float32.
     """
     if optimizer.state:
         return 0
-    parameters, small = [each for group in optimizer.param_groups for each in group["params"]], dict[int, Tensor]()
-    for each in parameters:
-        few = masters.get(each, each).new_ones([min(3, size) for size in each.shape])
-        small[id(each)] = nn.Parameter(few, requires_grad=each.requires_grad)
-        small[id(each)].grad = few.clone() if each.requires_grad else None
-    memo: dict[int, Any] = dict(small)
-    try:
-        with preserved():
-            twin = copy.deepcopy(optimizer, memo)
-            more = {name: value for name, value in vars(optimizer).items() if name not in {*vars(twin), "step"}}
-            vars(twin).update(copy.deepcopy(more, memo))  # which the class does not copy
-            twin.step()
-    except Exception:
-        return sum(8 * each.numel() for each in parameters)
     num_bytes = 0
-    for each in parameters:
-        for value in twin.state[small[id(each)]].values():
-            if isinstance(value, Tensor):
-                is_large = value.shape == small[id(each)].shape
-                num_bytes += (each if is_large else value).numel() * value.element_size()
+    for group in optimizer.param_groups:
+        trained = [masters.get(each, each) for each in group["params"] if each.requires_grad]
+        try:
+            with preserved():
+                states = large_states(optimizer, group, trained[0])
+            num_each = sum(value.element_size() for value in states.values())
+        except Exception:
+            num_each = 8
+        num_bytes += num_each * sum(each.numel() for each in trained)
     return num_bytes
 
 
