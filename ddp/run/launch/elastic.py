@@ -70,8 +70,6 @@ class ElasticSupervisor(Supervisor):
         store: of the membership.
     """
 
-    _looks = True
-
     def __init__(
         self,
         commands: Sequence[Sequence[str]],
@@ -214,8 +212,6 @@ class HelpingSupervisor(Supervisor):
         restarts: how often another process is started in the place of a lost one.
         silent_s: longest silence of the store.
     """
-
-    _looks = True
 
     def __init__(
         self, command: Sequence[str], events: Events, store: Any, *, restarts: int, logs: Path, silent_s: float
