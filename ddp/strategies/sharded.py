@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ddp.comm.communicator import Communicator
+from ddp.comm.meeting.membership import lost_member
 from ddp.comm.objects import all_gather_object
 from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket, Slot, span, with_own_storage
@@ -250,7 +251,8 @@ class Sharded(Replicated):
         """Returns the state that is the same on every rank: that of parameters which are not divided among ranks."""
         assert self._slices is not None
         state, cut = self.optimizer.state, self._slices.layout.slot_of
-        if num_dropped := sum(bool(state[each]) for each in state if id(each) in cut):
+        num_dropped = sum(bool(state[each]) for each in state if id(each) in cut)
+        if num_dropped and lost_member() is None:  # else the run goes on, from a checkpoint
             log.warning(
                 "the optimizer begins anew for %s, because other ranks hold the rest of their states: resume from the "
                 "last checkpoint, or go on without",

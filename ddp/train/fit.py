@@ -732,9 +732,8 @@ def _write_results(run: OpenRun, summary: dict[str, Any]) -> dict[str, Any]:
         return summary
     if not summary["samples_per_s"]:  # nothing was left to train: keep the figures of the training
         with contextlib.suppress(OSError, ValueError):
-            news = {"stopped_by", "workers_lost", "workers_joined", "workers_left"}
-            new = {key: value for key, value in summary.items() if is_metric(key) or key in news}
-            summary = {**read_summary(run_dir), **new}
+            new = [key for key in summary if is_metric(key) or key.startswith(("stopped_by", "workers_"))]
+            summary = {**read_summary(run_dir), **{key: summary[key] for key in new}}
     write_summary(run_dir, summary)
     if run.given.folder.curves:
         draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", summary=summary)

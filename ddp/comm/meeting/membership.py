@@ -117,11 +117,6 @@ class Elastic:
             what = f"max_workers={self.max_workers}: is less than workers={self.workers}"
             raise ConfigError(f"{what}; take {self.workers} or more")
 
-    @property
-    def num_processes(self) -> int:
-        """Returns the number of processes at the start."""
-        return self.workers + self.spares
-
 
 def elastic(*, min_workers: int | None, workers: int, max_workers: int | None = None, **given: Any) -> Elastic | None:
     """Returns how far a launch may shrink and grow; None if it keeps its workers.

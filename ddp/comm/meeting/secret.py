@@ -53,13 +53,13 @@ def _with_secret(place: str, value: bytes) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def holding_memory(folder: Path, *, parts: int = 2) -> Iterator[None]:
-    """Holds empty memory for checkpoints in this process, and leaves the paths of its parts in the private folder.
+def holding_memory(folder: Path) -> Iterator[None]:
+    """Holds empty memory for two checkpoints in this process, and leaves the paths of it in the private folder.
 
     It takes no space until a rank writes there, and ends with this process, however that ends.
     """
-    names = range(parts) if hasattr(os, "memfd_create") else ()  # Linux only
-    descriptors = [os.memfd_create(f"ddp-checkpoint-{name}") for name in names]
+    names = ("ddp-checkpoint-0", "ddp-checkpoint-1") if hasattr(os, "memfd_create") else ()  # Linux only
+    descriptors = list(map(os.memfd_create, names))
     try:
         (folder / MEMORY).write_text("".join(f"/proc/{os.getpid()}/fd/{each}\n" for each in descriptors))
         yield

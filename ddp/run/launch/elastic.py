@@ -70,8 +70,6 @@ class ElasticSupervisor(Supervisor):
         store: of the membership.
     """
 
-    _looks = True
-
     def __init__(
         self,
         commands: Sequence[Sequence[str]],
@@ -180,7 +178,7 @@ class ElasticSupervisor(Supervisor):
         if rank in before:
             membership.lost(rank, how)
         joined = [each for each in membership.latest.members if each not in before]
-        then = [f"{_named(joined)} took its place"] if joined else []
+        then = [f"process {each} took its place" for each in joined]
         if is_wanted and (used := self._num_restarts[rank]) < self._restarts:
             number = self._new(used + 1)
             self._waiting[number] = Patience(0.0 if membership.waits else CALM_S)
@@ -214,8 +212,6 @@ class HelpingSupervisor(Supervisor):
         restarts: how often another process is started in the place of a lost one.
         silent_s: longest silence of the store.
     """
-
-    _looks = True
 
     def __init__(
         self, command: Sequence[str], events: Events, store: Any, *, restarts: int, logs: Path, silent_s: float
@@ -305,11 +301,6 @@ class HelpingSupervisor(Supervisor):
         self._store.set(f"gone/{process}", how)
         is_asked = read_key(self._store, f"ends/{process}") == signal.SIGTERM.name
         return is_asked or any(self._store.check([key]) for key in ("closed", "stop", f"leaves/{process}"))
-
-
-def _named(processes: Sequence[int]) -> str:
-    *before, last = map(str, processes)
-    return f"processes {', '.join(before)} and {last}" if before else f"process {last}"
 
 
 def _cpu_time(pid: int) -> Any:

@@ -61,7 +61,7 @@ FOLLOW_S = 5.0
 """After one server's end because of another, that other has this long to report why; after a rank's agreed stop, the
 other ranks have this long to leave."""
 LOST = ("PeerLost", "CommunicatorBroken")  # exceptions after which a worker can be restarted
-POLL_S = 0.25  # between two checks of these limits
+POLL_S = 0.25  # between two looks at what is due
 SETTINGS = "config.yaml"  # of a run, in the private folder of its launch
 NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -247,7 +247,7 @@ class Supervisor:
             self._start(rank)
         while not self._has_ended:
             try:
-                event = self._events.get(timeout=POLL_S if self._looks or self._over or self._losing else None)
+                event = self._events.get(timeout=POLL_S)
             except Empty:
                 self._look()
                 continue
@@ -260,8 +260,6 @@ class Supervisor:
     @property
     def _has_ended(self) -> bool:
         return not self._running
-
-    _looks = False  # also while nothing is overdue
 
     def _look(self) -> None:
         """Does what is due, whenever nothing has happened for a while."""

@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp.comm.meeting.membership import Hosts
-from ddp.comm.meeting.place import RankPlace, number_of, place
+from ddp.comm.meeting.place import RankPlace, is_on_loopback, number_of, place
 from ddp.comm.meeting.role import SERVERS, RoleSettings, role_from_env, set_role
 from ddp.errors import ConfigError, PeerLost, first_line
 from ddp.process.arguments import relative_path
@@ -349,7 +349,6 @@ def train_by_hand(me: RoleSettings) -> NoReturn:
             raise ConfigError(f"{several[0]}: is for a process that starts its own workers; leave cluster.role out")
 
         from ddp.comm.host_links import WARN_S
-        from ddp.comm.meeting.place import is_on_loopback
         from ddp.comm.meeting.rendezvous import arrive
         from ddp.comm.session import ABORT_S
 

@@ -132,12 +132,9 @@ def _take_role(options: argparse.Namespace) -> None:
     from ddp.comm.meeting.rendezvous import hosts_store
 
     if options.elastic:
-        if options.hosts:
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            membership.join_membership(hosts_store(address, port), options.rank, launcher=None)
-        else:
-            store = Folder(options.private / membership.STORE)
-            membership.join_membership(store, options.rank, launcher=options.parent)
+        where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = hosts_store(*where) if options.hosts else Folder(options.private / membership.STORE)
+        membership.join_membership(store, options.rank, launcher=None if options.hosts else options.parent)
         return
     counts = {"workers": options.workers, "servers": options.servers}
     store = Folder(options.private / STORE)

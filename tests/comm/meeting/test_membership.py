@@ -21,7 +21,7 @@ class Launch:
     def __init__(self, **numbers: int) -> None:
         self.limits = elastic(**{"min_workers": 1, **numbers})  # type: ignore[arg-type]
         assert self.limits is not None
-        self.store, self.running = HashStore(), dict.fromkeys(range(self.limits.num_processes), "runs")
+        self.store, self.running = HashStore(), dict.fromkeys(range(self.limits.workers + self.limits.spares), "runs")
         self.membership = Membership(self.store, self.limits, self.running)
         self.store.set("open", "")  # a fit trains
 
