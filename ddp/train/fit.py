@@ -527,6 +527,8 @@ def _resume(
         if trained:
             repeated = counted(max(trained) - state.step, "step")
             note = f"continues from {os.path.relpath(start)} after step {state.step:,}: repeats {repeated}"
+    if kept is not None:
+        state.sampler.take_as_planned()
     return folder, start, note
 
 

@@ -44,6 +44,7 @@ from ddp.data.orders.steps import (
     Steps,
     StepsLeft,
     checked_range,
+    gaps,
     joined,
     read_state,
     replicas,
@@ -159,6 +160,7 @@ class TrainSampler:
         self.num_shards, self.micro_size = num_shards, micro_size
         self.rank, self.world_size = rank, world_size
         self.seen: Checksum | None = Checksum()
+        self._as_planned = range(0)
         self.set_apart = ""
         self._skip_steps = None if skip_steps is None else checked_range(skip_steps)
         self._left_out: list[Skipped] = []  # one by one, by `leave_out`
@@ -361,6 +363,15 @@ class TrainSampler:
         if self.seen is not None:
             self.seen = self.seen.with_samples(chain.from_iterable(micro.indices for micro in plan.micros))
 
+    @property
+    def seen_in_epoch(self) -> Checksum | None:
+        """The checksum of this rank's samples since the epoch began; None if some were taken as read."""
+        return None if len(self._as_planned) and self._as_planned.stop // self.length == self.state.epoch else self.seen
+
+    def take_as_planned(self) -> None:
+        """Takes the samples of the epoch so far as read, because ranks that have read some of them are gone."""
+        self.seen, self._as_planned = Checksum(), range(self._next // self.length * self.length, self._next)
+
     def take_seen(self) -> Checksum | None:
         """Returns `seen` at the end of an epoch, and resets it."""
         seen, self.seen = self.seen, Checksum()
@@ -371,9 +382,11 @@ class TrainSampler:
         expected, first = self.order.checksum(), epoch * self.length
         if expected is None:
             return None
-        for left_out in self._steps.within(first, first + self.length):
-            for begin in range(left_out.start, left_out.stop, _ADDED_UP):
-                positions = np.arange(begin, min(begin + _ADDED_UP, left_out.stop)) - first
+        apart = list(self._steps.within(first, first + self.length))
+        apart += gaps(apart, self._as_planned) if self._as_planned.start == first else []
+        for each in apart:
+            for begin in range(each.start, each.stop, _ADDED_UP):
+                positions = np.arange(begin, min(begin + _ADDED_UP, each.stop)) - first
                 samples = self.order.checked_samples(positions, seed=self._seed, epoch=epoch)
                 expected = expected.without(Checksum.of(samples))
         return expected

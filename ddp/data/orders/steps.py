@@ -231,6 +231,15 @@ def joined(ranges: Sequence[range], more: range) -> list[range]:
     return found
 
 
+def gaps(ranges: Sequence[range], within: range) -> list[range]:
+    """Returns what is left of a range without others, in rising order."""
+    found, begin = list[range](), within.start
+    for each in sorted(ranges, key=lambda each: each.start):
+        found.append(range(begin, min(each.start, within.stop)))
+        begin = max(begin, each.stop)
+    return [each for each in [*found, range(begin, within.stop)] if len(each)]
+
+
 # --- Rounds, each of several steps of every worker alone -------------------------------------------------------------
 
 

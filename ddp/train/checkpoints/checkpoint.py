@@ -108,7 +108,7 @@ def save_checkpoint(
     whole, compression = state.strategy.state_dict(), state.model.compression
     hook = None if compression is None else compression.state_dict()
     extra_parts = {} if extra is None else extra.parts()
-    mine = _random_states(state.comm), state.sampler.places(), state.sampler.seen, state.unreadable
+    mine = _random_states(state.comm), state.sampler.places(), state.sampler.seen_in_epoch, state.unreadable
     everyone = all_gather_object(state.comm, mine)
     meta = _meta(state, identity, extra)
 
