@@ -106,7 +106,7 @@ from ddp.units import counted
 OURS = (EMA, EarlyStopping, Guard, Watch)
 SHORTEN = "Fewer epochs or max_steps shorten it, and so do more workers, if cores are idle."
 GO_ON = "Ctrl-C ends it with a checkpoint, and resume=auto continues it."
-_number = count()  # of the fits of this program, which a restarted one runs in the same order
+_number = count()  # of the fits of this program, which all processes, and restarted ones, run in the same order
 
 
 def fit(
@@ -216,7 +216,7 @@ def train(given: FitArguments) -> TrainState:
     """
     part, given = check_role(given), replace(given, number=next(_number))
     if part is not None:
-        given = replace(given, run_store=next_store(part))
+        given = replace(given, run_store=next_store(part, given.number))
     wrapped = without_compile_wrappers(given.model)
     with wrapped as model, _given_back(model), arguments.one_thread(given), failure_reported(given.run_store, part):
         given = replace(given, model=model)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,6 @@ from ddp.train.steps.supply import EpochSupply, Step
 
 MUST_AGREE = ("loss", "global_batch", "order", "num_shards", "micro_size", "seed", "precision", "wire", "hook")
 FOLDER = "folder"
-_number = count()  # of the trainings of this program, which all processes run in the same order
 
 
 def check_role(given: FitArguments) -> Role | None:
@@ -84,9 +83,8 @@ def check_role(given: FitArguments) -> Role | None:
     return part
 
 
-def next_store(part: Role) -> Store:
-    """Returns the part of the store in which the processes meet for the training that begins."""
-    number = next(_number)
+def next_store(part: Role, number: int) -> Store:
+    """Returns the part of the store in which the processes meet for the fit of this number, which begins."""
     if number:
         publish_end(replace(part, store=part_of(part.store, f"training {number - 1}")), "")  # of its fit, well or not
     return part_of(part.store, f"training {number}")

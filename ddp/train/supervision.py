@@ -158,18 +158,14 @@ class Supervision:
         self._supply.close()
 
     def _made(self, step: Step) -> StepReport | None:
-        self._begin(step.plan)
+        self._is_spike = False
+        if self._audit is not None:
+            self._audit.begin(step.plan)
         try:
             return step.make()
         except Diverged as error:
             self._recover(step.plan, error)
             return None
-
-    def _begin(self, plan: StepPlan) -> None:
-        """Begins a step, and the audit of one of its shards."""
-        if self._audit is not None:
-            self._audit.begin(plan)
-        self._is_spike = False
 
     def _check(self, plan: StepPlan, agreement: Agreement) -> None:
         """Raises AuditFailed, or Diverged if the loss is a spike, once all ranks have computed the step."""
