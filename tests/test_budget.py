@@ -55,9 +55,9 @@ def test_the_package_keeps_to_its_budget() -> None:
     lines = {path: code_lines(source, trees[path]) for path, source in sources.items()}
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
     found = {
-        "code lines outside of lab/": 34_320sum(count for path, count in lines.items() if path.parts[0] != "lab"),
+        "code lines outside of lab/": sum(count for path, count in lines.items() if path.parts[0] != "lab"),
         "code lines of lab/": sum(count for path, count in lines.items() if path.parts[0] == "lab"),
-        "code lines of comm/, gradients/ and replica/": 10_220sum(
+        "code lines of comm/, gradients/ and replica/": sum(
             count for path, count in lines.items() if path.parts[0] in ("comm", "gradients", "replica")
         ),
         "modules outside of lab/": sum(path.parts[0] != "lab" for path in sources),
