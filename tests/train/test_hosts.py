@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -24,12 +25,14 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ddp.comm.meeting import rendezvous, secret
 from ddp.comm.meeting.membership import Hosts, elastic
-from ddp.comm.meeting.role import Role
+from ddp.comm.meeting.role import Role, RoleSettings
 from ddp.errors import ConfigError
 from ddp.run.launch import elastic as supervisors
+from ddp.run.launch import torchrun
 from ddp.run.launch.elastic import ElasticSupervisor, HelpingSupervisor
 from ddp.run.launch.from_python import CALL, folder_for_call, result_file
 from ddp.run.launch.supervisor import Ended, help_workers, run_workers
+from ddp.run.settings.config import Config
 
 SECRET = "s" * 32
 
@@ -198,6 +201,7 @@ def test_a_host_that_is_out_of_reach_is_lost(told: None, tmp_path: Path, caplog:
     store = HashStore()
     leader = Leader(store, tmp_path)
     leader._start(0)
+    assert store.add("requests", 1) == 1
     for key, value in {"arrives/1": "there", "open": "", "ready/1": ""}.items():
         store.set(key, value)
     looks(leader, lambda: leader._membership.latest.members == [0, 1])
@@ -226,10 +230,102 @@ def test_a_request_after_the_end_is_refused(told: None, tmp_path: Path) -> None:
     leader = Leader(store, tmp_path)
     leader._start(0)
     store.set("closed", "")
-    store.set("arrives/1", "there")
-    looks(leader, lambda: store.check(["number/1"]))
+    thread = threading.Thread(target=looks, args=(leader, lambda: store.check(["number/1"])))
+    thread.start()
     with pytest.raises(ConfigError, match=r"^cluster.role=worker: the run is ending, and nobody joins any more"):
         Helper(store, tmp_path).run()
+    thread.join(20)
+
+
+def test_a_request_of_a_launcher_that_has_ended_holds_up_nobody(told: None, tmp_path: Path) -> None:
+    store = HashStore()
+    leader = Leader(store, tmp_path)
+    leader._start(0)
+    assert store.add("requests", 2) == 2  # the first one was killed before it has said its name
+    store.set("arrives/2", "there")
+    looks(leader, lambda: store.check(["number/2"]))
+    store.set("arrives/1", "late")
+    looks(leader, lambda: store.check(["number/1"]))
+    assert [store.get(f"number/{request}") for request in (2, 1)] == [b"1", b"2"]
+
+
+def test_a_process_that_its_launcher_has_left_is_not_waited_for(told: None, tmp_path: Path) -> None:
+    store, end_s = HashStore(), time.monotonic() + 20
+    leader = Leader(store, tmp_path, silent_s=1000.0)
+    assert store.add("requests", 1) == 1
+    store.set("arrives/1", "there")
+    leader._start(0)
+    looks(leader, lambda: 1 in leader._running)
+    store.set("closed", "")
+    leader._end_of(0, 0)
+    assert store.get("ends/1") == b"SIGTERM"
+    leader._end_within(0.0)
+    while 1 in leader._running:
+        leader._look()
+        assert time.monotonic() < end_s
+    assert store.get("ends/1") == b"SIGKILL"
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_launcher_that_is_stopped_starts_no_process(has_run: bool, told: None, tmp_path: Path) -> None:
+    store, ends = HashStore(), list[Ended]()
+    helper = Helper(store, tmp_path, restarts=1)
+    for number in ("1", "2"):
+        store.set(f"number/{number}", number)
+    if has_run:
+        thread = threading.Thread(target=lambda: ends.append(helper.run()))
+        thread.start()
+        until(lambda: 1 in helper._running)
+        process: Any = helper._running[1].process
+        process.status.put(-SIGKILL)
+        until(lambda: helper._waiting is not None)  # another one is due
+        helper.events.put(signal.SIGTERM)
+        thread.join(20)
+    else:
+        helper.events.put(signal.SIGTERM)
+        ends.append(helper.run())
+    assert ends[0].signal is signal.SIGTERM and not helper.sent
+
+
+def test_a_process_that_comes_too_late_is_no_failure(told: None, tmp_path: Path) -> None:
+    store, ends = HashStore(), list[Ended]()
+    store.set("number/1", "1")
+    helper = Helper(store, tmp_path, restarts=1)
+    thread = threading.Thread(target=lambda: ends.append(helper.run()))
+    thread.start()
+    until(lambda: 1 in helper._running)
+    for key, value in {"closed": "", "ends/1": "SIGTERM"}.items():
+        store.set(key, value)
+    thread.join(20)
+    assert helper.sent == [("SIGTERM", 1)] and not ends[0].failures and not ends[0].is_cut_off
+
+
+class Ending(HashStore):
+    """A store that ends with the launcher that serves it, once that knows of the end of process 1."""
+
+    has_ended = False
+
+    def check(self, keys: Sequence[str]) -> bool:
+        if self.has_ended:
+            raise RuntimeError("Connection reset by peer")
+        return bool(super().check(keys))
+
+    def set(self, key: str, value: Any) -> None:
+        super().set(key, value)
+        self.has_ended = key == "gone/1"
+
+
+def test_the_first_launcher_ends_as_soon_as_it_knows(told: None, tmp_path: Path) -> None:
+    store, ends = Ending(), list[Ended]()
+    store.set("number/1", "1")
+    helper = Helper(store, tmp_path)
+    thread = threading.Thread(target=lambda: ends.append(helper.run()))
+    thread.start()
+    until(lambda: 1 in helper._running)
+    process: Any = helper._running[1].process
+    process.status.put(0)
+    thread.join(20)
+    assert not ends[0].is_cut_off and not ends[0].failures
 
 
 @pytest.mark.parametrize(
@@ -253,6 +349,22 @@ def test_another_program_at_that_port(monkeypatch: pytest.MonkeyPatch) -> None:
         says = rf"MASTER_PORT={port}: this launcher cannot serve the store of the hosts there .*; give all hosts"
         with pytest.raises(ConfigError, match=says):
             rendezvous.open_to_hosts("127.0.0.1", port, {})
+
+
+def test_a_host_without_the_folder_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = {"config": asdict(Config()), "run_dir": str(tmp_path / "elsewhere"), "typed": [], "workers": 0, "servers": 0}
+    role = Role("worker", 0, 0, 0, HashStore())
+    monkeypatch.setattr(rendezvous, "arrive", lambda *_, **__: (role, run))
+    monkeypatch.setattr(torchrun, "prepare_host", lambda _: {})
+    monkeypatch.setattr(sys, "argv", ["train", "cluster.role=worker"])
+    with pytest.raises(SystemExit) as left:
+        torchrun.train_by_hand(RoleSettings("worker", None, None, "127.0.0.1", 29_500))
+    assert left.value.code == 2
+    said = rf"error: cluster.role=worker: {tmp_path}/elsewhere, the folder of the run, is not on this host, .* one file"
+    assert re.match(said, capsys.readouterr().err)
+    assert not (tmp_path / "elsewhere").exists()
 
 
 # --- from the command line -------------------------------------------------------------------------------------------

@@ -369,7 +369,8 @@ def train_by_hand(me: RoleSettings) -> NoReturn:
         sys.exit(2)
     config, run_dir = from_plain(run["config"]), Path(run["run_dir"])
     if not mine.num_servers:
-        leave(_help(config, run_dir, Hosts(me.address, me.port, mine.store)))
+        with bad_input_to(exit_with_error):
+            leave(_help(config, run_dir, Hosts(me.address, me.port, mine.store)))
     number = mine.index + (mine.num_servers if mine.job == "worker" else 0)
     if number:
         log = relative_path(Seat(run_dir / "logs", number, mine.num_servers).log)
@@ -380,6 +381,11 @@ def train_by_hand(me: RoleSettings) -> NoReturn:
 def _help(config: Config, run_dir: Path, hosts: Hosts) -> int:
     """Runs one process of an elastic run that another host has begun; returns the exit status."""
     text, logs = settings_text(config), run_dir / "logs"
+    if not (run_dir / "config.yaml").is_file():
+        raise ConfigError(
+            f"cluster.role=worker: {run_dir}, the folder of the run, is not on this host, whose worker may be the one "
+            "that saves into it: give all hosts one file system"
+        )
     say(f"one process of this host joins {relative_path(run_dir)}/; it writes to {relative_path(logs)}/")
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(text)
