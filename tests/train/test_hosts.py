@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -27,8 +27,8 @@ from ddp.comm.meeting import rendezvous, secret
 from ddp.comm.meeting.membership import Hosts, elastic
 from ddp.comm.meeting.role import Role, RoleSettings
 from ddp.errors import ConfigError
+from ddp.run.launch import command_line, torchrun
 from ddp.run.launch import elastic as supervisors
-from ddp.run.launch import torchrun
 from ddp.run.launch.elastic import ElasticSupervisor, HelpingSupervisor
 from ddp.run.launch.from_python import CALL, folder_for_call, result_file
 from ddp.run.launch.supervisor import Ended, help_workers, run_workers
@@ -42,7 +42,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Hosts:
     monkeypatch.setenv(secret.VARIABLE, SECRET)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    return rendezvous.open_to_hosts("127.0.0.1", port, {"workers": 0})
+    return rendezvous.open_to_hosts("127.0.0.1", port)
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +339,7 @@ def test_the_first_launcher_ends_as_soon_as_it_knows(told: None, tmp_path: Path)
 def test_where_hosts_cannot_meet(address: str, value: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(secret.VARIABLE, value)
     with pytest.raises(ConfigError, match=says):
-        rendezvous.open_to_hosts(address, 29_500, {})
+        rendezvous.open_to_hosts(address, 29_500)
 
 
 def test_another_program_at_that_port(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,7 +348,23 @@ def test_another_program_at_that_port(monkeypatch: pytest.MonkeyPatch) -> None:
         port = server.getsockname()[1]
         says = rf"MASTER_PORT={port}: this launcher cannot serve the store of the hosts there .*; give all hosts"
         with pytest.raises(ConfigError, match=says):
-            rendezvous.open_to_hosts("127.0.0.1", port, {})
+            rendezvous.open_to_hosts("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(
+    ("value", "memory_steps", "says"), [("", 0, "DDP_SECRET is not set"), (SECRET, 5, "take checkpoint.every_steps=5")]
+)
+def test_what_is_refused_leaves_no_run(
+    value: str, memory_steps: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, word in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", secret.VARIABLE: value}.items():
+        monkeypatch.setenv(name, word)
+    config = Config()
+    config.cluster.workers, config.cluster.min_workers = 2, 1
+    config.checkpoint = replace(config.checkpoint, memory_steps=memory_steps)
+    with pytest.raises(ConfigError, match=says):
+        command_line._trained(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_host_without_the_folder_of_the_run(

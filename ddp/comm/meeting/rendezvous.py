@@ -25,7 +25,7 @@ from concurrent.futures import wait
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import distributed
 from torch.distributed import DistError, HashStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -334,8 +334,8 @@ def arrive(
     return Role(job, index, run["workers"], servers, part_of(run_store, "roles"), served=opened.server), run
 
 
-def open_to_hosts(address: str, port: int, run: Mapping[str, Any]) -> Hosts:
-    """Serves the store of an elastic launch that processes of other hosts may join, and describes the run in it.
+def open_to_hosts(address: str, port: int) -> Hosts:
+    """Serves the store of an elastic launch that processes of other hosts may join, once the run is described in it.
 
     Raises:
         ConfigError: the store cannot be served there, or no secret keeps strangers away.
@@ -346,9 +346,12 @@ def open_to_hosts(address: str, port: int, run: Mapping[str, Any]) -> Hosts:
     if not is_here(address):
         raise ConfigError(f"{where} it is no address of this host: set one of its own; or unset MASTER_ADDR")
     served = _served(RankPlace("ddp", 0, 2, address=address, port=port, part="launcher"), SERVING_S)
-    run_store = part_of(sealed(served, secret()), "by arrival")
-    run_store.set("run", json.dumps({**run, "servers": 0}))
-    return Hosts(address, port, part_of(run_store, "roles"), served)
+    return Hosts(address, port, part_of(part_of(sealed(served, secret()), "by arrival"), "roles"), served)
+
+
+def describe_to_hosts(hosts: Hosts, run: Mapping[str, Any]) -> None:
+    """Lets processes of other hosts join the run that this describes."""
+    part_of(sealed(cast(Store, hosts.served), secret()), "by arrival").set("run", json.dumps({**run, "servers": 0}))
 
 
 def hosts_store(address: str, port: int) -> Store:
