@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -27,7 +28,7 @@ from ddp.comm.meeting import rendezvous, secret
 from ddp.comm.meeting.membership import Hosts, elastic
 from ddp.comm.meeting.role import Role, RoleSettings
 from ddp.errors import ConfigError
-from ddp.run.launch import command_line, torchrun
+from ddp.run.launch import command_line, supervisor, torchrun
 from ddp.run.launch import elastic as supervisors
 from ddp.run.launch.elastic import ElasticSupervisor, HelpingSupervisor
 from ddp.run.launch.from_python import CALL, folder_for_call, result_file
@@ -168,6 +169,35 @@ def looks(supervisor: Any, holds: Callable[[], object]) -> None:
         assert time.monotonic() < end_s
         supervisor._look()
         time.sleep(0.01)
+
+
+def test_a_launcher_looks_again_after_a_long_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kill, process, looks, has_looked = os.kill, Told(), list[float](), list[bool]()
+    process.pid = 1 << 30  # nobody's
+    monkeypatch.setattr("ddp.run.launch.supervisor.started", lambda words: process)
+    monkeypatch.setattr(ElasticSupervisor, "_look", lambda self: looks.append(time.monotonic()))
+
+    def stop(pid: int, number: int) -> None:
+        if number == signal.SIGSTOP:  # as if this process were stopped for longer than it waits
+            until(lambda: time.monotonic() - looks[-1] > 2 * supervisor.POLL_S)
+        else:
+            kill(pid, number)
+
+    def pause() -> None:
+        until(lambda: looks)
+        kill(os.getpid(), signal.SIGTSTP)
+        before = len(looks)
+        with contextlib.suppress(AssertionError):
+            until(lambda: len(looks) > before + 1, within_s=5)
+        has_looked.append(len(looks) > before + 1)
+        process.status.put(0)
+
+    monkeypatch.setattr("ddp.run.launch.supervisor.os.kill", stop)
+    thread = threading.Thread(target=pause)
+    thread.start()
+    run_workers([], workers=1, threads=1, logs=tmp_path, elastic=elastic(min_workers=1, workers=1))
+    thread.join(20)
+    assert has_looked == [True]
 
 
 class Unreachable(HashStore):
