@@ -17,23 +17,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import forked
 import pytest
 from test_survive import SIGKILL, SIGTERM, check, launched, train, until
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, HashStore  # type: ignore[attr-defined]
 
 from ddp.comm.meeting import rendezvous, secret
 from ddp.comm.meeting.membership import Hosts, elastic
 from ddp.comm.meeting.role import Role, RoleSettings
-from ddp.errors import ConfigError
+from ddp.errors import ConfigError, PeerLost
 from ddp.run.launch import command_line, supervisor, torchrun
 from ddp.run.launch import elastic as supervisors
 from ddp.run.launch.elastic import ElasticSupervisor, HelpingSupervisor
 from ddp.run.launch.from_python import CALL, folder_for_call, result_file
 from ddp.run.launch.supervisor import Ended, help_workers, run_workers
 from ddp.run.settings.config import Config
+from ddp.train.survive import _next_ranks
 
 SECRET = "s" * 32
 
@@ -209,8 +211,13 @@ class Unreachable(HashStore):
         if self.state == "is silent":
             time.sleep(60)
         if self.state == "has ended":
-            raise RuntimeError("Broken pipe")
+            raise DistError("Broken pipe")
         super().set(key, value)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        if self.state == "has ended":
+            raise DistError("Broken pipe")
+        return bool(super().check(keys))
 
 
 @pytest.mark.parametrize(("state", "sent"), [("is silent", "SIGKILL"), ("has ended", "SIGTERM")])
@@ -411,6 +418,14 @@ def test_a_host_without_the_folder_of_the_run(
     said = rf"error: cluster.role=worker: {tmp_path}/elsewhere, the folder of the run, is not on this host, .* one file"
     assert re.match(said, capsys.readouterr().err)
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_store_that_ends_with_its_launcher_is_no_error_of_its_own() -> None:
+    store, lost = Unreachable(), PeerLost(0, "there", 1, 2, "all_reduce", "the store is out of reach")
+    store.state = "has ended"
+    with pytest.raises(PeerLost) as raised:
+        _next_ranks(SimpleNamespace(store=store), lost)  # type: ignore[arg-type]
+    assert raised.value is lost
 
 
 # --- from the command line -------------------------------------------------------------------------------------------

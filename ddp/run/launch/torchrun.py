@@ -345,6 +345,7 @@ def _tell_torchrun(message: str) -> None:
 
 def train_by_hand(me: RoleSettings) -> NoReturn:
     """Trains as a server or worker that is started by hand; ends the process."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a store that has ended prints a stack of C++ first
     become_worker()
     with bad_input_to(exit_with_error):
         if several := [each for each in sys.argv[1:] if each in ("-m", "--multirun")]:
