@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "ddp"
 LIMITS = {
     "code lines outside of lab/": 34_540,
     "code lines of lab/": 4_010,
-    "code lines of comm/, gradients/ and replica/": 10_280,
+    "code lines of comm/, gradients/ and replica/": 10_285,
     "modules outside of lab/": 206,
     "folders and files at the top": 20,
     "parameters of fit": 20,  # with **mistyped, which takes names that it does not have

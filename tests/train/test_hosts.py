@@ -388,6 +388,19 @@ def test_another_program_at_that_port(monkeypatch: pytest.MonkeyPatch) -> None:
             rendezvous.open_to_hosts("127.0.0.1", port)
 
 
+@pytest.mark.parametrize("value", ["", "t" * 32])
+def test_another_secret_is_named_soon(
+    value: str, meeting: Hosts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rendezvous.describe_to_hosts(meeting, {"workers": 0})
+    me = RoleSettings("worker", None, None, meeting.address, meeting.port)
+    assert rendezvous.arrive(me, dict, warn_s=5, abort_s=5)[1] == {"workers": 0, "servers": 0}
+    monkeypatch.setenv(secret.VARIABLE, value)
+    with pytest.raises(PeerLost, match=r"an elastic run's first launcher at .* has gone, has another DDP_SECRET, or"):
+        rendezvous.arrive(me, dict, warn_s=0.1, abort_s=0.3)
+    assert "it is being prepared, or has another DDP_SECRET" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("value", "memory_steps", "says"), [("", 0, "DDP_SECRET is not set"), (SECRET, 5, "take checkpoint.every_steps=5")]
 )
