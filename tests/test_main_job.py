@@ -581,6 +581,7 @@ def test_a_sweep_is_suggested_that_this_machine_can_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DDP_COMMAND", "ddp")
     monkeypatch.setattr(build, "available_cores", lambda: cores)
+    monkeypatch.setattr("sys.argv", ["train", "run.name=a", "cluster.min_workers=2", "cluster.max_workers=3"])
     config = from_plain({"run": {"name": "a"}})
     suggested = build._next_commands(config, {"stopped_by": None, "device": "cpu"}, tmp_path / "runs" / "a")
     assert suggested == [f"ddp train -m cluster.workers={counts}", "ddp train recipe=gpt"]

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import NamedTuple, TypeVar
 
+from torch.distributed import DistError
+
 from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.membership import RESIZE, Member, current_member, is_resized
 from ddp.comm.session import init_again, shutdown
@@ -148,12 +150,12 @@ def _next_ranks(member: Member, error: BaseException | None) -> Communicator:
         member.has_news()  # which another rank may have heard first
         shutdown()
         return init_again()
-    if member.store.check(["closed"]):
-        raise error
     try:
-        return init_again()
-    except CommunicatorBroken:
-        raise error from None
+        if not member.store.check(["closed"]):
+            return init_again()
+    except (CommunicatorBroken, DistError):  # the latter: of the store, which has ended with its launcher
+        pass
+    raise error
 
 
 def wait_for_others(member: Member) -> None:

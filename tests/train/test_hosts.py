@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -13,23 +14,28 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import forked
 import pytest
 from test_survive import SIGKILL, SIGTERM, check, launched, train, until
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, HashStore  # type: ignore[attr-defined]
 
 from ddp.comm.meeting import rendezvous, secret
 from ddp.comm.meeting.membership import Hosts, elastic
-from ddp.comm.meeting.role import Role
-from ddp.errors import ConfigError
+from ddp.comm.meeting.role import Role, RoleSettings
+from ddp.errors import ConfigError, PeerLost
+from ddp.run.launch import command_line, supervisor, torchrun
 from ddp.run.launch import elastic as supervisors
 from ddp.run.launch.elastic import ElasticSupervisor, HelpingSupervisor
 from ddp.run.launch.from_python import CALL, folder_for_call, result_file
 from ddp.run.launch.supervisor import Ended, help_workers, run_workers
+from ddp.run.settings.config import Config
+from ddp.train.survive import _next_ranks
 
 SECRET = "s" * 32
 
@@ -39,7 +45,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Hosts:
     monkeypatch.setenv(secret.VARIABLE, SECRET)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    return rendezvous.open_to_hosts("127.0.0.1", port, {"workers": 0})
+    return rendezvous.open_to_hosts("127.0.0.1", port)
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +173,35 @@ def looks(supervisor: Any, holds: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
+def test_a_launcher_looks_again_after_a_long_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kill, process, looks, has_looked = os.kill, Told(), list[float](), list[bool]()
+    process.pid = 1 << 30  # nobody's
+    monkeypatch.setattr("ddp.run.launch.supervisor.started", lambda words: process)
+    monkeypatch.setattr(ElasticSupervisor, "_look", lambda self: looks.append(time.monotonic()))
+
+    def stop(pid: int, number: int) -> None:
+        if number == signal.SIGSTOP:  # as if this process were stopped for longer than it waits
+            until(lambda: time.monotonic() - looks[-1] > 2 * supervisor.POLL_S)
+        else:
+            kill(pid, number)
+
+    def pause() -> None:
+        until(lambda: looks)
+        kill(os.getpid(), signal.SIGTSTP)
+        before = len(looks)
+        with contextlib.suppress(AssertionError):
+            until(lambda: len(looks) > before + 1, within_s=5)
+        has_looked.append(len(looks) > before + 1)
+        process.status.put(0)
+
+    monkeypatch.setattr("ddp.run.launch.supervisor.os.kill", stop)
+    thread = threading.Thread(target=pause)
+    thread.start()
+    run_workers([], workers=1, threads=1, logs=tmp_path, elastic=elastic(min_workers=1, workers=1))
+    thread.join(20)
+    assert has_looked == [True]
+
+
 class Unreachable(HashStore):
     """A store that answers, does not answer, or has ended."""
 
@@ -176,8 +211,13 @@ class Unreachable(HashStore):
         if self.state == "is silent":
             time.sleep(60)
         if self.state == "has ended":
-            raise RuntimeError("Broken pipe")
+            raise DistError("Broken pipe")
         super().set(key, value)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        if self.state == "has ended":
+            raise DistError("Broken pipe")
+        return bool(super().check(keys))
 
 
 @pytest.mark.parametrize(("state", "sent"), [("is silent", "SIGKILL"), ("has ended", "SIGTERM")])
@@ -198,6 +238,7 @@ def test_a_host_that_is_out_of_reach_is_lost(told: None, tmp_path: Path, caplog:
     store = HashStore()
     leader = Leader(store, tmp_path)
     leader._start(0)
+    assert store.add("requests", 1) == 1
     for key, value in {"arrives/1": "there", "open": "", "ready/1": ""}.items():
         store.set(key, value)
     looks(leader, lambda: leader._membership.latest.members == [0, 1])
@@ -226,10 +267,102 @@ def test_a_request_after_the_end_is_refused(told: None, tmp_path: Path) -> None:
     leader = Leader(store, tmp_path)
     leader._start(0)
     store.set("closed", "")
-    store.set("arrives/1", "there")
-    looks(leader, lambda: store.check(["number/1"]))
+    thread = threading.Thread(target=looks, args=(leader, lambda: store.check(["number/1"])))
+    thread.start()
     with pytest.raises(ConfigError, match=r"^cluster.role=worker: the run is ending, and nobody joins any more"):
         Helper(store, tmp_path).run()
+    thread.join(20)
+
+
+def test_a_request_of_a_launcher_that_has_ended_holds_up_nobody(told: None, tmp_path: Path) -> None:
+    store = HashStore()
+    leader = Leader(store, tmp_path)
+    leader._start(0)
+    assert store.add("requests", 2) == 2  # the first one was killed before it has said its name
+    store.set("arrives/2", "there")
+    looks(leader, lambda: store.check(["number/2"]))
+    store.set("arrives/1", "late")
+    looks(leader, lambda: store.check(["number/1"]))
+    assert [store.get(f"number/{request}") for request in (2, 1)] == [b"1", b"2"]
+
+
+def test_a_process_that_its_launcher_has_left_is_not_waited_for(told: None, tmp_path: Path) -> None:
+    store, end_s = HashStore(), time.monotonic() + 20
+    leader = Leader(store, tmp_path, silent_s=1000.0)
+    assert store.add("requests", 1) == 1
+    store.set("arrives/1", "there")
+    leader._start(0)
+    looks(leader, lambda: 1 in leader._running)
+    store.set("closed", "")
+    leader._end_of(0, 0)
+    assert store.get("ends/1") == b"SIGTERM"
+    leader._end_within(0.0)
+    while 1 in leader._running:
+        leader._look()
+        assert time.monotonic() < end_s
+    assert store.get("ends/1") == b"SIGKILL"
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_launcher_that_is_stopped_starts_no_process(has_run: bool, told: None, tmp_path: Path) -> None:
+    store, ends = HashStore(), list[Ended]()
+    helper = Helper(store, tmp_path, restarts=1)
+    for number in ("1", "2"):
+        store.set(f"number/{number}", number)
+    if has_run:
+        thread = threading.Thread(target=lambda: ends.append(helper.run()))
+        thread.start()
+        until(lambda: 1 in helper._running)
+        process: Any = helper._running[1].process
+        process.status.put(-SIGKILL)
+        until(lambda: helper._waiting is not None)  # another one is due
+        helper.events.put(signal.SIGTERM)
+        thread.join(20)
+    else:
+        helper.events.put(signal.SIGTERM)
+        ends.append(helper.run())
+    assert ends[0].signal is signal.SIGTERM and not helper.sent
+
+
+def test_a_process_that_comes_too_late_is_no_failure(told: None, tmp_path: Path) -> None:
+    store, ends = HashStore(), list[Ended]()
+    store.set("number/1", "1")
+    helper = Helper(store, tmp_path, restarts=1)
+    thread = threading.Thread(target=lambda: ends.append(helper.run()))
+    thread.start()
+    until(lambda: 1 in helper._running)
+    for key, value in {"closed": "", "ends/1": "SIGTERM"}.items():
+        store.set(key, value)
+    thread.join(20)
+    assert helper.sent == [("SIGTERM", 1)] and not ends[0].failures and not ends[0].is_cut_off
+
+
+class Ending(HashStore):
+    """A store that ends with the launcher that serves it, once that knows of the end of process 1."""
+
+    has_ended = False
+
+    def check(self, keys: Sequence[str]) -> bool:
+        if self.has_ended:
+            raise RuntimeError("Connection reset by peer")
+        return bool(super().check(keys))
+
+    def set(self, key: str, value: Any) -> None:
+        super().set(key, value)
+        self.has_ended = key == "gone/1"
+
+
+def test_the_first_launcher_ends_as_soon_as_it_knows(told: None, tmp_path: Path) -> None:
+    store, ends = Ending(), list[Ended]()
+    store.set("number/1", "1")
+    helper = Helper(store, tmp_path)
+    thread = threading.Thread(target=lambda: ends.append(helper.run()))
+    thread.start()
+    until(lambda: 1 in helper._running)
+    process: Any = helper._running[1].process
+    process.status.put(0)
+    thread.join(20)
+    assert not ends[0].is_cut_off and not ends[0].failures
 
 
 @pytest.mark.parametrize(
@@ -243,7 +376,7 @@ def test_a_request_after_the_end_is_refused(told: None, tmp_path: Path) -> None:
 def test_where_hosts_cannot_meet(address: str, value: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(secret.VARIABLE, value)
     with pytest.raises(ConfigError, match=says):
-        rendezvous.open_to_hosts(address, 29_500, {})
+        rendezvous.open_to_hosts(address, 29_500)
 
 
 def test_another_program_at_that_port(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +385,60 @@ def test_another_program_at_that_port(monkeypatch: pytest.MonkeyPatch) -> None:
         port = server.getsockname()[1]
         says = rf"MASTER_PORT={port}: this launcher cannot serve the store of the hosts there .*; give all hosts"
         with pytest.raises(ConfigError, match=says):
-            rendezvous.open_to_hosts("127.0.0.1", port, {})
+            rendezvous.open_to_hosts("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("value", ["", "t" * 32])
+def test_another_secret_is_named_soon(
+    value: str, meeting: Hosts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rendezvous.describe_to_hosts(meeting, {"workers": 0})
+    me = RoleSettings("worker", None, None, meeting.address, meeting.port)
+    assert rendezvous.arrive(me, dict, warn_s=5, abort_s=5)[1] == {"workers": 0, "servers": 0}
+    monkeypatch.setenv(secret.VARIABLE, value)
+    with pytest.raises(PeerLost, match=r"an elastic run's first launcher at .* has gone, has another DDP_SECRET, or"):
+        rendezvous.arrive(me, dict, warn_s=0.1, abort_s=0.3)
+    assert "it is being prepared, or has another DDP_SECRET" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("value", "memory_steps", "says"), [("", 0, "DDP_SECRET is not set"), (SECRET, 5, "take checkpoint.every_steps=5")]
+)
+def test_what_is_refused_leaves_no_run(
+    value: str, memory_steps: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, word in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", secret.VARIABLE: value}.items():
+        monkeypatch.setenv(name, word)
+    config = Config()
+    config.cluster.workers, config.cluster.min_workers = 2, 1
+    config.checkpoint = replace(config.checkpoint, memory_steps=memory_steps)
+    with pytest.raises(ConfigError, match=says):
+        command_line._trained(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_host_without_the_folder_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = {"config": asdict(Config()), "run_dir": str(tmp_path / "elsewhere"), "typed": [], "workers": 0, "servers": 0}
+    role = Role("worker", 0, 0, 0, HashStore())
+    monkeypatch.setattr(rendezvous, "arrive", lambda *_, **__: (role, run))
+    monkeypatch.setattr(torchrun, "prepare_host", lambda _: {})
+    monkeypatch.setattr(sys, "argv", ["train", "cluster.role=worker"])
+    with pytest.raises(SystemExit) as left:
+        torchrun.train_by_hand(RoleSettings("worker", None, None, "127.0.0.1", 29_500))
+    assert left.value.code == 2
+    said = rf"error: cluster.role=worker: {tmp_path}/elsewhere, the folder of the run, is not on this host, .* one file"
+    assert re.match(said, capsys.readouterr().err)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_store_that_ends_with_its_launcher_is_no_error_of_its_own() -> None:
+    store, lost = Unreachable(), PeerLost(0, "there", 1, 2, "all_reduce", "the store is out of reach")
+    store.state = "has ended"
+    with pytest.raises(PeerLost) as raised:
+        _next_ranks(SimpleNamespace(store=store), lost)  # type: ignore[arg-type]
+    assert raised.value is lost
 
 
 # --- from the command line -------------------------------------------------------------------------------------------

@@ -185,7 +185,7 @@ class Membership:
         self._slots = {slot: slot for slot in range(limits.workers)}  # slot → process
         self._asked: dict[int, float] = {}  # members that leave, and when they have asked to
         self._signs: dict[int, tuple[object, float]] = {}  # by process, the last one, and since when it is the same
-        self._looked_s, self._warned, self._num_requests = now_s(), set[int](), 0
+        self._looked_s, self._warned, self._answered = now_s(), set[int](), set[int]()
         self.latest, self.is_closed, self.stopped_by = Generation(0, list(range(limits.workers)), {}, 0, 0), False, ""
         store.set("limits", json.dumps(asdict(limits)))
         self._publish()
@@ -264,12 +264,14 @@ class Membership:
 
     def arrivals(self) -> Iterator[tuple[int, str]]:
         """Yields each new request for the number of a process on another host, and the name of that host."""
-        while self._store.check([f"arrives/{self._num_requests + 1}"]):
-            self._num_requests += 1
-            yield self._num_requests, self._store.get(f"arrives/{self._num_requests}").decode()
+        most = self._store.add("requests", 0) if self._store.check(["requests"]) else 0
+        for request in {*range(1, most + 1)} - self._answered:  # one may have ended before it has said its name
+            if self._store.check([f"arrives/{request}"]):
+                yield request, self._store.get(f"arrives/{request}").decode()
 
     def answer(self, request: int, number: int | None) -> None:
         """Answers such a request; None: nobody joins any more."""
+        self._answered.add(request)
         self._store.set(f"number/{request}", "" if number is None else str(number))
 
     def time_used(self, process: int) -> str:

@@ -25,10 +25,10 @@ from concurrent.futures import wait
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import distributed
-from torch.distributed import DistError, HashStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, DistStoreError, HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ddp.comm.meeting.cluster_spec import ClusterTask, described_servers
@@ -313,12 +313,18 @@ def arrive(
     else:
         try:
             index = ask_store(partial(run_store.add, job, 1), within_s=abort_s) - (job == "worker")
-            ask_store(partial(run_store.wait, ["run"], timedelta(seconds=abort_s)), within_s=abort_s)
+            try:
+                ask_store(partial(run_store.wait, ["run"], timedelta(seconds=min(warn_s, abort_s))), within_s=abort_s)
+            except DistStoreError:  # it has not come in time
+                where = f"{me.address}:{me.port}: it is being prepared, or has another {VARIABLE}"
+                log.warning("start-up has waited %.0f s for the run at %s", warn_s, where)
+                left = timedelta(seconds=max(0.1, abort_s - warn_s))
+                ask_store(partial(run_store.wait, ["run"], left), within_s=abort_s)
             run = json.loads(run_store.get("run"))
         except DistError as error:
-            same = f", has another {VARIABLE}" if secret() else ""
             reason = (
-                f"server 0 at {me.address}:{me.port} has gone{same}, or has not described the run "
+                f"{_keeper(RankPlace('ddp', 1, 2, part=me.job))} at {me.address}:{me.port} has gone, has another "
+                f"{VARIABLE}, or has not described the run "
                 f"({first_line(error)}): see what it prints, start it again, and then this process"
             )
             raise PeerLost(0, "unknown", 0, 0, "start-up", reason) from error
@@ -334,8 +340,8 @@ def arrive(
     return Role(job, index, run["workers"], servers, part_of(run_store, "roles"), served=opened.server), run
 
 
-def open_to_hosts(address: str, port: int, run: Mapping[str, Any]) -> Hosts:
-    """Serves the store of an elastic launch that processes of other hosts may join, and describes the run in it.
+def open_to_hosts(address: str, port: int) -> Hosts:
+    """Serves the store of an elastic launch that processes of other hosts may join, once the run is described in it.
 
     Raises:
         ConfigError: the store cannot be served there, or no secret keeps strangers away.
@@ -346,9 +352,12 @@ def open_to_hosts(address: str, port: int, run: Mapping[str, Any]) -> Hosts:
     if not is_here(address):
         raise ConfigError(f"{where} it is no address of this host: set one of its own; or unset MASTER_ADDR")
     served = _served(RankPlace("ddp", 0, 2, address=address, port=port, part="launcher"), SERVING_S)
-    run_store = part_of(sealed(served, secret()), "by arrival")
-    run_store.set("run", json.dumps({**run, "servers": 0}))
-    return Hosts(address, port, part_of(run_store, "roles"), served)
+    return Hosts(address, port, part_of(part_of(sealed(served, secret()), "by arrival"), "roles"), served)
+
+
+def describe_to_hosts(hosts: Hosts, run: Mapping[str, Any]) -> None:
+    """Lets processes of other hosts join the run that this describes."""
+    part_of(sealed(cast(Store, hosts.served), secret()), "by arrival").set("run", json.dumps({**run, "servers": 0}))
 
 
 def hosts_store(address: str, port: int) -> Store:

@@ -324,7 +324,9 @@ def _next_commands(config: Config, summary: Mapping[str, Any], run_dir: Path) ->
     on_gpu = str(summary["device"]).startswith(gpu.KIND)
     most = min(8, gpu.cuda.device_count() if on_gpu else max(2, available_cores()))
     counts = [count for count in (1, 2, 4, 8) if count <= most]
-    typed = typed_settings("run.name", "resume", "cluster.workers", "cluster.spec", "cluster.task", "cluster.role")
+    elastic = [f"cluster.{name}" for name in ("min_workers", "max_workers", "spares")]  # for one number of workers
+    others = ("run.name", "resume", "cluster.workers", "cluster.spec", "cluster.task", "cluster.role")
+    typed = typed_settings(*others, *elastic)
     workers = f"cluster.workers={','.join(map(str, counts))}"
     takes_several = config.strategy.name != "one_device" and len(counts) > 1
     sweep = [train_command("-m", workers, *typed)] if takes_several else []

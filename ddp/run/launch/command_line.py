@@ -167,8 +167,9 @@ def _trained(config: Config, run_dir: Path) -> int:
     with ended_by_ctrl_c():
         with leave_out():
             importlib.import_module("ddp.run.assembly.stages")  # torch, which takes a second
+        hosts = None if elastic_of(config) is None else _open_to_hosts(config)  # before there is a run in the folder
         prepare(config, run_dir)  # which imports parts of the user's own
-    return train(config, run_dir)
+    return train(config, run_dir, hosts)
 
 
 def composed(overrides: Sequence[str]) -> tuple[Config, Path]:
@@ -467,8 +468,12 @@ def exit_with_error(message: str) -> NoReturn:
 # ------------------------------------------------------------------------------------------------- start and wait
 
 
-def train(config: Config, run_dir: Path) -> int:
-    """Starts the workers of a prepared run, waits, and prints how it ended; returns the status (see the table)."""
+def train(config: Config, run_dir: Path, hosts: Hosts | None = None) -> int:
+    """Starts the workers of a prepared run, waits, and prints how it ended; returns the status (see the table).
+
+    Args:
+        hosts: where processes of other hosts may join; None: nowhere.
+    """
     from ddp.run.assembly.stages import finish
     from ddp.train.sidecar import has_ended, wait_for
     from ddp.train.supervision import WATCH
@@ -478,10 +483,10 @@ def train(config: Config, run_dir: Path) -> int:
         with with_sidecar(config, run_dir) as is_there:
             counts = {key: getattr(cluster, key) for key in ("workers", "servers", "restarts")}
             how: dict[str, Any] = {"threads": cluster.threads_per_worker, "logs": run_dir / "logs"}
-            limits = elastic_of(config)
-            how["hosts"] = None if limits is None else _open_to_hosts(config, run_dir)
-            how["settings"] = settings_text(config)
-            ended = run_workers([str(run_dir.resolve())], elastic=limits, **counts, **how)
+            if hosts is not None:
+                _invite(hosts, config, run_dir)
+            how |= {"settings": settings_text(config), "hosts": hosts}
+            ended = run_workers([str(run_dir.resolve())], elastic=elastic_of(config), **counts, **how)
             if is_there is not None and has_ended(run_dir):
                 wait_for(run_dir, is_there, within_s=config.evaluate.wait_s)
     finally:
@@ -511,21 +516,32 @@ def train(config: Config, run_dir: Path) -> int:
     return 128 + stopped_by
 
 
-def _open_to_hosts(config: Config, run_dir: Path) -> Hosts | None:
-    """Lets processes of other hosts join this elastic run at MASTER_ADDR and MASTER_PORT; None without these."""
+def _open_to_hosts(config: Config) -> Hosts | None:
+    """Serves the store in which hosts meet for an elastic run at MASTER_ADDR and MASTER_PORT; None without these."""
     if not {"MASTER_ADDR", "MASTER_PORT"} & set(os.environ):
         return None
     address, port = store_address(
         os.environ, because="cluster.min_workers", all_of_them="hosts", keeper="this launcher"
     )
-    run = {"config": asdict(config), "run_dir": str(run_dir.resolve()), "typed": typed(), "workers": 0}
-    with bad_input_to(exit_with_error):
-        from ddp.comm.meeting.rendezvous import open_to_hosts
+    if steps := config.checkpoint.memory_steps:
+        raise ConfigError(
+            f"checkpoint.memory_steps={steps} with MASTER_ADDR={address}: it is for a run on one host; take "
+            f"checkpoint.every_steps={steps}, or unset MASTER_ADDR"
+        )
+    from ddp.comm.meeting.rendezvous import open_to_hosts
 
-        hosts = open_to_hosts(address, port, run)
-    if not is_on_loopback(address):
-        say(f"other hosts join with MASTER_ADDR={address} MASTER_PORT={port} scripts/ddp train cluster.role=worker")
-    return hosts
+    return open_to_hosts(address, port)
+
+
+def _invite(hosts: Hosts, config: Config, run_dir: Path) -> None:
+    """Lets processes of other hosts join this run."""
+    from ddp.comm.meeting.rendezvous import describe_to_hosts
+
+    run = {"config": asdict(config), "run_dir": str(run_dir.resolve()), "typed": typed(), "workers": 0}
+    describe_to_hosts(hosts, run)
+    if not is_on_loopback(hosts.address):
+        where = f"MASTER_ADDR={hosts.address} MASTER_PORT={hosts.port}"
+        say(f"other hosts join with {where} scripts/ddp train cluster.role=worker")
 
 
 def _agreed_stop(run_dir: Path) -> signal.Signals | None:

@@ -103,11 +103,12 @@ class ElasticSupervisor(Supervisor):
         for process in membership.silent(self._time_used):
             log.warning("process %d has shown no sign of life for too long, and is killed", process)
             self._signal(signal.SIGKILL, [process])
-            if self._is_elsewhere(process):  # perhaps its launcher is out of reach, too
-                self._end_of(process, -signal.SIGKILL)
         if self._over is None and not membership.is_closed:
             self._start_waiting()
         self._kill_overdue()
+        for process in self._killed & self._running.keys():
+            if self._is_elsewhere(process):  # perhaps its launcher is out of reach, too
+                self._end_of(process, -signal.SIGKILL)
 
     def _meet_others(self) -> None:
         """Takes note of the processes on other hosts, of those that come and of those that have ended."""
@@ -230,6 +231,10 @@ class HelpingSupervisor(Supervisor):
     def _has_ended(self) -> bool:
         return not self._running and self._waiting is None
 
+    def _pass_on(self, number: signal.Signals) -> None:
+        self._waiting = None
+        super()._pass_on(number)
+
     def _start_another(self) -> None:
         """Starts the process, once the first launcher has given it a number.
 
@@ -289,7 +294,9 @@ class HelpingSupervisor(Supervisor):
         gone = {"status": status, "report": report and asdict(report)}
         is_closed = self._ask(partial(self._tell, rank, json.dumps(gone)))
         is_lost = status != 0 and status - 128 not in self._stops and (report is None or report.is_secondary)
-        if is_lost and not is_closed and self._over is None and self._restarts:
+        if is_closed and status == -signal.SIGTERM:
+            log.warning("process %d had not begun to train when the run ended", rank)
+        elif is_lost and not is_closed and self._over is None and self._restarts:
             self._restarts -= 1
             self._waiting = Patience(CALM_S)
             log.warning("process %d %s; another one is started", rank, end_text(status, report))
@@ -298,9 +305,10 @@ class HelpingSupervisor(Supervisor):
 
     def _tell(self, process: int, how: str) -> bool:
         """Says how a process has ended. Returns True if it is not to be replaced."""
-        self._store.set(f"gone/{process}", how)
         is_asked = read_key(self._store, f"ends/{process}") == signal.SIGTERM.name
-        return is_asked or any(self._store.check([key]) for key in ("closed", "stop", f"leaves/{process}"))
+        is_closed = is_asked or any(self._store.check([key]) for key in ("closed", "stop", f"leaves/{process}"))
+        self._store.set(f"gone/{process}", how)  # last, because the first launcher may wait for this alone
+        return is_closed
 
 
 def _cpu_time(pid: int) -> Any:

@@ -128,7 +128,8 @@ def run_workers(
     threads = threads or max(1, available_cores() // (workers + servers))
     events: Events = SimpleQueue()
     value = b"" if hosts is None else secret()
-    with private_folder(value) as private, holding_memory(private), signals_to(events.put), paused_together():
+    signals, pauses = signals_to(events.put), paused_together(tell=events.put)
+    with private_folder(value) as private, holding_memory(private), signals, pauses:
         (private / SETTINGS).write_text(settings)
         counts = ["--servers", str(servers), "--workers", str(workers)]
         command = _worker_command(private, [*arguments, *counts], threads=threads, hosts=hosts)
@@ -161,7 +162,7 @@ def help_workers(arguments: Sequence[str], *, threads: int, hosts: Hosts, settin
     from ddp.run.launch.elastic import HelpingSupervisor
 
     events: Events = SimpleQueue()
-    with private_folder(secret()) as private, signals_to(events.put), paused_together():
+    with private_folder(secret()) as private, signals_to(events.put), paused_together(tell=events.put):
         (private / SETTINGS).write_text(settings)
         command = _worker_command(private, [*arguments, "--elastic"], threads=threads, hosts=hosts)
         supervisor = HelpingSupervisor([*_meeting(hosts.address, hosts.port), *command], events, hosts.store, **how)
@@ -253,7 +254,7 @@ class Supervisor:
                 continue
             if isinstance(event, End):
                 self._end_of(event.rank, event.status)
-            else:
+            elif event is not signal.SIGCONT:
                 self._pass_on(event)
         return Ended(self._got[0], {}) if self._got else Ended(None, self._failures)
 
@@ -478,7 +479,9 @@ def signals_to(tell: Callable[[signal.Signals], object]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def paused_together(by: signal.Signals = signal.SIGSTOP) -> Iterator[None]:
+def paused_together(
+    by: signal.Signals = signal.SIGSTOP, tell: Callable[[signal.Signals], object] = bool
+) -> Iterator[None]:
     """Lets Ctrl-Z pause the workers, too, and `fg` continue them, for the duration of the block.
 
     Every worker has its own session, which the terminal does not reach. Without this the workers would continue until
@@ -486,6 +489,8 @@ def paused_together(by: signal.Signals = signal.SIGSTOP) -> Iterator[None]:
 
     Args:
         by: SIGTSTP for children that pause their own workers.
+        tell: is given SIGCONT afterwards. Without an entry, a `SimpleQueue.get` whose timeout has passed in a signal
+            handler, which this is, would wait for ever.
     """
     if not hears_signals() or signal.getsignal(signal.SIGTSTP) != signal.SIG_DFL:
         yield
@@ -496,6 +501,7 @@ def paused_together(by: signal.Signals = signal.SIGSTOP) -> Iterator[None]:
         _signal_sessions(workers, by)
         os.kill(os.getpid(), signal.SIGSTOP)  # returns when this process is continued
         _signal_sessions(workers, signal.SIGCONT)
+        tell(signal.SIGCONT)
 
     signal.signal(signal.SIGTSTP, pause)
     try:

@@ -343,6 +343,7 @@ def _tell_torchrun(message: str) -> None:
 
 def train_by_hand(me: RoleSettings) -> NoReturn:
     """Trains as a server or worker that is started by hand; ends the process."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a store that has ended prints a stack of C++ first
     become_worker()
     with bad_input_to(exit_with_error):
         if several := [each for each in sys.argv[1:] if each in ("-m", "--multirun")]:
@@ -366,7 +367,8 @@ def train_by_hand(me: RoleSettings) -> NoReturn:
         sys.exit(2)
     config, run_dir = from_plain(run["config"]), Path(run["run_dir"])
     if not mine.num_servers:
-        leave(_help(config, run_dir, Hosts(me.address, me.port, mine.store)))
+        with bad_input_to(exit_with_error):
+            leave(_help(config, run_dir, Hosts(me.address, me.port, mine.store)))
     number = mine.index + (mine.num_servers if mine.job == "worker" else 0)
     if number:
         log = relative_path(Seat(run_dir / "logs", number, mine.num_servers).log)
@@ -377,6 +379,11 @@ def train_by_hand(me: RoleSettings) -> NoReturn:
 def _help(config: Config, run_dir: Path, hosts: Hosts) -> int:
     """Runs one process of an elastic run that another host has begun; returns the exit status."""
     logs = run_dir / "logs"
+    if not (run_dir / "config.yaml").is_file():
+        raise ConfigError(
+            f"cluster.role=worker: {run_dir}, the folder of the run, is not on this host, whose worker may be the one "
+            "that saves into it: give all hosts one file system"
+        )
     say(f"one process of this host joins {relative_path(run_dir)}/; it writes to {relative_path(logs)}/")
     how: dict[str, Any] = {"threads": config.cluster.threads_per_worker or available_cores(), "logs": logs}
     how |= {"restarts": config.cluster.restarts, "silent_s": config.cluster.silent_s}

@@ -200,7 +200,8 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
             cores -= 1  # for the side-car
         num_servers = config.cluster.servers if config.cluster.local_workers == workers else 0
         config.cluster.threads_per_worker = max(1, cores // (config.cluster.local_workers + num_servers))
-    if config.batch.num_shards is None:
+    grows = config.cluster.min_workers is not None and isinstance(config.strategy, Rounds)  # and its shards with it
+    if config.batch.num_shards is None and not grows:
         parts = config.strategy.num_parts(config.cluster.max_workers or workers)
         fits = num_shards is not None and parts <= num_shards <= config.batch.global_size
         fits = fits and not isinstance(config.strategy, Rounds)  # in which each worker has one share

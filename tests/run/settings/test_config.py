@@ -312,6 +312,15 @@ def test_resolve_derives_threads_and_shards(workers: int) -> None:
     assert config.cluster.threads_per_worker == max(1, available_cores() // workers)
 
 
+@pytest.mark.parametrize(("strategy", "shards"), [("auto", 3), ("local_sgd", None)])
+def test_rounds_have_as_many_shards_as_workers_however_many_come(strategy: str, shards: int | None) -> None:
+    cluster = {"workers": 2, "min_workers": 1, "max_workers": 3}
+    config = from_plain({"cluster": cluster, "strategy": {"name": strategy}})
+    resolve(config)
+    assert config.batch.num_shards == shards
+    validate(config)
+
+
 def test_resumed_number_of_shards_wins_while_it_fits() -> None:
     for earlier, expected in [(3, 3), (1, 2), (65, 2), (None, 2)]:
         config = Config()
