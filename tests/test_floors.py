@@ -104,7 +104,7 @@ def test_only_the_launcher_imports_hydra_and_few_modules_touch_the_environment()
         *("ddp.process.memory", "ddp.process.arguments", "ddp.process.host"),
         *(f"ddp.comm.meeting.{name}" for name in ("cluster_spec", "membership", "place", "role", "secret")),
         "ddp.comm.opening",
-        *(f"ddp.run.launch.{name}" for name in ("command_line", "torchrun", "supervisor")),
+        *(f"ddp.run.launch.{name}" for name in ("command_line", "torchrun", "processes", "supervisor")),
     }
 
 

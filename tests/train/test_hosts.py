@@ -1,4 +1,7 @@
-"""An elastic launch over several hosts: others join it, die, leave, are cut off, and cut themselves off."""
+"""An elastic launch over several hosts: others join it, die, leave, are cut off, and cut themselves off.
+
+Tests: ddp/run/launch/elastic.py, ddp/run/launch/processes.py.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,8 @@ from ddp.run.launch import command_line, supervisor, torchrun
 from ddp.run.launch import elastic as supervisors
 from ddp.run.launch.elastic import ElasticSupervisor, HelpingSupervisor
 from ddp.run.launch.from_python import CALL, folder_for_call, result_file
-from ddp.run.launch.supervisor import Ended, help_workers, run_workers
+from ddp.run.launch.processes import help_workers, run_workers
+from ddp.run.launch.supervisor import Ended
 from ddp.run.settings.config import Config
 from ddp.train.survive import _next_ranks
 

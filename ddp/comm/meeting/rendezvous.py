@@ -360,13 +360,13 @@ def describe_to_hosts(hosts: Hosts, run: Mapping[str, Any]) -> None:
     part_of(sealed(cast(Store, hosts.served), secret()), "by arrival").set("run", json.dumps({**run, "servers": 0}))
 
 
-def hosts_store(address: str, port: int) -> Store:
+def hosts_store(address: str, port: int | str) -> Store:
     """Returns this process's own connection to the membership in the store that `open_to_hosts` serves.
 
     Raises:
         PeerLost: it is out of reach.
     """
-    place = RankPlace("ddp", 1, 2, address=address, port=port, part="worker")
+    place = RankPlace("ddp", 1, 2, address=address, port=int(port), part="worker")
     reached = _reached(place, warn_s=SERVING_S, abort_s=SERVING_S)
     return part_of(part_of(sealed(reached, secret()), "by arrival"), "roles")
 

@@ -7,7 +7,7 @@
     run_folder.prepare: validate, run directory, data, config.yaml                    │
          │ train                               │ store: rank 0 ──config──▶ all        │
          ▼                                     ▼                                      ▼
-    supervisor.py ── worker          worker.train in this process                     supervisor.py ── worker --call
+    processes.py ── worker           worker.train in this process                     processes.py ── worker --call
 
 A worker that fails takes its neighbours with it, unless there are servers. So the parent reads the reports of all
 workers and prints the root cause last.
@@ -57,8 +57,9 @@ from ddp.process.memory import leave_out, skip_at_exit
 from ddp.process.terminal import console, ended_by_ctrl_c, keep_writing, say
 from ddp.run.launch import sweep
 from ddp.run.launch.failures import Report, Seat, describe_failures
+from ddp.run.launch.processes import run_workers
 from ddp.run.launch.run_folder import continued, forget_trial, only_writer, prepare, settings_text, unwritable
-from ddp.run.launch.supervisor import run_workers, with_sidecar
+from ddp.run.launch.supervisor import with_sidecar
 from ddp.run.settings.checks import check_gpus, check_strategy, elastic_of, name_problems
 from ddp.run.settings.config import CHOICES, Config, page, plain_defaults
 from ddp.run.settings.reader import (

@@ -25,7 +25,7 @@ from ddp.errors import ConfigError, WorkersFailed, nearest, workers_failed
 from ddp.process.memory import available_bytes, available_cores
 from ddp.process.terminal import log, say
 from ddp.run.launch.failures import Failure, Seat, agreed_signal, describe_failures
-from ddp.run.launch.supervisor import run_workers
+from ddp.run.launch.processes import run_workers
 from ddp.run.settings.checks import most_workers
 from ddp.setting import Natural, Positive, Whole, checked
 from ddp.train.checkpoints.moved import meaning

@@ -1,4 +1,4 @@
-"""Runs workers and servers, each in its own process, and returns how they ended.
+"""Supervises workers and servers, each in its own process, and says how they ended.
 
 A process is a plain `subprocess` (`worker.py`), in its own session, with a thread that waits for it.
 
@@ -29,7 +29,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -40,11 +39,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
-from ddp.comm.meeting import membership
-from ddp.comm.meeting.membership import Elastic, Hosts, rank_variables
-from ddp.comm.meeting.place import is_on_loopback
-from ddp.comm.meeting.role import STORE, Job, Role, publish_end
-from ddp.comm.meeting.secret import holding_memory, private_folder, secret
+from ddp.comm.meeting.role import Job, Role, publish_end
 from ddp.process.clock import Patience, now_s
 from ddp.process.files import make_folder, to_append
 from ddp.process.memory import available_cores
@@ -63,7 +58,6 @@ other ranks have this long to leave."""
 LOST = ("PeerLost", "CommunicatorBroken")  # exceptions after which a worker can be restarted
 POLL_S = 0.25  # between two looks at what is due
 SETTINGS = "config.yaml"  # of a run, in the private folder of its launch
-NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Ended(NamedTuple):
@@ -94,112 +88,6 @@ class Process(Protocol):
 def started(words: Sequence[str]) -> Process:
     """Starts a process by the words after `env`."""
     return subprocess.Popen(["env", *words], start_new_session=True)
-
-
-def run_workers(
-    arguments: Sequence[str],
-    *,
-    workers: int,
-    threads: int | None,
-    logs: Path,
-    servers: int = 0,
-    restarts: int = 0,
-    settings: str = "",
-    elastic: Elastic | None = None,
-    hosts: Hosts | None = None,
-) -> Ended:
-    """Runs `ddp.run.launch.worker` in `servers` + `workers` processes, and waits.
-
-    Args:
-        threads: of a process; None: cores ÷ processes, at least 1.
-        logs: the folder of their reports.
-        servers: 0: the workers are ranks.
-        restarts: most restarts of a worker, if there are servers or the launch is elastic; and of all servers.
-        settings: of the run, as YAML, which the processes read in the private folder; "": it is no run, but a call.
-        elastic: how far the ranks may shrink and grow; None: all fail with one.
-        hosts: where processes of other hosts may join, if it is elastic; None: nowhere.
-
-    Returns:
-        How they ended, by number: first the servers, then the workers (`failures.Seat`).
-    """
-    from ddp.comm.meeting.private_store import Folder
-    from ddp.run.launch.elastic import ElasticSupervisor  # which is built on this module
-
-    threads = threads or max(1, available_cores() // (workers + servers))
-    events: Events = SimpleQueue()
-    value = b"" if hosts is None else secret()
-    signals, pauses = signals_to(events.put), paused_together(tell=events.put)
-    with private_folder(value) as private, holding_memory(private), signals, pauses:
-        (private / SETTINGS).write_text(settings)
-        counts = ["--servers", str(servers), "--workers", str(workers)]
-        command = _worker_command(private, [*arguments, *counts], threads=threads, hosts=hosts)
-        store, commands, served = Folder(private / STORE), [command] * (servers + workers), None
-        if not servers:
-            served = hosts or _store_of_torch()  # as long as this is kept
-            common = [*_meeting(ADDRESS if hosts is None else hosts.address, served.port), *command]
-            places = [rank_variables(rank, workers, on_one_host=hosts is None) for rank in range(workers)]
-            commands = [[*_set(each), *common] for each in places]
-        roles = [Role("server", index, workers, servers, store) for index in range(servers)]
-        roles += [Role("worker", index, workers, servers, store) for index in range(workers)]
-        how: dict[str, Any] = {"restarts": restarts, "logs": logs}
-        supervisor = Supervisor(commands, roles, events, **how)
-        if elastic is not None and served is not None:
-            how |= {"elastic": elastic, "store": Folder(private / membership.STORE) if hosts is None else hosts.store}
-            again, commands = [*common, "--elastic"], [[*each, "--elastic"] for each in commands]
-            supervisor = ElasticSupervisor(commands, roles, events, again=again, **how)
-        with contextlib.closing(supervisor):
-            return supervisor.run()
-
-
-def help_workers(arguments: Sequence[str], *, threads: int, hosts: Hosts, settings: str = "", **how: Any) -> Ended:
-    """Runs one process of an elastic launch that another host's launcher has begun, and waits.
-
-    Args:
-        hosts: where it joins.
-        settings: as of `run_workers`.
-        how: further arguments of `HelpingSupervisor`.
-    """
-    from ddp.run.launch.elastic import HelpingSupervisor
-
-    events: Events = SimpleQueue()
-    with private_folder(secret()) as private, signals_to(events.put), paused_together(tell=events.put):
-        (private / SETTINGS).write_text(settings)
-        command = _worker_command(private, [*arguments, "--elastic"], threads=threads, hosts=hosts)
-        supervisor = HelpingSupervisor([*_meeting(hosts.address, hosts.port), *command], events, hosts.store, **how)
-        with contextlib.closing(supervisor):
-            return supervisor.run()
-
-
-def _worker_command(private: Path, words: Sequence[str], *, threads: int, hosts: Hosts | None) -> list[str]:
-    launch = ["--parent", str(os.getpid()), "--private", str(private)]
-    is_apart = hosts is None or is_on_loopback(hosts.address)
-    where = [] if hosts is None else ["--hosts"]
-    return worker_command("ddp.run.launch.worker", [*launch, *words, *where], threads=threads, is_apart=is_apart)
-
-
-def _store_of_torch() -> Any:
-    """Returns a store that this process serves, for a worker's program that begins torch.distributed itself.
-
-    `ddp.init` does not use it, because every user of this host reaches it.
-    """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    listening = socket.create_server((ADDRESS, 0))  # because TCPStore itself listens on all addresses
-    port = listening.getsockname()[1]
-    return TCPStore(ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
-
-
-def _meeting(address: str, port: int) -> list[str]:
-    """Returns the part of a rank's environment that is the same for all."""
-    meeting = {"MASTER_ADDR": address, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    restarts = {f"TORCHELASTIC_{name}": 0 for name in ("RESTART_COUNT", "MAX_RESTARTS")}
-    torchs = {"TORCHELASTIC_RUN_ID": "ddp", **restarts, NCCL_ERRORS: os.environ.get(NCCL_ERRORS, 1)}
-    return _set({**meeting, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, **torchs})
-
-
-def _set(variables: Mapping[str, object]) -> list[str]:
-    """Returns the words after `env` that set variables."""
-    return [f"{name}={value}" for name, value in variables.items()]
 
 
 class End(NamedTuple):
@@ -460,8 +348,13 @@ def worker_command(module: str, words: Sequence[str], *, threads: int, is_apart:
     }
     if "PYTHONPATH" in os.environ:  # an empty entry is the current folder
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, os.environ["PYTHONPATH"].split(os.pathsep)))
-    named = _set(variables | memory_variables())
+    named = assignments(variables | memory_variables())
     return [*named, sys.executable, "-P", str(Path(__file__).parent / "bootstrap.py"), module, *words]
+
+
+def assignments(variables: Mapping[str, object]) -> list[str]:
+    """Returns the words after `env` that set variables."""
+    return [f"{name}={value}" for name, value in variables.items()]
 
 
 @contextlib.contextmanager

@@ -58,8 +58,9 @@ from ddp.run.launch.command_line import (
     typed,
 )
 from ddp.run.launch.failures import Report, Seat, agreed_signal, describe_failures
+from ddp.run.launch.processes import help_workers
 from ddp.run.launch.run_folder import forget_trial, only_writer, prepare, settings_text
-from ddp.run.launch.supervisor import CUBLAS_WORKSPACE, ON_LOOPBACK, help_workers
+from ddp.run.launch.supervisor import CUBLAS_WORKSPACE, ON_LOOPBACK
 from ddp.run.launch.worker import ORPHAN_GRACE_S, follow_parent, leave
 from ddp.run.launch.worker import train as train_in_this_process
 from ddp.run.settings.address import check_arrived

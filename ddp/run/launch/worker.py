@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--workers", type=int, default=0, help="number of workers, which are the other ranks")
     parser.add_argument("--incarnation", type=int, default=0, help="how often this one has been started before")
     parser.add_argument("--elastic", action="store_true", help="ranks come and go")
-    parser.add_argument("--hosts", action="store_true", help="and they meet in a store that other hosts reach")
+    parser.add_argument("--hosts", nargs=2, help="and they meet in a store at this address and port")
     parser.add_argument("run_dir", type=Path, nargs="?")
     options = parser.parse_args(argv)
 
@@ -132,8 +132,7 @@ def _take_role(options: argparse.Namespace) -> None:
     from ddp.comm.meeting.rendezvous import hosts_store
 
     if options.elastic:
-        where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = hosts_store(*where) if options.hosts else Folder(options.private / membership.STORE)
+        store = hosts_store(*options.hosts) if options.hosts else Folder(options.private / membership.STORE)
         membership.join_membership(store, options.rank, launcher=None if options.hosts else options.parent)
         return
     counts = {"workers": options.workers, "servers": options.servers}
