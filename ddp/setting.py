@@ -444,6 +444,9 @@ RULES: tuple[Rule[Setup], ...] = (
          "with {strategy} a worker cannot tell the others what it leaves out; leave it out"),
     Rule(lambda s: s.strategy == "parameter_server" and s.memory_steps, "memory_steps",
          "with {strategy} servers keep the parameters, and start again from the disk; leave it out"),
+    Rule(lambda s: s.memory_steps and s.min_workers is None, "memory_steps",
+         "without min_workers a lost worker ends the launch, and its memory with it; give min_workers, or leave "
+         "it out, and save to the disk (every_steps)"),
     Rule(lambda s: s.strategy == "parameter_server" and s.is_stream, "strategy",
          "data is a stream, of which no part can be leased; give a data set with a length, or take {strategy:auto}"),
 

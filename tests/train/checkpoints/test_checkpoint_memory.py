@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankFailed, collect, start_ranks
 from torch import nn
 from torch.optim import SGD, AdamW
 
@@ -291,8 +289,7 @@ class Poison(Callback):
         self._count()
 
 
-def guarded(private: str, folder: str) -> list[int]:
-    take_secret(Path(private))
+def guarded(folder: str) -> list[int]:
     net, data, poison = nn.Linear(4, 2), (torch.randn(64, 4), torch.randint(0, 2, (64,))), Poison()
     ddp.fit(
         net,
@@ -309,19 +306,19 @@ def guarded(private: str, folder: str) -> list[int]:
     return poison.counts
 
 
-def test_memory_is_emptied_when_the_guard_goes_back_to_an_earlier_one(launch: Path, tmp_path: Path) -> None:
+def test_memory_is_emptied_when_the_guard_goes_back_to_an_earlier_one(tmp_path: Path) -> None:
     """What was saved after it belongs to a course that was given up."""
-    assert collect(start_ranks(guarded, 1, str(launch), str(tmp_path / "run"))) == [[2, 0, 1]]
+    assert ddp.launch(guarded, str(tmp_path / "run"), workers=1, min_workers=1) == [[2, 0, 1]]
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_another_launcher_has_started_is_told(tmp_path: Path) -> None:
+def test_a_launch_that_keeps_its_workers_is_told(tmp_path: Path) -> None:
     net = nn.Linear(4, 2)
     data = torch.randn(8, 4), torch.randint(0, 2, (8,))
     given: dict[str, Any] = {"loss": nn.functional.cross_entropy, "global_batch": 8, "epochs": 1}
-    with pytest.raises(ConfigError, match=r"memory_steps: no launcher of this package on rank 0's host"):
+    with pytest.raises(ConfigError, match=r"memory_steps=2: without min_workers a lost worker ends the lau"):
         ddp.fit(net, data, SGD(net.parameters(), lr=0.1), folder=ddp.Folder(None, memory_steps=2), **given)
     with pytest.raises(ConfigError, match=r"memory_steps=-1: must be a whole number from 0 up"):
         ddp.Folder(tmp_path, memory_steps=-1)
@@ -331,18 +328,14 @@ def test_a_rank_that_another_launcher_has_started_is_told(tmp_path: Path) -> Non
         from_plain(served)
 
 
-def too_much(private: str) -> None:
-    take_secret(Path(private))
+def too_much() -> None:
     checkpoint_store.available_bytes = lambda: 1 << 20  # type: ignore[attr-defined]
     fitted(0, None, {"folder": {"memory_steps": 2}})
 
 
-def test_too_little_memory_ends_a_run_before_its_first_step(launch: Path) -> None:
-    for result in collect(start_ranks(too_much, 2, str(launch))):
-        assert isinstance(result, RankFailed)
-        assert re.search(
-            r"ConfigError: memory_steps: two checkpoints need 2\.\d+ MiB more memory, and 1 MiB", str(result)
-        )
+def test_too_little_memory_ends_a_run_before_its_first_step() -> None:
+    with pytest.raises(ConfigError, match=r"memory_steps: two checkpoints need 2\.\d+ MiB more memory, and 1 MiB"):
+        ddp.launch(too_much, workers=2, min_workers=1)
 
 
 def launched() -> int:
