@@ -303,8 +303,8 @@ class Checkpoints(Policy):
     every_steps: Natural | None = setting(None, "steps between two checkpoints; null: one at the end of every epoch")
     memory_steps: Whole = setting(
         0,
-        "steps between two checkpoints in memory that the launcher holds, twice as much as one needs: an elastic run that "
-        "loses all workers continues from there, or from the disk, if that is newer; 0: none",
+        "steps between two checkpoints in memory that the launcher holds, twice as much as one needs: an elastic run "
+        "that loses all workers continues from there, or from the disk, if that is newer; 0: none",
     )
     keep_last: Natural = setting(3, "how many of the latest checkpoints are kept, in addition to the best ones")
     keep_best: Natural = setting(1, "how many of those with the best main metric are kept")
