@@ -12,7 +12,7 @@ import ddp
 
 PACKAGE = Path(__file__).parent.parent / "ddp"
 LIMITS = {
-    "code lines outside of lab/": 34_380,
+    "code lines outside of lab/": 34_390,
     "code lines of lab/": 4_010,
     "code lines of comm/, gradients/ and replica/": 10_230,
     "modules outside of lab/": 207,

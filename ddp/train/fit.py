@@ -73,6 +73,7 @@ from ddp.train.checkpoints.checkpoint import (
     restore,
     run_identity,
     save_checkpoint,
+    score_of,
     weights_of,
 )
 from ddp.train.checkpoints.checkpoint_store import (
@@ -579,9 +580,11 @@ def _loop(run: OpenRun, meters: Meters) -> None:
                 _publish(given.strategy.region, run)
             if (member := current_member()) is not None and state.comm.world_size < member.limits.min_workers:
                 if run.store is not None:
-                    save_checkpoint(run.store, state, identity=run.identity, extra=run.extra)
+                    how: dict[str, Any] = {"identity": run.identity, "extra": run.extra}
+                    save_checkpoint(run.store, state, score=score_of(state), **how)
                 wait_for_others(member)
-                _leave_ranks(run)
+                if member.is_superseded:
+                    _leave_ranks(run)
             train_loop(state, given, run.inputs, callbacks, run.service, partial(_go_back, run, callbacks))
             if state.stopped_by == RESIZE:
                 _leave_ranks(run)

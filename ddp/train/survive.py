@@ -16,6 +16,7 @@ Of a step that was lost, its samples are computed again, by those that are there
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import NamedTuple, TypeVar
@@ -23,7 +24,7 @@ from typing import NamedTuple, TypeVar
 from torch.distributed import DistError
 
 from ddp.comm.communicator import Communicator
-from ddp.comm.meeting.membership import RESIZE, Member, current_member, is_resized
+from ddp.comm.meeting.membership import POLL_S, RESIZE, Member, current_member, is_resized
 from ddp.comm.session import init_again, shutdown
 from ddp.errors import CommunicatorBroken, PeerLost, TooFewWorkers, with_causes
 from ddp.process.clock import Patience
@@ -159,16 +160,18 @@ def _next_ranks(member: Member, error: BaseException | None) -> Communicator:
 
 
 def wait_for_others(member: Member) -> None:
-    """Returns once there are other members, for which fewer than `min_workers` wait.
+    """Returns once there are other members, for which fewer than `min_workers` wait, or the run is to stop.
 
     Raises:
         TooFewWorkers: there are none within `wait_s`.
     """
     limits, patience = member.limits, Patience(member.limits.wait_s)
-    while not member.has_news(patience.left_s()):
+    while not (member.is_superseded or member.stopped_by):
         if not patience.left_s():
             raise TooFewWorkers(
                 f"{len(member.latest.members)} of min_workers={limits.min_workers} workers are left, and no other has "
                 f"come within wait_s={limits.wait_s:g} s: start the run again with resume=auto, or with a lower "
                 "min_workers"
             )
+        time.sleep(POLL_S)
+    member.look()  # so that all ranks see the same: a generation is written before the stop

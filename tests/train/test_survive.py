@@ -60,6 +60,8 @@ class Faults(ddp.Callback):
             match does:
                 case "waits":  # until others have joined, one has left, or all are to stop
                     until(lambda: member.is_superseded or member.stopped_by)
+                case "is asked later":  # to leave, once it waits for others
+                    subprocess.Popen(["sh", "-c", f"sleep 2; kill -TERM {os.getpid()}"])
                 case "rests":  # is stopped, and continued in time
                     subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
                     os.kill(os.getpid(), signal.SIGSTOP)
@@ -238,6 +240,21 @@ def test_too_few_wait_for_another(undisturbed: dict[int, list[Any]], tmp_path: P
     assert [found[1:3] for found in results] == [(2, 2)] * 2
     check(results, tmp_path, undisturbed[2])
     assert (tmp_path / "run" / "checkpoints" / "step-00000003").is_dir()
+
+
+def test_too_few_that_wait_can_be_stopped(tmp_path: Path) -> None:
+    where = [(0, 0, 5, "step_start", "is asked later"), (0, 1, 5, "backward", SIGKILL)]
+    [(step, *_)] = launched(tmp_path, where, workers=2, min_workers=2, fit={"folder": "run"})
+    assert step < STEPS
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"] == "SIGTERM"
+
+
+def test_one_that_leaves_is_killed_before_its_step_has_ended(undisturbed: dict[int, list[Any]], tmp_path: Path) -> None:
+    leaves = [(0, 1, 3, phase, does) for phase, does in (("step_start", SIGTERM), ("forward", "waits"))]
+    began_s = time.monotonic()
+    results = launched(tmp_path, [*leaves, (0, 1, 3, "backward", SIGKILL)], workers=3)
+    assert len(results) == 2 and time.monotonic() - began_s < 20
+    check(results, tmp_path, undisturbed[3])
 
 
 def test_too_few_save_and_end(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ nobody votes. Whenever one has ended, leaves or is ready to join, it writes the 
     generation 1   processes 0 3 2        3 takes its place, at once; 4 is started
                    4 is ready, but there is no place for it
                    2 is killed, and then 0
-    generation 3   processes 4 3
+    generation 3   processes 3 4
 
     launcher   `Membership`   decides, and writes
     process    `Member`       reads; a thread of it shows that the process is alive
@@ -30,6 +30,8 @@ Everything is in a store of this launch (`private_store.py`):
     leaves/N        process N asks to leave, because of the signal that this names
     alive/N         grows as long as process N runs
     closed          the program's first fit has ended: nobody joins any more, and a loss ends the run
+    agreed/KEY      values of the launch, which are those of the process that was first
+    folder/N        the folder of the program's fit number N
 
 A process is silent if its alive/N does not grow and it uses no processor time: it was stopped, or hangs in the kernel.
 A long compilation is not silence.

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
-from ddp.comm.meeting.membership import lost_member
+from ddp.comm.meeting.membership import current_member, lost_member
 from ddp.comm.meeting.private_store import part_of
 from ddp.comm.transport.shared_memory import ProcessHandle
 from ddp.comm.watch.call import Call, Envelope
@@ -62,7 +62,9 @@ class Watchdog:
     ) -> None:
         self.board = Board(store, rank, world_size)
         self._generation, self._world_ranks = generation, world_ranks
-        self.warn_s, self._abort_s, self._silence_s = warn_s, abort_s, min(abort_s, SILENCE_S)
+        self.warn_s, self._abort_s = warn_s, abort_s
+        # In an elastic launch the launcher alone judges, which sees what processor time a process uses.
+        self._silence_s = abort_s if current_member() is not None else min(abort_s, SILENCE_S)
         self._hosts: dict[int, str] = {}
         self._culprit: Culprit | None = None
         self._warned = self.board.last_wait.call

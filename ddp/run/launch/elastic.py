@@ -160,7 +160,7 @@ class ElasticSupervisor(Supervisor):
         is_lost = status != 0 and status - 128 not in self._stops and (report is None or report.is_secondary)
         membership.look()
         has_asked = membership.has_asked(rank)
-        if is_lost and self._over is None and not membership.is_closed and (rank in before or not has_asked):
+        if is_lost and self._over is None and not membership.is_closed:
             self._end_of_lost(rank, end_text(status, report), before, is_wanted=not has_asked)
             if not self._running:
                 self._fail({rank: Failure(status, time.time())})
@@ -176,8 +176,10 @@ class ElasticSupervisor(Supervisor):
     def _end_of_lost(self, rank: int, how: str, before: Sequence[int], *, is_wanted: bool) -> None:
         """Lets the others continue without a lost process, and starts another one in its place, if that is wanted."""
         membership = self._membership
-        if rank in before:
+        if rank in before or not is_wanted:  # one that leaves has still a part in the step that is running
             membership.lost(rank, how)
+        if membership.waits:
+            self._waiting = {number: Patience(0.0) for number in self._waiting}
         joined = [each for each in membership.latest.members if each not in before]
         then = [f"process {each} took its place" for each in joined]
         if is_wanted and (used := self._num_restarts[rank]) < self._restarts:

@@ -451,6 +451,11 @@ def run_identity(comm: Communicator, model: Replica, settings: Mapping[str, Any]
     }
 
 
+def score_of(state: TrainState) -> float | None:
+    """Returns the main metric after this step; None if it is not known."""
+    return state.evaluation.get(state.main_metric) if state.evaluated_at == state.step else None
+
+
 class Checkpointer(Callback):
     """Saves every few steps, or at the end of each epoch, and at the end of the run.
 
@@ -512,8 +517,8 @@ class Checkpointer(Callback):
 
     def _save(self, state: TrainState) -> None:
         self._due = False
-        score = state.evaluation.get(state.main_metric) if state.evaluated_at == state.step else None
-        path = save_checkpoint(self._store, state, identity=self._identity, score=score, extra=self._extra)
+        how: dict[str, Any] = {"identity": self._identity, "extra": self._extra}
+        path = save_checkpoint(self._store, state, score=score_of(state), **how)
         self._saved_step = state.step
         for callback in self._callbacks:
             callback.checkpoint_saved(state, path)
