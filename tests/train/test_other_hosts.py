@@ -513,6 +513,10 @@ def test_a_host_joins_and_leaves(tmp_path: Path) -> None:
     assert status == 128 + signal.SIGTERM
     assert {summary[f"workers_{what}"] for what in ("joined", "left")} == {1} and not summary["workers_lost"]
     assert said == "one process of this host joins runs/mine/; it writes to runs/mine/logs/\n"
+    last = json.loads((tmp_path / "runs/mine/starts.jsonl").read_text().splitlines()[-1])["position"]["step"]
+    where = [sys.executable, "-m", "ddp", "where", "runs/mine", "--step", str(last + 1)]
+    told = subprocess.run(where, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+    assert told.returncode == 0, told.stderr
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@
     DDP_SERVERS     under a launcher: all ranks meet, and the last ones are servers
     TF_CONFIG       the same, but the tasks of the job ps are servers
 
+The first launcher of an elastic run serves such a store, too, if other hosts may join it (`open_to_hosts`).
+
 Of several servers, server 0 is the first one that can serve at that address. The store ends with it, and so does the
 run: the remaining processes end, too, and restarted servers meet new workers there.
 """

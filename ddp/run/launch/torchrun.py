@@ -19,6 +19,9 @@ Servers and workers that are started by hand, each a separate job, on any host a
     every other     ◀── "run" ── the store                            refuses settings that server 0 does not have
     each            fetches the data of its host, takes its part, and trains in this process
 
+In an elastic run that another host has begun (`elastic.py`), that host's launcher is in the place of server 0, and this
+process becomes the launcher of one worker.
+
 `cluster.role`, or the environment, gives a process's role (`comm/meeting/role.py::role_from_env`); the order of arrival
 gives its number (`comm/meeting/rendezvous.py`).
 """

@@ -364,7 +364,9 @@ def note_generation(run_dir: Path, state: TrainState) -> None:
     starts = [start for line in lines_of(run_dir / STARTS) if "settings" in (start := json_object(line))]
     if starts:
         settings = starts[-1]["settings"]
-        settings = {**settings, "cluster": {**settings["cluster"], "workers": state.comm.world_size}}
+        cluster, size = settings["cluster"], state.comm.world_size
+        count = {"workers": size, "local_workers": None, "min_workers": min(size, cluster["min_workers"])}
+        settings = {**settings, "cluster": {**cluster, **count}}  # on any host, and perhaps too few, which wait
         position = {"step": state.step, "sampler": state.sampler.state_dict()}
         note_start(run_dir, {**starts[-1], "position": position, "settings": settings}, goes_on=True)
 
