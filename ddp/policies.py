@@ -111,6 +111,11 @@ class Buckets(Policy):
     find_unused_parameters: bool = setting(
         False, "parameters may go without a gradient, as a head that the loss of a step does not use; false: an error"
     )
+    direct_gradients: bool | None = setting(
+        None,
+        "compute the gradients of large linear layers in their buckets, where they are summed; null: on CPUs; false: "
+        "copy them there",
+    )
     verify_every: Whole = setting(0, "steps between two bitwise comparisons of all workers' parameters; 0: never")
 
 

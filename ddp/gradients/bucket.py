@@ -15,7 +15,8 @@ is zero and stays zero. The *tails* carry what a step must agree on (`totals.py`
 A gradient gets into its bucket by one copy: after `zero_grad(set_to_none=True)` autograd installs a new tensor as
 `p.grad`, and copying it once is cheaper than zeroing the bucket and adding to it. The gradients of a bucket are copied
 together once it is full. Until the bucket holds the mean, `p.grad` stays that tensor, because hooks on other parameters
-may read it or write to it. Then `p.grad` becomes the gradient's place in the bucket.
+may read it or write to it. Then `p.grad` becomes the gradient's place in the bucket. Gradients of large weights are
+computed in their places, if they are matrix products (`replica/direct.py`).
 
 Note "kept". A program may keep a gradient, or anything that shares its memory, and drop `p.grad`: to compare the
 gradients of two tasks, say. So each place has its own storage, and its users are counted before a backward writes to
@@ -54,17 +55,18 @@ class Slot:
             on all ranks.
         view: the gradient in its bucket, shaped like the parameter; none before `Bucket.allocate`.
         rows: the same place in each row of the bucket; `view` is the first.
+        is_direct: gradients are computed in place at times (`replica/direct.py`).
         is_kept: the program may have kept a gradient (note "kept").
     """
 
-    __slots__ = ("index", "is_kept", "name", "parameter", "rows", "strides", "view")
+    __slots__ = ("index", "is_direct", "is_kept", "name", "parameter", "rows", "strides", "view")
 
     def __init__(self, index: int, name: str, parameter: nn.Parameter) -> None:
         self.index, self.name, self.parameter = index, name, parameter
         self.strides = strides_in_bucket(parameter)
         self.view: Tensor | None = None
         self.rows: list[Tensor] = []
-        self.is_kept = _NUM_USERS is None
+        self.is_direct, self.is_kept = False, _NUM_USERS is None
 
 
 class Bucket:
@@ -182,12 +184,23 @@ class Bucket:
         used = [any(map(gt, each, self._unused)) for each in zip(*counts, strict=True)]
         return [slot for slot in compress(self.slots, used) if slot.parameter.grad is not slot.view]
 
-    def _users(self) -> tuple[list[int], ...]:
+    def _users(self, which: slice = slice(None)) -> tuple[list[int], ...]:
         """Returns the references to each place, those to its storage, and the tensors in that storage."""
         if _NUM_USERS is None:
             return ([0],)
-        count, views = sys.getrefcount, map(_VIEW, self.slots)
-        return list(map(count, views)), list(map(count, self._storages)), list(map(_NUM_USERS, self._numbers))
+        count, views = sys.getrefcount, map(_VIEW, self.slots[which])
+        storages, numbers = self._storages[which], self._numbers[which]
+        return list(map(count, views)), list(map(count, storages)), list(map(_NUM_USERS, numbers))
+
+    def place_for(self, slot: Slot) -> Tensor | None:
+        """Returns an alias of a slot's place, where its gradient may be computed; None if anything else uses it."""
+        number = self.slots.index(slot)
+        users = self._users(slice(number, number + 1))
+        is_used = any(each > unused for (each,), unused in zip(users, self._unused, strict=True))
+        if is_used or _NUM_USERS is None or self._addresses[number] % ALIGNMENT_BYTES:
+            return None
+        slot.is_direct = True
+        return self._aliases[number].detach()
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Returns every gradient's part of memory that is laid out like `flat`, of any type."""
@@ -210,7 +223,7 @@ class Bucket:
         there: list[Tensor] = []
         for slot in self.slots:
             view, gradient = slot.view, slot.parameter.grad
-            if gradient is view:
+            if gradient is view or (slot.is_direct and _is_same_memory(gradient, view)):
                 continue
             if gradient is None:
                 empty.append(slot)
@@ -226,6 +239,13 @@ class Bucket:
         """Makes every parameter's gradient its place in the bucket."""
         for slot in self.slots:
             slot.parameter.grad = slot.view
+
+
+def _is_same_memory(gradient: Tensor | None, place: Tensor | None) -> bool:
+    """Returns True if a gradient lies in its place already."""
+    if gradient is None or place is None:
+        return False
+    return gradient.data_ptr() == place.data_ptr() and gradient.stride() == place.stride()
 
 
 def copy_into(slots: Sequence[Slot], here: list[Tensor], there: list[Tensor]) -> None:

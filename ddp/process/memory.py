@@ -137,6 +137,7 @@ def collect_from_now_on() -> None:
 @contextmanager
 def leave_out() -> Iterator[None]:
     """Stops the collector during a block of imports, and excludes their objects."""
+    gc.collect()  # else garbage would be excluded, too, and keep its memory
     gc.disable()
     try:
         yield

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.opening import device_of
@@ -52,6 +53,7 @@ from ddp.replica.autograd import (
 from ddp.replica.backward import Accumulation, Backward, BucketReduction, Observers, Stepper
 from ddp.replica.broadcast import BufferSync, broadcast_state, check_trainable, sending
 from ddp.replica.by_shards import ByShards, check_shards
+from ddp.replica.direct import DirectGradients
 from ddp.replica.parameters import Change, Layouts, ParameterWatch, check_wire, managed, sparse_weights
 from ddp.replica.replica import Replica
 from ddp.replica.step_finalizer import Share, Usage
@@ -76,6 +78,7 @@ class BucketedDataParallel(Replica):
         reducer: averages a bucket, unless a hook does: an all-reduce gives each rank the mean of all of it; a strategy
             may need only a slice (`ddp.strategies.Sharded.reducer`).
         find_unused_parameters: parameters may go without a gradient; each backward finds those that it will reach.
+        direct_gradients: compute gradients of large weights in their buckets (`direct.py`); by default, on CPUs.
         broadcast_buffers: before each forward in training mode, buffers become rank 0's. With shards, they become the
             shards' mean at the end of the step instead.
         comm: the ranks that take part; all by default.
@@ -106,6 +109,7 @@ class BucketedDataParallel(Replica):
         num_shards: int | None = None,
         reducer: type[Collective] = AllReduce,
         find_unused_parameters: bool = False,
+        direct_gradients: bool | None = None,
         broadcast_buffers: bool = True,
         comm: Communicator | None = None,
     ) -> None:
@@ -126,7 +130,7 @@ class BucketedDataParallel(Replica):
             usage, self.gradient_as_bucket_view = by_shards.usage, True
             self.register_forward_pre_hook(by_shards.before_forward)
         self._limits = bucket_limits(bucket_cap_mb, first_bucket_mb=first_bucket_mb)
-        self._overlap, self.wire = overlap, wire
+        self._overlap, self.wire, self.direct_gradients = overlap, wire, direct_gradients
         self.compression = None if hook is None else Compression(hook, comm, self._replicated_parameters())
         self._start(usage, Stepper(), reducer)
         self.gradient_as_bucket_view |= self.collective.is_sliced
@@ -145,6 +149,7 @@ class BucketedDataParallel(Replica):
         self.accumulation.connect(self._layouts)
         self.backward = self._new_backward()
         self._last = self.backward  # the last one that has ended, once there is one
+        self._direct = DirectGradients(self, is_on=self.direct_gradients)
         self._observers = Observers(self, (parameter for _, parameter in self._replicated_parameters()))
 
     # --- a step, in the order of time --------------------------------------------------------------------------------
@@ -212,6 +217,9 @@ class BucketedDataParallel(Replica):
     @property
     def _awaits_backward(self) -> bool:
         return self.waiting is not None or self.backward.is_running
+
+    def _mode_of_forward(self) -> TorchFunctionMode | None:
+        return self._direct.for_forward(self._layouts.current) if self.num_shards is None else None
 
     def _watch_outputs(self, outputs: Any) -> None:
         if self._watch.has_frozen:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ddp.gradients.bucket import Bucket
 from ddp.gradients.totals import Totals
@@ -107,18 +108,23 @@ class Replica(nn.Module, ABC):
         try:
             if self._is_no_step():
                 return self.module(*args, **kwargs)
-            moment = self._before_forward()
-            return self._after_forward(self.module(*args, **kwargs), *moment)
+            *moment, mode = self._before_forward()
+            if mode is None:
+                return self._after_forward(self.module(*args, **kwargs), *moment)
+            with mode:
+                outputs = self.module(*args, **kwargs)
+            return self._after_forward(outputs, *moment)
         except BaseException:
             self._is_in_forward, self.waiting = False, None
             raise
 
     @uncompiled
-    def _before_forward(self) -> tuple[bool, bool]:
+    def _before_forward(self) -> tuple[bool, bool, TorchFunctionMode | None]:
         """Prepares a step and synchronises buffers, as far as this forward needs it.
 
         Returns:
-            True if a backward through it synchronises gradients; True if buffers are synchronised around it.
+            True if a backward through it synchronises gradients; True if buffers are synchronised around it; and a
+            mode of torch's functions in which the module's forward runs.
         """
         if torch.is_grad_enabled():
             self._is_in_forward, self.waiting = False, None
@@ -132,7 +138,11 @@ class Replica(nn.Module, ABC):
         syncs_buffers = may_sync and self._buffer_sync.is_active
         if syncs_buffers:
             self._buffer_sync.before_forward(self.inputs.root)
-        return synchronises, syncs_buffers
+        return synchronises, syncs_buffers, self._mode_of_forward() if torch.is_grad_enabled() else None
+
+    def _mode_of_forward(self) -> TorchFunctionMode | None:
+        """Returns a mode of torch's functions in which a forward runs whose backward adds to gradients."""
+        return None
 
     @uncompiled
     def _after_forward(self, outputs: Any, synchronises: bool, syncs_buffers: bool) -> Any:

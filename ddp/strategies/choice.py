@@ -153,7 +153,7 @@ def _as_given(model: Replica, optimizer: Optimizer, averaging: Averaging, num_sh
         ConfigError: a setting contradicts its arguments.
     """
     name = type(model).__name__
-    for key in ("wire", "hook", "bucket_cap_mb", "first_bucket_mb", "find_unused_parameters"):
+    for key in ("wire", "hook", "bucket_cap_mb", "first_bucket_mb", "find_unused_parameters", "direct_gradients"):
         if (given := getattr(averaging, key)) != getattr(Averaging, key):
             what = f"give {key} to the replica" if model.collective is not None else "give ddp.fit the bare module"
             raise ConfigError(f"{key}={given!r} with a model in a {name}: {what}")
@@ -200,6 +200,7 @@ def wrapped(
         bucket_cap_mb=averaging.bucket_cap_mb,
         first_bucket_mb=averaging.first_bucket_mb,
         find_unused_parameters=averaging.find_unused_parameters,
+        direct_gradients=averaging.direct_gradients,
         num_shards=num_shards,
         reducer=STRATEGIES[averaging.strategy].reducer,
         **how,

@@ -4,6 +4,7 @@
 |-------------------|--------------------------------------------------------------------------------------------------|
 | ours              | `ddp.DistributedDataParallel`                                                                    |
 | torch             | `torch.nn.parallel.DistributedDataParallel` on Gloo, with gradient_as_bucket_view=True           |
+| copied            | ours without direct gradients, which a bucket copies then (`replica/direct.py`)                  |
 | naive             | `ddp.NaiveDataParallel`: one all-reduce per parameter, after backward                            |
 | alone             | no communication; all ranks compute at the same time, as in the others                           |
 | in_backward       | ours with `step_in_backward`: the optimizer steps a bucket while the next one is in flight       |
@@ -330,6 +331,7 @@ def _torch_zero(module: nn.Module, batch: Batch, make_optimizer: MakeOptimizer) 
 VARIANTS: Mapping[str, MakeTraining] = {
     "ours": _in(DistributedDataParallel),
     "torch": _in(_torch),
+    "copied": _in(partial(DistributedDataParallel, direct_gradients=False)),
     "naive": _in(NaiveDataParallel),
     "alone": _in(lambda module: module),
     "in_backward": _in_backward,

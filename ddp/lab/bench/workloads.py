@@ -10,6 +10,7 @@
 | mlp-25m             | 25 M parameters in six tensors: bandwidth                                                 |
 | gpt-10m             | 11 M parameters, 4 × 128 tokens                                                           |
 | gpt-10m-b1          | the same with 128 tokens: more communication for each multiplication                      |
+| encoder             | 13 M parameters in torch's TransformerEncoder, 4 × 128 tokens                             |
 | tiny-1000           | 1,000 parameters of 4 or 16 numbers: the interpreter's cost of each                       |
 | MODULE:NAME         | your own: its method `example_batch()` returns one worker's (inputs, targets)             |
 """
@@ -77,6 +78,12 @@ def _tokens(n: int) -> Callable[[], Batch]:
     return lambda: (torch.randint(0, 256, (n, 128)), torch.randint(0, 256, (n, 128)))
 
 
+def _encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(512, nhead=8, dim_feedforward=2048, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, num_layers=4, enable_nested_tensor=False)
+    return nn.Sequential(nn.Embedding(256, 512), encoder, nn.Linear(512, 256))
+
+
 def _small_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2))
 
@@ -93,6 +100,7 @@ WORKLOADS = {
     ),
     "gpt-10m": Workload(_gpt, _tokens(4)),
     "gpt-10m-b1": Workload(_gpt, _tokens(1)),
+    "encoder": Workload(_encoder, _tokens(4)),
     "tiny-1000": Workload(lambda: TinyLayers(500), lambda: (torch.randn(8, 4), torch.randint(0, 4, (8,)))),
 }
 

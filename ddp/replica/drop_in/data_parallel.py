@@ -57,8 +57,8 @@ from ddp.setting import WireName
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's name for it, on the module
 OF_THIS_PROCESS = frozenset(  # attributes that pickles and copies leave out
     {"backward", "collective", "comm", "device_mesh", "inputs", "riding", "settled", "waiting", "_buffer_sync"}
-    | {"_join_config", "_last", "_layouts", "_observers", "_process_group", "_reducer", "_stepper", "_usage"}
-    | {"_verification", "_watch"}
+    | {"_direct", "_join_config", "_last", "_layouts", "_observers", "_process_group", "_reducer", "_stepper"}
+    | {"_usage", "_verification", "_watch"}
 )
 TORCH_CLASS: Any = nn.parallel.DistributedDataParallel
 
@@ -84,6 +84,7 @@ class DistributedDataParallel(BucketedDataParallel):
         forward_sync_buffers: False: as `buffers="none"`.
         buffers: "broadcast" rank 0's before each forward in training mode, take their "mean", or "none".
         overlap: reduce in the background of backward; None: if that is faster (`backward.py`, note "foreground").
+        direct_gradients: compute gradients of large weights in their buckets (`replica/direct.py`); None: on CPUs.
         wire, hook: as in `ddp.BucketedDataParallel`.
         comm: the ranks that take part, as `ddp.init` or `subgroup` gave them.
         others: further keywords of torch's class (`torch_names.py`).
@@ -123,6 +124,7 @@ class DistributedDataParallel(BucketedDataParallel):
         first_bucket_mb: float | None = None,
         buffers: Mode | None = None,
         overlap: bool | None = None,
+        direct_gradients: bool | None = None,
         wire: WireName | None = None,
         hook: Hook | None = None,
         comm: Communicator | None = None,
@@ -148,7 +150,7 @@ class DistributedDataParallel(BucketedDataParallel):
             tensors = [*named, *(sync.named().items() if with_buffers else ())]
             broadcast_state(comm, tensors, sending=sending(wire, hook))
         Replica.__init__(self, module, comm, sync)
-        self._limits, self._overlap, self.wire = limits, overlap, wire
+        self._limits, self._overlap, self.wire, self.direct_gradients = limits, overlap, wire, direct_gradients
         self.find_unused_parameters, self.static_graph, self.dim = find_unused_parameters, static_graph, dim
         self.gradient_as_bucket_view, self.device_mesh = gradient_as_bucket_view, device_mesh
         self.input_device = torch_names.input_device(device_ids)
