@@ -45,7 +45,7 @@ from ddp.replica.autograd import uncompiled
 if TYPE_CHECKING:
     from ddp.gradients.bucket import Slot
     from ddp.gradients.layout import Layout
-    from ddp.replica.bucketed import BucketedDataParallel
+    from ddp.replica.backward import Listener
 
 LARGE_BYTES = 256 << 10  # copying less costs less than the calls that would save the copy
 
@@ -55,13 +55,16 @@ class DirectGradients(TorchFunctionMode):
 
     Args:
         is_on: compute gradients directly; None: on CPUs, because no GPU has shown yet that it gains by it.
+
+    Attributes:
+        names: of large weights, by id.
     """
 
-    def __init__(self, replica: BucketedDataParallel, *, is_on: bool | None) -> None:
+    def __init__(self, replica: Listener, *, is_on: bool | None) -> None:
         super().__init__()
         self._of_replica, self._is_on = weakref.ref(replica), is_on
         self._layout: Layout | None = None
-        self._names: dict[int, str] = {}  # of large weights, by id
+        self.names: dict[int, str] = {}
         self._scratch = torch.empty(0)
 
     def for_forward(self, layout: Layout) -> DirectGradients | None:
@@ -72,8 +75,8 @@ class DirectGradients(TorchFunctionMode):
         """
         if layout is not self._layout:
             large = (slot for slot in layout.slots if slot not in layout.sparse and self._is_large(slot))
-            self._layout, self._names = layout, {id(slot.parameter): slot.name for slot in large}
-        return self if self._names and not _compiles() else None
+            self._layout, self.names = layout, {id(slot.parameter): slot.name for slot in large}
+        return self if self.names and not _compiles() else None
 
     def _is_large(self, slot: Slot) -> bool:
         weight = slot.parameter
@@ -90,14 +93,14 @@ class DirectGradients(TorchFunctionMode):
     ) -> Any:
         """Calls the function, or computes the same."""
         kwargs = kwargs or {}
-        if function is F.linear and kwargs.keys() <= {"bias"} and self._is_ordinary(*args, **kwargs):
-            return _linear(self, *args, **kwargs)
+        if function is F.linear and self._is_ordinary(*(given := _in_order(*args, **kwargs))):
+            return _Linear.apply(*given, self)  # type: ignore[no-untyped-call]
         return function(*args, **kwargs)
 
-    def _is_ordinary(self, x: Any, weight: Any, bias: Any = None) -> bool:
+    def _is_ordinary(self, bias: Any, x: Any, weight: Any) -> bool:
         """Returns True if autograd would record these arguments of `F.linear`, and nothing else takes part."""
         return (
-            id(weight) in self._names
+            id(weight) in self.names
             and type(weight) is nn.Parameter
             and weight.requires_grad
             and weight.is_contiguous()
@@ -112,10 +115,6 @@ class DirectGradients(TorchFunctionMode):
             and torch._C._get_tracing_state() is None
             and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         )
-
-    def name_of(self, weight: Tensor) -> str:
-        """Returns the name of a weight."""
-        return self._names.get(id(weight), "a weight")
 
     def place_for(self, weight: Tensor) -> Tensor | None:
         """Returns memory for a gradient that autograd is about to add to `p.grad`; None: autograd's own.
@@ -139,8 +138,9 @@ def _compiles() -> bool:
     return compiler is not None and (backends is None or any(map(callable, backends.values())))
 
 
-def _linear(mode: DirectGradients, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    return _Linear.apply(bias, x, weight, mode)  # type: ignore[no-untyped-call]
+def _in_order(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
+    """Returns the arguments of `F.linear` as `_Linear` takes them."""
+    return bias, input, weight
 
 
 class _Linear(torch.autograd.Function):
@@ -174,7 +174,7 @@ class _Linear(torch.autograd.Function):
                 None,
             )
         except RuntimeError as error:
-            error.add_note(f"in the backward of {context.mode.name_of(weight)}")
+            error.add_note(f"in the backward of {context.mode.names.get(id(weight), 'a weight')}")
             raise
 
 

@@ -109,9 +109,7 @@ class Replica(nn.Module, ABC):
             if self._is_no_step():
                 return self.module(*args, **kwargs)
             *moment, mode = self._before_forward()
-            if mode is None:
-                return self._after_forward(self.module(*args, **kwargs), *moment)
-            with mode:
+            with mode or nullcontext():
                 outputs = self.module(*args, **kwargs)
             return self._after_forward(outputs, *moment)
         except BaseException:
@@ -123,8 +121,7 @@ class Replica(nn.Module, ABC):
         """Prepares a step and synchronises buffers, as far as this forward needs it.
 
         Returns:
-            True if a backward through it synchronises gradients; True if buffers are synchronised around it; and a
-            mode of torch's functions in which the module's forward runs.
+            True if a backward through it synchronises gradients; if buffers are synchronised around it; its mode.
         """
         if torch.is_grad_enabled():
             self._is_in_forward, self.waiting = False, None
@@ -141,7 +138,7 @@ class Replica(nn.Module, ABC):
         return synchronises, syncs_buffers, self._mode_of_forward() if torch.is_grad_enabled() else None
 
     def _mode_of_forward(self) -> TorchFunctionMode | None:
-        """Returns a mode of torch's functions in which a forward runs whose backward adds to gradients."""
+        """Returns a mode of torch's functions in which the module's forward runs, if it needs one."""
         return None
 
     @uncompiled
@@ -396,12 +393,6 @@ class Replica(nn.Module, ABC):
                 yield own
         finally:
             own.restore()
-
-    @contextmanager
-    def for_evaluation(self) -> Iterator[None]:
-        """Makes all ranks equal for a block, and restores their state afterwards. Collective."""
-        with self.settled(), self.buffers_of_rank_zero():
-            yield
 
     def broadcast_from(self, root: int) -> None:
         """Gives every rank the root's parameters, and its buffers where they are kept equal. Collective."""

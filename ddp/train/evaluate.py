@@ -311,7 +311,8 @@ def _evaluating(model: nn.Module, task: Task | None) -> Iterator[None]:
     losses = [] if task is None else loss_modules(task)
     with ExitStack() as stack:
         for replica in replicas_in(model):  # also one inside torch.compile's module
-            stack.enter_context(replica.for_evaluation())
+            stack.enter_context(replica.settled())  # makes the ranks' parameters equal
+            stack.enter_context(replica.buffers_of_rank_zero())
         for each in (model, *losses):
             stack.enter_context(modes_kept(each))
             each.eval()

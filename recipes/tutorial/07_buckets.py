@@ -11,7 +11,6 @@ The naive replica waits until backward has ended, and then for a message per par
 import torch
 from problem import NUM_SAMPLES, answer, as_threads, flat_gradient, net, share
 from torch import nn
-from torch.nn import functional as F
 
 import ddp
 from ddp.lab.timeline import timeline_text
@@ -20,8 +19,8 @@ from ddp.lab.timeline import timeline_text
 #
 # Backward computes gradients from the last layer to the first, and autograd calls an *observer* for each one. Gradients
 # that are reduced together are a *bucket*: once all are ready, they are copied side by side, and their all-reduce is
-# *launched*, in the background. All ranks must launch all buckets, in the same order, even if a gradient is missing.
-# (Here none is.) The first observer of a backward asks autograd to call `finish` when this backward has ended.
+# *launched*, in the background. All ranks must launch all buckets, in the same order. The first observer of a backward
+# asks autograd to call `finish` when this backward has ended.
 
 
 def average_in_buckets(comm: ddp.Communicator, model: nn.Module) -> None:
@@ -56,6 +55,8 @@ def average_in_buckets(comm: ddp.Communicator, model: nn.Module) -> None:
 # `ddp.BucketedDataParallel` (`ddp/replica/backward.py`) learns the order in the first backward, because layers may be
 # used in another order than they were made in. A gradient lives in its bucket, so nothing is copied back. Observers of
 # the *outputs* of forward find the end of backward, also for a bucket without any gradient (`ddp/replica/autograd.py`).
+# Large linear layers need no `torch.cat` either: the gradient of such a weight is the product of two matrices, which
+# `torch.mm(…, out=place)` computes in the bucket (`ddp/replica/direct.py`).
 
 
 def on_each_rank(comm: ddp.Communicator) -> list[torch.Tensor]:
@@ -66,9 +67,9 @@ def on_each_rank(comm: ddp.Communicator) -> list[torch.Tensor]:
     replica = ddp.BucketedDataParallel(other, comm=comm, overlap=True, bucket_cap_mb=1e-4, first_bucket_mb=1e-4)
     for _ in range(3):
         model.zero_grad()
-        F.cross_entropy(model(inputs), classes, reduction="sum").backward()
+        nn.functional.cross_entropy(model(inputs), classes, reduction="sum").backward()
         replica.zero_grad()
-        loss_sum = F.cross_entropy(replica(inputs), classes, reduction="sum")
+        loss_sum = nn.functional.cross_entropy(replica(inputs), classes, reduction="sum")
         replica.ride_along(ddp.Totals(loss_sum.detach(), len(inputs)))
         loss_sum.backward()
         gradients += [flat_gradient(model), flat_gradient(other)]
@@ -77,12 +78,13 @@ def on_each_rank(comm: ddp.Communicator) -> list[torch.Tensor]:
 
 
 def timeline() -> dict[str, object]:
-    """Returns the times of the last of five backwards of a larger model, on this rank."""
-    ddp.init(shared_memory=False)  # messages, as between hosts
+    """Returns the times of the last of five backwards of a larger model whose rank sends messages, as between hosts."""
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.ReLU())))
-    replica = ddp.BucketedDataParallel(model, overlap=True, bucket_cap_mb=1)
+    replica = ddp.BucketedDataParallel(model, comm=ddp.init(shared_memory=False), overlap=True, bucket_cap_mb=1)
     for _ in range(5):
+        replica.zero_grad()
         replica(torch.randn(256, 512)).square().mean().backward()
+    assert all(slot.is_direct == ("weight" in slot.name) for slot in replica.layout.slots)  # computed in their buckets
     return replica.logging_data()
 
 
@@ -93,14 +95,12 @@ if __name__ == "__main__":
         assert all(torch.equal(torch.cat(gradients), torch.cat(results[0])) for gradients in results)
     steps = ddp.launch(timeline, workers=2)
     print(timeline_text(steps))
-    for step in steps:
-        assert step["overlap"] > 0  # something was reduced while backward ran
+    assert all(step["overlap"] > 0 for step in steps)  # something was reduced while backward ran
 
 # ## What to look at
 #
-# The first buckets are under way while backward is still computing. Times are in milliseconds since a rank's backward
-# began. A bucket is *ready* with its last gradient; its all-reduce is *launched*, and then *done*. *Hidden* is the
-# share of that time in which backward went on. `scripts/ddp draw overlap --svg overlap.svg` draws it:
+# Times are in milliseconds since a rank's backward began: when a bucket was *ready*, and its all-reduce *launched* and
+# *done*. *Hidden* is the share in which backward went on. `scripts/ddp draw overlap --svg overlap.svg` draws it:
 #
 # ![Timeline of a backward with overlap](pictures/overlap.svg)
 #
