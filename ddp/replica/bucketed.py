@@ -53,7 +53,7 @@ from ddp.replica.autograd import (
 from ddp.replica.backward import Accumulation, Backward, BucketReduction, Observers, Stepper
 from ddp.replica.broadcast import BufferSync, broadcast_state, check_trainable, sending
 from ddp.replica.by_shards import ByShards, check_shards
-from ddp.replica.direct import DirectGradients
+from ddp.replica.direct import is_compiler_used, mode_for
 from ddp.replica.parameters import Change, Layouts, ParameterWatch, check_wire, managed, sparse_weights
 from ddp.replica.replica import Replica
 from ddp.replica.step_finalizer import Share, Usage
@@ -130,7 +130,8 @@ class BucketedDataParallel(Replica):
             usage, self.gradient_as_bucket_view = by_shards.usage, True
             self.register_forward_pre_hook(by_shards.before_forward)
         self._limits = bucket_limits(bucket_cap_mb, first_bucket_mb=first_bucket_mb)
-        self._overlap, self.wire, self.direct_gradients = overlap, wire, direct_gradients
+        self._overlap, self.wire = overlap, wire
+        self.direct_gradients = direct_gradients if num_shards is None else False
         self.compression = None if hook is None else Compression(hook, comm, self._replicated_parameters())
         self._start(usage, Stepper(), reducer)
         self.gradient_as_bucket_view |= self.collective.is_sliced
@@ -146,10 +147,10 @@ class BucketedDataParallel(Replica):
         self._has_layout = True
         given = self._replicated_parameters(), self._reducer
         self._layouts = Layouts(self.comm, self._watch, *given, limits=self._limits, num_shards=self.num_shards)
+        self._direct = mode_for(self, self._layouts.current, is_on=self.direct_gradients)
         self.accumulation.connect(self._layouts)
         self.backward = self._new_backward()
         self._last = self.backward  # the last one that has ended, once there is one
-        self._direct = DirectGradients(self, is_on=self.direct_gradients)
         self._observers = Observers(self, (parameter for _, parameter in self._replicated_parameters()))
 
     # --- a step, in the order of time --------------------------------------------------------------------------------
@@ -219,7 +220,7 @@ class BucketedDataParallel(Replica):
         return self.waiting is not None or self.backward.is_running
 
     def _mode_of_forward(self) -> TorchFunctionMode | None:
-        return self._direct.for_forward(self._layouts.current) if self.num_shards is None else None
+        return None if self._direct is None or is_compiler_used() else self._direct
 
     def _watch_outputs(self, outputs: Any) -> None:
         if self._watch.has_frozen:
@@ -353,6 +354,7 @@ class BucketedDataParallel(Replica):
 
     def _choose_layout(self) -> None:
         self._layouts.choose(early=self.backward.early)
+        self._direct = mode_for(self, self._layouts.current, is_on=self.direct_gradients)
 
     def _replicated_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return managed(self.module, inner=Replica)

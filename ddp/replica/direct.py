@@ -43,50 +43,43 @@ from ddp.gradients.bucket import num_users
 from ddp.replica.autograd import uncompiled
 
 if TYPE_CHECKING:
-    from ddp.gradients.bucket import Slot
     from ddp.gradients.layout import Layout
     from ddp.replica.backward import Listener
 
 LARGE_BYTES = 256 << 10  # copying less costs less than the calls that would save the copy
 
 
+def mode_for(replica: Listener, layout: Layout, *, is_on: bool | None) -> DirectGradients | None:
+    """Returns the mode for forwards of a replica with this layout; None if there is no weight for it.
+
+    Args:
+        is_on: compute gradients directly; None: on CPUs, because no GPU has shown yet that it gains by it.
+    """
+    large = [slot for slot in layout.slots if slot not in layout.sparse and _is_large(slot.parameter, is_on)]
+    names = {id(slot.parameter): slot.name for slot in large}
+    return DirectGradients(replica, names) if names else None
+
+
+def _is_large(weight: Tensor, is_on: bool | None) -> bool:
+    return (
+        weight.dim() == 2
+        and weight.nbytes >= LARGE_BYTES
+        and weight.is_floating_point()
+        and weight.is_contiguous()
+        and (weight.device.type == "cpu" if is_on is None else is_on)
+    )
+
+
 class DirectGradients(TorchFunctionMode):
     """Replaces calls of `F.linear` in the forward of one replica.
 
     Args:
-        is_on: compute gradients directly; None: on CPUs, because no GPU has shown yet that it gains by it.
-
-    Attributes:
         names: of large weights, by id.
     """
 
-    def __init__(self, replica: Listener, *, is_on: bool | None) -> None:
+    def __init__(self, replica: Listener, names: Mapping[int, str]) -> None:
         super().__init__()
-        self._of_replica, self._is_on = weakref.ref(replica), is_on
-        self._layout: Layout | None = None
-        self.names: dict[int, str] = {}
-        self._scratch = torch.empty(0)
-
-    def for_forward(self, layout: Layout) -> DirectGradients | None:
-        """Returns the mode if a forward needs it.
-
-        Args:
-            layout: of the parameters that need a gradient.
-        """
-        if layout is not self._layout:
-            large = (slot for slot in layout.slots if slot not in layout.sparse and self._is_large(slot))
-            self._layout, self.names = layout, {id(slot.parameter): slot.name for slot in large}
-        return self if self.names and not _compiles() else None
-
-    def _is_large(self, slot: Slot) -> bool:
-        weight = slot.parameter
-        return (
-            weight.dim() == 2
-            and weight.nbytes >= LARGE_BYTES
-            and weight.is_floating_point()
-            and weight.is_contiguous()
-            and (weight.device.type == "cpu" if self._is_on is None else self._is_on)
-        )
+        self._of_replica, self.names, self._scratch = weakref.ref(replica), names, torch.empty(0)
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -131,7 +124,7 @@ class DirectGradients(TorchFunctionMode):
         return self._scratch[: weight.numel()].view_as(weight)
 
 
-def _compiles() -> bool:
+def is_compiler_used() -> bool:
     """Returns True if the program has called torch.compile."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     backends = getattr(compiler, "cached_backends", None)
