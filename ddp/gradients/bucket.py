@@ -68,6 +68,14 @@ class Slot:
         self.rows: list[Tensor] = []
         self.is_direct, self.is_kept = False, _NUM_USERS is None
 
+    def adopt(self) -> None:
+        """Makes `p.grad` the view itself, if it was computed there."""
+        gradient, view = self.parameter.grad, self.view
+        if gradient is None or view is None or not self.is_direct:
+            return
+        if gradient.data_ptr() == view.data_ptr() and gradient.stride() == view.stride():
+            self.parameter.grad = view
+
 
 class Bucket:
     """Gradients of one dtype and device, adjacent in memory.
@@ -222,8 +230,10 @@ class Bucket:
         here: list[Tensor] = []
         there: list[Tensor] = []
         for slot in self.slots:
+            if slot.is_direct:
+                slot.adopt()
             view, gradient = slot.view, slot.parameter.grad
-            if gradient is view or (slot.is_direct and _is_same_memory(gradient, view)):
+            if gradient is view:
                 continue
             if gradient is None:
                 empty.append(slot)
@@ -239,13 +249,6 @@ class Bucket:
         """Makes every parameter's gradient its place in the bucket."""
         for slot in self.slots:
             slot.parameter.grad = slot.view
-
-
-def _is_same_memory(gradient: Tensor | None, place: Tensor | None) -> bool:
-    """Returns True if a gradient lies in its place already."""
-    if gradient is None or place is None:
-        return False
-    return gradient.data_ptr() == place.data_ptr() and gradient.stride() == place.stride()
 
 
 def copy_into(slots: Sequence[Slot], here: list[Tensor], there: list[Tensor]) -> None:

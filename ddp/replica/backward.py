@@ -281,12 +281,9 @@ class Backward:
             with self._waited.running():
                 rider.send(label=f"step {self.step}, {what}")
 
-    def place_of(self, parameter: Tensor) -> Tensor | None:
-        """Returns the place in its bucket where a gradient may be computed; None if it must not be written now."""
-        index = None if self.creates_graph else self.index_of.get(id(parameter))
-        if not self.is_running or index is None or self.reductions[index].is_launched:
-            return None
-        return self.reductions[index].bucket.place_for(self.layout.slot_of[id(parameter)])
+    def is_launched(self, index: int) -> bool:
+        """Returns True once the reduction of a bucket has been launched."""
+        return index < self._num_launched
 
     def note(self, parameter: Tensor) -> bool:
         """Records that a gradient is ready. Returns False if no bucket waits for it; then `note_other` takes it."""

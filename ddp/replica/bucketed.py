@@ -147,7 +147,7 @@ class BucketedDataParallel(Replica):
         self._has_layout = True
         given = self._replicated_parameters(), self._reducer
         self._layouts = Layouts(self.comm, self._watch, *given, limits=self._limits, num_shards=self.num_shards)
-        self._direct = mode_for(self, self._layouts.current, is_on=self.direct_gradients)
+        self._direct = mode_for(self.place_of, self._layouts.current, is_on=self.direct_gradients)
         self.accumulation.connect(self._layouts)
         self.backward = self._new_backward()
         self._last = self.backward  # the last one that has ended, once there is one
@@ -261,7 +261,19 @@ class BucketedDataParallel(Replica):
         self._begin_step(layout)
         return True
 
+    def place_of(self, parameter: Tensor) -> Tensor | None:
+        """Returns the place in its bucket where a gradient may be computed now; None if there is none."""
+        is_running = self.backward.is_running
+        layout = self.backward.layout if is_running else self._layouts.current
+        index = layout.index_of.get(id(parameter)) if layout.has_memory else None
+        if index is None or (is_running and self.backward.is_launched(index)):
+            return None
+        return layout.buckets[index].place_for(layout.slot_of[id(parameter)])
+
     def _begin_step(self, layout: Layout, *, has_samples: bool = True) -> None:
+        if self._direct is not None:
+            for slot in layout.slots:
+                slot.adopt()  # of micro-batches
         if not self.gradient_as_bucket_view:
             layout.spare_kept()
         if self.compression is not None:
@@ -354,7 +366,7 @@ class BucketedDataParallel(Replica):
 
     def _choose_layout(self) -> None:
         self._layouts.choose(early=self.backward.early)
-        self._direct = mode_for(self, self._layouts.current, is_on=self.direct_gradients)
+        self._direct = mode_for(self.place_of, self._layouts.current, is_on=self.direct_gradients)
 
     def _replicated_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return managed(self.module, inner=Replica)

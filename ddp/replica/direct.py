@@ -44,20 +44,23 @@ from ddp.replica.autograd import uncompiled
 
 if TYPE_CHECKING:
     from ddp.gradients.layout import Layout
-    from ddp.replica.backward import Listener
 
 LARGE_BYTES = 256 << 10  # copying less costs less than the calls that would save the copy
 
 
-def mode_for(replica: Listener, layout: Layout, *, is_on: bool | None) -> DirectGradients | None:
+PlaceOf = Callable[[Tensor], Tensor | None]  # returns the place where a parameter's gradient may be computed now
+
+
+def mode_for(place_of: PlaceOf, layout: Layout, *, is_on: bool | None) -> DirectGradients | None:
     """Returns the mode for forwards of a replica with this layout; None if there is no weight for it.
 
     Args:
+        place_of: a method of the replica.
         is_on: compute gradients directly; None: on CPUs, because no GPU has shown yet that it gains by it.
     """
     large = [slot for slot in layout.slots if slot not in layout.sparse and _is_large(slot.parameter, is_on)]
     names = {id(slot.parameter): slot.name for slot in large}
-    return DirectGradients(replica, names) if names else None
+    return DirectGradients(place_of, names) if names else None
 
 
 def _is_large(weight: Tensor, is_on: bool | None) -> bool:
@@ -77,9 +80,9 @@ class DirectGradients(TorchFunctionMode):
         names: of large weights, by id.
     """
 
-    def __init__(self, replica: Listener, names: Mapping[int, str]) -> None:
+    def __init__(self, place_of: PlaceOf, names: Mapping[int, str]) -> None:
         super().__init__()
-        self._of_replica, self.names, self._scratch = weakref.ref(replica), names, torch.empty(0)
+        self._place_of, self.names, self._scratch = weakref.WeakMethod(place_of), names, torch.empty(0)
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -117,8 +120,8 @@ class DirectGradients(TorchFunctionMode):
         if weight._backward_hooks or weight._post_accumulate_grad_hooks:  # note "hooks"
             return None
         if weight.grad is None:
-            replica = self._of_replica()
-            return None if replica is None else replica.backward.place_of(weight)
+            place_of = self._place_of()
+            return None if place_of is None else place_of(weight)
         if self._scratch.nbytes < weight.nbytes or self._scratch.dtype != weight.dtype or num_users(self._scratch) != 2:
             self._scratch = torch.empty(weight.numel(), dtype=weight.dtype, device=weight.device)
         return self._scratch[: weight.numel()].view_as(weight)
