@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from ddp.gradients.layout import Layout
     from ddp.replica.bucketed import BucketedDataParallel
 
+_unsafe_view = torch.ops.aten._unsafe_view.default
 LARGE_BYTES = 256 << 10  # copying less costs less than the calls that would save the copy
 
 
@@ -155,7 +156,9 @@ class _Linear(torch.autograd.Function):
         context.save_for_backward(x, weight)
         context.values = weight.detach()  # autograd's own node, too, is not reached by `weight.data = …`
         context.mode = mode
-        return F.linear(x, weight, bias)
+        result = F.linear(x, weight, bias)
+        # a view that a function returns could not be changed in place
+        return _unsafe_view(result, result.shape) if result._is_view() else result
 
     @staticmethod
     @uncompiled

@@ -1,0 +1,86 @@
+"""Programs whose numbers, errors or speed direct gradients must not change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import ddp
+from ddp.replica import direct
+
+SIZE = 16
+LossOf = Callable[[Any, Tensor], Tensor]
+
+
+class Program(nn.Module):
+    """Runs a function as the forward of some layers."""
+
+    def __init__(self, forward: LossOf, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers, self._forward = nn.ModuleList(layers), forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._forward(self.layers, x)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(SIZE, SIZE)
+
+
+def steps(replica: ddp.DistributedDataParallel, *shape: int, num_steps: int = 3) -> list[Tensor]:
+    """Returns the losses and gradients of some steps."""
+    seen = list[Tensor]()
+    for step in range(num_steps):
+        x = torch.randn(*shape, generator=torch.Generator().manual_seed(step)).requires_grad_()
+        loss = replica(x).square().mean()
+        loss.backward()
+        gradients = [x.grad, *(each.grad for each in replica.parameters())]
+        seen += [loss.detach(), *(each.clone() for each in gradients if each is not None)]
+        replica.zero_grad()
+    return seen
+
+
+def equals_without(forward: LossOf, *shape: int, layers: Callable[[], nn.Module] = linear) -> None:
+    """Compares three steps with those of a replica without direct gradients, bit by bit."""
+    seen = []
+    for is_direct in (True, False):
+        torch.manual_seed(0)
+        net = Program(forward, layers(), layers())
+        seen.append(steps(ddp.DistributedDataParallel(net, direct_gradients=is_direct), *shape))
+    assert all(map(torch.equal, *seen))
+
+
+def case_results_changed_in_place() -> None:
+    """An activation in place, or a residual sum, after a layer with inputs of three or four dimensions."""
+    for shape in ((6, SIZE), (2, 3, SIZE), (2, 1, 3, SIZE)):
+        equals_without(lambda layers, x: layers[1](torch.relu_(layers[0](x))).add_(x), *shape)
+
+
+# --- all of them -----------------------------------------------------------------------------------------------------
+
+
+def all_cases() -> None:
+    ddp.init(abort_s=20)
+    direct.LARGE_BYTES = 0
+    for name, case in list(globals().items()):
+        if getattr(case, "__code__", None) and name.startswith("case_"):
+            try:
+                case()
+            except BaseException as error:
+                error.add_note(f"in {name}")
+                raise
+    with suppress(RuntimeError):
+        ddp.shutdown()
+
+
+@pytest.mark.quick(1)
+def test_all_cases_on_two_ranks() -> None:
+    run_ranks(all_cases, 2)
