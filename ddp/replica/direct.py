@@ -106,6 +106,7 @@ class DirectGradients(TorchFunctionMode):
             and x.dtype is weight.dtype
             and x.dim() > 1
             and (bias is None or (type(bias) in (Tensor, nn.Parameter) and bias.dtype is weight.dtype))
+            and (bias is None or bias.shape == weight.shape[:1])
             and torch.is_grad_enabled()
             and not torch.is_autocast_enabled(weight.device.type)
             and not torch._C._are_functorch_transforms_active()
