@@ -105,6 +105,8 @@ class DirectGradients(TorchFunctionMode):
             and type(x) in (Tensor, nn.Parameter)
             and x.dtype is weight.dtype
             and x.dim() > 1
+            and x.is_contiguous()  # of others autograd saves a copy, or computes the transposed gradient
+            and x.stride(-2) > 1  # it takes one column for transposed
             and (bias is None or (type(bias) in (Tensor, nn.Parameter) and bias.dtype is weight.dtype))
             and (bias is None or bias.shape == weight.shape[:1])
             and torch.is_grad_enabled()

@@ -71,6 +71,22 @@ def case_biases_that_are_broadcast() -> None:
     equals_without(lambda layers, x: F.linear(x, layers[0].weight, layers[1](x)), 6, SIZE)
 
 
+def case_inputs_that_are_transposed() -> None:
+    """Autograd computes the transposed gradient of a transposed matrix, and takes a single column for one."""
+    equals_without(lambda layers, x: layers[1](torch.tanh(layers[0](x)).t().contiguous().t()), 300, SIZE)
+    equals_without(lambda layers, x: layers[1](layers[0](x[:, :1])), 1, SIZE, layers=lambda: nn.Linear(1, 1 << 16))
+
+
+def case_transposed_inputs_changed_in_place() -> None:
+    """Autograd has saved a copy of them."""
+
+    def forward(layers: Any, x: Tensor) -> Tensor:
+        hidden = layers[0](x) * 2
+        return hidden.add_(layers[1](hidden.transpose(1, 2)).transpose(1, 2))
+
+    equals_without(forward, 2, SIZE, SIZE)
+
+
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
