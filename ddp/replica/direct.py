@@ -156,9 +156,10 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, bias: Tensor | None, x: Tensor, weight: Tensor, mode: DirectGradients) -> Tensor:
         context.set_materialize_grads(False)
-        context.save_for_backward(x, weight)
+        # only the gradient of the inputs needs the weight, and so that it was not changed since
+        context.save_for_backward(x, weight if context.needs_input_grad[1] else None)
         context.values = weight.detach()  # autograd's own node, too, is not reached by `weight.data = …`
-        context.mode = mode
+        context.weight, context.mode = weight, mode
         result = F.linear(x, weight, bias)
         # a view that a function returns could not be changed in place
         return _unsafe_view(result, result.shape) if result._is_view() else result
@@ -168,7 +169,7 @@ class _Linear(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
             return None, None, None, None
-        x, weight = context.saved_tensors
+        (x, _), weight = context.saved_tensors, context.weight
         values = weight if torch.is_grad_enabled() else context.values
         *runs_bias, runs_x, runs_weight = (_will_run(node) for node, _ in context.next_functions)
         rows = gradient.reshape(-1, weight.shape[0])  # [samples, out]

@@ -87,6 +87,23 @@ def case_transposed_inputs_changed_in_place() -> None:
     equals_without(forward, 2, SIZE, SIZE)
 
 
+def case_a_first_layer_that_was_stepped_since() -> None:
+    """Its backward does not need its weight, so a step may come between forward and backward; of others it must not."""
+    replica = ddp.DistributedDataParallel(nn.Sequential(linear(), linear()))
+    optimizer = torch.optim.SGD(replica.module[0].parameters())
+    steps(replica, 6, SIZE)
+    first, second = (replica(torch.ones(6, SIZE)).sum() for _ in range(2))
+    first.backward()
+    optimizer.step()
+    second.backward()
+    third = replica(torch.ones(6, SIZE)).sum()
+    with torch.no_grad():
+        replica.module[1].weight.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        third.backward()
+    replica.release()
+
+
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
