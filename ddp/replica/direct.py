@@ -37,7 +37,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from ddp.gradients.bucket import num_users
 from ddp.replica.autograd import uncompiled
@@ -110,6 +111,7 @@ class DirectGradients(TorchFunctionMode):
             and (bias is None or (type(bias) in (Tensor, nn.Parameter) and bias.dtype is weight.dtype))
             and (bias is None or bias.shape == weight.shape[:1])
             and torch.is_grad_enabled()
+            and all(type(mode) in _NEUTRAL for mode in _get_current_function_mode_stack())
             and not torch.is_autocast_enabled(weight.device.type)
             and not torch._C._are_functorch_transforms_active()
             and forward_ad._current_level < 0
@@ -134,6 +136,9 @@ class DirectGradients(TorchFunctionMode):
         if self._scratch.nbytes < weight.nbytes or self._scratch.dtype != weight.dtype or num_users(self._scratch) != 2:
             self._scratch = torch.empty(weight.numel(), dtype=weight.dtype, device=weight.device)
         return self._scratch[: weight.numel()].view_as(weight)
+
+
+_NEUTRAL = DirectGradients, DeviceContext  # modes that leave `F.linear` as it is
 
 
 def _compiles() -> bool:

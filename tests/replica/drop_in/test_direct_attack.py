@@ -104,6 +104,24 @@ def case_a_first_layer_that_was_stepped_since() -> None:
     replica.release()
 
 
+def case_a_mode_of_the_user() -> None:
+    """One that replaces `F.linear`, around the replica, and adds a factor that is trained."""
+    factor = nn.Parameter(torch.ones(SIZE, SIZE))
+
+    class Adapter(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is F.linear:
+                args = (args[0], args[1] * factor, *args[2:])
+            return function(*args, **(kwargs or {}))
+
+    replica = ddp.DistributedDataParallel(nn.Sequential(linear(), linear()))
+    for _ in range(2):
+        factor.grad = None
+        with Adapter():
+            replica(torch.ones(6, SIZE)).sum().backward()
+        assert factor.grad is not None
+
+
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
