@@ -74,8 +74,18 @@ class DirectGradients(TorchFunctionMode):
         """
         if layout is not self._layout:
             large = (slot for slot in layout.slots if slot not in layout.sparse and self._is_large(slot))
-            self._layout, self._names = layout, {id(slot.parameter): slot.name for slot in large}
+            names = {} if self._has_fused() else {id(slot.parameter): slot.name for slot in large}
+            self._layout, self._names = layout, names
         return self if self._names and not _compiles() else None
+
+    def _has_fused(self) -> bool:
+        """Returns True if there is frozen attention, for which torch calls other kernels while no mode is active."""
+        replica = self._of_replica()
+        modules = () if replica is None else replica.module.modules()
+        return any(
+            isinstance(each, nn.MultiheadAttention) and not any(p.requires_grad for p in each.parameters())
+            for each in modules
+        )
 
     def _is_large(self, slot: Slot) -> bool:
         weight = slot.parameter

@@ -122,6 +122,23 @@ def case_a_mode_of_the_user() -> None:
         assert factor.grad is not None
 
 
+def case_a_frozen_encoder() -> None:
+    """In evaluation mode torch computes it by fused kernels, which return zeros for samples that are masked."""
+
+    def forward(layers: Any, x: Tensor) -> Tensor:
+        for layer in layers:
+            layer[0].requires_grad_(False).eval()
+        mask = torch.arange(x.shape[1]).expand(x.shape[:2]) > 4
+        return layers[0][1](layers[0][0](x, src_key_padding_mask=mask)) + layers[1][1](x)[:, :5]
+
+    def layers() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(SIZE, 2, SIZE, batch_first=True)
+        encoder = nn.TransformerEncoder(layer.requires_grad_(False), 2)
+        return nn.Sequential(encoder, linear())
+
+    equals_without(forward, 3, 7, SIZE, layers=layers)
+
+
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
