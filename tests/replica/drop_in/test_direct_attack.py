@@ -129,7 +129,7 @@ def case_a_frozen_encoder() -> None:
         for layer in layers:
             layer[0].requires_grad_(False).eval()
         mask = torch.arange(x.shape[1]).expand(x.shape[:2]) > 4
-        return layers[0][1](layers[0][0](x.detach(), src_key_padding_mask=mask)) + layers[1][1](x)[:, :5]
+        return layers[0][1](layers[0][0](x.detach(), src_key_padding_mask=mask)) + layers[1][1](x)
 
     def layers() -> nn.Module:
         layer = nn.TransformerEncoderLayer(SIZE, 2, SIZE, batch_first=True)
