@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
+from ranks import run_cases, run_ranks
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -35,6 +35,10 @@ def linear() -> nn.Linear:
     return nn.Linear(SIZE, SIZE)
 
 
+def column() -> nn.Linear:
+    return nn.Linear(1, 1 << 16)
+
+
 def steps(replica: ddp.DistributedDataParallel, *shape: int, num_steps: int = 3) -> list[Tensor]:
     """Returns the losses and gradients of some steps."""
     seen = list[Tensor]()
@@ -58,36 +62,36 @@ def equals_without(forward: LossOf, *shape: int, layers: Callable[[], nn.Module]
     assert all(map(torch.equal, *seen))
 
 
-def case_results_changed_in_place() -> None:
+def results_changed_in_place(_comm: ddp.Communicator) -> None:
     """An activation in place, or a residual sum, after a layer with inputs of three or four dimensions."""
     for shape in ((6, SIZE), (2, 3, SIZE), (2, 1, 3, SIZE)):
         equals_without(lambda layers, x: layers[1](torch.relu_(layers[0](x))).add_(x), *shape)
 
 
-def case_biases_that_are_broadcast() -> None:
+def biases_that_are_broadcast(_comm: ddp.Communicator) -> None:
     """A bias of one number, of one row, or of a row for each sample."""
-    for where in (slice(1), None, (None,) * 2):
+    for where in (slice(1), None):
         equals_without(lambda layers, x, w=where: layers[1](F.linear(x, layers[0].weight, layers[0].bias[w])), 6, SIZE)
-    equals_without(lambda layers, x: F.linear(x, layers[0].weight, layers[1](x)), 6, SIZE)
+    equals_without(lambda layers, x: F.linear(x, layers[0].weight, layers[1](x) + layers[0].bias), 6, SIZE)
 
 
-def case_inputs_that_are_transposed() -> None:
+def inputs_that_are_transposed(_comm: ddp.Communicator) -> None:
     """Autograd computes the transposed gradient of a transposed matrix, and takes a single column for one."""
     equals_without(lambda layers, x: layers[1](torch.tanh(layers[0](x)).t().contiguous().t()), 300, SIZE)
-    equals_without(lambda layers, x: layers[1](layers[0](x[:, :1])), 1, SIZE, layers=lambda: nn.Linear(1, 1 << 16))
+    equals_without(lambda layers, x: layers[0](x) - layers[1](x * 2), 1, 1, layers=column)
 
 
-def case_transposed_inputs_changed_in_place() -> None:
+def transposed_inputs_changed_in_place(_comm: ddp.Communicator) -> None:
     """Autograd has saved a copy of them."""
 
     def forward(layers: Any, x: Tensor) -> Tensor:
         hidden = layers[0](x) * 2
-        return hidden.add_(layers[1](hidden.transpose(1, 2)).transpose(1, 2))
+        return hidden.add_(layers[1](hidden.transpose(0, 1)).transpose(0, 1))
 
     equals_without(forward, 2, SIZE, SIZE)
 
 
-def case_a_first_layer_that_was_stepped_since() -> None:
+def a_first_layer_that_was_stepped_since(_comm: ddp.Communicator) -> None:
     """Its backward does not need its weight, so a step may come between forward and backward; of others it must not."""
     replica = ddp.DistributedDataParallel(nn.Sequential(linear(), linear()))
     optimizer = torch.optim.SGD(replica.module[0].parameters())
@@ -104,7 +108,7 @@ def case_a_first_layer_that_was_stepped_since() -> None:
     replica.release()
 
 
-def case_a_mode_of_the_user() -> None:
+def a_mode_of_the_user(_comm: ddp.Communicator) -> None:
     """One that replaces `F.linear`, around the replica, and adds a factor that is trained."""
     factor = nn.Parameter(torch.ones(SIZE, SIZE))
 
@@ -122,7 +126,7 @@ def case_a_mode_of_the_user() -> None:
         assert factor.grad is not None
 
 
-def case_a_frozen_encoder() -> None:
+def a_frozen_encoder(_comm: ddp.Communicator) -> None:
     """In evaluation mode torch computes it by fused kernels, which return zeros for samples that are masked."""
 
     def forward(layers: Any, x: Tensor) -> Tensor:
@@ -142,16 +146,21 @@ def case_a_frozen_encoder() -> None:
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
+CASES = [
+    results_changed_in_place,
+    biases_that_are_broadcast,
+    inputs_that_are_transposed,
+    transposed_inputs_changed_in_place,
+    a_first_layer_that_was_stepped_since,
+    a_mode_of_the_user,
+    a_frozen_encoder,
+]
+
+
 def all_cases() -> None:
-    ddp.init(abort_s=20)
+    comm = ddp.init(abort_s=20)
     direct.LARGE_BYTES = 0
-    for name, case in list(globals().items()):
-        if getattr(case, "__code__", None) and name.startswith("case_"):
-            try:
-                case()
-            except BaseException as error:
-                error.add_note(f"in {name}")
-                raise
+    run_cases(CASES, comm, [])
     with suppress(RuntimeError):
         ddp.shutdown()
 
