@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from ddp.replica.bucketed import BucketedDataParallel
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
-LARGE_BYTES = 256 << 10  # copying less costs less than the calls that would save the copy
+LARGE_BYTES = 1 << 20  # copying less costs less than the calls that would save the copy
 
 
 class DirectGradients(TorchFunctionMode):
