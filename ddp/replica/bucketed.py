@@ -147,7 +147,7 @@ class BucketedDataParallel(Replica):
         self._has_layout = True
         given = self._replicated_parameters(), self._reducer
         self._layouts = Layouts(self.comm, self._watch, *given, limits=self._limits, num_shards=self.num_shards)
-        self._direct = mode_for(self.place_of, self._layouts.current, is_on=self.direct_gradients)
+        self._direct = mode_for(self.place_of, self.module, self._layouts.current, is_on=self.direct_gradients)
         self.accumulation.connect(self._layouts)
         self.backward = self._new_backward()
         self._last = self.backward  # the last one that has ended, once there is one
@@ -366,7 +366,7 @@ class BucketedDataParallel(Replica):
 
     def _choose_layout(self) -> None:
         self._layouts.choose(early=self.backward.early)
-        self._direct = mode_for(self.place_of, self._layouts.current, is_on=self.direct_gradients)
+        self._direct = mode_for(self.place_of, self.module, self._layouts.current, is_on=self.direct_gradients)
 
     def _replicated_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return managed(self.module, inner=Replica)

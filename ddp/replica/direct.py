@@ -37,7 +37,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from ddp.gradients.bucket import num_users
 from ddp.replica.autograd import uncompiled
@@ -45,22 +46,28 @@ from ddp.replica.autograd import uncompiled
 if TYPE_CHECKING:
     from ddp.gradients.layout import Layout
 
-LARGE_BYTES = 256 << 10  # copying less costs less than the calls that would save the copy
-
+_unsafe_view = torch.ops.aten._unsafe_view.default
+LARGE_BYTES = 1 << 20  # copying less costs less than the calls that would save the copy
 
 PlaceOf = Callable[[Tensor], Tensor | None]  # returns the place where a parameter's gradient may be computed now
 
 
-def mode_for(place_of: PlaceOf, layout: Layout, *, is_on: bool | None) -> DirectGradients | None:
-    """Returns the mode for forwards of a replica with this layout; None if there is no weight for it.
+def mode_for(place_of: PlaceOf, module: nn.Module, layout: Layout, *, is_on: bool | None) -> DirectGradients | None:
+    """Returns the mode for forwards of a replica's module with this layout; None if it needs none.
 
     Args:
         place_of: a method of the replica.
         is_on: compute gradients directly; None: on CPUs, because no GPU has shown yet that it gains by it.
     """
     large = [slot for slot in layout.slots if slot not in layout.sparse and _is_large(slot.parameter, is_on)]
-    names = {id(slot.parameter): slot.name for slot in large}
-    return DirectGradients(place_of, names) if names else None
+    if not large or any(map(_is_fused, module.modules())):
+        return None
+    return DirectGradients(place_of, {id(slot.parameter): slot.name for slot in large})
+
+
+def _is_fused(module: nn.Module) -> bool:
+    """Returns True for frozen attention, for which torch calls other kernels while no mode is active."""
+    return isinstance(module, nn.MultiheadAttention) and not any(p.requires_grad for p in module.parameters())
 
 
 def _is_large(weight: Tensor, is_on: bool | None) -> bool:
@@ -103,8 +110,12 @@ class DirectGradients(TorchFunctionMode):
             and type(x) in (Tensor, nn.Parameter)
             and x.dtype is weight.dtype
             and x.dim() > 1
+            and x.is_contiguous()  # of others autograd saves a copy, or computes the transposed gradient
+            and x.stride(-2) > 1  # it takes one column for transposed
             and (bias is None or (type(bias) in (Tensor, nn.Parameter) and bias.dtype is weight.dtype))
+            and (bias is None or bias.shape == weight.shape[:1])
             and torch.is_grad_enabled()
+            and all(type(mode) in _NEUTRAL for mode in _get_current_function_mode_stack())
             and not torch.is_autocast_enabled(weight.device.type)
             and not torch._C._are_functorch_transforms_active()
             and forward_ad._current_level < 0
@@ -125,6 +136,9 @@ class DirectGradients(TorchFunctionMode):
         if self._scratch.nbytes < weight.nbytes or self._scratch.dtype != weight.dtype or num_users(self._scratch) != 2:
             self._scratch = torch.empty(weight.numel(), dtype=weight.dtype, device=weight.device)
         return self._scratch[: weight.numel()].view_as(weight)
+
+
+_NEUTRAL = DirectGradients, DeviceContext  # modes that leave `F.linear` as it is
 
 
 def is_compiler_used() -> bool:
@@ -148,17 +162,20 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, bias: Tensor | None, x: Tensor, weight: Tensor, mode: DirectGradients) -> Tensor:
         context.set_materialize_grads(False)
-        context.save_for_backward(x, weight)
+        # only the gradient of the inputs needs the weight, and so that it was not changed since
+        context.save_for_backward(x, weight if context.needs_input_grad[1] else None)
         context.values = weight.detach()  # autograd's own node, too, is not reached by `weight.data = …`
-        context.mode = mode
-        return F.linear(x, weight, bias)
+        context.weight, context.mode = weight, mode
+        result = F.linear(x, weight, bias)
+        # a view that a function returns could not be changed in place
+        return _unsafe_view(result, result.shape) if result._is_view() else result
 
     @staticmethod
     @uncompiled
     def backward(context: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
             return None, None, None, None
-        x, weight = context.saved_tensors
+        (x, _), weight = context.saved_tensors, context.weight
         values = weight if torch.is_grad_enabled() else context.values
         *runs_bias, runs_x, runs_weight = (_will_run(node) for node, _ in context.next_functions)
         rows = gradient.reshape(-1, weight.shape[0])  # [samples, out]
