@@ -195,12 +195,32 @@ class Bucket:
     def place_for(self, slot: Slot) -> Tensor | None:
         """Returns an alias of a slot's place, where its gradient may be computed; None if anything else uses it."""
         number = self.slots.index(slot)
-        users = self._users(slice(number, number + 1))
-        is_used = any(each > unused for (each,), unused in zip(users, self._unused, strict=True))
-        if is_used or _NUM_USERS is None or self._addresses[number] % ALIGNMENT_BYTES:
+        if slot.is_kept or self._is_used(number) or self._addresses[number] % ALIGNMENT_BYTES:
             return None
         slot.is_direct = True
         return self._aliases[number].detach()
+
+    def _is_used(self, number: int) -> bool:
+        users = self._users(slice(number, number + 1))
+        return any(each > unused for (each,), unused in zip(users, self._unused, strict=True))
+
+    def spare_direct(self) -> bool:
+        """Leaves this memory to a program that keeps a gradient of this backward, computed in its place.
+
+        A hook on a node of the graph can do so. Autograd has copied that gradient then.
+
+        Returns:
+            True if the bucket has changed to other memory.
+        """
+        kept = [slot for number, slot in enumerate(self.slots) if _may_be_kept(slot) and self._is_used(number)]
+        if not kept:
+            return False
+        for slot in kept:
+            slot.is_kept = True
+        tail = self.tail
+        self._place(torch.zeros_like(self._first_memory).view(1, -1))
+        self.tail.copy_(tail)
+        return True
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Returns every gradient's part of memory that is laid out like `flat`, of any type."""
@@ -239,6 +259,12 @@ class Bucket:
         """Makes every parameter's gradient its place in the bucket."""
         for slot in self.slots:
             slot.parameter.grad = slot.view
+
+
+def _may_be_kept(slot: Slot) -> bool:
+    """Returns True if a gradient may have been computed in its place, but `p.grad` is elsewhere."""
+    gradient, place = slot.parameter.grad, slot.view
+    return slot.is_direct and not slot.is_kept and gradient is not place and not _is_same_memory(gradient, place)
 
 
 def _is_same_memory(gradient: Tensor | None, place: Tensor | None) -> bool:

@@ -355,6 +355,7 @@ class Backward:
             for slot in bucket.slots if others else []:
                 if (gradient := slot.parameter.grad) is not None and gradient.device == here.device:
                     gradient.record_stream(here)  # its memory may belong to another stream, and is read on this one
+        self.layout.spare_direct(bucket)
         self._finalizer.filled(bucket, without=self._accumulation.fill(bucket))
 
     def launch(self, reduction: BucketReduction) -> None:

@@ -261,7 +261,8 @@ class BucketedDataParallel(Replica):
         return True
 
     def _begin_step(self, layout: Layout, *, has_samples: bool = True) -> None:
-        if not self.gradient_as_bucket_view:
+        layout.may_move = not self.gradient_as_bucket_view
+        if layout.may_move:
             layout.spare_kept()
         if self.compression is not None:
             self.compression.begin()
