@@ -229,7 +229,7 @@ MUTANTS = {
         "adds = runs and",
         "adds =",
         DIRECTLY,
-        "other_gradients_between_micro_batches",
+        "other_gradients_between_backward_and_step",
     ),
 }
 
