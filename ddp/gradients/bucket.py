@@ -55,27 +55,17 @@ class Slot:
             on all ranks.
         view: the gradient in its bucket, shaped like the parameter; none before `Bucket.allocate`.
         rows: the same place in each row of the bucket; `view` is the first.
-        is_direct: gradients are computed in place at times (`replica/direct.py`).
         is_kept: the program may have kept a gradient (note "kept").
     """
 
-    __slots__ = ("index", "is_direct", "is_kept", "name", "parameter", "rows", "strides", "view")
+    __slots__ = ("index", "is_kept", "name", "parameter", "rows", "strides", "view")
 
     def __init__(self, index: int, name: str, parameter: nn.Parameter) -> None:
         self.index, self.name, self.parameter = index, name, parameter
         self.strides = strides_in_bucket(parameter)
         self.view: Tensor | None = None
         self.rows: list[Tensor] = []
-        self.is_direct, self.is_kept = False, _NUM_USERS is None
-
-    def adopt(self) -> None:
-        """Makes `p.grad` the view itself, if it was computed there."""
-        gradient, view = self.parameter.grad, self.view
-        if gradient is None or view is None or not self.is_direct:
-            return
-        if gradient.data_ptr() == view.data_ptr() and gradient.stride() == view.stride():
-            self.parameter.grad = view
-
+        self.is_kept = _NUM_USERS is None
 
 class Bucket:
     """Gradients of one dtype and device, adjacent in memory.
@@ -88,6 +78,7 @@ class Bucket:
     Attributes:
         index: position in the order of reduction.
         ids: ids of the parameters.
+        direct: slots in whose places gradients are computed at times (`replica/direct.py`).
         label: its name in messages and profiles.
         rows: [number of rows, numel]; set by `allocate`, like the next three.
         flat: [numel], all spans, the padding between them, and the tail; row 0.
@@ -104,6 +95,7 @@ class Bucket:
     def __init__(self, index: int, slots: list[Slot], num_tail: int = 0, *, is_last: bool = True) -> None:
         self.index, self.slots, self.num_tail, self.is_last = index, slots, num_tail, is_last
         self.ids = frozenset(id(slot.parameter) for slot in slots)
+        self.direct: list[Slot] = []
         names = [slot.name for slot in slots]
         what = f"{names[0]} … {names[-1]}" if len(names) > 1 else names[0]
         self.label = f"bucket {index} ({len(names)} gradients: {what})"
@@ -203,12 +195,43 @@ class Bucket:
     def place_for(self, slot: Slot) -> Tensor | None:
         """Returns an alias of a slot's place, where its gradient may be computed; None if anything else uses it."""
         number = self.slots.index(slot)
-        users = self._users(slice(number, number + 1))
-        is_used = any(each > unused for (each,), unused in zip(users, self._unused, strict=True))
-        if is_used or _NUM_USERS is None or self._addresses[number] % ALIGNMENT_BYTES:
+        if slot.is_kept or self._is_used(number) or self._addresses[number] % ALIGNMENT_BYTES:
             return None
-        slot.is_direct = True
+        if slot not in self.direct:
+            self.direct.append(slot)
         return self._aliases[number].detach()
+
+    def _is_used(self, number: int) -> bool:
+        users = self._users(slice(number, number + 1))
+        return any(each > unused for (each,), unused in zip(users, self._unused, strict=True))
+
+    def adopt(self) -> None:
+        """Makes each gradient that was computed in its place that place, so that `fill` finds it there."""
+        for slot in self.direct:
+            gradient, view = slot.parameter.grad, slot.view
+            if gradient is None or view is None or gradient.data_ptr() != view.data_ptr():
+                continue
+            if gradient.stride() == view.stride():
+                slot.parameter.grad = view
+
+    def spare_direct(self) -> bool:
+        """Leaves this memory to a program that keeps a gradient of this backward, computed in its place.
+
+        A hook on a node of the graph can do so. Autograd has copied that gradient then.
+
+        Returns:
+            True if the bucket has changed to other memory.
+        """
+        elsewhere = [slot for slot in self.direct if not slot.is_kept and slot.parameter.grad is not slot.view]
+        kept = [slot for slot in elsewhere if self._is_used(self.slots.index(slot))]
+        if not kept:
+            return False
+        for slot in kept:
+            slot.is_kept = True
+        tail = self.tail
+        self._place(torch.zeros_like(self._first_memory).view(1, -1))
+        self.tail.copy_(tail)
+        return True
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Returns every gradient's part of memory that is laid out like `flat`, of any type."""
@@ -230,8 +253,6 @@ class Bucket:
         here: list[Tensor] = []
         there: list[Tensor] = []
         for slot in self.slots:
-            if slot.is_direct:
-                slot.adopt()
             view, gradient = slot.view, slot.parameter.grad
             if gradient is view:
                 continue

@@ -54,10 +54,12 @@ class Layout:
         totals, flags: how the totals and the step flags travel.
         num_rows: rows of each bucket: the most partial sums of shards that a rank may end with, or 1.
         kept: slots of which the program keeps gradients (`bucket.py`, note "kept"); from `allocate` on.
+        may_move: buckets may move out of memory in which the program keeps gradients.
         has_memory: `allocate` has been called.
     """
 
     kept: Sequence[Slot] = ()
+    may_move = False
 
     def __init__(
         self,
@@ -141,6 +143,11 @@ class Layout:
     def spare_kept(self) -> None:
         """Moves buckets out of memory in which the program has kept gradients (`bucket.py`, note "kept")."""
         if self.has_memory and sum(map(Bucket.spare_kept, self.buckets)):
+            self._find_tails()
+
+    def spare_direct(self, bucket: Bucket) -> None:
+        """Moves a bucket out of memory in which the program keeps a gradient of this backward."""
+        if self.may_move and bucket.spare_direct():
             self._find_tails()
 
     def hand_out_copies(self) -> None:

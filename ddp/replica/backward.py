@@ -352,6 +352,9 @@ class Backward:
             for slot in bucket.slots if others else []:
                 if (gradient := slot.parameter.grad) is not None and gradient.device == here.device:
                     gradient.record_stream(here)  # its memory may belong to another stream, and is read on this one
+        if bucket.direct:
+            bucket.adopt()
+            self.layout.spare_direct(bucket)
         self._finalizer.filled(bucket, without=self._accumulation.fill(bucket))
 
     def launch(self, reduction: BucketReduction) -> None:

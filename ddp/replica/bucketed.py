@@ -271,10 +271,10 @@ class BucketedDataParallel(Replica):
         return layout.buckets[index].place_for(layout.slot_of[id(parameter)])
 
     def _begin_step(self, layout: Layout, *, has_samples: bool = True) -> None:
-        if self._direct is not None:
-            for slot in layout.slots:
-                slot.adopt()  # of micro-batches
-        if not self.gradient_as_bucket_view:
+        for bucket in layout.buckets:
+            bucket.adopt()  # sums of micro-batches
+        layout.may_move = not self.gradient_as_bucket_view
+        if layout.may_move:
             layout.spare_kept()
         if self.compression is not None:
             self.compression.begin()

@@ -10,7 +10,8 @@ copy of 100 MB in each step.
                  computes the gradient there. If there is no place, it does as autograd would
     accumulate   autograd makes the result `p.grad` without copying it, and `Bucket.fill` finds it in its place
 
-Results have the bits that autograd's have. The mode does not see inside of functions that call no `F.linear` in Python
+Results have the bits that autograd's have. (Not those of gradients of gradients: sums of several terms are added in
+another order there.) The mode does not see inside of functions that call no `F.linear` in Python
 (`nn.MultiheadAttention`, `nn.LSTM`), and is not entered in a program that compiles functions, which would no longer be
 compiled under it.
 
@@ -19,7 +20,8 @@ else refers to the tensor object; its memory may be shared. If a weight is used 
 finds that the first one still refers to the place, and is computed elsewhere; autograd adds the two, out of place.
 
 Note "hooks". A hook on the weight may keep the gradient of this rank that it is called with. That one must not become
-the mean later, so weights with hooks are left to autograd.
+the mean later, so weights with hooks are left to autograd. Hooks on nodes of the graph are found too late for that:
+if one keeps a gradient, autograd copies it, and the bucket leaves its memory to the program (`Bucket.spare_direct`).
 
 Note "scratch". The second and later micro-batches are added to `p.grad`. Autograd would take new memory for each of
 their gradients, and each page of it costs a fault. One piece of memory serves them all, one after another. (`addmm_`

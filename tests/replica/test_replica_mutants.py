@@ -26,8 +26,9 @@ class Mutant(NamedTuple):
     overlap: bool = False
 
 
-LIKE_TORCH, JOIN_AND_HOOKS = "test_like_torch", "test_join_and_hooks"
+LIKE_TORCH, JOIN_AND_HOOKS, DIRECTLY = "test_like_torch", "test_join_and_hooks", "test_direct"
 BACKWARD, FINALIZER = "replica.backward", "replica.step_finalizer.StepFinalizer"
+DIRECT = "replica.direct"
 DROP_IN = "replica.drop_in.data_parallel.DistributedDataParallel"
 MUTANTS = {
     "gradients are not synchronised": Mutant(
@@ -160,15 +161,86 @@ MUTANTS = {
         JOIN_AND_HOOKS,
         "uneven_inputs",
     ),
+    "a gradient in its place is not returned": Mutant(
+        f"{DIRECT}._of_weight",
+        "else torch.mm(rows.t(), x, out=place)",
+        "else (torch.mm(rows.t(), x, out=place), None)[1]",
+        DIRECTLY,
+        "without_biases",
+    ),
+    "a gradient in its place is the place itself": Mutant(
+        "gradients.bucket.Bucket.place_for",
+        "return self._aliases[number].detach()",
+        "return slot.view",
+        DIRECTLY,
+        "without_biases",
+    ),
+    "a place is given though it is used": Mutant(
+        "gradients.bucket.Bucket.place_for",
+        "self._is_used(number)",
+        "False",
+        DIRECTLY,
+        "a_weight_of_two_layers",
+    ),
+    "a place is given though its bucket has been sent": Mutant(
+        "replica.bucketed.BucketedDataParallel.place_of",
+        "or (is_running and self.backward.is_launched(index))",
+        "",
+        DIRECTLY,
+        "a_gradient_that_comes_too_late",
+    ),
+    "a place is that of the last forward": Mutant(
+        f"{DIRECT}.DirectGradients.place_for",
+        "return None if place_of is None else place_of(weight)",
+        "return self.__dict__.setdefault(id(weight), place_of(weight))",
+        DIRECTLY,
+        "a_backward_of_an_earlier_layout",
+    ),
+    "a gradient is computed in place though a hook may keep it": Mutant(
+        f"{DIRECT}.DirectGradients.place_for",
+        "if weight._backward_hooks or weight._post_accumulate_grad_hooks:",
+        "if False:",
+        DIRECTLY,
+        "a_hook_that_keeps_this_ranks_gradient",
+    ),
+    "a gradient in its place that a node's hook keeps is overwritten": Mutant(
+        f"{BACKWARD}.Backward._fill",
+        "self.layout.spare_direct(bucket)",
+        "pass",
+        DIRECTLY,
+        "a_hook_on_a_node_that_keeps_this_ranks_gradient",
+    ),
+    "a hook keeps the scratch": Mutant(
+        f"{DIRECT}.DirectGradients.place_for",
+        "or num_users(self._scratch) != 2",
+        "",
+        DIRECTLY,
+        "micro_batches_whose_gradients_are_kept",
+    ),
+    "a gradient is computed though nobody asks for it": Mutant(
+        f"{DIRECT}._of_weight",
+        "if runs is False:",
+        "if False:",
+        DIRECTLY,
+        "other_gradients_between_backward_and_step",
+    ),
+    "a gradient that is only captured is computed in place": Mutant(
+        f"{DIRECT}._of_weight",
+        "adds = runs and",
+        "adds =",
+        DIRECTLY,
+        "other_gradients_between_backward_and_step",
+    ),
 }
 
 
-def mutated(mutant: Mutant) -> tuple[type, str, Any]:
-    """The method's class, its name, and the mutant."""
+def mutated(mutant: Mutant) -> tuple[Any, str, Any]:
+    """The method's class, or the function's module; its name, and the mutant."""
     path = f"ddp.{mutant.method}"
     module_name, class_name, name = path.rsplit(".", 2)
     module = importlib.import_module(module_name)
-    owner = getattr(module, class_name)
+    owner = getattr(module, class_name, None) or importlib.import_module(f"{module_name}.{class_name}")
+    module = owner if inspect.ismodule(owner) else module
     source = textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(owner, name))))
     assert source.count(mutant.line) >= 1, f"{path} has no line {mutant.line!r} any more"
     scope: dict[str, Any] = {"__class__": owner}
