@@ -272,7 +272,8 @@ class BucketedDataParallel(Replica):
 
     def _begin_step(self, layout: Layout, *, has_samples: bool = True) -> None:
         for bucket in layout.buckets:
-            bucket.adopt()  # sums of micro-batches
+            if bucket.direct:
+                bucket.adopt()  # sums of micro-batches
         layout.may_move = not self.gradient_as_bucket_view
         if layout.may_move:
             layout.spare_kept()
