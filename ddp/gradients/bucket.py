@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from itertools import compress
+from itertools import chain, compress
 from operator import attrgetter, gt
 
 import torch
@@ -66,6 +66,7 @@ class Slot:
         self.view: Tensor | None = None
         self.rows: list[Tensor] = []
         self.is_kept = _NUM_USERS is None
+
 
 class Bucket:
     """Gradients of one dtype and device, adjacent in memory.
@@ -169,11 +170,14 @@ class Bucket:
             slot.is_kept = True
         is_away = self.flat.data_ptr() != self._first_memory.data_ptr()
         if is_away and num_users(self._first_memory) <= self._users_of_first:
-            self._place(self._first_memory.view(1, -1))
+            memory = self._first_memory
         elif kept:
-            self._place(torch.zeros_like(self._first_memory).view(1, -1))
+            memory = torch.zeros_like(self._first_memory)
         else:
             return False
+        tail = self.tail
+        self._place(memory.view(1, -1))
+        self.tail.copy_(tail)
         return True
 
     def _kept(self) -> list[Slot]:
@@ -195,43 +199,19 @@ class Bucket:
     def place_for(self, slot: Slot) -> Tensor | None:
         """Returns an alias of a slot's place, where its gradient may be computed; None if anything else uses it."""
         number = self.slots.index(slot)
-        if slot.is_kept or self._is_used(number) or self._addresses[number] % ALIGNMENT_BYTES:
+        is_used = any(map(gt, chain(*self._users(slice(number, number + 1))), self._unused))
+        if slot.is_kept or is_used or self._addresses[number] % ALIGNMENT_BYTES:
             return None
         if slot not in self.direct:
             self.direct.append(slot)
         return self._aliases[number].detach()
 
-    def _is_used(self, number: int) -> bool:
-        users = self._users(slice(number, number + 1))
-        return any(each > unused for (each,), unused in zip(users, self._unused, strict=True))
-
     def adopt(self) -> None:
         """Makes each gradient that was computed in its place that place, so that `fill` finds it there."""
         for slot in self.direct:
-            gradient, view = slot.parameter.grad, slot.view
-            if gradient is None or view is None or gradient.data_ptr() != view.data_ptr():
-                continue
-            if gradient.stride() == view.stride():
-                slot.parameter.grad = view
-
-    def spare_direct(self) -> bool:
-        """Leaves this memory to a program that keeps a gradient of this backward, computed in its place.
-
-        A hook on a node of the graph can do so. Autograd has copied that gradient then.
-
-        Returns:
-            True if the bucket has changed to other memory.
-        """
-        elsewhere = [slot for slot in self.direct if not slot.is_kept and slot.parameter.grad is not slot.view]
-        kept = [slot for slot in elsewhere if self._is_used(self.slots.index(slot))]
-        if not kept:
-            return False
-        for slot in kept:
-            slot.is_kept = True
-        tail = self.tail
-        self._place(torch.zeros_like(self._first_memory).view(1, -1))
-        self.tail.copy_(tail)
-        return True
+            gradient = slot.parameter.grad
+            if gradient is not None and gradient.layout is torch.strided and gradient.is_set_to(slot.rows[0]):
+                slot.parameter.grad = slot.view
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Returns every gradient's part of memory that is laid out like `flat`, of any type."""

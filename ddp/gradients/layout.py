@@ -140,14 +140,11 @@ class Layout:
         for rider in (self.totals, self.flags):
             rider.find()
 
-    def spare_kept(self) -> None:
-        """Moves buckets out of memory in which the program has kept gradients (`bucket.py`, note "kept")."""
-        if self.has_memory and sum(map(Bucket.spare_kept, self.buckets)):
-            self._find_tails()
-
-    def spare_direct(self, bucket: Bucket) -> None:
-        """Moves a bucket out of memory in which the program keeps a gradient of this backward."""
-        if self.may_move and bucket.spare_direct():
+    def settle(self, buckets: Sequence[Bucket]) -> None:
+        """Makes gradients in their places those places, and moves buckets out of memory that the program uses."""
+        for bucket in buckets:
+            bucket.adopt()
+        if self.may_move and self.has_memory and sum(map(Bucket.spare_kept, buckets)):
             self._find_tails()
 
     def hand_out_copies(self) -> None:

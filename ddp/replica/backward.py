@@ -353,8 +353,7 @@ class Backward:
                 if (gradient := slot.parameter.grad) is not None and gradient.device == here.device:
                     gradient.record_stream(here)  # its memory may belong to another stream, and is read on this one
         if bucket.direct:
-            bucket.adopt()
-            self.layout.spare_direct(bucket)
+            self.layout.settle([bucket])
         self._finalizer.filled(bucket, without=self._accumulation.fill(bucket))
 
     def launch(self, reduction: BucketReduction) -> None:

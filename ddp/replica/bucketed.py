@@ -266,17 +266,13 @@ class BucketedDataParallel(Replica):
         is_running = self.backward.is_running
         layout = self.backward.layout if is_running else self._layouts.current
         index = layout.index_of.get(id(parameter)) if layout.has_memory else None
-        if index is None or (is_running and self.backward.is_launched(index)):
+        if index is None or self.backward.is_launched(index):
             return None
         return layout.buckets[index].place_for(layout.slot_of[id(parameter)])
 
     def _begin_step(self, layout: Layout, *, has_samples: bool = True) -> None:
-        for bucket in layout.buckets:
-            if bucket.direct:
-                bucket.adopt()  # sums of micro-batches
         layout.may_move = not self.gradient_as_bucket_view
-        if layout.may_move:
-            layout.spare_kept()
+        layout.settle(layout.buckets)
         if self.compression is not None:
             self.compression.begin()
         mine, self.riding = self.riding, None

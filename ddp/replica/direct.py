@@ -21,7 +21,7 @@ finds that the first one still refers to the place, and is computed elsewhere; a
 
 Note "hooks". A hook on the weight may keep the gradient of this rank that it is called with. That one must not become
 the mean later, so weights with hooks are left to autograd. Hooks on nodes of the graph are found too late for that:
-if one keeps a gradient, autograd copies it, and the bucket leaves its memory to the program (`Bucket.spare_direct`).
+if one keeps a gradient, autograd copies it, and the bucket leaves its memory to the program (`Bucket.spare_kept`).
 
 Note "scratch". The second and later micro-batches are added to `p.grad`. Autograd would take new memory for each of
 their gradients, and each page of it costs a fault. One piece of memory serves them all, one after another. (`addmm_`

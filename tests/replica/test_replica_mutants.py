@@ -177,14 +177,14 @@ MUTANTS = {
     ),
     "a place is given though it is used": Mutant(
         "gradients.bucket.Bucket.place_for",
-        "self._is_used(number)",
-        "False",
+        "or is_used",
+        "",
         DIRECTLY,
         "a_weight_of_two_layers",
     ),
     "a place is given though its bucket has been sent": Mutant(
         "replica.bucketed.BucketedDataParallel.place_of",
-        "or (is_running and self.backward.is_launched(index))",
+        "or self.backward.is_launched(index)",
         "",
         DIRECTLY,
         "a_gradient_that_comes_too_late",
@@ -205,7 +205,7 @@ MUTANTS = {
     ),
     "a gradient in its place that a node's hook keeps is overwritten": Mutant(
         f"{BACKWARD}.Backward._fill",
-        "self.layout.spare_direct(bucket)",
+        "self.layout.settle([bucket])",
         "pass",
         DIRECTLY,
         "a_hook_on_a_node_that_keeps_this_ranks_gradient",
