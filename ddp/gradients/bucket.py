@@ -79,7 +79,7 @@ class Bucket:
     Attributes:
         index: position in the order of reduction.
         ids: ids of the parameters.
-        direct: slots in whose places gradients are computed at times (`replica/direct.py`).
+        direct: slots in whose places gradients have been computed (`replica/direct.py`).
         label: its name in messages and profiles.
         rows: [number of rows, numel]; set by `allocate`, like the next three.
         flat: [numel], all spans, the padding between them, and the tail; row 0.

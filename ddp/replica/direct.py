@@ -6,26 +6,25 @@ copy of 100 MB in each step.
 
     forward      while the model runs, a mode of torch's functions is active (`DirectGradients`). It replaces each call
                  of `F.linear` with a large weight by `_Linear`, which computes the same
-    backward     `_Linear` asks the running backward for the weight's place in its bucket (`Backward.place_of`), and
-                 computes the gradient there. If there is no place, it does as autograd would
-    accumulate   autograd makes the result `p.grad` without copying it, and `Bucket.fill` finds it in its place
+    backward     `_Linear` asks the replica for the weight's place in its bucket (`BucketedDataParallel.place_of`), and
+                 computes the gradient there. If there is no place, it computes it as autograd does
+    accumulate   autograd makes the result `p.grad` without copying it, and `Bucket.adopt` finds it in its place
 
-Results have the bits that autograd's have. (Not those of gradients of gradients: sums of several terms are added in
-another order there.) The mode does not see inside of functions that call no `F.linear` in Python
-(`nn.MultiheadAttention`, `nn.LSTM`), and is not entered in a program that compiles functions, which would no longer be
-compiled under it.
+Results have autograd's bits, except gradients of gradients: their terms are added in another order. The mode does not
+see inside functions that call no `F.linear` in Python (`nn.MultiheadAttention`, `nn.LSTM`). It is not entered in a
+program that has called `torch.compile`, because functions would not be compiled under it.
 
 Note "alias". `_Linear` returns a new tensor over the place. Autograd adopts a gradient without a copy only if nothing
 else refers to the tensor object; its memory may be shared. If a weight is used twice in a forward, its second gradient
-finds that the first one still refers to the place, and is computed elsewhere; autograd adds the two, out of place.
+finds that the first one still uses the place, and is computed elsewhere. Autograd adds the two, out of place.
 
-Note "hooks". A hook on the weight may keep the gradient of this rank that it is called with. That one must not become
-the mean later, so weights with hooks are left to autograd. Hooks on nodes of the graph are found too late for that:
-if one keeps a gradient, autograd copies it, and the bucket leaves its memory to the program (`Bucket.spare_kept`).
+Note "hooks". A hook on the weight may keep this rank's gradient, which must not become the mean later. So weights with
+hooks are left to autograd. Hooks on nodes of the graph cannot be found in time: if one keeps a gradient, autograd
+copies it, and the bucket leaves its memory to the program (`Bucket.spare_kept`).
 
-Note "scratch". The second and later micro-batches are added to `p.grad`. Autograd would take new memory for each of
-their gradients, and each page of it costs a fault. One piece of memory serves them all, one after another. (`addmm_`
-would save the addition, too, but has other bits.)
+Note "scratch". The first micro-batch's gradient is computed in its place, and those of later ones are added to it.
+Autograd would take new memory for each of these, and each page of it costs a fault. One piece of memory serves them
+all, one after another. (`addmm_` would also save the addition, but has other bits.)
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from ddp.gradients.layout import Layout
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
-LARGE_BYTES = 1 << 20  # copying less costs less than the calls that would save the copy
+LARGE_BYTES = 1 << 20  # below this, the copy costs less than the calls that save it
 
 PlaceOf = Callable[[Tensor], Tensor | None]  # returns the place where a parameter's gradient may be computed now
 
@@ -73,13 +72,9 @@ def _is_fused(module: nn.Module) -> bool:
 
 
 def _is_large(weight: Tensor, is_on: bool | None) -> bool:
-    return (
-        weight.dim() == 2
-        and weight.nbytes >= LARGE_BYTES
-        and weight.is_floating_point()
-        and weight.is_contiguous()
-        and (weight.device.type == "cpu" if is_on is None else is_on)
-    )
+    is_matrix = weight.dim() == 2 and weight.is_contiguous() and weight.is_floating_point()
+    is_here = weight.device.type == "cpu" if is_on is None else is_on
+    return is_matrix and is_here and weight.nbytes >= LARGE_BYTES
 
 
 class DirectGradients(TorchFunctionMode):
@@ -96,7 +91,7 @@ class DirectGradients(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Calls the function, or computes the same."""
+        """Calls the function, or computes the same by `_Linear`."""
         kwargs = kwargs or {}
         if function is F.linear and self._is_ordinary(*(given := _in_order(*args, **kwargs))):
             return _Linear.apply(*given, self)  # type: ignore[no-untyped-call]
@@ -109,13 +104,13 @@ class DirectGradients(TorchFunctionMode):
             and type(weight) is nn.Parameter
             and weight.requires_grad
             and weight.is_contiguous()
-            and type(x) in (Tensor, nn.Parameter)
+            and type(x) in _PLAIN
             and x.dtype is weight.dtype
             and x.dim() > 1
             and x.is_contiguous()  # of others autograd saves a copy, or computes the transposed gradient
             and x.stride(-2) > 1  # it takes one column for transposed
-            and (bias is None or (type(bias) in (Tensor, nn.Parameter) and bias.dtype is weight.dtype))
-            and (bias is None or bias.shape == weight.shape[:1])
+            and (bias is None or type(bias) in _PLAIN)
+            and (bias is None or (bias.dtype, bias.shape) == (weight.dtype, weight.shape[:1]))
             and torch.is_grad_enabled()
             and all(type(mode) in _NEUTRAL for mode in _get_current_function_mode_stack())
             and not torch.is_autocast_enabled(weight.device.type)
@@ -125,11 +120,8 @@ class DirectGradients(TorchFunctionMode):
             and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         )
 
-    def place_for(self, weight: Tensor) -> Tensor | None:
-        """Returns memory for a gradient that autograd is about to add to `p.grad`; None: autograd's own.
-
-        Its values are undefined.
-        """
+    def memory_for(self, weight: Tensor) -> Tensor | None:
+        """Returns uninitialized memory for a gradient that autograd will add to `p.grad`; None: autograd's own."""
         if weight._backward_hooks or weight._post_accumulate_grad_hooks:  # note "hooks"
             return None
         if weight.grad is None:
@@ -140,6 +132,7 @@ class DirectGradients(TorchFunctionMode):
         return self._scratch[: weight.numel()].view_as(weight)
 
 
+_PLAIN = Tensor, nn.Parameter
 _NEUTRAL = DirectGradients, DeviceContext  # modes that leave `F.linear` as it is
 
 
@@ -193,19 +186,17 @@ class _Linear(torch.autograd.Function):
             raise
 
 
-def _of_weight(
-    mode: DirectGradients, rows: Tensor, x: Tensor, weight: Tensor, runs: bool | None
-) -> Tensor | None:
+def _of_weight(mode: DirectGradients, rows: Tensor, x: Tensor, weight: Tensor, runs: bool | None) -> Tensor | None:
     """Returns the gradient of the weight, [out, in], in its place if there is one."""
     if runs is False:
         return None
     adds = runs and weight.dtype is rows.dtype and not torch.is_grad_enabled()
-    place = mode.place_for(weight) if adds and not torch._C._are_functorch_transforms_active() else None
+    place = mode.memory_for(weight) if adds and not torch._C._are_functorch_transforms_active() else None
     return rows.t().mm(x) if place is None else torch.mm(rows.t(), x, out=place)
 
 
 def _will_run(node: Any) -> bool | None:
-    """Returns True if the running backward will execute a node; None if it only captures what would reach the node."""
+    """Returns True if the running backward will execute a node; None if it returns what would reach the node."""
     if node is None:
         return False
     try:

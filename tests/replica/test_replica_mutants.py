@@ -190,14 +190,14 @@ MUTANTS = {
         "a_gradient_that_comes_too_late",
     ),
     "a place is that of the last forward": Mutant(
-        f"{DIRECT}.DirectGradients.place_for",
+        f"{DIRECT}.DirectGradients.memory_for",
         "return None if place_of is None else place_of(weight)",
         "return self.__dict__.setdefault(id(weight), place_of(weight))",
         DIRECTLY,
         "a_backward_of_an_earlier_layout",
     ),
     "a gradient is computed in place though a hook may keep it": Mutant(
-        f"{DIRECT}.DirectGradients.place_for",
+        f"{DIRECT}.DirectGradients.memory_for",
         "if weight._backward_hooks or weight._post_accumulate_grad_hooks:",
         "if False:",
         DIRECTLY,
@@ -211,7 +211,7 @@ MUTANTS = {
         "a_hook_on_a_node_that_keeps_this_ranks_gradient",
     ),
     "a hook keeps the scratch": Mutant(
-        f"{DIRECT}.DirectGradients.place_for",
+        f"{DIRECT}.DirectGradients.memory_for",
         "or num_users(self._scratch) != 2",
         "",
         DIRECTLY,

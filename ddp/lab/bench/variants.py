@@ -4,7 +4,7 @@
 |-------------------|--------------------------------------------------------------------------------------------------|
 | ours              | `ddp.DistributedDataParallel`                                                                    |
 | torch             | `torch.nn.parallel.DistributedDataParallel` on Gloo, with gradient_as_bucket_view=True           |
-| copied            | ours without direct gradients, which a bucket copies then (`replica/direct.py`)                  |
+| copied            | ours without direct gradients (`replica/direct.py`): buckets copy all of them                    |
 | naive             | `ddp.NaiveDataParallel`: one all-reduce per parameter, after backward                            |
 | alone             | no communication; all ranks compute at the same time, as in the others                           |
 | in_backward       | ours with `step_in_backward`: the optimizer steps a bucket while the next one is in flight       |
