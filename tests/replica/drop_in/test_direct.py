@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, jvp, vmap
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import ddp
@@ -36,6 +37,7 @@ from ddp.replica.broadcast import verify_replicas
 
 TINY = {"first_bucket_mb": 1e-6, "bucket_cap_mb": 1e-6}  # a bucket for every parameter
 BOTH = {"0.weight", "2.weight"}  # of the model that most cases train
+LAYERS = {"layers.0.weight", "layers.1.weight"}
 
 Make = Callable[[], nn.Module]
 Program = Callable[[Any, int], Collection[Tensor] | None]
@@ -65,7 +67,7 @@ def watched() -> Iterator[Seen]:
         direct.DirectGradients.__enter__,
         Bucket.adopt,
         Bucket.place_for,
-        direct.DirectGradients.place_for,
+        direct.DirectGradients.memory_for,
         direct._of_weight,
     )
 
@@ -102,7 +104,7 @@ def watched() -> Iterator[Seen]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(direct, "_of_weight", computing)
         patch.setattr(direct.DirectGradients, "__enter__", entering)
-        patch.setattr(direct.DirectGradients, "place_for", finding_memory)
+        patch.setattr(direct.DirectGradients, "memory_for", finding_memory)
         patch.setattr(Bucket, "adopt", adopting)
         patch.setattr(Bucket, "place_for", placing)
         yield seen
@@ -1048,6 +1050,123 @@ def models_with_nothing_large_are_left_alone(comm: ddp.Communicator) -> None:
         direct.LARGE_BYTES = 0
 
 
+# --- programs that must not change -----------------------------------------------------------------------------------
+
+
+class TwoLayers(nn.Module):
+    """Runs a function as the forward of two layers."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Tensor], make: Make = lambda: nn.Linear(6, 6)) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self._forward = nn.ModuleList([make(), make()]), forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._forward(self.layers, x)
+
+
+def with_inputs(replica: Any, _step: int, shape: tuple[int, ...] = (3, 6)) -> list[Tensor]:
+    """A step; the loss, and the gradient of its inputs."""
+    replica.zero_grad()
+    x = torch.randn(shape).requires_grad_()
+    loss = replica(x).square().mean()
+    loss.backward()
+    return [loss.detach(), *([] if x.grad is None else [x.grad])]
+
+
+def results_changed_in_place(comm: ddp.Communicator) -> None:
+    """An activation in place, or a residual sum, after a layer with inputs of three or four dimensions."""
+    make = partial(TwoLayers, lambda layers, x: layers[1](torch.relu_(layers[0](x))).add_(x))
+    for shape in ((3, 6), (2, 3, 6), (2, 1, 3, 6)):
+        alike(comm, make, partial(with_inputs, shape=shape), direct_in=LAYERS)
+
+
+def biases_that_are_broadcast(comm: ddp.Communicator) -> None:
+    """A bias of one number, of one row, or of a row for each sample."""
+    forwards = (
+        lambda layers, x: layers[1](F.linear(x, layers[0].weight, layers[0].bias[1])),
+        lambda layers, x: layers[1](F.linear(x, layers[0].weight, layers[0].bias[None])),
+        lambda layers, x: F.linear(x, layers[0].weight, layers[1](x) + layers[0].bias),
+    )
+    for forward in forwards:
+        alike(comm, partial(TwoLayers, forward), with_inputs, direct_in={"layers.1.weight"})
+
+
+def inputs_that_are_transposed(comm: ddp.Communicator) -> None:
+    """Autograd computes the transposed gradient of a transposed matrix, and takes a single column for one."""
+    make = partial(TwoLayers, lambda layers, x: layers[1](torch.tanh(layers[0](x)).t().contiguous().t()))
+    alike(comm, make, partial(with_inputs, shape=(300, 6)), direct_in={"layers.0.weight"})
+    column = partial(nn.Linear, 1, 1 << 16)
+    make = partial(TwoLayers, lambda layers, x: layers[0](x) - layers[1](x * 2), column)
+    alike(comm, make, partial(with_inputs, shape=(1, 1)), direct_in=())
+
+
+def transposed_inputs_changed_in_place(comm: ddp.Communicator) -> None:
+    """Autograd has saved a copy of them."""
+
+    def forward(layers: Any, x: Tensor) -> Tensor:
+        hidden = layers[0](x) * 2
+        return hidden.add_(layers[1](hidden.transpose(0, 1)).transpose(0, 1))
+
+    alike(comm, partial(TwoLayers, forward), partial(with_inputs, shape=(2, 6, 6)), direct_in={"layers.0.weight"})
+
+
+def a_first_layer_that_was_stepped_since(comm: ddp.Communicator) -> None:
+    """Its backward does not need its weight, so a step may come between forward and backward; of others it must not."""
+    direct.LARGE_BYTES = 0
+    replica = ddp.DistributedDataParallel(small())
+    for step in range(3):
+        one_step(replica, step)
+    optimizer = torch.optim.SGD(replica.module[0].parameters())
+    first, second = (replica(torch.ones(3, 6)).sum() for _ in range(2))
+    first.backward()
+    optimizer.step()
+    second.backward()
+    third = replica(torch.ones(3, 6)).sum()
+    with torch.no_grad():
+        replica.module[2].weight.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        third.backward()
+    replica.release()
+    comm.barrier()
+
+
+def a_mode_of_the_program(comm: ddp.Communicator) -> None:
+    """One that replaces `F.linear`, around the replica, and adds a factor that is trained."""
+
+    class Adapter(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is F.linear:
+                args = (args[0], args[1] * factor, *args[2:])
+            return function(*args, **(kwargs or {}))
+
+    factor = torch.ones(()).requires_grad_()
+
+    def program(replica: Any, step: int) -> list[Tensor]:
+        factor.grad = None
+        with Adapter():
+            one_step(replica, step)
+        return [factor.grad]
+
+    alike(comm, program=program, direct_in=())
+
+
+def a_frozen_encoder(comm: ddp.Communicator) -> None:
+    """In evaluation mode torch computes it by fused kernels, which return zeros for samples that are masked."""
+
+    def forward(layers: Any, x: Tensor) -> Tensor:
+        for layer in layers:
+            layer[0].eval()
+        mask = torch.arange(x.shape[1]).expand(x.shape[:2]) > 4
+        return layers[0][1](layers[0][0](x.detach(), src_key_padding_mask=mask)) + layers[1][1](x)
+
+    def both() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(6, 2, 6, batch_first=True)
+        return nn.Sequential(nn.TransformerEncoder(layer, 2).requires_grad_(False), nn.Linear(6, 6))
+
+    alike(comm, partial(TwoLayers, forward, both), partial(with_inputs, shape=(3, 7, 6)), direct_in=())
+
+
 CASES = [
     inputs_of_one_to_four_dimensions,
     inputs_that_are_not_contiguous,
@@ -1099,6 +1218,13 @@ CASES = [
     an_error_inside_names_the_parameter,
     pickled_and_copied,
     models_with_nothing_large_are_left_alone,
+    results_changed_in_place,
+    biases_that_are_broadcast,
+    inputs_that_are_transposed,
+    transposed_inputs_changed_in_place,
+    a_first_layer_that_was_stepped_since,
+    a_mode_of_the_program,
+    a_frozen_encoder,
 ]
 
 
@@ -1133,7 +1259,7 @@ def test_gradients_in_place_have_the_bits_of_autograds(dtype: torch.dtype) -> No
         if case % 7 == 2:
             upstream = torch.ones((), dtype=dtype).expand(*shape, outer)
         place = torch.full_like(weight, math.nan)
-        mode = SimpleNamespace(place_for=lambda _weight, place=place: place.detach(), names={})
+        mode = SimpleNamespace(memory_for=lambda _weight, place=place: place.detach(), names={})
 
         def leaves(x: Tensor = x, weight: Tensor = weight, bias: Tensor | None = bias) -> list[Tensor | None]:
             return [None if each is None else each.detach().requires_grad_() for each in (x, weight, bias)]
