@@ -78,13 +78,13 @@ def on_each_rank(comm: ddp.Communicator) -> list[torch.Tensor]:
 
 
 def timeline() -> dict[str, object]:
-    """Returns the times of the last of five backwards of a larger model whose rank sends messages, as between hosts."""
+    """Returns the times of the last of five backwards of a larger model, on a rank that sends messages."""
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.ReLU())))
     replica = ddp.BucketedDataParallel(model, comm=ddp.init(shared_memory=False), overlap=True, bucket_cap_mb=1)
     for _ in range(5):
         replica.zero_grad()
         replica(torch.randn(256, 512)).square().mean().backward()
-    assert sum(len(bucket.direct) for bucket in replica.buckets) == 6  # weights whose gradients were computed there
+    assert sum(len(bucket.direct) for bucket in replica.buckets) == 6  # weights: computed in place
     return replica.logging_data()
 
 
@@ -100,7 +100,7 @@ if __name__ == "__main__":
 # ## What to look at
 #
 # Times are in milliseconds since a rank's backward began: when a bucket was *ready*, and its all-reduce *launched* and
-# *done*. *Hidden* is the share in which backward went on. `scripts/ddp draw overlap --svg overlap.svg` draws it:
+# *done*. *Hidden* is the share before backward ended. `scripts/ddp draw overlap --svg overlap.svg` draws it:
 #
 # ![Timeline of a backward with overlap](pictures/overlap.svg)
 #
