@@ -783,7 +783,7 @@ def replaced_between_forward_and_backward(comm: ddp.Communicator) -> None:
         loss.backward()
         return [x.grad]
 
-    alike(comm, program=program)
+    alike(comm, program=program, tolerance={"rtol": 1e-5, "atol": 1e-4})  # weights triple in each step
 
 
 def frozen_between_forward_and_backward(comm: ddp.Communicator) -> None:
