@@ -143,6 +143,21 @@ def a_frozen_encoder(_comm: ddp.Communicator) -> None:
     equals_without(forward, 3, 7, SIZE, layers=layers)
 
 
+def differences_in_flight(_comm: ddp.Communicator) -> None:
+    """The inner steps of local SGD with a delay run while buckets hold differences of parameters."""
+    inputs = torch.randn(48, SIZE, generator=torch.Generator().manual_seed(1))
+    seen = []
+    for is_direct in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(linear(), linear())
+        rounds = ddp.LocalSGD(every=6, delay=2, direct_gradients=is_direct)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        how: dict[str, Any] = {"loss": F.mse_loss, "global_batch": 4, "epochs": 3, "folder": None}
+        ddp.fit(net, (inputs, inputs), optimizer, strategy=rounds, **how)
+        seen.append(nn.utils.parameters_to_vector(net.parameters()))
+    assert torch.equal(*seen)
+
+
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
@@ -154,6 +169,7 @@ CASES = [
     a_first_layer_that_was_stepped_since,
     a_mode_of_the_user,
     a_frozen_encoder,
+    differences_in_flight,
 ]
 
 
