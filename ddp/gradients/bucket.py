@@ -80,6 +80,7 @@ class Bucket:
         index: position in the order of reduction.
         ids: ids of the parameters.
         direct: slots in whose places gradients have been computed (`replica/direct.py`).
+        is_lent: other values than gradients lie here between backwards, so no gradient is computed in its place.
         label: its name in messages and profiles.
         rows: [number of rows, numel]; set by `allocate`, like the next three.
         flat: [numel], all spans, the padding between them, and the tail; row 0.
@@ -97,6 +98,7 @@ class Bucket:
         self.index, self.slots, self.num_tail, self.is_last = index, slots, num_tail, is_last
         self.ids = frozenset(id(slot.parameter) for slot in slots)
         self.direct: list[Slot] = []
+        self.is_lent = False
         names = [slot.name for slot in slots]
         what = f"{names[0]} … {names[-1]}" if len(names) > 1 else names[0]
         self.label = f"bucket {index} ({len(names)} gradients: {what})"
@@ -200,7 +202,7 @@ class Bucket:
         """Returns an alias of a slot's place, where its gradient may be computed; None if anything else uses it."""
         number = self.slots.index(slot)
         is_used = any(map(gt, chain(*self._users(slice(number, number + 1))), self._unused))
-        if slot.is_kept or is_used or self._addresses[number] % ALIGNMENT_BYTES:
+        if self.is_lent or slot.is_kept or is_used or self._addresses[number] % ALIGNMENT_BYTES:
             return None
         if slot not in self.direct:
             self.direct.append(slot)

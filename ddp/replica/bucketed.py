@@ -263,8 +263,9 @@ class BucketedDataParallel(Replica):
 
     def place_of(self, parameter: Tensor) -> Tensor | None:
         """Returns the place in its bucket where a gradient may be computed now; None if there is none."""
-        is_running = self.backward.is_running
-        layout = self.backward.layout if is_running else self._layouts.current
+        if not self.backward.is_running and self.gradient_as_bucket_view:
+            return None  # a program may keep what a micro-batch leaves, and such a bucket cannot move out of its way
+        layout = self.backward.layout if self.backward.is_running else self._layouts.current
         index = layout.index_of.get(id(parameter)) if layout.has_memory else None
         if index is None or self.backward.is_launched(index):
             return None

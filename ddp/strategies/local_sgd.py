@@ -308,6 +308,8 @@ class Fragment:
         self.num_steps, self.num_items = 0, 0.0
         self.launched: list[Tensor] = []
         self._works: list[InFlight] = []
+        for bucket in buckets:
+            bucket.is_lent = True  # inner steps run while differences are in flight
         self._count = torch.zeros(NUM_TOTALS, dtype=torch.float64, device=model.comm.device)
         self._divisor = global_count(model.comm, self._count)
 

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ddp
 from ddp.gradients.bucket import Bucket
+from ddp.gradients.reducer import ReduceScatter
 from ddp.replica import direct
 from ddp.replica.backward import Backward
 from ddp.replica.broadcast import verify_replicas
@@ -1167,6 +1168,40 @@ def a_frozen_encoder(comm: ddp.Communicator) -> None:
     alike(comm, partial(TwoLayers, forward, both), partial(with_inputs, shape=(3, 7, 6)), direct_in=())
 
 
+def differences_in_flight(_comm: ddp.Communicator) -> None:
+    """The inner steps of local SGD with a delay run while buckets hold differences of parameters."""
+    inputs = torch.randn(48, 16, generator=torch.Generator().manual_seed(1))
+    seen = []
+    for is_direct in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        rounds = ddp.LocalSGD(every=6, delay=2, direct_gradients=is_direct)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        how: dict[str, Any] = {"loss": F.mse_loss, "global_batch": 4, "epochs": 3, "folder": None}
+        ddp.fit(net, (inputs, inputs), optimizer, strategy=rounds, **how)
+        seen.append(nn.utils.parameters_to_vector(net.parameters()))
+    assert torch.equal(*seen)
+
+
+def kept_from_a_micro_batch_where_buckets_cannot_move(comm: ddp.Communicator) -> None:
+    for kind, how in (
+        (ddp.BucketedDataParallel, {"reducer": ReduceScatter}),
+        (ddp.DistributedDataParallel, {"gradient_as_bucket_view": True}),
+    ):
+        replica = kind(small(), **how)
+        weight = replica.module[0].weight
+        for step in range(3):
+            one_step(replica, step)
+        replica.zero_grad()
+        with replica.no_sync():
+            replica(torch.randn(3, 6)).sum().backward()
+        kept, weight.grad = weight.grad, None
+        before = kept.clone()
+        for step in range(2):
+            one_step(replica, step)
+        assert torch.equal(kept, before)
+
+
 CASES = [
     inputs_of_one_to_four_dimensions,
     inputs_that_are_not_contiguous,
@@ -1225,6 +1260,8 @@ CASES = [
     a_first_layer_that_was_stepped_since,
     a_mode_of_the_program,
     a_frozen_encoder,
+    differences_in_flight,
+    kept_from_a_micro_batch_where_buckets_cannot_move,
 ]
 
 
