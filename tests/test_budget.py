@@ -12,10 +12,10 @@ import ddp
 
 PACKAGE = Path(__file__).parent.parent / "ddp"
 LIMITS = {
-    "code lines outside of lab/": 34_390,
+    "code lines outside of lab/": 34_560,
     "code lines of lab/": 4_010,
-    "code lines of comm/, gradients/ and replica/": 10_230,
-    "modules outside of lab/": 207,
+    "code lines of comm/, gradients/ and replica/": 10_390,
+    "modules outside of lab/": 208,
     "folders and files at the top": 20,
     "parameters of fit": 20,  # with **mistyped, which takes names that it does not have
     "lines of a function": 62,

@@ -121,8 +121,7 @@ class Replica(nn.Module, ABC):
         """Prepares a step and synchronises buffers, as far as this forward needs it.
 
         Returns:
-            True if a backward through it synchronises gradients; True if buffers are synchronised around it; the mode
-            in which the module runs (`_mode_of_forward`).
+            True if its backward synchronises gradients; True if buffers are synchronised around it; `_mode_of_forward`.
         """
         if torch.is_grad_enabled():
             self._is_in_forward, self.waiting = False, None
