@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import ddp
-from ddp.comm.meeting.membership import current_member
+from ddp.comm.meeting.membership import Membership, current_member
 from ddp.errors import TooFewWorkers, WorkersFailed
 from ddp.gradients.hook import ErrorFeedback
 from ddp.gradients.hooks import PowerSGD
@@ -59,6 +59,7 @@ class Faults(ddp.Callback):
         for does in [does for *at, does in self.where if tuple(at) == here]:
             match does:
                 case "waits":  # until others have joined, one has left, or all are to stop
+                    (self.folder / f"waits in step {step}").touch()
                     until(lambda: member.is_superseded or member.stopped_by)
                 case "is asked later":  # to leave, once it waits for others
                     subprocess.Popen(["sh", "-c", f"sleep 2; kill -TERM {os.getpid()}"])
@@ -395,7 +396,10 @@ def test_a_newcomer_of_another_program_is_refused_alone(
     )
 
 
-def test_one_that_comes_too_late_leaves(tmp_path: Path) -> None:
+def test_one_that_comes_too_late_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = Membership._ready
+    last = tmp_path / "waits in step 8"  # however slow the machine is, it joins in the last evaluation
+    monkeypatch.setattr(Membership, "_ready", lambda self: ready(self) if last.exists() else [])
     results = launched(tmp_path, [(0, 0, STEPS, "evaluation", "waits")], workers=2, spares=1, max_workers=3)
     assert [found[:2] for found in results] == [(STEPS, 2)] * 2
 
