@@ -95,11 +95,15 @@ class Bucket:
     _unused: tuple[int, ...]  # the counts of `_users` for a place that the program does not use
 
     def __init__(self, index: int, slots: list[Slot], num_tail: int = 0, *, is_last: bool = True) -> None:
-        self.index, self.slots, self.num_tail, self.is_last = index, slots, num_tail, is_last
+        self.slots, self.num_tail = slots, num_tail
         self.ids = frozenset(id(slot.parameter) for slot in slots)
         self.direct: list[Slot] = []
         self.is_lent = False
-        names = [slot.name for slot in slots]
+        self.number(index, is_last=is_last)
+
+    def number(self, index: int, *, is_last: bool) -> None:
+        """Gives the bucket its place in the order of reduction."""
+        self.index, self.is_last, names = index, is_last, [slot.name for slot in self.slots]
         what = f"{names[0]} … {names[-1]}" if len(names) > 1 else names[0]
         self.label = f"bucket {index} ({len(names)} gradients: {what})"
 
@@ -130,6 +134,20 @@ class Bucket:
         self._aliases = [slot.rows[0] for slot in self.slots]
         self._addresses = [alias.data_ptr() for alias in self._aliases]
         self.restore_views()
+
+    def borrow(self, memory: Tensor) -> None:
+        """Takes uninitialized memory, [numel], until the next call of this or of `give_back`."""
+        self.rows, self.flat, self.gradients, self.tail = memory.view(1, -1), memory, memory, memory[:0]
+        self._padding, start = memory.new_empty(0, dtype=torch.int64), 0
+        for slot, view in zip(self.slots, self.views_of(memory), strict=True):
+            slot.view, slot.rows, start = view, [view], start + span(slot.parameter)
+            memory[start - span(slot.parameter) + slot.parameter.numel() : start].zero_()
+
+    def give_back(self, mean: Tensor) -> None:
+        """Gives back borrowed memory, of which `mean` is all that is kept."""
+        self.rows, self.flat, self.gradients = mean.view(1, -1), mean, mean
+        for slot in self.slots:
+            slot.view, slot.rows = None, []
 
     def clear_padding(self) -> None:
         """Writes zeros to the padding, where a wire format may have left non-finite values of its neighbours."""
@@ -229,8 +247,12 @@ class Bucket:
 
     def fill(self) -> list[Slot]:
         """Copies gradients to their places, if they are elsewhere; returns the slots without one, filled with zeros."""
-        empty: list[Slot] = []
         self.restore_views()
+        return self.copy_in()
+
+    def copy_in(self) -> list[Slot]:
+        """Copies gradients to places that no program can have exchanged; returns what `fill` does."""
+        empty: list[Slot] = []
         filled: list[Slot] = []
         here: list[Tensor] = []
         there: list[Tensor] = []

@@ -4,16 +4,19 @@ A layout is first planned with the parameters in the reverse order of registrati
 layers first. The first backward shows in which order gradients really become ready. At its end all ranks take the order
 of the first rank that had samples, and the layout is planned again, in that order.
 
-A layout is a function of the parameters, their order and the limits alone, never of the world size. Its memory is
+A layout is a function of the parameters, their order and the grouping alone, never of the world size. Its memory is
 allocated when the first bucket is about to be filled, and not before. So a replica can be made, copied and loaded
 without the other ranks, and the first plan, which is replaced before it is used, takes no memory.
+
+A strategy may give the groups (`replica/units.py`). They are not planned again, and only their order changes; and if
+gradients are added up by ranks, a bucket has memory only while it is reduced.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -30,13 +33,46 @@ MIB = 1 << 20
 Named = Sequence[tuple[str, nn.Parameter]]
 
 
+class Grouping(Protocol):
+    """Chooses the gradients that share a bucket.
+
+    Attributes:
+        is_fixed: the groups do not depend on the order in which gradients become ready.
+    """
+
+    is_fixed: bool
+
+    def groups(self, slots: Iterable[Slot]) -> list[list[Slot]]:
+        """Returns the slots of each bucket, in the order of reduction.
+
+        Args:
+            slots: in the order in which gradients are expected.
+        """
+
+
+class BySize:
+    """Closes a bucket once it has reached a size.
+
+    Args:
+        limits: bytes at which bucket 0, 1, 2, … is closed; the last one holds for all that follow.
+    """
+
+    is_fixed = False
+
+    def __init__(self, limits: Sequence[int]) -> None:
+        self._limits = limits
+
+    def groups(self, slots: Iterable[Slot]) -> list[list[Slot]]:
+        return plan_buckets(slots, limits=self._limits)
+
+
 class Layout:
     """The buckets of some parameters.
 
     Args:
         named: the parameters with their names, in the order of registration; the same on every rank.
-        limits: bytes at which bucket 0, 1, 2, … is closed; the last one holds for all that follow.
         reducer: of the buckets; tells whether they may carry tails, or be resized.
+        grouping: chooses which gradients share a bucket.
         sparse: names of the parameters whose gradients are sparse tensors, which live in no bucket.
         num_shards: gradients are added up by this number of shards of the batch; None: by ranks. With shards, totals
             and step flags travel separately.
@@ -49,13 +85,14 @@ class Layout:
         buckets: in the order of reduction.
         index_of: by the parameter's id, the index of its bucket.
         order: names in the order in which gradients become ready; None as long as that is not known.
-        is_learned: the order is known.
+        is_learned: the order is known, or the groups are fixed.
         is_for_hook: a communication hook reduces the buckets.
         totals, flags: how the totals and the step flags travel.
         num_rows: rows of each bucket: the most partial sums of shards that a rank may end with, or 1.
         kept: slots of which the program keeps gradients (`bucket.py`, note "kept"); from `allocate` on.
         may_move: buckets may move out of memory in which the program keeps gradients.
         has_memory: `allocate` has been called.
+        lends: a bucket has memory only while it is reduced.
     """
 
     kept: Sequence[Slot] = ()
@@ -67,11 +104,12 @@ class Layout:
         named: Named,
         reducer: Reducer,
         *,
-        limits: Sequence[int],
+        grouping: Grouping,
         sparse: Collection[str],
         num_shards: int | None = None,
     ) -> None:
-        self._comm, self._limits, self._tails_ride = comm, limits, reducer.tails_ride and num_shards is None
+        self._comm, self._grouping, self._tails_ride = comm, grouping, reducer.tails_ride and num_shards is None
+        self.lends = grouping.is_fixed and num_shards is None
         self._num_shards = num_shards
         self.num_rows = 1 if num_shards is None else most_nodes(comm.world_size, num_shards)
         self.slots = [Slot(index, name, parameter) for index, (name, parameter) in enumerate(named)]
@@ -93,8 +131,9 @@ class Layout:
         known = [by_name[name] for name in order or () if name in by_name]
         in_order = dict.fromkeys([*known, *by_name.values()])
         self.order = None if order is None else [slot.name for slot in in_order]
-        self.is_learned, self.is_for_hook, self.has_memory = order is not None, for_hook, False
-        groups = plan_buckets(in_order, limits=self._limits)
+        self.is_learned = order is not None or self._grouping.is_fixed
+        self.is_for_hook, self.has_memory = for_hook, False
+        groups = self._grouping.groups(in_order)
         may_ride = self._tails_ride and not for_hook and bool(groups)
         totals_ride = may_ride and self._is_wide(groups[0])
         flags_ride = may_ride and self._is_wide(groups[-1])
@@ -121,7 +160,7 @@ class Layout:
         """Allocates the buckets' memory, unless they have it already. Collective if they have none."""
         if self.has_memory:
             return
-        for bucket in self.buckets:
+        for bucket in () if self.lends else self.buckets:
             like = bucket.slots[0].parameter
             if like.device != self._comm.device or self.is_for_hook:
                 bucket.allocate(torch.zeros(bucket.numel, dtype=like.dtype, device=like.device))
@@ -134,6 +173,13 @@ class Layout:
             rider.allocate()
         self._find_tails()
         self.has_memory = True
+
+    def reorder(self, buckets: Sequence[Bucket]) -> None:
+        """Reduces the buckets in this order from now on. They carry no tails."""
+        self.buckets[:] = buckets
+        for index, bucket in enumerate(buckets):
+            bucket.number(index, is_last=index == len(buckets) - 1)
+        self.index_of = {each: bucket.index for bucket in buckets for each in bucket.ids}
 
     def _find_tails(self) -> None:
         self.kept = [slot for slot in self.slots if slot.is_kept]

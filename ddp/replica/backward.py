@@ -159,8 +159,19 @@ class Accumulation:
         """Puts the gradients of a bucket in their places. Returns the slots without one, which hold zeros."""
         return bucket.fill()
 
+    def divisor(self, bucket: Bucket, divide_by: SupportsInt) -> SupportsInt:
+        """Returns what a reduction divides by, which is about to be launched."""
+        return divide_by
+
+    def complete(self, bucket: Bucket) -> None:
+        """Hands out the mean that a bucket holds."""
+        bucket.hand_out()
+
     def write_parts(self, layout: Layout) -> None:
         """Writes the measurements of parts of the batch to the step flags."""
+
+    def note_early(self, parameter: Tensor) -> None:
+        """Records a gradient of a micro-batch that is not the last."""
 
 
 class Stepper:
@@ -306,6 +317,7 @@ class Backward:
         if not self.is_running:
             if parameter.requires_grad:  # frozen after its forward: autograd calls the observer, without a gradient
                 self.early[id(parameter)] = parameter
+                self._accumulation.note_early(parameter)
         elif not self.reductions and id(parameter) in self.layout.index_of:
             self._seen.append(parameter)
         elif id(parameter) in self.layout.slot_of:
@@ -370,9 +382,8 @@ class Backward:
         label = f"step {self.step}, {bucket.label}"
         try:
             with self._waited.running():
-                work = self.reducer.reduce(
-                    bucket, divide_by=reduction.divide_by, async_op=in_background, label=label
-                )
+                divide_by = self._accumulation.divisor(bucket, reduction.divide_by)
+                work = self.reducer.reduce(bucket, divide_by=divide_by, async_op=in_background, label=label)
         except CommunicatorBroken:
             self._collect(wait=True)  # a bucket in flight has failed, and its error names the rank that it waited for
             raise
@@ -395,7 +406,7 @@ class Backward:
     def _complete(self, bucket: Bucket) -> None:
         """Hands out the mean that a bucket holds."""
         if not self.creates_graph:
-            bucket.hand_out()
+            self._accumulation.complete(bucket)
         if self.layout.is_learned:  # before that, buckets are not final
             self.stepper.complete(bucket)
 

@@ -39,7 +39,7 @@ from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket
 from ddp.gradients.compression import Compression
 from ddp.gradients.hook import Hook
-from ddp.gradients.layout import Layout, bucket_limits
+from ddp.gradients.layout import BySize, Layout, bucket_limits
 from ddp.gradients.reducer import AllReduce, Collective, Reducer
 from ddp.gradients.totals import Totals
 from ddp.replica.autograd import (
@@ -146,7 +146,8 @@ class BucketedDataParallel(Replica):
         self._watch = ParameterWatch(self.module)
         self._has_layout = True
         given = self._replicated_parameters(), self._reducer
-        self._layouts = Layouts(self.comm, self._watch, *given, limits=self._limits, num_shards=self.num_shards)
+        grouping = BySize(self._limits)
+        self._layouts = Layouts(self.comm, self._watch, *given, grouping=grouping, num_shards=self.num_shards)
         self._direct = mode_for(self.place_of, self.module, self._layouts.current, is_on=self.direct_gradients)
         self.accumulation.connect(self._layouts)
         self.backward = self._new_backward()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ddp.comm import checks
 from ddp.errors import CollectiveMismatch, ConfigError, ReplicaMismatch
-from ddp.gradients.layout import Layout
+from ddp.gradients.layout import Grouping, Layout
 from ddp.replica.broadcast import check_same_layout
 from ddp.setting import Setup, WireName, refuse
 
@@ -164,7 +164,7 @@ class Layouts:
         watch: tracks which parameters need a gradient.
         named: all parameters of the replica, with their names.
         reducer: of the buckets.
-        limits, num_shards: as in `Layout`.
+        grouping, num_shards: as in `Layout`.
 
     Attributes:
         current: the layout for the parameters that needed a gradient when `choose` was called last.
@@ -177,11 +177,11 @@ class Layouts:
         named: Sequence[tuple[str, nn.Parameter]],
         reducer: Reducer,
         *,
-        limits: Sequence[int],
+        grouping: Grouping,
         num_shards: int | None,
     ) -> None:
         self._comm, self._watch, self._named, self._reducer = comm, watch, named, reducer
-        self._limits, self._num_shards = limits, num_shards
+        self._grouping, self._num_shards = grouping, num_shards
         self.current = self._made()
         self._by_needed = {watch.needed: self.current}
 
@@ -191,7 +191,8 @@ class Layouts:
         named = [(name, parameter) for name, parameter in self._named if id(parameter) in needed]
         weights = set(map(id, sparse_weights(self._watch.module)))
         sparse = [name for name, parameter in named if id(parameter) in weights]
-        return Layout(self._comm, named, self._reducer, limits=self._limits, sparse=sparse, num_shards=self._num_shards)
+        how: dict[str, Any] = {"grouping": self._grouping, "num_shards": self._num_shards}
+        return Layout(self._comm, named, self._reducer, sparse=sparse, **how)
 
     @property
     def is_current(self) -> bool:
