@@ -33,7 +33,15 @@ Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]
 Scaling = Literal["none", "linear", "sqrt", "legw"]
 Uneven = Literal["join", "stop_all", "raise"]
 StrategyName = Literal[
-    "auto", "one_device", "mirrored", "multi_worker", "sharded", "central_storage", "parameter_server", "local_sgd"
+    "auto",
+    "one_device",
+    "mirrored",
+    "multi_worker",
+    "sharded",
+    "fully_sharded",
+    "central_storage",
+    "parameter_server",
+    "local_sgd",
 ]
 ServerMode = Literal["sync", "async", "bounded"]
 Island = Literal["worker", "host"]
@@ -380,7 +388,7 @@ class Setup(Speaker):
 
 
 SETTINGS = {item.name: item.metadata for item in fields(Setup) if item.metadata}
-SLICED = ("sharded", "central_storage", "parameter_server")
+SLICED = ("sharded", "fully_sharded", "central_storage", "parameter_server")
 """Each rank updates a slice."""
 CANONICAL = ("auto", "shared_memory", "tree")
 """Words for algorithms that add up in one order at any number of workers."""

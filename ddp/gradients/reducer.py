@@ -1,7 +1,7 @@
 """Reducers: each makes one mean of all ranks' buckets, in its own way. Every backward is given one.
 
 AllReduce         every rank gets the mean of the whole bucket
-ReduceScatter     every rank gets the mean of its slice
+ReduceScatter     every rank gets the mean of its slice; UnitReduceScatter, of each unit of a model
 HostReduceScatter every rank gets the mean of the slice that its place on its host stands for
 Compression       a hook of this package sends less than all of it (`compression.py`)
 CommHook          a user's function does what it likes (`replica/drop_in/in_backward.py`)
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, SupportsInt, Unpack
@@ -138,12 +138,20 @@ class ReduceScatter(Collective):
             self._bounds[bucket] = slice_bounds(bucket, self._comm.world_size)
         return self._bounds[bucket]
 
+    def cut(self, bucket: Bucket, bounds: list[int]) -> None:
+        """Cuts a bucket at these bounds."""
+        self._bounds[bucket] = bounds
+
     def slice_of(self, bucket: Bucket) -> tuple[int, int]:
         bounds, number = self.bounds_of(bucket), self._comm.slices[self._comm.rank]
         return bounds[number], bounds[number + 1]
 
     def _verb_for(self, bucket: Bucket) -> Callable[..., Eventual[Tensor]]:
         return partial(self._comm.reduce_scatter_, bounds=self.bounds_of(bucket))
+
+
+class UnitReduceScatter(ReduceScatter):
+    """Gives every rank the mean of its slice of each unit (`replica/units.py`)."""
 
 
 class HostReduceScatter(ReduceScatter):
@@ -171,8 +179,12 @@ class HostReduceScatter(ReduceScatter):
         return partial(super()._verb_for(bucket), on_hosts=True) if self._scatters else self._comm.all_reduce
 
 
-def slice_bounds(bucket: Bucket, num_slices: int) -> list[int]:
-    """Returns where the slices of a bucket begin, about equally long, and where the last one ends."""
+def slice_bounds(bucket: Bucket, num_slices: int, held: Sequence[int] = ()) -> list[int]:
+    """Returns where the slices of a bucket begin, and where the last one ends.
+
+    Args:
+        held: by slice, the elements of other buckets, with which they should be about equally long; none: alone.
+    """
     starts = [0, *accumulate(span(slot.parameter) for slot in bucket.slots)]
     blocks = [
         begin
@@ -180,8 +192,10 @@ def slice_bounds(bucket: Bucket, num_slices: int) -> list[int]:
         for begin in range(start, start + slot.parameter.numel(), BLOCK_NUMEL)
     ]
     borders, bounds = [*blocks, starts[-1]], [0]
-    for number in range(1, num_slices):
-        wanted = starts[-1] * number / num_slices
+    level = (sum(held) + starts[-1]) / num_slices
+    wants = [max(0.0, level - each) for each in held] or [1.0] * num_slices
+    for before in accumulate(wants[:-1]):
+        wanted = starts[-1] * before / (sum(wants) or 1)
         right = bisect_left(borders, wanted)
         bounds.append(min(borders[right - 1], borders[right], key=lambda border: abs(border - wanted)))
     return [*bounds, starts[-1]]

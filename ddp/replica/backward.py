@@ -353,6 +353,11 @@ class Backward:
             self._fill(reduction)
             self.launch(reduction)
 
+    def launch_next(self) -> None:
+        """Launches the next bucket, to which this rank contributes zeros, because the others do."""
+        self._fill(reduction := self.reductions[self._num_launched])
+        self.launch(reduction)
+
     def _fill(self, reduction: BucketReduction) -> None:
         """Copies a bucket's gradients to their places, once they are computed."""
         bucket = reduction.bucket

@@ -24,13 +24,12 @@ parameters were added, or frozen or converted in a wrong way, it raises `ConfigE
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ddp.comm.communicator import Communicator
 from ddp.comm.opening import device_of
@@ -40,7 +39,7 @@ from ddp.gradients.bucket import Bucket
 from ddp.gradients.compression import Compression
 from ddp.gradients.hook import Hook
 from ddp.gradients.layout import BySize, Layout, bucket_limits
-from ddp.gradients.reducer import AllReduce, Collective, Reducer
+from ddp.gradients.reducer import AllReduce, Collective, Reducer, UnitReduceScatter
 from ddp.gradients.totals import Totals
 from ddp.replica.autograd import (
     accumulates,
@@ -58,6 +57,7 @@ from ddp.replica.parameters import Change, Layouts, ParameterWatch, check_wire, 
 from ddp.replica.replica import Replica
 from ddp.replica.step_finalizer import Share, Usage
 from ddp.replica.sync_batchnorm import waits
+from ddp.replica.units import InSlices, Pass, Units, dissolve_units
 from ddp.setting import WireName
 
 
@@ -76,7 +76,9 @@ class BucketedDataParallel(Replica):
         num_shards: gradients are added up by this number of shards of the batch, each in its own block (`shard`). Then
             the result has the same bits at any world size.
         reducer: averages a bucket, unless a hook does: an all-reduce gives each rank the mean of all of it; a strategy
-            may need only a slice (`ddp.strategies.Sharded.reducer`).
+            may need only a slice (`ddp.strategies.Sharded.reducer`). With `UnitReduceScatter`, parameters are cut,
+            too (`units.py`).
+        units: the units of these slices: a pattern of names of modules; None: the elements of outermost containers.
         find_unused_parameters: parameters may go without a gradient; each backward finds those that it will reach.
         direct_gradients: compute gradients of large weights in their buckets (`direct.py`); by default, on CPUs.
         broadcast_buffers: before each forward in training mode, buffers become rank 0's. With shards, they become the
@@ -95,6 +97,7 @@ class BucketedDataParallel(Replica):
     gradient_as_bucket_view = False  # gradients that a program keeps belong to it (`gradients/bucket.py`, note "kept")
     collective: Collective
     waiting: Layout | None = None
+    units: Units | None = None
     _is_released = False
 
     def __init__(
@@ -108,6 +111,7 @@ class BucketedDataParallel(Replica):
         hook: Hook | None = None,
         num_shards: int | None = None,
         reducer: type[Collective] = AllReduce,
+        units: str | None = None,
         find_unused_parameters: bool = False,
         direct_gradients: bool | None = None,
         broadcast_buffers: bool = True,
@@ -116,10 +120,15 @@ class BucketedDataParallel(Replica):
         comm = comm or current(device_of(module))
         if not (isinstance(reducer, type) and issubclass(reducer, Collective)):
             raise ConfigError(f"reducer={reducer!r:.60}: give a class of ddp.gradients.reducer, such as ReduceScatter")
+        dissolve_units(module)
         check_trainable(list(module.named_parameters()))
         check_wire(module.named_parameters(), wire, hook)
-        tensors = [*module.named_parameters(), *module.named_buffers()]
-        broadcast_state(comm, tensors, sending=sending(wire, hook, num_shards))
+        collective, how = reducer(comm, wire, num_shards), sending(wire, hook, num_shards)
+        if isinstance(collective, UnitReduceScatter):
+            named = managed(module, inner=Replica)
+            self.units = Units(comm, module, named, collective, pattern=units, sending=how)
+        else:
+            broadcast_state(comm, [*module.named_parameters(), *module.named_buffers()], sending=how)
         broadcasts = broadcast_buffers and num_shards is None
         super().__init__(module, comm, BufferSync(comm, module, "broadcast" if broadcasts else "none"))
         usage = Usage(comm, finds_unused=find_unused_parameters)
@@ -131,22 +140,24 @@ class BucketedDataParallel(Replica):
             self.register_forward_pre_hook(by_shards.before_forward)
         self._limits = bucket_limits(bucket_cap_mb, first_bucket_mb=first_bucket_mb)
         self._overlap, self.wire = overlap, wire
-        self.direct_gradients = direct_gradients if num_shards is None else False
+        if self.units is not None and num_shards is None:
+            self.accumulation = InSlices(self.units)
+        self.direct_gradients = direct_gradients if num_shards is None and self.units is None else False
         self.compression = None if hook is None else Compression(hook, comm, self._replicated_parameters())
-        self._start(usage, Stepper(), reducer)
+        self._start(usage, Stepper(), collective)
         self.gradient_as_bucket_view |= self.collective.is_sliced
 
-    def _start(self, usage: Usage, stepper: Stepper, reducer: type[Collective] = AllReduce) -> None:
+    def _start(self, usage: Usage, stepper: Stepper, collective: Collective | None = None) -> None:
         """Plans the first layout, and registers the observers by which autograd reports each gradient."""
         if waits(self.module):
             self._overlap = True  # its layers wait in backward, too, and a rank must be able to wait for both at once
-        self.collective = reducer(self.comm, self.wire, self.num_shards)
+        self.collective = collective or AllReduce(self.comm, self.wire, self.num_shards)
         self._reducer: Reducer = self.compression or self.collective
         self._usage, self._stepper = usage, stepper
         self._watch = ParameterWatch(self.module)
         self._has_layout = True
         given = self._replicated_parameters(), self._reducer
-        grouping = BySize(self._limits)
+        grouping = self.units or BySize(self._limits)
         self._layouts = Layouts(self.comm, self._watch, *given, grouping=grouping, num_shards=self.num_shards)
         self._direct = mode_for(self.place_of, self.module, self._layouts.current, is_on=self.direct_gradients)
         self.accumulation.connect(self._layouts)
@@ -169,6 +180,8 @@ class BucketedDataParallel(Replica):
             ReplicaMismatch: parameters were frozen or converted on some ranks only.
         """
         self._raise_known()
+        if self.units is not None:
+            self.units.release()  # released parameters look alike at each check
         if self._is_released:
             self._observers.renew()
             self._is_released = False
@@ -220,8 +233,11 @@ class BucketedDataParallel(Replica):
     def _awaits_backward(self) -> bool:
         return self.waiting is not None or self.backward.is_running
 
-    def _mode_of_forward(self) -> TorchFunctionMode | None:
-        return None if self._direct is None or is_compiler_used() else self._direct
+    def _around_forward(self) -> AbstractContextManager[Any] | None:
+        if self.units is not None:
+            return self.units.forward(is_training=self.training, is_last=self.require_backward_grad_sync)
+        is_direct = self._direct is not None and torch.is_grad_enabled() and not is_compiler_used()
+        return self._direct if is_direct else None
 
     def _watch_outputs(self, outputs: Any) -> None:
         if self._watch.has_frozen:
@@ -282,7 +298,21 @@ class BucketedDataParallel(Replica):
         self.backward.begin(layout, self.num_steps + 1, share)
 
     def _begin_without_samples(self) -> None:
+        if self.units is None:
+            self._begin_step(self._layouts.current, has_samples=False)
+            return
+        self.units.follow_forward(is_training=True, records=True)
         self._begin_step(self._layouts.current, has_samples=False)
+        self.units.follow(Pass(True, True, True), lambda _: self.backward.launch_next())
+
+    def _follow_micro_batch(self) -> None:
+        if self.units is not None and isinstance(self.accumulation, InSlices):
+            self.units.follow_forward(is_training=True, records=True)
+            self.units.follow(Pass(True, True, False), self.accumulation.reduce_early)
+
+    def follow_evaluation(self) -> None:
+        if self.units is not None:
+            self.units.follow_forward(is_training=self.training, records=torch.is_grad_enabled())
 
     def on_other_gradient(self, parameter: Tensor) -> None:
         """Handles a gradient that no bucket is waiting for."""
@@ -389,6 +419,8 @@ class BucketedDataParallel(Replica):
     @property
     def measures_parts(self) -> bool:
         # read before the forward, which would be the first to see that a sparse layer was unfrozen
+        if self._layouts.current.lends:  # the gradients of micro-batches are not kept
+            return False
         return self.compression is None and not any(weight.requires_grad for weight in sparse_weights(self.module))
 
     @property

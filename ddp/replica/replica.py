@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ddp.gradients.bucket import Bucket
 from ddp.gradients.totals import Totals
@@ -108,8 +107,8 @@ class Replica(nn.Module, ABC):
         try:
             if self._is_no_step():
                 return self.module(*args, **kwargs)
-            *moment, mode = self._before_forward()
-            with mode or nullcontext():
+            *moment, around = self._before_forward()
+            with around or nullcontext():
                 outputs = self.module(*args, **kwargs)
             return self._after_forward(outputs, *moment)
         except BaseException:
@@ -117,11 +116,11 @@ class Replica(nn.Module, ABC):
             raise
 
     @uncompiled
-    def _before_forward(self) -> tuple[bool, bool, TorchFunctionMode | None]:
+    def _before_forward(self) -> tuple[bool, bool, AbstractContextManager[Any] | None]:
         """Prepares a step and synchronises buffers, as far as this forward needs it.
 
         Returns:
-            True if its backward synchronises gradients; True if buffers are synchronised around it; `_mode_of_forward`.
+            True if its backward synchronises gradients; True if buffers are synchronised around it; `_around_forward`.
         """
         if torch.is_grad_enabled():
             self._is_in_forward, self.waiting = False, None
@@ -135,10 +134,10 @@ class Replica(nn.Module, ABC):
         syncs_buffers = may_sync and self._buffer_sync.is_active
         if syncs_buffers:
             self._buffer_sync.before_forward(self.inputs.root)
-        return synchronises, syncs_buffers, self._mode_of_forward() if torch.is_grad_enabled() else None
+        return synchronises, syncs_buffers, self._around_forward()
 
-    def _mode_of_forward(self) -> TorchFunctionMode | None:
-        """Returns a mode of torch's functions in which the module's forward runs, if it needs one."""
+    def _around_forward(self) -> AbstractContextManager[Any] | None:
+        """Returns a block in which the module's forward runs, if it needs one."""
         return None
 
     @uncompiled
@@ -354,6 +353,7 @@ class Replica(nn.Module, ABC):
         It runs the same collectives as a forward and a backward on the other ranks: none inside `no_sync`.
         """
         if not self.require_backward_grad_sync:
+            self._follow_micro_batch()
             return
         self.prepare()
         if self.require_forward_param_sync and self._buffer_sync.is_active:
@@ -362,6 +362,12 @@ class Replica(nn.Module, ABC):
         self.require_forward_param_sync = True
         self._begin_without_samples()
         self._finish()
+
+    def _follow_micro_batch(self) -> None:
+        """Takes part in a micro-batch that is not the last, and for which this rank has no samples."""
+
+    def follow_evaluation(self) -> None:
+        """Takes part in a forward of an evaluation for which this rank has no samples, if it is collective."""
 
     def sync_buffers(self) -> None:
         """Gives every rank rank 0's buffers (BatchNorm statistics and the like). Collective."""

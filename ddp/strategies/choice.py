@@ -23,6 +23,7 @@ from ddp.replica.drop_in.in_backward import refusal
 from ddp.replica.replica import Replica
 from ddp.setting import StrategyName
 from ddp.strategies.central_storage import CentralStorage
+from ddp.strategies.fully_sharded import FullySharded
 from ddp.strategies.local_sgd import LocalSteps, Streaming
 from ddp.strategies.sharded import Served, Sharded
 from ddp.strategies.strategy import Replicated, Strategy
@@ -37,6 +38,7 @@ STRATEGIES: dict[StrategyName, type[Replicated]] = {
     "mirrored":         Replicated,
     "multi_worker":     Replicated,
     "sharded":          Sharded,
+    "fully_sharded":    FullySharded,
     "central_storage":  CentralStorage,
     "parameter_server": Served,
     "local_sgd":        LocalSteps,

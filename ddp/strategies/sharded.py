@@ -30,7 +30,7 @@ from ddp.comm.communicator import Communicator
 from ddp.comm.meeting.membership import lost_member
 from ddp.comm.objects import all_gather_object
 from ddp.errors import ConfigError
-from ddp.gradients.bucket import Bucket, Slot, span, with_own_storage
+from ddp.gradients.bucket import Bucket, Slot, span
 from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import ReduceScatter
 from ddp.gradients.totals import Totals
@@ -40,6 +40,7 @@ from ddp.optim.trust_ratio import LAMB, LARC, LARS
 from ddp.process import gpu
 from ddp.process.terminal import log
 from ddp.replica.bucketed import BucketedDataParallel
+from ddp.replica.units import Flat
 from ddp.setting import StrategyName
 from ddp.strategies.strategy import Replicated
 from ddp.units import counted
@@ -190,7 +191,7 @@ class Sharded(Replicated):
         return self._slices
 
     def _slices_of(self, layout: Layout) -> Slices:
-        return ParameterSlices(self._comm, layout, self._collective)
+        return WholeUnits(self._comm, layout, self._collective)
 
     def _take_in(self) -> None:
         """Takes over the optimizer's current state, and cuts values of whole parameters to the parts."""
@@ -395,19 +396,29 @@ def block_numbers(layout: Layout) -> list[range]:
     return list(starmap(range, pairwise(starts)))
 
 
-def parts_of(layout: Layout, collective: ReduceScatter) -> list[Part]:
-    """Returns the parts that this rank updates, in the order of the layout's parameters, whose memory is dense."""
+def parts_of(layout: Layout, collective: ReduceScatter, slices: Mapping[Bucket, Tensor] | None = None) -> list[Part]:
+    """Returns the parts that this rank updates, in the order of the layout's parameters, whose memory is dense.
+
+    Args:
+        slices: by bucket, the memory of this rank's slice of the parameters; None: it is that of the parameters.
+    """
     numbers = block_numbers(layout)
     parts: dict[int, Part] = {}
     for bucket in layout.buckets:
-        for slot, start, begin, end in parts_in(bucket, *collective.slice_of(bucket)):
+        first, last = collective.slice_of(bucket)
+        of_bucket = first if layout.lends else 0  # then the bucket has no more than this rank's slice
+        for slot, start, begin, end in parts_in(bucket, first, last):
             blocks, skipped = numbers[slot.index], (begin - start) // BLOCK_NUMEL
+            shape = [-1] if slot.parameter.dim() else []
+            weights = share_of(begin - start, end - start, slot.parameter, slot.parameter.detach())
+            if slices is not None:
+                weights = slices[bucket][begin - first : end - first].view(shape)
             parts[slot.index] = Part(
                 slot.parameter,
                 begin - start,
                 end - start,
-                nn.Parameter(share_of(begin - start, end - start, slot.parameter, slot.parameter.detach())),
-                bucket.flat[begin:end].view([] if not slot.parameter.dim() else -1),
+                nn.Parameter(weights),
+                bucket.flat[begin - of_bucket : end - of_bucket].view(shape),
                 blocks[skipped : skipped + num_blocks(end - begin)],
                 blocks,
             )
@@ -431,9 +442,11 @@ class Slices:
         blocks: by parameter of the layout, the numbers of its blocks.
     """
 
-    def __init__(self, layout: Layout, collective: ReduceScatter) -> None:
+    def __init__(
+        self, layout: Layout, collective: ReduceScatter, slices: Mapping[Bucket, Tensor] | None = None
+    ) -> None:
         self.layout, self.buckets = layout, layout.buckets
-        self.parts = parts_of(layout, collective)
+        self.parts = parts_of(layout, collective, slices)
         self.blocks = block_numbers(layout)
 
     def take_in(self) -> None:
@@ -450,38 +463,28 @@ class Slices:
         """
 
 
-class ParameterSlices(Slices):
-    """The parameters of a layout in one memory per bucket, so that they can be gathered. Collective to make."""
+class WholeUnits(Slices):
+    """The buckets of a layout as units that are never released (`replica/units.py`). Collective to make."""
 
     def __init__(self, comm: Communicator, layout: Layout, collective: ReduceScatter) -> None:
-        self._comm, self._collective, self.buckets = comm, collective, layout.buckets
-        self._flats = [self._comm.allocate(len(bucket.gradients), bucket.flat.dtype) for bucket in layout.buckets]
-        for flat in self._flats:
-            weakref.finalize(self, self._comm.free, flat).atexit = False
-        self.take_in()
+        self._flats = []
+        for bucket in layout.buckets:
+            memory = comm.allocate(len(bucket.gradients), bucket.flat.dtype)
+            weakref.finalize(self, comm.free, memory).atexit = False
+            self._flats.append(Flat(comm, bucket, collective.bounds_of(bucket), memory))
         super().__init__(layout, collective)
 
-    @torch.no_grad()
     def take_in(self) -> None:
-        for bucket, flat in self._of_buckets():
-            for slot, view in zip(bucket.slots, bucket.views_of(flat), strict=True):
-                if slot.parameter.data_ptr() != view.data_ptr() or slot.parameter.stride() != view.stride():
-                    view.copy_(slot.parameter)
-                    slot.parameter.data = with_own_storage(view)
+        for flat in self._flats:
+            flat.take_in()
 
-    @torch.no_grad()
     def give_back(self) -> None:
-        for slot in self.layout.slots:
-            slot.parameter.data = slot.parameter.detach().clone()
+        for flat in self._flats:
+            flat.give_up()
 
     def gather(self, *, step: int) -> None:
-        for bucket, flat in self._of_buckets():
-            bounds = self._collective.bounds_of(bucket)
-            self._comm.all_gather_(flat, bounds, label=f"step {step}, parameters of {bucket.label}")
-
-    def _of_buckets(self) -> Iterator[tuple[Bucket, Tensor]]:
-        """Yields each bucket, and the memory of its parameters."""
-        return zip(self.buckets, self._flats, strict=True)
+        for flat in self._flats:
+            flat.gather(f"step {step}, parameters of {flat.bucket.label}")
 
 
 def parts_in(bucket: Bucket, first: int, last: int) -> Iterator[tuple[Slot, int, int, int]]:

@@ -236,7 +236,7 @@ class Replicated:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "model": self.masters.state_dict(),
+            "model": self._model_state(),
             "optimizer": self._optimizer_state(),
             "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
             "own": gather_object(self.model.comm, self._own_state()),
@@ -307,6 +307,9 @@ class Replicated:
 
     def _optimizer_state(self) -> dict[str, Any]:
         return self.optimizer.state_dict()
+
+    def _model_state(self) -> dict[str, Tensor]:
+        return self.masters.state_dict()
 
     def _load_model(self, state: Mapping[str, Tensor]) -> None:
         self.masters.load_state_dict(state)

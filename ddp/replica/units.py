@@ -1,0 +1,730 @@
+"""Units: parts of a model whose parameters are whole on a rank only while it computes with them.
+
+A model that no rank can hold is cut twice: into units, of which a rank has one or two at a time; and each unit's
+parameters into slices, of which a rank keeps its own (ZeRO stage 3: Rajbhandari et al., arXiv 1910.02054, section 5.3;
+Zhao et al., "PyTorch FSDP", arXiv 2304.11277).
+
+    forward    root ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓    whole until the update
+               0    ▓▓▓▓▓▓▓                                 ▓▓▓▓▓▓▓▓▓▓ reduce
+               1           ▓▓▓▓▓▓▓                ▓▓▓▓▓▓▓▓▓▓ reduce
+               2                  ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓ reduce               the last of forward is the first of backward
+
+A unit is an element of an outermost `nn.ModuleList`, `nn.Sequential` or `nn.ModuleDict`; what is in none of them is the
+root unit, and so are weights that several units share. A unit is a bucket: its gradients are reduced together, and each
+rank keeps the mean of its slice.
+
+Note "on demand". A hook gathers a unit before its forward, and autograd gathers it again when it unpacks what forward
+has saved: a view of a unit's memory is saved as its place in the unit. At most one unit is whole besides the root and
+those whose forward is running: the next one takes its place. Each gathering has new memory, so what a program has kept
+by itself, such as a view, stays valid, and costs that memory.
+
+Note "absent". Without its memory a parameter keeps its shape, and every read gives NaN, because it is one number that
+is expanded; torch refuses to write to it. A released parameter that takes part in a forward is found when autograd
+saves it, or by its gradient.
+
+Note "one order". Gathering and reducing are collectives, so all ranks must use units in one order. The first pass of a
+kind compares the order of all ranks, event by event, and records it. A rank without samples repeats what was recorded,
+or, in such a first pass, what the others announce.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsInt
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ddp.comm.objects import all_gather_object
+from ddp.comm.reduction import divided_
+from ddp.errors import ConfigError, ReplicaMismatch
+from ddp.gradients.bucket import Bucket, Slot, with_own_storage
+from ddp.gradients.reducer import ReduceScatter, slice_bounds
+from ddp.replica.autograd import uncompiled
+from ddp.replica.backward import Accumulation
+from ddp.replica.broadcast import broadcast_state
+
+if TYPE_CHECKING:
+    from ddp.comm.communicator import Communicator
+    from ddp.gradients.layout import Layout
+    from ddp.replica.step_finalizer import Share
+
+# --- Parameters in one memory ----------------------------------------------------------------------------------------
+
+
+class Flat:
+    """Parameters of a bucket, adjacent in one memory, of which this rank updates a slice. Collective to make.
+
+    Args:
+        bucket: says where in the memory each parameter lies.
+        bounds: where each rank's slice begins, and where the last one ends.
+        memory: in which the parameters always are; None: they can be released.
+
+    Attributes:
+        start, stop: of this rank's slice.
+        whole: the memory; None while it is released.
+        mine: [stop − start], the slice.
+    """
+
+    def __init__(
+        self, comm: Communicator, bucket: Bucket, bounds: Sequence[int], memory: Tensor | None = None
+    ) -> None:
+        self._comm, self.bucket, self.bounds, self._memory = comm, bucket, bounds, memory
+        number = comm.slices[comm.rank]
+        self.start, self.stop = bounds[number], bounds[number + 1]
+        self._gradient: Tensor | None = None
+        like = bucket.slots[0].parameter
+        self.dtype, self.device = like.dtype, like.device
+        self.whole: Tensor | None = self._new() if memory is None else memory
+        self.take_in()
+        mine = self.whole[self.start : self.stop]
+        self.mine = mine.clone() if memory is None else mine
+
+    def _new(self) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.empty(self.bounds[-1], dtype=self.dtype, device=self.device)
+
+    @torch.no_grad()
+    def take_in(self) -> None:
+        """Moves parameters to the memory that are elsewhere."""
+        assert self.whole is not None
+        for slot, view in zip(self.bucket.slots, self.bucket.views_of(self.whole), strict=True):
+            if slot.parameter.data_ptr() != view.data_ptr() or slot.parameter.stride() != view.stride():
+                view.copy_(slot.parameter)
+                slot.parameter.data = view if self._memory is None else with_own_storage(view)
+
+    def gather(self, label: str) -> None:
+        """Makes the parameters those of all ranks' slices. Collective."""
+        if self.whole is None:
+            self.whole = self._new()
+            self.whole[self.start : self.stop] = self.mine
+            for slot, view in zip(self.bucket.slots, self.bucket.views_of(self.whole), strict=True):
+                slot.parameter.data = view
+        self._comm.all_gather_(self.whole, self.bounds, label=label)
+
+    def release(self) -> None:
+        """Gives the memory back; the parameters read as NaN."""
+        if self.whole is not None and self._memory is None:
+            self.whole = None
+            for slot in self.bucket.slots:
+                slot.parameter.data = absent(slot.parameter)
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Takes this rank's slice of what the program has written to the parameters."""
+        self.take_in()
+        if self.whole is not None:
+            self.mine.copy_(self.whole[self.start : self.stop])
+
+    def give_up(self) -> None:
+        """Leaves each parameter in its own memory."""
+        for slot in self.bucket.slots:
+            slot.parameter.data = slot.parameter.detach().clone()
+
+    @property
+    def gradient(self) -> Tensor:
+        """The mean gradient of the slice, [stop − start]; uninitialized at first."""
+        if self._gradient is None:
+            self._gradient = torch.empty_like(self.mine)
+        return self._gradient
+
+
+def is_absent(tensor: Tensor) -> bool:
+    """Returns True for a tensor of `absent`, or one like it."""
+    return not any(tensor.stride()) and bool(tensor.dim()) and tensor.untyped_storage().nbytes() <= tensor.itemsize
+
+
+def absent(like: Tensor) -> Tensor:
+    """Returns a tensor like a parameter, all of whose elements are one NaN (note "absent")."""
+    with torch.inference_mode(False):
+        nan = torch.full((), math.nan, dtype=like.dtype, device=like.device)
+        return nan.expand(like.shape)
+
+
+# --- Which modules are units -----------------------------------------------------------------------------------------
+
+
+class Unit:
+    """A part of a model that is gathered and released as one.
+
+    Attributes:
+        index: its number, in the order of registration; the root's is the last.
+        named: its parameters with their names.
+        flats: where they are, by dtype, and by whether they need a gradient.
+        num_running: forwards of it that are running; it stays whole meanwhile.
+    """
+
+    def __init__(self, index: int, name: str, module: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self.index, self.name, self.module, self.named = index, name, module, list(named)
+        self.flats: list[Flat] = []
+        self.num_running = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Returns True if all its parameters are in memory."""
+        return all(flat.whole is not None for flat in self.flats)
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes of its parameters."""
+        return sum(parameter.nbytes for _, parameter in self.named)
+
+
+CONTAINERS = nn.ModuleList, nn.Sequential, nn.ModuleDict
+
+
+def unit_modules(module: nn.Module, pattern: str | None = None) -> dict[str, nn.Module]:
+    """Returns the modules that are units, by name.
+
+    Args:
+        pattern: of their names, with `*` and `?`; None: the elements of outermost containers.
+
+    Raises:
+        ConfigError: none has such a name, or one is inside of another.
+    """
+    if pattern is None:
+        return dict(_elements(module, "", is_inside=False))
+    named = list(module.named_modules())
+    found = {name: each for name, each in named if name and fnmatchcase(name, pattern)}
+    if not found:
+        known = ", ".join(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name, _ in named if name)) or "none"
+        raise ConfigError(f"units={pattern!r}: no module has such a name; there are {known:.300}")
+    for name in found:
+        if outer := next((each for each in found if name.startswith(f"{each}.")), ""):
+            raise ConfigError(f"units={pattern!r}: {name} is inside of {outer}, and units are not nested")
+    return found
+
+
+def _elements(module: nn.Module, prefix: str, *, is_inside: bool) -> Iterator[tuple[str, nn.Module]]:
+    """Yields elements of outermost containers. One that is a list itself has no forward: its elements are units."""
+    for name, child in module.named_children():
+        is_list = isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        if is_list or not (is_inside or isinstance(module, CONTAINERS)):
+            yield from _elements(child, f"{prefix}{name}.", is_inside=False)
+        elif next(child.parameters(), None) is not None:
+            yield f"{prefix}{name}", child
+
+
+class Event(NamedTuple):
+    """What all ranks do together in a pass: "use" a unit, "reduce" a bucket, or "end" the pass."""
+
+    what: str
+    number: int = 0
+
+
+END = Event("end")
+
+
+def used_last(events: Sequence[Event]) -> list[int]:
+    """Returns the numbers of the units that events use, the one whose last use is the latest first."""
+    return list(dict.fromkeys(event.number for event in reversed(events) if event.what == "use"))
+
+
+class Pass(NamedTuple):
+    """A kind of pass, each of which has an order of events."""
+
+    is_backward: bool
+    is_training: bool
+    is_last: bool
+
+
+class _Saved(NamedTuple):
+    """The place of a tensor that autograd has saved, in a unit's memory."""
+
+    unit: Unit
+    flat: Flat
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+# --- The units of a replica ------------------------------------------------------------------------------------------
+
+
+class Units:
+    """The units of a replica. Collective to make: parameters and buffers become rank 0's, unit by unit.
+
+    Args:
+        named: the parameters, with their names.
+        collective: reduces the buckets.
+        pattern: as in `unit_modules`.
+        sending: as in `broadcast_state`.
+
+    Attributes:
+        all: the units, and the root.
+        is_guarded: copying or saving the module raises an error while units are released.
+    """
+
+    is_fixed = True
+
+    def __init__(
+        self,
+        comm: Communicator,
+        module: nn.Module,
+        named: Sequence[tuple[str, nn.Parameter]],
+        collective: ReduceScatter,
+        *,
+        pattern: str | None = None,
+        sending: str = "",
+    ) -> None:
+        self._comm, self._module, self.collective = comm, module, collective
+        self.is_guarded = True
+        self._whole: list[Unit] = []  # besides the root
+        self._held = [0] * comm.world_size  # elements, by slice
+        self._flat_of: weakref.WeakKeyDictionary[Bucket, Flat] = weakref.WeakKeyDictionary()
+        self._by_address: dict[int, tuple[Unit, Flat]] = {}
+        self._orders: dict[Pass, list[Event]] = {}
+        self._kind: Pass | None = None  # of the running pass
+        self._events: list[Event] = []
+        self._follows = False
+        self.layouts: Callable[[], Layout]
+        modules = unit_modules(module, pattern)
+        users: dict[int, set[str]] = {}
+        for name, each in modules.items():
+            for parameter in each.parameters():
+                users.setdefault(id(parameter), set()).add(name)
+        of_unit: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in modules}
+        rest: list[tuple[str, nn.Parameter]] = []
+        for name, parameter in named:
+            inside = users.get(id(parameter), set())
+            only = next(iter(inside)) if len(inside) == 1 else ""
+            (of_unit[only] if only and name.startswith(f"{only}.") else rest).append((name, parameter))
+        parts = [(name, modules[name], of_unit[name]) for name in modules if of_unit[name]] + [("", module, rest)]
+        self.all = [Unit(index, *part) for index, part in enumerate(parts)]
+        self.root = self.all[-1]
+        self._unit_of = {id(parameter): unit for unit in self.all for _, parameter in unit.named}
+        for unit in self.all:
+            broadcast_state(comm, unit.named, sending=sending)
+            self._cut(unit, [])
+            self._release(unit)
+        broadcast_state(comm, module.named_buffers())
+        self._handles = [handle for unit in self.all for handle in self._hooks_on(unit)]
+        _UNITS_OF[module] = self
+
+    # --- slices ------------------------------------------------------------------------------------------------------
+
+    def groups(self, slots: Iterable[Slot]) -> list[list[Slot]]:
+        """Returns the slots of each bucket, one for each unit and dtype, in the expected order of reduction."""
+        found: dict[tuple[int, torch.dtype], list[Slot]] = {}
+        for slot in sorted(slots, key=lambda slot: slot.index):
+            found.setdefault((self._unit_of[id(slot.parameter)].index, slot.parameter.dtype), []).append(slot)
+        root = self.root.index
+        return [found[key] for key in sorted(found, key=lambda key: (key[0] == root, -key[0], str(key[1])))]
+
+    def flat_of(self, bucket: Bucket) -> Flat:
+        """Returns where the parameters of a bucket are. Collective if they have been frozen or unfrozen."""
+        if bucket not in self._flat_of:
+            unit = self._unit_of[id(bucket.slots[0].parameter)]
+            flat = next((each for each in unit.flats if each.bucket.ids == bucket.ids), None)
+            if flat is None:
+                self._gather(unit, "frozen or unfrozen")
+                self._cut(unit, [each for each in self.layouts().buckets if self._unit_at(each) is unit])
+                flat = next(each for each in unit.flats if each.bucket is bucket)
+            flat.bucket = bucket
+            self._flat_of[bucket] = flat
+            self.collective.cut(bucket, list(flat.bounds))
+        return self._flat_of[bucket]
+
+    def _unit_at(self, bucket: Bucket) -> Unit:
+        return self._unit_of[id(bucket.slots[0].parameter)]
+
+    def _cut(self, unit: Unit, buckets: Sequence[Bucket]) -> None:
+        """Cuts a whole unit into slices: each bucket, and the rest by dtype and need of a gradient. Collective."""
+        in_buckets = frozenset[int]().union(*(bucket.ids for bucket in buckets))
+        rest: dict[tuple[torch.dtype, bool], list[Slot]] = {}
+        for name, parameter in unit.named:
+            if id(parameter) not in in_buckets:
+                key = parameter.dtype, parameter.requires_grad
+                rest.setdefault(key, []).append(Slot(0, name, parameter))
+        gone = set(map(id, unit.flats))
+        for bucket in [bucket for bucket, flat in self._flat_of.items() if id(flat) in gone]:
+            del self._flat_of[bucket]
+        unit.flats = []
+        for bucket in [*buckets, *(Bucket(0, slots) for slots in rest.values())]:
+            bounds = slice_bounds(bucket, self._comm.world_size, self._held)
+            for number in range(self._comm.world_size):
+                self._held[number] += bounds[number + 1] - bounds[number]
+            unit.flats.append(Flat(self._comm, bucket, bounds))
+
+    # --- gathering ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def forward(self, *, is_training: bool, is_last: bool) -> Iterator[None]:
+        """Runs a forward of the replica inside; its backward is expected to follow if autograd records it."""
+        records = torch.is_grad_enabled()
+        self._begin(Pass(False, is_training, records))
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True) or (None, None)  # of the program
+        pack, unpack = (partial(self._pack, outer[0]), partial(self._unpack, outer[1]))
+        with saved_tensors_hooks(pack, unpack) if records else nullcontext():
+            yield
+        self._end_forward(records, is_training, is_last)
+
+    def _end_forward(self, records: bool, is_training: bool, is_last: bool) -> None:
+        self.end()
+        if records:
+            self._sort(used_last(self._events))
+            self._begin(Pass(True, is_training, is_last))
+
+    def _sort(self, used: Sequence[int]) -> None:
+        """Reduces buckets in the reverse order of forward, the root's last.
+
+        Args:
+            used: numbers of units, the one whose last use is the latest first.
+        """
+        layout, place = self.layouts(), {index: place for place, index in enumerate(used)}
+        place[self.root.index] = len(place)
+        in_order = sorted(layout.buckets, key=lambda bucket: place.get(self._unit_at(bucket).index, len(place)))
+        if any(a is not b for a, b in zip(in_order, layout.buckets, strict=True)):
+            layout.reorder(in_order)
+
+    def use(self, unit: Unit) -> None:
+        """Makes a unit whole, in the place of those that nothing runs in. Collective."""
+        if self._whole[-1:] == [unit] or (unit is self.root and unit.is_whole):
+            return
+        self.note(Event("use", unit.index))
+        self._use(unit)
+
+    def _use(self, unit: Unit) -> None:
+        if unit is not self.root:
+            for other in [each for each in self._whole if each is not unit and not each.num_running]:
+                self._release(other)
+            self._whole = [each for each in self._whole if each is not unit] + [unit]
+        if not unit.is_whole:
+            self._gather(unit, "backward" if self._kind is not None and self._kind.is_backward else "forward")
+
+    @torch.no_grad()
+    def _gather(self, unit: Unit, why: str) -> None:
+        for flat in unit.flats:
+            flat.gather(f"{why} of {self.title(unit)}")
+            assert flat.whole is not None
+            self._by_address[flat.whole.data_ptr()] = unit, flat
+
+    def title(self, unit: Unit) -> str:
+        """Returns a unit's name for messages."""
+        return f"unit {unit.name}" if unit.name else "the root unit"
+
+    def _release(self, unit: Unit) -> None:
+        for flat in unit.flats:
+            if flat.whole is not None:
+                self._by_address.pop(flat.whole.data_ptr(), None)
+                flat.release()
+        self._whole = [each for each in self._whole if each is not unit]
+
+    def release(self) -> None:
+        """Releases all units in which nothing runs, because their parameters change, or are not needed for long."""
+        for unit in self.all:
+            if not unit.num_running:
+                self._release(unit)
+
+    def release_of(self, bucket: Bucket) -> None:
+        """Releases the unit of a bucket, whose gradients are all computed; the root stays."""
+        unit = self._unit_at(bucket)
+        if unit is not self.root and not unit.num_running:
+            self._release(unit)
+
+    # --- what autograd saves (note "on demand") ----------------------------------------------------------------------
+
+    @uncompiled
+    def _pack(self, outer: Callable[[Tensor], Any] | None, tensor: Tensor) -> Any:
+        address = tensor.untyped_storage().data_ptr()
+        found = self._by_address.get(address)
+        if found is None or tensor.dtype is not found[1].dtype or tensor.is_conj() or tensor.is_neg():
+            return tensor if outer is None else outer(tensor)
+        return _Saved(*found, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    @uncompiled
+    def _unpack(self, outer: Callable[[Any], Tensor] | None, saved: Any) -> Tensor:
+        if not isinstance(saved, _Saved):
+            return saved if outer is None else outer(saved)
+        self.use(saved.unit)
+        assert saved.flat.whole is not None
+        return saved.flat.whole.as_strided(saved.shape, saved.stride, saved.offset)
+
+    # --- one order (note "one order") --------------------------------------------------------------------------------
+
+    def _begin(self, kind: Pass) -> None:
+        self.end()
+        self._kind, self._events = kind, []
+
+    def end(self) -> None:
+        """Ends a pass, whose order is known from now on. Collective in the first pass of its kind."""
+        kind, self._kind = self._kind, None
+        if kind is None or not self._events:
+            return
+        if kind not in self._orders:
+            self._agree(END)
+            self._orders[kind] = self._events
+
+    def note(self, event: Event) -> None:
+        """Records an event of the running pass, before it. Collective in the first pass of its kind."""
+        if self._kind is not None and not self._follows:
+            self._events.append(event)
+            if self._kind not in self._orders:
+                self._agree(event)
+
+    def _agree(self, mine: Event | None) -> Event:
+        """Returns the event that all ranks with samples announce.
+
+        Raises:
+            ReplicaMismatch: they announce several.
+        """
+        found = all_gather_object(self._comm, mine)
+        known = {rank: Event(*each) for rank, each in enumerate(found) if each is not None}
+        if len(set(known.values())) > 1:
+            words = ", ".join(f"rank {rank} {self._in_words(event)}" for rank, event in known.items())
+            raise ReplicaMismatch(
+                f"the ranks use units in different orders: {words}. Let each rank call the same parts of the model in "
+                "one order"
+            )
+        return next(iter(known.values()), END)
+
+    def _in_words(self, event: Event) -> str:
+        if event.what == "use":
+            return f"uses {self.title(self.all[event.number])}"
+        return f"reduces bucket {event.number}" if event.what == "reduce" else "has ended"
+
+    def follow(self, kind: Pass, reduce: Callable[[int], None]) -> None:
+        """Takes part in a pass for which this rank has no samples. Collective.
+
+        Args:
+            reduce: reduces a bucket to which this rank contributes zeros.
+        """
+        self._begin(kind)
+        self._follows = True
+        try:
+            known = self._orders.get(kind)
+            for event in iter(lambda: self._agree(None), END) if known is None else known:
+                self._events.append(event)
+                if event.what == "use":
+                    self._use(self.all[event.number])
+                else:
+                    reduce(event.number)
+        finally:
+            self._follows, self._kind = False, None
+        self._orders.setdefault(kind, self._events)
+
+    def follow_forward(self, *, is_training: bool, records: bool) -> None:
+        """Takes part in a forward for which this rank has no samples. Collective."""
+        self.follow(Pass(False, is_training, records), lambda _: None)
+        if records:
+            self._sort(used_last(self._events))
+
+    # --- all of it ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Makes all parameters whole for a block, on all ranks, to read and to write. Collective."""
+        for unit in self.all:
+            if not unit.is_whole:
+                self._gather(unit, "all")
+            unit.num_running += 1
+        try:
+            yield
+        finally:
+            for unit in self.all:
+                unit.num_running -= 1
+                for flat in unit.flats:
+                    flat.keep()
+                self._release(unit)
+
+    def state(self, *, keep: bool) -> dict[str, Tensor]:
+        """Returns the module's state on the CPU, if `keep`. Collective; one unit is whole at a time."""
+        found: dict[int, Tensor] = {}
+        for unit in self.all:
+            if not (was_whole := unit.is_whole):
+                self._gather(unit, "saving")
+            if keep:
+                found.update({id(each): each.detach().to("cpu", copy=True) for _, each in unit.named})
+            if not was_whole:
+                self._release(unit)
+        if not keep:
+            return {}
+        with self.unguarded():
+            values = self._module.state_dict(keep_vars=True)
+        return {name: found.get(id(value), value) for name, value in values.items()}
+
+    @torch.no_grad()
+    def load(self, state: Any) -> None:
+        """Takes this rank's slices of a state of the module, and its buffers."""
+        for unit in self.all:
+            self._release(unit)
+            for flat in unit.flats:
+                whole = torch.empty(flat.bounds[-1], dtype=flat.dtype, device=flat.device)
+                for slot, view in zip(flat.bucket.slots, flat.bucket.views_of(whole), strict=True):
+                    view.copy_(state[slot.name])
+                flat.mine.copy_(whole[flat.start : flat.stop])
+        for name, buffer in self._module.named_buffers():
+            if name in state:
+                buffer.copy_(state[name])
+
+    @contextmanager
+    def unguarded(self) -> Iterator[None]:
+        """Lets the code inside copy a module whose units are released."""
+        before, self.is_guarded = self.is_guarded, False
+        try:
+            yield
+        finally:
+            self.is_guarded = before
+
+    def dissolve(self) -> None:
+        """Leaves the module as it was before there were units. Collective."""
+        for unit in self.all:
+            self._gather(unit, "all")
+            for flat in unit.flats:
+                flat.give_up()
+            unit.flats = []
+        for handle in self._handles:
+            handle.remove()
+
+    def _hooks_on(self, unit: Unit) -> Iterator[Any]:
+        module = unit.module
+        yield module.register_forward_pre_hook(_Hook(self, unit, "enter"))
+        yield module.register_forward_hook(_Hook(self, unit, "leave"), always_call=True)
+        yield module.register_state_dict_pre_hook(_Hook(self, unit, "refuse"))
+        yield module.register_load_state_dict_pre_hook(_Hook(self, unit, "refuse"))
+
+
+_UNITS_OF: weakref.WeakKeyDictionary[nn.Module, Units] = weakref.WeakKeyDictionary()
+
+
+def dissolve_units(module: nn.Module) -> None:
+    """Makes a module whole whose units an earlier replica has made. Collective."""
+    if (units := _UNITS_OF.pop(module, None)) is not None:
+        units.dissolve()
+
+
+class _Hook:
+    """A hook of a unit. A copy of the module has none, and there is no copy while the unit is released."""
+
+    def __init__(self, units: Units, unit: Unit, what: str) -> None:
+        self._units, self._unit, self._what = units, unit, what
+
+    @uncompiled
+    def __call__(self, *_: Any) -> None:
+        unit = self._unit
+        if self._what == "enter":
+            self._units.use(unit)
+            unit.num_running += 1
+        elif self._what == "leave":
+            unit.num_running -= 1
+        else:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        if self._units.is_guarded and not self._unit.is_whole:
+            raise ConfigError(
+                f"{self._units.title(self._unit)} is released: its parameters are in slices, one on each rank. Copy, "
+                "save and load the module inside of `with model.whole():`, on all ranks; model.state_dict() gathers"
+            )
+
+    def __deepcopy__(self, _: Any) -> Callable[..., None]:
+        self._refuse()
+        return _no_hook
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._refuse()
+        return _made_no_hook, ()
+
+
+def _no_hook(*_: Any) -> None:
+    """Does nothing, in the place of a hook."""
+
+
+def _made_no_hook() -> Callable[..., None]:
+    return _no_hook
+
+
+# --- Gradients -------------------------------------------------------------------------------------------------------
+
+
+class InSlices(Accumulation):
+    """Adds up micro-batches in this rank's slices of gradients.
+
+    Each unit is reduced in each micro-batch, as soon as all its gradients are ready. The mean is divided once, in the
+    last one. A parameter that has no gradient in a micro-batch keeps its unit's other gradients whole until the next.
+    """
+
+    def __init__(self, units: Units) -> None:
+        self._units = units
+        self._ready: dict[Bucket, set[int]] = {}  # of a micro-batch that is not the last
+        self._summed: dict[Bucket, set[int]] = {}  # ids of parameters that have a sum in the slice
+        self._divisors: dict[Bucket, SupportsInt] = {}
+
+    def connect(self, layouts: Any) -> None:
+        self._units.layouts = lambda: layouts.current
+
+    def begin(self, layout: Layout, share: Share) -> Share:
+        for bucket in layout.buckets:
+            self._units.flat_of(bucket)
+        self._ready.clear()
+        return share
+
+    def has_gradient(self, parameter: Tensor) -> bool:
+        return parameter.grad is not None
+
+    def fill(self, bucket: Bucket) -> list[Slot]:
+        like = bucket.slots[0].parameter
+        bucket.borrow(torch.empty(bucket.numel, dtype=like.dtype, device=like.device))
+        empty = bucket.copy_in()
+        for slot in bucket.slots:
+            slot.parameter.grad = None
+        summed = self._summed.get(bucket, set())
+        return [slot for slot in empty if id(slot.parameter) not in summed]
+
+    def divisor(self, bucket: Bucket, divide_by: SupportsInt) -> SupportsInt:
+        self._units.note(Event("reduce", bucket.index))
+        if bucket not in self._summed:
+            return divide_by
+        self._divisors[bucket] = divide_by
+        return 1
+
+    def complete(self, bucket: Bucket) -> None:
+        self._take(bucket)
+        if (divide_by := self._divisors.pop(bucket, None)) is not None:
+            divided_(bucket.gradients, int(divide_by))
+        self._summed.pop(bucket, None)
+        for slot in bucket.slots:
+            slot.parameter.grad = absent(slot.parameter)
+
+    def _take(self, bucket: Bucket) -> None:
+        """Adds this rank's slice of a bucket to the sum, and frees all else of its unit."""
+        flat = self._units.flat_of(bucket)
+        mine = bucket.flat[flat.start : flat.stop]
+        if bucket in self._summed:
+            flat.gradient.add_(mine)
+        else:
+            flat.gradient.copy_(mine)
+        bucket.give_back(flat.gradient)
+        self._units.release_of(bucket)
+
+    def write_parts(self, layout: Layout) -> None:
+        self._units.end()
+
+    def note_early(self, parameter: Tensor) -> None:
+        layout = self._units.layouts()
+        if (index := layout.index_of.get(id(parameter))) is None:
+            return
+        bucket = layout.buckets[index]
+        ready = self._ready.setdefault(bucket, set())
+        ready.add(id(parameter))
+        if ready >= bucket.ids:
+            self.reduce_early(index)
+
+    @torch.no_grad()
+    def reduce_early(self, index: int) -> None:
+        """Adds the gradients of a bucket in a micro-batch that is not the last to those before. Collective."""
+        bucket = self._units.layouts().buckets[index]
+        ready = self._ready.pop(bucket, set())
+        self._units.flat_of(bucket)
+        self.fill(bucket)
+        self._units.note(Event("reduce", index))
+        self._units.collective.reduce(bucket, divide_by=1, async_op=False, label=f"a micro-batch, {bucket.label}")
+        self._take(bucket)
+        self._summed.setdefault(bucket, set()).update(ready)

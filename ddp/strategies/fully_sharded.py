@@ -1,0 +1,113 @@
+"""The fully sharded strategy: each rank keeps a slice of the parameters, of their gradients and of the optimizer's
+state, so a model may be larger than what one rank can hold.
+
+    forward     each unit of the model is gathered, computes, and is released (`replica/units.py`)
+    backward    it is gathered again; its gradients are reduce-scattered, and a rank keeps the mean of its slice
+    agree       each rank measures its slice; one small all-reduce
+    update      each rank updates its slice; nothing is gathered, and the root unit is released
+
+Between steps a rank holds 1 ÷ p of everything. In a step the root unit is whole, one other unit, its gradients, and the
+bucket that is reduced. A step gathers each unit twice, so 3·P·(p − 1) ÷ p numbers arrive at a rank, where an all-reduce
+has 2·P·(p − 1) ÷ p: ZeRO stage 3 (Rajbhandari et al., arXiv 1910.02054, section 5.3).
+
+Training ends with the parameters in slices, because no rank may be able to hold them all; the last checkpoint has the
+whole state, and `with model.whole():` makes the parameters whole for a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp.comm.communicator import Communicator
+from ddp.errors import ConfigError
+from ddp.gradients.layout import Layout
+from ddp.gradients.reducer import ReduceScatter, UnitReduceScatter
+from ddp.replica.units import Units, is_absent
+from ddp.strategies.sharded import Part, Sharded, Slices
+from ddp.strategies.strategy import Replicated
+
+
+class FullySharded(Sharded):
+    """Updates this rank's slices of parameters that no rank has whole. Every method is collective.
+
+    Args:
+        model, optimizer, how: as in `Sharded`.
+
+    Raises:
+        ConfigError: as `Sharded`.
+    """
+
+    word = "fully_sharded"
+    reducer = UnitReduceScatter
+    unties = False  # weights that units share are in the root unit
+
+    @property
+    def units(self) -> Units:
+        """Returns the units of the model."""
+        assert self.model.units is not None
+        return self.model.units
+
+    def finish(self, *, alone: bool = False) -> None:
+        """Leaves parameters in slices, and the optimizer without the state of those."""
+        if self._slices is not None:
+            self.optimizer.state = self._state_without_others()
+            self._slices = None
+            self._of_parts, self._places = self.optimizer, {}  # frees the parts
+        Replicated.finish(self, alone=alone)
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _step(self, norm: Tensor) -> None:
+        super()._step(norm)
+        self.units.release()
+
+    @torch.no_grad()
+    def _take_gradient(self, part: Part) -> None:
+        gradient = part.whole.grad
+        if gradient is not None and not is_absent(gradient):
+            super()._take_gradient(part)
+
+    def _slices_of(self, layout: Layout) -> Slices:
+        return UnitSlices(self._comm, layout, self._collective, self.units)
+
+    # --- the whole state ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        with self.units.unguarded():
+            return super().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        with self.units.unguarded():
+            super().load_state_dict(state)
+
+    def kept(self) -> None:
+        return None
+
+    def _model_state(self) -> dict[str, Tensor]:
+        return self.units.state(keep=self._comm.rank == 0)
+
+    def _load_model(self, state: Mapping[str, Tensor]) -> None:
+        self.units.load(state)
+
+
+class UnitSlices(Slices):
+    """The slices of a layout's units that this rank updates.
+
+    Raises:
+        ConfigError: parameters have another type than when they were cut.
+    """
+
+    def __init__(self, comm: Communicator, layout: Layout, collective: ReduceScatter, units: Units) -> None:
+        for slot in layout.slots:
+            flat = units.flat_of(layout.buckets[layout.index_of[id(slot.parameter)]])
+            if slot.parameter.dtype is not flat.dtype:
+                raise ConfigError(
+                    f"{slot.name} was {flat.dtype} and is {slot.parameter.dtype} since strategy='fully_sharded' was "
+                    "made: convert the model first"
+                )
+        super().__init__(layout, collective, {bucket: units.flat_of(bucket).mine for bucket in layout.buckets})
