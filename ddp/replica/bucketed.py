@@ -305,6 +305,12 @@ class BucketedDataParallel(Replica):
         self._begin_step(self._layouts.current, has_samples=False)
         self.units.follow(Pass(True, True, True), lambda _: self.backward.launch_next())
 
+    def most_micros(self, mine: int) -> int:
+        most = torch.tensor(max(1, mine), device=self.comm.device)
+        if self.units is not None:
+            self.comm.all_reduce(most, "max", label="micro-batches of this step")
+        return int(most)
+
     def _follow_micro_batch(self) -> None:
         if self.units is not None and isinstance(self.accumulation, InSlices):
             self.units.follow_forward(is_training=True, records=True)
@@ -415,6 +421,10 @@ class BucketedDataParallel(Replica):
     def buckets(self) -> list[Bucket]:
         """The buckets of the next step, in the order of reduction."""
         return self._layouts.current.buckets
+
+    @property
+    def is_whole(self) -> bool:
+        return self.units is None
 
     @property
     def measures_parts(self) -> bool:

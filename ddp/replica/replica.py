@@ -273,6 +273,11 @@ class Replica(nn.Module, ABC):
         return False
 
     @property
+    def is_whole(self) -> bool:
+        """Returns True if this rank has all parameters outside of a forward, so that it can compute alone."""
+        return True
+
+    @property
     def overlaps(self) -> bool:
         """Returns True if buckets are reduced in the background of backward."""
         return False
@@ -362,6 +367,10 @@ class Replica(nn.Module, ABC):
         self.require_forward_param_sync = True
         self._begin_without_samples()
         self._finish()
+
+    def most_micros(self, mine: int) -> int:
+        """Returns how many micro-batches a step has, if this rank has some for itself. Collective if forwards are."""
+        return max(1, mine)
 
     def _follow_micro_batch(self) -> None:
         """Takes part in a micro-batch that is not the last, and for which this rank has no samples."""

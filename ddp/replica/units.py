@@ -213,7 +213,7 @@ def _elements(module: nn.Module, prefix: str, *, is_inside: bool) -> Iterator[tu
 
 
 class Event(NamedTuple):
-    """What all ranks do together in a pass: "use" a unit, "reduce" a bucket, or "end" the pass."""
+    """An event that all ranks have together in a pass: they "use" a unit, "reduce" a bucket, or "end" the pass."""
 
     what: str
     number: int = 0

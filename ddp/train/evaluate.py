@@ -96,6 +96,7 @@ def evaluate(
             if stop is not None and index % POLL_EVERY == POLL_EVERY - 1 and comm.agree_any(bool(stop.signal_name)):
                 return None
             if (mine := next(batches, None)) is None:
+                follow(model)
                 continue
             part, batch = mine
             with forward_precision(precision, comm.device):
@@ -137,7 +138,9 @@ def predict(
     """
     comm = comm or current(device_of(model))
     source = _source(comm, data, collate, num_workers)
-    loader = _loader(source, comm, None, batch_size=batch_size, num_shards=num_shards)
+    how: dict[str, Any] = {"batch_size": batch_size, "num_shards": num_shards}
+    loader = _loader(source, comm, None, **how)
+    by_rank = num_evaluation_batches(len(source.samples), world_size=comm.world_size, **how)
     batches: list[list[Tensor]] = []  # of each batch, the tensors of its outputs
     forms: list[_Form] = []
     devices = set[torch.device]()
@@ -149,6 +152,8 @@ def predict(
             forms += [] if form in forms else [form]
             batches.append(list(map(gpu.leaving, tensors)))
             devices.update(each.device for each in tensors)
+        for _ in range(max(by_rank) - by_rank[comm.rank]):
+            follow(model)
     for device in devices:
         if device.type == gpu.KIND:
             gpu.cuda.current_stream(device).synchronize()  # once, for all batches
@@ -157,6 +162,12 @@ def predict(
         raise ConfigError(f"the outputs are tensors in other dicts or tuples in each batch: {_SAY_HOW}")
     of_outputs = zip(*batches, strict=True) if batches else repeat([])
     return _put_together(form, (_together(comm, each, len(source.samples)) for each in of_outputs))
+
+
+def follow(model: nn.Module) -> None:
+    """Takes part in a forward of an evaluation for which this rank has no samples, if forwards are collective."""
+    for replica in replicas_in(model):
+        replica.follow_evaluation()
 
 
 _Form = dict[Any, Any] | list[Any] | None

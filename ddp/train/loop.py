@@ -145,7 +145,8 @@ def batch_checks(
     for each in checks:
         each.begin(inputs.task, num_steps)
     # All ranks check the first batch, or none, because a model or a loss may call collectives.
-    if given.reading.max_unreadable or not _all_have_several_samples(state):  # a batch may have less than it should
+    is_checked = state.model.is_whole and not given.reading.max_unreadable  # a batch may have less than it should
+    if not is_checked or not _all_have_several_samples(state):
         return checks
     first = FirstBatchCheck(
         inputs.task,

@@ -23,6 +23,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -249,8 +250,9 @@ def _accumulate(
         totals: that ride along with them, without their losses.
     """
     model, device = state.model, state.comm.device
-    for number, micro in enumerate(micros or (None,), 1):
-        is_last, batch = number >= len(micros), None
+    num_micros = model.most_micros(len(micros))
+    for number, micro in enumerate((*repeat(None, num_micros - len(micros)), *micros), 1):
+        is_last, batch = number >= num_micros, None
         if micro is not None:
             with fetching.running(), state.phase("data"):
                 batch = next(batches)
@@ -259,12 +261,13 @@ def _accumulate(
             _set_rate(state, rules, plan.inner(number - 1))
             if state.stop_flag and not totals.num_stopping:  # a round is long, so a request during it counts
                 totals = totals._replace(num_stopping=1)
-                _say_what_is_left(state, len(micros) - number)
+                _say_what_is_left(state, num_micros - number)
         with state.strategy.micro_batch(is_last=is_last, synchronous=not plan.num_inner) as scale:
             totals = totals._replace(loss_scale=scale)
             model.ride_along(totals)
             if micro is None or batch is None:  # there are no samples for this rank, or none of them can be read
-                if is_last and model.num_shards is None:  # else the block of the last shard ends the step
+                takes_part = is_last or not model.is_whole  # in what the other ranks send
+                if takes_part and model.num_shards is None:  # else the block of the last shard ends the step
                     with state.phase("backward"):
                         model.reduce_without_backward()
                 continue
